@@ -1,8 +1,8 @@
 """Find words that have a better one in the field's vocabulary: `python tools/words.py [PATH ...]`.
 
-Searches identifiers (cut at underscores and capitals), comments, docstrings, messages and Markdown; of tests/
-names of functions and classes, comments and docstrings, since other strings are data or expected text. A line
-that has to use a word, for example one of another library's interface, ends with the comment `words: allow`.
+Searches identifiers (cut at underscores and capitals), comments, docstrings, messages and Markdown; in tests/
+only names of tests, comments and docstrings, since other strings are data or expected text. A line that has
+to use a word, for example one of another library's interface, ends with the comment `words: allow`.
 
 Exits with status 1 if a word is found.
 """
@@ -127,7 +127,7 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def test_file_texts(source: str) -> Iterator[tuple[int, str]]:
-    """Yield each definition's name, docstring line and comment of a test's file with its line."""
+    """Yield each test's name, docstring line and comment of a file of tests with its line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
             yield node.lineno, parts(node.name)

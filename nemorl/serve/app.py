@@ -98,14 +98,10 @@ class _Endpoint:
         self._served = served
 
     def add_routes(self, app: web.Application) -> None:
-        app.add_routes(
-            [
-                web.get("/health", self.health),
-                web.get("/v1/models", self.models),
-                web.post("/v1/completions", self.completions),
-                web.post("/v1/chat/completions", self.chat_completions),
-            ]
-        )
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/chat/completions", self.chat_completions)
 
     async def health(self, request: web.Request) -> web.Response:
         """Count the engines that answer; status 503 when none does. Causes are for the logs only."""
