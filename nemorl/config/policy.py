@@ -457,9 +457,8 @@ class PolicyConfig(Config):
             size = self.layout.virtual_pipeline_parallel_size
             yield Problem("layout.virtual_pipeline_parallel_size", size, fix)
         if self.offload.weights:
-            yield Problem(
-                "offload.weights", True, f"{name} samples with these weights; set it to false, {other}"
-            )
+            fix = f"{name} samples with these weights; set it to false, {other}"
+            yield Problem("offload.weights", True, fix)
 
     @check
     def _adapters_fit_the_engine(self, generation: "GenerationConfig") -> Iterator[Problem]:
@@ -472,8 +471,6 @@ class PolicyConfig(Config):
 def micro_batch_problems(micro_batch_tokens: int, max_sequence_length: int) -> Iterator[Problem]:
     """A sequence is never cut to fit a pass."""
     if micro_batch_tokens < max_sequence_length:
-        fix = (
-            "one pass must hold a complete conversation; set it to at least policy.max_sequence_length, "
-            f"{max_sequence_length}"
-        )
+        least = f"policy.max_sequence_length, {max_sequence_length}"
+        fix = f"one pass must hold a complete conversation; set it to at least {least}"
         yield Problem("micro_batch_tokens", micro_batch_tokens, fix)

@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         ],
         "algorithm.filters.drop_truncated",
         True,
-        "would be missing in the rewards that the group is compared with",
+        "dropped trajectories have no divergence for their reward",
     ),
     "turns of conversations with one": (
         ["algorithm.name=mt_grpo"],

@@ -228,7 +228,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.num_generations_per_prompt=1"],
         "algorithm.num_generations_per_prompt",
         1,
-        "set it to 2 or more, or use algorithm.advantage `reinforce`, which compares with the",
+        "set it to 2 or more, or use `reinforce`",
     ),
     "a norm without its length": (
         ["algorithm.loss.aggregation=seq-mean-token-sum-norm"],

@@ -94,10 +94,8 @@ class ValidationConfig(Config):
         for field, name in (("pass_at_k", "pass@k"), ("cons_at_k", "cons@k")):
             for k in getattr(self, field):
                 if k > samples:
-                    fix = (
-                        f"{name} requires {k} samples of each task, and there are {samples}; raise "
-                        "algorithm.validation.num_generations_per_prompt, or remove this k"
-                    )
+                    have = f"{name} requires {k} samples of each task, and there are {samples}"
+                    fix = f"{have}; raise num_generations_per_prompt, or remove this k"
                     yield Problem(field, list(getattr(self, field)), fix)
 
     @check
@@ -147,6 +145,13 @@ class AlgorithmBase(Config):
                 *("time/step", "time/training", "time/checkpoint"),
             }
         )
+
+    @check
+    def _aggregation_has_no_length(self) -> Iterator[Problem]:
+        if getattr(self, "aggregation", None) == FIXED_LENGTH:
+            name = getattr(self, "name", "")
+            fix = f"`{name}` has no fixed length to divide by; use `seq-mean-token-mean` or `token-mean`"
+            yield Problem("aggregation", FIXED_LENGTH, fix)
 
     @property
     def generates(self) -> bool:

@@ -14,7 +14,6 @@ from .offline import (
     SFT_METRICS,
     OfflineBase,
     SampledValidationConfig,
-    aggregation_problems,
     sft_problems,
 )
 from .online import POLICY_METRICS, OnlineBase
@@ -107,10 +106,6 @@ class OnPolicyDistillationConfig(OnlineBase):
     def metrics(self) -> frozenset[str]:
         return super().metrics | {*POLICY_METRICS, *self.loss.metrics, "time/teachers"}
 
-    @check
-    def _aggregation_has_no_length(self) -> Iterator[Problem]:
-        yield from aggregation_problems(self.name, self.aggregation)
-
 
 class DistillationConfig(OfflineBase):
     """The answers of the training data, with the teacher's distribution at each of their tokens."""
@@ -136,10 +131,6 @@ class DistillationConfig(OfflineBase):
     @property
     def loss_metrics(self) -> frozenset[str]:
         return self.loss.metrics | {"loss/total", "entropy"}
-
-    @check
-    def _aggregation_has_no_length(self) -> Iterator[Problem]:
-        yield from aggregation_problems(self.name, self.aggregation)
 
 
 DistillationAlgorithm = OnPolicyDistillationConfig | DistillationConfig

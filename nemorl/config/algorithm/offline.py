@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from nemorl.config.base import Config, check, default_variant
 from nemorl.errors import Problem
 
-from .base import FIXED_LENGTH, Aggregation, AlgorithmBase, ValidationConfig, over_preset
+from .base import Aggregation, AlgorithmBase, ValidationConfig, over_preset
 from .pair_losses import PREFERENCE_PRESETS, LogisticLossConfig, PairLossConfig
 
 _OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "cons_at_k", "pass_reward", "sampling")
@@ -324,14 +324,3 @@ class SftConfig(OfflineBase):
     @property
     def loss_metrics(self) -> frozenset[str]:
         return frozenset(SFT_METRICS)
-
-    @check
-    def _aggregation_has_no_length(self) -> Iterator[Problem]:
-        yield from aggregation_problems(self.name, self.aggregation)
-
-
-def aggregation_problems(algorithm: str, aggregation: Aggregation) -> Iterator[Problem]:
-    """Of an algorithm without a field for a fixed length."""
-    if aggregation == FIXED_LENGTH:
-        fix = f"`{algorithm}` has no fixed length to divide by; use `seq-mean-token-mean` or `token-mean`"
-        yield Problem("aggregation", aggregation, fix)

@@ -243,16 +243,11 @@ class CorrectionBase(Config):
         if self.changes_terms:
             yield from ("correction/mean", "correction/ess")
 
-    @property
-    def bounds(self) -> tuple[float, float] | None:
-        """Bounds of the weights, if there are weights."""
-        return None
-
     @check
     def _bounds_are_in_order(self) -> Iterator[Problem]:
-        if self.bounds is None:
+        if not self.weighs:
             return
-        low, high = self.bounds
+        low, high = getattr(self, "low", 0.0), getattr(self, "high", 1.0)
         if low >= high:
             yield Problem("low", low, f"it must be less than algorithm.correction.high, {high:g}")
         elif low > 1:
@@ -295,10 +290,6 @@ class TruncatedCorrectionConfig(CorrectionBase):
 
     weight_metric: ClassVar[str] = "correction/truncated"
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.low, self.high
-
 
 class MaskedCorrectionConfig(CorrectionBase):
     """Masked importance sampling: leave out tokens or sequences of large weight."""
@@ -311,10 +302,6 @@ class MaskedCorrectionConfig(CorrectionBase):
 
     low: ClassVar[float] = 0.0  # no lower bound
     bounds_leave_out: ClassVar[bool] = True
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.low, self.high
 
 
 class IcePopCorrectionConfig(CorrectionBase):
@@ -329,10 +316,6 @@ class IcePopCorrectionConfig(CorrectionBase):
     """Larger weights become 0."""
 
     bounds_leave_out: ClassVar[bool] = True
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.low, self.high
 
 
 CorrectionConfig = Annotated[
@@ -376,10 +359,7 @@ class KLConfig(Config):
                 fix = "in the reward only k1 has a gradient to the reference; use k1, or placement `loss`"
                 yield Problem("estimator", self.estimator, fix)
         elif self.estimator == "k1" and not (self.straight_through or self.importance_weighted):
-            fix = (
-                "in the loss the gradient of k1 is 0 in expectation; use k2 or k3, set "
-                "algorithm.kl.straight_through to true, or use algorithm.kl.placement `reward`"
-            )
+            fix = "in the loss the gradient of k1 is 0 in expectation; use k2 or k3, or straight_through"
             yield Problem("estimator", self.estimator, fix)
         if self.straight_through and self.estimator == "k2":
             fix = "k2 has this gradient already; remove it, or use the value of k1 or k3"
@@ -550,11 +530,8 @@ class OnlineConfig(OnlineBase):
         if correction.form == "decoupled":
             return
         if correction.weighs and not correction.bounds_leave_out and loss.has_ratio:
-            fix = (
-                f"in the bypass form the ratio of `{loss.name}` is relative to the engine, and weighs each "
-                "token already; use `mis` or `icepop`, which then only leave out, or "
-                "algorithm.correction.form `decoupled`"
-            )
+            ratio = f"the ratio of `{loss.name}` is relative to the engine, and weighs each token"
+            fix = f"in the bypass form {ratio}; use `mis` or `icepop`, or form `decoupled`"
             yield Problem("correction.name", correction.name, fix)
         if not correction.changes_terms and not loss.has_ratio:
             fix = f"`{loss.name}` has no ratio to the engine; remove it, or use `tis`"
@@ -564,10 +541,7 @@ class OnlineConfig(OnlineBase):
     def _groups_can_be_compared(self) -> Iterator[Problem]:
         members = self.num_generations_per_prompt
         if self.advantage.needs_group and members == 1:
-            fix = (
-                "a trajectory alone in its group has advantage 0; set it to 2 or more, or use "
-                "algorithm.advantage `reinforce`, which compares with the batch or uses the reward itself"
-            )
+            fix = "a trajectory alone in its group has advantage 0; set it to 2 or more, or use `reinforce`"
             yield Problem("num_generations_per_prompt", 1, fix)
         if isinstance(self.advantage, PassAtKAdvantageConfig) and 1 < members <= self.advantage.k:
             fix = f"in a group of {members} all sets of it have the same reward; use less, or larger groups"
@@ -578,16 +552,11 @@ class OnlineConfig(OnlineBase):
         if not self.kl_in_reward:
             return
         if not self.advantage.uses_reward_sum:
-            fix = (
-                f"the advantage `{self.advantage.name}` does not use the sum of rewards, from which it would "
-                "be subtracted; set it to loss, or use another advantage"
-            )
+            name = self.advantage.name
+            fix = f"`{name}` does not use the sum of rewards; set it to loss, or use another advantage"
             yield Problem("kl.placement", "reward", fix)
         if self.filters.drop_truncated and not self.estimates_tokens:
-            fix = (
-                "the divergence of dropped trajectories is not computed, so it would be missing in the "
-                "rewards that the group is compared with; set algorithm.kl.placement to loss, or remove this"
-            )
+            fix = "dropped trajectories have no divergence for their reward; remove it, or use placement loss"
             yield Problem("filters.drop_truncated", True, fix)
 
     @check
