@@ -145,10 +145,7 @@ class PolicyGradientUpdate:
         }
 
     def _penalized(
-        self,
-        groups: Sequence[GroupSummary],
-        places: Sequence[SequencePlace],
-        divergences: Sequence[float],
+        self, groups: Sequence[GroupSummary], places: Sequence[SequencePlace], divergences: Sequence[float]
     ) -> list[SequencePlace]:
         """The same with advantages of rewards from which the divergence of each sequence was subtracted."""
         rewards = {

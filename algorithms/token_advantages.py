@@ -9,7 +9,6 @@ most L sampled tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,23 +32,19 @@ SumOverRanks = Callable[[Tensor], Tensor]
 WHITENING_EPSILON = 1e-8
 
 
-@dataclass(frozen=True)
 class SampledTokens:
-    """The sampled tokens of a batch, a row for each sequence, in their order and without gaps."""
+    """The M sampled tokens of a batch, a row for each sequence, in their order and without gaps."""
 
-    batch: PackedBatch
+    def __init__(self, batch: PackedBatch) -> None:
+        self.batch = batch
+        self.places = batch.loss_mask.nonzero().squeeze(1)  # [M] in the batch
+        sequences = torch.arange(batch.num_sequences).repeat_interleave(torch.tensor(batch.lengths))
+        self._rows = sequences[self.places]
+        self.lengths = torch.bincount(self._rows, minlength=batch.num_sequences)  # [S]
+        firsts = self.lengths.cumsum(0) - self.lengths
+        self._columns = torch.arange(len(self.places)) - firsts[self._rows]
 
-    @cached_property
-    def places(self) -> Tensor:
-        """[M] the position of each of them in the batch."""
-        return self.batch.loss_mask.nonzero().squeeze(1)
-
-    @cached_property
-    def lengths(self) -> Tensor:
-        """[S] how many each sequence has."""
-        return torch.bincount(self._rows, minlength=self.batch.num_sequences)
-
-    @cached_property
+    @property
     def turns(self) -> Tensor:
         """[S, L] number of the turn in its sequence."""
         assert self.batch.turns is not None, "advantages of turns require `turns`"
@@ -67,16 +62,6 @@ class SampledTokens:
         values = torch.zeros(self.batch.num_tokens)
         values[self.places] = table[self._rows, self._columns].float()
         return values
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        sequences = torch.arange(self.batch.num_sequences)
-        return sequences.repeat_interleave(torch.tensor(self.batch.lengths))[self.places]
-
-    @cached_property
-    def _columns(self) -> Tensor:
-        firsts = self.lengths.cumsum(0) - self.lengths
-        return torch.arange(len(self.places)) - firsts[self._rows]
 
 
 def discounted_sums(terms: Tensor, factor: Tensor | float) -> Tensor:

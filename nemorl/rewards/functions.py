@@ -84,10 +84,7 @@ def length_penalty(sampled_ids: Ids, max_length: int) -> list[float]:
 
 
 def relative_length(
-    completions: Sequence[Completion],
-    sampled_ids: Ids,
-    answer: Sequence[str | None],
-    tag: str | None = None,
+    completions: Sequence[Completion], sampled_ids: Ids, answer: Sequence[str | None], tag: str | None = None
 ) -> list[float | None]:
     """The length reward of Kimi k1.5 (arXiv 2501.12599), which compares answers of a group.
 

@@ -88,9 +88,20 @@ def _episode(calls: "_Calls", factory: Any, task: Task) -> None:
         for turn in range(MAX_TURNS):
             text = (task.answer or "") if turn else ""
             action = Action(text, np.zeros(1, dtype=np.int32), StopReason.STOP)
-            step = calls.run(f"step({text!r})", environment.step, action, awaits=True)
-            if (problem := _step_problem(step, factory.reward_weights)) is not None:
-                raise _Failed(f"step({text!r}) {problem}")
+            called = f"step({text!r})"
+            step = calls.run(called, environment.step, action, awaits=True)
+            if not isinstance(step, Step):
+                raise _Failed(f"{called} returned {_shown(step)}; return a Step")
+            if not _are_messages(step.messages):
+                shown = _shown(step.messages)
+                raise _Failed(f"{called} returned the messages {shown}; return a tuple of Messages")
+            for name, reward in step.rewards.items():
+                if name not in factory.reward_weights:
+                    fix = "which has no weight; add it to the factory's reward_weights"
+                    raise _Failed(f"{called} gave the reward {name!r}, {fix}")
+                if not _is_number(reward):
+                    value = f"the value {reward!r}; return a finite number"
+                    raise _Failed(f"{called} gave the reward {name!r} {value}")
             if step.done:
                 break
     except _Failed:
@@ -98,19 +109,6 @@ def _episode(calls: "_Calls", factory: Any, task: Task) -> None:
             calls.run("close()", environment.close)
         raise
     calls.run("close()", environment.close, awaits=True)
-
-
-def _step_problem(step: Any, weights: dict[str, float]) -> str | None:
-    if not isinstance(step, Step):
-        return f"returned {_shown(step)}; return a Step"
-    if not _are_messages(step.messages):
-        return f"returned the messages {_shown(step.messages)}; return a tuple of Messages"
-    for name, value in step.rewards.items():
-        if name not in weights:
-            return f"gave the reward {name!r}, which has no weight; add it to the factory's reward_weights"
-        if not _is_number(value):
-            return f"gave the reward {name!r} the value {value!r}; return a finite number"
-    return None
 
 
 def _are_messages(value: Any) -> bool:

@@ -85,13 +85,14 @@ class Record:
 
     def finish(self, group: int, task: int, error: str | None) -> Conversation:
         """The conversation so far. After an error it neither trains nor has rewards."""
-        tokens = np.array(self.tokens, dtype=np.int32)
-        failed = error is not None
+        failed, experts = error is not None, None
+        if self.routed_experts:
+            # [T, layers, experts of a token], -1 for the tokens at the end that no engine has read.
+            size = (len(self.tokens) - self.num_routed, *self.routed_experts[0].shape[1:])
+            experts = np.concatenate([*self.routed_experts, np.full(size, -1, dtype=np.int16)])
         trajectory = Trajectory(
-            tokens=tokens,
-            loss_mask=np.zeros(len(tokens), dtype=np.bool_)
-            if failed
-            else np.array(self.sampled, dtype=np.bool_),
+            tokens=np.array(self.tokens, dtype=np.int32),
+            loss_mask=np.array(self.sampled, dtype=np.bool_) & (not failed),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32),
             turns=tuple(self.turns),
@@ -103,16 +104,9 @@ class Record:
             error=error,
             seconds_generation=self.seconds_generation,
             seconds_environment=self.seconds_environment,
-            routed_experts=self._all_experts(),
+            routed_experts=experts,
         )
         return Conversation(trajectory, self.opening, tuple(self.exchange), self.num_prompt_tokens)
-
-    def _all_experts(self) -> Int16Array | None:
-        """[T, layers, experts of a token], -1 for the tokens at the end that no engine has read."""
-        if not self.routed_experts:
-            return None
-        size = (len(self.tokens) - self.num_routed, *self.routed_experts[0].shape[1:])
-        return np.concatenate([*self.routed_experts, np.full(size, -1, dtype=np.int16)])
 
     def _append_given(self, tokens: list[int]) -> None:
         self.tokens += tokens
