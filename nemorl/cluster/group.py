@@ -46,38 +46,27 @@ ACTIVITY_SECONDS = 3.0
 class Mesh:
     """Ranks in Megatron's order tp-cp-ep-dp-pp: TP ranks are adjacent, stages farthest apart."""
 
-    tensor: int = 1
-    pipeline: int = 1
+    same_share: int = 1  # adjacent ranks of a stage that get the same share of the batch: tp and cp
     data: int = 1
-    context: int = 1
+    pipeline: int = 1
 
     @classmethod
     def of(cls, layout: LayoutConfig) -> "Mesh":
-        return cls(
-            layout.tensor_parallel_size,
-            layout.pipeline_parallel_size,
-            layout.data_parallel_size,
-            layout.context_parallel_size,
-        )
+        same_share = layout.tensor_parallel_size * layout.context_parallel_size
+        return cls(same_share, layout.data_parallel_size, layout.pipeline_parallel_size)
 
     @property
     def world_size(self) -> int:
-        return self._copy * self.data * self.pipeline
-
-    @property
-    def _copy(self) -> int:
-        """Ranks of a stage that are given the same share of the batch."""
-        return self.tensor * self.context
+        return self.same_share * self.data * self.pipeline
 
     def dp_rank(self, rank: int) -> int:
-        """Which share of the batch the rank trains on."""
-        return rank // self._copy % self.data
+        """Share of the batch that the rank trains on."""
+        return rank // self.same_share % self.data
 
     @property
     def output_ranks(self) -> tuple[int, ...]:
         """One rank for each share of the batch, in order: the first that has it, of the last stage."""
-        first = self._copy * self.data * (self.pipeline - 1)
-        return tuple(first + self._copy * dp for dp in range(self.data))
+        return tuple(range(self.world_size - self.same_share * self.data, self.world_size, self.same_share))
 
     def spread(self, shards: Sequence[T]) -> list[T]:
         """For every rank its DP rank's shard; raises `ValueError` unless there is one shard for each."""

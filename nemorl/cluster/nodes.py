@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,12 +70,6 @@ async def wait_for_nodes(count: int, seconds: float) -> None:
                 "failed on the others, or set cluster.num_nodes to the available number"
             )
         await asyncio.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
-
-
-def shared_cores(nodes: Sequence[Node]) -> int:
-    """Return an equal share of cores for each process; `nodes` has one entry per process."""
-    processes = Counter(node.id for node in nodes)
-    return max(1, min(node.cores // processes[node.id] for node in nodes))
 
 
 def labels_in_use(nodes: Sequence[Node]) -> str:

@@ -36,7 +36,6 @@ from .nodes import (
     alive_nodes,
     driver_node,
     labels_in_use,
-    shared_cores,
 )
 
 _WAIT_SECONDS = 1.0  # the thread of a cancelled wait runs at most this much longer
@@ -161,7 +160,11 @@ class Placement:
 
         Returns `configured`, or else an equal share of the cores of the fullest node.
         """
-        return configured or shared_cores([node for group in groups for node in self.nodes[group]])
+        if configured is not None:
+            return configured
+        nodes = [node for group in groups for node in self.nodes[group]]
+        processes = Counter(node.id for node in nodes)
+        return max(1, min(node.cores // processes[node.id] for node in nodes))
 
     def driver_address(self, *groups: str) -> str:
         """Address on which the driver listens for these groups: loopback unless some run on other nodes."""

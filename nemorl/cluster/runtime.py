@@ -113,7 +113,7 @@ class ClusterRuntime:
         self.config = config
         self.requests = tuple(requests)  # the workers of the run
         self.local = False  # whether this object started a Ray of its own
-        self._joined = False
+        self._initialized = False  # Ray, by this object
         self._temp_dir: Path | None = None
         self._lock: IO[bytes] | None = None  # held while the folder is in use
 
@@ -127,6 +127,7 @@ class ClusterRuntime:
                 self._join(address)
             else:
                 self._start()
+            self._initialized = True
         except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
             what = "Ray does not start"
             if address:
@@ -138,7 +139,7 @@ class ClusterRuntime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the cluster, or end the local Ray with everything that runs in it."""
-        if self.local or self._joined:
+        if self._initialized:
             ray.shutdown()
         if self._temp_dir is None:
             return
@@ -175,7 +176,6 @@ class ClusterRuntime:
         if port.isdecimal():  # Ray tries for minutes before it gives up on an address where nothing listens
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        self._joined = True
 
     def _start(self) -> None:
         """Start a Ray that listens on the loopback interface only and requires our token."""

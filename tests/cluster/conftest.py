@@ -52,7 +52,7 @@ def policy(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> It
             threads=3,
             run_dir=tmp_path_factory.mktemp("run"),
             deadline_seconds=60,
-            mesh=Mesh(tensor=2, data=2),
+            mesh=Mesh(same_share=2, data=2),
             environment={"GREETING": "hello"},
         )
     )

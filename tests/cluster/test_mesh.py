@@ -24,7 +24,7 @@ def test_context_parallel_ranks_are_given_the_same_shard():
 
 @pytest.mark.parametrize(("tensor", "pipeline", "data"), [(1, 1, 1), (3, 1, 1), (1, 3, 2), (2, 2, 3)])
 def test_shares_and_outputs_against_the_order_of_coordinates(tensor: int, pipeline: int, data: int):
-    mesh = Mesh(tensor, pipeline, data)
+    mesh = Mesh(tensor, data, pipeline)
     ranks = [(p, d, t) for p in range(pipeline) for d in range(data) for t in range(tensor)]
     assert mesh.world_size == len(ranks)
     assert [mesh.dp_rank(rank) for rank in range(mesh.world_size)] == [d for _, d, _ in ranks]

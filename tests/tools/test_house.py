@@ -217,6 +217,7 @@ def test_every_entry_of_the_tables_exists(house: ModuleType) -> None:
 # What the product has reached. Lower a number when a change makes it smaller; docs/design.md has the goals.
 REACHED = {
     "package_cycles": 0,
+    "module_cycles": 1,
     "grpo_path_files": 43,
     "grpo_path_outer_files": 28,
     "single_importer_modules": 66,
