@@ -32,7 +32,7 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
-        **means_by_name([t for group in sound for t in group], "reward"),
+        **means_by_name([t for group in sound for t in group]),
         **_reward_metrics(groups),
         "group/zero_variance": fmean(len({t.reward for t in group}) < 2 for group in sound),
         "length/mean": fmean(t.num_sampled for t in members),
@@ -53,12 +53,10 @@ def environment_share(groups: Sequence[GroupSummary]) -> float:
     return environment / whole if whole > 0 else 0.0
 
 
-def means_by_name(members: Sequence[TrajectorySummary], prefix: str) -> dict[str, float]:
+def means_by_name(members: Sequence[TrajectorySummary]) -> dict[str, float]:
     """Mean of each reward over the trajectories to which it applies."""
     names = sorted({name for t in members for name in t.rewards})
-    return {
-        f"{prefix}/{name}": fmean(t.rewards[name] for t in members if name in t.rewards) for name in names
-    }
+    return {f"reward/{name}": fmean(t.rewards[name] for t in members if name in t.rewards) for name in names}
 
 
 def _reward_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:

@@ -35,7 +35,7 @@ class JudgeReward(ServiceScorer):
         if config.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": config.system_prompt})
         sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-        return await self._post(
+        return await self._client.post(
             "/chat/completions", {"model": config.model, "messages": messages, **sampling}
         )
 

@@ -24,12 +24,12 @@ class ModelServiceReward(ServiceScorer):
             content = [
                 {"prompt": as_dicts(c.opening), "completion": as_dicts(c.exchange)} for c in conversations
             ]
-            return await self._post("/rewards", {**model, "conversations": content})
+            return await self._client.post("/rewards", {**model, "conversations": content})
         whole = [(*c.opening, *c.exchange) for c in conversations]
         given: dict[str, Any] = {"input": ["".join(m.content for m in messages) for messages in whole]}
         if part.chat:
             given = {"messages": as_dicts(whole[0]), "add_generation_prompt": False}
-        return await self._post("/classify", {**model, **given, "use_activation": False})
+        return await self._client.post("/classify", {**model, **given, "use_activation": False})
 
     def _read(self, value: dict[str, Any], count: int) -> list[Score]:
         items = value.get("data")

@@ -7,7 +7,7 @@ time. What goes wrong is a value that names the reward: it costs the answers of 
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -75,14 +75,14 @@ class Answers:
         def shaped(messages: Sequence[Message]) -> str | list[dict[str, str]]:
             return as_dicts(messages) if self.chat else "".join(m.content for m in messages)
 
-        conversations, trajectories = self.conversations, [c.trajectory for c in self.conversations]
+        conversations = self.conversations
         return {
             **{key: [value] * len(self) for key, value in self.task.columns.items()},
             "answer": [self.task.answer] * len(self),
             "prompts": [shaped(c.opening) for c in conversations],
             "completions": [shaped(c.exchange) for c in conversations],
             "completion_ids": [c.trajectory.tokens[c.num_prompt_tokens :].tolist() for c in conversations],
-            "sampled_ids": [t.tokens[t.loss_mask].tolist() for t in trajectories],
+            "sampled_ids": [c.trajectory.tokens[c.trajectory.loss_mask].tolist() for c in conversations],
         }
 
 
@@ -200,9 +200,6 @@ class ServiceScorer(Scorer):
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
-
-    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._client.post(path, body)
 
     def _take_retries(self) -> int:
         """Groups that are scored at the same time share them out."""

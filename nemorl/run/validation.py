@@ -46,7 +46,7 @@ def validation_metrics(
     metrics = {
         "reward": fmean(rewards),
         **_bounds("reward", normal_interval(rewards)),
-        **means_by_name(members, "reward"),
+        **means_by_name(members),
     }
     for name, of_tasks in shares.items():
         metrics |= {name: fmean(of_tasks), **_bounds(name, wilson_interval(of_tasks))}
