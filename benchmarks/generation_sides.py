@@ -15,7 +15,7 @@ import torch
 
 from nemorl.config.generation import MegatronGenerationConfig, TorchGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
-from nemorl.generation.torch_engine.host import TorchHost
+from nemorl.generation.torch_engine.engine import TorchHost
 from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
 
 MAX_LENGTH = 512  # tokens of prompt and completion

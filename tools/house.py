@@ -77,7 +77,7 @@ STOPS = {
         "ScalarHead",
     ),
     "a teacher": ("head:logprobs_at", "Teachers", "PolicyWorker.fill"),
-    "a policy that generates its samples": ("DecodingCopy", "LeaderCache", "LeadingRunner", "KeyValueCache"),
+    "a policy that generates its samples": ("DecodingCopy", "LeaderCache", "LeadingRunner"),
     "a function of the user's": ("own_advantages", "custom:custom_loss"),
     "other advantages": ("turn_relative", "reinforce", "group_then_batch", "gdpo"),
     "adapters": ("Adapters",),

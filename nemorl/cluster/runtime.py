@@ -16,7 +16,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -90,13 +90,20 @@ def hold(folder: Path) -> IO[bytes]:
     return lock
 
 
-def remove_abandoned(parent: Path) -> None:
-    """Remove the folders whose lock is free. One without a lock file stays: its start may be under way."""
-    for path in parent.glob(f"{FOLDERS}*/{LOCK}"):
+def remove_abandoned(
+    parent: Path,
+    names: str = FOLDERS,
+    remove: Callable[[Path], None] = lambda folder: shutil.rmtree(folder, ignore_errors=True),
+) -> None:
+    """Remove the folders whose lock is free. One without a lock file stays: its start may be under way.
+
+    `names` is how their names begin, `remove` removes one with what belongs to it.
+    """
+    for path in parent.glob(f"{names}*/{LOCK}"):
         try:
             with path.open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path.parent, ignore_errors=True)
+                remove(path.parent)
         except OSError:  # in use, another user's, or just removed by another start
             continue
         logger.info("removed %s, the folder of a run that has ended", path.parent)

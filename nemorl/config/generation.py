@@ -552,7 +552,7 @@ class VllmGenerationConfig(GenerationBase):
 class TorchGenerationConfig(GenerationBase):
     """The embedded engine: plain torch, CPU and CUDA, for small models and tests."""
 
-    host_class = "nemorl.generation.torch_engine.host:TorchHost"
+    host_class = "nemorl.generation.torch_engine.engine:TorchHost"
     plan_module = "nemorl.generation.torch_engine.plan"
 
     backend: Literal["torch"] = "torch"

@@ -4,8 +4,6 @@ waiting line ──▶ Scheduler (rows of the cache) ──▶ Runner (network) 
 
 The embedded engine and the policy itself sample with it, each with its own network (`Runner`) and cache.
 
-Drawing one token per row: temperature, then top-k, top-p and min-p, each row by its own parameters.
-
 Every draw is the inverse of a cumulative distribution at one uniform number, and that number is a hash of the
 request's seed and the token's position: neither the batch nor what was drawn before changes it.
 """
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from nemorl.trajectories import Int16Array, Int32Array, StopReason
 
-from .tokens import Decode, RequestLimits, StopStringFinder, TokenBuffer
+from .tokens import RequestLimits, StopStringFinder, TokenBuffer
 from .types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused, SamplingParams
 
 _FIRST_CANDIDATES = 1024  # tokens looked at before the whole vocabulary is sorted
@@ -65,17 +63,17 @@ class Sampler:
         if any(temperature != 1.0 for temperature in temperatures):
             self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1)
 
-        greedy = [row for row, p in enumerate(params) if p.temperature == 0]
-        filtered = [row for row, p in enumerate(params) if p.temperature > 0 and _filters(p)]
-        plain = [row for row, p in enumerate(params) if p.temperature > 0 and not _filters(p)]
-        self._groups: list[tuple[_Draw, Tensor]] = []  # a way to draw, and the rows that are drawn so
-        for draw, rows in (
-            (_draw_greedy, greedy),
-            (_draw_plain, plain),
-            (_Filters([params[row] for row in filtered], device).draw, filtered),
-        ):
-            if rows:
-                self._groups.append((draw, torch.tensor(rows, device=device)))
+        rows: dict[str, list[int]] = {"greedy": [], "filtered": [], "plain": []}
+        for row, p in enumerate(params):
+            filtered = p.top_k is not None or p.top_p < 1 or p.min_p > 0
+            rows["greedy" if p.temperature == 0 else "filtered" if filtered else "plain"].append(row)
+        draws: dict[str, _Draw] = {
+            "greedy": _draw_greedy,
+            "filtered": _Filters([params[row] for row in rows["filtered"]], device).draw,
+            "plain": _draw_plain,
+        }
+        # A way to draw, and the rows that are drawn so.
+        self._groups = [(draws[way], torch.tensor(of, device=device)) for way, of in rows.items() if of]
 
     def __call__(self, logits: Tensor, positions: Sequence[int]) -> Sampled:
         """Draw from `logits` [n, vocabulary], float32; `positions[i]` counts row i's sampled tokens so far.
@@ -100,10 +98,6 @@ class Sampler:
         for draw, rows in self._groups:
             tokens[rows], logprobs[rows] = draw(logits[rows], uniforms[rows])
         return Sampled(tokens, logprobs)
-
-
-def _filters(params: SamplingParams) -> bool:
-    return params.top_k is not None or params.top_p < 1 or params.min_p > 0
 
 
 def _draw_greedy(logits: Tensor, uniforms: Tensor) -> Sampled:
@@ -192,22 +186,14 @@ _PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an e
 class RowCache(Protocol):
     """Keys and values of running sequences, in rows."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens for which memory is held."""
-        ...
-
     def fits(self, rows: int, length: int) -> bool:
-        """Whether `rows` sequences of which the longest has `length` tokens can be held at one time."""
-        ...
+        """True if `rows` sequences of which the longest has `length` tokens can be held at one time."""
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` of `length` tokens, keeping what the first `rows` hold."""
-        ...
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of the rows `sources` to the rows `targets`; no row is in both."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,19 +216,15 @@ class Runner(Protocol):
     @property
     def cache(self) -> RowCache:
         """Where keys and values stay."""
-        ...
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Fill the cache rows of `prompts`; for each the input of `logits`."""
-        ...
 
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
         """Logits [n, vocabulary], float32, after `n` prompts, of what `prefill` gave for them."""
-        ...
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         """One step of the cache rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
-        ...
 
 
 @dataclass(eq=False)
@@ -285,18 +267,6 @@ class ActiveSequence:
             return StopReason.STOP
         return StopReason.LENGTH if self.num_tokens >= self.max_tokens else None
 
-    def complete(self, stop: StopReason, now: float) -> Completion:
-        """The completion with what was sampled; its time ends with the last token, or `now` without one."""
-        end = now if self.last_sampled is None else self.last_sampled
-        return self.sampled.complete(self.request.id, stop, end - self.arrival)
-
-
-class Moves(NamedTuple):
-    """Rows whose contents must be copied: `sources[i]` to `targets[i]`."""
-
-    sources: list[int]
-    targets: list[int]
-
 
 class Scheduler:
     """A waiting line and the rows of the running batch.
@@ -332,10 +302,6 @@ class Scheduler:
         """Every running sequence with its row, by row."""
         return ((row, sequence) for row, sequence in enumerate(self._rows) if sequence is not None)
 
-    def waiting(self) -> Iterator[ActiveSequence]:
-        """Everyone in line, first come first."""
-        return iter(self._waiting)
-
     def add(self, sequence: ActiveSequence) -> None:
         """Put a sequence at the end of the line."""
         self._waiting.append(sequence)
@@ -351,9 +317,10 @@ class Scheduler:
             if not self._fits(max(running + 1, len(self._rows)), longest):
                 break
             sequence = self._waiting.popleft()
-            row = free.pop(0) if free else len(self._rows)
-            if row == len(self._rows):
+            if not free:
+                free.append(len(self._rows))
                 self._rows.append(None)
+            row = free.pop(0)
             self._rows[row] = sequence
             running += 1
             admitted.append((row, sequence))
@@ -367,16 +334,19 @@ class Scheduler:
             self._rows[self._rows.index(sequence)] = None
             self._drop_free_end()
 
-    def compact(self) -> Moves:
-        """Close the gaps with sequences from the end, so that the running batch is rows 0..n-1."""
-        moves = Moves([], [])
+    def compact(self) -> tuple[list[int], list[int]]:
+        """Close the gaps with sequences from the end, so that the running batch is rows 0..n-1.
+
+        The contents of the rows in the first list must be copied to those in the second.
+        """
+        sources, targets = [], []
         while None in self._rows:
             gap = self._rows.index(None)
             self._rows[gap] = self._rows.pop()  # the last row is never a gap
-            moves.sources.append(len(self._rows))
-            moves.targets.append(gap)
+            sources.append(len(self._rows))
+            targets.append(gap)
             self._drop_free_end()
-        return moves
+        return sources, targets
 
     def _drop_free_end(self) -> None:
         while self._rows and self._rows[-1] is None:
@@ -400,34 +370,25 @@ class BatchingEngine:
         *,
         max_batch_size: int,
         device: torch.device,
-        decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
         experts: Callable[[int, int, int], Int16Array] | None = None,
     ) -> None:
-        """`decode` turns tokens into text and is required for stop strings only; `clock` counts seconds.
+        """`clock` counts seconds.
 
         `experts` are those of a cache row, from a position to before another, where they are to be returned.
         """
+        self.version = 0  # of the weights that sample
+        self._runner, self._limits = runner, limits
+        self._device, self._clock = device, clock
         self._experts = experts
-        self._limits = limits
-        self._runner = runner
-        self._device = device
-        self._decode = decode
-        self._clock = clock
         self._scheduler = Scheduler(max_batch_size, runner.cache.fits)
         self._sequences: dict[str, ActiveSequence] = {}
         self._sampler: Sampler | None = None  # of the running batch; None when its members changed
-        self._version = 0
         self._stats = EngineStats()
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that sample."""
-        return self._version
 
     def weights_changed(self, version: int) -> None:
         """Call the weights that sample from the next step on `version`."""
-        self._version = version
+        self.version = version
         for _, sequence in self._scheduler.running():
             sequence.prompt_hidden = None  # no sequence may start from a prompt that the old weights read
 
@@ -440,11 +401,6 @@ class BatchingEngine:
     def num_running(self) -> int:
         """Sequences of the running batch."""
         return self._scheduler.num_running
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens for which the KV cache holds memory."""
-        return self._runner.cache.num_tokens
 
     @property
     def next_expiry(self) -> float | None:
@@ -460,7 +416,7 @@ class BatchingEngine:
             request,
             arrival=self._clock(),
             max_tokens=self._limits.max_tokens(request),
-            stop_strings=StopStringFinder.of(request, self._decode),
+            stop_strings=self._limits.stop_finder(request),
         )
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)
@@ -494,30 +450,19 @@ class BatchingEngine:
         return completions
 
     def _admit(self) -> list[Completion]:
-        """Let waiting sequences join, and sample their first tokens."""
+        """Let waiting sequences join, and sample their first tokens.
+
+        Each distinct prompt is read once at most; one that a running sequence has, read by the same weights,
+        is copied from its row.
+        """
         admitted = self._scheduler.admit()
         if not admitted:
             return []
         self._sampler = None
         running = list(self._scheduler.running())
-        self._runner.cache.reserve(self._scheduler.num_rows, max(s.num_tokens for _, s in running))
-        self._read_prompts(admitted, running)
-        sequences = [sequence for _, sequence in admitted]
-        hidden = {s.prompt_key: s.prompt_hidden for s in sequences if s.prompt_hidden is not None}
-        logits = self._runner.logits(list(hidden.values()))
-        if len(hidden) < len(sequences):
-            index = {key: position for position, key in enumerate(hidden)}
-            logits = logits[[index[s.prompt_key] for s in sequences]]
-        positions = [sequence.position for sequence in sequences]
-        return self._take(sequences, self._make_sampler(sequences)(logits, positions))
+        cache = self._runner.cache
+        cache.reserve(self._scheduler.num_rows, max(s.num_tokens for _, s in running))
 
-    def _read_prompts(
-        self, admitted: Sequence[tuple[int, ActiveSequence]], running: Sequence[tuple[int, ActiveSequence]]
-    ) -> None:
-        """Fill the rows of new sequences, reading each distinct prompt once at most.
-
-        A prompt that a running sequence has, read by the same weights, is copied from its row.
-        """
         donors = {s.prompt_key: (row, s) for row, s in running if s.prompt_hidden is not None}
         copies: list[tuple[int, int, int]] = []  # row copied from, row copied to, tokens
         fresh: dict[bytes, list[tuple[int, ActiveSequence]]] = {}
@@ -530,23 +475,31 @@ class BatchingEngine:
             sequence.prompt_hidden = donor.prompt_hidden
         if copies:
             sources, targets, lengths = zip(*copies, strict=True)
-            self._runner.cache.copy_rows(sources, targets, max(lengths))
+            cache.copy_rows(sources, targets, max(lengths))
         prompts = [
             Prompt(members[0][1].request.prompt, [row for row, _ in members]) for members in fresh.values()
         ]
-        for members, hidden in zip(fresh.values(), self._runner.prefill(prompts), strict=True):
+        for members, of_prompt in zip(fresh.values(), self._runner.prefill(prompts), strict=True):
             for _, sequence in members:
-                sequence.prompt_hidden = hidden
+                sequence.prompt_hidden = of_prompt
         self._stats.prompt_tokens += sum(len(prompt.tokens) for prompt in prompts)
+
+        sequences = [sequence for _, sequence in admitted]
+        hidden = {s.prompt_key: s.prompt_hidden for s in sequences if s.prompt_hidden is not None}
+        logits = self._runner.logits(list(hidden.values()))
+        if len(hidden) < len(sequences):
+            index = {key: position for position, key in enumerate(hidden)}
+            logits = logits[[index[s.prompt_key] for s in sequences]]
+        return self._take(sequences, self._make_sampler(sequences), logits)
 
     def _advance(self) -> list[Completion]:
         """Sample the next token of every running sequence."""
-        moves = self._scheduler.compact()
+        sources, targets = self._scheduler.compact()
         sequences = [sequence for _, sequence in self._scheduler.running()]
         if not sequences:
             return []
         longest = max(sequence.num_tokens for sequence in sequences)
-        self._runner.cache.copy_rows(moves.sources, moves.targets, longest - 1)
+        self._runner.cache.copy_rows(sources, targets, longest - 1)
         self._runner.cache.reserve(len(sequences), longest)
         logits = self._runner.decode(
             [sequence.sampled.tokens[-1] for sequence in sequences],
@@ -555,15 +508,18 @@ class BatchingEngine:
         if self._sampler is None:
             self._sampler = self._make_sampler(sequences)
         self._stats.peak_batch = max(self._stats.peak_batch, len(sequences))
-        return self._take(sequences, self._sampler(logits, [sequence.position for sequence in sequences]))
+        return self._take(sequences, self._sampler, logits)
 
-    def _take(self, sequences: Sequence[ActiveSequence], sampled: Sampled) -> list[Completion]:
-        """Give each sequence its token; the completions of those that end with it."""
+    def _take(
+        self, sequences: Sequence[ActiveSequence], sampler: Sampler, logits: Tensor
+    ) -> list[Completion]:
+        """Draw each sequence's next token; the completions of those that end with it."""
+        sampled = sampler(logits, [sequence.position for sequence in sequences])
         now = self._clock()
         completions = []
         rows = zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True)
         for sequence, token, logprob in rows:
-            stop = sequence.append(token, logprob, self._version, now)
+            stop = sequence.append(token, logprob, self.version, now)
             if stop is not None:
                 completions.append(self._end(sequence, stop))
         self._stats.tokens_generated += len(sequences)
@@ -578,7 +534,9 @@ class BatchingEngine:
         self._take_experts(sequence)
         self._scheduler.remove(sequence)
         self._sampler = None
-        return sequence.complete(stop, self._clock())
+        # Without a token its time ends now.
+        end = self._clock() if sequence.last_sampled is None else sequence.last_sampled
+        return sequence.sampled.complete(sequence.request.id, stop, end - sequence.arrival)
 
     def _take_experts(self, sequence: ActiveSequence) -> None:
         """Copy the expert rows that are new; the last sampled token has none, it was not read yet."""
@@ -604,5 +562,5 @@ class BatchingEngine:
     def take_stats(self) -> EngineStats:
         """What was done since the last call."""
         done, self._stats = self._stats, EngineStats()
-        done.version = self._version
+        done.version = self.version
         return done

@@ -34,17 +34,13 @@ class PolicySampler(StepDriver):
         device: torch.device,
     ) -> None:
         """In the process that leads `copy`; `name` is its name in errors."""
-        shape = load_shape(policy.model_path)
-        decode = load_decoder(tokenizer_path)
+        vocabulary, decode = load_shape(policy.model_path).vocab_size, load_decoder(tokenizer_path)
         self._runner = LeadingRunner(copy, prefill_tokens=policy.micro_batch_tokens)
         engine = BatchingEngine(
             self._runner,
-            RequestLimits(
-                shape.vocab_size, policy.max_sequence_length, config.max_kv_tokens, decode is not None
-            ),
+            RequestLimits(vocabulary, policy.max_sequence_length, config.max_kv_tokens, decode),
             max_batch_size=config.max_batch_size,
             device=device,
-            decode=decode,
             experts=self._runner.experts if policy.moe.router_replay else None,
         )
         super().__init__(engine, name, rest=self._runner.rest)

@@ -5,7 +5,6 @@ import json
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -24,14 +23,6 @@ class MissingKey(ValueError):
     """The environment variable of the key is not set; the message names it."""
 
 
-@dataclass
-class ClientMetrics:
-    """What a client did since it was last asked."""
-
-    requests: int = 0
-    retries: int = 0
-
-
 class OpenAIClient:
     """Sends requests, again where that may help, and says what came of them. Belongs to one event loop."""
 
@@ -47,12 +38,20 @@ class OpenAIClient:
     ) -> None:
         """`base_url` goes up to `/v1`; `key_field` names the variable of the key. Raises MissingKey."""
         self.base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {_key(api_key_env, key_field)}"} if api_key_env else {}
+        self._headers: dict[str, str] = {}
+        if api_key_env:
+            key = os.environ.get(api_key_env, "").strip()
+            if not key:
+                raise MissingKey(
+                    f"{key_field} = {api_key_env}: this environment variable is not set, or empty; it holds "
+                    "the key of the server"
+                )
+            self._headers["Authorization"] = f"Bearer {key}"
         self._max_retries = max_retries
         self._first_wait = first_wait_seconds
         self._places = asyncio.Semaphore(max_concurrent)
         self._http: aiohttp.ClientSession | None = None
-        self._metrics = ClientMetrics()
+        self._num_retries = 0
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON that the server answers. The caller sets the deadline (`asyncio.timeout`).
@@ -61,10 +60,8 @@ class OpenAIClient:
         answer after all retries.
         """
         async with self._places:
-            self._metrics.requests += 1
             for attempt in range(self._max_retries + 1):
-                if attempt:
-                    self._metrics.retries += 1
+                self._num_retries += attempt > 0
                 try:
                     return await self._attempt(path, body)
                 except _Passing as failure:
@@ -86,10 +83,10 @@ class OpenAIClient:
                 f"{self.base_url}/chat/completions answered without a message: {_cut(str(answer))}"
             ) from error
 
-    def take_metrics(self) -> ClientMetrics:
-        """What was done since the last call."""
-        metrics, self._metrics = self._metrics, ClientMetrics()
-        return metrics
+    def take_retries(self) -> int:
+        """The number of retries since the last call."""
+        retries, self._num_retries = self._num_retries, 0
+        return retries
 
     async def close(self) -> None:
         """Close the connections."""
@@ -136,16 +133,6 @@ class _Passing(Exception):
     def __init__(self, message: str, retry_after: float | None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-
-
-def _key(variable: str, field: str) -> str:
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise MissingKey(
-            f"{field} = {variable}: this environment variable is not set, or empty; it holds the key of the "
-            "server"
-        )
-    return key
 
 
 def _message(text: str) -> str:

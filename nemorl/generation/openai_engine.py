@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -14,7 +13,7 @@ from nemorl.weights.messages import ReceiverLayout
 from .openai_client import OpenAIClient
 from .request_driver import Chunk, RequestDriver
 from .tokens import Decode, engine_seed
-from .types import EngineFailed, EngineHealth, EngineStats, GenerationRequest, RequestRefused
+from .types import EngineFailed, EngineHealth, EngineOptions, EngineStats, GenerationRequest, RequestRefused
 
 Encode = Callable[[str], list[int]]
 
@@ -111,8 +110,8 @@ class OpenAIBackend:
         if sampled is None:
             raise RequestRefused(
                 f"the server at {self._client.base_url} does not return token ids with a logprob for each, "
-                "so its samples cannot be trained on: use one that supports `return_token_ids` (vLLM's "
-                "server, `nemorl serve`), or set generation.token_ids: false to evaluate by its text"
+                "so its samples cannot be trained on: use one that supports `return_token_ids` "
+                "(docs/serving.md), or set generation.token_ids: false to evaluate by its text"
             )
         if read is not None and read != request.prompt.tolist():
             raise RequestRefused(
@@ -126,19 +125,13 @@ class OpenAIBackend:
 class OpenAIHost(RequestDriver):
     """An `openai` replica as the driver and the rollout workers call it. Lives in an event loop."""
 
-    def __init__(
-        self,
-        config: OpenAIGenerationConfig,
-        *,
-        rank: int,
-        tokenizer_path: Path,
-        max_sequence_length: int,
-        **of_engines: Any,  # that have weights and devices here
-    ) -> None:
+    def __init__(self, config: OpenAIGenerationConfig, options: EngineOptions) -> None:
         """Connects with the first request. Raises MissingKey, or EngineFailed without a tokenizer."""
-        file = Path(tokenizer_path) / "tokenizer.json"
+        file = options.tokenizer_path / "tokenizer.json"
         if not file.is_file():
-            raise EngineFailed(f"{tokenizer_path} holds no tokenizer.json, which text is encoded with")
+            raise EngineFailed(
+                f"{options.tokenizer_path} holds no tokenizer.json, which text is encoded with"
+            )
         tokenizer = Tokenizer.from_file(str(file))
         self._client = OpenAIClient(
             config.base_url,
@@ -151,9 +144,9 @@ class OpenAIHost(RequestDriver):
             self._client,
             encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False)),
-            max_sequence_length=max_sequence_length,
+            max_sequence_length=options.max_sequence_length,
         )
-        super().__init__(backend, f"generation client {rank} of {config.base_url}")
+        super().__init__(backend, f"generation client {options.rank} of {config.base_url}")
 
     def health(self) -> EngineHealth:
         """Current state. An answer comes in one piece, so a long one does not mean that the engine hangs: a
@@ -163,7 +156,7 @@ class OpenAIHost(RequestDriver):
 
     async def stats(self) -> EngineStats:
         """What was done since the last call, with the retries."""
-        return replace(await super().stats(), retries=self._client.take_metrics().retries)
+        return replace(await super().stats(), retries=self._client.take_retries())
 
     def describe_weights(self) -> tuple[ReceiverLayout, ...]:
         """No weights are required."""

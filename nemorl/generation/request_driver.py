@@ -38,23 +38,18 @@ class AsyncEngine(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights that sample."""
-        ...
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestRefused for a request that can never be served."""
-        ...
 
     def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Chunks until one has a stop reason. Closing the generator early ends the request."""
-        ...
 
     async def freeze(self) -> None:
         """Pause between two steps; sequences in flight stay in the engine."""
-        ...
 
     async def thaw(self) -> None:
         """Step again."""
-        ...
 
 
 class PauseLock:
@@ -68,35 +63,30 @@ class PauseLock:
     ) -> None:
         """`fail` is called for an engine that cannot be resumed."""
         self._freeze, self._thaw, self._fail = freeze, thaw, fail
-        self._holders: set[object] = set()
+        self.holders: set[object] = set()  # the engine is paused or pausing while there are any
         self._switching = asyncio.Lock()  # held while the engine pauses or resumes
         self.paused = asyncio.Event()
 
-    @property
-    def held(self) -> bool:
-        """True if the engine is paused or pausing."""
-        return bool(self._holders)
-
     async def acquire(self, holder: object) -> None:
         """Return when the engine is paused, until `release`. If this is cancelled first, it resumes."""
-        self._holders.add(holder)
+        self.holders.add(holder)
         try:
             await self._settle()
         except BaseException:
-            self._holders.discard(holder)
+            self.holders.discard(holder)
             if self.paused.is_set():  # other holders may have released it meanwhile
                 await self._settle()
             raise
 
     async def release(self, holder: object) -> None:
         """Return when the engine has resumed, or is paused for other holders only."""
-        if holder in self._holders:
-            self._holders.discard(holder)
+        if holder in self.holders:
+            self.holders.discard(holder)
             await self._settle()
 
     async def _settle(self) -> None:
         async with self._switching:
-            if self.held and not self.paused.is_set():
+            if self.holders and not self.paused.is_set():
                 try:
                     await self._freeze()
                 except BaseException:  # also if the caller was cancelled
@@ -104,7 +94,7 @@ class PauseLock:
                         await self._resume(_RESUME_SECONDS)
                     raise
                 self.paused.set()
-            elif not self.held and self.paused.is_set():
+            elif not self.holders and self.paused.is_set():
                 await self._resume(None)
                 self.paused.clear()
 
@@ -126,7 +116,7 @@ class _Sequence:
     stream: ReportStream
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
     began: float = field(default_factory=time.monotonic)
-    task: asyncio.Task[StopReason] | None = None
+    task: asyncio.Task[StopReason] = field(init=False)  # answers the request when it has ended
 
     def take(self, chunk: Chunk) -> None:
         """Keep what was sampled, and report progress where it is due."""
@@ -139,11 +129,6 @@ class _Sequence:
         """Answer with what was sampled."""
         seconds = time.monotonic() - self.began
         self.stream.put([self.sampled.complete(self.request.id, stop, seconds)])
-
-    def abort(self) -> None:
-        """Stop sampling; the request is answered when its task has ended."""
-        if self.task is not None:
-            self.task.cancel()
 
 
 class RequestDriver(EngineFront):
@@ -170,11 +155,9 @@ class RequestDriver(EngineFront):
 
     @property
     def version(self) -> int:
-        """Version of the weights that sample."""
         return self._engine.version
 
     async def submit(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
-        """Start a task for each request. Raises RequestRefused, with none started, and EngineFailed."""
         if self._failure is not None:
             raise self._failure
         for request in requests:
@@ -188,33 +171,29 @@ class RequestDriver(EngineFront):
 
     async def abandon(self, stream: ReportStream) -> None:
         """End what is in flight for a stream, and return when its ids are free again."""
-        left = [sequence for sequence in self._sequences.values() if sequence.stream is stream]
-        for sequence in left:
-            sequence.abort()
-        ending = [sequence.task for sequence in left if sequence.task]
+        ending = [sequence.task for sequence in self._sequences.values() if sequence.stream is stream]
+        for task in ending:
+            task.cancel()
         if ending and self._failure is None:  # a failed engine may never end them
             await asyncio.wait(ending)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; those in flight are answered with what they have and stop reason `abort`."""
-        ended = [self._sequences[name] for name in request_ids if name in self._sequences]
-        for sequence in ended:
-            sequence.abort()
-        await asyncio.gather(*(sequence.task for sequence in ended if sequence.task), return_exceptions=True)
+        ending = [self._sequences[name].task for name in request_ids if name in self._sequences]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
         self._paused = True
         self._set_gate()
         if mode == "wait":
-            await _first_of(self._idle, self._gate)  # a resume ends the wait
+            await first_of(self._idle, self._gate)  # a resume ends the wait
         elif mode == "abort":
             await self.abort(list(self._sequences))
         else:
             await self._lock.acquire(self)
 
     async def resume(self) -> None:
-        """Continue sampling."""
         self._paused = False
         try:
             await self._lock.release(self)
@@ -231,7 +210,7 @@ class RequestDriver(EngineFront):
         self._set_gate()
         try:
             if drain:  # sequences that another holder has frozen do not end
-                await _first_of(self._idle, self._lock.paused)
+                await first_of(self._idle, self._lock.paused)
             holder = object()
             await self._lock.acquire(holder)
             try:
@@ -265,7 +244,7 @@ class RequestDriver(EngineFront):
         self._failure = error
         for sequence in list(self._sequences.values()):
             sequence.stream.fail(error)
-            sequence.abort()
+            sequence.task.cancel()
 
     def fail_update(self, version: int, error: Exception) -> RefitFailed:
         """Fail because the weights may be corrupt; return the error to raise for the refit."""
@@ -283,21 +262,19 @@ class RequestDriver(EngineFront):
         self._corruption = None
 
     async def stats(self) -> EngineStats:
-        """What was done since the last call."""
         self._count_busy()
         done, self._stats = self._stats, EngineStats(peak_batch=len(self._running))
         done.version = self.version
         return done
 
     def health(self) -> EngineHealth:
-        """Current state. Raises EngineFailed, with its cause, if the engine has failed."""
         if self._failure is not None:
             raise self._failure
         return EngineHealth(
             version=self.version,
             running=len(self._running),
             waiting=len(self._sequences) - len(self._running),
-            paused=self._paused or self._lock.held,
+            paused=self._paused or bool(self._lock.holders),
             seconds_since_step=time.monotonic() - self._last_chunk if self._running else 0.0,
             corruption=self._corruption,
         )
@@ -365,7 +342,7 @@ class RequestDriver(EngineFront):
             self._gate.set()
 
 
-async def _first_of(*events: asyncio.Event) -> None:
+async def first_of(*events: asyncio.Event) -> None:
     """Return when one of them is set."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,24 +26,29 @@ from .types import (
 )
 
 OnProgress = Callable[[Progress], None]
+
+# Conversations whose replica is remembered; a forgotten one loses its prefix cache, nothing else.
+REMEMBERED_CONVERSATIONS = 65536
+# A request that was on this number of replicas when they were lost may be what kills them.
+MAX_LOSSES = 2
 _MIN_SECONDS = 0.001  # of a request that moves when its deadline has passed: it ends where it arrives
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Flight:
+class _Flight:
     """A request, who waits for it, and what was sampled for it so far."""
 
     request: GenerationRequest
     answer: asyncio.Future[Completion]
-    on_progress: OnProgress | None = None
+    on_progress: OnProgress | None
     losses: int = 0  # of the replicas that it was on
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
+    began: float = field(default_factory=time.monotonic)
     # Tokens and rows of experts from before the replica it is on now.
-    _num_kept: int = 0
-    _num_rows_kept: int = 0
-
-    def __post_init__(self) -> None:
-        self._began = time.monotonic()
+    num_kept: int = 0
+    num_rows_kept: int = 0
 
     @property
     def cost(self) -> int:
@@ -51,86 +56,62 @@ class Flight:
         return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
-    def answered(self) -> bool:
-        """True if it was answered rather than cancelled, so that no replica works on it any more."""
-        return self.answer.done() and not self.answer.cancelled()
+    def seconds(self) -> float:
+        """Time since it was asked for."""
+        return time.monotonic() - self.began
 
     @property
     def num_new(self) -> int:
         """Tokens that the replica it was on has reported."""
-        return len(self.sampled) - self._num_kept
+        return len(self.sampled) - self.num_kept
 
     def remaining(self, progress_tokens: int) -> GenerationRequest:
         """What is left to ask of a replica: the sampled tokens are the end of the prompt."""
-        self._num_kept, self._num_rows_kept = len(self.sampled), self.sampled.num_expert_rows
-        request = self.request
-        progress = request.progress_tokens or progress_tokens
-        if not self._num_kept:
-            return replace(request, progress_tokens=progress)
+        self.num_kept, self.num_rows_kept = len(self.sampled), self.sampled.num_expert_rows
+        request = replace(self.request, progress_tokens=self.request.progress_tokens or progress_tokens)
+        if not self.num_kept:
+            return request
         return replace(
             request,
             prompt=np.concatenate([request.prompt, np.array(self.sampled.tokens, np.int32)]),
-            max_new_tokens=request.max_new_tokens - self._num_kept,
-            sampled_before=request.sampled_before + self._num_kept,
-            deadline_seconds=max(_MIN_SECONDS, request.deadline_seconds - self._seconds),
-            progress_tokens=progress,
-            routed_experts_from=request.routed_experts_from + self._num_rows_kept,
+            max_new_tokens=request.max_new_tokens - self.num_kept,
+            sampled_before=request.sampled_before + self.num_kept,
+            deadline_seconds=max(_MIN_SECONDS, request.deadline_seconds - self.seconds),
+            routed_experts_from=request.routed_experts_from + self.num_rows_kept,
         )
 
-    def advance(self, progress: Progress) -> None:
-        """Keep what was sampled since the last report."""
+    def take(self, report: Report) -> None:
+        """Keep what was sampled since the last report; answer with what ends the request."""
+        if isinstance(report, Refusal):
+            self.fail(RequestRefused(report.reason))
+            return
+        if isinstance(report, Progress):
+            progress = report
+        else:  # it has all tokens of this replica again
+            known, experts = self.num_new, report.routed_experts
+            progress = Progress(
+                report.id,
+                report.tokens[known:],
+                report.logprobs[known:],
+                report.versions[known:],
+                None if experts is None else experts[self.sampled.num_expert_rows - self.num_rows_kept :],
+            )
         self.sampled.add(progress)
         if self.on_progress is not None:
             self.on_progress(progress)
+        if isinstance(report, Completion):
+            self.finish(report.stop, report.seconds if self.losses == 0 else None)
 
-    def finish(self, completion: Completion) -> None:
-        """Answer with what this replica sampled behind what others had."""
-        known, experts = self.num_new, completion.routed_experts
-        self.advance(
-            Progress(
-                completion.id,
-                completion.tokens[known:],
-                completion.logprobs[known:],
-                completion.versions[known:],
-                None if experts is None else experts[self.sampled.num_expert_rows - self._num_rows_kept :],
-            )
-        )
-        self._answer(completion.stop, completion.seconds if self.losses == 0 else self._seconds)
-
-    def finish_if_whole(self) -> bool:
-        """Answer if nothing is left to sample: its last report may have come, and its end not."""
-        if not len(self.sampled):
-            return False
-        if self.sampled.tokens[-1] in self.request.stop_token_ids:
-            self._answer(StopReason.STOP, self._seconds)
-        elif len(self.sampled) >= self.request.max_new_tokens:
-            self._answer(StopReason.LENGTH, self._seconds)
-        return self.answer.done()
-
-    def give_up(self) -> None:
-        """Answer with what it has."""
-        self._answer(StopReason.ERROR, self._seconds)
+    def finish(self, stop: StopReason, seconds: float | None = None) -> None:
+        """Answer with what was sampled."""
+        if not self.answer.done():
+            seconds = self.seconds if seconds is None else seconds
+            self.answer.set_result(self.sampled.complete(self.request.id, stop, seconds))
 
     def fail(self, error: Exception) -> None:
         """Let who waits for it have an error."""
         if not self.answer.done():
             self.answer.set_exception(error)
-
-    @property
-    def _seconds(self) -> float:
-        return time.monotonic() - self._began
-
-    def _answer(self, stop: StopReason, seconds: float) -> None:
-        if not self.answer.done():
-            self.answer.set_result(self.sampled.complete(self.request.id, stop, seconds))
-
-
-log = logging.getLogger(__name__)
-
-# Conversations whose replica is remembered; a forgotten one loses its prefix cache, nothing else.
-REMEMBERED_CONVERSATIONS = 65536
-# A request that was on this number of replicas when they were lost may be what kills them.
-MAX_LOSSES = 2
 
 
 @dataclass(frozen=True)
@@ -163,19 +144,14 @@ class _Member:
 
     replica: Replica
     outstanding_tokens: int = 0
-    flights: dict[str, Flight] = field(default_factory=dict)
-    pending: list[Flight] = field(default_factory=list)  # of this tick of the event loop
+    flights: dict[str, _Flight] = field(default_factory=dict)
+    pending: list[_Flight] = field(default_factory=list)  # of this tick of the event loop
     streams: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def take(self, flight: Flight) -> None:
-        self.flights[flight.request.id] = flight
-        self.pending.append(flight)
-        self.outstanding_tokens += flight.cost
-
-    def holds(self, flight: Flight) -> bool:
+    def holds(self, flight: _Flight) -> bool:
         return self.flights.get(flight.request.id) is flight
 
-    def drop(self, flight: Flight) -> None:
+    def drop(self, flight: _Flight) -> None:
         del self.flights[flight.request.id]
         self.outstanding_tokens -= flight.cost
 
@@ -191,11 +167,11 @@ class Router:
 
     def __init__(self, replicas: Sequence[Replica], progress_tokens: int = 64) -> None:
         """`progress_tokens`: how often replicas report, and so about the most that a loss costs a request."""
+        self.lost: dict[str, str] = {}  # the cause of each loss by the replica's name
         self._members = {replica.name: _Member(replica) for replica in replicas}
         self._progress_tokens = progress_tokens
         self._home: OrderedDict[str, _Member] = OrderedDict()
         self._waiting: set[str] = set()  # ids of unanswered requests
-        self._lost: dict[str, str] = {}
         self._metrics = RouterMetrics()
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -214,11 +190,6 @@ class Router:
         """Names of the replicas that answer."""
         return list(self._members)
 
-    @property
-    def lost(self) -> Mapping[str, str]:
-        """The cause of each loss by the replica's name."""
-        return dict(self._lost)
-
     def take_metrics(self) -> RouterMetrics:
         """What was done since the last call."""
         metrics, self._metrics = self._metrics, RouterMetrics()
@@ -227,7 +198,7 @@ class Router:
     def add(self, replica: Replica) -> None:
         """Let a replica serve, also in the place of a lost one of the same name."""
         self.lose(replica.name, "another has taken its place")  # which was not noticed here yet
-        self._lost.pop(replica.name, None)
+        self.lost.pop(replica.name, None)
         self._members[replica.name] = _Member(replica)
 
     async def generate(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> Completion:
@@ -238,7 +209,7 @@ class Router:
         """
         if request.id in self._waiting:
             raise ValueError(f"a request named {request.id} is under way already")
-        flight = Flight(request, asyncio.get_running_loop().create_future(), on_progress)
+        flight = _Flight(request, asyncio.get_running_loop().create_future(), on_progress)
         self._waiting.add(request.id)
         try:
             self._start(flight)
@@ -253,7 +224,7 @@ class Router:
         if member is None:
             return
         log.warning("%s is lost: %s", name, cause)
-        self._lost[name] = cause
+        self.lost[name] = cause
         for stream in member.streams:
             stream.cancel()
         for flight in list(member.flights.values()):
@@ -261,23 +232,23 @@ class Router:
             if not flight.answer.done():
                 self._move(flight)
 
-    def _start(self, flight: Flight) -> None:
-        member = self._route(flight.request.conversation)
-        if not member.pending:
-            asyncio.get_running_loop().call_soon(self._send, member)
-        member.take(flight)
-
-    def _route(self, conversation: str) -> _Member:
+    def _start(self, flight: _Flight) -> None:
+        """Give a request to a replica; it is sent in the next tick of the event loop."""
         if not self._members:
-            raise NoReplicaLeft(self._lost)
-        home = self._home.pop(conversation, None) if conversation else None
-        if home is None or not self._serves(home):
-            home = min(self._members.values(), key=lambda member: member.outstanding_tokens)
+            raise NoReplicaLeft(self.lost)
+        conversation = flight.request.conversation
+        member = self._home.pop(conversation, None) if conversation else None
+        if member is None or not self._serves(member):
+            member = min(self._members.values(), key=lambda member: member.outstanding_tokens)
         if conversation:
-            self._home[conversation] = home
+            self._home[conversation] = member
             if len(self._home) > REMEMBERED_CONVERSATIONS:
                 self._home.popitem(last=False)
-        return home
+        if not member.pending:
+            asyncio.get_running_loop().call_soon(self._send, member)
+        member.flights[flight.request.id] = flight
+        member.pending.append(flight)
+        member.outstanding_tokens += flight.cost
 
     def _serves(self, member: _Member) -> bool:
         return self._members.get(member.replica.name) is member
@@ -288,27 +259,20 @@ class Router:
         if flights and self._serves(member):
             self._call(member, flights)
 
-    def _call(self, member: _Member, flights: Sequence[Flight]) -> None:
+    def _call(self, member: _Member, flights: Sequence[_Flight]) -> None:
         stream = asyncio.create_task(self._receive(member, flights))
         member.streams.add(stream)
         stream.add_done_callback(lambda done: self._close(member, flights, done))
 
-    async def _receive(self, member: _Member, flights: Sequence[Flight]) -> None:
+    async def _receive(self, member: _Member, flights: Sequence[_Flight]) -> None:
         requests = [flight.remaining(self._progress_tokens) for flight in flights]
         async with aclosing(member.replica.generate(requests)) as stream:
             async for reports in stream:
                 for report in reports:
-                    flight = member.flights.get(report.id)
-                    if flight is None:  # the turn loop that asked was cancelled
-                        continue
-                    if isinstance(report, Progress):
-                        flight.advance(report)
-                    elif isinstance(report, Refusal):
-                        flight.fail(RequestRefused(report.reason))
-                    else:
-                        flight.finish(report)
+                    if report.id in member.flights:  # else the turn loop that asked was cancelled
+                        member.flights[report.id].take(report)
 
-    def _close(self, member: _Member, flights: Sequence[Flight], stream: asyncio.Task[None]) -> None:
+    def _close(self, member: _Member, flights: Sequence[_Flight], stream: asyncio.Task[None]) -> None:
         """See to what a finished stream left without an answer."""
         member.streams.discard(stream)
         if stream.cancelled():
@@ -316,53 +280,52 @@ class Router:
         error = stream.exception()
         left = [flight for flight in flights if member.holds(flight) and not flight.answer.done()]
         if isinstance(error, RequestRefused):
-            self._refuse(member, left, error)
+            # A refusal is of a whole call: ask for each alone, so that only whom it concerns gets it.
+            for flight in left:
+                if len(left) == 1:
+                    flight.fail(error)
+                else:
+                    self._call(member, [flight])
         elif self._serves(member) and (error is not None or left):
-            self.lose(member.replica.name, _cause(error, left))
-
-    def _refuse(self, member: _Member, left: Sequence[Flight], error: RequestRefused) -> None:
-        """A refusal is of a whole call: ask for each alone, so that only whom it concerns gets it."""
-        for flight in left:
-            if len(left) == 1:
-                flight.fail(error)
+            if error is None:
+                example = left[0].request.id
+                cause = f"it ended its answers without one to {len(left)} requests, such as {example}"
             else:
-                self._call(member, [flight])
+                cause = str(error) if isinstance(error, ReplicaLost) else f"{type(error).__name__}: {error}"
+            self.lose(member.replica.name, cause)
 
-    def _move(self, flight: Flight) -> None:
+    def _move(self, flight: _Flight) -> None:
         """Continue a request on another replica."""
         flight.losses += 1
-        if flight.finish_if_whole():
-            return
-        if flight.losses >= MAX_LOSSES and self._members:
+        # Nothing may be left to sample: its last report has come, and its end not.
+        if len(flight.sampled) and flight.sampled.tokens[-1] in flight.request.stop_token_ids:
+            flight.finish(StopReason.STOP)
+        elif len(flight.sampled) >= flight.request.max_new_tokens:
+            flight.finish(StopReason.LENGTH)
+        elif flight.losses >= MAX_LOSSES and self._members:
             log.warning("request %s was on %d replicas when they were lost", flight.request.id, flight.losses)
             self._metrics.failed_requests += 1
-            flight.give_up()
-            return
-        try:
-            self._start(flight)
-        except NoReplicaLeft as error:
-            flight.fail(error)
-            return
-        self._metrics.moved_requests += 1
-        self._metrics.kept_tokens += flight.num_new
+            flight.finish(StopReason.ERROR)
+        else:
+            try:
+                self._start(flight)
+            except NoReplicaLeft as error:
+                flight.fail(error)
+                return
+            self._metrics.moved_requests += 1
+            self._metrics.kept_tokens += flight.num_new
 
-    def _release(self, flight: Flight) -> None:
+    def _release(self, flight: _Flight) -> None:
         """Forget a request; end it if its caller has left."""
+        answered = flight.answer.done() and not flight.answer.cancelled()
         for member in self._members.values():
             if not member.holds(flight):
                 continue
             member.drop(flight)
-            abort = member.replica.abort
-            if abort is not None and not flight.answered and flight not in member.pending:
-                task = asyncio.create_task(_quietly(abort([flight.request.id])))
+            if member.replica.abort is not None and not answered and flight not in member.pending:
+                task = asyncio.create_task(_quietly(member.replica.abort([flight.request.id])))
                 self._aborts.add(task)
                 task.add_done_callback(self._aborts.discard)
-
-
-def _cause(error: BaseException | None, left: Sequence[Flight]) -> str:
-    if error is None:
-        return f"it ended its answers without one to {len(left)} requests, such as {left[0].request.id}"
-    return str(error) if isinstance(error, ReplicaLost) else f"{type(error).__name__}: {error}"
 
 
 async def _quietly(abort: Coroutine[Any, Any, None]) -> None:

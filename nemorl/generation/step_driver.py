@@ -65,11 +65,9 @@ class StepDriver(EngineFront):
 
     @property
     def version(self) -> int:
-        """Version of the weights that sample."""
         return self._engine.version
 
     async def submit(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
-        """Add requests together, in order. If one is refused none is added."""
         await self.call(lambda: self._add(requests, stream))
 
     async def abandon(self, stream: ReportStream) -> None:
@@ -78,7 +76,6 @@ class StepDriver(EngineFront):
             self.post(lambda: self._abort([name for name, other in self._streams.items() if other is stream]))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; those in flight are answered with what they have."""
         await self.call(lambda: self._abort(request_ids))
 
     async def call(self, function: Callable[[], T]) -> T:
@@ -86,19 +83,15 @@ class StepDriver(EngineFront):
         return await asyncio.wrap_future(self.post(function))
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop stepping; requests that arrive meanwhile wait."""
         await asyncio.wrap_future(self._post(lambda paused: self._pause(mode, paused)))
 
     async def resume(self) -> None:
-        """Step again."""
         await self.call(self._resume)
 
     async def stats(self) -> EngineStats:
-        """What was done since the last call."""
         return await self.call(self._engine.take_stats)
 
     def health(self) -> EngineHealth:
-        """Current state. Raises EngineFailed, with its cause, if the engine has failed."""
         if self._failure is not None:
             raise self._failure
         return EngineHealth(

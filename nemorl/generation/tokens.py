@@ -107,20 +107,6 @@ class StopStringFinder:
         self._read = len(self._tokens)  # tokens before this one are in `_tail` already
         self._tail = ""  # end of the sampled text, as long as a stop string may still begin in it
 
-    @classmethod
-    def of(cls, request: GenerationRequest, decode: Decode | None) -> "StopStringFinder | None":
-        """The finder of a request, None if it has no stop strings.
-
-        Tokens that another replica sampled for it count: a stop string may begin in them.
-        """
-        if not request.stop_strings or decode is None:
-            return None
-        tokens = request.prompt.tolist()
-        length = len(tokens) - request.sampled_before
-        finder = cls(request.stop_strings, tokens[:length], decode)
-        finder.find(tokens[length:])
-        return finder
-
     def find(self, tokens: Sequence[int]) -> int | None:
         """Number of these next tokens up to the one that completes a stop string; None if none does."""
         return next((number for number, token in enumerate(tokens, start=1) if self.push(token)), None)
@@ -148,7 +134,7 @@ class RequestLimits:
     vocab_size: int
     max_sequence_length: int  # tokens of prompt and completion
     max_kv_tokens: int
-    can_decode: bool  # a tokenizer is available to look for stop strings
+    decode: Decode | None = None  # required for stop strings only
 
     def max_tokens(self, request: GenerationRequest) -> int:
         """Tokens the sequence may reach, prompt included."""
@@ -177,11 +163,24 @@ class RequestLimits:
                 f"{name} may grow to {self.max_tokens(request)} tokens, and the KV cache holds"
                 f" generation.max_kv_tokens={self.max_kv_tokens}; raise it or lower max_new_tokens"
             )
-        if request.stop_strings and not self.can_decode:
+        if request.stop_strings and self.decode is None:
             raise RequestRefused(
                 f"{name} has stop strings, and there is no tokenizer.json to decode with; save the tokenizer"
                 " in the fast format or use stop_token_ids"
             )
+
+    def stop_finder(self, request: GenerationRequest) -> StopStringFinder | None:
+        """None if a request has no stop strings.
+
+        Tokens that another replica sampled for it count: a stop string may begin in them.
+        """
+        if not request.stop_strings or self.decode is None:
+            return None
+        tokens = request.prompt.tolist()
+        length = len(tokens) - request.sampled_before
+        finder = StopStringFinder(request.stop_strings, tokens[:length], self.decode)
+        finder.find(tokens[length:])
+        return finder
 
 
 def engine_seed(request: GenerationRequest) -> int:
@@ -202,8 +201,4 @@ def load_decoder(tokenizer_path: Path) -> Decode | None:
     if not file.exists():
         return None
     tokenizer = Tokenizer.from_file(str(file))
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
-
-    return decode
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))

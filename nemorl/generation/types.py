@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 from nemorl.errors import RunError
 from nemorl.trajectories import Float32Array, Int16Array, Int32Array, StopReason
@@ -98,7 +99,20 @@ class Generator(Protocol):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one turn."""
-        ...
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of an engine's process, of whatever back end, besides its section of the configuration."""
+
+    model_path: Path
+    tokenizer_path: Path
+    max_sequence_length: int  # tokens of prompt and completion
+    rank: int = 0
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"  # the policy's, where the section names none
+    threads: int | None = None  # CPU threads of the engine
+    commit_seconds: float = 600.0  # limits how long the engine may take to pause for, or swap, new weights
 
 
 @dataclass

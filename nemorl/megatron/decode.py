@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
+from nemorl.models.kv_cache import KVCache
 
-from .cache import CachedPass, KeyValueCache, NextTokens
+from .cache import EMPTY_PLACES, EXPERTS, CachedPass, NextTokens
 from .model import PolicyModel
 from .packing import MicroBatchMaker, ModelInput, PackedLayout, TokenRouting, packed_layout
 
@@ -56,7 +57,7 @@ class CachedModel:
 
         `kept_experts`, MoE layers and experts of a token, keeps the routers' choices with the keys.
         """
-        self.cache = KeyValueCache(max_tokens)
+        self.cache = KVCache(max_tokens, EMPTY_PLACES)
         self._kept_experts = kept_experts
         self._vocab_size = vocab_size
         self._model = model
@@ -98,7 +99,11 @@ class CachedModel:
             self.cache,
             torch.arange(n, device=self._device),
             self.cache.slots(torch.arange(n), places).to(self._device),
-            NextTokens(places.to(self._device), max(positions), self._model.config.params_dtype),
+            NextTokens(
+                places.to(self._device),
+                self.cache.places_read(max(positions) + 1),
+                self._model.config.params_dtype,
+            ),
         )
         hidden = self._run(torch.tensor(tokens), places, cached, None)
         return None if hidden is None else self._logits(hidden[:n])
@@ -123,7 +128,7 @@ class CachedModel:
             dist.send(hidden, parallel_state.get_pipeline_model_parallel_next_rank(), group=group)
         if cached is not None and self._kept_experts is not None:
             experts = self._chosen_experts(step, self._kept_experts)
-            self.cache.keep_experts(cached.slots, experts.index_select(0, cached.sources))
+            cached.keep(EXPERTS, experts)
         if not self._is_last:
             return None
         if model.config.sequence_parallel:
@@ -311,7 +316,7 @@ class DecodingCopy:
         return None
 
     @property
-    def cache(self) -> KeyValueCache:
+    def cache(self) -> KVCache:
         """This rank's; its sizes are those of all ranks of the copy."""
         return self._model.cache
 
@@ -374,7 +379,7 @@ class LeadingRunner:
 
     def experts(self, row: int, first: int, end: int) -> NDArray[np.int16]:
         """[end - first, MoE layers, top_k] of the tokens at these positions of a row, where they are kept."""
-        return self._copy.cache.experts(row, first, end).cpu().numpy().copy()
+        return self._copy.cache.tokens(EXPERTS, row, first, end)[0].cpu().numpy().copy()
 
     def rest(self) -> float:
         """Let the other copies work while this one has nothing to do; seconds until the next rest."""

@@ -203,7 +203,7 @@ class ServiceScorer(Scorer):
 
     def _take_retries(self) -> int:
         """Groups that are scored at the same time share them out."""
-        return self._client.take_metrics().retries
+        return self._client.take_retries()
 
 
 def shortened(value: object) -> str:

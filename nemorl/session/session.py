@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +23,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, models_of
 from nemorl.config.generation import EndpointConfig
 from nemorl.errors import NemorlError
-from nemorl.generation.types import NoReplicaLeft
+from nemorl.generation.types import EngineOptions, NoReplicaLeft
 from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.collector import RunGroups
@@ -261,26 +261,28 @@ class Starter:
         """
         config, policy, cluster = self.experiment.generation, self.experiment.policy, self.experiment.cluster
         threads = self.placement.threads(config.threads, "generation")
-        shared: dict[str, Any] = {
-            "model_path": policy.model_path.absolute(),
-            "config": config,
-            "device": "cuda" if self._on_gpus else "cpu",
-            "threads": threads,
-            "tokenizer_path": (policy.tokenizer.path or policy.model_path).absolute(),
-            "max_sequence_length": policy.max_sequence_length,
-            "precision": policy.precision,
-            "commit_seconds": cluster.deadlines.refit,
-            **config.host_options(policy),
-        }
-        ranks: list[dict[str, Any]] = [{**shared, "rank": rank} for rank in range(config.replicas)]
+        options = EngineOptions(
+            model_path=policy.model_path.absolute(),
+            tokenizer_path=(policy.tokenizer.path or policy.model_path).absolute(),
+            max_sequence_length=policy.max_sequence_length,
+            device="cuda" if self._on_gpus else "cpu",
+            precision=policy.precision,
+            threads=threads,
+            commit_seconds=cluster.deadlines.refit,
+        )
+        ranks: list[dict[str, Any]] = [
+            {"config": config, "options": replace(options, rank=rank), **config.host_options(policy)}
+            for rank in range(config.replicas)
+        ]
         environment = {}
         if config.workers_hold_gpus:  # which the engine's process has to see nevertheless
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
             for kwargs, bundle in zip(ranks, self.placement.bundles["generation"], strict=True):
                 kwargs["bundle"] = bundle
         if gpus:
-            for kwargs, shared_with in zip(ranks, self.placement.host_ranks("generation"), strict=True):
-                here = self.placement.on_node_of("generation", kwargs["rank"], "policy")
+            hosts = zip(ranks, self.placement.host_ranks("generation"), strict=True)
+            for number, (kwargs, shared_with) in enumerate(hosts):
+                here = self.placement.on_node_of("generation", number, "policy")
                 others = [rank for rank in here if rank not in shared_with]
                 kwargs["gpus"] = tuple(name for rank in (*shared_with, *others) for name in gpus[rank])
         group = await self._start(

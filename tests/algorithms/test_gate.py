@@ -12,8 +12,8 @@ from nemorl.algorithms.metrics import LogprobGapTooLarge, LogprobGate, gap_metri
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.generation import OpenAIGenerationConfig, TorchGenerationConfig
 from nemorl.data.packed import pack_trajectories
-from nemorl.generation.torch_engine.host import create_engine
-from nemorl.generation.types import SamplingParams
+from nemorl.generation.torch_engine.engine import create_engine
+from nemorl.generation.types import EngineOptions, SamplingParams
 from nemorl.rollout.collector import GroupSummary, summarize
 from nemorl.trajectories import StopReason, Trajectory, Turn
 from tests.generation.examples import request, serve
@@ -38,14 +38,7 @@ def model(folder: Path, seed: int, **changes) -> Path:
 
 def sampled(folder: Path, temperature: float = 1.0) -> list[Trajectory]:
     """What an engine with the weights of a folder samples."""
-    engine = create_engine(
-        TorchGenerationConfig(),
-        folder,
-        device="cpu",
-        precision="float32",
-        tokenizer_path=folder,
-        max_sequence_length=LENGTH,
-    )
+    engine = create_engine(TorchGenerationConfig(), EngineOptions(folder, folder, LENGTH))
     prompts = np.random.default_rng(1).integers(0, VOCABULARY, (8, 5)).astype(np.int32)
     asked = [
         request(prompt, f"{i}", SamplingParams(temperature), max_new_tokens=30, seed=i)

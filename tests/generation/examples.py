@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.front import EngineFront
-from nemorl.generation.torch_engine.host import TorchEngine
-from nemorl.generation.torch_engine.model import ModelRunner
+from nemorl.generation.torch_engine.engine import ModelRunner, TorchEngine
 from nemorl.generation.types import Completion, GenerationRequest, Refusal, RequestRefused, SamplingParams
 from nemorl.models.shape import ModelShape, Rope
 

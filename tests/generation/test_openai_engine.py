@@ -122,7 +122,7 @@ def ask(server: Server, tokenizer, asked=None, **options):
             worker, client = worker_of(url, tokenizer, **options)
             try:
                 answers = await collect(worker, [asked or request(PROMPT, "r", max_new_tokens=4)])
-                return answers["r"], client.take_metrics()
+                return answers["r"], client.take_retries()
             finally:
                 await client.close()
 
@@ -132,9 +132,9 @@ def ask(server: Server, tokenizer, asked=None, **options):
 def test_passing_failures_are_tried_again_and_counted(served_tokenizer, monkeypatch):
     monkeypatch.setenv("TEST_KEY", "secret")
     server = Server([429, 503, 0, 500], WHOLE, {"Retry-After": "0.01"})
-    completion, metrics = ask(server, served_tokenizer, retries=4, key_env="TEST_KEY")
+    completion, retries = ask(server, served_tokenizer, retries=4, key_env="TEST_KEY")
     assert (completion.tokens.tolist(), completion.logprobs.tolist()) == ([5, 6], [-0.5, -0.25])
-    assert (metrics.requests, metrics.retries, len(server.bodies)) == (1, 4, 5)
+    assert (retries, len(server.bodies)) == (4, 5)
     assert set(server.keys) == {"Bearer secret"}
     assert server.bodies[0] == {
         "model": "tiny", "prompt": [70, 71, 72], "max_tokens": 4, "temperature": 1.0, "top_p": 1.0,

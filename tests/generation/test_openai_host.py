@@ -9,6 +9,7 @@ import numpy as np
 
 from nemorl.config.generation import OpenAIGenerationConfig
 from nemorl.generation.openai_engine import OpenAIHost
+from nemorl.generation.types import EngineOptions
 from nemorl.session.supervisor import hanging
 from tests.generation.examples import completions, request
 from tests.serve.conftest import served_model  # noqa: F401
@@ -28,9 +29,7 @@ def test_a_long_answer_is_no_hanging_engine(served_model: Path) -> None:
         url = f"http://{host}:{port}/v1"
         client = OpenAIHost(
             OpenAIGenerationConfig(backend="openai", base_url=url, model="tiny"),
-            rank=0,
-            tokenizer_path=served_model,
-            max_sequence_length=64,
+            EngineOptions(served_model, served_model, 64),
         )
         asked = completions(client, [request(np.array([70, 71], np.int32), "long")])
         answer = asyncio.ensure_future(anext(asked))

@@ -9,8 +9,9 @@ import pytest
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.torch_engine.host import TorchHost
+from nemorl.generation.torch_engine.engine import TorchHost
 from nemorl.generation.types import (
+    EngineOptions,
     GenerationRequest,
     NoReplicaLeft,
     Progress,
@@ -336,15 +337,8 @@ def test_torch_engines_draw_after_a_loss_what_one_engine_draws(hf_models):
 
     def worker(rank):
         return TorchHost(
-            folder,
             TorchGenerationConfig(),
-            rank=rank,
-            device="cpu",
-            threads=1,
-            tokenizer_path=folder,
-            max_sequence_length=250,
-            precision="float32",
-            commit_seconds=60,
+            EngineOptions(folder, folder, 250, rank=rank, threads=1, commit_seconds=60),
         )
 
     async def main():

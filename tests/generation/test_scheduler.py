@@ -51,9 +51,7 @@ def test_gaps_are_closed_from_the_end():
     scheduler.admit()
     for name in "acf":
         scheduler.remove(members[name])
-    moves = scheduler.compact()
-    assert moves.sources == [4, 3]
-    assert moves.targets == [0, 2]
+    assert scheduler.compact() == ([4, 3], [0, 2])
     assert rows_of(scheduler) == {"e": 0, "b": 1, "d": 2}
     assert scheduler.compact() == ([], [])
 

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.torch_engine.host import TorchEngine, TorchHost
-from nemorl.generation.types import EngineFailed, RequestRefused
+from nemorl.generation.torch_engine.engine import TorchEngine, TorchHost
+from nemorl.generation.types import EngineFailed, EngineOptions, RequestRefused
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.hf_folder import HfFolder
 from nemorl.trajectories import StopReason
@@ -27,15 +27,8 @@ def make_worker(hf_models):
     def make(**config):
         folder = hf_models["llama"].folder
         worker = TorchHost(
-            folder,
             TorchGenerationConfig(**config),
-            rank=3,
-            device="cpu",
-            threads=1,
-            tokenizer_path=folder,
-            max_sequence_length=250,
-            precision="float32",
-            commit_seconds=60,
+            EngineOptions(folder, folder, 250, rank=3, threads=1, commit_seconds=60),
         )
         workers.append(worker)
         return worker
@@ -320,15 +313,8 @@ def test_stop_strings_are_found_with_the_folders_tokenizer(tmp_path):
     folder = tmp_path / "model"
     create_arithmetic_model(folder, hidden=32, layers=1, heads=2, kv_heads=2, seed=3)
     worker = TorchHost(
-        folder,
         TorchGenerationConfig(),
-        rank=0,
-        device="cpu",
-        threads=1,
-        tokenizer_path=folder,
-        max_sequence_length=100,
-        precision="float32",
-        commit_seconds=60,
+        EngineOptions(folder, folder, 100, threads=1, commit_seconds=60),
     )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompt = np.array(tokenizer.encode("12+34=").ids, dtype=np.int32)

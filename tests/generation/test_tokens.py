@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nemorl.generation.tokens import StopStringFinder, TokenBuffer, engine_seed
+from nemorl.generation.tokens import RequestLimits, TokenBuffer, engine_seed
 from nemorl.trajectories import StopReason
 from tests.generation.examples import Prompts, request
 
@@ -50,14 +50,15 @@ def test_a_stop_string_may_begin_in_tokens_that_another_replica_sampled() -> Non
 
     prompt = np.array([ord(letter) for letter in "ab</to"], np.int32)
     one = replace(request(prompt), stop_strings=("</tool>",), sampled_before=4)
-    finder = StopStringFinder.of(one, decode)
+    limits = RequestLimits(256, 64, 64, decode)
+    finder = limits.stop_finder(one)
     assert finder is not None
     assert finder.find([ord(letter) for letter in "ol>x"]) == 3
     # All of it in the prompt's own text is no stop string.
-    of_prompt = StopStringFinder.of(replace(one, sampled_before=0), decode)
+    of_prompt = limits.stop_finder(replace(one, sampled_before=0))
     assert of_prompt is not None
     assert of_prompt.find([ord(letter) for letter in "ol>x"]) is None
-    assert StopStringFinder.of(replace(one, stop_strings=()), decode) is None
+    assert limits.stop_finder(replace(one, stop_strings=())) is None
 
 
 def test_a_continued_request_draws_other_numbers() -> None:

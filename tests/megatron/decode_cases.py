@@ -18,9 +18,10 @@ from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import PackedBatch
 from nemorl.generation.megatron_engine import PolicySampler
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
-from nemorl.megatron.cache import KeyValueCache
+from nemorl.megatron.cache import EMPTY_PLACES
 from nemorl.megatron.decode import CachedModel, CachedPrompt, DecodingCopy, copy_leaders
 from nemorl.megatron.worker import PolicyWorker
+from nemorl.models.kv_cache import KVCache
 from nemorl.trajectories import Int16Array
 from tests.generation.examples import completions
 from tests.megatron.cases import LOSS, partition, start_worker
@@ -224,9 +225,9 @@ def _experts(rows: Sequence[Int16Array | None], lengths: Sequence[int]) -> Tenso
     return torch.cat([part for both in zip(told, unknown, strict=True) for part in both]).to(torch.int16)
 
 
-def cache_that_grew(rows: int, length: int) -> tuple[Tensor, KeyValueCache]:
+def cache_that_grew(rows: int, length: int) -> tuple[Tensor, KVCache]:
     """A cache of one layer that was made for less, and the keys that its first row got then."""
-    cache = KeyValueCache(KV_TOKENS)
+    cache = KVCache(KV_TOKENS, EMPTY_PLACES)
     cache.reserve(1, 3)
     kept = torch.randn(3, 2, 4)
     cache.keep(0, cache.slots(torch.zeros(3, dtype=torch.int64), torch.arange(3)), kept, -kept)

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.torch_engine.host import create_engine
-from nemorl.generation.types import GenerationRequest, SamplingParams
+from nemorl.generation.torch_engine.engine import create_engine
+from nemorl.generation.types import EngineOptions, GenerationRequest, SamplingParams
 from tests.megatron.cases import start_worker
 from tests.megatron.examples import policy_config, ragged_batch, reference_logprobs
 
@@ -38,14 +38,7 @@ def test_trainer_logprobs_equal_transformers(theirs, tmp_path):
 
 def test_engine_logprobs_equal_transformers(theirs):
     prompt = AutoTokenizer.from_pretrained(FOLDER)("What is 12 + 7?", return_tensors="np")["input_ids"][0]
-    engine = create_engine(
-        TorchGenerationConfig(max_batch_size=1),
-        FOLDER,
-        device="cpu",
-        precision="float32",
-        tokenizer_path=FOLDER,
-        max_sequence_length=64,
-    )
+    engine = create_engine(TorchGenerationConfig(max_batch_size=1), EngineOptions(FOLDER, FOLDER, 64))
     engine.add(GenerationRequest("one", prompt.astype("int32"), SamplingParams(), max_new_tokens=32, seed=3))
     while not (completions := engine.step()):
         pass

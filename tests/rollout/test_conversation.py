@@ -11,8 +11,8 @@ from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.torch_engine.host import TorchHost
-from nemorl.generation.types import SamplingParams
+from nemorl.generation.torch_engine.engine import TorchHost
+from nemorl.generation.types import EngineOptions, SamplingParams
 from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
 from nemorl.trajectories import Action, Message, Step, Task
 from tests.data.tokenizers import IM_END, save_tokenizer
@@ -70,15 +70,8 @@ def test_tokens_mask_and_logprobs_equal_one_forward_pass(chat_model, tmp_path, s
 
     async def converse():
         engine = TorchHost(
-            chat_model,
             TorchGenerationConfig(max_new_tokens=200),
-            rank=0,
-            device="cpu",
-            threads=1,
-            tokenizer_path=tokenizer_folder,
-            max_sequence_length=512,
-            precision="float32",
-            commit_seconds=60,
+            EngineOptions(chat_model, tokenizer_folder, 512, threads=1, commit_seconds=60),
         )
         limits = TurnLimits(
             max_sequence_length=512,

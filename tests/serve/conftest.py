@@ -13,7 +13,8 @@ from nemorl.config.generation import EndpointConfig, TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import Tokenizer, load_tokenizer
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.torch_engine.host import TorchHost
+from nemorl.generation.torch_engine.engine import TorchHost
+from nemorl.generation.types import EngineOptions
 from nemorl.serve.app import Listening, listening
 from nemorl.serve.sampling import Served
 from tests.data.tokenizers import save_tokenizer
@@ -63,15 +64,8 @@ def served_tokenizer(served_model) -> Tokenizer:
 def engine(folder: Path, **config) -> TorchHost:
     """The torch engine of a folder, in this process."""
     return TorchHost(
-        folder,
         TorchGenerationConfig(**config),
-        rank=0,
-        device="cpu",
-        threads=1,
-        tokenizer_path=folder,
-        max_sequence_length=LENGTH,
-        precision="float32",
-        commit_seconds=60,
+        EngineOptions(folder, folder, LENGTH, threads=1, commit_seconds=60),
     )
 
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.run import ClusterConfig, DeadlineConfig
 from nemorl.generation.router import Replica, Router, RouterMetrics
-from nemorl.generation.types import EngineHealth, NoReplicaLeft
+from nemorl.generation.types import EngineHealth, EngineOptions, NoReplicaLeft
 from nemorl.models.create import create_arithmetic_model
 from nemorl.session.handles import EngineHandle
 from nemorl.session.supervisor import ReplicaSupervisor, State, hanging
@@ -154,16 +154,15 @@ def test_engines_die_hang_and_come_back(tmp_path):
     model = tmp_path / "model"
     create_arithmetic_model(model, hidden=64, ffn=128, layers=4, heads=4, kv_heads=2)
     one = {
-        "model_path": model, "config": TorchGenerationConfig(max_batch_size=64), "device": "cpu",
-        "threads": 1, "tokenizer_path": model, "max_sequence_length": 256, "precision": "float32",
-        "commit_seconds": 10.0,
-    }  # fmt: skip
+        "config": TorchGenerationConfig(max_batch_size=64),
+        "options": EngineOptions(model, model, 256, threads=1, commit_seconds=10.0),
+    }
 
     async def main(runtime: ClusterRuntime) -> None:
         group = await WorkerGroup.start(
             "generation",
-            "nemorl.generation.torch_engine.host:TorchHost",
-            [{**one, "rank": rank} for rank in range(2)],
+            "nemorl.generation.torch_engine.engine:TorchHost",
+            [one, one | {"options": replace(one["options"], rank=1)}],
             placement=await runtime.reserve(), threads=1, run_dir=tmp_path, deadline_seconds=120,
             concurrent=True,
         )  # fmt: skip

@@ -1,8 +1,6 @@
 """Our words in TensorRT-LLM's: the arguments of its engine and of a request."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tensorrt_llm import SamplingParams
@@ -12,41 +10,26 @@ from tensorrt_llm.sampling_params import LogprobMode
 
 from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.generation.tokens import engine_seed
-from nemorl.generation.types import GenerationRequest
+from nemorl.generation.types import EngineOptions, GenerationRequest
 
 _NO_TOKEN = -1  # we say which tokens end a turn, the engine adds none
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the engine's workers run: bundles of Ray's placement group, one for each worker."""
-
-    group: Any
-    bundles: tuple[int, ...]
-    gpu_share: float | None = None  # of each worker, where others live on its GPU
-
-
 def engine_arguments(
-    config: TrtllmGenerationConfig,
-    model_path: Path,
-    *,
-    precision: str,
-    max_sequence_length: int,
-    extension: str,
-    place: Place | None,
+    config: TrtllmGenerationConfig, options: EngineOptions, extension: str
 ) -> dict[str, Any]:
     """What `AsyncLLM` is made with; `extension` is the import path of the class mixed into its workers."""
     arguments: dict[str, Any] = {
-        "model": str(model_path),
+        "model": str(options.model_path),
         "backend": "pytorch",
-        "dtype": precision,
+        "dtype": config.precision or options.precision,
         "skip_tokenizer_init": True,  # token ids in and out
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
         "max_batch_size": config.max_batch_size,
         "max_num_tokens": config.max_num_tokens,
-        "max_seq_len": max_sequence_length,
-        "max_input_len": max_sequence_length,  # else 1024
+        "max_seq_len": options.max_sequence_length,
+        "max_input_len": options.max_sequence_length,  # else 1024
         "kv_cache_config": KvCacheConfig(
             free_gpu_memory_fraction=config.kv_cache_fraction, enable_block_reuse=config.prefix_caching
         ),
@@ -60,10 +43,6 @@ def engine_arguments(
     for name in ("moe_tensor_parallel_size", "moe_expert_parallel_size"):
         if (size := getattr(config, name)) is not None:
             arguments[name] = size
-    if place is not None:
-        arguments["placement_groups"] = [place.group]
-        arguments["placement_bundle_indices"] = [list(place.bundles)]
-        arguments["per_worker_gpu_share"] = place.gpu_share
     return arguments
 
 

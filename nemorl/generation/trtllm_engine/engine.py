@@ -6,10 +6,8 @@ host process ── generate_async ──▶ worker 0 ─ PyExecutor (steps)
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tensorrt_llm import AsyncLLM
@@ -17,11 +15,11 @@ from tensorrt_llm.executor import RequestError
 
 from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.generation.request_driver import Chunk
-from nemorl.generation.tokens import Decode, RequestLimits, StopStringFinder
+from nemorl.generation.tokens import RequestLimits, StopStringFinder
 from nemorl.generation.types import EngineFailed, GenerationRequest
 from nemorl.trajectories import StopReason
 
-from .arguments import Place, engine_arguments, memory_tags, sampled_logprobs, sampling_params
+from .arguments import memory_tags, sampled_logprobs, sampling_params
 
 logger = logging.getLogger(__name__)
 
@@ -46,55 +44,29 @@ class _Flight:
         return next(version for first, version in reversed(self.versions) if index >= first)
 
 
-@dataclass(eq=False)
 class TrtllmEngine:
     """One engine with all its workers. Belongs to one event loop; `start` comes first."""
 
-    config: TrtllmGenerationConfig
-    limits: RequestLimits
-    name: str
-    decode: Decode | None
-    llm: AsyncLLM
-    version: int = 0
-    _flights: dict[int, _Flight] = field(default_factory=dict)  # by the engine's id of the request
-    _counts: dict[int, int] = field(default_factory=dict)  # tokens of each when the engine was last held
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         config: TrtllmGenerationConfig,
-        model_path: Path,
         limits: RequestLimits,
-        *,
         name: str,
-        precision: str,
-        extension: str,
-        place: Place | None,
-        decode: Decode | None,
-    ) -> "TrtllmEngine":
-        """Make the engine; its workers come up in `start`."""
-        arguments = engine_arguments(
-            config,
-            model_path,
-            precision=precision,
-            max_sequence_length=limits.max_sequence_length,
-            extension=extension,
-            place=place,
-        )
-        return cls(config, limits, name, decode, AsyncLLM(**arguments))
+        arguments: Mapping[str, Any],
+    ) -> None:
+        """Make the engine with `arguments`; its workers come up in `start`."""
+        self.version = 0
+        self.config, self.limits, self.name = config, limits, name
+        self.llm = AsyncLLM(**arguments)
+        self._flights: dict[int, _Flight] = {}  # by the engine's id of the request
+        self._counts: dict[int, int] = {}  # tokens of each when the engine was last held
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start the workers and load the model."""
         await self.llm.setup_async()
 
-    @property
-    def num_workers(self) -> int:
-        """Processes of the engine, each with a GPU."""
-        return self.config.ranks_per_replica
-
     def check(self, request: GenerationRequest) -> None:
-        """Raise RequestRefused for what can never be served."""
         self.limits.check(request)
 
     async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
@@ -102,23 +74,13 @@ class TrtllmEngine:
 
         What the engine says is wrong with this request alone ends it with stop reason `error`.
         """
+        prompt = {"prompt_token_ids": request.prompt.tolist()}
+        output, stop = None, None
         try:
-            async with aclosing(self._sample(request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except (RequestError, ValueError) as error:
-            logger.warning("%s: request %s failed: %s", self.name, request.id, error)
-            yield Chunk([], [], [], StopReason.ERROR)
-
-    async def _sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        params = sampling_params(request, self.limits.max_sequence_length)
-        output = self.llm.generate_async(
-            {"prompt_token_ids": request.prompt.tolist()}, params, streaming=True
-        )
-        flight = _Flight([(0, self.version)], finder=StopStringFinder.of(request, self.decode))
-        self._flights[output.request_id] = flight
-        stop = None
-        try:
+            params = sampling_params(request, self.limits.max_sequence_length)
+            output = self.llm.generate_async(prompt, params, streaming=True)
+            flight = _Flight([(0, self.version)], finder=self.limits.stop_finder(request))
+            self._flights[output.request_id] = flight
             async for partial in output:
                 chunk = _new_chunk(flight, partial.outputs[0])
                 stop = chunk.stop
@@ -126,17 +88,22 @@ class TrtllmEngine:
                     yield chunk
                 if stop is not None:
                     return
+        except (RequestError, ValueError) as error:
+            logger.warning("%s: request %s failed: %s", self.name, request.id, error)
+            yield Chunk([], [], [], StopReason.ERROR)
         finally:
-            del self._flights[output.request_id]
-            if stop is None or not output.finished:
-                self._abort(output)
+            if output is not None:
+                del self._flights[output.request_id]
+                if stop is None or not output.finished:
+                    # Without waiting: the call blocks while the engine is paused.
+                    task = asyncio.create_task(asyncio.to_thread(output.abort))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
 
     async def freeze(self) -> None:
-        """Pause between two steps."""
         self._counts = (await self.call("nemorl_hold"))[0]
 
     async def thaw(self) -> None:
-        """Step again."""
         await self.call("nemorl_release")
 
     def switch(self, version: int) -> None:
@@ -173,21 +140,13 @@ class TrtllmEngine:
 
     async def _who_failed(self) -> str:
         """The workers that do not answer any more, or all, where they do."""
-        asked = [
-            self.llm.collective_rpc("nemorl_device", unique_reply_rank=rank)
-            for rank in range(self.num_workers)
-        ]
+        count = self.config.ranks_per_replica
+        asked = (self.llm.collective_rpc("nemorl_device", unique_reply_rank=rank) for rank in range(count))
         answers = await asyncio.gather(*asked, return_exceptions=True)
         dead = [rank for rank, answer in enumerate(answers) if isinstance(answer, BaseException)]
         if not dead:
             return "its workers failed"
-        return f"worker{'s' * (len(dead) > 1)} of rank {', '.join(map(str, dead))} of {self.num_workers} died"
-
-    def _abort(self, output: Any) -> None:
-        """End a request in the engine; without waiting: the call blocks while the engine is paused."""
-        task = asyncio.create_task(asyncio.to_thread(output.abort))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        return f"worker{'s' * (len(dead) > 1)} of rank {', '.join(map(str, dead))} of {count} died"
 
 
 def _new_chunk(flight: _Flight, sample: Any) -> Chunk:

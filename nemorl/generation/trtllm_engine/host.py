@@ -3,14 +3,10 @@
 handles    exchange ──▶ host memory (sampling continues) ──commit: CUDA IPC──▶ every worker
 workers    exchange ──▶ a receiver in every worker (engine paused) ──▶ its loader; commit: the final None
 
-`NemorlExtension` (`ray_worker_extension_cls`) has TensorRT-LLM's workers pause, and take weights.
-
-Everything that touches weights goes through the worker's own `update_weights` body, which takes handles
-`{gpu: [(name, (rebuild, arguments)), ...]}` and, when all have come, None. It is called undecorated: the
-engine is held once around a whole update, since between two calls it would step with half of the weights.
-
-Methods have a prefix, since a name that the worker has already is refused; they run one at a time, in the
-worker's main thread.
+`NemorlExtension` (`ray_worker_extension_cls`) has TensorRT-LLM's workers pause, and take weights through the
+worker's own `update_weights` body, which takes handles `{gpu: [(name, (rebuild, arguments)), ...]}` and, when
+all have come, None. It is called undecorated: the engine is held once around a whole update, since between
+two calls it would step with half of the weights.
 """
 
 import asyncio
@@ -18,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from ray.util.placement_group import get_current_placement_group
@@ -31,7 +27,7 @@ from torch.multiprocessing import reductions
 from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.generation.request_driver import RequestDriver
 from nemorl.generation.tokens import RequestLimits, load_decoder
-from nemorl.generation.types import EngineFailed
+from nemorl.generation.types import EngineFailed, EngineOptions
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
@@ -39,7 +35,7 @@ from nemorl.weights.endpoints import WeightReceiver, torch_dtype
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitFailed, RefitSession
 from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
-from .arguments import Place
+from .arguments import engine_arguments
 from .engine import TrtllmEngine
 
 EXTENSION = "nemorl.generation.trtllm_engine.host.NemorlExtension"
@@ -50,44 +46,25 @@ class TrtllmHost(RequestDriver):
     """A TensorRT-LLM replica as the driver and the rollout workers call it. Lives in an event loop."""
 
     def __init__(
-        self,
-        model_path: Path,
-        config: TrtllmGenerationConfig,
-        *,
-        rank: int,
-        device: Literal["cpu", "cuda"],
-        threads: int | None,
-        tokenizer_path: Path,
-        max_sequence_length: int,
-        precision: Literal["float32", "bfloat16"],
-        commit_seconds: float,
-        bundle: int | None = None,
+        self, config: TrtllmGenerationConfig, options: EngineOptions, *, bundle: int | None = None
     ) -> None:
-        """Make the engine; its workers come up in `start`, in this bundle of the process's placement group.
-
-        `commit_seconds` limits how long the engine may take to pause for new weights.
-        """
-        if threads is not None:
-            torch.set_num_threads(threads)
-        self._config = config
-        self._device = device
-        shape = load_shape(model_path)
+        """Make the engine; its workers come up in `start`, in this bundle of the placement group."""
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        self._config, self._device, self._commit_seconds = config, options.device, options.commit_seconds
+        shape, length = load_shape(options.model_path), options.max_sequence_length
         self._tensors = hf_tensors(shape)
-        self._dtypes = _kept_types(model_path, self._tensors, config.precision or precision)
-        name = f"TensorRT-LLM engine {rank}"
-        decode = load_decoder(Path(tokenizer_path))
-        self._trtllm = TrtllmEngine.create(
-            config,
-            Path(model_path),
-            RequestLimits(shape.vocab_size, max_sequence_length, max_sequence_length, decode is not None),
-            name=name,
-            precision=config.precision or precision,
-            extension=EXTENSION,
-            place=None if bundle is None else _place(config, bundle),
-            decode=decode,
-        )
+        precision = config.precision or options.precision
+        self._dtypes = _kept_types(options.model_path, self._tensors, precision)
+        name = f"TensorRT-LLM engine {options.rank}"
+        arguments = engine_arguments(config, options, EXTENSION)
+        if bundle is not None:  # it has the GPUs of all workers
+            arguments["placement_groups"] = [get_current_placement_group()]
+            arguments["placement_bundle_indices"] = [[bundle] * config.ranks_per_replica]
+        decode = load_decoder(options.tokenizer_path)
+        limits = RequestLimits(shape.vocab_size, length, length, decode)
+        self._trtllm = TrtllmEngine(config, limits, name, arguments)
         super().__init__(self._trtllm, name)
-        self._commit_seconds = commit_seconds
         loop = asyncio.get_running_loop()
 
         def commit(version: int) -> None:
@@ -174,9 +151,10 @@ class TrtllmHost(RequestDriver):
         """The tensors in host memory, made when they are first asked for."""
         if not self._staging:
             pinned = self._device == "cuda"
-            for name, extents in self._tensors.items():
-                dtype = torch_dtype(self._dtypes[name])
-                self._staging[name] = torch.empty(extents, dtype=dtype, pin_memory=pinned)
+            self._staging = {
+                name: torch.empty(extents, dtype=torch_dtype(self._dtypes[name]), pin_memory=pinned)
+                for name, extents in self._tensors.items()
+            }
         return self._staging
 
     async def _update_weights(self, version: int) -> None:
@@ -184,8 +162,16 @@ class TrtllmHost(RequestDriver):
         async with self._paused_for(version):
             try:
                 places = self._places(await self._trtllm.call("nemorl_device"))
-                for batch in _batches(self._staging, self._config.bucket_megabytes * 2**20):
-                    copies = await asyncio.to_thread(_copies, batch, places)
+
+                def copied(names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+                    """The tensors on each GPU, by its name."""
+                    return {
+                        gpu: {name: self._staging[name].to(device, copy=True) for name in names}
+                        for gpu, device in places.items()
+                    }
+
+                for names in _batches(self._staging, self._config.bucket_megabytes * 2**20):
+                    copies = await asyncio.to_thread(copied, names)
                     await self._trtllm.call("nemorl_load", _handles(copies))
                 await self._trtllm.call("nemorl_finish", self._config.recompute_kv_cache)
             except Exception as error:
@@ -227,19 +213,6 @@ class TrtllmHost(RequestDriver):
                 return
 
 
-def _place(config: TrtllmGenerationConfig, bundle: int) -> Place:
-    """One bundle has the GPUs of all workers."""
-    return Place(get_current_placement_group(), (bundle,) * config.ranks_per_replica)
-
-
-def _copies(batch: Mapping[str, Tensor], places: Mapping[str, torch.device]) -> dict[str, dict[str, Tensor]]:
-    """The tensors on each GPU, by its name."""
-    return {
-        name: {key: tensor.to(device, copy=True) for key, tensor in batch.items()}
-        for name, device in places.items()
-    }
-
-
 def _handles(copies: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[tuple[str, Any]]]:
     """By GPU, how its worker opens each tensor: torch's own reduction, which is TensorRT-LLM's format."""
     return {
@@ -248,14 +221,14 @@ def _handles(copies: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[tuple
     }
 
 
-def _batches(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors of `most_bytes` together, or one that is larger."""
-    batch: dict[str, Tensor] = {}
+def _batches(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[list[str]]:
+    """Names of tensors of `most_bytes` together, or of one that is larger."""
+    batch: list[str] = []
     for name, tensor in tensors.items():
-        if batch and sum(there.nbytes for there in batch.values()) + tensor.nbytes > most_bytes:
+        if batch and sum(tensors[other].nbytes for other in batch) + tensor.nbytes > most_bytes:
             yield batch
-            batch = {}
-        batch[name] = tensor
+            batch = []
+        batch.append(name)
     yield batch
 
 
@@ -278,11 +251,15 @@ _DEVICE_ARGUMENT = 6  # of a rebuild function's arguments; the worker puts its o
 
 
 class NemorlExtension(WorkerExtension):
-    """`self.engine` is the worker's PyExecutor, `self.device_id` its GPU, `self.global_rank` its rank."""
+    """Methods of a worker: `engine` is its PyExecutor, `device_id` its GPU, `global_rank` its rank.
+
+    They have a prefix, since a name that the worker has already is refused, and run one at a time, in its
+    main thread.
+    """
 
     _nemorl_control: Any = None  # held while it is there
     _nemorl_unfinished = False  # weights have been loaded since the last None
-    _nemorl_receiver: WholeTensorReceiver | None = None
+    _nemorl_receiver: Any = None  # a WholeTensorReceiver, from `nemorl_describe` on
 
     def nemorl_device(self) -> str:
         """The name of this worker's GPU in handles."""
@@ -329,36 +306,33 @@ class NemorlExtension(WorkerExtension):
         if self._nemorl_receiver is None:
             return None
         self._nemorl_receiver.abandon()
-        return self._nemorl_receiver.corruption
+        reason: str | None = self._nemorl_receiver.corruption
+        return reason
 
     def nemorl_describe(
         self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], kind: str, batch_bytes: int
     ) -> ReceiverLayout:
         """Become a receiver of whole tensors on this worker's device, which is of `kind`."""
         device = torch.device(kind, self.device_id) if kind == "cuda" else torch.device(kind)
-        self._nemorl_receiver = WholeTensorReceiver(
+        receiver = self._nemorl_receiver = WholeTensorReceiver(
             tensors, dtypes, _OwnLoader(self), device=device, batch_bytes=batch_bytes
         )
-        return self._nemorl_receiver.describe()
+        return receiver.describe()
 
     def nemorl_prepare(self, parts: tuple[Part, ...]) -> None:
         """Keep this rank's part of the plan, out of those of all the engine's ranks."""
-        self._nemorl_own.prepare(parts[self.global_rank])
+        self._nemorl_receiver.prepare(parts[self.global_rank])
 
     def nemorl_receive(self, session: RefitSession) -> ReceiveReport:
         """Load what comes, while the engine is held."""
-        return self._nemorl_own.receive(session)
+        report: ReceiveReport = self._nemorl_receiver.receive(session)
+        return report
 
     def nemorl_commit(self, version: int, recompute: bool) -> None:
         """Make what was loaded the weights in use."""
-        self._nemorl_own.commit(version)
+        self._nemorl_receiver.commit(version)
         if recompute:
             self.engine.recompute_active_requests()
-
-    @property
-    def _nemorl_own(self) -> WholeTensorReceiver:
-        assert self._nemorl_receiver is not None, "describe comes first"
-        return self._nemorl_receiver
 
 
 class _OwnLoader:

@@ -18,7 +18,7 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
     if installed and "RAY_ADDRESS" not in os.environ and find_spec("tensorrt_llm") is None:
         fix = (
             "the package tensorrt_llm is not installed: start from NVIDIA's TensorRT-LLM container "
-            "(docs/trtllm.md), or take torch or vllm"
+            "(docs/trtllm.md), or take another generation.backend"
         )
         yield Problem("generation.backend", "trtllm", fix)
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nemorl.config.generation import ADAPTER_RANKS, VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
 from nemorl.generation.tokens import engine_seed
-from nemorl.generation.types import GenerationRequest
+from nemorl.generation.types import EngineOptions, GenerationRequest
 
 PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"
 """Set in the environment of workers whose linear layers must keep weights as they were loaded."""
@@ -15,12 +15,11 @@ PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"
 LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"
 """Set in the environment of workers that learn, as they load the model, where shards of weights belong."""
 
+EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
 _BATCHED_TOKENS = 2048  # of a step, on a CPU
 
 
-def environment(
-    config: VllmGenerationConfig, *, device: Literal["cpu", "cuda"], threads: int | None, sockets: Path
-) -> dict[str, str]:
+def environment(config: VllmGenerationConfig, options: EngineOptions, sockets: Path) -> dict[str, str]:
     """Variables that must be set before vLLM is imported; its processes inherit them.
 
     `sockets` is the folder of the sockets between its processes.
@@ -32,16 +31,16 @@ def environment(
         "VLLM_RPC_BASE_PATH": str(sockets),
         "GLOO_SOCKET_IFNAME": "lo",  # its ranks are all on this machine
     }
-    writes_shards = config.adapters == "merged" and config.update_on(device) != "reload"
+    writes_shards = config.adapters == "merged" and config.update_on(options.device) != "reload"
     if writes_shards:
         variables[LEARNED_LAYOUT] = "1"
-    if device == "cpu":
-        each = max(1, threads // config.ranks_per_replica) if threads else None
+    if options.device == "cpu":
         variables |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gigabytes),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several ranks on one NUMA node are refused otherwise
-            **({"OMP_NUM_THREADS": str(each)} if each else {}),
         }
+        if options.threads:
+            variables["OMP_NUM_THREADS"] = str(max(1, options.threads // config.ranks_per_replica))
         if writes_shards:
             variables[PLAIN_WEIGHTS] = "1"
     return variables
@@ -49,12 +48,8 @@ def environment(
 
 def engine_arguments(
     config: VllmGenerationConfig,
-    model_path: Path,
+    options: EngineOptions,
     *,
-    device: Literal["cpu", "cuda"],
-    precision: Literal["float32", "bfloat16"],
-    max_sequence_length: int,
-    extension: str,
     return_experts: bool = False,
     lora: LoraConfig | None = None,
     projections: Sequence[str] = (),
@@ -63,11 +58,12 @@ def engine_arguments(
 
     With `lora` the engine computes adapters of these `projections` on top of its weights.
     """
+    device = options.device
     arguments: dict[str, Any] = {
-        "model": str(model_path),
+        "model": str(options.model_path),
         "skip_tokenizer_init": True,  # tokens go in and out
-        "dtype": precision,
-        "max_model_len": max_sequence_length,
+        "dtype": config.precision or options.precision,
+        "max_model_len": options.max_sequence_length,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
@@ -75,7 +71,7 @@ def engine_arguments(
         "enforce_eager": (device == "cpu") if config.enforce_eager is None else config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled
-        "worker_extension_cls": extension,
+        "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
         "quantization": config.quantization,
         "enable_sleep_mode": device == "cuda",
@@ -86,7 +82,7 @@ def engine_arguments(
         arguments["kv_cache_memory_bytes"] = config.kv_cache_gigabytes * 2**30
         # A prompt read in parts takes a draw back, which a CPU's random numbers cannot: vLLM 0.32 dies.
         arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(_BATCHED_TOKENS, max_sequence_length)
+        arguments["max_num_batched_tokens"] = max(_BATCHED_TOKENS, options.max_sequence_length)
     if return_experts:
         arguments["enable_return_routed_experts"] = True
     if lora is not None:

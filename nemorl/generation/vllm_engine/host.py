@@ -10,21 +10,22 @@ import json
 import logging
 import os
 import re
+import shutil
 import stat
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from nemorl.cluster.logs import last_lines
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
-from nemorl.generation.request_driver import RequestDriver
+from nemorl.generation.request_driver import RequestDriver, first_of
 from nemorl.generation.tokens import RequestLimits, load_decoder
-from nemorl.generation.types import EngineFailed
+from nemorl.generation.types import EngineFailed, EngineOptions
 from nemorl.models.adapters import adapted_projections
 from nemorl.models.registry import load_shape
 from nemorl.weights import messages as refits
@@ -40,10 +41,20 @@ from nemorl.weights.messages import (
 from .arguments import engine_arguments, environment
 from .backend import VllmBackend
 
+PARTS = TypeAdapter(tuple[Part, ...])
+LAYOUT = TypeAdapter(ReceiverLayout)
+SESSION = TypeAdapter(RefitSession)
+REPORT = TypeAdapter(ReceiveReport)
+
+FOLDERS = "nemorl-vllm-"  # how the names of replicas' folders begin, which hold sockets
+_SEGMENTS = "segments"  # the file in such a folder that names shared memory
+_GRACE_SECONDS = 5.0  # that a worker's own deadline may come before ours
 _OUTPUT = 2  # file descriptor
 _LINES = 200  # of a start that failed, in which tracebacks of several processes follow each other
 _ERROR = re.compile(r"(?:\] |^)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Problem): .+)$")
 _CONSEQUENCES = ("See root cause", "See stack trace", "EngineDeadError")
+
+logger = logging.getLogger(__name__)
 
 
 def last_words(count: int = 12) -> str:
@@ -62,16 +73,23 @@ def first_error(lines: tuple[str, ...]) -> str | None:
     return next((error for error in found if not any(words in error for words in _CONSEQUENCES)), None)
 
 
-PARTS = TypeAdapter(tuple[Part, ...])
-LAYOUT = TypeAdapter(ReceiverLayout)
-SESSION = TypeAdapter(RefitSession)
-REPORT = TypeAdapter(ReceiveReport)
+def record_segments(folder: Path, processes: Iterable[int]) -> None:
+    """Write into a replica's folder which shared memory its processes have, for `remove_folder`.
+
+    vLLM's message queues are segments that only the process that made them removes, in its orderly end.
+    """
+    maps = (Path(f"/proc/{process}/maps").read_text(encoding="utf-8") for process in processes)
+    names = sorted({name for text in maps for name in re.findall(r"/dev/shm/(psm_\w+)", text)})
+    (folder / _SEGMENTS).write_text("\n".join(names), encoding="utf-8")
 
 
-logger = logging.getLogger(__name__)
-
-EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
-_GRACE_SECONDS = 5.0  # that a worker's own deadline may come before ours
+def remove_folder(folder: Path) -> None:
+    """Remove the folder of a replica that has ended, and the shared memory recorded there."""
+    with suppress(OSError):
+        if folder.stat().st_uid == os.getuid():  # another user's record could name our memory
+            for name in re.findall(r"psm_\w+", (folder / _SEGMENTS).read_text(encoding="utf-8")):
+                Path("/dev/shm", name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class VllmHost(RequestDriver):
@@ -79,73 +97,62 @@ class VllmHost(RequestDriver):
 
     def __init__(
         self,
-        model_path: Path,
         config: VllmGenerationConfig,
+        options: EngineOptions,
         *,
-        rank: int,
-        device: Literal["cpu", "cuda"],
-        threads: int | None,
-        tokenizer_path: Path,
-        max_sequence_length: int,
-        precision: Literal["float32", "bfloat16"],
-        commit_seconds: float,
         return_experts: bool = False,
         lora: LoraConfig | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Nothing runs before `start`. `commit_seconds` limits the pause of the engine for new weights.
+        """Nothing runs before `start`.
 
-        `return_experts` reports the experts of each token. With `lora` the engine keeps the weights of
-        `model_path` and receives adapters. `gpus` names the GPUs that the engine sees, those of its ranks
+        `return_experts` reports the experts of each token. With `lora` the engine keeps the weights of the
+        model's folder and receives adapters. `gpus` names the GPUs that the engine sees, those of its ranks
         first, if they are not those of this process.
         """
-        self._lora = lora
-        self._sockets = tempfile.TemporaryDirectory(prefix="nemorl-vllm-", ignore_cleanup_errors=True)
+        from nemorl.cluster.runtime import hold, remove_abandoned  # and Ray, which vLLM's workers do without
+
+        remove_abandoned(Path(tempfile.gettempdir()), FOLDERS, remove_folder)
+        self._temporary = tempfile.TemporaryDirectory(prefix=FOLDERS, ignore_cleanup_errors=True)
+        self._folder = Path(self._temporary.name)
+        self._folder_lock = hold(self._folder)
         self._rendezvous: Path | None = None  # the file at which vLLM's ranks have met
-        self._update = config.update_on(device)
-        self._device = device
-        name = f"generation engine {rank}"
-        decode = load_decoder(Path(tokenizer_path))
-        shape = load_shape(model_path)
-        vocabulary = shape.vocab_size
-        arguments = engine_arguments(
-            config,
-            Path(model_path),
-            device=device,
-            precision=config.precision or precision,
-            max_sequence_length=max_sequence_length,
-            extension=EXTENSION,
-            return_experts=return_experts,
-            lora=lora,
-            projections=adapted_projections(shape, lora) if lora is not None else (),
-        )
+        self._options, self._lora = options, lora
+        self._update = config.update_on(options.device)
+        self._layouts: tuple[ReceiverLayout, ...] = ()
+        self._pause = AsyncExitStack()  # holds the engine paused while an update in place lasts
+        self._died = asyncio.Event()
+        variables = environment(config, options, self._folder)
+        if gpus:  # the processes of the engine see these, in this order
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        shape, length = load_shape(options.model_path), options.max_sequence_length
+        projections = adapted_projections(shape, lora) if lora is not None else ()
         self._vllm = VllmBackend(
-            arguments,
-            environment(config, device=device, threads=threads, sockets=Path(self._sockets.name))
-            | _visible(gpus),
-            RequestLimits(vocabulary, max_sequence_length, max_sequence_length, decode is not None),
-            name=name,
-            decode=decode,
+            engine_arguments(
+                config, options, return_experts=return_experts, lora=lora, projections=projections
+            ),
+            variables,
+            RequestLimits(shape.vocab_size, length, length, load_decoder(options.tokenizer_path)),
+            name=f"generation engine {options.rank}",
             recompute_kv_cache=config.recompute_kv_cache,
             moe_layers=[n for n in range(shape.num_layers) if shape.is_moe(n)] if return_experts else [],
             adapters=lora is not None,
             last_words=last_words,
         )
-        super().__init__(self._vllm, name)
-        self._commit_seconds = commit_seconds
-        self._layouts: tuple[ReceiverLayout, ...] = ()
-        self._pause = AsyncExitStack()  # holds the engine paused while an update in place lasts
-        self._died = asyncio.Event()
+        super().__init__(self._vllm, f"generation engine {options.rank}")
 
     async def start(self) -> None:
         """Start vLLM's processes, load the model as version 0 and learn what its workers hold."""
         await self._vllm.start()
         lora = self._lora.model_dump_json() if self._lora is not None else None
-        opened = await self._vllm.call("nemorl_open", self._update, os.getpid(), lora)
-        answers = [json.loads(one) for one in opened]
-        workers = {answer["process"]: f"worker {rank}" for rank, answer in enumerate(answers)}
+        answers = [
+            json.loads(one) for one in await self._vllm.call("nemorl_open", self._update, os.getpid(), lora)
+        ]
+        processes = {answer["process"]: f"worker {rank}" for rank, answer in enumerate(answers)}
+        processes[answers[0]["engine"]] = "EngineCore"
         self._rendezvous = Path(answers[0]["meeting"])
-        self._vllm.watch({**workers, answers[0]["engine"]: "EngineCore"}, self._lose)
+        record_segments(self._folder, processes)
+        self._vllm.watch(processes, self._lose)
         self._layouts = tuple(LAYOUT.validate_python(answer["layout"]) for answer in answers)
         for parameter, reason in answers[0]["reasons"].items():
             logger.info("%s comes in whole tensors and is loaded again: %s", parameter, reason)
@@ -164,12 +171,42 @@ class VllmHost(RequestDriver):
             raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
         if self._update == "in_place":
             await self._pause.enter_async_context(self._paused_for(session.version))
-        with tempfile.TemporaryDirectory(dir=self._sockets.name) as folder:  # of mode 0700
-            address = Path(folder) / "reports"
-            async with _Reports(address, len(self._layouts)) as reports:
-                await self._vllm.call("nemorl_receive", SESSION.dump_json(session).decode(), str(address))
-                found = await self._all_of(reports, session)
-        return tuple(REPORT.validate_python(answer["report"]) for answer in found)
+        answers: list[dict[str, Any]] = []
+        complete = asyncio.Event()
+
+        async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            answers.append(json.loads(await reader.read()))
+            writer.close()
+            if len(answers) == len(self._layouts):
+                complete.set()
+
+        refit, seconds = f"refit to version {session.version}", session.deadline_seconds + _GRACE_SECONDS
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:  # of mode 0700
+            address = str(Path(folder) / "reports")  # each worker says here once what came of its part
+            server = await asyncio.start_unix_server(take, address)
+            try:
+                await self._vllm.call("nemorl_receive", SESSION.dump_json(session).decode(), address)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await first_of(complete, self._died)
+            finally:
+                server.close()
+        if not complete.is_set():
+            if self._died.is_set():
+                raise RefitFailed(f"{refit}: {self._vllm.failure()}")
+            missing = sorted(set(range(len(self._layouts))) - {answer["rank"] for answer in answers})
+            raise RefitDeadline(
+                f"{refit}: {self.name} received nothing from its workers {missing} within {seconds:g} s"
+            )
+        if errors := [answer for answer in answers if "error" in answer]:
+            # A rank whose peer closed is mostly a consequence.
+            worst = min(errors, key=lambda answer: bool(answer["error"] == "PeerClosed"))
+            kind, message = getattr(refits, worst["error"], None), worst["message"]
+            if isinstance(kind, type) and issubclass(kind, RefitFailed):
+                raise kind(message)
+            raise RefitFailed(f"{worst['error']}: {message}")
+        answers.sort(key=lambda answer: int(answer["rank"]))
+        return tuple(REPORT.validate_python(answer["report"]) for answer in answers)
 
     async def commit_weights(self, version: int) -> None:
         """Sample with what was received, from the next step on."""
@@ -201,12 +238,12 @@ class VllmHost(RequestDriver):
         Sequences in flight wait until sampling continues, and lose their cache; a CPU has nothing to leave.
         """
         await self.pause("keep")
-        if self._device == "cuda":
+        if self._options.device == "cuda":
             await self._vllm.sleep(level)
 
     async def wake(self, tags: tuple[str, ...]) -> None:
         """Take `weights`, `kv_cache` or, with no tag, both back; sampling continues with the cache."""
-        if self._device == "cuda":
+        if self._options.device == "cuda":
             await self._vllm.wake(tags)
         if not tags or "kv_cache" in tags:
             await self.resume()
@@ -219,33 +256,7 @@ class VllmHost(RequestDriver):
         self._clean_up()
 
     def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
-        return self.paused_for(version, drain=False, seconds=self._commit_seconds)
-
-    async def _all_of(self, reports: "_Reports", session: RefitSession) -> list[dict[str, Any]]:
-        """Every worker's report; the worst of their errors, if any."""
-        gathered = asyncio.create_task(reports.all())
-        died = asyncio.create_task(self._died.wait())
-        try:
-            seconds = session.deadline_seconds + _GRACE_SECONDS
-            await asyncio.wait({gathered, died}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if gathered.done():
-                found = gathered.result()
-            elif died.done():
-                raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
-            else:
-                raise RefitDeadline(
-                    f"refit to version {session.version}: {self.name} received nothing from its "
-                    f"workers {reports.missing} within {seconds:g} s"
-                )
-        finally:
-            gathered.cancel()
-            died.cancel()
-        errors = [answer for answer in found if "error" in answer]
-        if errors:
-            # A rank whose peer closed is mostly a consequence.
-            worst = min(errors, key=lambda answer: answer["error"] == "PeerClosed")
-            raise _error(worst)
-        return sorted(found, key=lambda answer: int(answer["rank"]))
+        return self.paused_for(version, drain=False, seconds=self._options.commit_seconds)
 
     def _lose(self, failure: str) -> None:
         """One of the engine's processes has ended."""
@@ -255,52 +266,7 @@ class VllmHost(RequestDriver):
 
     def _clean_up(self) -> None:
         """Remove what vLLM's processes leave behind when they are killed."""
-        self._sockets.cleanup()
+        remove_folder(self._folder)
+        self._folder_lock.close()
         if self._rendezvous is not None:
             self._rendezvous.unlink(missing_ok=True)
-
-
-class _Reports:
-    """A socket on which each of `count` workers says once what came of its part."""
-
-    def __init__(self, address: Path, count: int) -> None:
-        self._address = address
-        self._answers: list[dict[str, Any]] = []
-        self._count = count
-        self._complete = asyncio.Event()
-
-    async def __aenter__(self) -> "_Reports":
-        self._server = await asyncio.start_unix_server(self._take, self._address)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._server.close()
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks that have said nothing."""
-        return sorted(set(range(self._count)) - {answer["rank"] for answer in self._answers})
-
-    async def all(self) -> list[dict[str, Any]]:
-        """What all have said."""
-        await self._complete.wait()
-        return self._answers
-
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._answers.append(json.loads(await reader.read()))
-        writer.close()
-        if len(self._answers) == self._count:
-            self._complete.set()
-
-
-def _visible(gpus: Sequence[str]) -> dict[str, str]:
-    """What has the processes of the engine see these GPUs, in this order."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-
-
-def _error(answer: dict[str, Any]) -> RefitFailed:
-    """A worker's error, of its own kind where that is one of the exchange's."""
-    kind = getattr(refits, answer["error"], None)
-    if isinstance(kind, type) and issubclass(kind, RefitFailed):
-        return kind(answer["message"])
-    return RefitFailed(f"{answer['error']}: {answer['message']}")

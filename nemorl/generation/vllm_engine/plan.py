@@ -113,10 +113,51 @@ def problems(
         yield Problem("generation.backend", "vllm", fix)
     if installed:
         yield from argument_problems(config.vllm_kwargs)
-    yield from _layout(config, shape)
-    yield from _adapters(experiment, config, shape)
-    yield from _heads(experiment, shape)
-    yield from _cache(experiment, config, shape)
+    tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    if heads % tensor:
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        fix = f"it must divide the model's {heads} attention heads: {divisors} do"
+        yield Problem("generation.tensor_parallel_size", tensor, fix)
+    elif max(groups, tensor) % min(groups, tensor):
+        fix = f"it must divide the model's {groups} key-value heads, or be a multiple of them"
+        yield Problem("generation.tensor_parallel_size", tensor, fix)
+    if stages > shape.num_layers:
+        fix = f"the model has {shape.num_layers} layers, and each stage needs one: take no more"
+        yield Problem("generation.pipeline_parallel_size", stages, fix)
+
+    on_cpu = experiment.cluster.gpus_per_node == 0
+    if config.adapters != "merged" and (shape.mla is not None or (shape.moe is not None and on_cpu)):
+        fix = "with adapters vLLM computes experts by Triton, which a CPU lacks"
+        if shape.mla is not None:
+            fix = "vLLM multiplies matrices of latent attention, and adapters would not be seen"
+        yield Problem("generation.adapters", config.adapters, f"{fix}: set it to merged")
+    if on_cpu and shape.mla is None:
+        yield from _limits_of_a_cpu(experiment, config, shape)
+
+
+def _limits_of_a_cpu(
+    experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape
+) -> Iterator[Problem]:
+    """Sizes of heads, and of the cache, which a GPU makes of what the weights leave."""
+    if shape.head_dim not in CPU_HEAD_DIMS:
+        fix = (
+            f"its heads have {shape.head_dim} dimensions, and vLLM on a CPU takes "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}: take another model, or generation.backend torch or "
+            "megatron"
+        )
+        yield Problem("policy.model_path", str(experiment.policy.model_path), fix)
+    length = experiment.policy.max_sequence_length
+    item = 4 if (config.precision or experiment.policy.precision) == "float32" else 2
+    heads = max(1, shape.num_key_value_heads // config.tensor_parallel_size)
+    layers = -(-shape.num_layers // config.pipeline_parallel_size)
+    needed = 2 * layers * heads * shape.head_dim * item * length
+    if needed > config.kv_cache_gigabytes * 2**30:
+        fix = (
+            f"one conversation of policy.max_sequence_length, {length} tokens, takes {needed / 2**30:.1f} GB "
+            "of it: give it more"
+        )
+        yield Problem("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, fix)
 
 
 def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMemory:
@@ -136,61 +177,3 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
         staging_on_host=weights if update == "reload" else 0,
         runtime=_RUNTIME + 2 * _RUNTIME // ranks,
     )
-
-
-def _heads(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
-    if experiment.cluster.gpus_per_node or shape.mla is not None or shape.head_dim in CPU_HEAD_DIMS:
-        return
-    fix = (
-        f"its heads have {shape.head_dim} dimensions, and vLLM on a CPU takes "
-        f"{', '.join(map(str, CPU_HEAD_DIMS))}: take another model, or generation.backend torch or megatron"
-    )
-    yield Problem("policy.model_path", str(experiment.policy.model_path), fix)
-
-
-def _adapters(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Adapters computed by vLLM 0.32 on top of weights that it keeps in another form, or by Triton alone."""
-    if config.adapters == "merged":
-        return
-    fix = ""
-    if shape.mla is not None:
-        fix = "vLLM multiplies matrices of latent attention with each other, and adapters would not be seen"
-    elif shape.moe is not None and experiment.cluster.gpus_per_node == 0:
-        fix = "with adapters vLLM computes experts by Triton, which a CPU lacks"
-    if fix:
-        yield Problem("generation.adapters", config.adapters, f"{fix}: set it to merged")
-
-
-def _layout(config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Problem]:
-    tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-    if heads % tensor:
-        fix = f"it must divide the model's {heads} attention heads: {_divisors(heads)} do"
-        yield Problem("generation.tensor_parallel_size", tensor, fix)
-    elif max(groups, tensor) % min(groups, tensor):
-        fix = f"it must divide the model's {groups} key-value heads, or be a multiple of them"
-        yield Problem("generation.tensor_parallel_size", tensor, fix)
-    if stages > shape.num_layers:
-        fix = f"the model has {shape.num_layers} layers, and each stage needs one: take no more"
-        yield Problem("generation.pipeline_parallel_size", stages, fix)
-
-
-def _cache(experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape) -> Iterator[Problem]:
-    """On a CPU the cache has a size of its own; a GPU's is known when the weights are there."""
-    length = experiment.policy.max_sequence_length
-    if experiment.cluster.gpus_per_node or shape.mla is not None:
-        return
-    item = 4 if (config.precision or experiment.policy.precision) == "float32" else 2
-    heads = max(1, shape.num_key_value_heads // config.tensor_parallel_size)
-    layers = -(-shape.num_layers // config.pipeline_parallel_size)
-    needed = 2 * layers * heads * shape.head_dim * item * length
-    if needed > config.kv_cache_gigabytes * 2**30:
-        fix = (
-            f"one conversation of policy.max_sequence_length, {length} tokens, takes {needed / 2**30:.1f} GB "
-            "of it: give it more"
-        )
-        yield Problem("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, fix)
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -1,10 +1,8 @@
 """Learning from an engine's own loader which box of which HF tensor lands where.
 
 The loader is run once with tensors that have a shape and no memory, while every copy from one of them is
-written down instead of done. So a model needs no map of ours: whatever the loader fuses, cuts or pads, the
-record says. No memory moves.
-
-From views of a tensor, as a loader makes them, to boxes of it. Integers only; imports no torch.
+recorded instead of done. So a model needs no map of ours: whatever the loader fuses, cuts or pads, the record
+says.
 """
 
 import math
@@ -55,7 +53,17 @@ def placed(view: View, strides: tuple[int, ...]) -> Placed:
         start.append(first)
     size, steps = [1] * len(own), [0] * len(own)
     for count, stride, step in zip(view.size, view.strides, strides, strict=True):
-        _place(count, stride, step, view.shape, own, size, steps)
+        # An axis of the view lies over axes of the tensor, the innermost of which it may run through whole.
+        while count > 1:
+            fits = (a for a, s in enumerate(own) if s == stride and view.shape[a] > 1 and size[a] == 1)
+            axis = next(fits, None)
+            if axis is None:
+                raise NotABox(f"no axis of {view.shape} has steps of {stride} elements")
+            here = min(count, view.shape[axis])
+            if count % here or (count > here and axis == 0):
+                raise NotABox(f"{count} steps of {stride} elements are no box of {view.shape}")
+            size[axis], steps[axis] = here, step
+            count, stride, step = count // here, stride * here, step * here
     if any(first + count > whole for first, count, whole in zip(start, size, view.shape, strict=True)):
         raise NotABox(f"{view} leaves the tensor")
     return Placed(tuple(start), tuple(size), tuple(steps))
@@ -64,27 +72,6 @@ def placed(view: View, strides: tuple[int, ...]) -> Placed:
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Elements between neighbors along each axis."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _place(
-    count: int,
-    stride: int,
-    step: int,
-    shape: tuple[int, ...],
-    own: tuple[int, ...],
-    size: list[int],
-    steps: list[int],
-) -> None:
-    """Lay one axis of a view over the axes of the tensor, the innermost of which it may run through whole."""
-    while count > 1:
-        axis = next((a for a, s in enumerate(own) if s == stride and shape[a] > 1 and size[a] == 1), None)
-        if axis is None:
-            raise NotABox(f"no axis of {shape} has steps of {stride} elements")
-        here = min(count, shape[axis])
-        if count % here or (count > here and axis == 0):
-            raise NotABox(f"{count} steps of {stride} elements are no box of {shape}")
-        size[axis], steps[axis] = here, step
-        count, stride, step = count // here, stride * here, step * here
 
 
 Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
@@ -138,13 +125,13 @@ def uncovered(trace: LoaderTrace, parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes copies from memory-less tensors down. Its storage identifies whose view a tensor is."""
+    """Records copies from memory-less tensors. Its storage identifies whose view a tensor is."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.slices: list[TensorSlice] = []
         self.unclear: dict[str, str] = {}
-        self._targets = {_storage(parameter): name for name, parameter in parameters.items()}
+        self._targets = {storage_of(parameter): name for name, parameter in parameters.items()}
         self._firsts = {name: int(parameter.storage_offset()) for name, parameter in parameters.items()}
         self._sources: dict[int, tuple[str, Tensor]] = {}  # alive while their storage is a key
 
@@ -154,7 +141,7 @@ class _Recorder(TorchFunctionMode):
         """The memory-less tensors, by their HF names."""
         for name, shape in tensors.items():
             tensor = torch.empty(shape, dtype=dtype, device="meta")
-            self._sources[_storage(tensor)] = (name, tensor)
+            self._sources[storage_of(tensor)] = (name, tensor)
             yield name, tensor
 
     def __torch_function__(
@@ -164,15 +151,15 @@ class _Recorder(TorchFunctionMode):
             self._record(args[0], args[1])
             return args[0]
         if func is torch.Tensor.__setitem__ and isinstance(args[2], Tensor) and args[2].is_meta:
-            self._record(func_getitem(args[0], args[1]), args[2])
+            self._record(args[0][args[1]], args[2])
             return None
         return func(*args, **(kwargs or {}))
 
     def _record(self, target: Tensor, source: Tensor) -> None:
-        parameter = self._targets.get(_storage(target))
+        parameter = self._targets.get(storage_of(target))
         if parameter is None or target.numel() == 0:  # the loader's own scratch memory, or a rank of padding
             return
-        found = self._sources.get(_storage(source))
+        found = self._sources.get(storage_of(source))
         if found is None:
             self.unclear[parameter] = "the loader computes it from tensors of the checkpoint"
             return
@@ -190,9 +177,6 @@ class _Recorder(TorchFunctionMode):
         )
 
 
-func_getitem = torch.Tensor.__getitem__
-
-
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """What a tensor shares with its views, memory or not."""
     return int(tensor.untyped_storage()._cdata)

@@ -2,19 +2,12 @@
 
     traced     slices, straight into the shape of its parameters   -> copied over (staged) or written there
     reloaded   whole tensors, for modules that compute with memory of their own -> vLLM's own loader
+    adapters   a policy's LoRA, which vLLM computes on top of weights that stay as they are
 
 The layout is learned while the model is loaded: after its weights are there, and before post-processing has
-given some of them the form that kernels require.
-
-Which modules compute with other memory than their parameters, as post-processing of weights left them.
-
-A kernel may require weights in its own order: vLLM then replaces the parameter, changes it in place, or
-keeps a copy of it. Writing into such a parameter afterwards would not be seen, or would be wrong.
-
-A policy's adapters (LoRA) in a vLLM worker, which computes them on top of weights that stay as they are.
-
-The engine has one adapter from its beginning to its end, and every request names it: new values take effect
-for sequences in flight too. Each rank holds it whole; vLLM cuts it for the rank when it is taken into use.
+given some of them the form that kernels require. A kernel may require weights in its own order: vLLM then
+replaces the parameter, changes it in place, or keeps a copy of it. Writing into such a parameter afterwards
+would not be seen, or would be wrong, so modules that post-processing touched are reloaded.
 """
 
 import logging
@@ -32,23 +25,12 @@ from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
 from nemorl.models.slices import TensorSlice
 
-from .trace import LoaderTrace, contiguous_strides, trace_loader, uncovered
+from .trace import LoaderTrace, contiguous_strides, storage_of, trace_loader, uncovered
 
 _CHUNK = 1 << 20
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by element size
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type)
 _DEEPEST = 4  # objects in objects that are looked into
-
-
-@dataclass(frozen=True)
-class _State:
-    """A parameter: where it lies, how, and what is in it."""
-
-    storage: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    digest: int
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -70,7 +52,7 @@ def watching(model: nn.Module, changed: dict[str, str]) -> Iterator[None]:
 
 
 def _difference(
-    module: nn.Module, states: Mapping[str, _State], attributes: Mapping[str, object]
+    module: nn.Module, states: Mapping[str, object], attributes: Mapping[str, object]
 ) -> str | None:
     now = _states(module)
     if now.keys() != states.keys():
@@ -78,16 +60,17 @@ def _difference(
     for name, state in now.items():
         if state != states[name]:
             return f"post-processing changed {name}"
-    own = {state.storage for state in now.values()} | {_storage(b) for b in module.buffers(recurse=False)}
+    own = {storage_of(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
     for name, value in _attributes(module).items():
         if attributes.get(name) is not value and _other_memory(value, own, _DEEPEST):
             return f"post-processing keeps memory of its own in {name}"
     return None
 
 
-def _states(module: nn.Module) -> dict[str, _State]:
+def _states(module: nn.Module) -> dict[str, object]:
+    """Of each parameter where it lies, how, and what is in it."""
     return {
-        name: _State(_storage(p), tuple(p.shape), p.stride(), p.dtype, _digest(p))
+        name: (storage_of(p), tuple(p.shape), p.stride(), p.dtype, _digest(p))
         for name, p in module.named_parameters(recurse=False)
     }
 
@@ -106,7 +89,7 @@ def _other_memory(value: object, own: set[int], depth: int) -> bool:
     if value is None or isinstance(value, _PLAIN):
         return False
     if isinstance(value, Tensor):
-        return value.numel() > 1 and _storage(value) not in own
+        return value.numel() > 1 and storage_of(value) not in own
     if isinstance(value, nn.Module):
         return False  # it is looked at separately
     if depth == 0:
@@ -141,10 +124,6 @@ def _digest(parameter: Tensor) -> int:
     return total
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 Shapes = Mapping[str, tuple[int, ...]]
 """Names and shapes of a checkpoint's tensors."""
 Reload = Callable[[Iterable[tuple[str, Tensor]]], Any]
@@ -170,9 +149,17 @@ class Learned:
 
 def learn(model: nn.Module, tensors: Shapes, process: Callable[[], None]) -> Learned:
     """Trace the loader of a model that is loaded, and watch what `process`, the post-processing, changes."""
-    changed: dict[str, str] = {}
-    trace, problem = _trace(model, tensors)
+    load: Any = model.load_weights
+    targets = _targets(model)
+    problem = None
+    try:
+        trace = trace_loader(load, tensors, targets, next(iter(targets.values())).dtype)
+        problem = next((f"{name}: {reason}" for name, reason in trace.unclear.items()), None)
+    except Exception as error:  # noqa: BLE001 - whatever a loader does with tensors that have no memory
+        trace, cause = LoaderTrace((), {}), f"{type(error).__name__}: {error}"
+        problem = f"the loader of {type(model).__name__} cannot be followed ({cause})"
     apart = _shared(model)
+    changed: dict[str, str] = {}
     with watching(model, changed):
         process()
     if tied := _shared(model) - apart:
@@ -180,8 +167,19 @@ def learn(model: nn.Module, tensors: Shapes, process: Callable[[], None]) -> Lea
             f"vLLM has tied {' and '.join(sorted(tied)[0])}, which the checkpoint keeps apart with equal "
             "values; training would part them"
         )
-    if problem is None:
-        problem = _uncovered(model, trace, changed)
+    if (
+        problem is None
+    ):  # are those that are to be written covered? Buffers of which something is loaded count
+        loaded = {part.param for part in trace.slices}
+        targets = parameters_of(model) | {n: b for n, b in model.named_buffers() if n in loaded}
+        writable = {name: tensor for name, tensor in targets.items() if name not in changed}
+        direct = LoaderTrace(tuple(part for part in trace.slices if part.param in writable), {})
+        if wrong := uncovered(direct, writable):
+            name, reason = next(iter(wrong.items()))
+            problem = (
+                f"{len(wrong)} of {len(writable)} parameters cannot be written in shards, first {name}: "
+                f"{reason}"
+            )
     return Learned(trace, changed, problem)
 
 
@@ -220,14 +218,11 @@ class WorkerWeights:
         """By the names of the layout; the same memory every time. Without `in_place` none of it is in use."""
         if not self._tensors:
             own = _targets(self.model)
-            for part in self.layout.slices:
-                if part.param in self._tensors:
-                    continue
-                if part.param.startswith(WHOLE):
-                    self._tensors[part.param] = torch.empty(part.shape, dtype=self.dtype)
+            for name, shape in {part.param: part.shape for part in self.layout.slices}.items():
+                if name.startswith(WHOLE):
+                    self._tensors[name] = torch.empty(shape, dtype=self.dtype)
                 else:
-                    target = own[part.param]
-                    self._tensors[part.param] = target if self.in_place else target.clone()
+                    self._tensors[name] = own[name] if self.in_place else own[name].clone()
         return self._tensors
 
     def commit(self) -> None:
@@ -240,41 +235,24 @@ class WorkerWeights:
                     own[name].copy_(tensor)
         if self.layout.whole:
             _forget_kernels(self.model)
-            # Layers for which nothing comes keep what they have, of which the loader would warn one by one.
-            with _quiet(bool(self.layout.reasons)), torch.no_grad():
-                self.reload((name, tensors[WHOLE + name]) for name in self.layout.whole)
+            logger = logging.getLogger(_RELOADER)
+            level = logger.level
+            if self.layout.reasons:
+                # Layers for which nothing comes keep what they have, of which it would warn one by one.
+                logger.setLevel(logging.ERROR)
+            try:
+                with torch.no_grad():
+                    self.reload((name, tensors[WHOLE + name]) for name in self.layout.whole)
+            finally:
+                logger.setLevel(level)
         _refresh_tied(self.model)
-
-
-def _trace(model: nn.Module, tensors: Shapes) -> tuple[LoaderTrace, str | None]:
-    load: Any = model.load_weights
-    targets = _targets(model)
-    try:
-        trace = trace_loader(load, tensors, targets, next(iter(targets.values())).dtype)
-    except Exception as error:  # noqa: BLE001 - whatever a loader does with tensors that have no memory
-        cause = f"{type(error).__name__}: {error}"
-        return LoaderTrace((), {}), f"the loader of {type(model).__name__} cannot be followed ({cause})"
-    return trace, next((f"{name}: {reason}" for name, reason in trace.unclear.items()), None)
-
-
-def _uncovered(model: nn.Module, trace: LoaderTrace, changed: Mapping[str, str]) -> str | None:
-    """What is wrong with those that are to be written; buffers count where something of them is loaded."""
-    loaded = {part.param for part in trace.slices}
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in loaded}
-    writable = {name: t for name, t in (parameters_of(model) | buffers).items() if name not in changed}
-    direct = LoaderTrace(tuple(part for part in trace.slices if part.param in writable), {})
-    wrong = uncovered(direct, writable)
-    if not wrong:
-        return None
-    name, reason = next(iter(wrong.items()))
-    return f"{len(wrong)} of {len(writable)} parameters cannot be written in shards, first {name}: {reason}"
 
 
 def _shared(model: nn.Module) -> set[tuple[str, ...]]:
     """Names of parameters that are one."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(int(parameter.untyped_storage()._cdata), []).append(name)
+        names.setdefault(storage_of(parameter), []).append(name)
     return {tuple(same) for same in names.values() if len(same) > 1}
 
 
@@ -315,18 +293,6 @@ def _refresh_tied(model: nn.Module) -> None:
             on_cpu = next(module.parameters()).device.type == "cpu"
             if on_cpu and hasattr(method, "process_weights_after_loading"):
                 method.process_weights_after_loading(module)
-
-
-@contextmanager
-def _quiet(partial: bool) -> Iterator[None]:
-    logger = logging.getLogger(_RELOADER)
-    level = logger.level
-    if partial:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 ADAPTER, ADAPTER_ID = "policy", 1  # vLLM's name and number for it
@@ -392,6 +358,7 @@ class WorkerAdapters:
         """Take into use what was written: no step of the engine runs meanwhile. Raises Unadaptable."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
+        from vllm.model_executor.models.utils import is_pp_missing_parameter
 
         model: Any = self.model
         mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -404,22 +371,17 @@ class WorkerAdapters:
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         )
         manager = model.lora_manager
-        self._check_places(adapter.loras, manager)
-        manager.remove_adapter(ADAPTER_ID)
-        manager.add_adapter(adapter)
-        manager.activate_adapter(ADAPTER_ID)
-
-    def _check_places(self, adapters: Mapping[str, object], manager: Any) -> None:
-        """vLLM would leave out without a word what it does not find."""
-        from vllm.model_executor.models.utils import is_pp_missing_parameter
-
+        # vLLM would leave out without a word what it does not find.
         places = set()
         for name in manager.modules:
             parent, _, own = name.rpartition(".")
             places |= {f"{parent}.{part}" for part in manager.packed_modules_mapping.get(own, [own])}
-        lost = [n for n in adapters if n not in places and not is_pp_missing_parameter(n, self.model)]
+        lost = [n for n in adapter.loras if n not in places and not is_pp_missing_parameter(n, model)]
         if lost:
             raise Unadaptable(
-                f"vLLM's {type(self.model).__name__} has no place for {len(lost)} adapters, first that of "
+                f"vLLM's {type(model).__name__} has no place for {len(lost)} adapters, first that of "
                 f"{lost[0]}. Set generation.adapters to merged"
             )
+        manager.remove_adapter(ADAPTER_ID)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(ADAPTER_ID)

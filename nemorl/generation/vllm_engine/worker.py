@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import threading
@@ -34,7 +33,7 @@ from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.whole_tensors import whole_slices
 
 from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
-from .host import LAYOUT, PARTS, REPORT, SESSION
+from .host import LAYOUT, PARTS, REPORT, SESSION, remove_folder
 from .trace import LoaderTrace
 from .weights import Learned, WorkerAdapters, WorkerWeights, compute_one_adapter, layout_of, learn
 
@@ -60,10 +59,10 @@ def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
     """Kill the engine when the replica's process has ended; no other process would. Both are pidfds: a number
     may be another process's by then, as the parent of an orphan is.
 
-    Nor would any remove its sockets and the file at which its ranks have met.
+    Nor would any remove its folder and the file at which its ranks have met.
     """
     select.select([owner], [], [])
-    shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
+    remove_folder(Path(os.environ["VLLM_RPC_BASE_PATH"]))
     rendezvous.unlink(missing_ok=True)
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(engine, signal.SIGKILL)
@@ -82,58 +81,52 @@ if os.environ.get(LEARNED_LAYOUT):
 class VllmWorkerExtension:
     """The names begin with `nemorl_`, because vLLM refuses those that its worker has."""
 
-    def nemorl_open(self, update: Update, owner: int, lora: str | None) -> str:
+    def nemorl_open(self: Any, update: Update, owner: int, lora: str | None) -> str:
         """Get ready; JSON with the processes of worker and engine, the layout, and why some come by reload.
 
         `owner` is the process to which the engine belongs. With `lora`, a `LoraConfig`, adapters come alone.
         """
-        worker: Any = self
-        rendezvous = Path(worker.distributed_init_method.removeprefix("file://"))
+        rendezvous = Path(self.distributed_init_method.removeprefix("file://"))
         watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
         threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
         reasons: Mapping[str, str] = {}
         if lora is None:
-            worker.nemorl, reasons = _weights_of(worker.model_runner, update)
+            self.nemorl, reasons = _weights_of(self.model_runner, update)
         else:
-            worker.nemorl = _adapters_of(worker.model_runner, LoraConfig.model_validate_json(lora))
-        described = LAYOUT.dump_python(worker.nemorl.describe(), mode="json")
+            self.nemorl = _adapters_of(self.model_runner, LoraConfig.model_validate_json(lora))
         return json.dumps(
             {
                 "process": os.getpid(),
                 "engine": os.getppid(),
                 "meeting": str(rendezvous),
-                "layout": described,
+                "layout": LAYOUT.dump_python(self.nemorl.describe(), mode="json"),
                 "reasons": dict(reasons),
             }
         )
 
-    def nemorl_prepare(self, parts: str) -> None:
+    def nemorl_prepare(self: Any, parts: str) -> None:
         """Keep this rank's part of the plan, of those of all ranks."""
-        worker: Any = self
-        worker.nemorl.prepare(PARTS.validate_json(parts)[worker.rank])
+        self.nemorl.prepare(PARTS.validate_json(parts)[self.rank])
 
-    def nemorl_receive(self, session: str, reports: str) -> None:
+    def nemorl_receive(self: Any, session: str, reports: str) -> None:
         """Begin to receive; the report, or the error, goes to the socket at `reports`."""
-        worker: Any = self
-        receive = worker.nemorl.begin(SESSION.validate_json(session))
-        worker.nemorl_receiving = threading.Thread(
-            target=_receive, args=(receive, worker.rank, reports), name="weight receiver", daemon=True
+        receive = self.nemorl.begin(SESSION.validate_json(session))
+        self.nemorl_receiving = threading.Thread(
+            target=_receive, args=(receive, self.rank, reports), name="weight receiver", daemon=True
         )
-        worker.nemorl_receiving.start()
+        self.nemorl_receiving.start()
 
-    def nemorl_commit(self, version: int) -> None:
+    def nemorl_commit(self: Any, version: int) -> None:
         """Put the received weights into use from the next step on."""
-        worker: Any = self
-        worker.nemorl.commit(version)
+        self.nemorl.commit(version)
 
-    def nemorl_abandon(self) -> str | None:
+    def nemorl_abandon(self: Any) -> str | None:
         """Forget an update that did not finish; return the reason if the weights in use are corrupt."""
-        worker: Any = self
-        worker.nemorl.abandon()
-        receiving: threading.Thread | None = getattr(worker, "nemorl_receiving", None)
+        self.nemorl.abandon()
+        receiving: threading.Thread | None = getattr(self, "nemorl_receiving", None)
         if receiving is not None:
             receiving.join(_END_SECONDS)  # the next update finds a process group that is not in use
-        reason: str | None = worker.nemorl.corruption
+        reason: str | None = self.nemorl.corruption
         return reason
 
 

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from nemorl.generation.torch_engine.model import (
+from nemorl.generation.torch_engine.engine import (
     ROW_MULTIPLE,
     DecodeAttention,
-    KVCache,
     Linear,
     PrefillAttention,
 )
+from nemorl.models.kv_cache import KVCache
 
-CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM = 9, 3, 64  # SmolLM2's
 
 
@@ -27,10 +26,11 @@ def attend(query, keys, values):
 
 def filled_cache(rows, length):
     """A cache with random contents, as after prefills of that length."""
-    cache = KVCache(1, KV_HEADS * DIM, 10**6, CPU, torch.float32)
+    cache = KVCache(10**6)
     cache.reserve(rows, length)
     generator = torch.Generator().manual_seed(0)
-    cache.layers[0][:, :rows, :length] = torch.randn(2, rows, length, KV_HEADS * DIM, generator=generator)
+    slots = cache.slots(torch.arange(rows)[:, None], torch.arange(length)).flatten()
+    cache.keep(0, slots, *torch.randn(2, rows * length, KV_HEADS, DIM, generator=generator))
     return cache
 
 
@@ -42,10 +42,10 @@ def new_tokens(rows):
 def test_a_step_attends_to_each_row_up_to_its_own_token():
     cache, positions = filled_cache(5, 300), torch.tensor([0, 7, 63, 64, 299])
     query, key, value = new_tokens(8)  # three rows of padding
-    before = cache.layers[0].clone()
+    before = [cache.tokens(0, row, 0, 300).clone() for row in range(5)]  # [2, 300, kv_heads, D] each
     got = DecodeAttention(cache, positions, 300, torch.float32)(0, query, key, value)
     for row, position in enumerate(positions.tolist()):
-        keys, values = before[:, row, :position].unflatten(-1, (KV_HEADS, DIM))
+        keys, values = before[row][:, :position]
         keys, values = torch.cat((keys, key[row, None])), torch.cat((values, value[row, None]))
         torch.testing.assert_close(got[row], attend(query[row], keys, values), atol=1e-5, rtol=0)
     assert torch.equal(got[5:], torch.zeros(3, HEADS * DIM))
@@ -54,7 +54,8 @@ def test_a_step_attends_to_each_row_up_to_its_own_token():
 def test_a_prefill_attends_within_each_prompt_and_fills_every_row_that_shares_it():
     length, cache = 16, filled_cache(4, 12)  # the padding reaches beyond the cache's need
     query, key, value = new_tokens(2 * length)
-    attention = PrefillAttention(cache, 2, rows=torch.tensor([3, 0, 1]), owners=torch.tensor([1, 0, 1]))
+    rows, owners = torch.tensor([3, 0, 1]), torch.tensor([1, 0, 1])
+    attention = PrefillAttention(cache, 2, length, rows, owners)
     got = attention(0, query, key, value).view(2, length, -1)
     keys, values = key.view(2, length, KV_HEADS, DIM), value.view(2, length, KV_HEADS, DIM)
     for prompt in range(2):
@@ -65,8 +66,7 @@ def test_a_prefill_attends_within_each_prompt_and_fills_every_row_that_shares_it
             )
             torch.testing.assert_close(got[prompt, last], want, atol=1e-5, rtol=0)
     for row, prompt in ((3, 1), (0, 0), (1, 1)):
-        assert torch.equal(cache.layers[0][0, row, :16], keys[prompt].flatten(1))
-        assert torch.equal(cache.layers[0][1, row, :16], values[prompt].flatten(1))
+        assert torch.equal(cache.tokens(0, row, 0, 16), torch.stack((keys[prompt], values[prompt])))
 
 
 @pytest.fixture

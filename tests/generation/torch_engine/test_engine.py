@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.torch_engine.host import TorchEngine
+from nemorl.generation.torch_engine.engine import TorchEngine
 from nemorl.generation.types import RequestRefused, SamplingParams
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
@@ -300,7 +300,7 @@ def test_memory_stays_below_its_limit_and_everyone_is_served():
     completions, most = {}, 0
     while engine.num_running + engine.num_waiting:
         completions |= {c.id: c for c in engine.step()}
-        most = max(most, engine.kv_tokens)
+        most = max(most, engine.model.cache.num_tokens)
     assert 150 < most <= 300
     assert_same(completions, serve(small_engine(), requests))
 

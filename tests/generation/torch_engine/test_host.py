@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.torch_engine import host as module
-from nemorl.generation.torch_engine.host import TorchHost
+from nemorl.generation.torch_engine import engine as module
+from nemorl.generation.torch_engine.engine import TorchHost
+from nemorl.generation.types import EngineOptions
 from nemorl.weights.messages import RefitDeadline
 
 
@@ -18,15 +19,8 @@ def test_an_engine_that_never_takes_its_weights_is_named(monkeypatch: pytest.Mon
 
     async def refit() -> None:
         host = TorchHost(
-            tmp_path,
             TorchGenerationConfig(max_new_tokens=8),
-            rank=3,
-            device="cpu",
-            threads=None,
-            tokenizer_path=tmp_path,
-            max_sequence_length=64,
-            precision="float32",
-            commit_seconds=0.05,
+            EngineOptions(tmp_path, tmp_path, 64, rank=3, commit_seconds=0.05),
         )
         host._receiver._received = 2
         await host.commit_weights(2)

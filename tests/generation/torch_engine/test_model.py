@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemorl.generation.torch_engine.model import ModelRunner, Prompt
+from nemorl.generation.torch_engine.engine import ModelRunner, Prompt
 from nemorl.models.registry import load_shape
 from tests.generation.examples import SHAPE, Prompts
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from nemorl.generation.torch_engine.model import ModelRunner, Prompt, decoder_parameters
+from nemorl.generation.torch_engine.engine import ModelRunner, Prompt, decoder_parameters
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.registry import load_shape
 from tests.generation.examples import SHAPE, Prompts, random_weights

@@ -42,6 +42,7 @@ def loop() -> Loop:
 def make(standin, loop, hf_models):
     """Starts replicas; they end with the folder."""
     from nemorl.generation.trtllm_engine import host as trtllm_host
+    from nemorl.generation.types import EngineOptions
 
     trtllm_host._WATCH_SECONDS = 0.2
     hosts = []
@@ -52,15 +53,8 @@ def make(standin, loop, hf_models):
 
         async def begin() -> trtllm_host.TrtllmHost:
             host = trtllm_host.TrtllmHost(
-                folder,
                 config,
-                rank=0,
-                device="cpu",
-                threads=1,
-                tokenizer_path=folder,
-                max_sequence_length=250,
-                precision="float32",
-                commit_seconds=20.0,
+                EngineOptions(folder, folder, 250, threads=1, commit_seconds=20.0),
             )
             hosts.append(host)
             await host.start()

@@ -74,8 +74,7 @@ def test_a_stop_string_ends_a_turn_behind_the_token_that_completes_it(replica, h
         return "".join(f"<{token}>" for token in tokens)
 
     engine = replica.host._engine
-    monkeypatch.setattr(engine, "decode", decode)
-    monkeypatch.setattr(engine, "limits", replace(engine.limits, can_decode=True))
+    monkeypatch.setattr(engine, "limits", replace(engine.limits, decode=decode))
     prompt = Prompts(4).one(6)
     tokens, _ = greedy(hf_models["llama"].network, prompt.tolist(), 30)
     wanted = decode(tokens[2:4])[:-1]

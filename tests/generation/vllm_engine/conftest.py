@@ -50,13 +50,14 @@ class Running:
 
     async def _make(self, folder: Path, config: dict[str, Any]) -> Any:
         from nemorl.config.generation import VllmGenerationConfig
+        from nemorl.generation.types import EngineOptions
         from nemorl.generation.vllm_engine.host import VllmHost
 
         host = VllmHost(
-            folder, VllmGenerationConfig(backend="vllm", max_num_seqs=8, **config), rank=3, device="cpu",
-            threads=None, tokenizer_path=folder, max_sequence_length=200, precision="float32",
-            commit_seconds=60, lora=self._lora,
-        )  # fmt: skip
+            VllmGenerationConfig(backend="vllm", max_num_seqs=8, **config),
+            EngineOptions(folder, folder, 200, rank=3, commit_seconds=60),
+            lora=self._lora,
+        )
         await host.start()
         return host
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
+from nemorl.generation.types import EngineOptions
 from nemorl.generation.vllm_engine.arguments import (
     LEARNED_LAYOUT,
     PLAIN_WEIGHTS,
@@ -20,13 +21,12 @@ def config(**fields: Any) -> VllmGenerationConfig:
 
 
 def arguments(device: Any, **fields: Any) -> dict[str, Any]:
-    return engine_arguments(
-        config(**fields), Path("m"), device=device, precision="float32", max_sequence_length=64, extension="e"
-    )
+    return engine_arguments(config(**fields), EngineOptions(Path("m"), Path("m"), 64, device=device))
 
 
 def started(config: VllmGenerationConfig, device: Any, threads: int | None = None) -> dict[str, str]:
-    return environment(config, device=device, threads=threads, sockets=Path("s"))
+    options = EngineOptions(Path("m"), Path("m"), 64, device=device, threads=threads)
+    return environment(config, options, Path("s"))
 
 
 def test_further_arguments_are_passed_on() -> None:
@@ -41,23 +41,14 @@ def test_a_cpu_has_a_cache_of_its_own_size_and_a_gpu_a_share() -> None:
 
 
 def test_experts_are_returned_where_they_are_replayed() -> None:
-    told = engine_arguments(
-        config(),
-        Path("m"),
-        device="cuda",
-        precision="float32",
-        max_sequence_length=64,
-        extension="e",
-        return_experts=True,
-    )
+    on_gpus = EngineOptions(Path("m"), Path("m"), 64, device="cuda")
+    told = engine_arguments(config(), on_gpus, return_experts=True)
     assert told["enable_return_routed_experts"]
     assert "enable_return_routed_experts" not in arguments("cuda")
 
 
 def test_a_cpu_reads_prompts_whole() -> None:
-    long = engine_arguments(
-        config(), Path("m"), device="cpu", precision="float32", max_sequence_length=5000, extension="e"
-    )
+    long = engine_arguments(config(), EngineOptions(Path("m"), Path("m"), 5000))
     assert (long["enable_chunked_prefill"], long["max_num_batched_tokens"]) == (False, 5000)
     assert "enable_chunked_prefill" not in arguments("cuda")
 

@@ -28,7 +28,7 @@ class Engine:
 def test_the_handler_of_outputs_ends_before_the_processes() -> None:
     async def main() -> Any:
         backend = VllmBackend(
-            {}, {}, RequestLimits(100, 64, 64, False), name="engine 0", decode=None, recompute_kv_cache=True
+            {}, {}, RequestLimits(100, 64, 64), name="engine 0", recompute_kv_cache=True
         )  # fmt: skip
         backend._engine = engine = Engine()  # type: ignore[assignment]
         await asyncio.sleep(0)  # the handler waits

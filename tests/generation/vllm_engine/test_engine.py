@@ -9,7 +9,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from nemorl.generation.types import Completion, GenerationRequest, Progress, RequestRefused, SamplingParams
+from nemorl.generation.types import (
+    Completion,
+    EngineOptions,
+    GenerationRequest,
+    Progress,
+    RequestRefused,
+    SamplingParams,
+)
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
@@ -94,12 +101,9 @@ def test_the_seed_alone_decides(one: Any) -> None:
 
 def test_filters_and_stop_tokens_are_those_of_the_torch_engine(one: Any, dense: Any) -> None:
     from nemorl.config.generation import TorchGenerationConfig
-    from nemorl.generation.torch_engine.host import create_engine
+    from nemorl.generation.torch_engine.engine import create_engine
 
-    torch_engine = create_engine(
-        TorchGenerationConfig(), dense[0], device="cpu", precision="float32", tokenizer_path=dense[0],
-        max_sequence_length=200,
-    )  # fmt: skip
+    torch_engine = create_engine(TorchGenerationConfig(), EngineOptions(dense[0], dense[0], 200))
     # One token is left by each filter, whatever is drawn.
     filters = [SamplingParams(top_k=1), SamplingParams(top_p=1e-6), SamplingParams(min_p=1.0)]
     prompt = Prompts(5).one(7)

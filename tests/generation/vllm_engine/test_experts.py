@@ -83,7 +83,7 @@ class Engine:
 
 def worker(merged: int, decode: Any = None) -> RequestDriver:
     backend = VllmBackend(
-        {}, {}, RequestLimits(100, 64, 64, decode is not None), name="engine 0", decode=decode,
+        {}, {}, RequestLimits(100, 64, 64, decode), name="engine 0",
         recompute_kv_cache=True, moe_layers=WITH_EXPERTS,
     )  # fmt: skip
     backend._engine = Engine(merged)  # type: ignore[assignment]

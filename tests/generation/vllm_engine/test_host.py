@@ -20,7 +20,7 @@ from nemorl.cluster.group import WorkerGroup
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.run import DeadlineConfig
 from nemorl.generation.request_driver import Chunk
-from nemorl.generation.types import Completion, EngineFailed, EngineHealth, GenerationRequest
+from nemorl.generation.types import Completion, EngineFailed, EngineHealth, EngineOptions, GenerationRequest
 from nemorl.generation.vllm_engine import host
 from nemorl.generation.vllm_engine.host import LAYOUT, PARTS, REPORT, SESSION, VllmHost
 from nemorl.models.create import create_arithmetic_model
@@ -153,10 +153,10 @@ def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def start(folder: Path, rank: int, device: Literal["cpu", "cuda"] = "cpu", **options: Any) -> VllmHost:
     host = VllmHost(
-        folder, VllmGenerationConfig(backend="vllm", update="in_place"), rank=rank, device=device,
-        threads=None, tokenizer_path=folder, max_sequence_length=200, precision="float32", commit_seconds=20,
+        VllmGenerationConfig(backend="vllm", update="in_place"),
+        EngineOptions(folder, folder, 200, rank=rank, device=device, commit_seconds=20),
         **options,
-    )  # fmt: skip
+    )
     await host.start()
     return host
 

@@ -137,7 +137,7 @@ def test_a_worker_that_dies_in_an_update_is_named(
     waiting = two.submit(collect(two.host, group("", 2, 150)))
     two.run(until_sampled(two.host, 4))
     message = f"generation engine 3 has ended: worker 1 (process {pid}) ended"
-    left = [Path(two.host._sockets.name), two.host._rendezvous]
+    left = [two.host._folder, two.host._rendezvous]
     assert all(path.exists() for path in left)
     monkeypatch.setattr(SocketSender, "publish", publish_and_kill)
     with pytest.raises(RefitFailed, match=re.escape(message)):

@@ -1,128 +1,48 @@
-"""The decoder of the Llama, Qwen2 and Qwen3 families, written for sampling only.
+"""The embedded engine: a compact decoder in plain torch, continuous batching over it, and its process.
 
-One forward pass takes `N` tokens of any sequences, packed; where their keys and values lie is the business of
-the `Attention` it is given.
+The network is of the Llama, Qwen2 and Qwen3 families and for sampling only. One forward pass takes `N` packed
+tokens of any sequences: a prefill attends within its prompts, a decoding step to the cache.
 
-The KV cache: one row per running sequence, rows 0..n-1 in use, every row as long as the longest needs.
-
-Dense rows let the attention kernel read keys and values in place, without the gather that pages would cost
-at every step. The price is the room behind short sequences, so admission counts rows times the longest row.
-Storage starts small and grows by reallocation, one layer at a time; it never exceeds `max_tokens`.
-
-How queries meet keys and values: a prefill attends within its prompts, a decoding step to the cache.
-
-Matrix products with weights that change only between steps.
-
-The engine's own parameters, and which boxes of the HF checkpoint they hold.
-
-Query, key and value rows are fused into one matrix, gate and up rows into another: a decoding step is bound
-by the number of matrix products and by the weights they stream. Names are `layers.{i}.qkv.weight` and so on;
-a tied output head is no parameter of its own.
-
-Rotating queries and keys by the angles of their positions.
-
-The network, its weights and its cache: what turns tokens into logits.
+Sequences in flight continue with new weights and keep their keys and values; pause with `wait` before an
+update for sequences of one version, with `keep` to hold sampling still while weights travel.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nemorl.generation.batching import Prompt
+from nemorl.config.generation import TorchGenerationConfig
+from nemorl.generation.batching import BatchingEngine, Prompt
+from nemorl.generation.step_driver import StepDriver
+from nemorl.generation.tokens import Decode, RequestLimits, load_decoder
+from nemorl.generation.types import EngineOptions
 from nemorl.models.hf_folder import HfFolder
+from nemorl.models.kv_cache import KVCache
+from nemorl.models.registry import load_shape
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
-
-# Numbers of keys that the attention kernel reads, within each of its blocks of 512. The CPU kernel sums a row
-# over all keys that are read, those beyond the row's end as zeros; with 256 or 320 keys its matrix product
-# splits the sum elsewhere, and a sequence's rounding would depend on the longest one in the batch (seen
-# with MKL 2024.2 on x86-64; elsewhere the only loss is the bit).
-_KEY_BLOCK = 512
-_KEYS_IN_BLOCK = (64, 128, 192, 384, 448, 512)
-
-
-def keys_to_read(length: int) -> int:
-    """The least number of keys, at least `length`, for which every row sums in the same order."""
-    whole, rest = divmod(length - 1, _KEY_BLOCK)
-    return whole * _KEY_BLOCK + next(keys for keys in _KEYS_IN_BLOCK if keys > rest)
-
-
-class KVCache:
-    """Keys and values of `rows x length` tokens for every layer; `layers[i]` is [2, rows, length, width]."""
-
-    def __init__(
-        self, num_layers: int, width: int, max_tokens: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        """`width` is key-value heads times their dimension."""
-        self._max_tokens = max_tokens
-        self._width = width
-        self._rows = 0
-        self._length = 0
-        # Zeros, not garbage: masked keys and values still enter the products, where a NaN would spread.
-        self.layers = [torch.zeros(2, 0, 0, width, device=device, dtype=dtype) for _ in range(num_layers)]
-
-    @property
-    def length(self) -> int:
-        """Tokens a row has room for."""
-        return self._length
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens for which memory is held."""
-        return self._rows * self._length
-
-    def fits(self, rows: int, length: int) -> bool:
-        """Whether `rows` sequences of which the longest has `length` tokens can be held at one time."""
-        return rows * length <= self._max_tokens
-
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` of `length` tokens, keeping what the first `rows` hold.
-
-        Raises ValueError when that is more than the cache may hold.
-        """
-        if rows <= self._rows and length <= self._length:
-            return
-        if not self.fits(rows, length):
-            raise ValueError(
-                f"the KV cache may hold {self._max_tokens} tokens, and {rows} rows of {length} tokens are"
-                " requested; raise generation.max_kv_tokens"
-            )
-        kept_rows, kept_length = min(self._rows, rows), min(self._length, length)
-        self._rows, self._length = self._new_size(rows, length)
-        for index, old in enumerate(self.layers):
-            new = old.new_zeros(2, self._rows, self._length, self._width)
-            new[:, :kept_rows, :kept_length] = old[:, :kept_rows, :kept_length]
-            self.layers[index] = new
-
-    def _new_size(self, rows: int, length: int) -> tuple[int, int]:
-        """The requested size, with what it may grow into where the limit leaves room for that."""
-        if self._rows > rows and self.fits(self._rows, length):
-            rows = self._rows
-        grown = max(length, self._length + self._length // 2)
-        for roomy in (keys_to_read(grown), max(keys_to_read(length), self._length), keys_to_read(length)):
-            if self.fits(rows, roomy):
-                return rows, roomy
-        return rows, self._max_tokens // rows
-
-    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of the rows `sources` to the rows `targets`; no row is in both."""
-        if not sources:
-            return
-        device = self.layers[0].device
-        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-        for layer in self.layers:
-            layer[:, target, :length] = layer[:, source, :length]
-
+from nemorl.weights.endpoints import WeightReceiver
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitDeadline, RefitSession
 
 _QUERY_MULTIPLE = 4  # query rows of one kernel call; see `DecodeAttention`
+# Rows of `x` are padded to a multiple of this by the callers: with fewer or ragged rows the CPU libraries
+# take other kernels, whose sums round otherwise, and a sequence would then depend on who shares its batch.
+ROW_MULTIPLE = 4
+_TYPICAL_ROWS = 16  # what the packed layout is chosen for; any number of rows works
+_PREFILL_TOKENS = 2048  # of one forward pass, padding included; bounds the activations
+_END_SECONDS = 10.0  # for the step during which the engine is closed
 
 
 class Attention(Protocol):
@@ -130,7 +50,6 @@ class Attention(Protocol):
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, heads, D], key and value [N, kv_heads, D], rotated -> [N, heads * D]."""
-        ...
 
 
 class PrefillAttention:
@@ -141,18 +60,16 @@ class PrefillAttention:
     in the cache is overwritten before a step can see it.
     """
 
-    def __init__(self, cache: KVCache, num_prompts: int, rows: Tensor, owners: Tensor) -> None:
-        self._cache = cache
-        self._num_prompts = num_prompts
-        self._rows = rows  # [R]
-        self._owners = owners  # [R]
+    def __init__(self, cache: KVCache, prompts: int, length: int, rows: Tensor, owners: Tensor) -> None:
+        """`rows` and `owners` are [R]."""
+        self._cache, self._prompts, self._owners = cache, prompts, owners
+        self._kept = min(length, cache.length)  # padding may reach beyond the rows
+        self._slots = cache.slots(rows[:, None], torch.arange(self._kept, device=rows.device)).flatten()
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        q, k, v = (heads.unflatten(0, (self._num_prompts, -1)) for heads in (query, key, value))
-        stored = self._cache.layers[layer]
-        length = min(q.shape[1], self._cache.length)  # padding may reach beyond the rows
-        stored[0, self._rows, :length] = k[:, :length].flatten(2)[self._owners]
-        stored[1, self._rows, :length] = v[:, :length].flatten(2)[self._owners]
+        q, k, v = (heads.unflatten(0, (self._prompts, -1)) for heads in (query, key, value))
+        kept = (x[:, : self._kept][self._owners].flatten(0, 1) for x in (k, v))
+        self._cache.keep(layer, self._slots, *kept)
         out = functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         )
@@ -170,33 +87,22 @@ class DecodeAttention:
     def __init__(self, cache: KVCache, positions: Tensor, longest: int, dtype: torch.dtype) -> None:
         """`positions` [n] of the new tokens; the largest of them is `longest - 1`."""
         self._cache = cache
-        self._num_rows = len(positions)
-        device = positions.device
-        self._keys = min(keys_to_read(longest), cache.length)
-        self._slots = torch.arange(self._num_rows, device=device) * cache.length + positions
-        visible = torch.arange(self._keys, device=device) <= positions.unsqueeze(1)
-        mask = torch.zeros(visible.shape, device=device, dtype=dtype).masked_fill_(~visible, float("-inf"))
-        self._mask = mask[:, None, None, :]  # [n, 1, 1, keys], added to the scores
+        self._places = cache.places_read(longest)
+        self._slots = cache.slots(torch.arange(len(positions), device=positions.device), positions)
+        visible = torch.arange(self._places, device=positions.device) <= positions.unsqueeze(1)
+        mask = torch.zeros(visible.shape, device=positions.device, dtype=dtype)
+        self._mask = mask.masked_fill_(~visible, -torch.inf)[:, None, None, :]  # added to the scores
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        n, kv_heads = self._num_rows, key.shape[1]
-        stored = self._cache.layers[layer]
-        stored[0].flatten(0, 1).index_copy_(0, self._slots, key[:n].flatten(1))
-        stored[1].flatten(0, 1).index_copy_(0, self._slots, value[:n].flatten(1))
-        keys, values = stored[:, :n, : self._keys].unflatten(-1, (kv_heads, -1)).transpose(2, 3)
-
-        q = query[:n].unflatten(1, (kv_heads, -1))  # [n, kv_heads, group, D]
+        n = len(self._slots)
+        self._cache.keep(layer, self._slots, key[:n], value[:n])
+        keys, values = self._cache.read(layer, n, self._places)
+        q = query[:n].unflatten(1, (key.shape[1], -1))  # [n, kv_heads, group, D]
         group = q.shape[2]
         q = functional.pad(q, (0, 0, 0, -group % _QUERY_MULTIPLE))
         out = functional.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask)
         attended = out[:, :, :group].reshape(n, -1)
         return functional.pad(attended, (0, 0, 0, len(query) - n))
-
-
-# Rows of `x` are padded to a multiple of this by the callers: with fewer or ragged rows the CPU libraries
-# take other kernels, whose sums round otherwise, and a sequence would then depend on who shares its batch.
-ROW_MULTIPLE = 4
-_TYPICAL_ROWS = 16  # what the packed layout is chosen for; any number of rows works
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -242,10 +148,9 @@ class Parameter:
         """One slice per part: whole HF tensors, each a contiguous run of the parameter."""
         offset = 0
         for hf_name, shape in self.parts:
-            strides = (shape[1], 1) if len(shape) == 2 else (1,)
-            part = TensorSlice(hf_name, shape, (0,) * len(shape), shape, self.name, offset, strides)
-            yield part
-            offset += part.num_elements
+            strides = (*shape[1:], 1)
+            yield TensorSlice(hf_name, shape, (0,) * len(shape), shape, self.name, offset, strides)
+            offset += math.prod(shape)
 
 
 def _layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
@@ -288,18 +193,6 @@ def decoder_parameters(shape: ModelShape) -> list[Parameter]:
     return parameters
 
 
-class Rotation(NamedTuple):
-    """Factors for some positions, as `nemorl.models.rope.RotaryTable` gives them."""
-
-    cos: Tensor  # [N, 1, head_dim]
-    sin: Tensor  # [N, 1, head_dim]
-
-    def apply(self, heads: Tensor) -> Tensor:
-        """Rotate queries or keys [N, heads, head_dim]."""
-        rolled = heads.roll(heads.shape[-1] // 2, -1)
-        return torch.addcmul(heads * self.cos, rolled, self.sin)
-
-
 class _Layer:
     def __init__(self, shape: ModelShape, index: int, weights: Mapping[str, Tensor]) -> None:
         def weight(name: str) -> Tensor | None:
@@ -320,27 +213,25 @@ class _Layer:
         if q_norm is not None and k_norm is not None:
             self._qk_norm = torch.cat((q_norm.expand(self._heads, -1), k_norm.expand(self._kv_heads, -1)))
 
-    def __call__(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """[N, hidden] -> [N, hidden]."""
-        x = x + self._attend(rms_norm(x, self._attention_norm, self._epsilon), rotation, attention)
-        gate, up = self._gate_up(rms_norm(x, self._mlp_norm, self._epsilon)).chunk(2, dim=-1)
-        return x + self._down(functional.silu(gate) * up)
-
-    def _attend(self, x: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        heads = self._qkv(x).unflatten(-1, (-1, self._head_dim))  # [N, heads + 2 kv_heads, D]
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        """[N, hidden], and the factors [N, 1, head_dim] of a `RotaryTable` -> [N, hidden]."""
+        normed = rms_norm(x, self._attention_norm, self._epsilon)
+        heads = self._qkv(normed).unflatten(-1, (-1, self._head_dim))  # [N, heads + 2 kv_heads, D]
         query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
         if self._qk_norm is not None:
             query_key = rms_norm(query_key, None, self._epsilon) * self._qk_norm
-        query_key = rotation.apply(query_key)
+        query_key = torch.addcmul(query_key * cos, query_key.roll(self._head_dim // 2, -1), sin)
         query, key = query_key[:, : self._heads], query_key[:, self._heads :]
-        return self._attention_output(attention(self._index, query, key, value))
+        x = x + self._attention_output(attention(self._index, query, key, value))
+        gate, up = self._gate_up(rms_norm(x, self._mlp_norm, self._epsilon)).chunk(2, dim=-1)
+        return x + self._down(functional.silu(gate) * up)
 
 
 class Decoder:
     """The network with one version of the weights; new weights make a new decoder."""
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], table: RotaryTable) -> None:
-        """Copy `weights`, named as in `parameters.py`; later writes to them are not seen."""
+        """Copy `weights`, named as in `decoder_parameters`; later writes to them are not seen."""
         self._table = table
         self._epsilon = shape.rms_norm_eps
         self._embedding = weights["embedding.weight"].clone()
@@ -351,10 +242,10 @@ class Decoder:
 
     def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Last hidden states [N, hidden], normalized, of `tokens` [N] at `positions` [N]."""
-        rotation = Rotation(*self._table.at(positions))
+        cos, sin = self._table.at(positions)
         x = functional.embedding(tokens, self._embedding)
         for layer in self._layers:
-            x = layer(x, rotation, attention)
+            x = layer(x, cos, sin, attention)
         return rms_norm(x, self._norm, self._epsilon)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -365,9 +256,6 @@ class Decoder:
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """Root-mean-square norm over the last dimension."""
     return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
-
-
-_PREFILL_TOKENS = 2048  # of one forward pass, padding included; bounds the activations
 
 
 class ModelRunner:
@@ -382,9 +270,7 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.cache = KVCache(
-            shape.num_layers, shape.num_key_value_heads * shape.head_dim, max_kv_tokens, device, dtype
-        )
+        self.cache = KVCache(max_kv_tokens)
         self._shape = shape
         self._device, self._dtype = device, dtype
         self._table = RotaryTable(
@@ -416,11 +302,16 @@ class ModelRunner:
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Fill the cache rows of `prompts`; the hidden state [hidden] of each prompt's last token."""
         hidden: dict[Prompt, Tensor] = {}
-        for batch in _prefill_batches(prompts):
-            hidden.update(zip(batch, self._prefill(batch), strict=True))
+        by_length = sorted(prompts, key=lambda prompt: prompt.padded_length)
+        for length, same in groupby(by_length, key=lambda prompt: prompt.padded_length):
+            together, count = list(same), max(1, _PREFILL_TOKENS // length)
+            for first in range(0, len(together), count):
+                batch = together[first : first + count]
+                hidden.update(zip(batch, self._prefill(batch), strict=True))
         return [hidden[prompt] for prompt in prompts]
 
     def _prefill(self, batch: Sequence[Prompt]) -> Tensor:
+        """Read prompts of one padded length: hidden states [prompts, hidden] of their last tokens."""
         length = batch[0].padded_length
         tokens = np.zeros((len(batch), length), dtype=np.int64)
         for index, prompt in enumerate(batch):
@@ -428,6 +319,7 @@ class ModelRunner:
         attention = PrefillAttention(
             self.cache,
             len(batch),
+            length,
             rows=self._indices([row for prompt in batch for row in prompt.rows]),
             owners=self._indices([index for index, prompt in enumerate(batch) for _ in prompt.rows]),
         )
@@ -450,7 +342,7 @@ class ModelRunner:
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
         """Logits [n, vocabulary] of `n` hidden states from `prefill`."""
         rows = torch.stack(list(hidden))
-        padded = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE))
+        padded = functional.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE))
         return self._network.logits(padded)[: len(rows)]
 
     @property
@@ -466,14 +358,111 @@ class ModelRunner:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def _prefill_batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Prompts of one padded length together, as many as one pass may hold."""
-    by_length = sorted(prompts, key=lambda prompt: prompt.padded_length)
-    for length, same in groupby(by_length, key=lambda prompt: prompt.padded_length):
-        batch: list[Prompt] = []
-        for prompt in same:
-            if batch and (len(batch) + 1) * length > _PREFILL_TOKENS:
-                yield batch
-                batch = []
-            batch.append(prompt)
-        yield batch
+class TorchEngine(BatchingEngine):
+    """Continuous batching over `model`, which takes new weights between two steps."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        config: TorchGenerationConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_sequence_length: int,
+        decode: Decode | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`decode` turns tokens into text and is required for stop strings only; `clock` counts seconds."""
+        self.model = ModelRunner(
+            shape,
+            max_kv_tokens=config.max_kv_tokens,
+            max_positions=max_sequence_length,
+            device=device,
+            dtype=dtype,
+        )
+        super().__init__(
+            self.model,
+            RequestLimits(shape.vocab_size, max_sequence_length, config.max_kv_tokens, decode),
+            max_batch_size=config.max_batch_size,
+            device=device,
+            clock=clock,
+        )
+
+    def commit(self, version: int) -> None:
+        """Sample with the staged weights of `model` from the next step on."""
+        self.model.commit()
+        self.weights_changed(version)
+
+
+def create_engine(config: TorchGenerationConfig, options: EngineOptions) -> TorchEngine:
+    """The embedded engine, with the weights of the model's folder as version 0."""
+    engine = TorchEngine(
+        load_shape(options.model_path),
+        config,
+        device=torch.device(options.device),
+        dtype=getattr(torch, config.precision or options.precision),
+        max_sequence_length=options.max_sequence_length,
+        decode=load_decoder(options.tokenizer_path),
+    )
+    engine.model.load(options.model_path)
+    return engine
+
+
+class TorchHost(StepDriver):
+    """A rank of the embedded engine as the driver and the rollout workers call it."""
+
+    def __init__(self, config: TorchGenerationConfig, options: EngineOptions) -> None:
+        """Load the model and start the engine's thread."""
+        self._options = options
+        self._set_threads()
+        self.engine = create_engine(config, options)
+        super().__init__(self.engine, f"generation engine {options.rank}")
+        model = self.engine.model
+        self._receiver = WeightReceiver(model.slices(), model.staging_parameters, self._commit)
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def describe_weights(self) -> tuple[ReceiverLayout, ...]:
+        """What this engine's one rank needs, for the plan of the exchange."""
+        return (self._receiver.describe(),)
+
+    def prepare_refit(self, parts: tuple[Part, ...]) -> None:
+        """Keep this rank's part of the plan."""
+        (part,) = parts
+        self._receiver.prepare(part)
+
+    async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
+        """This rank's side of a refit; the event loop keeps serving meanwhile."""
+        return (await asyncio.to_thread(self._receiver.begin(session)),)
+
+    async def commit_weights(self, version: int) -> None:
+        """Sample with what was received, from a step on; raises RefitDeadline for an engine that hangs."""
+        await asyncio.to_thread(self._receiver.commit, version)
+
+    def abandon_refit(self) -> None:
+        """Stay on the version in use."""
+        self._receiver.abandon()
+
+    def close(self) -> None:
+        """End the engine after the current step; pending requests get EngineFailed."""
+        super().close()
+        self._thread.join(_END_SECONDS)
+
+    def _set_threads(self) -> None:
+        if self._options.threads is not None:
+            torch.set_num_threads(self._options.threads)  # applies to the calling thread only
+
+    def _run(self) -> None:
+        self._set_threads()
+        self.run()
+
+    def _commit(self, version: int) -> None:
+        swap, seconds = self.post(lambda: self.engine.commit(version)), self._options.commit_seconds
+        try:
+            swap.result(seconds)
+        except TimeoutError as error:
+            swap.cancel()
+            raise RefitDeadline(
+                f"refit to version {version}: generation rank {self._options.rank} has received the weights, "
+                f"and its engine has not taken them within {seconds:g} s (cluster.deadlines.refit)"
+            ) from error
