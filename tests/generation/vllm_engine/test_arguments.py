@@ -72,11 +72,7 @@ def test_workers_learn_the_layout_on_every_device_where_shards_are_written() -> 
 def test_adapters_have_room_of_a_size_that_vllm_takes() -> None:
     told = engine_arguments(
         config(adapters="separate"),
-        Path("m"),
-        device="cpu",
-        precision="float32",
-        max_sequence_length=64,
-        extension="e",
+        EngineOptions(Path("m"), Path("m"), 64),
         lora=LoraConfig(rank=9, alpha=1.0),
         projections=["q_proj"],
     )
