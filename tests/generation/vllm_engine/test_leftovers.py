@@ -8,7 +8,7 @@ from pathlib import Path
 from nemorl.cluster.runtime import remove_abandoned
 from nemorl.generation.vllm_engine.host import FOLDERS, remove_folder
 
-# A process with shared memory as vLLM's message queues have it, which nothing but its creator would remove.
+# A process with shared memory as vLLM's message queues have it, which only its creator would remove.
 REPLICA = """
 import os, sys, time
 from multiprocessing import resource_tracker, shared_memory
