@@ -60,7 +60,6 @@ CHOSEN = {
     "Venue": "SocketVenue",
     "SendingChannel": "SocketSender",
     "ReceivingChannel": "SocketReceiver",
-    "SlotMemory": "HostSlots",
     "Loader": "",
     "StageListener": "PlainConsole",
 }
