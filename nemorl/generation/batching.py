@@ -285,7 +285,6 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in line."""
         return len(self._waiting)
 
     @property
@@ -394,12 +393,10 @@ class BatchingEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no row yet."""
         return self._scheduler.num_waiting
 
     @property
     def num_running(self) -> int:
-        """Sequences of the running batch."""
         return self._scheduler.num_running
 
     @property

@@ -109,7 +109,6 @@ class _Flight:
             self.answer.set_result(self.sampled.complete(self.request.id, stop, seconds))
 
     def fail(self, error: Exception) -> None:
-        """Let who waits for it have an error."""
         if not self.answer.done():
             self.answer.set_exception(error)
 

@@ -423,11 +423,9 @@ class TorchHost(StepDriver):
         self._thread.start()
 
     def describe_weights(self) -> tuple[ReceiverLayout, ...]:
-        """What this engine's one rank needs, for the plan of the exchange."""
         return (self._receiver.describe(),)
 
     def prepare_refit(self, parts: tuple[Part, ...]) -> None:
-        """Keep this rank's part of the plan."""
         (part,) = parts
         self._receiver.prepare(part)
 
@@ -440,7 +438,6 @@ class TorchHost(StepDriver):
         await asyncio.to_thread(self._receiver.commit, version)
 
     def abandon_refit(self) -> None:
-        """Stay on the version in use."""
         self._receiver.abandon()
 
     def close(self) -> None:

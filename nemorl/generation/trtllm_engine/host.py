@@ -90,7 +90,6 @@ class TrtllmHost(RequestDriver):
         )
 
     async def prepare_refit(self, parts: tuple[Part, ...]) -> None:
-        """Keep the parts of the plan."""
         if self._config.weight_delivery == "handles":
             self._receiver.prepare(parts[0])
         else:

@@ -215,7 +215,6 @@ class VllmBackend:
         return self._failure
 
     def close(self) -> None:
-        """End the engine's processes."""
         engine, self._engine = self._engine, None
         if engine is None:
             return

@@ -158,11 +158,9 @@ class VllmHost(RequestDriver):
             logger.info("%s comes in whole tensors and is loaded again: %s", parameter, reason)
 
     def describe_weights(self) -> tuple[ReceiverLayout, ...]:
-        """What each rank of the engine needs, for the plan of the exchange."""
         return self._layouts
 
     async def prepare_refit(self, parts: tuple[Part, ...]) -> None:
-        """Keep the ranks' parts of the plan."""
         await self._vllm.call("nemorl_prepare", PARTS.dump_json(parts).decode())
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
@@ -259,7 +257,6 @@ class VllmHost(RequestDriver):
         return self.paused_for(version, drain=False, seconds=self._options.commit_seconds)
 
     def _lose(self, failure: str) -> None:
-        """One of the engine's processes has ended."""
         self._died.set()
         self.fail(EngineFailed(failure))
         self._clean_up()
