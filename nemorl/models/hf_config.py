@@ -16,6 +16,7 @@ from .shape import LinearRopeScaling, Llama3RopeScaling, ModelShape, Rope, RopeS
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the types that can be loaded
 # Fields that change a model in ways not implemented for any family: absent, or of this value.
 _FIXED_FIELDS: Mapping[str, object] = {
     "attention_dropout": 0,

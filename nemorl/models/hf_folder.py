@@ -9,11 +9,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .hf_config import INDEX_FILE, SINGLE_FILE, BrokenModelFolder, indexed_files
+from .hf_config import INDEX_FILE, SINGLE_FILE, STORED_DTYPES, BrokenModelFolder, indexed_files
 from .slices import TensorSlice
 from .tensors import local_view
-
-_DTYPES = ("F32", "BF16", "F16")  # safetensors' names
 
 
 class HfFolder:
@@ -107,9 +105,9 @@ def _checked_slice(file: safe_open, path: Path, name: str, extents: tuple[int, .
         whole = file.get_slice(name)
     except SafetensorError as error:
         raise BrokenModelFolder(f"{path} holds no tensor {name!r}, though {INDEX_FILE} says so") from error
-    if whole.get_dtype() not in _DTYPES:
+    if whole.get_dtype() not in STORED_DTYPES:
         raise BrokenModelFolder(
-            f"{path}: {name} is of type {whole.get_dtype()}; weights may be {', '.join(_DTYPES)}"
+            f"{path}: {name} is of type {whole.get_dtype()}; weights may be {', '.join(STORED_DTYPES)}"
         )
     if tuple(whole.get_shape()) != extents:
         raise BrokenModelFolder(

@@ -31,6 +31,7 @@ from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_t
 from nemorl.models.hf_config import (
     INDEX_FILE,
     SINGLE_FILE,
+    STORED_DTYPES,
     BrokenModelFolder,
     UnsupportedModel,
     indexed_files,
@@ -43,7 +44,6 @@ from nemorl.models.shape import ModelShape
 from .machine import Machine, is_this_machine, memory_problems
 from .memory import ProcessMemory, estimate_memory
 
-DTYPES = ("F32", "BF16", "F16")  # that can be loaded
 _SCALAR_HEAD = SCALAR_HEAD.tensors[0].name
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
@@ -292,10 +292,10 @@ def weight_problems(
             )
             break
     for name, tensor in here.items():
-        if tensor["dtype"] not in DTYPES:
+        if tensor["dtype"] not in STORED_DTYPES:
             yield (
-                f"{name} is of type {tensor['dtype']}, and weights may be {', '.join(DTYPES)}: take the "
-                "model's unquantised weights"
+                f"{name} is of type {tensor['dtype']}, and weights may be {', '.join(STORED_DTYPES)}: take "
+                "the model's unquantised weights"
             )
             break
 

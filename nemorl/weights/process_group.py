@@ -68,16 +68,8 @@ class GroupVenue(Venue):
     @contextmanager
     def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
         self._attempt += 1
-        session = RefitSession(
-            version,
-            self._transport,
-            self._place,
-            self._deadline_seconds,
-            self._rendezvous,
-            self._attempt,
-            num_senders,
-            num_receivers,
-        )
+        members = (self._rendezvous, self._attempt, num_senders, num_receivers)
+        session = RefitSession(version, self._transport, self._place, self._deadline_seconds, *members)
         try:
             yield session
         finally:
