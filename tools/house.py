@@ -96,7 +96,7 @@ INNER = ("generation", "weights", "models")
 EXTENSIONS = {
     "loss": ("sapo", "cispo", "gmpo", "clip_cov"),
     "environment": ("chained_sums",),
-    "engine": ("vllm", "trtllm"),
+    "engine": ("trtllm",),  # vllm is also a server, whose protocols for rewards and teachers are supported
     "optimizer": ("muon",),
     "model_family": ("gpt_oss", "gemma3"),
     "metric": ("clip_fraction", "tokens_kept"),

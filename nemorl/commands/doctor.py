@@ -7,13 +7,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from rich.text import Text
 
-from nemorl.generation.vllm_engine.plan import vllm_version
+from nemorl.config.generation import GenerationBase, GenerationConfig
+from nemorl.config.schema import names, variants
 from nemorl.megatron import kernels
 from nemorl.plan.machine import Machine, read_machine
 
@@ -104,10 +105,11 @@ def _installed() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             state, found = State.MISSING if package.required else State.OPTIONAL, "not installed"
         yield Finding(package.name, state, found, package.use)
-    version = vllm_version()
-    reason = "not installed: `make` installs it" if sys.platform == "linux" else "not installed: Linux only"
-    state, use = State.GOOD if version else State.OPTIONAL, "generation.backend: vllm (docs/vllm.md)"
-    yield Finding("vllm", state, version or reason, use)
+    for engine in cast(tuple[type[GenerationBase], ...], variants(GenerationConfig)):
+        if engine.package:
+            version = import_module(engine.plan_module).installed_version()
+            state, use = State.GOOD if version else State.OPTIONAL, f"generation.backend: {names(engine)[0]}"
+            yield Finding(engine.package, state, version or "not installed", use)
 
 
 def _hardware(machine: Machine) -> Iterator[Finding]:

@@ -87,6 +87,7 @@ class GenerationBase(Config):
     plan_module: ClassVar[str] = ""
     """Module with `problems(experiment, shape, *, installed)`, where `installed` is true if the run has the
     packages of this machine, and `memory(experiment, shape, weights)` of one of the engine's processes."""
+    package: ClassVar[str] = ""  # that nemorl does not require; the plan module has its `installed_version()`
     cache_field: ClassVar[str] = "max_kv_tokens"  # the field that bounds the KV cache
     workers_hold_gpus: ClassVar[bool] = False  # processes that the engine starts through Ray, not its own
 
@@ -280,6 +281,7 @@ class TrtllmGenerationConfig(GenerationBase):
 
     host_class = "nemorl.generation.trtllm_engine.host:TrtllmHost"
     plan_module = "nemorl.generation.trtllm_engine.plan"
+    package = "tensorrt_llm"
     workers_hold_gpus = True
 
     backend: Literal["trtllm"]
@@ -403,6 +405,7 @@ class VllmGenerationConfig(GenerationBase):
 
     host_class = "nemorl.generation.vllm_engine.host:VllmHost"
     plan_module = "nemorl.generation.vllm_engine.plan"
+    package = "vllm"
     cache_field = "kv_cache_gigabytes"
 
     batch_field: ClassVar[str] = "max_num_seqs"

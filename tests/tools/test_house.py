@@ -223,7 +223,7 @@ REACHED = {
     "single_importer_modules": 62,
     "edits_for_loss": 2,
     "edits_for_environment": 1,
-    "edits_for_engine": 6,
+    "edits_for_engine": 1,
     "edits_for_optimizer": 2,
     "edits_for_model_family": 1,
     "edits_for_metric": 2,

