@@ -287,7 +287,9 @@ def test_engines_that_a_dead_one_left_partial_take_the_repeated_refit(
         taken = SocketReceiver.taken
 
         def kill_once_both_are_written_to(receiver: SocketReceiver) -> None:
-            its_own = not killed.failure() and receiver._waiting._who == receiver_name(killed.rank)
+            its_own = not killed.failure() and receiver._peer.waiting._refit.endswith(
+                receiver_name(killed.rank)
+            )
             if its_own and other.side.exchange.corruption is not None:
                 loop.call_soon_threadsafe(killed.die)
                 raise RefitFailed("this process was killed")
