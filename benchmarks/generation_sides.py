@@ -16,7 +16,7 @@ import torch
 from nemorl.config.generation import MegatronGenerationConfig, TorchGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.generation.torch_engine.engine import TorchHost
-from nemorl.generation.types import Completion, GenerationRequest, SamplingParams
+from nemorl.generation.types import Completion, EngineOptions, GenerationRequest, SamplingParams
 
 MAX_LENGTH = 512  # tokens of prompt and completion
 
@@ -163,15 +163,14 @@ Stage = Callable[[], AbstractAsyncContextManager[Any]]  # inside, the engine sam
 
 async def _torch(setting: Setting) -> tuple[Any, Stage]:
     config = TorchGenerationConfig(max_batch_size=setting.max_batch)
-    return TorchHost(config, **_options(setting)), nullcontext
+    return TorchHost(config, _options(setting)), nullcontext
 
 
 async def _vllm(setting: Setting) -> tuple[Any, Stage]:
     from nemorl.generation.vllm_engine.host import VllmHost
 
-    host = VllmHost(
-        config=VllmGenerationConfig(backend="vllm", max_num_seqs=setting.max_batch), **_options(setting)
-    )
+    config = VllmGenerationConfig(backend="vllm", max_num_seqs=setting.max_batch)
+    host = VllmHost(config, _options(setting))
     await host.start()
     return host, nullcontext
 
@@ -216,14 +215,13 @@ async def _megatron(setting: Setting) -> tuple[Any, Stage]:
     return sampler, stage
 
 
-def _options(setting: Setting) -> dict[str, Any]:
-    return {
-        "model_path": setting.model,
-        "rank": 0,
-        "device": setting.device,
-        "threads": setting.threads,
-        "tokenizer_path": setting.model,
-        "max_sequence_length": MAX_LENGTH,
-        "precision": setting.precision,
-        "commit_seconds": 60.0,
-    }
+def _options(setting: Setting) -> EngineOptions:
+    return EngineOptions(
+        setting.model,
+        setting.model,
+        MAX_LENGTH,
+        device=setting.device,
+        precision=setting.precision,
+        threads=setting.threads,
+        commit_seconds=60.0,
+    )

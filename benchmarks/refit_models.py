@@ -6,7 +6,7 @@ from typing import Any
 from nemorl.models.registry import shape_from_config
 from nemorl.models.shape import ModelShape
 
-DENSE = {
+DENSE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 1024,
     "intermediate_size": 2816,

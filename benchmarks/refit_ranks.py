@@ -197,7 +197,7 @@ def _serve(end: "Connection[Any, Any]") -> None:
         except EOFError:
             return
         try:
-            answer = None, getattr(rank, method)(*arguments)
+            answer: tuple[Exception | None, Any] = None, getattr(rank, method)(*arguments)
         except Exception as error:  # noqa: BLE001 - raised where it was called
             answer = error, None
         end.send(answer)

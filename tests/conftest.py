@@ -23,10 +23,14 @@ SECOND_PART = {
     "tests/megatron/test_lora.py",
     "tests/megatron/test_scalar_head.py",
     "tests/models/test_policy_layout.py",
+    "tests/run/test_critic_runs.py",
+    "tests/run/test_engines_of_runs.py",
     "tests/run/test_layouts_of_runs.py",
     "tests/run/test_megatron_generation.py",
+    "tests/run/test_reward_runs.py",
     "tests/run/test_vllm_runs.py",
     "tests/slurm/test_on_cluster.py",
+    "tests/slurm/test_requeue.py",
     "tests/weights/test_matrix.py",
 }
 

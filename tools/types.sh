@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run mypy on the complete library. mypy finds modules by folder, so algorithms/, environments/ and slurm/ at the
+# Run mypy on the complete library and on the benchmarks. mypy finds modules by folder, so algorithms/, environments/ and slurm/ at the
 # root are linked to where they import as nemorl.algorithms and so on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,4 +9,7 @@ mkdir -p "$tree/nemorl"
 for part in nemorl/* algorithms environments slurm; do
   ln -s "$PWD/$part" "$tree/nemorl/$(basename "$part")"
 done
-MYPYPATH="$tree" exec "${MYPY:-mypy}" --package nemorl "$@"
+benchmarks=(benchmarks/*.py)
+benchmarks=("${benchmarks[@]#benchmarks/}")
+benchmarks=("${benchmarks[@]%.py}")
+MYPYPATH="$tree:benchmarks" exec "${MYPY:-mypy}" --package nemorl "${benchmarks[@]/#/--module=}" "$@"

