@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemorl.observe.metrics import StepMetrics, read_metrics
-from nemorl.slurm.start import ExitRecord
+from nemorl.slurm.start import ExitRecord, newest_step
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.keeper import descendants
 
@@ -141,6 +141,10 @@ class Job:
     def reaches_step(self, step: int) -> None:
         """Wait until its metrics are written; the job must not end before."""
         self._wait_for(lambda: self.step >= step, f"step {step}")
+
+    def reaches_checkpoint(self, step: int) -> None:
+        """Wait until a checkpoint of this step or a later one is complete: training does not wait for it."""
+        self._wait_for(lambda: newest_step(self.run_dir) >= step, f"checkpoint of step {step}")
 
     def starts(self, group: str, count: int) -> list[str]:
         """Wait for the processes of a group of workers: the nodes they run on, by rank."""

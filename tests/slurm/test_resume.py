@@ -24,7 +24,7 @@ def test_a_lost_node_is_named_and_the_run_resumes(place):
     config = place.folder / "resumed.yaml"
     config.write_text(SFT)
     job = place.submit(config, "--nodes", "1")
-    job.reaches_step(5)
+    job.reaches_checkpoint(5)
     (node,) = set(job.starts("policy", 1))
 
     job.kill_ray(node)
