@@ -5,6 +5,7 @@ cli -> run -> algorithms -> session -> rollout, rewards, weights, generation, me
 """
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -159,3 +160,14 @@ def test_what_is_light_stays_light(light: str) -> None:
 
 def test_the_rules_themselves_have_no_cycle() -> None:
     assert set(TopologicalSorter(ALLOWED).static_order()) == set(ALLOWED)
+
+
+def test_pyproject_names_every_package() -> None:
+    """An installation from a fresh clone takes the packages that pyproject.toml names, and no others."""
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    found = {
+        ".".join((name, *file.parent.relative_to(folder).parts))
+        for name, folder in TREES.items()
+        for file in folder.rglob("__init__.py")
+    }
+    assert sorted(setup["packages"]) == sorted(found)
