@@ -12,11 +12,12 @@ from nemorl.weights.messages import ReceiverLayout
 
 from .openai_client import OpenAIClient
 from .request_driver import Chunk, RequestDriver
-from .tokens import Decode, engine_seed
+from .tokens import Decode, RequestLimits, engine_seed
 from .types import EngineFailed, EngineHealth, EngineOptions, EngineStats, GenerationRequest, RequestRefused
 
 Encode = Callable[[str], list[int]]
 
+_ANY_TOKEN = 2**31  # above all ids that fit a request
 _STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "tool_calls": StopReason.STOP}
 
 
@@ -40,20 +41,11 @@ class OpenAIBackend:
     ) -> None:
         self._config, self._client = config, client
         self._encode, self._decode = encode, decode
-        self._max_sequence_length = max_sequence_length
+        # The server checks its vocabulary.
+        self._limits = RequestLimits(_ANY_TOKEN, max_sequence_length, max_sequence_length, decode)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise RequestRefused for what can never be served; what else the server minds, it says."""
-        if len(request.prompt) == 0 or request.max_new_tokens < 1:
-            raise RequestRefused(
-                f"request {request.id!r} has {len(request.prompt)} prompt tokens and "
-                f"max_new_tokens={request.max_new_tokens}; both must be at least 1"
-            )
-        if len(request.prompt) >= self._max_sequence_length:
-            raise RequestRefused(
-                f"request {request.id!r} has a prompt of {len(request.prompt)} tokens, which leaves nothing "
-                f"to sample below policy.max_sequence_length={self._max_sequence_length}"
-            )
+        self._limits.check(request)
 
     async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """The whole answer as one chunk.
@@ -64,17 +56,17 @@ class OpenAIBackend:
         yield self._read(request, await self._client.post("/completions", self._body(request)))
 
     async def freeze(self) -> None:
-        """Nothing here steps; the server keeps running."""
+        """The server keeps running."""
 
     async def thaw(self) -> None:
-        """Nothing was paused."""
+        """Nothing is paused."""
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling, tokens = request.sampling, request.prompt.tolist()
         body: dict[str, Any] = {
             "model": self._config.model,
             "prompt": tokens if self._config.token_ids else self._decode(tokens),
-            "max_tokens": min(request.max_new_tokens, self._max_sequence_length - len(tokens)),
+            "max_tokens": self._limits.max_tokens(request) - len(tokens),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": engine_seed(request),
@@ -106,8 +98,10 @@ class OpenAIBackend:
         if not self._config.token_ids:
             tokens = self._encode(text)
             return Chunk(tokens, [0.0] * len(tokens), [0] * len(tokens), stop)
-        sampled = _with_logprobs(choice)
-        if sampled is None:
+        tokens, logprobs = choice.get("token_ids"), choice.get("logprobs")
+        values: Any = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+        paired = isinstance(tokens, list) and isinstance(values, list) and len(tokens) == len(values)
+        if not paired or None in values:
             raise RequestRefused(
                 f"the server at {self._client.base_url} does not return token ids with a logprob for each, "
                 "so its samples cannot be trained on: use one that supports `return_token_ids` "
@@ -118,8 +112,7 @@ class OpenAIBackend:
                 f"the server at {self._client.base_url} has read other tokens than it was sent: does it "
                 "serve the model of policy.model_path?"
             )
-        tokens, logprobs = sampled
-        return Chunk(tokens, logprobs, [0] * len(tokens), stop)
+        return Chunk(tokens, values, [0] * len(tokens), stop)
 
 
 class OpenAIHost(RequestDriver):
@@ -149,28 +142,15 @@ class OpenAIHost(RequestDriver):
         super().__init__(backend, f"generation client {options.rank} of {config.base_url}")
 
     def health(self) -> EngineHealth:
-        """Current state. An answer comes in one piece, so a long one does not mean that the engine hangs: a
-        server that hangs is noticed by the deadlines of requests.
-        """
+        # An answer comes in one piece, so a long one does not mean that the engine hangs: a server that
+        # hangs is noticed by the deadlines of requests.
         return replace(super().health(), seconds_since_step=0.0)
 
     async def stats(self) -> EngineStats:
-        """What was done since the last call, with the retries."""
         return replace(await super().stats(), retries=self._client.take_retries())
 
     def describe_weights(self) -> tuple[ReceiverLayout, ...]:
-        """No weights are required."""
         return ()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.close()
-
-
-def _with_logprobs(choice: dict[str, Any]) -> tuple[list[int], list[float]] | None:
-    """Token ids and their logprobs; None where either is missing for a token."""
-    tokens, logprobs = choice.get("token_ids"), choice.get("logprobs")
-    values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-    if not isinstance(tokens, list) or not isinstance(values, list):
-        return None
-    return (tokens, values) if len(tokens) == len(values) and None not in values else None

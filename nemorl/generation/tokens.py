@@ -15,7 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
 
 _CONTEXT_TOKENS = 5  # of the prompt: what a tokenizer does at the start of a text must not hit sampled tokens
-_UNFINISHED = "\ufffd"  # what a decoder shows for the bytes of an incomplete character
+_INCOMPLETE = "\ufffd"  # what a decoder shows for the bytes of an incomplete character
 _GOLDEN = 0x9E3779B97F4A7C15  # odd: different positions of one request get different seeds
 _MAX_SEED = 2**63
 
@@ -28,7 +28,7 @@ class TokenBuffer:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: list[Int16Array] = field(default_factory=list)  # consecutive rows; see `Completion`
-    num_reported: int = 0
+    _num_reported: int = 0
     _experts_reported: int = 0  # arrays of `experts`
 
     def __len__(self) -> int:
@@ -37,15 +37,13 @@ class TokenBuffer:
     @property
     def num_unreported(self) -> int:
         """Tokens that no progress report has carried."""
-        return len(self.tokens) - self.num_reported
+        return len(self.tokens) - self._num_reported
 
     @property
     def num_expert_rows(self) -> int:
-        """Rows of all experts so far."""
         return sum(map(len, self.experts))
 
     def append(self, token: int, logprob: float, version: int) -> None:
-        """Add one token."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -57,7 +55,6 @@ class TokenBuffer:
         versions: Sequence[int],
         experts: Int16Array | None = None,
     ) -> None:
-        """Add tokens, and rows of experts."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.versions += versions
@@ -65,19 +62,17 @@ class TokenBuffer:
             self.experts.append(experts)
 
     def add(self, report: Progress | Completion) -> None:
-        """Add what a report carries."""
         self.extend(
             report.tokens.tolist(), report.logprobs.tolist(), report.versions.tolist(), report.routed_experts
         )
 
     def take_progress(self, request_id: str) -> Progress:
         """What was added since the last report."""
-        report = Progress(request_id, *self._arrays(self.num_reported), self._rows(self._experts_reported))
-        self.num_reported, self._experts_reported = len(self.tokens), len(self.experts)
+        report = Progress(request_id, *self._arrays(self._num_reported), self._rows(self._experts_reported))
+        self._num_reported, self._experts_reported = len(self.tokens), len(self.experts)
         return report
 
     def complete(self, request_id: str, stop: StopReason, seconds: float) -> Completion:
-        """The answer, with all tokens."""
         return Completion(request_id, *self._arrays(0), stop, seconds, self._rows(0))
 
     def _arrays(self, first: int) -> tuple[Int32Array, Float32Array, Int32Array]:
@@ -92,19 +87,36 @@ class TokenBuffer:
         return np.concatenate(new) if new else None
 
 
-class StopStringFinder:
-    """Decodes one sequence as it grows and reports when one of its stop strings is complete.
+class TextDecoder:
+    """Decodes one sequence as it grows, at each step only the tokens since the last complete character."""
 
-    Only the tokens since the last complete character are decoded at each step. Text of the prompt never
-    counts.
+    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
+        """`before` are tokens whose text was read already."""
+        self._decode = decode
+        self._tokens = list(before)
+        self._context = 0  # first token that is decoded
+        self._read = len(self._tokens)  # the text of tokens before this one was returned
+
+    def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Text that is complete with these tokens; after the `last` ones, an incomplete character too."""
+        self._tokens += tokens
+        known = self._decode(self._tokens[self._context : self._read])
+        text = self._decode(self._tokens[self._context :])
+        if not last and (text.endswith(_INCOMPLETE) or len(text) <= len(known)):
+            return ""
+        self._context, self._read = self._read, len(self._tokens)
+        return text[len(known) :]
+
+
+class StopStringFinder:
+    """Reads one sequence as it grows and reports when one of its stop strings is complete.
+
+    Text of the prompt never counts.
     """
 
     def __init__(self, stop_strings: Sequence[str], prompt: Sequence[int], decode: Decode) -> None:
         self._stop_strings = tuple(stop_strings)
-        self._decode = decode
-        self._tokens = [int(token) for token in prompt[-_CONTEXT_TOKENS:]]
-        self._context = 0  # first token that is decoded
-        self._read = len(self._tokens)  # tokens before this one are in `_tail` already
+        self._text = TextDecoder(decode, prompt[-_CONTEXT_TOKENS:])
         self._tail = ""  # end of the sampled text, as long as a stop string may still begin in it
 
     def find(self, tokens: Sequence[int]) -> int | None:
@@ -113,13 +125,10 @@ class StopStringFinder:
 
     def push(self, token: int) -> bool:
         """True if `token` completes a stop string."""
-        self._tokens.append(token)
-        known = self._decode(self._tokens[self._context : self._read])
-        text = self._decode(self._tokens[self._context :])
-        if text.endswith(_UNFINISHED) or len(text) <= len(known):
+        new = self._text.push([token])
+        if not new:
             return False
-        self._context, self._read = self._read, len(self._tokens)
-        self._tail += text[len(known) :]
+        self._tail += new
         if any(stop in self._tail for stop in self._stop_strings):
             return True
         beginnings = max(map(len, self._stop_strings)) - 1  # characters that may begin a stop string

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemorl.data.tokenizer import Tokenizer
+from nemorl.generation.tokens import TextDecoder
 from nemorl.generation.types import Completion, Progress
 
 from .requests import ChatRequest, CompletionRequest
 from .sampling import TOOL_CALL, Served, Work
 
 Json = dict[str, Any]
-_UNFINISHED = "\ufffd"  # what a decoder shows for the bytes of half a character
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -25,12 +25,8 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, end_token_ids: frozenset[int], marks: Sequence[str]) -> None:
         """`marks` are the stop strings, and the opening of a tool call."""
-        self._decode = tokenizer.decode
-        self._end_token_ids = end_token_ids
-        self._marks = marks
-        self._tokens: list[int] = []
-        self._context = 0  # first token that is decoded
-        self._read = 0  # tokens before this one are in the text already
+        self._text = TextDecoder(tokenizer.decode)
+        self._end_token_ids, self._marks = end_token_ids, marks
         self._held = ""
         self.rest = ""
 
@@ -39,13 +35,7 @@ class TextStream:
 
         After the `last` ones that is the text that was held back, too.
         """
-        self._tokens += [token for token in tokens if token not in self._end_token_ids]
-        known = self._decode(self._tokens[self._context : self._read])
-        text = self._decode(self._tokens[self._context :])
-        if text.endswith(_UNFINISHED) and not last:
-            return ""
-        self._context, self._read = self._read, len(self._tokens)
-        new = text[len(known) :]
+        new = self._text.push([t for t in tokens if t not in self._end_token_ids], last=last)
         if self.rest:
             self.rest += new
             return ""
