@@ -29,8 +29,6 @@ _CANDIDATE_GROWTH = 8
 
 
 class Sampled(NamedTuple):
-    """What was drawn."""
-
     tokens: Tensor  # [n] int64
     logprobs: Tensor  # [n] float32, of the distribution sampled
 
@@ -245,7 +243,6 @@ class ActiveSequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and those sampled."""
         return len(self.request.prompt) + len(self.sampled)
 
     @property
@@ -289,12 +286,10 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a row."""
         return sum(1 for _ in self.running())
 
     @property
     def num_rows(self) -> int:
-        """Rows up to the last used one."""
         return len(self._rows)
 
     def running(self) -> Iterator[tuple[int, ActiveSequence]]:
@@ -302,7 +297,6 @@ class Scheduler:
         return ((row, sequence) for row, sequence in enumerate(self._rows) if sequence is not None)
 
     def add(self, sequence: ActiveSequence) -> None:
-        """Put a sequence at the end of the line."""
         self._waiting.append(sequence)
 
     def admit(self) -> list[tuple[int, ActiveSequence]]:
@@ -372,10 +366,7 @@ class BatchingEngine:
         clock: Callable[[], float] = time.monotonic,
         experts: Callable[[int, int, int], Int16Array] | None = None,
     ) -> None:
-        """`clock` counts seconds.
-
-        `experts` are those of a cache row, from a position to before another, where they are to be returned.
-        """
+        """`experts` of a cache row, from a position to before another, where they are to be returned."""
         self.version = 0  # of the weights that sample
         self._runner, self._limits = runner, limits
         self._device, self._clock = device, clock
@@ -386,7 +377,7 @@ class BatchingEngine:
         self._stats = EngineStats()
 
     def weights_changed(self, version: int) -> None:
-        """Call the weights that sample from the next step on `version`."""
+        """From the next step on, weights of `version` sample."""
         self.version = version
         for _, sequence in self._scheduler.running():
             sequence.prompt_hidden = None  # no sequence may start from a prompt that the old weights read
@@ -422,10 +413,6 @@ class BatchingEngine:
         """End a request with what it has; None if it is not in flight (any more)."""
         sequence = self._sequences.get(request_id)
         return None if sequence is None else self._end(sequence, StopReason.ABORT)
-
-    def abort_all(self) -> list[Completion]:
-        """End every request with what it has."""
-        return [self._end(sequence, StopReason.ABORT) for sequence in list(self._sequences.values())]
 
     def expire(self) -> list[Completion]:
         """End the requests whose deadline has passed."""
@@ -490,7 +477,6 @@ class BatchingEngine:
         return self._take(sequences, self._make_sampler(sequences), logits)
 
     def _advance(self) -> list[Completion]:
-        """Sample the next token of every running sequence."""
         sources, targets = self._scheduler.compact()
         sequences = [sequence for _, sequence in self._scheduler.running()]
         if not sequences:

@@ -9,12 +9,10 @@ tokens never pass through the event loop one by one.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Literal
 
 from .types import EngineHealth, EngineStats, GenerationRequest, Progress, Report
-
-T = TypeVar("T")
 
 PauseMode = Literal["wait", "keep", "abort"]
 """What happens to sequences in flight when an engine pauses.
@@ -33,13 +31,10 @@ class ReportStream:
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
-    def put(self, reports: Sequence[Report]) -> None:
-        """Add reports, in the order in which they were made."""
-        self._call(self._put, reports)
-
-    def fail(self, error: Exception) -> None:
-        """End the stream: the reader gets the reports before this call, then `error`."""
-        self._call(self._fail, error)
+    def put(self, reports: Sequence[Report], error: Exception | None = None) -> None:
+        """Add reports, in the order in which they were made; the stream ends with an `error` after them."""
+        if not self._loop.is_closed():  # a closed loop has no reader
+            self._loop.call_soon_threadsafe(self._add, reports, error)
 
     async def next(self) -> Sequence[Report]:
         """All reports since the last call, at least one. Raises the error that ended the stream."""
@@ -52,18 +47,11 @@ class ReportStream:
             self._news.clear()
         return batch
 
-    def _call(self, method: Callable[[T], None], item: T) -> None:
-        if not self._loop.is_closed():  # a closed loop has no reader
-            self._loop.call_soon_threadsafe(method, item)
-
-    def _put(self, reports: Sequence[Report]) -> None:
+    def _add(self, reports: Sequence[Report], error: Exception | None) -> None:
         if self._error is None:
             self._reports += reports
+            self._error = error
             self._news.set()
-
-    def _fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        self._news.set()
 
 
 class EngineFront(ABC):
@@ -94,8 +82,7 @@ class EngineFront(ABC):
         """Return when no step runs or will run; requests that arrive meanwhile wait for `resume`."""
 
     @abstractmethod
-    async def resume(self) -> None:
-        """Continue sampling."""
+    async def resume(self) -> None: ...
 
     @abstractmethod
     async def stats(self) -> EngineStats:

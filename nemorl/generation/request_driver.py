@@ -36,8 +36,7 @@ class AsyncEngine(Protocol):
     """An engine as `RequestDriver` requires it."""
 
     @property
-    def version(self) -> int:
-        """Version of the weights that sample."""
+    def version(self) -> int: ...
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestRefused for a request that can never be served."""
@@ -48,8 +47,7 @@ class AsyncEngine(Protocol):
     async def freeze(self) -> None:
         """Pause between two steps; sequences in flight stay in the engine."""
 
-    async def thaw(self) -> None:
-        """Step again."""
+    async def thaw(self) -> None: ...
 
 
 class PauseLock:
@@ -118,15 +116,7 @@ class _Sequence:
     began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[StopReason] = field(init=False)  # answers the request when it has ended
 
-    def take(self, chunk: Chunk) -> None:
-        """Keep what was sampled, and report progress where it is due."""
-        self.sampled.extend(chunk.tokens, chunk.logprobs, chunk.versions, chunk.routed_experts)
-        every = self.request.progress_tokens
-        if chunk.stop is None and every and self.sampled.num_unreported >= every:
-            self.stream.put([self.sampled.take_progress(self.request.id)])
-
     def end(self, stop: StopReason) -> None:
-        """Answer with what was sampled."""
         seconds = time.monotonic() - self.began
         self.stream.put([self.sampled.complete(self.request.id, stop, seconds)])
 
@@ -140,15 +130,14 @@ class RequestDriver(EngineFront):
         self.name = name
         self._sequences: dict[str, _Sequence] = {}
         self._running: set[str] = set()  # ids that have passed the gate
-        self._gate = asyncio.Event()
+        self._gate, self._idle = asyncio.Event(), asyncio.Event()  # requests may start; nothing runs
         self._gate.set()
+        self._idle.set()
         self._paused = False
         self._num_blocks = 0  # of `paused`
         self._lock = PauseLock(engine.freeze, self._thaw, self.fail)
-        self._idle = asyncio.Event()  # nothing runs
-        self._idle.set()
         self._failure: EngineFailed | None = None
-        self._corruption: str | None = None
+        self.corruption: str | None = None  # in `health` until `recover`; who sets it pauses the engine
         self._last_chunk = time.monotonic()
         self._stats = EngineStats()
         self._counted = self._last_chunk  # until when `seconds_busy` is counted
@@ -243,7 +232,7 @@ class RequestDriver(EngineFront):
             error = failure
         self._failure = error
         for sequence in list(self._sequences.values()):
-            sequence.stream.fail(error)
+            sequence.stream.put([], error)
             sequence.task.cancel()
 
     def fail_update(self, version: int, error: Exception) -> RefitFailed:
@@ -252,14 +241,9 @@ class RequestDriver(EngineFront):
         self.fail(EngineFailed(f"{problem}: {error}"))
         return RefitFailed(f"refit to version {version}: {error}; {problem}")
 
-    def mark_corrupt(self, reason: str) -> None:
-        """Report corrupt weights in `health` until `recover`. The caller pauses the engine."""
-        self._corruption = reason
-
     def recover(self) -> None:
         """Serve again after a failure or corrupt weights."""
-        self._failure = None
-        self._corruption = None
+        self._failure = self.corruption = None
 
     async def stats(self) -> EngineStats:
         self._count_busy()
@@ -276,11 +260,10 @@ class RequestDriver(EngineFront):
             waiting=len(self._sequences) - len(self._running),
             paused=self._paused or bool(self._lock.holders),
             seconds_since_step=time.monotonic() - self._last_chunk if self._running else 0.0,
-            corruption=self._corruption,
+            corruption=self.corruption,
         )
 
     def _finish(self, sequence: _Sequence, task: asyncio.Task[StopReason]) -> None:
-        """Answer a request whose task has ended."""
         if task.cancelled():
             sequence.end(StopReason.ABORT)
         elif isinstance(error := task.exception(), RequestRefused):
@@ -296,32 +279,31 @@ class RequestDriver(EngineFront):
             self._idle.set()
 
     async def _sample(self, sequence: _Sequence) -> StopReason:
-        request = sequence.request
+        request, sampled = sequence.request, sequence.sampled
         try:
             async with asyncio.timeout(request.deadline_seconds) as deadline:
                 await self._gate.wait()
-                self._enter(request)
+                self._count_busy()
+                if not self._running:
+                    self._last_chunk = time.monotonic()  # an idle engine does not hang
+                self._running.add(request.id)
+                self._idle.clear()
+                self._stats.prompt_tokens += len(request.prompt)
+                self._stats.peak_batch = max(self._stats.peak_batch, len(self._running))
                 async with aclosing(self._engine.sample(request)) as chunks:
                     async for chunk in chunks:
-                        sequence.take(chunk)
+                        sampled.extend(chunk.tokens, chunk.logprobs, chunk.versions, chunk.routed_experts)
                         self._stats.tokens_generated += len(chunk.tokens)
                         self._last_chunk = time.monotonic()
                         if chunk.stop is not None:
                             return chunk.stop
+                        if 0 < request.progress_tokens <= sampled.num_unreported:
+                            sequence.stream.put([sampled.take_progress(request.id)])
         except TimeoutError:
             if not deadline.expired():
                 raise
             return StopReason.ABORT
         raise EngineFailed(f"{self.name} ended request {request.id!r} without a stop reason")
-
-    def _enter(self, request: GenerationRequest) -> None:
-        self._count_busy()
-        if not self._running:
-            self._last_chunk = time.monotonic()  # an idle engine does not hang
-        self._running.add(request.id)
-        self._idle.clear()
-        self._stats.prompt_tokens += len(request.prompt)
-        self._stats.peak_batch = max(self._stats.peak_batch, len(self._running))
 
     def _count_busy(self) -> None:
         """Count the time until now as busy if anything ran."""

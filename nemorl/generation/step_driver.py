@@ -39,7 +39,8 @@ class StepDriver(EngineFront):
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, ReportStream] = {}  # of each request in flight
         self._draining: list[Future[None]] = []  # pauses that wait for running sequences to finish
-        self._paused = self._closing = self._leaving = False
+        self._paused = False
+        self._leaving, self._closing = threading.Event(), threading.Event()
         self._last_step = time.monotonic()
         # Guards what callers and the end of the thread both touch: once `_failure` is set, nothing is posted.
         self._lock = threading.Lock()
@@ -50,18 +51,18 @@ class StepDriver(EngineFront):
         """Step until `stop`, after which it may run again, or `close`. Raises what the engine raises."""
         self._rest_seconds = None if self._rest is None else 0.0
         try:
-            while not (self._closing or self._leaving):
+            while not self._is_ending():
                 self._turn()
         except BaseException as error:
             self._end(error)
             raise
-        self._leaving = False
-        if self._closing:
+        self._leaving.clear()
+        if self._closing.is_set():
             self._end(None)
 
     async def stop(self) -> None:
         """Let `run` return after the current step; what is in flight stays in the engine."""
-        await self.call(self._leave)
+        await self.call(self._leaving.set)
 
     @property
     def version(self) -> int:
@@ -105,7 +106,7 @@ class StepDriver(EngineFront):
     def close(self) -> None:
         """End the engine after the current step; pending requests get EngineFailed."""
         if self._failure is None:
-            self.post(self._close)
+            self.post(self._closing.set)
 
     def post(self, function: Callable[[], T]) -> Future[T]:
         """As `call`, from any thread and without waiting; a future that is cancelled in time is not run."""
@@ -133,7 +134,7 @@ class StepDriver(EngineFront):
     def _turn(self) -> None:
         for command in self._take_commands():
             command()
-        if self._closing or self._leaving:
+        if self._is_ending():
             return
         if self._paused:
             self._deliver(self._engine.expire())
@@ -186,7 +187,7 @@ class StepDriver(EngineFront):
         if mode == "wait" and not self._paused:
             return
         if mode == "abort":
-            self._deliver(self._engine.abort_all())
+            self._abort(list(self._streams))
         self._paused = True
         self._finish_draining()
 
@@ -200,11 +201,8 @@ class StepDriver(EngineFront):
         for drained in draining:
             drained.set_result(None)
 
-    def _leave(self) -> None:
-        self._leaving = True
-
-    def _close(self) -> None:
-        self._closing = True
+    def _is_ending(self) -> bool:
+        return self._leaving.is_set() or self._closing.is_set()
 
     def _deliver(self, completions: Sequence[Completion]) -> None:
         self._send(completions)
@@ -229,4 +227,4 @@ class StepDriver(EngineFront):
             if future.running() or future.set_running_or_notify_cancel():
                 future.set_exception(failure)
         for stream in set(self._streams.values()):
-            stream.fail(failure)
+            stream.put([], failure)

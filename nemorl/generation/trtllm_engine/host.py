@@ -121,7 +121,7 @@ class TrtllmHost(RequestDriver):
         try:
             reasons = [r for r in await self._trtllm.call("nemorl_give_up") if r is not None]
             if reasons:
-                self.mark_corrupt(reasons[0])
+                self.corruption = reasons[0]
             else:
                 await self._update.aclose()
         except EngineFailed as error:  # a worker died: nothing can be released

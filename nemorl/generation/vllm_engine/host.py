@@ -226,7 +226,7 @@ class VllmHost(RequestDriver):
             return  # nothing is left to resume
         reasons = [reason for reason in await self._vllm.call("nemorl_abandon") if reason is not None]
         if reasons:
-            self.mark_corrupt(reasons[0])
+            self.corruption = reasons[0]
         else:
             await self._pause.aclose()
 
