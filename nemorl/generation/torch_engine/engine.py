@@ -105,22 +105,17 @@ class DecodeAttention:
         return functional.pad(attended, (0, 0, 0, len(query) - n))
 
 
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN's packed weights are used: for few rows they are twice as fast as torch's default."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
-
-
 class Linear:
     """`x W^T + b` from a private copy of the weights, in the layout that is fastest on their device."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copy `weight` [out, in] and `bias` [out]; later writes to them are not seen."""
+        """`weight` is [out, in], `bias` [out]."""
         self._bias = None if bias is None else bias.clone()
-        self._packed = packs(weight.device, weight.dtype)
+        # For few rows oneDNN's packed weights are twice as fast as torch's default.
+        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        if weight.dtype != torch.float32:
+            takes_bfloat16 = self._packed and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            self._packed = weight.dtype == torch.bfloat16 and takes_bfloat16
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS) if self._packed else weight.clone()
         )
@@ -153,41 +148,31 @@ class Parameter:
             offset += math.prod(shape)
 
 
-def _layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
-    hidden, ffn, head_dim = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
-    query = shape.num_attention_heads * head_dim
-    key_value = shape.num_key_value_heads * head_dim
-    own, hf = f"layers.{layer}", f"model.layers.{layer}"
-    projections = (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value))
-
-    yield Parameter(f"{own}.attention_norm.weight", ((f"{hf}.input_layernorm.weight", (hidden,)),))
-    yield Parameter(
-        f"{own}.qkv.weight",
-        tuple((f"{hf}.self_attn.{name}.weight", (rows, hidden)) for name, rows in projections),
-    )
-    if shape.qkv_bias:
-        yield Parameter(
-            f"{own}.qkv.bias", tuple((f"{hf}.self_attn.{name}.bias", (rows,)) for name, rows in projections)
-        )
-    if shape.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield Parameter(f"{own}.{name}.weight", ((f"{hf}.self_attn.{name}.weight", (head_dim,)),))
-    yield Parameter(f"{own}.attention_output.weight", ((f"{hf}.self_attn.o_proj.weight", (hidden, query)),))
-    yield Parameter(f"{own}.mlp_norm.weight", ((f"{hf}.post_attention_layernorm.weight", (hidden,)),))
-    yield Parameter(
-        f"{own}.gate_up.weight",
-        tuple((f"{hf}.mlp.{name}.weight", (ffn, hidden)) for name in ("gate_proj", "up_proj")),
-    )
-    yield Parameter(f"{own}.down.weight", ((f"{hf}.mlp.down_proj.weight", (hidden, ffn)),))
-
-
 def decoder_parameters(shape: ModelShape) -> list[Parameter]:
     """Every parameter of the decoder, in the order of the forward pass."""
-    vocabulary = (shape.vocab_size, shape.hidden_size)
+    hidden, ffn, head_dim = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
+    query, key_value = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+    projections = (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value))
+    # Each parameter of a layer, and its HF tensors with their shapes.
+    of_layer: dict[str, dict[str, tuple[int, ...]]] = {
+        "attention_norm.weight": {"input_layernorm.weight": (hidden,)},
+        "qkv.weight": {f"self_attn.{name}.weight": (rows, hidden) for name, rows in projections},
+        "qkv.bias": {f"self_attn.{name}.bias": (rows,) for name, rows in projections if shape.qkv_bias},
+        "q_norm.weight": {"self_attn.q_norm.weight": (head_dim,)} if shape.qk_norm else {},
+        "k_norm.weight": {"self_attn.k_norm.weight": (head_dim,)} if shape.qk_norm else {},
+        "attention_output.weight": {"self_attn.o_proj.weight": (hidden, query)},
+        "mlp_norm.weight": {"post_attention_layernorm.weight": (hidden,)},
+        "gate_up.weight": {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)},
+        "down.weight": {"mlp.down_proj.weight": (hidden, ffn)},
+    }
+    vocabulary = (shape.vocab_size, hidden)
     parameters = [Parameter("embedding.weight", (("model.embed_tokens.weight", vocabulary),))]
     for layer in range(shape.num_layers):
-        parameters.extend(_layer_parameters(shape, layer))
-    parameters.append(Parameter("norm.weight", (("model.norm.weight", (shape.hidden_size,)),)))
+        for name, tensors in of_layer.items():
+            if tensors:
+                parts = tuple((f"model.layers.{layer}.{hf}", size) for hf, size in tensors.items())
+                parameters.append(Parameter(f"layers.{layer}.{name}", parts))
+    parameters.append(Parameter("norm.weight", (("model.norm.weight", (hidden,)),)))
     if not shape.tied_embeddings:
         parameters.append(Parameter("head.weight", (("lm_head.weight", vocabulary),)))
     return parameters
@@ -195,22 +180,21 @@ def decoder_parameters(shape: ModelShape) -> list[Parameter]:
 
 class _Layer:
     def __init__(self, shape: ModelShape, index: int, weights: Mapping[str, Tensor]) -> None:
-        def weight(name: str) -> Tensor | None:
-            return weights.get(f"layers.{index}.{name}")
+        own = {name.removeprefix(f"layers.{index}."): weight for name, weight in weights.items()}
 
         def linear(name: str) -> Linear:
-            return Linear(weights[f"layers.{index}.{name}.weight"], weight(f"{name}.bias"))
+            return Linear(own[f"{name}.weight"], own.get(f"{name}.bias"))
 
         self._index = index
         self._heads, self._kv_heads = shape.num_attention_heads, shape.num_key_value_heads
         self._head_dim, self._epsilon = shape.head_dim, shape.rms_norm_eps
-        self._attention_norm = weights[f"layers.{index}.attention_norm.weight"].clone()
-        self._mlp_norm = weights[f"layers.{index}.mlp_norm.weight"].clone()
+        self._attention_norm = own["attention_norm.weight"].clone()
+        self._mlp_norm = own["mlp_norm.weight"].clone()
         self._qkv, self._attention_output = linear("qkv"), linear("attention_output")
         self._gate_up, self._down = linear("gate_up"), linear("down")
-        q_norm, k_norm = weight("q_norm.weight"), weight("k_norm.weight")
         self._qk_norm: Tensor | None = None  # [heads + kv_heads, head_dim]
-        if q_norm is not None and k_norm is not None:
+        if shape.qk_norm:
+            q_norm, k_norm = own["q_norm.weight"], own["k_norm.weight"]
             self._qk_norm = torch.cat((q_norm.expand(self._heads, -1), k_norm.expand(self._kv_heads, -1)))
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
@@ -232,13 +216,11 @@ class Decoder:
 
     def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], table: RotaryTable) -> None:
         """Copy `weights`, named as in `decoder_parameters`; later writes to them are not seen."""
-        self._table = table
-        self._epsilon = shape.rms_norm_eps
+        self._table, self._epsilon = table, shape.rms_norm_eps
         self._embedding = weights["embedding.weight"].clone()
         self._layers = [_Layer(shape, index, weights) for index in range(shape.num_layers)]
         self._norm = weights["norm.weight"].clone()
-        head = "embedding.weight" if shape.tied_embeddings else "head.weight"
-        self._head = Linear(weights[head])
+        self._head = Linear(weights["embedding.weight" if shape.tied_embeddings else "head.weight"])
 
     def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Last hidden states [N, hidden], normalized, of `tokens` [N] at `positions` [N]."""
@@ -254,7 +236,6 @@ class Decoder:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """Root-mean-square norm over the last dimension."""
     return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
@@ -281,7 +262,6 @@ class ModelRunner:
         self._decoder: Decoder | None = None
 
     def slices(self) -> list[TensorSlice]:
-        """Which boxes of the HF checkpoint the parameters hold."""
         return [part for parameter in self._parameters for part in parameter.slices()]
 
     def staging_parameters(self) -> Mapping[str, Tensor]:
@@ -372,7 +352,7 @@ class TorchEngine(BatchingEngine):
         decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`decode` turns tokens into text and is required for stop strings only; `clock` counts seconds."""
+        """`decode` is required for stop strings only."""
         self.model = ModelRunner(
             shape,
             max_kv_tokens=config.max_kv_tokens,
@@ -409,10 +389,9 @@ def create_engine(config: TorchGenerationConfig, options: EngineOptions) -> Torc
 
 
 class TorchHost(StepDriver):
-    """A rank of the embedded engine as the driver and the rollout workers call it."""
+    """A rank of the embedded engine with its thread."""
 
     def __init__(self, config: TorchGenerationConfig, options: EngineOptions) -> None:
-        """Load the model and start the engine's thread."""
         self._options = options
         self._set_threads()
         self.engine = create_engine(config, options)
@@ -441,7 +420,6 @@ class TorchHost(StepDriver):
         self._receiver.abandon()
 
     def close(self) -> None:
-        """End the engine after the current step; pending requests get EngineFailed."""
         super().close()
         self._thread.join(_END_SECONDS)
 
