@@ -1,15 +1,14 @@
 """Learning from an engine's own loader which box of which HF tensor lands where.
 
 The loader is run once with tensors that have a shape and no memory, while every copy from one of them is
-recorded instead of done. So a model needs no map of ours: whatever the loader fuses, cuts or pads, the record
-says.
+recorded instead of done: whatever it fuses, cuts or pads, the record says.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,59 +21,46 @@ class NotABox(ValueError):
     """A view whose elements are no box of the tensor it looks at."""
 
 
-@dataclass(frozen=True)
-class View:
-    """Some elements of a contiguous tensor of `shape`, as `torch.as_strided` takes them."""
-
-    shape: tuple[int, ...]
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A box of the tensor, and the distance in the other tensor of a step along each of its axes."""
+class Box(NamedTuple):
+    """A box of a tensor, and the distance in another tensor of a step along each of its axes."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
     strides: tuple[int, ...]
 
 
-def placed(view: View, strides: tuple[int, ...]) -> Placed:
-    """The box that a view shows, where element for element it is copied to memory with `strides`.
+def box_of(whole: Tensor, view: Tensor, strides: tuple[int, ...]) -> Box:
+    """The box of a contiguous tensor that a view shows, which is copied to memory with `strides`.
 
     Transposed views, slices and flattened axes are boxes. Raises NotABox for others: every second row, say.
     """
-    own = contiguous_strides(view.shape)
-    start, left = [], view.offset
+    shape = tuple(whole.shape)
+    own = contiguous_strides(shape)
+    start, left = [], int(view.storage_offset())
     for stride in own:
         first, left = divmod(left, stride)
         start.append(first)
     size, steps = [1] * len(own), [0] * len(own)
-    for count, stride, step in zip(view.size, view.strides, strides, strict=True):
+    for count, stride, step in zip(view.shape, view.stride(), strides, strict=True):
         # An axis of the view lies over axes of the tensor, the innermost of which it may run through whole.
         while count > 1:
-            fits = (a for a, s in enumerate(own) if s == stride and view.shape[a] > 1 and size[a] == 1)
+            fits = (a for a, s in enumerate(own) if s == stride and shape[a] > 1 and size[a] == 1)
             axis = next(fits, None)
             if axis is None:
-                raise NotABox(f"no axis of {view.shape} has steps of {stride} elements")
-            here = min(count, view.shape[axis])
+                raise NotABox(f"no axis of {shape} has steps of {stride} elements")
+            here = min(count, shape[axis])
             if count % here or (count > here and axis == 0):
-                raise NotABox(f"{count} steps of {stride} elements are no box of {view.shape}")
+                raise NotABox(f"{count} steps of {stride} elements are no box of {shape}")
             size[axis], steps[axis] = here, step
             count, stride, step = count // here, stride * here, step * here
-    if any(first + count > whole for first, count, whole in zip(start, size, view.shape, strict=True)):
-        raise NotABox(f"{view} leaves the tensor")
-    return Placed(tuple(start), tuple(size), tuple(steps))
+    if any(first + count > length for first, count, length in zip(start, size, shape, strict=True)):
+        raise NotABox(f"from {start} on, {size} leaves {shape}")
+    return Box(tuple(start), tuple(size), tuple(steps))
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Elements between neighbors along each axis."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
 @dataclass(frozen=True)
@@ -91,7 +77,10 @@ class LoaderTrace:
 
 
 def trace_loader(
-    load: Load, tensors: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor], dtype: torch.dtype
+    load: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    tensors: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, Tensor],
+    dtype: torch.dtype,
 ) -> LoaderTrace:
     """Run `load` over memory-less HF tensors of the given shapes. Parameters keep their values.
 
@@ -138,7 +127,6 @@ class _Recorder(TorchFunctionMode):
     def feed(
         self, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
-        """The memory-less tensors, by their HF names."""
         for name, shape in tensors.items():
             tensor = torch.empty(shape, dtype=dtype, device="meta")
             self._sources[storage_of(tensor)] = (name, tensor)
@@ -165,16 +153,14 @@ class _Recorder(TorchFunctionMode):
             return
         name, whole = found
         shown = source.expand(target.shape) if source.dim() <= target.dim() else source.reshape(target.shape)
-        view = View(tuple(whole.shape), tuple(shown.shape), shown.stride(), int(shown.storage_offset()))
         try:
-            box = placed(view, target.stride())
+            box = box_of(whole, shown, target.stride())
         except NotABox as problem:
             self.unclear[parameter] = f"the loader takes parts of {name} that are no box: {problem}"
             return
         offset = int(target.storage_offset()) - self._firsts[parameter]
-        self.slices.append(
-            TensorSlice(name, tuple(whole.shape), box.start, box.size, parameter, offset, box.strides)
-        )
+        shape = tuple(whole.shape)
+        self.slices.append(TensorSlice(name, shape, box.start, box.size, parameter, offset, box.strides))
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -12,9 +12,8 @@ would not be seen, or would be wrong, so modules that post-processing touched ar
 
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +23,9 @@ from torch import Tensor, nn
 from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
 from nemorl.models.slices import TensorSlice
+from nemorl.weights.whole_tensors import whole_slices
 
-from .trace import LoaderTrace, contiguous_strides, storage_of, trace_loader, uncovered
+from .trace import LoaderTrace, storage_of, trace_loader, uncovered
 
 _CHUNK = 1 << 20
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by element size
@@ -38,17 +38,18 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@contextmanager
-def watching(model: nn.Module, changed: dict[str, str]) -> Iterator[None]:
-    """Around the post-processing: puts into `changed` the parameters of modules that it touched, and why."""
+def touched_by(process: Callable[[], None], model: nn.Module) -> dict[str, str]:
+    """Run the post-processing; the parameters of modules that it touched, and why."""
     before = {name: (_states(module), _attributes(module)) for name, module in model.named_modules()}
-    yield
+    process()
+    changed: dict[str, str] = {}
     for name, module in model.named_modules():
         states, attributes = before.get(name, ({}, {}))
         reason = _difference(module, states, attributes)
         if reason is not None:
             own = {*states, *dict(module.named_parameters(recurse=False))}
-            changed.update({f"{name}.{parameter}".lstrip("."): reason for parameter in own})
+            changed |= {f"{name}.{parameter}".lstrip("."): reason for parameter in own}
+    return changed
 
 
 def _difference(
@@ -76,12 +77,10 @@ def _states(module: nn.Module) -> dict[str, object]:
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    """What hangs on the module and on its quantization method."""
+    """Attributes of the module and of its quantization method."""
     kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    method = getattr(module, "quant_method", None)
-    if method is not None and hasattr(method, "__dict__"):
-        kept |= {f"quant_method.{name}": value for name, value in vars(method).items()}
-    return kept
+    of_method = getattr(getattr(module, "quant_method", None), "__dict__", {})
+    return kept | {f"quant_method.{name}": value for name, value in of_method.items()}
 
 
 def _other_memory(value: object, own: set[int], depth: int) -> bool:
@@ -114,13 +113,12 @@ def _parts(value: object) -> list[Any]:
 
 def _digest(parameter: Tensor) -> int:
     """A number that changes with any element and with their order."""
-    flat = parameter.detach().reshape(-1)
-    total = 0
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk = flat[start : start + _CHUNK].contiguous()
-        bits = chunk.view(_INTEGERS[chunk.element_size()]).to(torch.int64)
-        weights = torch.arange(2 * start + 1, 2 * (start + bits.numel()) + 1, 2, device=bits.device)
+    total, first = 0, 1
+    for chunk in parameter.detach().reshape(-1).split(_CHUNK):
+        bits = chunk.contiguous().view(_INTEGERS[chunk.element_size()]).to(torch.int64)
+        weights = torch.arange(first, first + 2 * bits.numel(), 2, device=bits.device)  # odd numbers
         total += int((bits * weights).sum())
+        first += 2 * bits.numel()
     return total
 
 
@@ -140,8 +138,6 @@ class Untraceable(ValueError):
 
 @dataclass(frozen=True)
 class Learned:
-    """What was seen while a model was loaded."""
-
     trace: LoaderTrace
     changed: Mapping[str, str]  # parameters of modules that post-processing touched, and why that counts
     problem: str | None  # why nothing can be written into the others; None where it can
@@ -159,17 +155,13 @@ def learn(model: nn.Module, tensors: Shapes, process: Callable[[], None]) -> Lea
         trace, cause = LoaderTrace((), {}), f"{type(error).__name__}: {error}"
         problem = f"the loader of {type(model).__name__} cannot be followed ({cause})"
     apart = _shared(model)
-    changed: dict[str, str] = {}
-    with watching(model, changed):
-        process()
+    changed = touched_by(process, model)
     if tied := _shared(model) - apart:
         problem = (
             f"vLLM has tied {' and '.join(sorted(tied)[0])}, which the checkpoint keeps apart with equal "
             "values; training would part them"
         )
-    if (
-        problem is None
-    ):  # are those that are to be written covered? Buffers of which something is loaded count
+    if problem is None:  # check that what is to be written is covered; buffers count if some of one is loaded
         loaded = {part.param for part in trace.slices}
         targets = parameters_of(model) | {n: b for n, b in model.named_buffers() if n in loaded}
         writable = {name: tensor for name, tensor in targets.items() if name not in changed}
@@ -185,8 +177,6 @@ def learn(model: nn.Module, tensors: Shapes, process: Callable[[], None]) -> Lea
 
 @dataclass(frozen=True)
 class WorkerLayout:
-    """Where what comes from the checkpoint lies in a worker."""
-
     slices: tuple[TensorSlice, ...]
     whole: tuple[str, ...] = ()  # HF tensors that are delivered whole
     reasons: Mapping[str, str] = field(default_factory=dict)  # of parameters that therefore are not written
@@ -257,11 +247,8 @@ def _shared(model: nn.Module) -> set[tuple[str, ...]]:
 
 
 def _whole_slices(tensors: Shapes, names: Iterable[str]) -> tuple[TensorSlice, ...]:
-    shapes = {name: tensors[name] for name in names}
-    return tuple(
-        TensorSlice(name, shape, (0,) * len(shape), shape, WHOLE + name, 0, contiguous_strides(shape))
-        for name, shape in shapes.items()
-    )
+    parts = whole_slices({name: tensors[name] for name in names})
+    return tuple(replace(part, param=WHOLE + part.name) for part in parts)
 
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:

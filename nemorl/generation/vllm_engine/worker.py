@@ -45,21 +45,14 @@ _learned: dict[str, Learned] = {}  # one entry: of the model of this process
 
 
 def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
-    """In the place of vLLM's post-processing, which it does."""
     tensors = hf_tensors(load_shape(Path(model_config.model)))
     _learned["model"] = learn(model, tensors, lambda: _process(model, model_config, target_device))
 
 
-def _die_with_parent() -> None:
-    """A worker whose engine was killed ends too. Linux only, as vLLM's workers are."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
-    """Kill the engine when the replica's process has ended; no other process would. Both are pidfds: a number
-    may be another process's by then, as the parent of an orphan is.
+    """Kill the engine when the replica's process has ended, and remove its files: nothing else would.
 
-    Nor would any remove its folder and the file at which its ranks have met.
+    Both are pidfds: a number may be another process's by then, as the parent of an orphan is.
     """
     select.select([owner], [], [])
     remove_folder(Path(os.environ["VLLM_RPC_BASE_PATH"]))
@@ -68,7 +61,8 @@ def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
         signal.pidfd_send_signal(engine, signal.SIGKILL)
 
 
-_die_with_parent()
+# A worker whose engine was killed ends too. Linux only, as vLLM's workers are.
+ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 if os.environ.get(PLAIN_WEIGHTS):
     # oneDNN's linear layers keep a packed copy and drop the weights, into which nothing could be written; so
     # do the kernels that take small matrices in bfloat16 on CPUs with AMX.
@@ -105,7 +99,6 @@ class VllmWorkerExtension:
         )
 
     def nemorl_prepare(self: Any, parts: str) -> None:
-        """Keep this rank's part of the plan, of those of all ranks."""
         self.nemorl.prepare(PARTS.validate_json(parts)[self.rank])
 
     def nemorl_receive(self: Any, session: str, reports: str) -> None:
@@ -117,7 +110,6 @@ class VllmWorkerExtension:
         self.nemorl_receiving.start()
 
     def nemorl_commit(self: Any, version: int) -> None:
-        """Put the received weights into use from the next step on."""
         self.nemorl.commit(version)
 
     def nemorl_abandon(self: Any) -> str | None:
@@ -131,7 +123,6 @@ class VllmWorkerExtension:
 
 
 def _weights_of(runner: Any, update: Update) -> tuple[WeightReceiver, Mapping[str, str]]:
-    """What receives a worker's share of the weights, and why some come by reload."""
     config = runner.model_config
     tensors = hf_tensors(load_shape(Path(config.model)))
     layout = layout_of(_learned.get("model", _NOTHING), tensors, update)
@@ -139,29 +130,26 @@ def _weights_of(runner: Any, update: Update) -> tuple[WeightReceiver, Mapping[st
     def reload(weights: Iterable[tuple[str, Tensor]]) -> None:
         runner.reload_weights(weights_iterator=weights)
 
-    weights = WorkerWeights(runner.get_model(), layout, reload, update == "in_place", config.dtype)
-    receiver = WeightReceiver(
-        layout.slices, weights.tensors, lambda version: weights.commit(), in_place=update == "in_place"
-    )
+    in_place = update == "in_place"
+    weights = WorkerWeights(runner.get_model(), layout, reload, in_place, config.dtype)
+    receiver = WeightReceiver(layout.slices, weights.tensors, lambda _: weights.commit(), in_place=in_place)
     return receiver, layout.reasons
 
 
 def _adapters_of(runner: Any, lora: LoraConfig) -> WeightReceiver:
-    """What receives adapters, of which those that add nothing are in use."""
     config = runner.model_config
     shapes = adapter_tensors(load_shape(Path(config.model)), lora)
     adapters = WorkerAdapters(runner.get_model(), lora, shapes, config.dtype)
-    adapters.commit()
+    adapters.commit()  # they add nothing yet
     compute_one_adapter()
-    return WeightReceiver(whole_slices(shapes), adapters.tensors, lambda version: adapters.commit())
+    return WeightReceiver(whole_slices(shapes), adapters.tensors, lambda _: adapters.commit())
 
 
 def _receive(receive: Callable[[], ReceiveReport], rank: int, reports: str) -> None:
-    answer: dict[str, Any] = {"rank": rank}
     try:
-        answer["report"] = REPORT.dump_python(receive(), mode="json")
+        answer = {"rank": rank, "report": REPORT.dump_python(receive(), mode="json")}
     except Exception as error:  # noqa: BLE001 - reported to the process that asked
-        answer |= {"error": type(error).__name__, "message": str(error)}
+        answer = {"rank": rank, "error": type(error).__name__, "message": str(error)}
     # Who asked may have given up.
     with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
         connection.connect(reports)

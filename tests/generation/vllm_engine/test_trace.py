@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.generation.vllm_engine.trace import trace_loader, uncovered
-from nemorl.generation.vllm_engine.weights import parameters_of, watching
+from nemorl.generation.vllm_engine.weights import parameters_of, touched_by
 from nemorl.models.tensors import local_view
 
 SHAPES = {"q": (4, 6), "k": (2, 6), "up": (6, 8), "words": (5, 6), "norm": (6,)}
@@ -130,7 +130,5 @@ def nothing(layer: Layer) -> None:
 )
 def test_post_processing_is_seen(process: object, reason: str | None) -> None:
     model = nn.ModuleDict({"touched": Layer(), "other": Layer()})
-    changed: dict[str, str] = {}
-    with watching(model, changed):
-        process(model["touched"])  # type: ignore[operator]
+    changed = touched_by(lambda: process(model["touched"]), model)  # type: ignore[operator]
     assert changed == ({"touched.weight": reason} if reason else {})

@@ -5,16 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemorl.generation.vllm_engine.trace import NotABox, View, contiguous_strides, placed
+from nemorl.generation.vllm_engine.trace import NotABox, box_of, contiguous_strides
 
 
-def view_of(whole: torch.Tensor, shown: torch.Tensor) -> View:
-    return View(tuple(whole.shape), tuple(shown.shape), shown.stride(), int(shown.storage_offset()))
-
-
-def copied(whole: torch.Tensor, view: View, strides: tuple[int, ...], size: int) -> torch.Tensor:
+def copied(whole: torch.Tensor, view: torch.Tensor, strides: tuple[int, ...], size: int) -> torch.Tensor:
     """Memory of `size` elements after the box was copied to it."""
-    box = placed(view, strides)
+    box = box_of(whole, view, strides)
     memory = torch.full((size,), -1.0)
     source = whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.size, strict=True))]
     memory.as_strided(box.size, box.strides).copy_(source)
@@ -38,18 +34,18 @@ def test_slices_and_transposes_are_boxes(case: tuple[list[int], list[tuple[int, 
     target = torch.full((shown.numel(),), -1.0)
     target.view(shown.shape).copy_(shown)
     strides = contiguous_strides(tuple(shown.shape))
-    assert torch.equal(copied(whole, view_of(whole, shown), strides, shown.numel()), target)
+    assert torch.equal(copied(whole, shown, strides, shown.numel()), target)
 
 
 def test_axes_run_through_as_one_are_boxes() -> None:
     whole = torch.arange(24.0).view(2, 3, 4)
     flat = whole.view(-1)
-    assert torch.equal(copied(whole, view_of(whole, flat), (1,), 24), flat)
+    assert torch.equal(copied(whole, flat, (1,), 24), flat)
     rows = whole.view(6, 4)
-    assert torch.equal(copied(whole, view_of(whole, rows), (4, 1), 24), flat)
+    assert torch.equal(copied(whole, rows, (4, 1), 24), flat)
 
 
 def test_every_second_row_is_no_box() -> None:
     whole = torch.zeros(6, 4)
     with pytest.raises(NotABox):
-        placed(view_of(whole, whole[::2]), (4, 1))
+        box_of(whole, whole[::2], (4, 1))
