@@ -6,7 +6,7 @@ host process ── generate_async ──▶ worker 0 ─ PyExecutor (steps)
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from nemorl.generation.tokens import RequestLimits, StopStringFinder
 from nemorl.generation.types import EngineFailed, GenerationRequest
 from nemorl.trajectories import StopReason
 
-from .arguments import memory_tags, sampled_logprobs, sampling_params
+from .arguments import sampled_logprobs, sampling_params
 
 logger = logging.getLogger(__name__)
 
@@ -39,32 +39,34 @@ class _Flight:
     received: int = 0  # tokens
     finder: StopStringFinder | None = None
 
-    def version_of(self, index: int) -> int:
-        """Of the weights that sampled a token."""
-        return next(version for first, version in reversed(self.versions) if index >= first)
+    def take(self, sample: Any) -> Chunk:
+        """What has come since, cut behind the token that completes a stop string."""
+        first = self.received
+        tokens = list(sample.token_ids[first:])
+        logprobs = sampled_logprobs(tokens, sample.logprobs[first : first + len(tokens)])
+        stop = None if sample.finish_reason is None else _STOPS[sample.finish_reason]
+        if self.finder is not None and (end := self.finder.find(tokens)) is not None:
+            tokens, logprobs, stop = tokens[:end], logprobs[:end], StopReason.STOP
+        self.received += len(tokens)
+        versions = [
+            next(version for start, version in reversed(self.versions) if index >= start)
+            for index in range(first, self.received)
+        ]
+        return Chunk(tokens, logprobs, versions, stop)
 
 
 class TrtllmEngine:
     """One engine with all its workers. Belongs to one event loop; `start` comes first."""
 
     def __init__(
-        self,
-        config: TrtllmGenerationConfig,
-        limits: RequestLimits,
-        name: str,
-        arguments: Mapping[str, Any],
+        self, config: TrtllmGenerationConfig, limits: RequestLimits, name: str, arguments: Mapping[str, Any]
     ) -> None:
-        """Make the engine with `arguments`; its workers come up in `start`."""
         self.version = 0
         self.config, self.limits, self.name = config, limits, name
         self.llm = AsyncLLM(**arguments)
         self._flights: dict[int, _Flight] = {}  # by the engine's id of the request
         self._counts: dict[int, int] = {}  # tokens of each when the engine was last held
         self._tasks: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> None:
-        """Start the workers and load the model."""
-        await self.llm.setup_async()
 
     def check(self, request: GenerationRequest) -> None:
         self.limits.check(request)
@@ -82,7 +84,7 @@ class TrtllmEngine:
             flight = _Flight([(0, self.version)], finder=self.limits.stop_finder(request))
             self._flights[output.request_id] = flight
             async for partial in output:
-                chunk = _new_chunk(flight, partial.outputs[0])
+                chunk = flight.take(partial.outputs[0])
                 stop = chunk.stop
                 if chunk.tokens or stop is not None:
                     yield chunk
@@ -114,15 +116,6 @@ class TrtllmEngine:
             # come while the engine was paused.
             flight.versions.append((self._counts.get(number, flight.received), version))
 
-    async def release_memory(self) -> None:
-        """Give the GPU back: weights go to host memory, the KV cache is lost. Nothing may be in flight."""
-        await self.call("reset_prefix_cache")  # else its index refers to freed memory
-        await self.call("sleep", memory_tags(()))
-
-    async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take `weights`, `kv_cache` or both back."""
-        await self.call("wakeup", memory_tags(tags))
-
     async def call(self, method: str, *args: Any) -> list[Any]:
         """A method on every worker; answers by rank. Raises EngineFailed, which names dead ranks."""
         try:
@@ -134,10 +127,6 @@ class TrtllmEngine:
             ) from error
         return answers
 
-    def close(self) -> None:
-        """End the workers."""
-        self.llm.shutdown()
-
     async def _who_failed(self) -> str:
         """The workers that do not answer any more, or all, where they do."""
         count = self.config.ranks_per_replica
@@ -147,16 +136,3 @@ class TrtllmEngine:
         if not dead:
             return "its workers failed"
         return f"worker{'s' * (len(dead) > 1)} of rank {', '.join(map(str, dead))} of {count} died"
-
-
-def _new_chunk(flight: _Flight, sample: Any) -> Chunk:
-    """What has come since, cut behind the token that completes a stop string."""
-    first = flight.received
-    tokens = list(sample.token_ids[first:])
-    logprobs = sampled_logprobs(tokens, sample.logprobs[first : first + len(tokens)])
-    stop = None if sample.finish_reason is None else _STOPS[sample.finish_reason]
-    if flight.finder is not None and (end := flight.finder.find(tokens)) is not None:
-        tokens, logprobs, stop = tokens[:end], logprobs[:end], StopReason.STOP
-    flight.received += len(tokens)
-    versions = [flight.version_of(index) for index in range(first, flight.received)]
-    return Chunk(tokens, logprobs, versions, stop)

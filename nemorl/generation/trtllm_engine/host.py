@@ -35,7 +35,7 @@ from nemorl.weights.endpoints import WeightReceiver, torch_dtype
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitFailed, RefitSession
 from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
-from .arguments import engine_arguments
+from .arguments import engine_arguments, memory_tags
 from .engine import TrtllmEngine
 
 EXTENSION = "nemorl.generation.trtllm_engine.host.NemorlExtension"
@@ -43,7 +43,7 @@ _WATCH_SECONDS = 5.0  # between two looks whether the workers live
 
 
 class TrtllmHost(RequestDriver):
-    """A TensorRT-LLM replica as the driver and the rollout workers call it. Lives in an event loop."""
+    """A TensorRT-LLM replica. Lives in an event loop."""
 
     def __init__(
         self, config: TrtllmGenerationConfig, options: EngineOptions, *, bundle: int | None = None
@@ -54,15 +54,13 @@ class TrtllmHost(RequestDriver):
         self._config, self._device, self._commit_seconds = config, options.device, options.commit_seconds
         shape, length = load_shape(options.model_path), options.max_sequence_length
         self._tensors = hf_tensors(shape)
-        precision = config.precision or options.precision
-        self._dtypes = _kept_types(options.model_path, self._tensors, precision)
+        self._dtypes = _kept_types(options.model_path, self._tensors, config.precision or options.precision)
         name = f"TensorRT-LLM engine {options.rank}"
         arguments = engine_arguments(config, options, EXTENSION)
         if bundle is not None:  # it has the GPUs of all workers
             arguments["placement_groups"] = [get_current_placement_group()]
             arguments["placement_bundle_indices"] = [[bundle] * config.ranks_per_replica]
-        decode = load_decoder(options.tokenizer_path)
-        limits = RequestLimits(shape.vocab_size, length, length, decode)
+        limits = RequestLimits(shape.vocab_size, length, length, load_decoder(options.tokenizer_path))
         self._trtllm = TrtllmEngine(config, limits, name, arguments)
         super().__init__(self._trtllm, name)
         loop = asyncio.get_running_loop()
@@ -77,7 +75,7 @@ class TrtllmHost(RequestDriver):
 
     async def start(self) -> None:
         """Start the workers and load the model as version 0."""
-        await self._trtllm.start()
+        await self._trtllm.llm.setup_async()
         self._watch = asyncio.create_task(self._keep_watch())
 
     async def describe_weights(self) -> tuple[ReceiverLayout, ...]:
@@ -131,23 +129,22 @@ class TrtllmHost(RequestDriver):
     async def sleep(self, level: int) -> None:
         """Leave the GPU: weights are kept in host memory at every level, the KV cache is lost."""
         await self.pause("wait")
-        await self._trtllm.release_memory()
+        await self._trtllm.call("reset_prefix_cache")  # else its index refers to freed memory
+        await self._trtllm.call("sleep", memory_tags(()))
 
     async def wake(self, tags: tuple[str, ...]) -> None:
         """Take `weights`, `kv_cache` or, with no tag, both back; sampling continues with the cache."""
-        await self._trtllm.resume_memory(tags)
+        await self._trtllm.call("wakeup", memory_tags(tags))
         if not tags or "kv_cache" in tags:
             await self.resume()
 
     async def close(self) -> None:
-        """End the engine; pending requests get EngineFailed."""
         if self._watch is not None:
             self._watch.cancel()
         self.fail(EngineFailed(f"{self.name} was closed"))
-        await asyncio.to_thread(self._trtllm.close)
+        await asyncio.to_thread(self._trtllm.llm.shutdown)
 
     def _staged(self) -> Mapping[str, Tensor]:
-        """The tensors in host memory, made when they are first asked for."""
         if not self._staging:
             pinned = self._device == "cuda"
             self._staging = {
@@ -163,7 +160,6 @@ class TrtllmHost(RequestDriver):
                 places = self._places(await self._trtllm.call("nemorl_device"))
 
                 def copied(names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-                    """The tensors on each GPU, by its name."""
                     return {
                         gpu: {name: self._staging[name].to(device, copy=True) for name in names}
                         for gpu, device in places.items()
@@ -197,8 +193,7 @@ class TrtllmHost(RequestDriver):
         return {name: torch.device("cuda", here[name]) for name in names}
 
     def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
-        """The engine pauses for new weights; sequences in flight end first, unless updates come in flight."""
-        drain = not self._config.in_flight_updates
+        drain = not self._config.in_flight_updates  # sequences in flight end first
         return self.paused_for(version, drain=drain, seconds=self._commit_seconds)
 
     async def _keep_watch(self) -> None:
@@ -223,8 +218,8 @@ def _handles(copies: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[tuple
 def _batches(tensors: Mapping[str, Tensor], most_bytes: int) -> Iterator[list[str]]:
     """Names of tensors of `most_bytes` together, or of one that is larger."""
     batch: list[str] = []
-    for name, tensor in tensors.items():
-        if batch and sum(tensors[other].nbytes for other in batch) + tensor.nbytes > most_bytes:
+    for name in tensors:
+        if batch and sum(tensors[one].nbytes for one in (*batch, name)) > most_bytes:
             yield batch
             batch = []
         batch.append(name)
@@ -261,7 +256,6 @@ class NemorlExtension(WorkerExtension):
     _nemorl_receiver: Any = None  # a WholeTensorReceiver, from `nemorl_describe` on
 
     def nemorl_device(self) -> str:
-        """The name of this worker's GPU in handles."""
         return str(get_device_uuid(self.device_id))
 
     def nemorl_hold(self) -> dict[int, int]:
@@ -305,8 +299,7 @@ class NemorlExtension(WorkerExtension):
         if self._nemorl_receiver is None:
             return None
         self._nemorl_receiver.abandon()
-        reason: str | None = self._nemorl_receiver.corruption
-        return reason
+        return self._nemorl_receiver.corruption  # type: ignore[no-any-return]
 
     def nemorl_describe(
         self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], kind: str, batch_bytes: int
@@ -319,16 +312,12 @@ class NemorlExtension(WorkerExtension):
         return receiver.describe()
 
     def nemorl_prepare(self, parts: tuple[Part, ...]) -> None:
-        """Keep this rank's part of the plan, out of those of all the engine's ranks."""
         self._nemorl_receiver.prepare(parts[self.global_rank])
 
     def nemorl_receive(self, session: RefitSession) -> ReceiveReport:
-        """Load what comes, while the engine is held."""
-        report: ReceiveReport = self._nemorl_receiver.receive(session)
-        return report
+        return self._nemorl_receiver.receive(session)  # type: ignore[no-any-return]
 
     def nemorl_commit(self, version: int, recompute: bool) -> None:
-        """Make what was loaded the weights in use."""
         self._nemorl_receiver.commit(version)
         if recompute:
             self.engine.recompute_active_requests()
@@ -341,12 +330,10 @@ class _OwnLoader:
         self._worker = worker
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take some whole tensors."""
         handles = [(name, (_given, (tensor, *[None] * _DEVICE_ARGUMENT))) for name, tensor in tensors.items()]
         self._worker.nemorl_load({self._worker.nemorl_device(): handles})
 
     def finish(self) -> None:
-        """All have come."""
         self._worker.nemorl_finish(recompute=False)
 
 

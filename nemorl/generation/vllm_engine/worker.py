@@ -118,8 +118,7 @@ class VllmWorkerExtension:
         receiving: threading.Thread | None = getattr(self, "nemorl_receiving", None)
         if receiving is not None:
             receiving.join(_END_SECONDS)  # the next update finds a process group that is not in use
-        reason: str | None = self.nemorl.corruption
-        return reason
+        return self.nemorl.corruption  # type: ignore[no-any-return]
 
 
 def _weights_of(runner: Any, update: Update) -> tuple[WeightReceiver, Mapping[str, str]]:
