@@ -24,7 +24,7 @@ class MissingKey(ValueError):
 
 
 class OpenAIClient:
-    """Sends requests, again where that may help, and says what came of them. Belongs to one event loop."""
+    """Belongs to one event loop."""
 
     def __init__(
         self,
@@ -84,41 +84,37 @@ class OpenAIClient:
             ) from error
 
     def take_retries(self) -> int:
-        """The number of retries since the last call."""
         retries, self._num_retries = self._num_retries, 0
         return retries
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._http is not None:
             await self._http.close()
 
     async def _attempt(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            async with self._session().post(f"{self.base_url}{path}", json=dict(body)) as response:
-                if response.status == 200:
-                    answer = await response.json()
-                    if not isinstance(answer, dict):
-                        raise RequestRefused(f"{self.base_url}{path} answered what is no JSON object")
-                    return answer
-                message = _message(await response.text())
-                if response.status in _PASSING:
-                    retry_after = response.headers.get("Retry-After", "")
-                    raise _Passing(f"status {response.status}: {message}", _seconds(retry_after))
-                raise RequestRefused(f"{self.base_url}{path} answered status {response.status}: {message}")
-        except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
-            if isinstance(error, RequestRefused):
-                raise
-            raise _Passing(f"{type(error).__name__}: {error}", None) from error
-
-    def _session(self) -> aiohttp.ClientSession:
+        url = f"{self.base_url}{path}"
         if self._http is None:
             # The whole of a request has the caller's deadline.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
             self._http = aiohttp.ClientSession(
                 headers=self._headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
             )
-        return self._http
+        try:
+            async with self._http.post(url, json=dict(body)) as response:
+                if response.status == 200:
+                    answer = await response.json()
+                    if not isinstance(answer, dict):
+                        raise RequestRefused(f"{url} answered what is no JSON object")
+                    return answer
+                message = _message(await response.text())
+                if response.status in _PASSING:
+                    retry_after = response.headers.get("Retry-After", "")
+                    raise _Passing(f"status {response.status}: {message}", _seconds(retry_after))
+                raise RequestRefused(f"{url} answered status {response.status}: {message}")
+        except RequestRefused:
+            raise
+        except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
+            raise _Passing(f"{type(error).__name__}: {error}", None) from error
 
     def _wait(self, attempt: int, retry_after: float | None) -> float:
         """Seconds before the next attempt: as the server says, else longer each time, and not in step."""
@@ -136,7 +132,6 @@ class _Passing(Exception):
 
 
 def _message(text: str) -> str:
-    """What an error says, in OpenAI's shape or any other."""
     try:
         return _cut(str(json.loads(text)["error"]["message"]))
     except (ValueError, KeyError, TypeError):

@@ -57,7 +57,6 @@ class _Flight:
 
     @property
     def seconds(self) -> float:
-        """Time since it was asked for."""
         return time.monotonic() - self.began
 
     @property
@@ -103,7 +102,6 @@ class _Flight:
             self.finish(report.stop, report.seconds if self.losses == 0 else None)
 
     def finish(self, stop: StopReason, seconds: float | None = None) -> None:
-        """Answer with what was sampled."""
         if not self.answer.done():
             seconds = self.seconds if seconds is None else seconds
             self.answer.set_result(self.sampled.complete(self.request.id, stop, seconds))
@@ -115,12 +113,10 @@ class _Flight:
 
 @dataclass(frozen=True)
 class Replica:
-    """One engine, as the router calls it.
+    """An engine. `generate` yields completions, refusals of single requests and progress, in any order.
 
-    `generate` yields what finished, refusals of single requests, and progress, as it comes, in any order. It
-    raises RequestRefused for requests that can never be served (then none of the call has begun) and
-    ReplicaLost, or anything else, when no more answers will come. `abort` ends requests whose
-    caller has left.
+    It raises RequestRefused for requests that can never be served (then none of the call has begun) and
+    ReplicaLost, or anything else, when no more answers will come. `abort` is for callers that have left.
     """
 
     name: str
@@ -181,12 +177,10 @@ class Router:
 
     @property
     def num_unanswered(self) -> int:
-        """Requests under way."""
         return len(self._waiting)
 
     @property
     def living(self) -> list[str]:
-        """Names of the replicas that answer."""
         return list(self._members)
 
     def take_metrics(self) -> RouterMetrics:
@@ -232,7 +226,6 @@ class Router:
                 self._move(flight)
 
     def _start(self, flight: _Flight) -> None:
-        """Give a request to a replica; it is sent in the next tick of the event loop."""
         if not self._members:
             raise NoReplicaLeft(self.lost)
         conversation = flight.request.conversation
@@ -286,15 +279,13 @@ class Router:
                 else:
                     self._call(member, [flight])
         elif self._serves(member) and (error is not None or left):
+            cause = str(error) if isinstance(error, ReplicaLost) else f"{type(error).__name__}: {error}"
             if error is None:
                 example = left[0].request.id
                 cause = f"it ended its answers without one to {len(left)} requests, such as {example}"
-            else:
-                cause = str(error) if isinstance(error, ReplicaLost) else f"{type(error).__name__}: {error}"
             self.lose(member.replica.name, cause)
 
     def _move(self, flight: _Flight) -> None:
-        """Continue a request on another replica."""
         flight.losses += 1
         # Nothing may be left to sample: its last report has come, and its end not.
         if len(flight.sampled) and flight.sampled.tokens[-1] in flight.request.stop_token_ids:

