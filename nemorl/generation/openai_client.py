@@ -5,6 +5,7 @@ import json
 import os
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -109,24 +110,24 @@ class OpenAIClient:
                 message = _message(await response.text())
                 if response.status in _PASSING:
                     retry_after = response.headers.get("Retry-After", "")
-                    raise _Passing(f"status {response.status}: {message}", _seconds(retry_after))
+                    raise _Passing(f"status {response.status}: {message}", retry_after)
                 raise RequestRefused(f"{url} answered status {response.status}: {message}")
         except RequestRefused:
             raise
         except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
-            raise _Passing(f"{type(error).__name__}: {error}", None) from error
+            raise _Passing(f"{type(error).__name__}: {error}") from error
 
-    def _wait(self, attempt: int, retry_after: float | None) -> float:
+    def _wait(self, attempt: int, retry_after: str) -> float:
         """Seconds before the next attempt: as the server says, else longer each time, and not in step."""
-        if retry_after is not None:
-            return min(retry_after, MAX_WAIT_SECONDS)
+        with suppress(ValueError):  # absent, or a date
+            return min(max(0.0, float(retry_after)), MAX_WAIT_SECONDS)
         return min(self._first_wait * 2.0**attempt, MAX_WAIT_SECONDS) * random.uniform(0.5, 1.0)
 
 
 class _Passing(Exception):
     """A failure that another attempt may not meet."""
 
-    def __init__(self, message: str, retry_after: float | None) -> None:
+    def __init__(self, message: str, retry_after: str = "") -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
@@ -141,10 +142,3 @@ def _message(text: str) -> str:
 def _cut(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= _SHOWN_CHARACTERS else line[: _SHOWN_CHARACTERS - 1] + "…"
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        return max(0.0, float(text))
-    except ValueError:  # absent, or a date
-        return None

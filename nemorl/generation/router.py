@@ -135,8 +135,6 @@ class RouterMetrics:
 
 @dataclass(eq=False)
 class _Member:
-    """A replica and what is under way on it."""
-
     replica: Replica
     outstanding_tokens: int = 0
     flights: dict[str, _Flight] = field(default_factory=dict)

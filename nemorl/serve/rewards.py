@@ -66,7 +66,6 @@ class Batcher:
             await self._task
 
     def ask(self, example: Example) -> asyncio.Future[float]:
-        """Return the score as a future."""
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((example, answer))
         return answer
@@ -121,25 +120,20 @@ class ServedRewards:
         app.add_routes([web.get("/health", health), web.post("/v1/rewards", rewards)])
 
     async def _answer(self, batcher: Batcher, conversations: Sequence[JudgedConversation]) -> dict[str, Any]:
+        async def item(index: int, example: Example | ExampleError | TokenizerError) -> dict[str, Any]:
+            if not isinstance(example, Example):
+                return {"index": index, "reward": None, "error": str(example)}
+            reward = await batcher.ask(example)
+            if not math.isfinite(reward):
+                return {"index": index, "reward": None, "error": f"the model's score is {reward}"}
+            return {"index": index, "reward": reward, "num_tokens": example.num_tokens}
+
         examples = await asyncio.to_thread(lambda: [self._example(one) for one in conversations])
-        pending = [batcher.ask(one) if isinstance(one, Example) else None for one in examples]
-        answers = [answer for answer in pending if answer is not None]
         try:
             async with asyncio.timeout(self.timeout):
-                await asyncio.gather(*answers)
+                items = await asyncio.gather(*(item(*one) for one in enumerate(examples)))
         except TimeoutError as error:
-            for answer in answers:
-                answer.cancel()
             raise ApiError(504, f"No scores within {self.timeout:g} s.", kind="server_error") from error
-        items: list[dict[str, Any]] = []
-        for index, (example, scored) in enumerate(zip(examples, pending, strict=True)):
-            reward = None if scored is None else scored.result()
-            if reward is None or not isinstance(example, Example):
-                items.append({"index": index, "reward": None, "error": str(example)})
-            elif not math.isfinite(reward):
-                items.append({"index": index, "reward": None, "error": f"the model's score is {reward}"})
-            else:
-                items.append({"index": index, "reward": reward, "num_tokens": example.num_tokens})
         return {"object": "list", "model": self.name, "data": items}
 
     def _example(self, conversation: JudgedConversation) -> Example | ExampleError | TokenizerError:

@@ -78,7 +78,8 @@ class VllmWorkerExtension:
     def nemorl_open(self: Any, update: Update, owner: int, lora: str | None) -> str:
         """Get ready; JSON with the processes of worker and engine, the layout, and why some come by reload.
 
-        `owner` is the process to which the engine belongs. With `lora`, a `LoraConfig`, adapters come alone.
+        `owner` is the process to which the engine belongs. With `lora`, a `LoraConfig`, adapters come alone:
+        at first those that add nothing are in use.
         """
         rendezvous = Path(self.distributed_init_method.removeprefix("file://"))
         watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
