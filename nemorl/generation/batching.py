@@ -123,7 +123,6 @@ class _Filters:
         self._candidates = max([_FIRST_CANDIDATES, *(p.top_k or 0 for p in params)])
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Sampled:
-        """Draw among the most likely tokens of each row that pass the filters."""
         logsumexp = logits.logsumexp(-1, keepdim=True)
         sampled = Sampled(logits.new_zeros(len(logits), dtype=torch.int64), logits.new_zeros(len(logits)))
         vocabulary = logits.shape[-1]
@@ -274,7 +273,6 @@ class Scheduler:
     """
 
     def __init__(self, max_rows: int, fits: Callable[[int, int], bool]) -> None:
-        """`fits(rows, length)` says whether the cache can hold `rows` sequences of up to `length` tokens."""
         self._max_rows = max_rows
         self._fits = fits
         self._waiting: deque[ActiveSequence] = deque()
@@ -320,7 +318,6 @@ class Scheduler:
         return admitted
 
     def remove(self, sequence: ActiveSequence) -> None:
-        """Forget a sequence that ended, waiting or running."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
@@ -415,7 +412,6 @@ class BatchingEngine:
         return None if sequence is None else self._end(sequence, StopReason.ABORT)
 
     def expire(self) -> list[Completion]:
-        """End the requests whose deadline has passed."""
         now = self._clock()
         late = [sequence for sequence in self._sequences.values() if sequence.expires <= now]
         return [self._end(sequence, StopReason.ABORT) for sequence in late]
@@ -543,7 +539,6 @@ class BatchingEngine:
         return [sequence.sampled.take_progress(sequence.request.id) for sequence in due]
 
     def take_stats(self) -> EngineStats:
-        """What was done since the last call."""
         done, self._stats = self._stats, EngineStats()
         done.version = self.version
         return done

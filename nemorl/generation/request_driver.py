@@ -108,8 +108,6 @@ class PauseLock:
 
 @dataclass(eq=False)
 class _Sequence:
-    """A request that has not been answered."""
-
     request: GenerationRequest
     stream: ReportStream
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
@@ -125,7 +123,6 @@ class RequestDriver(EngineFront):
     """Runs every request as a task over an `AsyncEngine`. Belongs to one event loop."""
 
     def __init__(self, engine: AsyncEngine, name: str) -> None:
-        """`name` is the engine's in errors."""
         self._engine = engine
         self.name = name
         self._sequences: dict[str, _Sequence] = {}
@@ -306,7 +303,6 @@ class RequestDriver(EngineFront):
         raise EngineFailed(f"{self.name} ended request {request.id!r} without a stop reason")
 
     def _count_busy(self) -> None:
-        """Count the time until now as busy if anything ran."""
         now = time.monotonic()
         if self._running:
             self._stats.seconds_busy += now - self._counted
@@ -325,7 +321,6 @@ class RequestDriver(EngineFront):
 
 
 async def first_of(*events: asyncio.Event) -> None:
-    """Return when one of them is set."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -182,7 +182,6 @@ class Router:
         return list(self._members)
 
     def take_metrics(self) -> RouterMetrics:
-        """What was done since the last call."""
         metrics, self._metrics = self._metrics, RouterMetrics()
         return metrics
 

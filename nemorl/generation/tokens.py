@@ -36,7 +36,6 @@ class TokenBuffer:
 
     @property
     def num_unreported(self) -> int:
-        """Tokens that no progress report has carried."""
         return len(self.tokens) - self._num_reported
 
     @property
@@ -67,7 +66,6 @@ class TokenBuffer:
         )
 
     def take_progress(self, request_id: str) -> Progress:
-        """What was added since the last report."""
         report = Progress(request_id, *self._arrays(self._num_reported), self._rows(self._experts_reported))
         self._num_reported, self._experts_reported = len(self.tokens), len(self.experts)
         return report

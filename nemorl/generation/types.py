@@ -84,8 +84,6 @@ Report = Completion | Progress | Refusal
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """State of an engine."""
-
     version: int
     running: int
     waiting: int
@@ -97,8 +95,7 @@ class EngineHealth:
 class Generator(Protocol):
     """A handle on one or more engines, as the turn loop sees it."""
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """Sample one turn."""
+    async def generate(self, request: GenerationRequest) -> Completion: ...
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,6 @@ class NoReplicaLeft(RunError):
     """Every replica of a pool is lost."""
 
     def __init__(self, causes: Mapping[str, str]) -> None:
-        """`causes` of the losses by replica."""
         super().__init__(dict(causes))
         self.causes = dict(causes)
 

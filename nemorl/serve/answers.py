@@ -69,7 +69,6 @@ class Choice:
         self._text = TextStream(tokenizer, frozenset(ends), marks)
 
     def delta(self, progress: Progress) -> Json:
-        """Return the part of a stream for these tokens."""
         return self._part(self._text.push(progress.tokens.tolist()), progress, None)
 
     def last_delta(self, completion: Completion) -> Json:
@@ -81,7 +80,6 @@ class Choice:
         return part
 
     def whole(self, completion: Completion) -> Json:
-        """Return the choice of an answer that comes in one piece."""
         choice, calls = self._end(completion, completion)
         if self.is_chat:
             message = choice["message"] = choice.pop("delta") | {"refusal": None}
@@ -167,16 +165,13 @@ class Answer:
         ]
 
     def whole(self, completions: Sequence[Completion]) -> Json:
-        """Return the answer in one piece."""
         choices = [choice.whole(c) for choice, c in zip(self.choices, completions, strict=True)]
         return self._envelope("", choices, first=True) | self._usage()
 
     def chunk(self, part: Json, *, first: bool) -> Json:
-        """Return an event of a stream."""
         return self._envelope(".chunk", [part], first=first)
 
     def last_chunk(self) -> Json:
-        """Return the event with the numbers of tokens."""
         return self._envelope(".chunk", [], first=False) | self._usage()
 
     def _usage(self) -> Json:

@@ -92,8 +92,6 @@ def limit_concurrency(limit: int) -> Any:
 
 
 class _Endpoint:
-    """The routes over engines."""
-
     def __init__(self, served: Served) -> None:
         self._served = served
 
@@ -163,8 +161,6 @@ class _Endpoint:
 
 @dataclass(frozen=True)
 class Listening:
-    """Address and key of an endpoint."""
-
     url: str  # with /v1, as clients expect it
     api_key: str
     generated: bool  # the key was generated here, so it has to be shown

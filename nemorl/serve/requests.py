@@ -77,14 +77,12 @@ class SamplingRequest(ModelRequest):
 
     @property
     def sampling(self) -> SamplingParams:
-        """The distribution to sample from."""
         top_k = self.top_k if self.top_k is not None and self.top_k > 0 else None
         temperature = self.temperature if self.temperature >= _GREEDY_BELOW else 0.0
         return SamplingParams(temperature, top_k, self.top_p, self.min_p)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The texts that end an answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
@@ -104,7 +102,6 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts in a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
@@ -211,12 +208,10 @@ class ApiError(Exception):
         self.kind, self.param, self.code = kind, param, code
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON of the answer."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """Return the error of a request that is wrong in itself."""
     return ApiError(400, message, param=param)
 
 

@@ -26,8 +26,6 @@ MAX_CHARACTERS = 256  # of a token, generously: vocabularies have some of about 
 
 @dataclass(frozen=True)
 class Served:
-    """Engines and model of an endpoint."""
-
     router: Router
     tokenizer: Tokenizer
     model_name: str

@@ -136,11 +136,9 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows of all parts, then the dimensions that the parts share."""
         return (sum(shape[0] for _, shape in self.parts), *self.parts[0][1][1:])
 
     def slices(self) -> Iterator[TensorSlice]:
-        """One slice per part: whole HF tensors, each a contiguous run of the parameter."""
         offset = 0
         for hf_name, shape in self.parts:
             strides = (*shape[1:], 1)
@@ -269,7 +267,6 @@ class ModelRunner:
         return self._staging
 
     def load(self, folder: Path) -> None:
-        """Read an HF folder into the staging parameters and commit them."""
         HfFolder(folder).load_into(self._staging, self.slices())
         self.commit()
 
@@ -291,7 +288,6 @@ class ModelRunner:
         return [hidden[prompt] for prompt in prompts]
 
     def _prefill(self, batch: Sequence[Prompt]) -> Tensor:
-        """Read prompts of one padded length: hidden states [prompts, hidden] of their last tokens."""
         length = batch[0].padded_length
         tokens = np.zeros((len(batch), length), dtype=np.int64)
         for index, prompt in enumerate(batch):
@@ -352,7 +348,6 @@ class TorchEngine(BatchingEngine):
         decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`decode` is required for stop strings only."""
         self.model = ModelRunner(
             shape,
             max_kv_tokens=config.max_kv_tokens,
@@ -409,7 +404,6 @@ class TorchHost(StepDriver):
         self._receiver.prepare(part)
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
-        """This rank's side of a refit; the event loop keeps serving meanwhile."""
         return (await asyncio.to_thread(self._receiver.begin(session)),)
 
     async def commit_weights(self, version: int) -> None:

@@ -33,8 +33,6 @@ _STOPS = {
 
 @dataclass(eq=False)
 class _Flight:
-    """A request in the engine."""
-
     versions: list[tuple[int, int]]  # (first token, version) of each version that samples it
     received: int = 0  # tokens
     finder: StopStringFinder | None = None

@@ -74,7 +74,6 @@ class TrtllmHost(RequestDriver):
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the workers and load the model as version 0."""
         await self._trtllm.llm.setup_async()
         self._watch = asyncio.create_task(self._keep_watch())
 
@@ -154,7 +153,6 @@ class TrtllmHost(RequestDriver):
         return self._staging
 
     async def _update_weights(self, version: int) -> None:
-        """Give the staged weights to all workers while the engine is paused."""
         async with self._paused_for(version):
             try:
                 places = self._places(await self._trtllm.call("nemorl_device"))

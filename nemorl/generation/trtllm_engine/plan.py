@@ -15,7 +15,6 @@ _RUNTIME = 600_000_000  # bytes of each worker with its imports, as measured of 
 
 
 def installed_version() -> str | None:
-    """Version of the package, None if it is missing."""
     if find_spec("tensorrt_llm") is None:
         return None
     try:

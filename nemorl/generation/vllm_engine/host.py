@@ -140,7 +140,6 @@ class VllmHost(RequestDriver):
         super().__init__(self._vllm, f"generation engine {options.rank}")
 
     async def start(self) -> None:
-        """Start vLLM's processes, load the model as version 0 and learn what its workers hold."""
         await self._vllm.start()
         lora = self._lora.model_dump_json() if self._lora is not None else None
         answers = [

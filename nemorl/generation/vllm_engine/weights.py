@@ -77,14 +77,13 @@ def _states(module: nn.Module) -> dict[str, object]:
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    """Attributes of the module and of its quantization method."""
     kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     of_method = getattr(getattr(module, "quant_method", None), "__dict__", {})
     return kept | {f"quant_method.{name}": value for name, value in of_method.items()}
 
 
 def _other_memory(value: object, own: set[int], depth: int) -> bool:
-    """Whether tensors other than `own` are reachable; what lies too deep counts as such."""
+    """True if tensors other than `own` are reachable; what lies too deep counts as such."""
     if value is None or isinstance(value, _PLAIN):
         return False
     if isinstance(value, Tensor):
