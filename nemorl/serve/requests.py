@@ -33,47 +33,32 @@ class Strict(BaseModel):
 
 
 class ModelRequest(Strict):
-    model: str
-    """The name under which the model is served."""
+    model: str  # under which the model is served
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
-    """Send the counts of tokens in a last chunk."""
+    include_usage: bool = False  # counts of tokens, in a last chunk
 
 
 class SamplingRequest(ModelRequest):
     """The common fields of completions and chats."""
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    """Samples of each prompt."""
-    temperature: float = Field(1.0, ge=0)
-    """Divides the logits; 0 is greedy, and so is less than 1e-5."""
+    n: int = Field(1, ge=1, le=MAX_CHOICES)  # samples of each prompt
+    temperature: float = Field(1.0, ge=0)  # 0 is greedy, and so is less than 1e-5
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the most likely tokens up to this probability."""
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
-    """Keep the k most likely tokens; -1 and 0 keep all."""
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1 and 0 keep all
     min_p: float = Field(0.0, ge=0, le=1)
-    """Keep tokens at least this likely, as a fraction of the most likely one."""
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    """Decides what is drawn; by chance when not given."""
+    seed: int | None = Field(None, ge=0, lt=2**63)  # by chance when not given
+    # Not part of the answer's text.
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    """Texts that end an answer; they are not part of its text."""
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
-    """Tokens that end an answer, in addition to those of the model."""
+    stop_token_ids: list[TokenId] = Field(default_factory=list)  # in addition to the model's
     stream: bool = False
     stream_options: StreamOptions | None = None
-    """What a stream contains in addition to the text."""
-    return_token_ids: bool = False
-    """Give the token ids of prompt and answer, and the version of the weights that sampled each."""
-    user: str | None = None
-    """Accepted and ignored."""
+    return_token_ids: bool = False  # of prompt and answer, and the versions of the weights that sampled
+    user: str | None = None  # accepted and ignored
     presence_penalty: float = Field(0.0, ge=0, le=0)
-    """Only 0 is served."""
     frequency_penalty: float = Field(0.0, ge=0, le=0)
-    """Only 0 is served."""
     repetition_penalty: float = Field(1.0, ge=1, le=1)
-    """Only 1 is served."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -96,8 +81,7 @@ class CompletionRequest(SamplingRequest):
         | Annotated[list[list[TokenId]], Field(min_length=1, max_length=MAX_CHOICES)]
     )
     max_tokens: int = Field(16, ge=1)
-    logprobs: Literal[0, 1] | None = None
-    """Give the logprob of every sampled token."""
+    logprobs: Literal[0, 1] | None = None  # of every sampled token
     echo: Literal[False] = False
 
     @property
@@ -118,8 +102,7 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
-    id: str = ""
-    """Joins the call and its result."""
+    id: str = ""  # joins the call and its result
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -127,8 +110,7 @@ class ToolCall(Strict):
 class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
-    name: str | None = None
-    """Of the speaker, where the template knows such."""
+    name: str | None = None  # of the speaker, where the template has such
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: None = None
@@ -152,8 +134,7 @@ class Function(Strict):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=dict)
-    strict: bool | None = None
-    """Accepted; the grammar of answers is not enforced."""
+    strict: bool | None = None  # accepted; the grammar of answers is not enforced
 
 
 class Tool(Strict):
@@ -172,15 +153,11 @@ class ChatRequest(SamplingRequest):
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: Literal[True] | None = None
-    """An answer may hold several calls."""
     response_format: ResponseFormat | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    """Most tokens of an answer; what the sequence has room for when not given."""
+    max_tokens: int | None = Field(None, ge=1)  # what the sequence has room for when not given
     max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    """Give the logprob of every sampled token."""
+    logprobs: bool = False  # of every sampled token
     top_logprobs: Literal[0] | None = None
-    """Only 0 is served."""
 
     @property
     def tools_for_template(self) -> list[dict[str, Any]] | None:

@@ -36,10 +36,9 @@ class RewardMessage(Strict):
 
 
 class JudgedConversation(Strict):
-    prompt: list[RewardMessage]
-    """The messages before the answer."""
+    prompt: list[RewardMessage]  # before the answer
+    # Messages of the assistant, and the replies to all but the last.
     completion: list[RewardMessage] = Field(min_length=1)
-    """The answer: messages of the assistant, and the replies to all but the last."""
 
 
 class RewardRequest(ModelRequest):
@@ -52,8 +51,7 @@ class Batcher:
     """Scores together what several requests ask for at the same time."""
 
     def __init__(self, score: Score, most: int = MAX_BATCH) -> None:
-        self._score = score
-        self._most = most
+        self._score, self._most = score, most
         self._waiting: asyncio.Queue[tuple[Example, asyncio.Future[float]]] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:

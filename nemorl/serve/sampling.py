@@ -44,24 +44,22 @@ class Work:
 
 
 def completion_work(request: CompletionRequest, served: Served) -> Work:
-    """Return the tokens of a completion. Raises ApiError."""
+    """Raises ApiError."""
     encode = served.tokenizer.encode_document
     prompts = [
         _encode(encode, prompt, "prompt", served) if isinstance(prompt, str) else list(prompt)
         for prompt in request.prompts
     ]
     if (count := len(prompts) * request.n) > MAX_CHOICES:
-        message = (
-            f"{len(prompts)} prompts with n={request.n} are {count} samples; a request has {MAX_CHOICES}"
-        )
-        raise bad_request(f"{message} at most", "n")
+        message = f"{len(prompts)} prompts with n={request.n} are {count} samples"
+        raise bad_request(f"{message}; a request has {MAX_CHOICES} at most", "n")
     for prompt in prompts:
         _check_room(len(prompt), request.max_tokens, "prompt", served)
     return Work(prompts, request.max_tokens)
 
 
 def chat_work(request: ChatRequest, served: Served) -> Work:
-    """Return the tokens of a chat. Raises ApiError."""
+    """Raises ApiError."""
     tools = request.tools_for_template
     if tools and TOOL_CALL not in served.tokenizer.chat_template:
         raise bad_request(
@@ -75,8 +73,8 @@ def chat_work(request: ChatRequest, served: Served) -> Work:
     except TokenizerError as error:
         raise bad_request(str(error), "messages") from error
     prompt = _encode(served.tokenizer.encode, text, "messages", served)
-    limit = request.max_completion_tokens or request.max_tokens
-    limit = limit or max(1, served.max_sequence_length - len(prompt))
+    room = max(1, served.max_sequence_length - len(prompt))
+    limit = request.max_completion_tokens or request.max_tokens or room
     _check_room(len(prompt), limit, "messages", served)
     return Work([prompt], limit, tools=bool(tools))
 
@@ -115,7 +113,7 @@ def engine_requests(request: SamplingRequest, work: Work, served: Served) -> lis
     The first choice has the request's seed, the others different ones of 63 bits.
     """
     seed = secrets.randbits(63) if request.seed is None else request.seed
-    stops = served.tokenizer.end_token_ids | set(request.stop_token_ids)
+    stops = frozenset(served.tokenizer.end_token_ids | set(request.stop_token_ids))
     count = len(work.prompts) * request.n
     derived = (np.random.SeedSequence((seed, i)).generate_state(1, np.uint64)[0] for i in range(1, count))
     piece = -(-(served.router.num_unanswered + count) // ANSWERS_BY_TOKEN)
@@ -126,7 +124,7 @@ def engine_requests(request: SamplingRequest, work: Work, served: Served) -> lis
             sampling=request.sampling,
             max_new_tokens=work.max_tokens,
             seed=choice_seed,
-            stop_token_ids=frozenset(stops),
+            stop_token_ids=stops,
             stop_strings=request.stop_strings,
             deadline_seconds=served.timeout_seconds,
             progress_tokens=piece if request.stream else 0,
