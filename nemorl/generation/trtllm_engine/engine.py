@@ -1,4 +1,4 @@
-"""TensorRT-LLM's AsyncLLM behind `AsyncEngine`, and calls of the extension in its workers.
+"""TensorRT-LLM's AsyncLLM behind `AsyncEngine`: our settings in its words, and calls of its workers.
 
 host process ── generate_async ──▶ worker 0 ─ PyExecutor (steps)
      └──────── collective_rpc ──▶ workers 0..n ─ extension: hold, load, finish, release
@@ -6,29 +6,90 @@ host process ── generate_async ──▶ worker 0 ─ PyExecutor (steps)
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tensorrt_llm import AsyncLLM
+from tensorrt_llm import AsyncLLM, SamplingParams
 from tensorrt_llm.executor import RequestError
+from tensorrt_llm.llmapi import KvCacheConfig
+from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType, SleepConfig
+from tensorrt_llm.sampling_params import LogprobMode
 
 from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.generation.request_driver import Chunk
-from nemorl.generation.tokens import RequestLimits, StopStringFinder
-from nemorl.generation.types import EngineFailed, GenerationRequest
+from nemorl.generation.tokens import RequestLimits, StopStringFinder, engine_seed
+from nemorl.generation.types import EngineFailed, EngineOptions, GenerationRequest
 from nemorl.trajectories import StopReason
-
-from .arguments import sampled_logprobs, sampling_params
 
 logger = logging.getLogger(__name__)
 
+_EXTENSION = "nemorl.generation.trtllm_engine.host.NemorlExtension"  # mixed into the engine's workers
+_NO_TOKEN = -1  # we say which tokens end a turn, the engine adds none
 _STOPS = {
     "stop": StopReason.STOP,
     "length": StopReason.LENGTH,
     "timeout": StopReason.ABORT,
     "cancelled": StopReason.ABORT,
 }
+
+
+def engine_arguments(config: TrtllmGenerationConfig, options: EngineOptions) -> dict[str, Any]:
+    """For `AsyncLLM`."""
+    arguments: dict[str, Any] = {
+        "model": str(options.model_path),
+        "backend": "pytorch",
+        "dtype": config.precision or options.precision,
+        "skip_tokenizer_init": True,  # token ids in and out
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+        "max_batch_size": config.max_batch_size,
+        "max_num_tokens": config.max_num_tokens,
+        "max_seq_len": options.max_sequence_length,
+        "max_input_len": options.max_sequence_length,  # else 1024
+        "kv_cache_config": KvCacheConfig(
+            free_gpu_memory_fraction=config.kv_cache_fraction, enable_block_reuse=config.prefix_caching
+        ),
+        "sleep_config": SleepConfig(),
+        "ray_worker_extension_cls": _EXTENSION,
+        **config.trtllm_kwargs,
+    }
+    if config.in_flight_updates:
+        # A step that overlaps with the next one has tokens that no count knows of when an update comes.
+        arguments["disable_overlap_scheduler"] = True
+    for name in ("moe_tensor_parallel_size", "moe_expert_parallel_size"):
+        if (size := getattr(config, name)) is not None:
+            arguments[name] = size
+    return arguments
+
+
+def sampling_params(request: GenerationRequest, max_sequence_length: int) -> SamplingParams:
+    """A request's own. Stop strings are looked for by us: the engine would look for them as token ids."""
+    sampling = request.sampling
+    greedy = sampling.temperature == 0
+    return SamplingParams(
+        max_tokens=min(request.max_new_tokens, max_sequence_length - len(request.prompt)),
+        temperature=sampling.temperature,
+        top_k=1 if greedy else sampling.top_k or 0,
+        top_p=sampling.top_p,  # always given: without top-p and top-k the engine is greedy
+        min_p=sampling.min_p,
+        seed=engine_seed(request),
+        end_id=_NO_TOKEN,
+        stop_token_ids=sorted(request.stop_token_ids) or None,
+        include_stop_str_in_output=True,
+        detokenize=False,
+        logprobs=1,
+        # Of the distribution sampled; greedy has none, and takes the model's own.
+        logprobs_mode=LogprobMode.RAW if greedy else LogprobMode.PROCESSED,
+    )
+
+
+def memory_tags(tags: Sequence[str]) -> list[str]:
+    """The engine's names for `weights` and `kv_cache`; both, where none is given."""
+    cache = ExecutorMemoryType.KV_CACHE.value
+    others = [tag.value for tag in ExecutorMemoryType if not tag.value.startswith("_") and tag.value != cache]
+    by_ours = {"weights": others, "kv_cache": [cache]}
+    return [name for tag in tags or by_ours for name in by_ours[tag]]
 
 
 @dataclass(eq=False)
@@ -41,7 +102,9 @@ class _Flight:
         """What has come since, cut behind the token that completes a stop string."""
         first = self.received
         tokens = list(sample.token_ids[first:])
-        logprobs = sampled_logprobs(tokens, sample.logprobs[first : first + len(tokens)])
+        # For each position a number, or several by token.
+        at = zip(tokens, sample.logprobs[first : first + len(tokens)], strict=True)
+        logprobs = [float(found[token].logprob if isinstance(found, dict) else found) for token, found in at]
         stop = None if sample.finish_reason is None else _STOPS[sample.finish_reason]
         if self.finder is not None and (end := self.finder.find(tokens)) is not None:
             tokens, logprobs, stop = tokens[:end], logprobs[:end], StopReason.STOP

@@ -35,10 +35,8 @@ from nemorl.weights.endpoints import WeightReceiver, torch_dtype
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitFailed, RefitSession
 from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
-from .arguments import engine_arguments, memory_tags
-from .engine import TrtllmEngine
+from .engine import TrtllmEngine, engine_arguments, memory_tags
 
-EXTENSION = "nemorl.generation.trtllm_engine.host.NemorlExtension"
 _WATCH_SECONDS = 5.0  # between two looks whether the workers live
 
 
@@ -56,7 +54,7 @@ class TrtllmHost(RequestDriver):
         self._tensors = hf_tensors(shape)
         self._dtypes = _kept_types(options.model_path, self._tensors, config.precision or options.precision)
         name = f"TensorRT-LLM engine {options.rank}"
-        arguments = engine_arguments(config, options, EXTENSION)
+        arguments = engine_arguments(config, options)
         if bundle is not None:  # it has the GPUs of all workers
             arguments["placement_groups"] = [get_current_placement_group()]
             arguments["placement_bundle_indices"] = [[bundle] * config.ranks_per_replica]
