@@ -3,7 +3,6 @@
 waiting line ──▶ Scheduler (rows of the cache) ──▶ Runner (network) ──▶ Sampler ──▶ completions
 
 The embedded engine and the policy itself sample with it, each with its own network (`Runner`) and cache.
-
 Every draw is the inverse of a cumulative distribution at one uniform number, and that number is a hash of the
 request's seed and the token's position: neither the batch nor what was drawn before changes it.
 """
@@ -142,10 +141,9 @@ class _Filters:
         return sampled
 
     def _keep(self, ranked: Tensor, logsumexp: Tensor, rows: Tensor) -> Tensor:
-        """Which of `ranked` [n, k], logits in descending order, stay: a prefix of each row, [n, k].
+        """Mask [n, k] of the prefix of each row that stays of `ranked` [n, k], logits in descending order.
 
-        `logsumexp` [n, 1] is that of the whole row, of which `ranked` may be a beginning only; `rows` [n]
-        says whose filters count.
+        `logsumexp` [n, 1] is that of the whole row; `rows` [n] says whose filters count.
         """
         has_top_k, top_p = self._has_top_k[rows], self._top_p[rows]
         by_rank = (torch.arange(ranked.shape[1], device=ranked.device) < self._top_k[rows]) | ~has_top_k
@@ -267,9 +265,8 @@ class ActiveSequence:
 class Scheduler:
     """A waiting line and the rows of the running batch.
 
-    Admission is strictly by arrival: when the first in line does not fit, no later one passes it, so a large
-    request is served as soon as enough of the batch has finished. A sequence is admitted with room for all
-    the tokens it may reach, so a running one is never evicted.
+    Admission is strictly by arrival: no later one passes the first in line, so a large request is served as
+    soon as it fits. There is room for all the tokens a sequence may reach, so a running one is never evicted.
     """
 
     def __init__(self, max_rows: int, fits: Callable[[int, int], bool]) -> None:
@@ -325,10 +322,7 @@ class Scheduler:
             self._drop_free_end()
 
     def compact(self) -> tuple[list[int], list[int]]:
-        """Close the gaps with sequences from the end, so that the running batch is rows 0..n-1.
-
-        The contents of the rows in the first list must be copied to those in the second.
-        """
+        """Close the gaps from the end, so that rows 0..n-1 run; rows to copy from, and those to copy to."""
         sources, targets = [], []
         while None in self._rows:
             gap = self._rows.index(None)
@@ -348,9 +342,8 @@ class BatchingEngine:
 
     What is sampled for a request depends on its prompt, its parameters, its seed and the weights; who shares
     the batch changes it by rounding at most, and where oneDNN computes, not at all. A sequence whose weights
-    change in flight keeps the keys and values it has; `Completion.versions` has the version of each token.
-    Nothing ends a turn but what its request names: the model's own end token is for the caller to pass. Not
-    thread-safe.
+    change in flight keeps the keys and values it has. Nothing ends a turn but what its request names: the
+    model's own end token is for the caller to pass. Not thread-safe.
     """
 
     def __init__(
@@ -417,10 +410,7 @@ class BatchingEngine:
         return [self._end(sequence, StopReason.ABORT) for sequence in late]
 
     def step(self, admit: bool = True) -> list[Completion]:
-        """Sample one token for every running sequence; the requests that ended.
-
-        Sequences that join (unless `admit` is false) get their first two tokens.
-        """
+        """Sample one token for every running sequence, two for those that join; the requests that ended."""
         started = self._clock()
         completions = self.expire()
         if admit:
@@ -432,8 +422,7 @@ class BatchingEngine:
     def _admit(self) -> list[Completion]:
         """Let waiting sequences join, and sample their first tokens.
 
-        Each distinct prompt is read once at most; one that a running sequence has, read by the same weights,
-        is copied from its row.
+        Each distinct prompt is read once at most; one that a running sequence has is copied from its row.
         """
         admitted = self._scheduler.admit()
         if not admitted:

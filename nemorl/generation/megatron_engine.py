@@ -60,8 +60,7 @@ class PolicySampler(StepDriver):
 class SamplingPolicyWorker(PolicyWorker):
     """A policy rank whose data-parallel copy samples while `serve` runs.
 
-    The leader of a copy has a `sampler`, which answers requests in the process's event loop while `serve`
-    runs in the thread of the other methods; the other ranks follow it.
+    The leader's `sampler` answers requests in the process's event loop; the other ranks follow it.
     """
 
     def __init__(

@@ -48,11 +48,7 @@ class OpenAIBackend:
         self._limits.check(request)
 
     async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """The whole answer as one chunk.
-
-        Raises RequestRefused with what the server objects to or does not return, and EngineFailed when it
-        does not answer.
-        """
+        """The whole answer as one chunk. Raises RequestRefused and EngineFailed."""
         yield self._read(request, await self._client.post("/completions", self._body(request)))
 
     async def freeze(self) -> None:
@@ -116,7 +112,7 @@ class OpenAIBackend:
 
 
 class OpenAIHost(RequestDriver):
-    """An `openai` replica as the driver and the rollout workers call it. Lives in an event loop."""
+    """An `openai` replica. Lives in an event loop."""
 
     def __init__(self, config: OpenAIGenerationConfig, options: EngineOptions) -> None:
         """Connects with the first request. Raises MissingKey, or EngineFailed without a tokenizer."""

@@ -107,10 +107,7 @@ class TextDecoder:
 
 
 class StopStringFinder:
-    """Reads one sequence as it grows and reports when one of its stop strings is complete.
-
-    Text of the prompt never counts.
-    """
+    """Reports when a stop string is complete in the sampled text of one sequence."""
 
     def __init__(self, stop_strings: Sequence[str], prompt: Sequence[int], decode: Decode) -> None:
         self._stop_strings = tuple(stop_strings)
@@ -177,10 +174,7 @@ class RequestLimits:
             )
 
     def stop_finder(self, request: GenerationRequest) -> StopStringFinder | None:
-        """None if a request has no stop strings.
-
-        Tokens that another replica sampled for it count: a stop string may begin in them.
-        """
+        """None without stop strings; one may begin in tokens that another replica sampled."""
         if not request.stop_strings or self.decode is None:
             return None
         tokens = request.prompt.tolist()
@@ -191,19 +185,13 @@ class RequestLimits:
 
 
 def engine_seed(request: GenerationRequest) -> int:
-    """Seed for an engine that draws a sequence's numbers in order.
-
-    To it a request that continues after the loss of a replica is a new one, which must not draw the same
-    numbers again.
-    """
+    """Seed for an engine that draws in order: a request that another replica began must not draw the same."""
     return (request.seed + _GOLDEN * request.sampled_before) % _MAX_SEED
 
 
 def load_decoder(tokenizer_path: Path) -> Decode | None:
-    """Tokens to text by the folder's `tokenizer.json`; None without one.
-
-    The tokenizers library alone does it: transformers would cost every engine seconds and 400 MB.
-    """
+    """Tokens to text by the folder's `tokenizer.json`; None without one."""
+    # Without transformers, which would cost every engine seconds and 400 MB.
     file = tokenizer_path / "tokenizer.json"
     if not file.exists():
         return None

@@ -58,9 +58,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Progress:
-    """What was sampled for a request since it was last reported, on the way to its completion. `n` tokens.
+    """What was sampled for a request since its last report. `n` tokens, which its completion has again.
 
-    A completion has all tokens again: progress is for streaming, and for continuing where a replica died.
+    Used for streaming, and to continue where a replica died.
     """
 
     id: str

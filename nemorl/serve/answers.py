@@ -31,10 +31,7 @@ class TextStream:
         self.rest = ""
 
     def push(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """Add sampled tokens; return the text that is certain by now. An end token is no text.
-
-        After the `last` ones that is the text that was held back, too.
-        """
+        """Return the text that is certain by now; after the `last` tokens, what was held back too."""
         new = self._text.push([t for t in tokens if t not in self._end_token_ids], last=last)
         if self.rest:
             self.rest += new

@@ -1,7 +1,7 @@
 """The embedded engine: a compact decoder in plain torch, continuous batching over it, and its process.
 
-The network is of the Llama, Qwen2 and Qwen3 families and for sampling only. One forward pass takes `N` packed
-tokens of any sequences: a prefill attends within its prompts, a decoding step to the cache.
+The network is of the Llama, Qwen2 and Qwen3 families. One forward pass takes `N` packed tokens of any
+sequences: a prefill attends within its prompts, a decoding step to the cache.
 
 Sequences in flight continue with new weights and keep their keys and values; pause with `wait` before an
 update for sequences of one version, with `keep` to hold sampling still while weights travel.
@@ -55,9 +55,8 @@ class Attention(Protocol):
 class PrefillAttention:
     """Causal attention within `prompts` right-padded to one length; keys and values go to the cache.
 
-    `owners[i]` is the prompt whose keys and values the cache row `rows[i]` gets: identical prompts are
-    computed once. Padding sits behind every real token, so the causal mask alone keeps it out; what it leaves
-    in the cache is overwritten before a step can see it.
+    `owners[i]` is the prompt whose keys and values the cache row `rows[i]` gets. The causal mask alone keeps
+    padding out; what it leaves in the cache is overwritten before a step can see it.
     """
 
     def __init__(self, cache: KVCache, prompts: int, length: int, rows: Tensor, owners: Tensor) -> None:

@@ -3,10 +3,9 @@
 handles    exchange ──▶ host memory (sampling continues) ──commit: CUDA IPC──▶ every worker
 workers    exchange ──▶ a receiver in every worker (engine paused) ──▶ its loader; commit: the final None
 
-`NemorlExtension` (`ray_worker_extension_cls`) has TensorRT-LLM's workers pause, and take weights through the
-worker's own `update_weights` body, which takes handles `{gpu: [(name, (rebuild, arguments)), ...]}` and, when
-all have come, None. It is called undecorated: the engine is held once around a whole update, since between
-two calls it would step with half of the weights.
+Workers take weights through their own `update_weights`: handles `{gpu: [(name, (rebuild, arguments)), ...]}`
+and, when all have come, None. It is called undecorated: the engine is held once around a whole update, since
+between two calls it would step with half of the weights.
 """
 
 import asyncio
@@ -241,10 +240,9 @@ _DEVICE_ARGUMENT = 6  # of a rebuild function's arguments; the worker puts its o
 
 
 class NemorlExtension(WorkerExtension):
-    """Methods of a worker: `engine` is its PyExecutor, `device_id` its GPU, `global_rank` its rank.
+    """Methods of a worker, one at a time in its main thread. Their prefix keeps them apart from its own.
 
-    They have a prefix, since a name that the worker has already is refused, and run one at a time, in its
-    main thread.
+    `engine` is its PyExecutor, `device_id` its GPU, `global_rank` its rank.
     """
 
     _nemorl_control: Any = None  # held while it is there

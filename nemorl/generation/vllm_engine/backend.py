@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 class ExpertRows:
     """The experts that vLLM's routers chose for one request, in the rows that a trajectory has.
 
-    vLLM 0.32 returns a row for every token that was taken in, of all layers (those without experts hold
-    zeros), from `routed_experts_prompt_start` on: row i is of the forward pass that took token i in, also
-    where that was another request's (prefix cache). The last token sampled has none. Chunks come with the
-    outputs; the last output has them all.
+    vLLM 0.32 returns a row for every token that was taken in, of all layers (zeros without experts), from
+    `routed_experts_prompt_start` on: row i is of the forward pass that took token i in, also where that was
+    another request's (prefix cache). Chunks come with the outputs; the last output has them all.
     """
 
     def __init__(self, moe_layers: Sequence[int], first: int) -> None:

@@ -4,10 +4,9 @@
     reloaded   whole tensors, for modules that compute with memory of their own -> vLLM's own loader
     adapters   a policy's LoRA, which vLLM computes on top of weights that stay as they are
 
-The layout is learned while the model is loaded: after its weights are there, and before post-processing has
-given some of them the form that kernels require. A kernel may require weights in its own order: vLLM then
-replaces the parameter, changes it in place, or keeps a copy of it. Writing into such a parameter afterwards
-would not be seen, or would be wrong, so modules that post-processing touched are reloaded.
+The layout is learned while the model is loaded: after its weights are there, and before post-processing
+replaces or changes parameters, or keeps copies of them, for kernels that require another order. Writing into
+such a parameter would not be seen, or would be wrong, so modules that post-processing touched are reloaded.
 """
 
 import logging
@@ -256,10 +255,9 @@ def _targets(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _forget_kernels(model: nn.Module) -> None:
-    """Have the loader make the kernels of experts on a CPU again.
+    """Have the loader make the kernels of experts on a CPU again: only then vLLM 0.32 packs experts.
 
-    vLLM 0.32 packs experts for a CPU when it makes their kernel, and only then: reloaded under a kernel that
-    is there, they would be multiplied unpacked. Nothing on a CPU has captured where the old ones lie.
+    Nothing on a CPU has captured where the old ones lie.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -268,10 +266,7 @@ def _forget_kernels(model: nn.Module) -> None:
 
 
 def _refresh_tied(model: nn.Module) -> None:
-    """Have heads that share the embedding's weights pack them again, where a CPU's kernels keep a copy.
-
-    vLLM's loader sees to the embedding alone, into which the checkpoint's tensor goes.
-    """
+    """Have heads that share the embedding's weights pack them again, which vLLM's loader leaves out."""
     for _, *others in _shared(model):
         for name in others:
             module = model.get_submodule(name.rpartition(".")[0])
@@ -285,10 +280,7 @@ ADAPTER, ADAPTER_ID = "policy", 1  # vLLM's name and number for it
 
 
 def compute_one_adapter() -> None:
-    """Have vLLM compute it on a CPU as two matrix products, since all tokens have the same.
-
-    vLLM 0.32 copies the matrices of its adapter for every token there.
-    """
+    """Have vLLM 0.32 compute it on a CPU as two matrix products instead of copying it for every token."""
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     of_many = PunicaWrapperCPU.add_lora_linear
