@@ -411,13 +411,10 @@ class BatchingEngine:
 
     def step(self, admit: bool = True) -> list[Completion]:
         """Sample one token for every running sequence, two for those that join; the requests that ended."""
-        started = self._clock()
         completions = self.expire()
         if admit:
             completions += self._admit()
-        completions += self._advance()
-        self._stats.seconds_busy += self._clock() - started
-        return completions
+        return completions + self._advance()
 
     def _admit(self) -> list[Completion]:
         """Let waiting sequences join, and sample their first tokens.
@@ -475,7 +472,6 @@ class BatchingEngine:
         )
         if self._sampler is None:
             self._sampler = self._make_sampler(sequences)
-        self._stats.peak_batch = max(self._stats.peak_batch, len(sequences))
         return self._take(sequences, self._sampler, logits)
 
     def _take(
@@ -529,5 +525,4 @@ class BatchingEngine:
 
     def take_stats(self) -> EngineStats:
         done, self._stats = self._stats, EngineStats()
-        done.version = self.version
         return done

@@ -137,7 +137,6 @@ class RequestDriver(EngineFront):
         self.corruption: str | None = None  # in `health` until `recover`; who sets it pauses the engine
         self._last_chunk = time.monotonic()
         self._stats = EngineStats()
-        self._counted = self._last_chunk  # until when `seconds_busy` is counted
 
     @property
     def version(self) -> int:
@@ -243,9 +242,7 @@ class RequestDriver(EngineFront):
         self._failure = self.corruption = None
 
     async def stats(self) -> EngineStats:
-        self._count_busy()
-        done, self._stats = self._stats, EngineStats(peak_batch=len(self._running))
-        done.version = self.version
+        done, self._stats = self._stats, EngineStats()
         return done
 
     def health(self) -> EngineHealth:
@@ -269,7 +266,6 @@ class RequestDriver(EngineFront):
             self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
             sequence.end(task.result())
-        self._count_busy()
         del self._sequences[sequence.request.id]
         self._running.discard(sequence.request.id)
         if not self._running:
@@ -280,13 +276,11 @@ class RequestDriver(EngineFront):
         try:
             async with asyncio.timeout(request.deadline_seconds) as deadline:
                 await self._gate.wait()
-                self._count_busy()
                 if not self._running:
                     self._last_chunk = time.monotonic()  # an idle engine does not hang
                 self._running.add(request.id)
                 self._idle.clear()
                 self._stats.prompt_tokens += len(request.prompt)
-                self._stats.peak_batch = max(self._stats.peak_batch, len(self._running))
                 async with aclosing(self._engine.sample(request)) as chunks:
                     async for chunk in chunks:
                         sampled.extend(chunk.tokens, chunk.logprobs, chunk.versions, chunk.routed_experts)
@@ -301,12 +295,6 @@ class RequestDriver(EngineFront):
                 raise
             return StopReason.ABORT
         raise EngineFailed(f"{self.name} ended request {request.id!r} without a stop reason")
-
-    def _count_busy(self) -> None:
-        now = time.monotonic()
-        if self._running:
-            self._stats.seconds_busy += now - self._counted
-        self._counted = now
 
     async def _thaw(self) -> None:
         self._last_chunk = time.monotonic()  # nor does a paused one

@@ -116,11 +116,8 @@ class EngineOptions:
 class EngineStats:
     """What an engine did since it was last asked."""
 
-    version: int = 0
     tokens_generated: int = 0
     prompt_tokens: int = 0  # of prompts that were read: those that requests shared count once
-    seconds_busy: float = 0.0
-    peak_batch: int = 0
     retries: int = 0  # of requests to a server that is not ours
 
 

@@ -141,15 +141,16 @@ def test_sequences_join_and_leave_at_any_step():
     requests = mixed_requests(30, seed=4)
     together = serve(small_engine(), requests)
     engine = small_engine(max_batch_size=6)
-    completions, line = {}, iter(requests)
+    completions, line, most = {}, iter(requests), 0
     for step in itertools.count():
         for one in itertools.islice(line, 1 + step % 3):
             engine.add(one)
         completions |= {c.id: c for c in engine.step()}
+        most = max(most, engine.num_running)
         if len(completions) == len(requests):
             break
     assert_same(completions, together)
-    assert engine.take_stats().peak_batch == 6
+    assert most == 6
 
 
 def test_identical_prompts_are_read_once_and_sampled_as_if_each_were_alone():
@@ -310,10 +311,9 @@ def test_stats_count_since_they_were_last_taken():
     prompts = [Prompts(seed).one(10) for seed in range(4)]
     serve(engine, [request(p, f"{i}", max_new_tokens=5) for i, p in enumerate(prompts)])
     stats = engine.take_stats()
-    assert (stats.tokens_generated, stats.prompt_tokens, stats.peak_batch) == (20, 40, 3)
-    assert stats.seconds_busy > 0
+    assert (stats.tokens_generated, stats.prompt_tokens) == (20, 40)
     again = engine.take_stats()
-    assert (again.tokens_generated, again.prompt_tokens, again.seconds_busy, again.peak_batch) == (0, 0, 0, 0)
+    assert (again.tokens_generated, again.prompt_tokens) == (0, 0)
 
 
 def test_a_request_that_continues_elsewhere_draws_what_it_would_have_drawn():

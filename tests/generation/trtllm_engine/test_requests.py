@@ -198,8 +198,6 @@ def test_metrics(replica):
     metrics = replica.loop.run(take())
     assert metrics.tokens_generated == 15
     assert metrics.prompt_tokens == sum(len(one.prompt) for one in requests)
-    assert metrics.peak_batch == 3
-    assert metrics.seconds_busy > 0
 
 
 def test_memory_is_given_back_and_taken_again(replica):
