@@ -197,6 +197,8 @@ Path = tuple[str | int, ...]
 
 _SHOWN_CHARACTERS = 80  # of a value
 
+# Errors about a field, not its value.
+_OF_THE_FIELD = {"extra_forbidden": "is not served here: leave it out.", "missing": "is missing."}
 # Expected values of fields with several forms.
 _FORMS = {
     "prompt": f"expected a string, token ids (integers from 0 to {2**31 - 1}), or a list of up to "
@@ -239,10 +241,8 @@ def _explained(errors: list[ErrorDetails], given: dict[str, Any]) -> ApiError:
             path, value = form, reduce(getitem, form, given)  # type: ignore[arg-type]
             problem = _FORMS[str(form[-1])]
     field = ".".join(map(str, path))
-    if problem is None and details["type"] == "extra_forbidden":
-        return bad_request(f"{field} is not served here: leave it out.", field)
-    if problem is None and details["type"] == "missing":
-        return bad_request(f"{field} is missing.", field)
+    if problem is None and details["type"] in _OF_THE_FIELD:
+        return bad_request(f"{field} {_OF_THE_FIELD[details['type']]}", field)
     shown = json.dumps(value, ensure_ascii=False, default=str)
     if len(shown) > _SHOWN_CHARACTERS:
         shown = shown[: _SHOWN_CHARACTERS - 1] + "…"

@@ -150,22 +150,22 @@ async def stream(
     news: asyncio.Queue[tuple[int, Progress | Completion | Exception]] = asyncio.Queue()
 
     async def follow(index: int, request: GenerationRequest) -> None:
+        item: Completion | Exception
         try:
-            answer = await router.generate(request, lambda progress: news.put_nowait((index, progress)))
-            if answer.stop is StopReason.ABORT:
+            item = await router.generate(request, lambda progress: news.put_nowait((index, progress)))
+            if item.stop is StopReason.ABORT:
                 message = f"The answer took longer than {request.deadline_seconds:g} s, or was ended."
-                raise ApiError(504, message, kind="server_error", code="timeout")
-            if answer.stop is StopReason.ERROR:
+                item = ApiError(504, message, kind="server_error", code="timeout")
+            elif item.stop is StopReason.ERROR:
                 message = "The engines that worked on this request failed."
-                raise ApiError(500, message, kind="server_error")
-            news.put_nowait((index, answer))
+                item = ApiError(500, message, kind="server_error")
         except RequestRefused as error:
-            news.put_nowait((index, bad_request(str(error))))
+            item = bad_request(str(error))
         except NoReplicaLeft:
-            unavailable = ApiError(503, "No engine answers.", kind="server_error", code="no_engine")
-            news.put_nowait((index, unavailable))
+            item = ApiError(503, "No engine answers.", kind="server_error", code="no_engine")
         except Exception as error:  # noqa: BLE001 - raised where the item is awaited
-            news.put_nowait((index, error))
+            item = error
+        news.put_nowait((index, item))
 
     tasks = [asyncio.ensure_future(follow(i, request)) for i, request in enumerate(requests)]
     try:

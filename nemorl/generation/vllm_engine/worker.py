@@ -84,11 +84,27 @@ class VllmWorkerExtension:
         rendezvous = Path(self.distributed_init_method.removeprefix("file://"))
         watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
         threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
+        runner, dtype = self.model_runner, self.model_runner.model_config.dtype
+        model, shape = runner.get_model(), load_shape(Path(runner.model_config.model))
+        in_place = update == "in_place" and lora is None
         reasons: Mapping[str, str] = {}
+        held: WorkerWeights | WorkerAdapters
         if lora is None:
-            self.nemorl, reasons = _weights_of(self.model_runner, update)
+            layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape), update)
+            slices, reasons = layout.slices, layout.reasons
+
+            def reload(weights: Iterable[tuple[str, Tensor]]) -> None:
+                runner.reload_weights(weights_iterator=weights)
+
+            held = WorkerWeights(model, layout, reload, in_place, dtype)
         else:
-            self.nemorl = _adapters_of(self.model_runner, LoraConfig.model_validate_json(lora))
+            config = LoraConfig.model_validate_json(lora)
+            shapes = adapter_tensors(shape, config)
+            slices = whole_slices(shapes)
+            held = WorkerAdapters(model, config, shapes, dtype)
+            held.commit()  # adapters that add nothing yet
+            compute_one_adapter()
+        self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
         return json.dumps(
             {
                 "process": os.getpid(),
@@ -120,29 +136,6 @@ class VllmWorkerExtension:
         if receiving is not None:
             receiving.join(_END_SECONDS)  # the next update finds a process group that is not in use
         return self.nemorl.corruption  # type: ignore[no-any-return]
-
-
-def _weights_of(runner: Any, update: Update) -> tuple[WeightReceiver, Mapping[str, str]]:
-    config = runner.model_config
-    tensors = hf_tensors(load_shape(Path(config.model)))
-    layout = layout_of(_learned.get("model", _NOTHING), tensors, update)
-
-    def reload(weights: Iterable[tuple[str, Tensor]]) -> None:
-        runner.reload_weights(weights_iterator=weights)
-
-    in_place = update == "in_place"
-    weights = WorkerWeights(runner.get_model(), layout, reload, in_place, config.dtype)
-    receiver = WeightReceiver(layout.slices, weights.tensors, lambda _: weights.commit(), in_place=in_place)
-    return receiver, layout.reasons
-
-
-def _adapters_of(runner: Any, lora: LoraConfig) -> WeightReceiver:
-    config = runner.model_config
-    shapes = adapter_tensors(load_shape(Path(config.model)), lora)
-    adapters = WorkerAdapters(runner.get_model(), lora, shapes, config.dtype)
-    adapters.commit()  # they add nothing yet
-    compute_one_adapter()
-    return WeightReceiver(whole_slices(shapes), adapters.tensors, lambda _: adapters.commit())
 
 
 def _receive(receive: Callable[[], ReceiveReport], rank: int, reports: str) -> None:
