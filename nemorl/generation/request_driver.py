@@ -308,10 +308,11 @@ class RequestDriver(EngineFront):
             self._gate.set()
 
 
-async def first_of(*events: asyncio.Event) -> None:
+async def first_of(*events: asyncio.Event, seconds: float | None = None) -> None:
+    """Return when one of them is set, or after `seconds`."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for wait in waits:
             wait.cancel()

@@ -399,8 +399,7 @@ class TorchHost(StepDriver):
         return (self._receiver.describe(),)
 
     def prepare_refit(self, parts: tuple[Part, ...]) -> None:
-        (part,) = parts
-        self._receiver.prepare(part)
+        self._receiver.prepare(parts[0])
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
         return (await asyncio.to_thread(self._receiver.begin(session)),)

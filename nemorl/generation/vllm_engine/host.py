@@ -142,9 +142,8 @@ class VllmHost(RequestDriver):
     async def start(self) -> None:
         await self._vllm.start()
         lora = self._lora.model_dump_json() if self._lora is not None else None
-        answers = [
-            json.loads(one) for one in await self._vllm.call("nemorl_open", self._update, os.getpid(), lora)
-        ]
+        opened = await self._vllm.call("nemorl_open", self._update, os.getpid(), lora)
+        answers = [json.loads(answer) for answer in opened]
         processes = {answer["process"]: f"worker {rank}" for rank, answer in enumerate(answers)}
         processes[answers[0]["engine"]] = "EngineCore"
         self._rendezvous = Path(answers[0]["meeting"])
@@ -181,9 +180,7 @@ class VllmHost(RequestDriver):
             server = await asyncio.start_unix_server(take, address)
             try:
                 await self._vllm.call("nemorl_receive", SESSION.dump_json(session).decode(), address)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(seconds):
-                        await first_of(complete, self._died)
+                await first_of(complete, self._died, seconds=seconds)
             finally:
                 server.close()
         if not complete.is_set():
@@ -204,11 +201,10 @@ class VllmHost(RequestDriver):
         return tuple(REPORT.validate_python(answer["report"]) for answer in answers)
 
     async def commit_weights(self, version: int) -> None:
-        async with AsyncExitStack() as stack:
-            if self._update == "in_place":
-                await stack.enter_async_context(self._pause.pop_all())
-            else:
-                await stack.enter_async_context(self._paused_for(version))
+        paused: AbstractAsyncContextManager[Any] = self._pause.pop_all()
+        if self._update != "in_place":
+            paused = self._paused_for(version)
+        async with paused:
             try:
                 await self._vllm.call("nemorl_commit", version)
                 await self._vllm.switch(version)
