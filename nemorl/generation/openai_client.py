@@ -133,10 +133,9 @@ class _Passing(Exception):
 
 
 def _message(text: str) -> str:
-    try:
-        return _cut(str(json.loads(text)["error"]["message"]))
-    except (ValueError, KeyError, TypeError):
-        return _cut(text)
+    with suppress(ValueError, KeyError, TypeError):  # OpenAI's shape, or any other
+        text = str(json.loads(text)["error"]["message"])
+    return _cut(text)
 
 
 def _cut(text: str) -> str:

@@ -220,7 +220,7 @@ REACHED = {
     "module_cycles": 1,
     "grpo_path_files": 41,
     "grpo_path_outer_files": 27,
-    "single_importer_modules": 62,
+    "single_importer_modules": 61,
     "edits_for_loss": 2,
     "edits_for_environment": 1,
     "edits_for_engine": 1,
