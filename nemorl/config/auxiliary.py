@@ -1,8 +1,4 @@
-"""The auxiliary models of a run (critic, reference, teachers) and their processes.
-
-Each is a group of processes of the same kind as the policy's. Fields that its section does not set are as in
-`policy`.
-"""
+"""The auxiliary models of a run (critic, reference, teachers), each in processes like the policy's."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,11 +31,8 @@ if TYPE_CHECKING:
     from .algorithm import AlgorithmConfig
 
 
-_FIELDS_OF_POLICY = ("model_path", "layout", "precision", "micro_batch_tokens")
-
-
 class ModelGroupConfig(Config):
-    """Fields of all auxiliary models."""
+    """Fields of all auxiliary models; what is not set is as in `policy`."""
 
     model_path: Path | None = None
     """Folder of a Hugging Face model; null is the policy's."""
@@ -56,9 +49,9 @@ class ModelGroupConfig(Config):
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
         """The section of a policy with which the processes of the group are started."""
-        fields = {name: getattr(self, name) for name in _FIELDS_OF_POLICY}
-        given = {name: value for name, value in fields.items() if value is not None}
-        return policy.model_copy(update={**given, "offload": self.offload, "moe": MoeConfig()})
+        names = ("model_path", "layout", "precision", "micro_batch_tokens")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return policy.model_copy(update={**given, "offload": self.offload, "moe": MoeConfig(), "lora": None})
 
     @check
     def _has_devices(self, policy: PolicyConfig) -> Iterator[Problem]:
@@ -81,9 +74,6 @@ class ModelGroupConfig(Config):
 class ReferenceConfig(ModelGroupConfig):
     """A reference in separate processes; it may be another model than the policy's."""
 
-    def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        return super().worker_config(policy).model_copy(update={"lora": None})
-
 
 class ModelTeacherConfig(ModelGroupConfig):
     """A frozen model in processes of the run, with the policy's vocabulary."""
@@ -91,9 +81,6 @@ class ModelTeacherConfig(ModelGroupConfig):
     kind: Literal["model"] = "model"
     model_path: Path
     """Folder of a Hugging Face model."""
-
-    def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        return super().worker_config(policy).model_copy(update={"lora": None})
 
 
 class EndpointTeacherConfig(Config):

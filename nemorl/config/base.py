@@ -1,20 +1,19 @@
-"""The base of every section of an experiment file, and checks between its fields.
-
-Importing functions that a config names as `package.module:function`.
-"""
+"""The base of every section of an experiment file, its checks, and calls of functions that a config names."""
 
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from nemorl.errors import NemorlError, Problem
 
 Check = TypeVar("Check", bound=Callable[..., Iterator[Problem]])
+Key = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # a name that the user chooses
 
 
 def check(function: Check) -> Check:
@@ -123,21 +122,17 @@ def call_within(seconds: float, function: Callable[[], Any]) -> Any:
 
     Raises TimeoutError after `seconds`. The call runs in a daemon thread, which is left behind when it hangs.
     """
-    outcome: dict[str, Any] = {}
+    outcome: futures.Future[Any] = futures.Future()
 
     def run() -> None:
         try:
-            outcome["value"] = function()
+            outcome.set_result(function())
         except SystemExit as error:
-            outcome["error"] = RuntimeError(f"SystemExit: {error}")
+            outcome.set_exception(RuntimeError(f"SystemExit: {error}"))
         except Exception as error:  # noqa: BLE001  raised in the caller's thread
-            outcome["error"] = error
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    threading.Thread(target=run, daemon=True).start()
+    if not futures.wait([outcome], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
+    return outcome.result()

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nemorl.errors import Problem
 
-from .base import Config, check
+from .base import Config, Key, check
 
 
 class JsonlDataset(Config):
@@ -144,9 +144,7 @@ class DataConfig(Config):
     """Tasks that are trained on."""
     validation: DatasetConfig | None = None
     """Tasks that are only measured."""
-    validation_sets: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], DatasetConfig] = Field(
-        default_factory=dict
-    )
+    validation_sets: dict[Key, DatasetConfig] = Field(default_factory=dict)
     """Further sets that are only measured, by names of your choice: metrics `validation/NAME/…`."""
     shuffle: bool = True
     """Draw the training tasks in an order that depends on the seed and the epoch."""
@@ -184,31 +182,19 @@ class DataConfig(Config):
             if train_file is not None and train_file == getattr(dataset, "path", None):
                 yield Problem(f"{field}.path", str(train_file), "training reads the same file; use another")
             match self.train, dataset:
+                # A seed determines an order of all pairs; parts of two orders share tasks.
                 case ArithmeticDataset() as train, ArithmeticDataset() if train.digits == dataset.digits:
-                    yield from _shared_sums(train, dataset, field)
-                case ReasoningGymDataset() as train, ReasoningGymDataset() if (
-                    train.task == dataset.task and train.options == dataset.options
-                ):
-                    yield from _shared_puzzles(train, dataset, field)
-
-
-def _shared_sums(train: ArithmeticDataset, held_out: ArithmeticDataset, field: str) -> Iterator[Problem]:
-    """A seed determines an order of all pairs; parts of two orders share tasks."""
-    if train.seed != held_out.seed:
-        fix = f"another order of the pairs shares tasks with training; use seed {train.seed} and an offset"
-        yield Problem(f"{field}.seed", held_out.seed, fix)
-        return
-    end = train.offset + train.size
-    if held_out.offset < end and train.offset < held_out.offset + held_out.size:
-        fix = f"training uses tasks {train.offset} to {end - 1} of the same order; start at {end}"
-        yield Problem(f"{field}.offset", held_out.offset, fix)
-
-
-def _shared_puzzles(
-    train: ReasoningGymDataset, held_out: ReasoningGymDataset, field: str
-) -> Iterator[Problem]:
-    """Reasoning-gym makes task i from the seed `seed + i`, so near seeds give nearly the same tasks."""
-    end = train.seed + train.size
-    if held_out.seed < end and train.seed < held_out.seed + held_out.size:
-        fix = f"training uses the tasks of seeds {train.seed} to {end - 1}; set it to {end} or more"
-        yield Problem(f"{field}.seed", held_out.seed, fix)
+                    end = train.offset + train.size
+                    if train.seed != dataset.seed:
+                        fix = f"another order of the pairs shares tasks with training; use seed {train.seed}"
+                        yield Problem(f"{field}.seed", dataset.seed, f"{fix} and an offset")
+                    elif dataset.offset < end and train.offset < dataset.offset + dataset.size:
+                        fix = f"training uses tasks {train.offset} to {end - 1} of the same order"
+                        yield Problem(f"{field}.offset", dataset.offset, f"{fix}; start at {end}")
+                # Reasoning-gym makes task i from the seed `seed + i`: near seeds give nearly the same tasks.
+                case ReasoningGymDataset() as train, ReasoningGymDataset():
+                    same = train.task == dataset.task and train.options == dataset.options
+                    end = train.seed + train.size
+                    if same and dataset.seed < end and train.seed < dataset.seed + dataset.size:
+                        fix = f"training uses the tasks of seeds {train.seed} to {end - 1}"
+                        yield Problem(f"{field}.seed", dataset.seed, f"{fix}; set it to {end} or more")

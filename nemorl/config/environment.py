@@ -242,7 +242,7 @@ class LocalModelRewardConfig(RewardBase, ModelGroupConfig):
     """Most answers of one request to it; it computes several requests together."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        fields = {"head": "scalar", "tokenizer": TokenizerConfig(), "lora": None, "recompute": NoRecompute()}
+        fields = {"head": "scalar", "tokenizer": TokenizerConfig(), "recompute": NoRecompute()}
         return super().worker_config(policy).model_copy(update=fields)
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
 from .algorithm import AlgorithmConfig
 from .auxiliary import CriticConfig, ReferenceConfig, TeacherConfig, auxiliary_models
-from .base import Config
+from .base import Config, Key
 from .data import DataConfig
 from .environment import EnvConfig, RewardConfig, SingleTurnEnvConfig
 from .generation import GenerationConfig, TorchGenerationConfig
@@ -39,9 +39,7 @@ class Experiment(Config):
     """The critic, if `algorithm.critic` is set; null is the policy's model, in separate processes."""
     reference: ReferenceConfig | None = None
     """The reference policy in separate processes; null keeps its weights in the policy's."""
-    teachers: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], TeacherConfig] = Field(
-        default_factory=dict
-    )
+    teachers: dict[Key, TeacherConfig] = Field(default_factory=dict)
     """Models that distillation learns from, by names of your choice."""
     cluster: ClusterConfig = ClusterConfig()
     """Where processes run."""
@@ -74,8 +72,7 @@ def with_derived_fields(sections: Mapping[str, Any]) -> dict[str, Any]:
     """The sections with their derived fields, except those that were set."""
     result = dict(sections)
     for field in derived_fields(sections):
-        name, *path = field.split(".")
-        result[name] = _with_true(result[name], path)
+        result = _with_true(result, field.split("."))
     return result
 
 
@@ -83,7 +80,7 @@ def _with_true(section: Any, path: Sequence[str]) -> Any:
     """A section, or a mapping or list of sections, with a field set to true unless it is set."""
     if not path:
         return True
-    step, rest = path[0], path[1:]
+    step, *rest = path
     if isinstance(section, dict):
         return section | {step: _with_true(section[step], rest)}
     if isinstance(section, tuple):
