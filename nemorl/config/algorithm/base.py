@@ -123,6 +123,7 @@ class AlgorithmBase(Config):
     head: ClassVar[Literal["lm", "scalar"]] = "lm"  # of the model that it trains
     online: ClassVar[bool] = False  # training itself samples
     keeps_teachers: ClassVar[bool] = False  # which score tokens
+    sequences_per_unit: ClassVar[int] = 1  # 2 where it trains on pairs of answers
     reference_field: ClassVar[str | None] = None  # which adds a reference in separate processes
 
     num_steps: int = Field(ge=1)
@@ -165,13 +166,13 @@ class AlgorithmBase(Config):
 
     @property
     def units_per_update(self) -> int:
-        """What an optimizer step divides over ranks: sequences, or pairs of them."""
-        return self.sequences_per_update
+        """What an optimizer step divides over all data-parallel ranks: sequences, or pairs of them."""
+        raise NotImplementedError
 
     @property
     def sequences_per_update(self) -> int:
         """Sequences of one optimizer step, over all data-parallel ranks."""
-        raise NotImplementedError
+        return self.units_per_update * self.sequences_per_unit
 
     @property
     def keeps_reference(self) -> bool:

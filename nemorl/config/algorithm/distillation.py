@@ -20,26 +20,16 @@ from .online import POLICY_METRICS, OnlineBase
 from .pair_losses import LogisticLossConfig, PairLossConfig
 
 
-class DistillationLossBase(Config):
-    """Facts about a loss relative to a teacher."""
-
-    metrics: ClassVar[frozenset[str]]  # names of the metrics that it produces
-
-    @property
-    def top_k(self) -> int | None:
-        """Tokens of the teacher that are compared at each position; None for the sampled one alone."""
-        return None
-
-
-class ReverseKlLossConfig(DistillationLossBase):
+class ReverseKlLossConfig(Config):
     """KL(policy || teacher), estimated from each sampled token alone (docs/distillation.md)."""
 
     metrics: ClassVar[frozenset[str]] = frozenset({"distillation/reverse_kl"})
+    top_k: ClassVar[None] = None  # compares the sampled token alone
 
     name: Literal["reverse_kl"] = "reverse_kl"
 
 
-class TopLossBase(DistillationLossBase):
+class TopLossBase(Config):
     """Losses over the teacher's most likely tokens."""
 
     metrics: ClassVar[frozenset[str]] = frozenset({"distillation/forward_kl", "distillation/covered"})
@@ -51,6 +41,7 @@ class TopLossBase(DistillationLossBase):
 
     @property
     def top_k(self) -> int | None:
+        """Tokens of the teacher that are compared at each position."""
         return self.tokens
 
 
@@ -95,7 +86,7 @@ class OnPolicyDistillationConfig(OnlineBase):
     """Column of the tasks that names the teacher of each, if `teachers` has several."""
 
     @property
-    def sequences_per_update(self) -> int:
+    def units_per_update(self) -> int:
         return self.trajectories_per_step
 
     @property
@@ -125,10 +116,6 @@ class DistillationConfig(OfflineBase):
     """Measuring on `data.validation`: the loss where it has answers, and samples."""
 
     @property
-    def sequences_per_update(self) -> int:
-        return self.batch_size
-
-    @property
     def loss_metrics(self) -> frozenset[str]:
         return self.loss.metrics | {"loss/total", "entropy"}
 
@@ -151,6 +138,10 @@ class PickedBase(OnlineBase):
     def metrics(self) -> frozenset[str]:
         return super().metrics | self.trained_metrics | {"picked"}
 
+    @property
+    def units_per_update(self) -> int:
+        return self.num_prompts_per_step
+
 
 class IterativePreferenceConfig(PickedBase):
     """The best and the worst sample of each task are a pair (Xu et al. 2023, arXiv 2312.16682; Dong et al.
@@ -158,20 +149,13 @@ class IterativePreferenceConfig(PickedBase):
     """
 
     trained_metrics: ClassVar[set[str]] = PAIR_METRICS
+    sequences_per_unit: ClassVar[int] = 2
 
     name: Literal["iterative_dpo"]
     loss: PairLossConfig = LogisticLossConfig()
     """The loss of a pair; its margin is the difference of the rewards."""
     sft_coefficient: float = Field(0.0, ge=0)
     """Weight of the mean negative logprob of the chosen samples' tokens, added to the loss."""
-
-    @property
-    def sequences_per_update(self) -> int:
-        return 2 * self.num_prompts_per_step
-
-    @property
-    def units_per_update(self) -> int:
-        return self.num_prompts_per_step
 
     @property
     def keeps_reference(self) -> bool:
@@ -188,7 +172,3 @@ class RejectionSamplingConfig(PickedBase):
     name: Literal["rejection_sampling"]
     min_reward: float | None = None
     """Samples with a lower reward are not imitated, even if they are the best of their task."""
-
-    @property
-    def sequences_per_update(self) -> int:
-        return self.num_prompts_per_step

@@ -102,6 +102,7 @@ class PreferenceConfig(OfflineBase):
     """Raise the chosen answer of a pair over the rejected one."""
 
     takes_margins: ClassVar[bool] = True
+    sequences_per_unit: ClassVar[int] = 2
 
     name: PreferenceName
     loss: PairLossConfig = LogisticLossConfig()
@@ -128,10 +129,6 @@ class PreferenceConfig(OfflineBase):
     @property
     def margin_scale(self) -> float:
         return self.loss.scale_of_margins
-
-    @property
-    def sequences_per_update(self) -> int:
-        return 2 * self.batch_size
 
     @property
     def keeps_reference(self) -> bool:
@@ -182,10 +179,6 @@ class KtoConfig(OfflineBase):
     prompts that the steps will see; or keep its weights, and compute them in every step."""
 
     @property
-    def sequences_per_update(self) -> int:
-        return self.batch_size
-
-    @property
     def keeps_reference(self) -> bool:
         return self.reference == "live"
 
@@ -220,7 +213,7 @@ class RewardLossBase(Config):
     @property
     def scale_of_margins(self) -> float:
         """Weight of the margins of the data; 0 if they are not used."""
-        return 0.0
+        return getattr(self, "margin_scale", 0.0)
 
     center_coefficient: float = Field(0.0, ge=0)
     """Weight of `(chosen + rejected)^2`, which keeps scores around 0 (Eisenstein et al. 2023, arXiv
@@ -234,10 +227,6 @@ class BradleyTerryLossConfig(RewardLossBase):
     margin_scale: float = Field(0.0, ge=0)
     """Required difference of the scores for each unit of the pair's margin, which `data.*.margin_key`
     names."""
-
-    @property
-    def scale_of_margins(self) -> float:
-        return self.margin_scale
 
 
 class LogExpLossConfig(RewardLossBase):
@@ -291,7 +280,7 @@ class RewardModelConfig(OfflineBase):
 
     @property
     def sequences_per_update(self) -> int:
-        return self.batch_size if self.loss.of_steps else 2 * self.batch_size
+        return self.batch_size * (1 if self.loss.of_steps else 2)
 
     @property
     def learns_from(self) -> tuple[str, tuple[str, ...]]:
@@ -316,10 +305,6 @@ class SftConfig(OfflineBase):
     """How per-token losses are aggregated."""
     validation: SampledValidationConfig = SampledValidationConfig()
     """Measuring on `data.validation`: the loss where it has answers, and samples."""
-
-    @property
-    def sequences_per_update(self) -> int:
-        return self.batch_size
 
     @property
     def loss_metrics(self) -> frozenset[str]:

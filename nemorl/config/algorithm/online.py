@@ -420,7 +420,7 @@ class OnlineConfig(OnlineBase):
         return over_preset(section, PRESETS)
 
     @property
-    def sequences_per_update(self) -> int:
+    def units_per_update(self) -> int:
         return self.trajectories_per_step // self.num_minibatches
 
     @property

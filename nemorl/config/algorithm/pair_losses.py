@@ -17,6 +17,7 @@ class PairLossBase(Config):
     """Fields of all losses of pairs, and facts about each."""
 
     needs_sft: ClassVar[bool] = False  # unstable without a cross entropy of the chosen answers
+    uses_reference: ClassVar[bool] = True  # unless its field `reference` is false
 
     beta: float = Field(0.1, gt=0)
     """Scale of differences of logprobs; of losses with a reference, the weight of staying near it."""
@@ -26,12 +27,12 @@ class PairLossBase(Config):
     @property
     def keeps_reference(self) -> bool:
         """True if logprobs are relative to the reference."""
-        return True
+        return getattr(self, "reference", self.uses_reference)
 
     @property
     def scale_of_margins(self) -> float:
         """Weight of the margins of the data; 0 if they are not used."""
-        return 0.0
+        return getattr(self, "margin_scale", 0.0)
 
 
 class LogisticLossConfig(PairLossBase):
@@ -50,14 +51,6 @@ class LogisticLossConfig(PairLossBase):
     """Required margin of the chosen answer, in units of the loss's argument."""
     margin_scale: float = Field(0.0, ge=0)
     """Added to gamma for each unit of the pair's margin, which `data.*.margin_key` names."""
-
-    @property
-    def scale_of_margins(self) -> float:
-        return self.margin_scale
-
-    @property
-    def keeps_reference(self) -> bool:
-        return self.reference
 
 
 class RobustLossConfig(PairLossBase):
@@ -91,10 +84,6 @@ class HingeLossConfig(PairLossBase):
     margin: float = Field(1.0, gt=0)
     """Required margin of the chosen answer; beyond it a pair has no gradient."""
 
-    @property
-    def keeps_reference(self) -> bool:
-        return self.reference
-
 
 class OddsRatioLossConfig(PairLossBase):
     """`-beta log sigmoid(log odds of the chosen - log odds of the rejected)` of mean logprobs.
@@ -103,14 +92,11 @@ class OddsRatioLossConfig(PairLossBase):
     """
 
     needs_sft: ClassVar[bool] = True
+    uses_reference: ClassVar[bool] = False
 
     name: Literal["odds_ratio"]
     logprobs: Literal["mean"] = "mean"
     """Odds are of the mean."""
-
-    @property
-    def keeps_reference(self) -> bool:
-        return False
 
 
 class AnchoredLossConfig(PairLossBase):
