@@ -92,11 +92,10 @@ class ControlServer:
             await asyncio.wait_for(self._all_connected.wait(), seconds)
         except TimeoutError:
             missing = [node for node in self.nodes if node not in self._writers]
-            raise SlurmError(
-                f"{', '.join(missing)} did not connect to {self._host}:{self._port} on the head within "
-                f"{seconds:g} s, though the run folder is shared: {_BLOCKED}. Open the ports between the "
-                f"nodes, or set {_INTERFACE}"
-            ) from None
+            address = f"{self._host}:{self._port} on the head"
+            problem = f"{', '.join(missing)} did not connect to {address} within {seconds:g} s"
+            fix = f"{_BLOCKED}. Open the ports between the nodes, or set {_INTERFACE}"
+            raise SlurmError(f"{problem}, though the run folder is shared: {fix}") from None
 
     def announce_ray(self) -> None:
         for writer in self._writers.values():

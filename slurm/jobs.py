@@ -137,16 +137,13 @@ def call(
 ) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands. Raises `SlurmError` if it is missing, or fails and `check` is set."""
     if shutil.which(command[0]) is None:
-        raise SlurmError(
-            f"`{command[0]}` is not installed here. Run this on a machine that submits jobs, such as a login "
-            "node of the cluster."
-        )
+        fix = "Run this on a machine that submits jobs, such as a login node of the cluster."
+        raise SlurmError(f"`{command[0]}` is not installed here. {fix}")
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
-        raise SlurmError(
-            f"`{command[0]}` did not answer within {seconds:g} s: Slurm's controller is busy or down."
-        ) from None
+        problem = f"`{command[0]}` did not answer within {seconds:g} s"
+        raise SlurmError(f"{problem}: Slurm's controller is busy or down.") from None
     if check and answer.returncode != 0:
         lines = [re.sub(r"^\w+: (error: )?", "", line) for line in answer.stderr.strip().splitlines()]
         raise SlurmError(f"`{command[0]}` failed: {'; '.join(lines)}")

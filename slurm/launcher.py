@@ -29,6 +29,7 @@ from .node import Allocation, NodeInfo, assign_ports, read_allocation, wait_unti
 from .ray_node import START_SECONDS, URGENT_STOP_SECONDS, Child, RayNode, wait_for_members
 from .requirements import cluster_overrides, node_problems
 from .start import (
+    CANCELLED,
     REQUEUE,
     TERMINATED,
     ExitRecorder,
@@ -138,7 +139,7 @@ def _log_signal(number: int) -> None:
 
 
 def train_command(config: Path, overrides: Sequence[str]) -> list[str]:
-    """The run itself: from its newest checkpoint, or from the beginning where there is none."""
+    """The run, from its newest checkpoint if there is one."""
     return [sys.executable, "-m", "nemorl.cli", "train", str(config), *overrides, "--resume"]
 
 
@@ -224,7 +225,7 @@ class Head:
             return REQUEUE, f"stopped before the time limit: {kept}"
         name = self._signal.name if self._signal else "a signal"
         cause = (await self._cause if self._cause else "") or await self._find_cause()
-        if self.rendezvous.is_cancelled:
+        if CANCELLED in self.rendezvous.files():
             cause = "cancelled with `nemorl slurm cancel`"
         reason = f"stopped by {name} ({cause or 'cancelled, pre-empted, or a node is lost'}): {kept}"
         return REQUEUE if cause == OUT_OF_TIME else TERMINATED, reason
@@ -294,9 +295,8 @@ class Head:
                     raise SlurmError(str(lost.result()))
                 return lost.result()
             status, log = ray.ended.result(), self.rendezvous.log(self._info.node)
-            raise RayEnded(
-                f"Ray ended with exit status {status} while starting on {self._info.node}; see {log}"
-            )
+            problem = f"Ray ended with exit status {status} while starting on {self._info.node}"
+            raise RayEnded(f"{problem}; see {log}")
         finally:
             lost.cancel()
             work.cancel()

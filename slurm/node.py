@@ -76,10 +76,9 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
     """Read the variables of nemorl.sbatch and of Slurm. Raises `SlurmError` outside of a job."""
     job, components = environment.get(JOB), environment.get(NODES)
     if not job or not components:
-        raise SlurmError(
-            f"{JOB} and {NODES} are not set: nemorl.sbatch sets them and runs `nemorl slurm node` on each "
-            "node. To start a job, run `nemorl slurm submit`."
-        )
+        reason = "nemorl.sbatch sets them and runs `nemorl slurm node` on each node"
+        fix = "To start a job, run `nemorl slurm submit`."
+        raise SlurmError(f"{JOB} and {NODES} are not set: {reason}. {fix}")
     allocation = Allocation(
         job,
         int(environment.get("SLURM_RESTART_COUNT") or 0),
@@ -88,10 +87,9 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
         environment.get("SLURMD_NODENAME", ""),
     )
     if allocation.node not in allocation.nodes:
-        raise SlurmError(
-            f"SLURMD_NODENAME = {allocation.node or 'unset'}: job {job} has the nodes "
-            f"{', '.join(allocation.nodes)}. Start `nemorl slurm node` with srun, one task per node."
-        )
+        problem = f"job {job} has the nodes {', '.join(allocation.nodes)}"
+        fix = f"{problem}. Start `nemorl slurm node` with srun, one task per node."
+        raise SlurmError(f"SLURMD_NODENAME = {allocation.node or 'unset'}: {fix}")
     return allocation
 
 
@@ -201,10 +199,8 @@ def select_interface(environment: Mapping[str, str]) -> Interface:
             if interface.name == name:
                 return interface
         names = ", ".join(interface.name for interface in available)
-        raise SlurmError(
-            f"{INTERFACE} = {name}: {socket.gethostname()} has no such interface with an IPv4 address. Use "
-            f"one of {names} that every node has, or unset it."
-        )
+        problem = f"{INTERFACE} = {name}: {socket.gethostname()} has no such interface with an IPv4 address"
+        raise SlurmError(f"{problem}. Use one of {names} that every node has, or unset it.")
     by_address = {interface.address: interface for interface in available}
     preferred = [by_address[address] for address in _preferred_addresses() if address in by_address]
     if not available:
@@ -283,10 +279,8 @@ def parse_ports(environment: Mapping[str, str]) -> range:
     text = environment.get(PORTS) or DEFAULT_PORTS
     found = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)
     if found is None or not 1024 <= int(found[1]) < int(found[2]) <= 65535:
-        raise OptionError(
-            f"{PORTS} = {text}: expected the first and the last port, from 1024 to 65535, such as "
-            f"{DEFAULT_PORTS}"
-        )
+        form = f"the first and the last port, from 1024 to 65535, such as {DEFAULT_PORTS}"
+        raise OptionError(f"{PORTS} = {text}: expected {form}")
     return range(int(found[1]), int(found[2]) + 1)
 
 
@@ -320,9 +314,7 @@ def assign_ports(nodes: Mapping[str, NodeInfo]) -> dict[str, Ports]:
             None,
         )
         if block is None:
-            raise SlurmError(
-                f"{PORTS}: {name} has no {info.block_size} consecutive free ports in the range. Set a larger "
-                "range, or another one."
-            )
+            problem = f"{PORTS}: {name} has no {info.block_size} consecutive free ports in the range"
+            raise SlurmError(f"{problem}. Set a larger range, or another one.")
         assigned[name] = block
     return assigned

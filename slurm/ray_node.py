@@ -232,10 +232,8 @@ async def wait_for_members(rendezvous: Rendezvous, environment: Mapping[str, str
         if process.returncode is None:
             process.kill()
     if process.returncode:
-        raise SlurmError(
-            f"Ray did not start on {output.decode() or 'the head'} within {START_SECONDS:g} s. Its output is "
-            f"in {rendezvous.folder}, a file for each node."
-        )
+        problem = f"Ray did not start on {output.decode() or 'the head'} within {START_SECONDS:g} s"
+        raise SlurmError(f"{problem}. Its output is in {rendezvous.folder}, a file for each node.")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -48,10 +48,9 @@ def cluster_overrides(nodes: Mapping[str, NodeInfo], *, gpus_given: bool) -> lis
         if size.gpus < size.gpus_allocated
     ]
     if broken:
-        raise SlurmError(
-            f"GPUs that Slurm gave the job do not respond: {', '.join(broken)}. Run `nvidia-smi` on the node "
-            "to see why; exclude a node with `nemorl slurm submit --sbatch=--exclude=NODE`."
-        )
+        exclude = "exclude a node with `nemorl slurm submit --sbatch=--exclude=NODE`."
+        fix = f"Run `nvidia-smi` on the node to see why; {exclude}"
+        raise SlurmError(f"GPUs that Slurm gave the job do not respond: {', '.join(broken)}. {fix}")
     overrides = [f"cluster.num_nodes={len(nodes)}"]
     if not gpus_given:
         overrides.append(f"cluster.gpus_per_node={max(size.gpus for size in sizes.values())}")

@@ -79,10 +79,6 @@ class Rendezvous:
         self.token_file = self.folder / TOKEN
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def is_cancelled(self) -> bool:
-        return CANCELLED in self._files()
-
     def log(self, node: str) -> Path:
         return self.folder / f"{node}.log"
 
@@ -103,11 +99,10 @@ class Rendezvous:
             reasons = {node: (self.folder / f"{node}.failed").read_text("utf-8").strip() for node in failed}
             raise SlurmError("; ".join(f"{node}: {reason}" for node, reason in reasons.items()))
         if missing := everyone - (present := self._with("json")):
-            raise SlurmError(
-                f"{_listed(missing)} did not appear in {self.folder} within {seconds:g} s "
-                f"({_listed(present)} did). Either run_dir is not on a file system that "
-                "all nodes share: move it to one. Or the launcher did not start there: see its output above."
-            )
+            problem = f"did not appear in {self.folder} within {seconds:g} s ({_listed(present)} did)"
+            shared = "Either run_dir is not on a file system that all nodes share: move it to one."
+            launcher = "Or the launcher did not start there: see its output above."
+            raise SlurmError(f"{_listed(missing)} {problem}. {shared} {launcher}")
         reports = {node: (self.folder / f"{node}.json").read_bytes() for node in self.nodes}
         return {node: TypeAdapter(NodeInfo).validate_json(text) for node, text in reports.items()}
 
@@ -119,8 +114,8 @@ class Rendezvous:
 
     async def wait_for_plan(self, seconds: float = 2 * RENDEZVOUS_SECONDS) -> Plan:
         """Return the head's plan. Raises `SlurmError`."""
-        await _until(lambda: PLAN in self._files(), seconds)
-        if PLAN not in (files := self._files()):
+        await _until(lambda: PLAN in self.files(), seconds)
+        if PLAN not in (files := self.files()):
             raise SlurmError(
                 f"The head, {self.nodes[0]}, wrote no plan into {self.folder} within {seconds:g} s; this "
                 f"node sees {_listed(files)}. If {self.nodes[0]}.json is not among them, run_dir is "
@@ -130,16 +125,16 @@ class Rendezvous:
 
     def close(self, reason: str) -> None:
         """Remove the token; nodes that still wait for a plan get the reason instead."""
-        if PLAN not in self._files():
+        if PLAN not in self.files():
             self.publish(Plan("", {}, {}, refused=reason))
         self.token_file.unlink(missing_ok=True)
 
-    def _files(self) -> set[str]:
+    def files(self) -> set[str]:
         """Names in the folder. NFS answers a query for one missing file from a cache, a listing less so."""
         return set(os.listdir(self.folder))
 
     def _with(self, suffix: str) -> set[str]:
-        files = self._files()
+        files = self.files()
         return {node for node in self.nodes if f"{node}.{suffix}" in files}
 
 

@@ -122,10 +122,8 @@ def find_logs(run_dir: Path) -> dict[str, Path]:
 def show_log(path: Path, *, lines: int, follow: bool) -> int:
     """Print the end of a file; with `follow` also what is added, even to a file that does not exist yet."""
     if not follow and not path.exists():
-        raise SlurmError(
-            f"{path} does not exist yet: the job has not started, or Slurm could not write it. Run `nemorl "
-            "slurm status`."
-        )
+        problem = f"{path} does not exist yet: the job has not started, or Slurm could not write it"
+        raise SlurmError(f"{problem}. Run `nemorl slurm status`.")
     command = ["tail", f"--lines={lines}", *(["--follow=name", "--retry"] if follow else []), str(path)]
     try:
         return subprocess.run(command).returncode
@@ -185,10 +183,9 @@ def cancel(run_dir: Path) -> list[Row]:
         _wait(lambda: not any(row.state == "RUNNING" for row in status_rows(run_dir)))
     call(["scancel", job])
     if not _wait(lambda: not any(row.is_active for row in status_rows(run_dir))):
-        raise SlurmError(
-            f"job {job} has not ended {CANCEL_SECONDS:g} s after it was cancelled: see `nemorl slurm logs "
-            f"{run_dir}`, or ask an administrator to free its nodes."
-        )
+        problem = f"job {job} has not ended {CANCEL_SECONDS:g} s after it was cancelled"
+        fix = f"see `nemorl slurm logs {run_dir}`, or ask an administrator to free its nodes."
+        raise SlurmError(f"{problem}: {fix}")
     return status_rows(run_dir)
 
 

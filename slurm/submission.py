@@ -112,10 +112,8 @@ def parse_time_limit(time: str) -> int:
         return 0
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if found is None:
-        raise OptionError(
-            f"--time {time}: expected minutes, such as 30, or hours:minutes:seconds, such as 4:00:00, or "
-            "days-hours, such as 2-12"
-        )
+        forms = "minutes, such as 30, or hours:minutes:seconds, such as 4:00:00, or days-hours, such as 2-12"
+        raise OptionError(f"--time {time}: expected {forms}")
     days, *rest = found.groups()
     numbers = [int(number) for number in rest if number is not None]
     # Of one or two numbers the first is minutes, or hours after days.
@@ -156,9 +154,8 @@ def sweep_tasks(sweeps: Sequence[str]) -> list[SweepTask]:
         except yaml.YAMLError as error:
             raise OptionError(f"--sweep {text}: {values} is not a list of values: {error}") from error
         if not equals or not field or not isinstance(node, yaml.SequenceNode) or not node.value:
-            raise OptionError(
-                f"--sweep {text}: expected a field and its values, such as policy.optimizer.lr=1e-4,3e-4"
-            )
+            form = "a field and its values, such as policy.optimizer.lr=1e-4,3e-4"
+            raise OptionError(f"--sweep {text}: expected {form}")
         if field in axes:
             raise OptionError(f"--sweep {field}: given twice; list all values in one --sweep")
         if field == "run_dir":
@@ -257,10 +254,9 @@ def prepare_submission(
         variables["NEMORL_CONTAINER"] = options.container
     elif environment := variables.get("NEMORL_ENV"):
         if not Path(environment, "bin", "nemorl").exists():
-            raise OptionError(
-                f"NEMORL_ENV = {environment}: no bin/nemorl in it. Set the folder of an environment with "
-                "nemorl that the nodes can read, or unset it to use the environment of this command."
-            )
+            readable = "Set the folder of an environment with nemorl that the nodes can read"
+            fix = f"{readable}, or unset it to use the environment of this command."
+            raise OptionError(f"NEMORL_ENV = {environment}: no bin/nemorl in it. {fix}")
     elif Path(sys.prefix, "bin", "nemorl").exists():  # else the nodes find nemorl by PATH
         variables["NEMORL_ENV"] = sys.prefix
     if options.mounts:
@@ -284,10 +280,9 @@ def resolve_image(container: str) -> str:
     if not (container.startswith(("/", ".")) or container.endswith(".sqsh")):
         return container
     if not Path(container).is_file():
-        raise OptionError(
-            f"--container {container}: no such file. Give a .sqsh file (`enroot import` makes one), or an "
-            "image in a registry as pyxis writes it, such as nvcr.io#nvidia/pytorch:25.10-py3."
-        )
+        image = "an image in a registry as pyxis writes it, such as nvcr.io#nvidia/pytorch:25.10-py3."
+        fix = f"Give a .sqsh file (`enroot import` makes one), or {image}"
+        raise OptionError(f"--container {container}: no such file. {fix}")
     return str(Path(container).absolute())
 
 

@@ -131,11 +131,8 @@ def prepare(
         if experiment.data.validation is None and not experiment.data.validation_sets:
             yield Problem("data.validation", ABSENT, "an evaluation requires tasks; set a dataset")
         if experiment.policy.head == "scalar":
-            fix = (
-                "an evaluation samples, and a scalar head cannot; evaluate it with algorithm.validation "
-                "during training"
-            )
-            yield Problem("policy.head", "scalar", fix)
+            fix = "an evaluation samples, and a scalar head cannot; evaluate it with algorithm.validation"
+            yield Problem("policy.head", "scalar", f"{fix} during training")
 
     experiment = load_experiment(path, overrides, further_checks)
     return Ready(experiment, plans[0], tuple(unverified))
@@ -160,9 +157,8 @@ def _unusable(run_dir: Path, experiment: Experiment) -> str | None:
     if not str(run_dir).isprintable():
         return "the path contains unprintable characters; remove them"
     if (longest := max(map(len, names))) > _MAX_NAME_BYTES:
-        return (
-            f"a name in the path has {longest} bytes, and at most {_MAX_NAME_BYTES} are allowed; shorten it"
-        )
+        problem = f"a name in the path has {longest} bytes, and at most {_MAX_NAME_BYTES} are allowed"
+        return f"{problem}; shorten it"
     if (length := len(os.fsencode(absolute))) > _MAX_PATH_BYTES:
         return f"the path has {length} bytes and may have {_MAX_PATH_BYTES}; shorten it"
     if run_dir.exists() and not run_dir.is_dir():
@@ -243,10 +239,9 @@ def _reward_problems(experiment: Experiment, *, calls: bool) -> Iterator[Problem
                 continue
             if missing := sorted(found.needs - given - columns):
                 complete = False
-                fix = (
-                    f"it requires {', '.join(missing)}, and the tasks of {path} have the columns "
-                    f"{', '.join(sorted(given | columns))}; give it a default, or set it in {arguments}"
-                )
+                have = f"the tasks of {path} have the columns {', '.join(sorted(given | columns))}"
+                problem = f"it requires {', '.join(missing)}, and {have}"
+                fix = f"{problem}; give it a default, or set it in {arguments}"
                 yield Problem(field, config.function, fix)
         if not complete:
             continue
@@ -264,10 +259,8 @@ def _reward_problems(experiment: Experiment, *, calls: bool) -> Iterator[Problem
             seconds = config.deadline or experiment.cluster.deadlines.environment
             reason = smoke_test_reward(config, task, experiment.data.chat, seconds)
             if reason is not None:
-                fix = (
-                    f"it scores no answer to the first task ({reason}); correct the function or its arguments"
-                )
-                yield Problem(field, config.function, fix)
+                problem = f"it scores no answer to the first task ({reason})"
+                yield Problem(field, config.function, f"{problem}; correct the function or its arguments")
 
 
 def _first_task(experiment: Experiment) -> "Task | None":

@@ -118,11 +118,9 @@ def _submit(arguments: Namespace) -> int:
         for folder in dict.fromkeys([run_dir, *run_dirs]):
             earlier = slurm.latest_submission(folder)
             if earlier and any(row.is_active for row in status_rows(folder)):
-                raise NemorlError(
-                    f"run_dir = {folder}: job {earlier.job}, submitted at {earlier.submitted}, uses this "
-                    f"folder and has not ended. Cancel it with `nemorl slurm cancel {folder}`, or set "
-                    "another run_dir."
-                )
+                job = f"job {earlier.job}, submitted at {earlier.submitted},"
+                fix = f"Cancel it with `nemorl slurm cancel {folder}`, or set another run_dir."
+                raise NemorlError(f"run_dir = {folder}: {job} uses this folder and has not ended. {fix}")
         with slurm.write_files(files):
             submission = submission.submit()
         submission.record(run_dir)

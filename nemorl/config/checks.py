@@ -356,13 +356,10 @@ def gpus_for_all_processes(
         have = f"{counted(available, 'GPU')} {'is' if available == 1 else 'are'} too few for"
         of_models = f", {others} of auxiliary models" if others else ""
         share = ", `devices: policy` for the others" if others else ""
-        yield Problem(
-            "cluster.gpus_per_node",
-            cluster.gpus_per_node,
-            f"{have} {counted(policy.layout.world_size, 'policy process')}{of_models} and "
-            f"{counted(engines, 'engine')}; raise it, or use a smaller policy.layout{share} or fewer "
-            "generation.replicas",
-        )
+        needed = f"{counted(policy.layout.world_size, 'policy process')}{of_models}"
+        problem = f"{have} {needed} and {counted(engines, 'engine')}"
+        fix = f"raise it, or use a smaller policy.layout{share} or fewer generation.replicas"
+        yield Problem("cluster.gpus_per_node", cluster.gpus_per_node, f"{problem}; {fix}")
 
 
 @check

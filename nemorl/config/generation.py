@@ -1,10 +1,7 @@
-"""`generation`: the engine that samples, and how it samples; one section class for each back end.
-
-A section has the facts about its engine that others need (`ranks_per_replica`, `has_engines`, ...) and the
-checks of its fields. Importing it imports no engine.
-"""
+"""`generation`: the engine that samples, and how; one section class for each back end. Imports no engine."""
 
 import ipaddress
+import math
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -128,12 +125,13 @@ class GenerationBase(Config):
     @property
     def shares_devices(self) -> bool:
         """True if engines share the policy's devices and sleep while it trains."""
-        return False
+        return getattr(self, "colocated", False)
 
     @property
     def ranks_per_replica(self) -> int:
         """Devices of one engine, or its processes on a CPU."""
-        return 1
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+        return math.prod(getattr(self, name, 1) for name in sizes)
 
     def host_options(self, policy: PolicyConfig) -> dict[str, object]:
         """Arguments of `host_class` that other engines' hosts do not have."""
@@ -161,13 +159,12 @@ class GenerationBase(Config):
 
     @check
     def _transport_fits_the_machines(self, cluster: ClusterConfig) -> Iterator[Problem]:
-        gpus, nodes = cluster.gpus_per_node, cluster.num_nodes
-        if self.transport == "nccl" and not gpus:
-            fix = "NCCL requires GPUs, and cluster.gpus_per_node is 0; set this to auto or gloo"
-            yield Problem("transport", "nccl", fix)
-        elif self.transport == "cuda_ipc" and not gpus:
-            fix = "CUDA IPC requires GPUs, and cluster.gpus_per_node is 0; set this to auto or shared_memory"
-            yield Problem("transport", "cuda_ipc", fix)
+        nodes = cluster.num_nodes
+        names = {"nccl": ("NCCL", "gloo"), "cuda_ipc": ("CUDA IPC", "shared_memory")}
+        if self.transport in names and not cluster.gpus_per_node:
+            name, other = names[self.transport]
+            fix = f"{name} requires GPUs, and cluster.gpus_per_node is 0; set this to auto or {other}"
+            yield Problem("transport", self.transport, fix)
         elif self.transport == "cuda_ipc" and nodes > 1:
             fix = f"CUDA IPC works on one machine, and cluster.num_nodes is {nodes}; set this to auto or nccl"
             yield Problem("transport", "cuda_ipc", fix)
@@ -253,11 +250,9 @@ class OpenAIGenerationConfig(GenerationBase):
     @check
     def _training_needs_token_ids(self, algorithm: "AlgorithmConfig") -> Iterator[Problem]:
         if algorithm.online and not self.token_ids:
-            fix = (
-                "training needs token ids and logprobs, not only text; use a server that returns them "
-                "(vLLM's, `nemorl serve`) and set this to true, or use this one with `nemorl eval`"
-            )
-            yield Problem("token_ids", False, fix)
+            others = "use a server that returns them (vLLM's, `nemorl serve`) and set this to true"
+            fix = f"training needs token ids and logprobs, not only text; {others}"
+            yield Problem("token_ids", False, f"{fix}, or use this one with `nemorl eval`")
 
 
 ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
@@ -312,10 +307,6 @@ class TrtllmGenerationConfig(GenerationBase):
     trtllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `tensorrt_llm.AsyncLLM`, by its names."""
 
-    @property
-    def ranks_per_replica(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
     @check
     def _requires_gpus(self, cluster: ClusterConfig) -> Iterator[Problem]:
         if cluster.gpus_per_node == 0:
@@ -326,11 +317,9 @@ class TrtllmGenerationConfig(GenerationBase):
     def _step_holds_a_prompt(self, policy: PolicyConfig) -> Iterator[Problem]:
         length = policy.max_sequence_length
         if self.max_num_tokens < length and not self.trtllm_kwargs.get("enable_chunked_prefill"):
-            fix = (
-                f"a step must hold a complete prompt; set it to at least policy.max_sequence_length, {length}"
-                ", or set trtllm_kwargs.enable_chunked_prefill to true"
-            )
-            yield Problem("max_num_tokens", self.max_num_tokens, fix)
+            least = f"at least policy.max_sequence_length, {length}"
+            fix = f"set it to {least}, or set trtllm_kwargs.enable_chunked_prefill to true"
+            yield Problem("max_num_tokens", self.max_num_tokens, f"a step must hold a complete prompt; {fix}")
 
     @check
     def _experts_fit(self) -> Iterator[Problem]:
@@ -457,14 +446,6 @@ class VllmGenerationConfig(GenerationBase):
             return "reload"
         return "staged" if device == "cpu" else "in_place"
 
-    @property
-    def shares_devices(self) -> bool:
-        return self.colocated
-
-    @property
-    def ranks_per_replica(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
     def host_options(self, policy: PolicyConfig) -> dict[str, object]:
         return {
             "return_experts": policy.moe.router_replay,
@@ -534,19 +515,14 @@ class VllmGenerationConfig(GenerationBase):
         if not (self.colocated and cluster.gpus_per_node and algorithm.generates):
             return
         ranks, processes = self.ranks_per_replica, policy.layout.world_size
-        shared = counted(processes, "policy process")
+        shared = f"those of {counted(processes, 'policy process')}"
         if ranks > processes:
-            fix = (
-                f"an engine of {ranks} GPUs cannot share those of {shared}; lower "
-                "generation.tensor_parallel_size or pipeline_parallel_size, or set colocated to false"
-            )
-            yield Problem("replicas", self.replicas, fix)
+            problem = f"an engine of {ranks} GPUs cannot share {shared}"
+            fix = "lower generation.tensor_parallel_size or pipeline_parallel_size, or set colocated to false"
+            yield Problem("replicas", self.replicas, f"{problem}; {fix}")
         elif self.replicas * ranks > processes:
-            fix = (
-                f"with generation.colocated, engines of {counted(ranks, 'GPU')} share those of {shared}; set "
-                f"it to at most {processes // ranks}"
-            )
-            yield Problem("replicas", self.replicas, fix)
+            problem = f"with generation.colocated, engines of {counted(ranks, 'GPU')} share {shared}"
+            yield Problem("replicas", self.replicas, f"{problem}; set it to at most {processes // ranks}")
         if self.transport == "nccl":
             fix = "with generation.colocated two processes share a GPU, which NCCL refuses; set this to auto"
             yield Problem("transport", "nccl", fix)

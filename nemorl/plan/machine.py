@@ -94,11 +94,8 @@ def gpu_problems(experiment: Experiment, machine: Machine) -> Iterator[Problem]:
     """GPUs that a run on this machine requires and that it does not have."""
     required, available = experiment.cluster.gpus_per_node, len(machine.gpus)
     if required > available and not _elsewhere(experiment):
-        fix = (
-            f"this machine has {available or 'no'} GPUs; start the run on a machine with {required}, or set "
-            "it to 0 to run on CPUs"
-        )
-        yield Problem("cluster.gpus_per_node", required, fix)
+        fix = f"start the run on a machine with {required}, or set it to 0 to run on CPUs"
+        yield Problem("cluster.gpus_per_node", required, f"this machine has {available or 'no'} GPUs; {fix}")
 
 
 def memory_problems(
@@ -124,12 +121,10 @@ def memory_problems(
     colocated = experiment.generation.shares_devices
     kept = [p.between_steps for p in processes if p.group in ("policy", "generation")]
     if colocated and len(kept) > 1 and sum(kept) > gpu.memory_bytes:
-        fix = (
-            f"in a refit a GPU keeps {_gigabytes(kept[0])} of the policy and {_gigabytes(kept[1])} of an "
-            f"engine, and {room}: spread the policy over more processes (policy.layout), raise "
-            "generation.tensor_parallel_size, or set this to false"
-        )
-        yield Problem("generation.colocated", True, fix)
+        keeps = f"{_gigabytes(kept[0])} of the policy and {_gigabytes(kept[1])} of an engine"
+        spread = "spread the policy over more processes (policy.layout)"
+        fix = f"{spread}, raise generation.tensor_parallel_size, or set this to false"
+        yield Problem("generation.colocated", True, f"in a refit a GPU keeps {keeps}, and {room}: {fix}")
 
     # While one of the models on the policy's devices computes, the others keep what they do not leave. Reward
     # models compute while something is sampled, while engines are awake.
@@ -152,11 +147,9 @@ def memory_problems(
     if needs[most] > gpu.memory_bytes:
         guests = [p.group for p in there if p.group != "policy"]
         guest = residents[most if most in guests else guests[0]].section
-        fix = (
-            f"while the {most} computes, a GPU holds {_gigabytes(needs[most])} of it and of what the others "
-            f"keep there, and {room}: let them leave (policy.offload, {guest}.offload), spread them over "
-            "more processes, or take `own` devices"
-        )
+        holds = f"{_gigabytes(needs[most])} of it and of what the others keep there"
+        leave = f"let them leave (policy.offload, {guest}.offload), spread them over more processes"
+        fix = f"while the {most} computes, a GPU holds {holds}, and {room}: {leave}, or take `own` devices"
         yield Problem(f"{guest}.devices", "policy", fix)
 
 
@@ -180,10 +173,8 @@ def _blamed(
         value = str(value or experiment.policy.model_path)
     elif field == "policy.layout":
         value = experiment.policy.layout.name
-    name, size = part.replace("_", " "), _gigabytes(sizes[group, part])
-    return Problem(
-        field, value, f"{problem}: {size} of it are for the {name} of the {group} processes; {fix}"
-    )
+    share = f"{_gigabytes(sizes[group, part])} of it are for the {part.replace('_', ' ')}"
+    return Problem(field, value, f"{problem}: {share} of the {group} processes; {fix}")
 
 
 def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:

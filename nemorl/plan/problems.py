@@ -1,7 +1,6 @@
 """Problems of an experiment with its model, its files and this machine, found before a process starts.
 
-Imports no torch. Weights are judged by their headers alone: a safetensors file begins with the length of its
-header (8 bytes, little-endian) and the header, JSON: name to dtype, shape and place.
+Imports no torch. Weights are judged by their headers alone.
 """
 
 import difflib
@@ -69,13 +68,11 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     problems = list(file_problems(experiment, machine.same_packages))
     if is_this_machine(experiment, machine):
         # Threads beyond the cores wait for each other, and some thousands cannot be started.
-        threads = {
-            "generation.threads": generation.threads,
-            "cluster.policy_threads": experiment.cluster.policy_threads,
-        }
+        fields = ("generation.threads", "cluster.policy_threads")
+        threads = zip(fields, (generation.threads, experiment.cluster.policy_threads), strict=True)
         where = "a node of the job" if machine.nodes else "this machine"
         fix = f"{where} has {machine.cores} cores: take no more than that, or leave it out"
-        problems += [Problem(field, n, fix) for field, n in threads.items() if n and n > machine.cores]
+        problems += [Problem(field, n, fix) for field, n in threads if n and n > machine.cores]
     try:
         shape = load_shape(policy.model_path, policy.head)
     except (BrokenModelFolder, UnsupportedModel) as error:
@@ -133,10 +130,8 @@ def auxiliary_models(
         if sizes[0] < sizes[1]:
             fix = f"its vocabulary of {sizes[0]} tokens lacks some of the policy's {sizes[1]}"
         elif experiment.algorithm.keeps_teachers and sizes[0] != sizes[1]:
-            fix = (
-                f"a teacher and the policy must have the same tokens, and it has {sizes[0]} and the "
-                f"policy {sizes[1]}"
-            )
+            same = "a teacher and the policy must have the same tokens"
+            fix = f"{same}, and it has {sizes[0]} and the policy {sizes[1]}"
         else:
             if path != experiment.policy.model_path:
                 refused += tokenizer_problems(experiment, section, path)
@@ -149,10 +144,8 @@ def auxiliary_models(
 def _model_problem(section: str, path: Path, problem: str) -> Problem:
     if not path.is_dir():
         found = "this is a file" if path.exists() else "there is no such folder"
-        problem = (
-            f"{found}: name one with config.json and safetensors; `nemorl models fetch` and "
-            "`nemorl models create` make some"
-        )
+        some = "`nemorl models fetch` and `nemorl models create` make some"
+        problem = f"{found}: name one with config.json and safetensors; {some}"
     return Problem(f"{section}.model_path", str(path), problem)
 
 
@@ -167,10 +160,8 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
         fix = f"the model's vocabulary ends at {shape.vocab_size - 1}: remove {', '.join(unknown)}"
         yield Problem("generation.stop_token_ids", list(stops), fix)
     if training and shape.sinks and policy.precision == "float32" and experiment.cluster.gpus_per_node:
-        fix = (
-            "on a GPU the kernel for attention sinks, which the model has, takes bfloat16 only: set bfloat16"
-        )
-        yield Problem("policy.precision", policy.precision, fix)
+        kernel = "the kernel for attention sinks, which the model has, takes bfloat16 only"
+        yield Problem("policy.precision", policy.precision, f"on a GPU {kernel}: set bfloat16")
     if (lora := policy.lora) is None:
         return
     targets, possible = list(lora.targets), adaptable_projections(shape)
@@ -223,11 +214,8 @@ def file_problems(experiment: Experiment, packages: bool = True) -> Iterator[Pro
     elif data.chat and folder.is_dir():
         in_files = any((folder / name).is_file() for name in _TEMPLATE_FILES)
         if not in_files and not _fields(folder / "tokenizer_config.json").get("chat_template"):
-            fix = (
-                f"the tokenizer in {folder} has no chat template: set this to false for plain text, or name "
-                "one in policy.tokenizer.chat_template"
-            )
-            yield Problem("data.chat", True, fix)
+            fix = "set this to false for plain text, or name one in policy.tokenizer.chat_template"
+            yield Problem("data.chat", True, f"the tokenizer in {folder} has no chat template: {fix}")
     for path, dataset in (("data.train", data.train), *held_out(data)):
         file = getattr(dataset, "path", None)
         if file is not None:
@@ -277,31 +265,29 @@ def weight_problems(
     here = {name: headers[file][name] for name, file in files.items() if name in headers[file]}
     missing = [name for name in expected if name not in here and (trained_head or name != _SCALAR_HEAD)]
     if missing:
-        yield (
-            f"{len(missing)} of the model's {len(expected)} tensors are missing, first {missing[0]}: take a "
-            "folder whose config.json and weights are of one model"
-        )
+        problem = f"{len(missing)} of the model's {len(expected)} tensors are missing, first {missing[0]}"
+        yield f"{problem}: take a folder whose config.json and weights are of one model"
     # Of each kind of problem the first tensor that has it.
     here = {name: here[name] for name in expected if name in here}
     for name, tensor in here.items():
         if tuple(tensor["shape"]) != expected[name]:
             says = "one label requires" if name == _SCALAR_HEAD else "config.json says"
-            yield (
-                f"{name} has the shape {tensor['shape']}, and {says} {list(expected[name])}: take a "
-                "folder where both are of one model"
-            )
+            problem = f"{name} has the shape {tensor['shape']}, and {says} {list(expected[name])}"
+            yield f"{problem}: take a folder where both are of one model"
             break
     for name, tensor in here.items():
         if tensor["dtype"] not in STORED_DTYPES:
-            yield (
-                f"{name} is of type {tensor['dtype']}, and weights may be {', '.join(STORED_DTYPES)}: take "
-                "the model's unquantised weights"
-            )
+            problem = f"{name} is of type {tensor['dtype']}, and weights may be {', '.join(STORED_DTYPES)}"
+            yield f"{problem}: take the model's unquantised weights"
             break
 
 
 def _header(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Header of a safetensors file that is as long as it says. Raises `BrokenModelFolder`."""
+    """Header of a safetensors file that is as long as it says. Raises `BrokenModelFolder`.
+
+    The file begins with the header's length (8 bytes, little-endian) and the header, JSON: name to dtype,
+    shape and place.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -324,11 +310,9 @@ def head_problems(model: Path) -> Iterator[Problem]:
     """A reward model whose folder is a language model would say 0 of everything."""
     known = (_fields(model / "config.json").get("architectures") or [""])[0]
     if not known.endswith("ForSequenceClassification"):
-        fix = (
-            f"this is a {known or 'model without architectures'}, which has no trained head: name a "
-            "folder of a …ForSequenceClassification, as `checkpointing.save_hf` writes it of a reward model"
-        )
-        yield Problem("policy.model_path", str(model), fix)
+        problem = f"this is a {known or 'model without architectures'}, which has no trained head"
+        fix = "name a folder of a …ForSequenceClassification, as `checkpointing.save_hf` writes it"
+        yield Problem("policy.model_path", str(model), f"{problem}: {fix} of a reward model")
 
 
 def tokenizer_problems(experiment: Experiment, section: str, model: Path) -> Iterator[Problem]:
@@ -343,10 +327,9 @@ def tokenizer_problems(experiment: Experiment, section: str, model: Path) -> Ite
     compared = sorted((of_policy.keys() & of_model) - (added_here & added_there))
     other = next((number for number in compared if of_policy[number] != of_model[number]), None)
     if other is not None:
-        fix = (
-            f"its tokenizer is another than the policy's: token {other} is {of_model[other]!r} there and "
-            f"{of_policy[other]!r} in {policy}: name a model with the policy's tokenizer"
-        )
+        differs = f"token {other} is {of_model[other]!r} there and {of_policy[other]!r} in {policy}"
+        problem = f"its tokenizer is another than the policy's: {differs}"
+        fix = f"{problem}: name a model with the policy's tokenizer"
         yield Problem(f"{section}.model_path", str(model), fix)
 
 
@@ -431,11 +414,9 @@ def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Iterator[Problem]
     try:
         call_within(_FIRST_TASK_SECONDS, lambda: made(**dataset.options)[0])
     except Exception as error:  # noqa: BLE001  a dataset's own code, with checks by assert
-        fix = (
-            f"the dataset {name} does not accept these options ({type(error).__name__}: {error}); "
-            f"see the fields of its {DATASETS[name][1].__name__}"
-        )
-        yield Problem(f"{path}.options", dataset.options, fix)
+        problem = f"the dataset {name} does not accept these options ({type(error).__name__}: {error})"
+        fix = f"see the fields of its {DATASETS[name][1].__name__}"
+        yield Problem(f"{path}.options", dataset.options, f"{problem}; {fix}")
 
 
 def address_problems(generation: GenerationConfig, endpoint: EndpointConfig | None) -> Iterator[Problem]:
@@ -465,12 +446,11 @@ def address_problems(generation: GenerationConfig, endpoint: EndpointConfig | No
             if error.errno == errno.EAFNOSUPPORT:  # a server leaves such a family out
                 continue
             fixes = {
-                errno.EADDRINUSE: "another program listens there: name another port, or 0 for a free one",
-                errno.EACCES: "this port is for programs with special rights: name one of 1024 or more, or 0 "
-                "for a free one",
+                errno.EADDRINUSE: "another program listens there: name another port",
+                errno.EACCES: "this port is for programs with special rights: name one of 1024 or more",
             }
-            if error.errno in fixes:
-                yield Problem("generation.endpoint.port", port, fixes[error.errno])
+            if fix := fixes.get(error.errno or 0, ""):
+                yield Problem("generation.endpoint.port", port, f"{fix}, or 0 for a free one")
             else:
                 fix = f"this machine cannot listen there ({error.strerror}): name an address of its own"
                 yield Problem("generation.endpoint.host", host, f"{fix}, such as 127.0.0.1")
@@ -515,9 +495,7 @@ def server_problems(experiment: Experiment) -> Iterator[Problem]:
 def node_problems(cluster: ClusterConfig) -> Iterator[Problem]:
     """A run over several nodes joins a Ray that was started on them."""
     if cluster.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
-        fix = (
-            "this command starts the run on this machine only; on a Slurm cluster use `nemorl "
-            f"slurm submit CONFIG --nodes {cluster.num_nodes}`; elsewhere start Ray on the nodes and set "
-            "RAY_ADDRESS to its head (docs/slurm.md)"
-        )
+        on_slurm = f"on a Slurm cluster use `nemorl slurm submit CONFIG --nodes {cluster.num_nodes}`"
+        elsewhere = "elsewhere start Ray on the nodes and set RAY_ADDRESS to its head (docs/slurm.md)"
+        fix = f"this command starts the run on this machine only; {on_slurm}; {elsewhere}"
         yield Problem("cluster.num_nodes", cluster.num_nodes, fix)
