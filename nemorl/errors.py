@@ -1,7 +1,7 @@
 """Errors that are shown to the user as their message alone, without a traceback."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from textwrap import indent
@@ -49,6 +49,9 @@ class Problem:
         if self.value is ABSENT:
             return f"{self.field} is not given" if self.field else "the file"
         return f"{self.field} = {_shown(self.value)}" if self.field else _shown(self.value)
+
+
+Problems = Iterator[Problem]  # what a check yields
 
 
 class ConfigError(NemorlError):

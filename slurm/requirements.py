@@ -4,12 +4,12 @@ Ray's placement decides which process goes where, and reports what these sums do
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 from nemorl.plan.machine import Gpu, Machine
 from nemorl.plan.problems import plan_run
 
@@ -57,7 +57,7 @@ def cluster_overrides(nodes: Mapping[str, NodeInfo], *, gpus_given: bool) -> lis
     return overrides
 
 
-def node_problems(experiment: Experiment, nodes: Mapping[str, NodeInfo]) -> Iterator[Problem]:
+def node_problems(experiment: Experiment, nodes: Mapping[str, NodeInfo]) -> Problems:
     """Every problem of an experiment on these nodes: model, files, memory, and room for its processes."""
     hardware = [info.hardware for info in nodes.values()]
     # The nodes as one: the cores of the smallest, the memory of all, the smallest GPU of each.
@@ -76,7 +76,7 @@ def node_problems(experiment: Experiment, nodes: Mapping[str, NodeInfo]) -> Iter
     yield from capacity_problems(experiment, sizes)
 
 
-def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Iterator[Problem]:
+def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Problems:
     """Why the processes of a training run cannot fit on these nodes, by sums of CPUs and GPUs.
 
     A group of processes is counted on the nodes with its labels, as if it were alone there. Labels that none

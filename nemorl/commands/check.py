@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from nemorl.config.facts import acted_on, metric_names, models_of, reward_names
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.load import ORIGIN as COMMAND_LINE
 from nemorl.config.load import load_experiment
-from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem
+from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem, Problems
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import Machine, gpu_problems, is_this_machine, read_machine
 from nemorl.plan.problems import Plan, address_problems, node_problems, plan_run, server_problems
@@ -109,7 +109,7 @@ def prepare(
     plans: list[Plan] = []
     unverified: list[Problem] = []
 
-    def further_checks(experiment: Experiment) -> Iterator[Problem]:
+    def further_checks(experiment: Experiment) -> Problems:
         plans.append(plan_run(experiment, machine, training=training))
         yield from plans[0].problems
         yield from _reward_problems(experiment, calls=where != "elsewhere")
@@ -138,7 +138,7 @@ def prepare(
     return Ready(experiment, plans[0], tuple(unverified))
 
 
-def _run_folder_problems(experiment: Experiment, new_run: bool) -> Iterator[Problem]:
+def _run_folder_problems(experiment: Experiment, new_run: bool) -> Problems:
     run_dir = experiment.run_dir
     try:
         problem = _unusable(run_dir, experiment)
@@ -174,7 +174,7 @@ def _unusable(run_dir: Path, experiment: Experiment) -> str | None:
         return f"{existing} is not writable ({error.strerror}); set another folder"
 
 
-def _other_algorithm(experiment: Experiment) -> Iterator[Problem]:
+def _other_algorithm(experiment: Experiment) -> Problems:
     """A run continues with the algorithm that wrote its checkpoints: another one has other models."""
     paths, algorithm = RunPaths(experiment.run_dir), experiment.algorithm
     if not any(paths.checkpoints.glob("step_*")):  # the run starts over
@@ -193,7 +193,7 @@ def _other_algorithm(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("algorithm.critic", None, f"{problem}; set the advantage back, {fix}")
 
 
-def _custom_part_problems(experiment: Experiment) -> Iterator[Problem]:
+def _custom_part_problems(experiment: Experiment) -> Problems:
     """Parts of the user that cannot be found or called, or that return the wrong thing."""
     algorithm, env, rewards = experiment.algorithm, experiment.env, experiment.rewards
     if isinstance(algorithm, OnlineConfig):
@@ -218,7 +218,7 @@ def _custom_part_problems(experiment: Experiment) -> Iterator[Problem]:
         yield from custom_environment_problems(env, _first_task(experiment), seconds)
 
 
-def _reward_problems(experiment: Experiment, *, calls: bool) -> Iterator[Problem]:
+def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
     """Functions that cannot be found, that require columns which the tasks lack, or that score no answer.
 
     `calls=False` calls only built-in functions: those of the user may need what this machine lacks.

@@ -1,12 +1,12 @@
 """The auxiliary models of a run (critic, reference, teachers), each in processes like the policy's."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 
 from .base import Config, check, counted, default_variant
 from .generation import ADDRESS, is_address
@@ -54,7 +54,7 @@ class ModelGroupConfig(Config):
         return policy.model_copy(update={**given, "offload": self.offload, "moe": MoeConfig(), "lora": None})
 
     @check
-    def _has_devices(self, policy: PolicyConfig) -> Iterator[Problem]:
+    def _has_devices(self, policy: PolicyConfig) -> Problems:
         if self.devices == "own":
             reason = "devices is `own`, so nothing waits for them; set it to false"
             yield from self.offload.without_effect(("weights", "optimizer"), reason, "offload.")
@@ -66,7 +66,7 @@ class ModelGroupConfig(Config):
             yield Problem("layout", counted(size, "process"), fix)
 
     @check
-    def _micro_batch_holds_sequence(self, policy: PolicyConfig) -> Iterator[Problem]:
+    def _micro_batch_holds_sequence(self, policy: PolicyConfig) -> Problems:
         if self.micro_batch_tokens is not None:
             yield from micro_batch_problems(self.micro_batch_tokens, policy.max_sequence_length)
 
@@ -102,7 +102,7 @@ class EndpointTeacherConfig(Config):
     """Retries of a request after status 429, 5xx or a broken connection."""
 
     @check
-    def _address_is_complete(self) -> Iterator[Problem]:
+    def _address_is_complete(self) -> Problems:
         if not is_address(self.base_url):
             yield Problem("base_url", self.base_url, ADDRESS)
 
@@ -112,6 +112,7 @@ TeacherConfig = Annotated[
     Field(discriminator="kind"),
     default_variant(ModelTeacherConfig, "kind"),
 ]
+Teachers = dict[str, TeacherConfig]
 
 
 def teachers_held(teachers: Mapping[str, TeacherConfig]) -> dict[str, ModelTeacherConfig]:
@@ -139,11 +140,11 @@ class CriticConfig(ModelGroupConfig):
         return super().worker_config(policy).model_copy(update=fields)
 
     @check
-    def _decay_goes_down(self) -> Iterator[Problem]:
+    def _decay_goes_down(self) -> Problems:
         yield from decay_problems("critic", self.optimizer, self.schedule)
 
     @check
-    def _narrow_types_have_a_kernel(self, policy: PolicyConfig, cluster: ClusterConfig) -> Iterator[Problem]:
+    def _narrow_types_have_a_kernel(self, policy: PolicyConfig, cluster: ClusterConfig) -> Problems:
         yield from narrow_type_problems(self.optimizer, self.precision or policy.precision, cluster)
 
 

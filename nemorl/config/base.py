@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from dataclasses import replace
 from importlib import import_module
@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from nemorl.errors import NemorlError, Problem
+from nemorl.errors import NemorlError, Problem, Problems
 
-Check = TypeVar("Check", bound=Callable[..., Iterator[Problem]])
+Check = TypeVar("Check", bound=Callable[..., Problems])
 Key = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # a name that the user chooses
 
 
@@ -26,9 +26,7 @@ def check(function: Check) -> Check:
     return function
 
 
-def run_checks(
-    checks: Iterable[Callable[..., Iterator[Problem]]], sections: Mapping[str, object]
-) -> Iterator[Problem]:
+def run_checks(checks: Iterable[Callable[..., Problems]], sections: Mapping[str, object]) -> Problems:
     """Run checks, as far as the sections that they take are valid."""
     for function in checks:
         parameters = inspect.signature(function).parameters
@@ -48,7 +46,7 @@ class Config(BaseModel):
         protected_namespaces=(),
     )
 
-    def problems(self, sections: Mapping[str, object]) -> Iterator[Problem]:
+    def problems(self, sections: Mapping[str, object]) -> Problems:
         """Problems of this section and those in it; `sections` are the valid ones of the experiment."""
         members = [member for base in reversed(type(self).__mro__) for member in vars(base).items()]
         checks = dict.fromkeys(name for name, value in members if getattr(value, "is_check", False))
@@ -56,7 +54,7 @@ class Config(BaseModel):
         for name in type(self).model_fields:
             yield from problems_in(getattr(self, name), name, sections)
 
-    def without_effect(self, names: Iterable[str], reason: str, prefix: str = "") -> Iterator[Problem]:
+    def without_effect(self, names: Iterable[str], reason: str, prefix: str = "") -> Problems:
         """A problem for each of these fields that is not its default; `prefix` is put before its name."""
         for name in names:
             value = getattr(self, name)
@@ -70,7 +68,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
-def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Iterator[Problem]:
+def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Problems:
     """Problems of the sections in a field's value; `path` is that of the field."""
     if isinstance(value, Config):
         for problem in value.problems(sections):

@@ -7,10 +7,10 @@ model or the machine.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from nemorl.errors import ABSENT, Problem
+from nemorl.errors import ABSENT, Problem, Problems
 
 from .algorithm import AlgorithmConfig, OfflineBase, OnlineBase, OnlineConfig
 from .algorithm.advantages import GdpoAdvantageConfig, TurnAdvantageConfig
@@ -19,13 +19,13 @@ from .auxiliary import (
     EndpointTeacherConfig,
     ModelGroupConfig,
     ReferenceConfig,
-    TeacherConfig,
+    Teachers,
     auxiliary_models,
     used_models,
 )
 from .base import check, counted, problems_in, run_checks
 from .data import DataConfig, JsonlDataset, PreferenceDataset
-from .environment import CalculatorEnvConfig, EnvConfig, RewardConfig, ServiceRewardBase, SingleTurnEnvConfig
+from .environment import CalculatorEnvConfig, EnvConfig, Rewards, ServiceRewardBase, SingleTurnEnvConfig
 from .experiment import derived_fields, field_value
 from .facts import acted_on, datasets, group_name, metric_names, reward_names
 from .generation import GenerationConfig, OpenAIGenerationConfig, is_loopback, server_host
@@ -51,7 +51,7 @@ Auxiliary = dict[str, ModelGroupConfig]
 
 
 @check
-def data_parallel_divides(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+def data_parallel_divides(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Problems:
     """Every data-parallel rank has the same number of sequences of an optimizer step."""
     size = policy.layout.data_parallel_size
     if isinstance(algorithm, OfflineBase) and algorithm.batch_size % size:
@@ -69,8 +69,7 @@ def data_parallel_divides(policy: PolicyConfig, algorithm: AlgorithmConfig) -> I
 
 
 @check
-def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Megatron's interleaved schedule needs at least as many micro-batches as stages, none of them empty."""
+def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Problems:
     layout = policy.layout
     share = algorithm.units_per_update // layout.data_parallel_size
     units = "sequences" if algorithm.units_per_update == algorithm.sequences_per_update else "pairs"
@@ -84,8 +83,7 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
 @check
 def turn_fits_sequence(
     policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
-) -> Iterator[Problem]:
-    """A turn leaves room for its prompt."""
+) -> Problems:
     if algorithm.generates and generation.max_new_tokens >= policy.max_sequence_length:
         limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
         fix = f"a turn leaves no room for its prompt in {limit}; lower this or raise that"
@@ -95,8 +93,7 @@ def turn_fits_sequence(
 @check
 def cache_holds_sequence(
     policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
-) -> Iterator[Problem]:
-    """A KV cache of a fixed number of tokens holds at least one conversation."""
+) -> Problems:
     tokens = getattr(generation, "max_kv_tokens", None)
     if algorithm.generates and tokens is not None and tokens < policy.max_sequence_length:
         limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
@@ -105,8 +102,7 @@ def cache_holds_sequence(
 
 
 @check
-def micro_batch_holds_pair(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """The two answers of a pair are compared in one pass."""
+def micro_batch_holds_pair(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Problems:
     if algorithm.sequences_per_update == algorithm.units_per_update:
         return
     longest = 2 * policy.max_sequence_length
@@ -116,8 +112,7 @@ def micro_batch_holds_pair(policy: PolicyConfig, algorithm: AlgorithmConfig) -> 
 
 
 @check
-def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """A reward model produces numbers; other algorithms sample or imitate tokens."""
+def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Problems:
     if policy.head != algorithm.head:
         reason = f"`{algorithm.name}` samples or imitates tokens (reward models have a scalar head)"
         if algorithm.head == "scalar":
@@ -126,15 +121,14 @@ def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> It
 
 
 @check
-def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Greedy samples of one task are equal, so there is nothing to compare."""
+def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Problems:
     if algorithm.online and generation.sampling.temperature == 0:
         fix = "greedy samples of a task are all the same, with nothing to learn from; set it to more than 0"
         yield Problem("generation.sampling.temperature", 0.0, f"{fix} (for validation 0 is allowed)")
 
 
 @check
-def training_is_unfiltered(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+def training_is_unfiltered(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Problems:
     """The trainer's logprobs are of the complete distribution, so samples must come from it."""
     if isinstance(algorithm, OnlineBase) and algorithm.needs_unfiltered_samples:
         reason = "training supports the unfiltered distribution only; remove it here (validation may have it)"
@@ -146,16 +140,14 @@ def training_is_unfiltered(generation: GenerationConfig, algorithm: AlgorithmCon
 
 
 @check
-def chat_template_is_used(data: DataConfig, policy: PolicyConfig) -> Iterator[Problem]:
-    """Plain text has no messages and no template."""
+def chat_template_is_used(data: DataConfig, policy: PolicyConfig) -> Problems:
     if not data.chat and policy.tokenizer.chat_template is not None:
         fix = "data.chat is false, so prompts are plain text; remove this, or set data.chat to true"
         yield Problem("policy.tokenizer.chat_template", str(policy.tokenizer.chat_template), fix)
 
 
 @check
-def data_fits_the_algorithm(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Pairs, judged answers, judged steps and answers come from datasets that have them."""
+def data_fits_the_algorithm(data: DataConfig, algorithm: AlgorithmConfig) -> Problems:
     if not isinstance(algorithm, OfflineBase):
         return
     kind, names = algorithm.learns_from
@@ -169,8 +161,7 @@ def data_fits_the_algorithm(data: DataConfig, algorithm: AlgorithmConfig) -> Ite
 
 
 @check
-def margins_are_used(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Margins of pairs need a loss that uses them, and the other way round."""
+def margins_are_used(data: DataConfig, algorithm: AlgorithmConfig) -> Problems:
     if not isinstance(algorithm, OfflineBase):
         return
     scale = algorithm.margin_scale
@@ -185,10 +176,7 @@ def margins_are_used(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[P
 
 
 @check
-def environment_fits_the_tasks(
-    env: EnvConfig, data: DataConfig, algorithm: AlgorithmConfig
-) -> Iterator[Problem]:
-    """Some environments need the task's answer, or tasks of one kind of dataset."""
+def environment_fits_the_tasks(env: EnvConfig, data: DataConfig, algorithm: AlgorithmConfig) -> Problems:
     for path, dataset in acted_on(data, algorithm):
         if env.needs_answer and isinstance(dataset, JsonlDataset) and dataset.answer_key is None:
             fix = f"the environment `{env.name}` compares with the task's answer; set it to its key"
@@ -199,16 +187,14 @@ def environment_fits_the_tasks(
 
 
 @check
-def environment_has_messages(env: EnvConfig, data: DataConfig) -> Iterator[Problem]:
-    """Messages of a tool cannot be separated from the policy's in plain text."""
+def environment_has_messages(env: EnvConfig, data: DataConfig) -> Problems:
     if env.needs_chat and not data.chat:
         fix = f"the environment `{env.name}` answers in separate messages; set data.chat to true"
         yield Problem("data.chat", False, fix)
 
 
 @check
-def turns_can_be_compared(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterator[Problem]:
-    """Advantages of turns are for conversations with several."""
+def turns_can_be_compared(algorithm: AlgorithmConfig, env: EnvConfig) -> Problems:
     if not isinstance(algorithm, OnlineConfig) or not isinstance(algorithm.advantage, TurnAdvantageConfig):
         return
     if isinstance(env, CalculatorEnvConfig) and env.call_weight == 0:
@@ -220,9 +206,7 @@ def turns_can_be_compared(algorithm: AlgorithmConfig, env: EnvConfig) -> Iterato
 
 
 @check
-def something_is_rewarded(
-    env: EnvConfig, rewards: tuple[RewardConfig, ...], algorithm: AlgorithmConfig
-) -> Iterator[Problem]:
+def something_is_rewarded(env: EnvConfig, rewards: Rewards, algorithm: AlgorithmConfig) -> Problems:
     """`single_turn` has no reward of its own; a teacher is enough if nothing is measured."""
     if not isinstance(env, SingleTurnEnvConfig) or not algorithm.needs_rewards:
         return
@@ -236,7 +220,7 @@ def something_is_rewarded(
 
 
 @check
-def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> Iterator[Problem]:
+def reward_names_differ(env: EnvConfig, rewards: Rewards) -> Problems:
     """A metric holds one reward; a function without a name has the one after the colon."""
     used = set(reward_names(env, ()))
     for index, reward in enumerate(rewards):
@@ -251,10 +235,7 @@ def reward_names_differ(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> It
 
 
 @check
-def several_rewards_to_normalize(
-    algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...]
-) -> Iterator[Problem]:
-    """GDPO is for several rewards."""
+def several_rewards_to_normalize(algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards) -> Problems:
     if isinstance(algorithm, OnlineConfig) and isinstance(algorithm.advantage, GdpoAdvantageConfig):
         names = reward_names(env, rewards)
         if len(names) == 1:
@@ -263,10 +244,7 @@ def several_rewards_to_normalize(
 
 
 @check
-def filtered_reward_exists(
-    algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...]
-) -> Iterator[Problem]:
-    """The reward by which groups are dropped is one of the run."""
+def filtered_reward_exists(algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards) -> Problems:
     if not isinstance(algorithm, OnlineBase) or algorithm.filters.reward is None:
         return
     name, known = algorithm.filters.reward, sorted(reward_names(env, rewards))
@@ -275,7 +253,7 @@ def filtered_reward_exists(
 
 
 @check
-def validation_has_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[Problem]:
+def validation_has_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Problems:
     """A validation needs tasks, each once. Tasks without a validation are for `nemorl eval`."""
     sampled = bool(data.validation_sets) and algorithm.generates
     if algorithm.validation.scheduled and data.validation is None and not sampled:
@@ -296,10 +274,9 @@ def best_checkpoint_is_measured(
     checkpointing: CheckpointingConfig,
     algorithm: AlgorithmConfig,
     env: EnvConfig,
-    rewards: tuple[RewardConfig, ...],
+    rewards: Rewards,
     data: DataConfig,
-) -> Iterator[Problem]:
-    """The best checkpoint has the best value of a metric that the run produces."""
+) -> Problems:
     if checkpointing.metric is not None and checkpointing.enabled:
         known = metric_names(algorithm, env, rewards, data)
         yield from _is_measured("checkpointing.metric", checkpointing.metric, algorithm, known)
@@ -307,17 +284,14 @@ def best_checkpoint_is_measured(
 
 @check
 def early_stop_is_measured(
-    algorithm: AlgorithmConfig, env: EnvConfig, rewards: tuple[RewardConfig, ...], data: DataConfig
-) -> Iterator[Problem]:
-    """A run ends early by a metric that it produces."""
+    algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig
+) -> Problems:
     if algorithm.early_stop is not None:
         known = metric_names(algorithm, env, rewards, data)
         yield from _is_measured("algorithm.early_stop.metric", algorithm.early_stop.metric, algorithm, known)
 
 
-def _is_measured(
-    field: str, metric: str, algorithm: AlgorithmConfig, known: frozenset[str]
-) -> Iterator[Problem]:
+def _is_measured(field: str, metric: str, algorithm: AlgorithmConfig, known: frozenset[str]) -> Problems:
     if metric.startswith("validation/") and algorithm.validation.period is None:
         fix = "only validation measures it; set algorithm.validation.period"
         yield Problem(field, metric, fix)
@@ -341,7 +315,7 @@ def gpus_for_all_processes(
     generation: GenerationConfig,
     algorithm: AlgorithmConfig,
     auxiliary: Auxiliary,
-) -> Iterator[Problem]:
+) -> Problems:
     """With GPUs every process of a model has one, and every engine that does not share the policy's.
 
     Whether the machines have these GPUs is not known here; what is refused fits nowhere.
@@ -365,8 +339,7 @@ def gpus_for_all_processes(
 @check
 def labels_name_groups(
     cluster: ClusterConfig, generation: GenerationConfig, algorithm: AlgorithmConfig, auxiliary: Auxiliary
-) -> Iterator[Problem]:
-    """Labels of nodes are for groups of the run that have their own devices."""
+) -> Problems:
     placed = {"policy": True, "rollout": True}  # each group, and if it has its own devices
     if generation.has_engines:
         placed["generation"] = not (generation.shares_devices and cluster.gpus_per_node)
@@ -385,8 +358,7 @@ def labels_name_groups(
 @check
 def auxiliary_models_are_used(
     algorithm: AlgorithmConfig, critic: CriticConfig | None, reference: ReferenceConfig | None
-) -> Iterator[Problem]:
-    """A critic or a reference in separate processes needs an algorithm that uses it."""
+) -> Problems:
     if critic is not None and not algorithm.keeps_critic:
         fix = f"`{algorithm.name}` has no critic; remove this section, or use an algorithm such as `ppo`"
         yield Problem("critic", critic.model_dump(mode="json", exclude_unset=True), fix)
@@ -402,7 +374,7 @@ def auxiliary_models_are_used(
 
 
 @check
-def teachers_are_used(algorithm: AlgorithmConfig, teachers: dict[str, TeacherConfig]) -> Iterator[Problem]:
+def teachers_are_used(algorithm: AlgorithmConfig, teachers: Teachers) -> Problems:
     """Distillation has teachers, and if several, a column that names the teacher of each task."""
     key = getattr(algorithm, "teacher_key", None)
     if teachers and not algorithm.keeps_teachers:
@@ -421,9 +393,8 @@ def teachers_are_used(algorithm: AlgorithmConfig, teachers: dict[str, TeacherCon
 
 @check
 def teachers_score_at_temperature_1(
-    algorithm: AlgorithmConfig, generation: GenerationConfig, teachers: dict[str, TeacherConfig]
-) -> Iterator[Problem]:
-    """A server returns logprobs of the unscaled distribution."""
+    algorithm: AlgorithmConfig, generation: GenerationConfig, teachers: Teachers
+) -> Problems:
     temperature = generation.sampling.temperature
     for name, teacher in teachers.items():
         if isinstance(teacher, EndpointTeacherConfig) and algorithm.online and temperature != 1:
@@ -435,7 +406,7 @@ def teachers_score_at_temperature_1(
 @check
 def auxiliary_layouts_divide(
     policy: PolicyConfig, algorithm: AlgorithmConfig, auxiliary: Auxiliary
-) -> Iterator[Problem]:
+) -> Problems:
     """The batches of an auxiliary model with another layout divide too; reward models fill theirs up."""
     for path, model in auxiliary.items():
         if model.layout is None or path.startswith("rewards."):
@@ -450,7 +421,7 @@ def auxiliary_layouts_divide(
 
 
 @check
-def reward_models_run_while_sampling(algorithm: AlgorithmConfig, auxiliary: Auxiliary) -> Iterator[Problem]:
+def reward_models_run_while_sampling(algorithm: AlgorithmConfig, auxiliary: Auxiliary) -> Problems:
     """A model on the policy's devices scores while these are free."""
     for path, model in auxiliary.items():
         if algorithm.allows_staleness and path.startswith("rewards.") and model.devices == "policy":
@@ -459,7 +430,7 @@ def reward_models_run_while_sampling(algorithm: AlgorithmConfig, auxiliary: Auxi
 
 
 @check
-def shared_devices_are_freed(sections: Mapping[str, object]) -> Iterator[Problem]:
+def shared_devices_are_freed(sections: Mapping[str, object]) -> Problems:
     """Engines on the policy's GPUs need the memory of the models there, which they have unless it is set."""
     for field in derived_fields(sections):
         if not field_value(sections, field):
@@ -471,9 +442,9 @@ def shared_devices_are_freed(sections: Mapping[str, object]) -> Iterator[Problem
 def servers_are_reached_from_all_nodes(
     cluster: ClusterConfig,
     generation: GenerationConfig,
-    teachers: dict[str, TeacherConfig],
-    rewards: tuple[RewardConfig, ...],
-) -> Iterator[Problem]:
+    teachers: Teachers,
+    rewards: Rewards,
+) -> Problems:
     """Workers send requests to them, and on another node a loopback address is another machine."""
     if cluster.num_nodes == 1:
         return

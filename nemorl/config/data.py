@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 
 from .base import Config, Key, check
 
@@ -56,14 +56,14 @@ class ArithmeticDataset(Config):
     """Errors of wrong answers, drawn with equal probability: a unit or two, or the carry."""
 
     @check
-    def _enough_pairs(self) -> Iterator[Problem]:
+    def _enough_pairs(self) -> Problems:
         pairs = 10 ** (2 * self.digits)
         if self.offset + self.size > pairs:
             fix = f"with the offset they exceed all {pairs} pairs; lower size or offset, or raise digits"
             yield Problem("size", self.size, fix)
 
     @check
-    def _slips_are_wrong(self) -> Iterator[Problem]:
+    def _slips_are_wrong(self) -> Problems:
         modulus = 2 * 10**self.digits
         for index, slip in enumerate(self.slips):
             if slip % modulus == 0:
@@ -163,19 +163,19 @@ class DataConfig(Config):
         yield from ((f"validation_sets.{name}", dataset) for name, dataset in self.validation_sets.items())
 
     @check
-    def _template_holds_prompt(self) -> Iterator[Problem]:
+    def _template_holds_prompt(self) -> Problems:
         if "{prompt}" not in self.prompt_template:
             fix = "the task's text is missing in it; write `{prompt}` where it belongs"
             yield Problem("prompt_template", self.prompt_template, fix)
 
     @check
-    def _system_prompt_is_used(self) -> Iterator[Problem]:
+    def _system_prompt_is_used(self) -> Problems:
         if not self.chat:
             reason = "data.chat is false, so prompts are plain text; remove this, or set data.chat to true"
             yield from self.without_effect(("system_prompt",), reason)
 
     @check
-    def _validation_shares_no_task(self) -> Iterator[Problem]:
+    def _validation_shares_no_task(self) -> Problems:
         """Tasks of training say nothing about what was learned."""
         train_file = getattr(self.train, "path", None)
         for field, dataset in self.held_out:

@@ -1,14 +1,13 @@
 """`env`: the environment that the policy acts in. `rewards`: rewards in addition to the environment's."""
 
 import re
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 
 from .auxiliary import ModelGroupConfig
 from .base import Config, call_within, check, default_variant, function_at
@@ -217,7 +216,7 @@ class ServiceRewardBase(RewardBase):
     """Retries of a request after status 429, 5xx or a broken connection; counted in the metrics."""
 
     @check
-    def _address_is_complete(self) -> Iterator[Problem]:
+    def _address_is_complete(self) -> Problems:
         if not is_address(self.url):
             yield Problem("url", self.url, ADDRESS)
 
@@ -272,7 +271,7 @@ class JudgeRewardConfig(ServiceRewardBase):
     """Temperature of the judge; 0 gives the same answer the same score."""
 
     @check
-    def _prompt_shows_the_answers(self) -> Iterator[Problem]:
+    def _prompt_shows_the_answers(self) -> Problems:
         shown, other = "{completion}", "{completions}"
         if self.ranks_groups:
             shown, other = other, shown
@@ -283,13 +282,13 @@ class JudgeRewardConfig(ServiceRewardBase):
             yield Problem("prompt", self.prompt, f"{ranks}, so {other} is not replaced; use {shown}")
 
     @check
-    def _scores_are_ordered(self) -> Iterator[Problem]:
+    def _scores_are_ordered(self) -> Problems:
         if self.max_score <= self.min_score:
             fix = f"it is worth 1 and min_score, {self.min_score:g}, is worth 0; set it to more than that"
             yield Problem("max_score", self.max_score, fix)
 
     @check
-    def _pattern_can_be_read(self) -> Iterator[Problem]:
+    def _pattern_can_be_read(self) -> Problems:
         if self.parser != "regex":
             reason = "parser is `json`, which does not use it; set that to regex, or remove this"
             yield from self.without_effect(("pattern",), reason)
@@ -309,3 +308,4 @@ RewardConfig = Annotated[
     Field(discriminator="kind"),
     default_variant(FunctionRewardConfig, "kind"),
 ]
+Rewards = tuple[RewardConfig, ...]

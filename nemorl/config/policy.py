@@ -1,12 +1,11 @@
 """`policy`: the model that is trained, its layout over processes, and its optimizer."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 
 from .base import Config, check, default_variant
 from .run import ClusterConfig
@@ -187,7 +186,7 @@ class DecaySchedule(Config):
     """The rate after the decay."""
 
     @check
-    def _decay_follows_warmup(self) -> Iterator[Problem]:
+    def _decay_follows_warmup(self) -> Problems:
         before = self.warmup_steps + self.stable_steps
         if before >= self.decay_steps:
             fix = f"it includes warmup_steps and stable_steps, {before} together; set it to more than that"
@@ -211,7 +210,7 @@ ScheduleConfig = Annotated[
 ]
 
 
-def decay_problems(section: str, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> Iterator[Problem]:
+def decay_problems(section: str, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> Problems:
     """A rate that rises where it should decay; `section` is that of both, for the message."""
     lowest = 0.0 if isinstance(schedule, ConstantSchedule) else schedule.min_lr
     if lowest > optimizer.lr:
@@ -219,9 +218,7 @@ def decay_problems(section: str, optimizer: OptimizerConfig, schedule: ScheduleC
         yield Problem("schedule.min_lr", lowest, fix)
 
 
-def narrow_type_problems(
-    optimizer: OptimizerConfig, precision: str, cluster: ClusterConfig
-) -> Iterator[Problem]:
+def narrow_type_problems(optimizer: OptimizerConfig, precision: str, cluster: ClusterConfig) -> Problems:
     """Types of fewer bits require Transformer Engine's Adam: GPUs, bfloat16 and state on the device."""
     reason = ""
     if cluster.gpus_per_node == 0:
@@ -421,31 +418,31 @@ class PolicyConfig(Config):
     """What leaves the device while generation has it."""
 
     @check
-    def _micro_batch_holds_sequence(self) -> Iterator[Problem]:
+    def _micro_batch_holds_sequence(self) -> Problems:
         yield from micro_batch_problems(self.micro_batch_tokens, self.max_sequence_length)
 
     @check
-    def _decay_goes_down(self) -> Iterator[Problem]:
+    def _decay_goes_down(self) -> Problems:
         yield from decay_problems("policy", self.optimizer, self.schedule)
 
     @check
-    def _narrow_types_have_a_kernel(self, cluster: ClusterConfig) -> Iterator[Problem]:
+    def _narrow_types_have_a_kernel(self, cluster: ClusterConfig) -> Problems:
         yield from narrow_type_problems(self.optimizer, self.precision, cluster)
 
     @check
-    def _kernels_have_gpus(self, cluster: ClusterConfig) -> Iterator[Problem]:
+    def _kernels_have_gpus(self, cluster: ClusterConfig) -> Problems:
         if self.kernels == "transformer_engine" and cluster.gpus_per_node == 0:
             fix = "it requires GPUs, and cluster.gpus_per_node is 0; set it to auto"
             yield Problem("kernels", self.kernels, fix)
 
     @check
-    def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Iterator[Problem]:
+    def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Problems:
         if not algorithm.generates:
             fix = "this run never generates, so nothing would leave the device; set it to false"
             yield from self.offload.without_effect(("weights", "optimizer"), fix, "offload.")
 
     @check
-    def _can_sample(self, generation: "GenerationConfig") -> Iterator[Problem]:
+    def _can_sample(self, generation: "GenerationConfig") -> Problems:
         if generation.has_engines:
             return
         name, other = f"generation.backend {generation.backend}", "or use another generation.backend"
@@ -461,14 +458,14 @@ class PolicyConfig(Config):
             yield Problem("offload.weights", True, fix)
 
     @check
-    def _adapters_fit_the_engine(self, generation: "GenerationConfig") -> Iterator[Problem]:
+    def _adapters_fit_the_engine(self, generation: "GenerationConfig") -> Problems:
         largest = generation.max_adapter_rank
         if self.lora is not None and largest is not None and self.lora.rank > largest:
             fix = f"the engine takes at most {largest}; lower it, or set generation.adapters to merged"
             yield Problem("lora.rank", self.lora.rank, fix)
 
 
-def micro_batch_problems(micro_batch_tokens: int, max_sequence_length: int) -> Iterator[Problem]:
+def micro_batch_problems(micro_batch_tokens: int, max_sequence_length: int) -> Problems:
     """A sequence is never cut to fit a pass."""
     if micro_batch_tokens < max_sequence_length:
         least = f"policy.max_sequence_length, {max_sequence_length}"

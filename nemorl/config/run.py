@@ -1,11 +1,10 @@
 """`cluster`, `logger`, `checkpointing`: where a run executes, what it shows and what it keeps."""
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 
 from .base import Config, check
 
@@ -63,7 +62,7 @@ class ClusterConfig(Config):
         return "STRICT_PACK" if self.num_nodes == 1 else "PACK"
 
     @check
-    def _domains_have_several_nodes(self) -> Iterator[Problem]:
+    def _domains_have_several_nodes(self) -> Problems:
         for group, label in self.topology.items():
             if label == _NODE_LABEL:
                 fix = "every node has another value of it; set cluster.placement to STRICT_PACK instead"
@@ -98,7 +97,7 @@ class CheckpointingConfig(Config):
     """Write the last checkpoint's weights as a Hugging Face folder `hf/` into the run folder."""
 
     @check
-    def _checkpoints_are_written(self) -> Iterator[Problem]:
+    def _checkpoints_are_written(self) -> Problems:
         if self.metric is None:
             reason = "checkpointing.metric is not given; set it, or remove this"
             yield from self.without_effect(("higher_is_better",), reason)

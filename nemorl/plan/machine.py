@@ -3,14 +3,14 @@
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemorl.config.algorithm import OfflineBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 
 from .memory import MEMORY_PARTS, ON_HOST, ProcessMemory, buckets_bytes
 
@@ -90,7 +90,7 @@ def _elsewhere(experiment: Experiment) -> bool:
     return "RAY_ADDRESS" in os.environ or experiment.cluster.num_nodes > 1
 
 
-def gpu_problems(experiment: Experiment, machine: Machine) -> Iterator[Problem]:
+def gpu_problems(experiment: Experiment, machine: Machine) -> Problems:
     """GPUs that a run on this machine requires and that it does not have."""
     required, available = experiment.cluster.gpus_per_node, len(machine.gpus)
     if required > available and not _elsewhere(experiment):
@@ -98,9 +98,7 @@ def gpu_problems(experiment: Experiment, machine: Machine) -> Iterator[Problem]:
         yield Problem("cluster.gpus_per_node", required, f"this machine has {available or 'no'} GPUs; {fix}")
 
 
-def memory_problems(
-    experiment: Experiment, processes: Sequence[ProcessMemory], machine: Machine
-) -> Iterator[Problem]:
+def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], machine: Machine) -> Problems:
     """What does not fit into the memory of this machine, where the run is for this machine."""
     if not is_this_machine(experiment, machine):
         return

@@ -25,7 +25,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, held_out, models_of
 from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig
 from nemorl.config.run import ClusterConfig
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
 from nemorl.models.hf_config import (
     INDEX_FILE,
@@ -149,7 +149,7 @@ def _model_problem(section: str, path: Path, problem: str) -> Problem:
     return Problem(f"{section}.model_path", str(path), problem)
 
 
-def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool = True) -> Iterator[Problem]:
+def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool = True) -> Problems:
     """Lengths, tokens, precision and adapters that the model does not have."""
     policy, length = experiment.policy, experiment.policy.max_sequence_length
     if length > shape.max_position_embeddings:
@@ -185,7 +185,7 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
         yield Problem("policy.lora.rank", lora.rank, fix)
 
 
-def _layout_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Problem]:
+def _layout_problems(experiment: Experiment, shape: ModelShape) -> Problems:
     policy = experiment.policy
     found = list(layout_problems(shape, policy.layout, adapters=policy.lora is not None))
     yield from found or recompute_problems(shape, policy.layout, policy.recompute)
@@ -195,7 +195,7 @@ def _layout_problems(experiment: Experiment, shape: ModelShape) -> Iterator[Prob
         yield Problem("policy.recompute.modules", list(modules), fix)
 
 
-def file_problems(experiment: Experiment, packages: bool = True) -> Iterator[Problem]:
+def file_problems(experiment: Experiment, packages: bool = True) -> Problems:
     """Everything that is missing besides the config.json of the model; `packages` looks at those here too."""
     policy, data = experiment.policy, experiment.data
     model, tokenizer = policy.model_path, policy.tokenizer
@@ -306,7 +306,7 @@ def _header(path: Path) -> Mapping[str, Mapping[str, Any]]:
     return header
 
 
-def head_problems(model: Path) -> Iterator[Problem]:
+def head_problems(model: Path) -> Problems:
     """A reward model whose folder is a language model would say 0 of everything."""
     known = (_fields(model / "config.json").get("architectures") or [""])[0]
     if not known.endswith("ForSequenceClassification"):
@@ -315,7 +315,7 @@ def head_problems(model: Path) -> Iterator[Problem]:
         yield Problem("policy.model_path", str(model), f"{problem}: {fix} of a reward model")
 
 
-def tokenizer_problems(experiment: Experiment, section: str, model: Path) -> Iterator[Problem]:
+def tokenizer_problems(experiment: Experiment, section: str, model: Path) -> Problems:
     """A model of other tokens than the policy's would read other texts, whatever the size of its vocabulary.
 
     Tokens that were added to both vocabularies may differ: models of one family often name their special
@@ -365,7 +365,7 @@ def _fields(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _json_lines(path: str, dataset: DatasetConfig, file: Path, data: DataConfig) -> Iterator[Problem]:
+def _json_lines(path: str, dataset: DatasetConfig, file: Path, data: DataConfig) -> Problems:
     """A wrong file or wrong keys, which the first row shows, or rows that loading would refuse."""
     fix = None
     try:
@@ -399,7 +399,7 @@ def _json_lines(path: str, dataset: DatasetConfig, file: Path, data: DataConfig)
         yield Problem(f"{path}.path", str(file), fix)
 
 
-def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Iterator[Problem]:
+def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Problems:
     """Make the dataset and its first task, since some datasets check their options only then."""
     import reasoning_gym  # takes seconds
     from reasoning_gym.factory import DATASETS
@@ -419,7 +419,7 @@ def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Iterator[Problem]
         yield Problem(f"{path}.options", dataset.options, f"{problem}; {fix}")
 
 
-def address_problems(generation: GenerationConfig, endpoint: EndpointConfig | None) -> Iterator[Problem]:
+def address_problems(generation: GenerationConfig, endpoint: EndpointConfig | None) -> Problems:
     """Addresses that this machine cannot find, or where it cannot listen as `endpoint` has it.
 
     Nothing is sent; the port is free again afterwards.
@@ -468,7 +468,7 @@ def _unknown(host: str) -> str | None:
     return None
 
 
-def server_problems(experiment: Experiment) -> Iterator[Problem]:
+def server_problems(experiment: Experiment) -> Problems:
     """Servers of rewards and of generation to which this machine cannot connect."""
     if "RAY_ADDRESS" in os.environ:  # workers on other machines connect
         return
@@ -492,7 +492,7 @@ def server_problems(experiment: Experiment) -> Iterator[Problem]:
             continue
 
 
-def node_problems(cluster: ClusterConfig) -> Iterator[Problem]:
+def node_problems(cluster: ClusterConfig) -> Problems:
     """A run over several nodes joins a Ray that was started on them."""
     if cluster.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
         on_slurm = f"on a Slurm cluster use `nemorl slurm submit CONFIG --nodes {cluster.num_nodes}`"

@@ -4,13 +4,12 @@ An estimator compares trajectories of a group or a batch, or it computes an adva
 values of a critic or from the rewards after the token.
 """
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from nemorl.config.base import Config, check, default_variant
-from nemorl.errors import Problem
+from nemorl.errors import Problems
 
 from .base import online_preset
 
@@ -26,7 +25,7 @@ class AdvantageBase(Config):
     uses_reward_sum: ClassVar[bool] = True  # so that a divergence can be subtracted from it
 
     @check
-    def _epsilon_is_used(self) -> Iterator[Problem]:
+    def _epsilon_is_used(self) -> Problems:
         if not getattr(self, "normalize", True):
             reason = "algorithm.advantage.normalize is false, so nothing is divided; set it, or remove this"
             yield from self.without_effect(("epsilon",), reason)
@@ -57,7 +56,7 @@ class GaeConfig(TokenAdvantageBase):
     """Lambda of the returns that the critic learns; null is the policy's. 1 are the observed returns."""
 
     @check
-    def _one_lambda_is_used(self) -> Iterator[Problem]:
+    def _one_lambda_is_used(self) -> Problems:
         if self.length_adaptive_alpha is not None:
             reason = "length_adaptive_alpha replaces it; remove this, or set that to null"
             yield from self.without_effect(("lam",), reason)
@@ -126,7 +125,7 @@ class ReinforceAdvantageConfig(AdvantageBase):
     """Added to the standard deviation."""
 
     @check
-    def _scale_is_used(self) -> Iterator[Problem]:
+    def _scale_is_used(self) -> Problems:
         how = f"algorithm.advantage.normalization is `{self.normalization}`"
         if self.normalization != "whiten":
             reason = f"{how}, so nothing is divided; use `whiten`, or remove this"

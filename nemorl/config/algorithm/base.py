@@ -9,7 +9,7 @@ from pydantic import Field
 from nemorl.config.base import Config, check
 from nemorl.config.generation import GenerationConfig, SamplingConfig
 from nemorl.config.yaml import merged
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
@@ -89,7 +89,7 @@ class ValidationConfig(Config):
             yield from (f"{prefix}/{name}{bound}" for bound in ("", "_low", "_high"))
 
     @check
-    def _k_has_samples(self) -> Iterator[Problem]:
+    def _k_has_samples(self) -> Problems:
         samples = self.num_generations_per_prompt
         for field, name in (("pass_at_k", "pass@k"), ("cons_at_k", "cons@k")):
             for k in getattr(self, field):
@@ -99,7 +99,7 @@ class ValidationConfig(Config):
                     yield Problem(field, list(getattr(self, field)), fix)
 
     @check
-    def _greedy_samples_once(self, generation: GenerationConfig) -> Iterator[Problem]:
+    def _greedy_samples_once(self, generation: GenerationConfig) -> Problems:
         sampling = self.sampling or generation.sampling
         if sampling.temperature == 0 and self.num_generations_per_prompt > 1:
             fix = "at temperature 0 all samples of a task are the same; set it to 1, or raise the temperature"
@@ -148,7 +148,7 @@ class AlgorithmBase(Config):
         )
 
     @check
-    def _aggregation_has_no_length(self) -> Iterator[Problem]:
+    def _aggregation_has_no_length(self) -> Problems:
         if getattr(self, "aggregation", None) == FIXED_LENGTH:
             name = getattr(self, "name", "")
             fix = f"`{name}` has no fixed length to divide by; use `seq-mean-token-mean` or `token-mean`"

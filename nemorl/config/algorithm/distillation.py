@@ -1,12 +1,11 @@
 """Learning from a teacher, on samples of the policy or on data; and from the best of the policy's samples."""
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from nemorl.config.base import Config, check, default_variant
-from nemorl.errors import Problem
+from nemorl.errors import Problems
 
 from .base import Aggregation
 from .offline import (
@@ -162,7 +161,7 @@ class IterativePreferenceConfig(PickedBase):
         return self.loss.keeps_reference
 
     @check
-    def _loss_has_its_sft_term(self) -> Iterator[Problem]:
+    def _loss_has_its_sft_term(self) -> Problems:
         yield from sft_problems(self.loss, self.sft_coefficient)
 
 

@@ -1,12 +1,11 @@
 """Losses of a policy on its samples, the algorithms named after one, and the loss of a critic."""
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from nemorl.config.base import Config, check, default_variant
-from nemorl.errors import ABSENT, Problem
+from nemorl.errors import ABSENT, Problem, Problems
 
 from .base import FIXED_LENGTH, Aggregation, online_preset
 
@@ -37,7 +36,7 @@ class PolicyLossBase(Config):
         return self.top_entropy_quantile < 1
 
     @check
-    def _aggregation_has_its_length(self) -> Iterator[Problem]:
+    def _aggregation_has_its_length(self) -> Problems:
         if self.aggregation == FIXED_LENGTH and self.aggregation_length is None:
             fix = f"`{FIXED_LENGTH}` divides by this length; set it, usually to generation.max_new_tokens"
             yield Problem("aggregation_length", ABSENT, fix)
@@ -152,7 +151,7 @@ class ClipCovLossConfig(PolicyLossBase):
     metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"selected_fraction"}
 
     @check
-    def _bounds_are_in_order(self) -> Iterator[Problem]:
+    def _bounds_are_in_order(self) -> Problems:
         if self.covariance_low >= self.covariance_high:
             fix = f"it must be less than algorithm.loss.covariance_high, {self.covariance_high:g}"
             yield Problem("covariance_low", self.covariance_low, fix)

@@ -1,12 +1,11 @@
 """Algorithms that learn from data: supervised fine-tuning, preferences, reward models."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from nemorl.config.base import Config, check, default_variant
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 
 from .base import Aggregation, AlgorithmBase, ValidationConfig, over_preset
 from .pair_losses import PREFERENCE_PRESETS, LogisticLossConfig, PairLossConfig
@@ -33,7 +32,7 @@ class LossValidationConfig(ValidationConfig):
     """Also sample the validation tasks and score the samples."""
 
     @check
-    def _sampling_is_used(self) -> Iterator[Problem]:
+    def _sampling_is_used(self) -> Problems:
         if not self.generate:
             yield from self.without_effect(_OF_SAMPLING, self.unused_reason)
 
@@ -139,17 +138,17 @@ class PreferenceConfig(OfflineBase):
         return self.loss.keeps_reference and self.reference == "precomputed"
 
     @check
-    def _reference_is_used(self) -> Iterator[Problem]:
+    def _reference_is_used(self) -> Problems:
         if not self.loss.keeps_reference:
             reason = f"the loss `{self.loss.name}` has no reference here; remove this"
             yield from self.without_effect(("reference",), reason)
 
     @check
-    def _loss_has_its_sft_term(self) -> Iterator[Problem]:
+    def _loss_has_its_sft_term(self) -> Problems:
         yield from sft_problems(self.loss, self.sft_coefficient)
 
 
-def sft_problems(loss: PairLossConfig, sft_coefficient: float) -> Iterator[Problem]:
+def sft_problems(loss: PairLossConfig, sft_coefficient: float) -> Problems:
     """Of a loss that is unstable without a cross entropy."""
     if loss.needs_sft and sft_coefficient == 0:
         fix = "both answers may become unlikely; add a cross entropy, as ORPO's 1, or use another loss"
@@ -196,7 +195,7 @@ class KtoConfig(OfflineBase):
         return frozenset({"loss/preference", "kl/reference", *examples, *_REWARD_METRICS})
 
     @check
-    def _some_answer_counts(self) -> Iterator[Problem]:
+    def _some_answer_counts(self) -> Problems:
         if self.desirable_weight == self.undesirable_weight == 0:
             fix = "algorithm.undesirable_weight is 0 too, so no answer counts; set at least one of them"
             yield Problem("desirable_weight", 0.0, fix)

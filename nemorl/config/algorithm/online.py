@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from nemorl.config.base import Config, check, default_variant
-from nemorl.errors import Problem
+from nemorl.errors import Problem, Problems
 
 from . import advantages, losses
 from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageConfig
@@ -43,7 +43,7 @@ class AdaptiveEntropyConfig(Config):
     """The weight stays between 0 and this."""
 
     @check
-    def _initial_is_allowed(self) -> Iterator[Problem]:
+    def _initial_is_allowed(self) -> Problems:
         if self.initial > self.max_coefficient:
             fix = f"it must be at most algorithm.entropy.max_coefficient, {self.max_coefficient:g}"
             yield Problem("initial", self.initial, fix)
@@ -106,7 +106,7 @@ class FiltersConfig(Config):
             yield "filters/truncated"
 
     @check
-    def _something_is_dropped(self) -> Iterator[Problem]:
+    def _something_is_dropped(self) -> Problems:
         dropping = "drop_equal_rewards, min_mean_reward or max_mean_reward"
         if not self.drops_groups:
             reason = f"no group is dropped that another could replace; set one of {dropping}, or remove this"
@@ -171,12 +171,12 @@ class OnlineBase(AlgorithmBase):
         return False
 
     @check
-    def _no_staleness_yet(self) -> Iterator[Problem]:
+    def _no_staleness_yet(self) -> Problems:
         reason = "this release samples with the newest weights only; set it to 0"
         yield from self.without_effect(("max_staleness",), reason)
 
     @check
-    def _groups_can_vary(self) -> Iterator[Problem]:
+    def _groups_can_vary(self) -> Problems:
         if self.num_generations_per_prompt == 1:
             reason = "in a group of one all rewards are equal; raise num_generations_per_prompt, or remove it"
             names = ("drop_equal_rewards", "keep_most_varied")
@@ -244,7 +244,7 @@ class CorrectionBase(Config):
             yield from ("correction/mean", "correction/ess")
 
     @check
-    def _bounds_are_in_order(self) -> Iterator[Problem]:
+    def _bounds_are_in_order(self) -> Problems:
         if not self.weighs:
             return
         low, high = getattr(self, "low", 0.0), getattr(self, "high", 1.0)
@@ -258,7 +258,7 @@ class CorrectionBase(Config):
             yield Problem("high", high, fix)
 
     @check
-    def _divisor_differs(self) -> Iterator[Problem]:
+    def _divisor_differs(self) -> Problems:
         if self.divisor == "all":
             return
         if self.form == "bypass":
@@ -348,7 +348,7 @@ class KLConfig(Config):
         return self.coefficient > 0
 
     @check
-    def _estimator_has_a_gradient(self) -> Iterator[Problem]:
+    def _estimator_has_a_gradient(self) -> Problems:
         """k1 in the loss has gradient 0 in expectation; in the reward the others have a wrong gradient."""
         if not self.active:
             return
@@ -375,7 +375,7 @@ class LikelihoodConfig(Config):
     """A trajectory is imitated if its reward is at least this."""
 
     @check
-    def _something_is_imitated(self) -> Iterator[Problem]:
+    def _something_is_imitated(self) -> Problems:
         if self.coefficient == 0:
             reason = "algorithm.likelihood.coefficient is 0, so nothing is imitated; raise it, or remove this"
             yield from self.without_effect(("min_reward",), reason)
@@ -493,13 +493,13 @@ class OnlineConfig(OnlineBase):
         )
 
     @check
-    def _minibatches_divide(self) -> Iterator[Problem]:
+    def _minibatches_divide(self) -> Problems:
         if self.trajectories_per_step % self.num_minibatches:
             fix = f"it must divide the {self.described_trajectories} of a step"
             yield Problem("num_minibatches", self.num_minibatches, fix)
 
     @check
-    def _kl_settings_are_used(self) -> Iterator[Problem]:
+    def _kl_settings_are_used(self) -> Problems:
         if self.kl.active:
             return
         by_preset = PRESETS[self.name].settings.get("kl", {})
@@ -510,7 +510,7 @@ class OnlineConfig(OnlineBase):
                 yield Problem(f"kl.{name}", value, fix)
 
     @check
-    def _loss_can_act(self) -> Iterator[Problem]:
+    def _loss_can_act(self) -> Problems:
         """A loss without gradient at the old policy needs updates after the first."""
         decoupled = self.correction.form == "decoupled"
         if self.loss.acts_from_second_update and decoupled and self.updates_per_step == 1:
@@ -518,13 +518,13 @@ class OnlineConfig(OnlineBase):
             yield Problem("num_minibatches", self.num_minibatches, fix)
 
     @check
-    def _loss_fits_the_advantage(self) -> Iterator[Problem]:
+    def _loss_fits_the_advantage(self) -> Problems:
         if self.loss.per_sequence and self.advantage.per_turn:
             fix = f"`{self.advantage.name}` has several advantages in a sequence; use `gspo_token` or `clip`"
             yield Problem("loss.name", self.loss.name, fix)
 
     @check
-    def _correction_fits_the_loss(self) -> Iterator[Problem]:
+    def _correction_fits_the_loss(self) -> Problems:
         """In the bypass form a ratio corrects already; without one there must be something else to do."""
         correction, loss = self.correction, self.loss
         if correction.form == "decoupled":
@@ -538,7 +538,7 @@ class OnlineConfig(OnlineBase):
             yield Problem("correction.form", correction.form, fix)
 
     @check
-    def _groups_can_be_compared(self) -> Iterator[Problem]:
+    def _groups_can_be_compared(self) -> Problems:
         members = self.num_generations_per_prompt
         if self.advantage.needs_group and members == 1:
             fix = "a trajectory alone in its group has advantage 0; set it to 2 or more, or use `reinforce`"
@@ -548,7 +548,7 @@ class OnlineConfig(OnlineBase):
             yield Problem("advantage.k", self.advantage.k, fix)
 
     @check
-    def _divergence_reaches_advantages(self) -> Iterator[Problem]:
+    def _divergence_reaches_advantages(self) -> Problems:
         if not self.kl_in_reward:
             return
         if not self.advantage.uses_reward_sum:
@@ -560,7 +560,7 @@ class OnlineConfig(OnlineBase):
             yield Problem("filters.drop_truncated", True, fix)
 
     @check
-    def _critic_is_needed(self) -> Iterator[Problem]:
+    def _critic_is_needed(self) -> Problems:
         needs, name = self.advantage.needs_values, self.advantage.name
         if needs and self.critic is None:
             by_preset = "critic" in PRESETS[self.name].settings  # so null was written
