@@ -93,8 +93,9 @@ async def follow(head: str, rendezvous: Rendezvous, info: NodeInfo, store_megaby
 
     Returns 0 whenever the head decides, whose exit status counts. Raises `SlurmError`.
     """
+    loop, message = asyncio.get_running_loop(), "received %s; the head stops the run"
     for number in SIGNALS:  # Slurm signals all nodes at once: the head stops the run in order
-        asyncio.get_running_loop().add_signal_handler(number, _log_signal, number)
+        loop.add_signal_handler(number, logger.info, message, number.name)
     rendezvous.report(info)
     logger.info(
         "%d cores, %d GPUs, %s (%s)", info.hardware.cores, info.hardware.gpus, info.address, info.interface
@@ -132,10 +133,6 @@ async def follow(head: str, rendezvous: Rendezvous, info: NodeInfo, store_megaby
         shutdown.cancel()
         client.close()
     return 0
-
-
-def _log_signal(number: int) -> None:
-    logger.info("received %s; the head stops the run", signal.Signals(number).name)
 
 
 def train_command(config: Path, overrides: Sequence[str]) -> list[str]:

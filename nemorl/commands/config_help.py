@@ -3,13 +3,13 @@
 By sections and wrapped on a terminal; a line for each field where the output goes elsewhere.
 """
 
-import difflib
 import json
 from argparse import Namespace
 from textwrap import fill
 
 from rich.text import Text
 
+from nemorl.config.checks import suggestion
 from nemorl.config.schema import FieldHelp, describe, section_help
 from nemorl.errors import ABSENT, NemorlError
 
@@ -29,9 +29,7 @@ def _config(arguments: Namespace) -> int:
     fields = describe(asked)
     if not fields:
         known = sorted({field.path.rpartition(".")[0] or field.path for field in describe()})
-        close = difflib.get_close_matches(asked, known, n=1)
-        fix = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known)}"
-        raise NemorlError(f"unknown section `{asked}`; {fix}")
+        raise NemorlError(f"unknown section `{asked}`; {suggestion(asked, known)}")
     if not output().is_terminal:  # a line each, for grep
         for field in fields:
             say(f"{_head(field, field.path)}. {field.help}".strip())

@@ -13,12 +13,10 @@ import yaml
 
 from nemorl.errors import ConfigError, Problem
 from nemorl.plan.machine import read_machine
-from nemorl.plan.problems import head_problems
+from nemorl.plan.problems import has_chat_template, head_problems
 
 from .check import prepare
 from .terminal import Commands, ExitCode, add_command, add_overrides, say
-
-REWARD = "reward"
 
 MAX_SEQUENCE_TOKENS = 4096  # of a model folder, where nothing else is asked for
 
@@ -40,7 +38,7 @@ def register(commands: Commands) -> None:
 def _serve(arguments: Namespace) -> int:
     """Serve until the process receives SIGINT or SIGTERM."""
     target, overrides = arguments.target, arguments.overrides
-    scores = str(target) == REWARD and bool(overrides) and "=" not in overrides[0]
+    scores = str(target) == "reward" and bool(overrides) and "=" not in overrides[0]
     if scores:
         target, overrides = Path(overrides[0]), overrides[1:]
     with tempfile.TemporaryDirectory(prefix="nemorl-serve-") as scratch:
@@ -96,10 +94,3 @@ def _experiment_of(model: Path, scores: bool) -> dict[str, Any]:
     else:
         tree["generation"] = {"max_new_tokens": length - 1}
     return tree
-
-
-def has_chat_template(model: Path) -> bool:
-    """True if the folder's tokenizer has one, in a file of its own or in its configuration."""
-    config = model / "tokenizer_config.json"
-    known = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return (model / "chat_template.jinja").is_file() or bool(known.get("chat_template"))

@@ -8,6 +8,7 @@ from nemorl.config.load import to_yaml
 from nemorl.errors import ConfigError, NemorlError, RunStopped
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import read_machine
+from nemorl.slurm.start import newest_step
 
 from .check import describe_unverified, prepare
 from .terminal import Commands, ExitCode, add_command, add_experiment, notes, output, plan_table, say, table
@@ -51,9 +52,8 @@ def _train(arguments: Namespace) -> int:
         paths = RunPaths(ready.experiment.run_dir)
         if paths.has_steps:  # else the same command starts the run again
             words = [str(arguments.config), *arguments.overrides, "--resume"]
-            names = (folder.name.removeprefix("step_") for folder in paths.checkpoints.glob("step_*"))
-            step = max((int(name) for name in names if name.isdecimal()), default=None)
-            place = "from the start, as there is no checkpoint yet" if step is None else f"after step {step}"
+            step = newest_step(paths.root)
+            place = f"after step {step}" if step else "from the start, as there is no checkpoint yet"
             error.add_note(f"To continue {place}: nemorl train {shlex.join(words)}")
         raise
     say(f"run: {result.run_dir}")

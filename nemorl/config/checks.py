@@ -25,10 +25,10 @@ from .auxiliary import (
 )
 from .base import check, counted, problems_in, run_checks
 from .data import DataConfig, JsonlDataset, PreferenceDataset
-from .environment import CalculatorEnvConfig, EnvConfig, Rewards, ServiceRewardBase, SingleTurnEnvConfig
+from .environment import CalculatorEnvConfig, EnvConfig, Rewards, SingleTurnEnvConfig
 from .experiment import derived_fields, field_value
-from .facts import acted_on, datasets, group_name, metric_names, reward_names
-from .generation import GenerationConfig, OpenAIGenerationConfig, is_loopback, server_host
+from .facts import acted_on, datasets, group_name, metric_names, reward_names, server_urls
+from .generation import GenerationConfig, is_loopback, server_host
 from .policy import PolicyConfig
 from .run import CheckpointingConfig, ClusterConfig
 
@@ -249,7 +249,7 @@ def filtered_reward_exists(algorithm: AlgorithmConfig, env: EnvConfig, rewards: 
         return
     name, known = algorithm.filters.reward, sorted(reward_names(env, rewards))
     if name not in known:
-        yield Problem("algorithm.filters.reward", name, f"unknown reward; {_suggestion(name, known)}")
+        yield Problem("algorithm.filters.reward", name, f"unknown reward; {suggestion(name, known)}")
 
 
 @check
@@ -296,11 +296,12 @@ def _is_measured(field: str, metric: str, algorithm: AlgorithmConfig, known: fro
         fix = "only validation measures it; set algorithm.validation.period"
         yield Problem(field, metric, fix)
     elif metric not in known:
-        fix = f"unknown metric of this run; {_suggestion(metric, sorted(known))}"
+        fix = f"unknown metric of this run; {suggestion(metric, sorted(known))}"
         yield Problem(field, metric, fix)
 
 
-def _suggestion(given: str, known: Sequence[str]) -> str:
+def suggestion(given: str, known: Sequence[str]) -> str:
+    """The closest of the known names, or all of them."""
     close = difflib.get_close_matches(given, known, n=1)
     return f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known) or 'none'}"
 
@@ -347,11 +348,10 @@ def labels_name_groups(
         placed[group_name(path)] = model.devices == "own"
     for field, groups in (("labels", cluster.labels), ("topology", cluster.topology)):
         for group, value in groups.items():
-            if group not in placed:
-                fix = f"this run has no such group of workers; use one of {', '.join(placed)}"
-                yield Problem(f"cluster.{field}.{group}", value, fix)
-            elif not placed[group]:
+            fix = f"this run has no such group of workers; use one of {', '.join(placed)}"
+            if group in placed:
                 fix = f"it shares the policy's devices; name the nodes in cluster.{field}.policy"
+            if not placed.get(group, False):
                 yield Problem(f"cluster.{field}.{group}", value, fix)
 
 
@@ -440,24 +440,10 @@ def shared_devices_are_freed(sections: Mapping[str, object]) -> Problems:
 
 @check
 def servers_are_reached_from_all_nodes(
-    cluster: ClusterConfig,
-    generation: GenerationConfig,
-    teachers: Teachers,
-    rewards: Rewards,
+    cluster: ClusterConfig, generation: GenerationConfig, teachers: Teachers, rewards: Rewards
 ) -> Problems:
     """Workers send requests to them, and on another node a loopback address is another machine."""
-    if cluster.num_nodes == 1:
-        return
-    urls: dict[str, str] = {}
-    if isinstance(generation, OpenAIGenerationConfig):
-        urls["generation.base_url"] = generation.base_url
-    for name, teacher in teachers.items():
-        if isinstance(teacher, EndpointTeacherConfig):
-            urls[f"teachers.{name}.base_url"] = teacher.base_url
-    for index, reward in enumerate(rewards):
-        if isinstance(reward, ServiceRewardBase):
-            urls[f"rewards.{index}.url"] = reward.url
-    for field, url in urls.items():
-        if is_loopback(server_host(url)):
+    for field, url in server_urls(generation, rewards, teachers).items():
+        if cluster.num_nodes > 1 and is_loopback(server_host(url)):
             fix = f"cluster.num_nodes is {cluster.num_nodes}, and on each node this address is that node"
             yield Problem(field, url, f"{fix}; use one by which all nodes reach the server")

@@ -157,6 +157,7 @@ class RewardBase(Config):
 
     call_metrics: ClassVar[tuple[str, ...]] = ("errors", "seconds", "waiting", "retries")
     """Metrics of its calls: `reward_KIND/NAME`."""
+    named_by: ClassVar[str] = "kind"  # the field that it is called by where it has no name
 
     kind: str
     """The kind of reward."""
@@ -173,17 +174,18 @@ class RewardBase(Config):
 
     @property
     def metric(self) -> str:
-        """Its name in metrics: its name, or its kind."""
-        return self.name or self.kind
+        """Its name in metrics; that of a function without a name is behind the colon."""
+        return self.name or str(getattr(self, self.named_by)).rpartition(":")[2]
 
     @property
     def field(self) -> str:
         """The field that the name comes from, for messages."""
-        return "name" if self.name is not None else "kind"
+        return "name" if self.name is not None else self.named_by
 
 
 class FunctionRewardConfig(RewardBase):
     call_metrics: ClassVar[tuple[str, ...]] = ("errors", "seconds", "waiting")  # no call is retried
+    named_by: ClassVar[str] = "function"
 
     kind: Literal["function"] = "function"
     """A function of the answers of a group, or of one answer."""
@@ -193,14 +195,6 @@ class FunctionRewardConfig(RewardBase):
     """How the function is called: as TRL, verl or OpenRLHF do; by its parameters when not given."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments bound to the function."""
-
-    @property
-    def metric(self) -> str:
-        return self.name or self.function.rpartition(":")[2]
-
-    @property
-    def field(self) -> str:
-        return "name" if self.name is not None else "function"
 
 
 class ServiceRewardBase(RewardBase):

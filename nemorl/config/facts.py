@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from .algorithm import AlgorithmConfig
 from .algorithm.online import REFIT_METRICS
-from .auxiliary import auxiliary_models, used_models
+from .auxiliary import EndpointTeacherConfig, Teachers, auxiliary_models, used_models
 from .data import DataConfig, DatasetConfig
-from .environment import EnvConfig, Rewards
+from .environment import EnvConfig, Rewards, ServiceRewardBase
 from .experiment import Experiment
+from .generation import GenerationConfig, OpenAIGenerationConfig
 from .policy import PolicyConfig
 
 
@@ -29,6 +30,20 @@ def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str
     if algorithm.online:
         yield "data.train", data.train
     yield from held_out(data)
+
+
+def server_urls(generation: GenerationConfig, rewards: Rewards, teachers: Teachers) -> dict[str, str]:
+    """The addresses of servers that workers send requests to, by field."""
+    urls: dict[str, str] = {}
+    if isinstance(generation, OpenAIGenerationConfig):
+        urls["generation.base_url"] = generation.base_url
+    for name, teacher in teachers.items():
+        if isinstance(teacher, EndpointTeacherConfig):
+            urls[f"teachers.{name}.base_url"] = teacher.base_url
+    for index, reward in enumerate(rewards):
+        if isinstance(reward, ServiceRewardBase):
+            urls[f"rewards.{index}.url"] = reward.url
+    return urls
 
 
 def reward_weights(env: EnvConfig, rewards: Rewards) -> dict[str, float]:

@@ -42,17 +42,18 @@ class OptimizerBase(Config):
     @property
     def state_is_on_host(self) -> bool:
         """True if the state is in host memory."""
-        return False
+        return getattr(self, "on_host", False)
 
     @property
     def narrow_fields(self) -> tuple[str, ...]:
         """Its fields that name another type than float32."""
-        return ()
+        types = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
+        return tuple(name for name in types if getattr(self, name, "float32") != "float32")
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes in which the gradient of a parameter is summed."""
-        return _TYPE_BYTES["float32"]
+        return _TYPE_BYTES[getattr(self, "main_grads_dtype", "float32")]
 
     def state_bytes(self, precision: str) -> int:
         """Bytes of state per parameter of a model of this precision, with the float32 copy of its weights."""
@@ -93,22 +94,9 @@ class AdamConfig(OptimizerBase):
     def kernel(self) -> str | None:
         return "torch AdamW in host memory" if self.on_host else None
 
-    @property
-    def state_is_on_host(self) -> bool:
-        return self.on_host
-
-    @property
-    def gradient_bytes(self) -> int:
-        return _TYPE_BYTES[self.main_grads_dtype]
-
     def state_bytes(self, precision: str) -> int:
         moments = _TYPE_BYTES[self.exp_avg_dtype] + _TYPE_BYTES[self.exp_avg_sq_dtype]
         return moments + (_TYPE_BYTES[self.main_params_dtype] if precision != "float32" else 0)
-
-    @property
-    def narrow_fields(self) -> tuple[str, ...]:
-        types = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
-        return tuple(name for name in types if getattr(self, name) != "float32")
 
 
 class SgdConfig(OptimizerBase):
@@ -446,13 +434,13 @@ class PolicyConfig(Config):
         if generation.has_engines:
             return
         name, other = f"generation.backend {generation.backend}", "or use another generation.backend"
-        if self.layout.context_parallel_size > 1:
-            fix = f"{name} decodes complete sequences on each process; set it to 1, {other}"
-            yield Problem("layout.context_parallel_size", self.layout.context_parallel_size, fix)
-        if self.layout.virtual_pipeline_parallel_size > 1:
-            fix = f"{name} decodes with one run of layers per stage; set it to 1, {other}"
-            size = self.layout.virtual_pipeline_parallel_size
-            yield Problem("layout.virtual_pipeline_parallel_size", size, fix)
+        reasons = {
+            "context_parallel_size": "decodes complete sequences on each process",
+            "virtual_pipeline_parallel_size": "decodes with one run of layers per stage",
+        }
+        for field, reason in reasons.items():
+            if (size := getattr(self.layout, field)) > 1:
+                yield Problem(f"layout.{field}", size, f"{name} {reason}; set it to 1, {other}")
         if self.offload.weights:
             fix = f"{name} samples with these weights; set it to false, {other}"
             yield Problem("offload.weights", True, fix)

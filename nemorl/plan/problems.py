@@ -20,9 +20,8 @@ from urllib.parse import urlsplit
 
 from nemorl.config.base import call_within
 from nemorl.config.data import DataConfig, DatasetConfig, ReasoningGymDataset
-from nemorl.config.environment import ServiceRewardBase
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, held_out, models_of
+from nemorl.config.facts import ModelSpec, held_out, models_of, server_urls
 from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem, Problems
@@ -45,7 +44,6 @@ from .memory import ProcessMemory, estimate_memory
 
 _SCALAR_HEAD = SCALAR_HEAD.tensors[0].name
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _FIRST_TASK_SECONDS = 60.0
 _CONNECT_SECONDS = 5.0
 
@@ -211,11 +209,9 @@ def file_problems(experiment: Experiment, packages: bool = True) -> Problems:
         if not tokenizer.chat_template.is_file():
             fix = "there is no such file: name a Jinja file, or remove this to take the tokenizer's own"
             yield Problem("policy.tokenizer.chat_template", str(tokenizer.chat_template), fix)
-    elif data.chat and folder.is_dir():
-        in_files = any((folder / name).is_file() for name in _TEMPLATE_FILES)
-        if not in_files and not _fields(folder / "tokenizer_config.json").get("chat_template"):
-            fix = "set this to false for plain text, or name one in policy.tokenizer.chat_template"
-            yield Problem("data.chat", True, f"the tokenizer in {folder} has no chat template: {fix}")
+    elif data.chat and folder.is_dir() and not has_chat_template(folder):
+        fix = "set this to false for plain text, or name one in policy.tokenizer.chat_template"
+        yield Problem("data.chat", True, f"the tokenizer in {folder} has no chat template: {fix}")
     for path, dataset in (("data.train", data.train), *held_out(data)):
         file = getattr(dataset, "path", None)
         if file is not None:
@@ -347,6 +343,12 @@ def _tokens(file: Path) -> tuple[dict[int, str], set[int]]:
     return tokens | added, set(added)
 
 
+def has_chat_template(folder: Path) -> bool:
+    """True if the folder's tokenizer has one, in a file of its own or in its configuration."""
+    in_files = any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
+    return in_files or bool(_fields(folder / "tokenizer_config.json").get("chat_template"))
+
+
 def _tokenizer_fix(folder: Path, where: str = "") -> str | None:
     """Why a folder has no usable tokenizer."""
     if not (folder / "tokenizer.json").is_file():
@@ -472,14 +474,7 @@ def server_problems(experiment: Experiment) -> Problems:
     """Servers of rewards and of generation to which this machine cannot connect."""
     if "RAY_ADDRESS" in os.environ:  # workers on other machines connect
         return
-    addresses = {
-        f"rewards.{place}.url": reward.url
-        for place, reward in enumerate(experiment.rewards)
-        if isinstance(reward, ServiceRewardBase)
-    }
-    if isinstance(experiment.generation, OpenAIGenerationConfig):
-        addresses["generation.base_url"] = experiment.generation.base_url
-    for field, url in addresses.items():
+    for field, url in server_urls(experiment.generation, experiment.rewards, teachers={}).items():
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)

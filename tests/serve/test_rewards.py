@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 import torch
 
-from nemorl.commands.serve import has_chat_template
 from nemorl.config.environment import ModelRewardConfig
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
+from nemorl.plan.problems import has_chat_template
 from nemorl.rewards.compose import Rewards
 from nemorl.serve.app import answering
 from nemorl.serve.rewards import Batcher, ServedRewards

@@ -162,7 +162,7 @@ class AlgorithmBase(Config):
     @property
     def allows_staleness(self) -> bool:
         """True if it may sample while the policy trains."""
-        return False
+        return getattr(self, "max_staleness", 0) > 0
 
     @property
     def units_per_update(self) -> int:
@@ -187,7 +187,7 @@ class AlgorithmBase(Config):
     @property
     def keeps_critic(self) -> bool:
         """True if a critic is trained too."""
-        return False
+        return getattr(self, "critic", None) is not None
 
     @property
     def needs_rewards(self) -> bool:

@@ -162,10 +162,6 @@ class OnlineBase(AlgorithmBase):
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @property
-    def allows_staleness(self) -> bool:
-        return self.max_staleness > 0
-
-    @property
     def greedy_baseline(self) -> bool:
         """True if a greedy sample of each task is drawn in addition to its group."""
         return False
@@ -445,10 +441,6 @@ class OnlineConfig(OnlineBase):
     @property
     def keeps_reference(self) -> bool:
         return self.kl.active
-
-    @property
-    def keeps_critic(self) -> bool:
-        return self.critic is not None
 
     @property
     def updates_per_step(self) -> int:
