@@ -35,19 +35,14 @@ def register(commands: Commands) -> None:
         "Hugging Face folder. Its metadata is unpickled, which runs code that it contains: trust its author"
     )
     importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
-    export_help = (
-        "write the weights of a checkpoint as a Hugging Face folder; trained adapters are merged into them"
-    )
+    adapters = "trained adapters are merged into them"
+    export_help = f"write the weights of a checkpoint as a Hugging Face folder; {adapters}"
     export = add("export", _export, export_help)
     export.set_defaults(form="hf")
     forms = export.add_mutually_exclusive_group()
-    for form, form_help in (
-        ("adapter", "write the adapters alone, in PEFT's format"),
-        (
-            "megatron",
-            "write a checkpoint of megatron-core (dist_checkpointing), which loads under any layout",
-        ),
-    ):
+    megatron = "write a checkpoint of megatron-core (dist_checkpointing), which loads under any layout"
+    adapter = "write the adapters alone, in PEFT's format"
+    for form, form_help in (("adapter", adapter), ("megatron", megatron)):
         forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=form_help)
     model_help = "of those that learn (default policy)"
     export.add_argument("--model", default="policy", choices=["policy", "critic"], help=model_help)

@@ -26,15 +26,9 @@ from .terminal import (
     table,
 )
 
-# The parts of the memory that have a column of their own, and its header.
-_PARTS = {
-    "weights": "weights",
-    "gradients": "grads",
-    "optimizer": "optim",
-    "reference": "ref",
-    "activations": "activ",
-    "logits": "logits",
-}
+# The parts of the memory that have a column of their own, and the short headers of some.
+_PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "logits")
+_SHORT = {"gradients": "grads", "optimizer": "optim", "reference": "ref", "activations": "activ"}
 _ROWS = 40
 _WIDTH = 120  # a narrower terminal breaks the lines, which beats breaking words
 
@@ -46,10 +40,8 @@ def register(commands: Commands) -> None:
     add_experiment(layouts)
     gpus_help = "devices of the policy"
     layouts.add_argument("--gpus", type=positive_integer, required=True, metavar="N", help=gpus_help)
-    memory_help = (
-        "memory of a device in 10^9 bytes, less what must stay free; default: that of this machine's "
-        "smallest GPU"
-    )
+    default = "default: that of this machine's smallest GPU"
+    memory_help = f"memory of a device in 10^9 bytes, less what must stay free; {default}"
     layouts.add_argument("--memory-gb", type=_size, metavar="GB", help=memory_help)
     layouts.add_argument("--json", action="store_true", help="print all values as JSON, sizes in bytes")
 
@@ -72,12 +64,11 @@ def _layouts(arguments: Namespace) -> int:
         memory_bytes = int(arguments.memory_gb * 1e9)
     choices = list_layouts(experiment, shape, arguments.gpus, memory_bytes)
     if not choices:
-        raise NemorlError(
-            f"no layout of {experiment.policy.model_path} takes {arguments.gpus} devices: tensor parallelism "
-            f"divides its {shape.num_attention_heads} heads and {shape.num_key_value_heads} key-value heads, "
-            f"pipeline parallelism its {shape.num_layers} layers, data parallelism the sequences of an "
-            "optimizer step; try another number"
-        )
+        problem = f"no layout of {experiment.policy.model_path} takes {arguments.gpus} devices"
+        heads = f"{shape.num_attention_heads} heads and {shape.num_key_value_heads} key-value heads"
+        rules = f"tensor parallelism divides its {heads}, pipeline parallelism its {shape.num_layers} layers"
+        data = "data parallelism the sequences of an optimizer step; try another number"
+        raise NemorlError(f"{problem}: {rules}, {data}")
     if arguments.json:
         say(json.dumps([_as_json(choice) for choice in choices], indent=2))
         return ExitCode.WELL
@@ -104,9 +95,8 @@ def _as_json(choice: LayoutChoice) -> dict[str, object]:
 def _table(choices: list[LayoutChoice]) -> Table:
     parts = [part for part in _PARTS if any(getattr(choice.memory, part) for choice in choices)]
     title = "Layouts on GPUs; memory of the fullest in GB: weights exact, the rest estimated"
-    result = table(
-        title, ["layout", "fits", "in all", *(_PARTS[part] for part in parts), "other", "kB/token", "idle"]
-    )
+    headers = [_SHORT.get(part, part) for part in parts]
+    result = table(title, ["layout", "fits", "in all", *headers, "other", "kB/token", "idle"])
     for column in result.columns:
         column.no_wrap = True
         column.justify = "left" if column is result.columns[0] else "right"

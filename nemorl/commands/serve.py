@@ -22,15 +22,11 @@ MAX_SEQUENCE_TOKENS = 4096  # of a model folder, where nothing else is asked for
 
 
 def register(commands: Commands) -> None:
-    help_text = (
-        "answer requests of OpenAI's API with the model of an experiment or with a model folder; or score "
-        "answers"
-    )
+    models = "the model of an experiment or with a model folder"
+    help_text = f"answer requests of OpenAI's API with {models}; or score answers"
     serve = add_command(commands, "serve", _serve, help_text)
-    target_help = (
-        "experiment file (YAML), or a model's folder; behind `reward` those of a reward model, of which the "
-        "scores are served"
-    )
+    scores = "behind `reward` those of a reward model, of which the scores are served"
+    target_help = f"experiment file (YAML), or a model's folder; {scores}"
     serve.add_argument("target", type=Path, metavar="[reward] CONFIG_OR_MODEL", help=target_help)
     add_overrides(serve)
 

@@ -26,7 +26,7 @@ from .yaml import (
     Tree,
     dotted,
     field_path,
-    look_up,
+    is_written,
     merged,
     parse_document,
     parse_value,
@@ -102,9 +102,8 @@ def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
         theirs = [one for section in others for one in names(section)]
         which = f"{_listed(theirs[:_MAX_NAMED])}{' and others' * (len(theirs) > _MAX_NAMED)}"
         choice = dotted((*path[:-1], tag(owners[0])))
-        return (
-            f"this field belongs to {which}, and {choice} is `{location[-2]}`; remove it, or change {choice}"
-        )
+        problem = f"this field belongs to {which}, and {choice} is `{location[-2]}`"
+        return f"{problem}; remove it, or change {choice}"
     known = sorted({field for owner in owners for field in owner.model_fields})
     elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name} - {dotted(path)})
     nearby = [place for place in elsewhere if place.startswith(f"{path[0]}.")]
@@ -164,12 +163,10 @@ def _parsed(override: str) -> tuple[str, object]:
 
 def _paths(path: FieldPath, value: object) -> Iterator[FieldPath]:
     yield path
-    if isinstance(value, dict):
-        for key, below in value.items():
+    members = dict(enumerate(value)) if isinstance(value, list) else value
+    if isinstance(members, dict):
+        for key, below in members.items():
             yield from _paths((*path, key), below)
-    if isinstance(value, list):
-        for place, below in enumerate(value):
-            yield from _paths((*path, place), below)
 
 
 def _refuse_unknown_indexes(base: object, over: object, path: FieldPath) -> None:
@@ -219,19 +216,17 @@ def _text(file: Path, heirs: tuple[Path, ...]) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        overrides = "=" in file.name and not heirs
-        problem = "no such file" + (
-            "; the experiment file comes first, and overrides such as this after it" if overrides else ""
-        )
+        problem = "no such file"
+        if "=" in file.name and not heirs:
+            problem += "; the experiment file comes first, and overrides such as this after it"
     except UnicodeDecodeError as error:
         problem = f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
     except OSError as error:
         problem = f"the file cannot be read: {error.strerror}"
-    source = str(heirs[0]) if heirs else str(file)
-    named_by = f"; `{DEFAULTS}` of {heirs[-1]} names it" if heirs else ""
-    raise ConfigError(
-        source, [Problem(DEFAULTS if heirs else "", str(file), f"{problem}{named_by}", str(file))]
-    )
+    if not heirs:
+        raise ConfigError(str(file), [Problem("", str(file), problem, str(file))])
+    fix = f"{problem}; `{DEFAULTS}` of {heirs[-1]} names it"
+    raise ConfigError(str(heirs[0]), [Problem(DEFAULTS, str(file), fix, str(file))])
 
 
 def load_experiment(
@@ -305,16 +300,8 @@ def _with_origin(problem: Problem, document: Document) -> Problem:
     if problem.origin or not problem.field:
         return problem
     path = field_path(problem.field)
-    if problem.value is not ABSENT and not _is_written(document.tree, path):
+    if problem.value is not ABSENT and not is_written(document.tree, path):
         return replace(problem, origin=DEFAULT)
-    while path and not (path in document.origins and _is_written(document.tree, path)):
+    while path and not (path in document.origins and is_written(document.tree, path)):
         path = path[:-1]
     return replace(problem, origin=document.origins.get(path, ""))
-
-
-def _is_written(tree: Tree, path: FieldPath) -> bool:
-    try:
-        look_up(tree, path)
-    except LookupError:
-        return False
-    return True

@@ -1,7 +1,7 @@
 """`policy`: the model that is trained, its layout over processes, and its optimizer."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -319,8 +319,7 @@ _Mlp = Literal["gate_proj", "up_proj", "down_proj"]
 Projection = Literal[_Attention, _Mlp, _LatentAttention, "all-linear"]
 
 
-def _one_or_more(names: Any) -> Any:
-    return (names,) if isinstance(names, str) else names
+_one_or_more = BeforeValidator(lambda names: (names,) if isinstance(names, str) else names)
 
 
 class LoraConfig(Config):
@@ -330,7 +329,7 @@ class LoraConfig(Config):
     """Rank of every adapter."""
     alpha: float = Field(gt=0)
     """The adapters' part is multiplied by alpha / rank."""
-    targets: Annotated[tuple[Projection, ...], BeforeValidator(_one_or_more)] = ("all-linear",)
+    targets: Annotated[tuple[Projection, ...], _one_or_more] = ("all-linear",)
     """Which matrices get an adapter, by their Hugging Face names; `all-linear` means all of the model's but
     the head, and but the MLPs of a model with experts."""
 

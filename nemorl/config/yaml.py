@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import yaml
 
@@ -57,16 +58,14 @@ def field_path(text: str) -> FieldPath:
     return tuple(int(key) if key.isdecimal() else key for key in text.split("."))
 
 
-def look_up(tree: object, path: FieldPath) -> object:
-    """The value at a path. Raises LookupError if there is none."""
-    for step in path:
-        if isinstance(tree, dict):
-            tree = tree[str(step)]
-        elif isinstance(tree, list) and isinstance(step, int):
-            tree = tree[step]
-        else:
-            raise LookupError(dotted(path))
-    return tree
+def is_written(tree: Any, path: FieldPath) -> bool:
+    """True if a tree has a value at a path."""
+    try:
+        for step in path:
+            tree = tree[step] if isinstance(tree, list) else tree[str(step)]
+    except (LookupError, TypeError):  # no such key or index, or a plain value where the path continues
+        return False
+    return True
 
 
 def parse_document(text: str, source: str) -> Document:
@@ -113,10 +112,8 @@ class _Reader:
             return self._loader.get_single_node()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            line = f":{mark.line + 1}" if mark else ""
-            raise ConfigError(
-                self._source, [Problem("", ABSENT, _explained(error), self._source + line)]
-            ) from error
+            origin = f"{self._source}:{mark.line + 1}" if mark else self._source
+            raise ConfigError(self._source, [Problem("", ABSENT, _explained(error), origin)]) from error
         except yaml.reader.ReaderError as error:
             fix = f"YAML does not allow the character U+{error.character:04X}; remove it"
             raise ConfigError(self._source, [Problem("", ABSENT, fix)]) from error
@@ -139,9 +136,8 @@ class _Reader:
             for key_node, value_node in node.value:
                 key = self._scalar(key_node, path) if isinstance(key_node, yaml.ScalarNode) else None
                 if not isinstance(key, str):
-                    raise self.refused(
-                        key_node, path, key_node.value, "keys are strings; put the key into quotes"
-                    )
+                    fix = "keys are strings; put the key into quotes"
+                    raise self.refused(key_node, path, key_node.value, fix)
                 if key in tree:
                     first = self.origins[(*path, key)]
                     fix = f"duplicate key, first defined at {first}; remove one"
