@@ -1,9 +1,7 @@
 """Checks between sections of an experiment; those of one section are methods of its class.
 
-A check takes the sections that it needs, by their names in `Experiment`, and yields their problems; it runs
-when all of these are valid. `auxiliary` are the models that have a section, by its path; `sections` are all
-that are valid. None looks outside the configuration: `nemorl.plan.problems` has the checks that need the
-model or the machine.
+The parameter `auxiliary` are the models that have a section, by its path; `sections` are all valid ones.
+`nemorl.plan.problems` has the checks that need the model or the machine.
 """
 
 import difflib

@@ -24,10 +24,13 @@ class EnvBase(Config):
     needs_chat: ClassVar[bool] = False  # `data.chat`, as its messages have roles
     has_one_turn: ClassVar[bool] = False
 
+    name: str
+
     @property
     def reward_weights(self) -> dict[str, float]:
         """Weights of the environment's rewards, by name."""
-        return {}
+        weight = getattr(self, "weight", None)
+        return {} if weight is None else {self.name: weight}
 
     def make_factory(self) -> Any:
         """Construct the factory. Raises NotImported."""
@@ -52,10 +55,6 @@ class MathEnvConfig(EnvBase):
     weight: float = 1.0
     """Weight of the reward `math` in the sum."""
 
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        return {self.name: self.weight}
-
 
 class ReasoningGymEnvConfig(EnvBase):
     """One answer, scored by the reasoning-gym dataset that made the task."""
@@ -68,10 +67,6 @@ class ReasoningGymEnvConfig(EnvBase):
     """Score the text in `<answer>...</answer>`, an empty answer if missing; null scores the complete text."""
     weight: float = 1.0
     """Weight of the reward `reasoning_gym` in the sum."""
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        return {self.name: self.weight}
 
 
 class CalculatorEnvConfig(EnvBase):
@@ -91,7 +86,7 @@ class CalculatorEnvConfig(EnvBase):
     @property
     def reward_weights(self) -> dict[str, float]:
         of_calls = {"calculator_call": self.call_weight} if self.call_weight else {}
-        return {self.name: self.weight, **of_calls}
+        return super().reward_weights | of_calls
 
 
 class ChainedSumsEnvConfig(EnvBase):
@@ -109,7 +104,7 @@ class ChainedSumsEnvConfig(EnvBase):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        return {self.name: self.weight, "chained_sums_turn": self.turn_weight}
+        return super().reward_weights | {"chained_sums_turn": self.turn_weight}
 
 
 FACTORY_SECONDS = 30.0  # most that the constructor of a custom factory may take

@@ -38,14 +38,9 @@ class EndpointConfig(Config):
     timeout: float = Field(600.0, gt=0)
     """Seconds for an answer."""
 
-    @property
-    def on_this_machine_only(self) -> bool:
-        """True if no other machine reaches the address."""
-        return is_loopback(self.host)
-
     @check
     def _host_has_a_key(self) -> Problems:
-        if not self.on_this_machine_only and self.api_key_env is None:
+        if not is_loopback(self.host) and self.api_key_env is None:
             fix = "other machines reach this address without a key; set api_key_env, or listen on 127.0.0.1"
             yield Problem("host", self.host, fix)
 

@@ -1,10 +1,4 @@
-"""The schema as data: sections, fields and their help; and what remains of a section whose variant changes.
-
-For `generation.backend=vllm` over a file with `torch`, the fields of the class that both variants derive
-from stay: replicas, sampling, lengths. The other fields of the old variant are dropped, and so are the parts
-that a preset sets: the settings of GRPO's loss would turn DAPO's into another. Other fields stay, for the new
-variant to accept or refuse.
-"""
+"""The schema as data: sections, fields and their help; and what stays of a section whose variant changes."""
 
 import types
 from collections.abc import Iterator
@@ -215,6 +209,11 @@ def common_fields_of_named(path: FieldPath, base: Tree, over: Tree) -> Tree:
 
 
 def _staying(path: FieldPath, base: Tree, over: Tree, unnamed: type[Config] | None) -> Tree:
+    """For `generation.backend=vllm` over a file with `torch`, the fields of their common base class stay.
+
+    The other fields of the old variant are dropped, and so are the parts that a preset sets: the settings of
+    GRPO's loss would turn DAPO's into another. Unknown fields stay, for the new variant to refuse.
+    """
     sections = locate(path)[1]
     key = tag(sections[0]) if sections else ""
     if len(sections) < 2 or key not in over or base.get(key) == over[key]:

@@ -35,10 +35,6 @@ class Machine:
     nodes: int = 0  # of the job that this describes; 0 for this machine
     same_packages: bool = True  # that are installed here; an image has its own
 
-    @property
-    def has(self) -> str:
-        return f"the {self.nodes} nodes of the job have" if self.nodes > 1 else "this machine has"
-
 
 def read_machine() -> Machine:
     """The machine this runs on, within the limits of its container."""
@@ -105,8 +101,9 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
     if not experiment.cluster.gpus_per_node:
         needed = sum(process.total * process.count for process in processes)
         if needed > machine.memory_bytes:
-            problem = f"all processes need about {_gigabytes(needed)}, and {machine.has} "
-            yield _blamed(experiment, processes, problem + _gigabytes(machine.memory_bytes))
+            have = f"the {machine.nodes} nodes of the job have" if machine.nodes > 1 else "this machine has"
+            problem = f"all processes need about {_gigabytes(needed)}, and {have}"
+            yield _blamed(experiment, processes, f"{problem} {_gigabytes(machine.memory_bytes)}")
         return
     gpu = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
     room = f"the {gpu.name} has {_gigabytes(gpu.memory_bytes)}"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.config.generation import EndpointConfig
+from nemorl.config.generation import is_loopback
 from nemorl.config.load import load_experiment
 from tests.config.experiments import problems_of
 
@@ -84,4 +84,4 @@ def test_an_address_for_everyone_is_taken_with_a_key(sound: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_only_this_machine_reaches(host: str, here: bool) -> None:
-    assert EndpointConfig(host=host).on_this_machine_only == here
+    assert is_loopback(host) == here

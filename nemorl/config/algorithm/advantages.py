@@ -243,12 +243,11 @@ OfGroupsConfig = (
 OfTokensConfig = GaeConfig | TurnGaeConfig | BiLevelGaeConfig | TokenReturnsConfig
 
 AdvantageConfig = Annotated[
-    OfGroupsConfig | OfTokensConfig,
-    Field(discriminator="name"),
-    default_variant(GroupAdvantageConfig),
+    OfGroupsConfig | OfTokensConfig, Field(discriminator="name"), default_variant(GroupAdvantageConfig)
 ]
 
 _KL_IN_REWARD = {"estimator": "k1", "placement": "reward"}
+_PPO: dict[str, dict[str, Any]] = {"kl": _KL_IN_REWARD, "critic": {}}
 _REINFORCE = {"name": "reinforce", "aggregation": "seq-mean-token-sum"}
 
 # The named algorithms that are an advantage with a common loss.
@@ -257,8 +256,7 @@ PRESETS = {
         "PPO with GAE over turns and over their tokens",
         "2510.16907",
         advantage={"name": "bi_level_gae", "turn_gamma": 0.95},
-        kl=_KL_IN_REWARD,
-        critic={},
+        **_PPO,
     ),
     "gdpo": online_preset("Group-decoupled normalization of several rewards", "2601.05242", "gdpo"),
     "gpg": online_preset("Group policy gradient", "2504.02546", "gpg", loss="reinforce"),
@@ -266,9 +264,7 @@ PRESETS = {
     "mt_grpo": online_preset("GRPO with an advantage for each turn", "2505.11821", "turn"),
     "opo": online_preset("On-policy RL with the optimal baseline", "2505.23585", "opo", loss=_REINFORCE),
     "pass_at_k": online_preset("Training on pass@k", "2508.10751", "pass_at_k"),
-    "ppo": online_preset(
-        "Proximal policy optimization with a critic", "1707.06347", "gae", kl=_KL_IN_REWARD, critic={}
-    ),
+    "ppo": online_preset("Proximal policy optimization with a critic", "1707.06347", "gae", **_PPO),
     "reinforce": online_preset(
         "REINFORCE with the batch as the baseline",
         "https://doi.org/10.1007/BF00992696",
@@ -293,7 +289,7 @@ PRESETS = {
         advantage={"name": "group", "normalize": False, "leave_one_out": True},
         loss=_REINFORCE,
     ),
-    "turn_gae": online_preset("PPO over turns", "1506.02438", "turn_gae", kl=_KL_IN_REWARD, critic={}),
+    "turn_gae": online_preset("PPO over turns", "1506.02438", "turn_gae", **_PPO),
     "vapo": online_preset(
         "Value-based augmented PPO",
         "2504.05118",

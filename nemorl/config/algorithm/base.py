@@ -29,6 +29,9 @@ class Preset:
     settings: dict[str, Any]
 
 
+Part = str | dict[str, Any]  # the name of a section's variant, or its fields
+
+
 def preset(title: str, paper: str, **parts: Any) -> Preset:
     """A row: `paper` may be the number of arXiv, and a loss or an advantage its name alone."""
     for name in ("advantage", "loss"):
@@ -38,11 +41,7 @@ def preset(title: str, paper: str, **parts: Any) -> Preset:
 
 
 def online_preset(
-    title: str,
-    paper: str,
-    advantage: str | dict[str, Any] = "group",
-    loss: str | dict[str, Any] = "clip",
-    **parts: Any,
+    title: str, paper: str, advantage: Part = "group", loss: Part = "clip", **parts: Any
 ) -> Preset:
     """A row of an online algorithm, whose advantage and loss are GRPO's unless given."""
     return preset(title, paper, advantage=advantage, loss=loss, **parts)

@@ -8,13 +8,7 @@ from nemorl.config.base import Config, check, default_variant
 from nemorl.errors import Problems
 
 from .base import Aggregation
-from .offline import (
-    PAIR_METRICS,
-    SFT_METRICS,
-    OfflineBase,
-    SampledValidationConfig,
-    sft_problems,
-)
+from .offline import PAIR_METRICS, SFT_METRICS, OfflineBase, SampledValidationConfig, sft_problems
 from .online import POLICY_METRICS, OnlineBase
 from .pair_losses import LogisticLossConfig, PairLossConfig
 
