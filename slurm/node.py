@@ -195,12 +195,11 @@ def select_interface(environment: Mapping[str, str]) -> Interface:
     """
     available = interfaces()
     if name := environment.get(INTERFACE):
-        for interface in available:
-            if interface.name == name:
-                return interface
-        names = ", ".join(interface.name for interface in available)
+        by_name = {interface.name: interface for interface in available}
+        if name in by_name:
+            return by_name[name]
         problem = f"{INTERFACE} = {name}: {socket.gethostname()} has no such interface with an IPv4 address"
-        raise SlurmError(f"{problem}. Use one of {names} that every node has, or unset it.")
+        raise SlurmError(f"{problem}. Use one of {', '.join(by_name)} that every node has, or unset it.")
     by_address = {interface.address: interface for interface in available}
     preferred = [by_address[address] for address in _preferred_addresses() if address in by_address]
     if not available:
@@ -309,11 +308,8 @@ def assign_ports(nodes: Mapping[str, NodeInfo]) -> dict[str, Ports]:
     for name, info in nodes.items():
         taken = [ports for other, ports in assigned.items() if nodes[other].host == info.host]
         candidates = (Ports(first, first + info.block_size - 1) for first in info.free_blocks)
-        block = next(
-            (b for b in candidates if all(b.last < other.first or other.last < b.first for other in taken)),
-            None,
-        )
-        if block is None:
+        free = (b for b in candidates if all(b.last < other.first or other.last < b.first for other in taken))
+        if (block := next(free, None)) is None:
             problem = f"{PORTS}: {name} has no {info.block_size} consecutive free ports in the range"
             raise SlurmError(f"{problem}. Set a larger range, or another one.")
         assigned[name] = block

@@ -56,14 +56,11 @@ class ArithmeticDataset(Config):
     """Errors of wrong answers, drawn with equal probability: a unit or two, or the carry."""
 
     @check
-    def _enough_pairs(self) -> Problems:
+    def _sums_exist(self) -> Problems:
         pairs = 10 ** (2 * self.digits)
         if self.offset + self.size > pairs:
             fix = f"with the offset they exceed all {pairs} pairs; lower size or offset, or raise digits"
             yield Problem("size", self.size, fix)
-
-    @check
-    def _slips_are_wrong(self) -> Problems:
         modulus = 2 * 10**self.digits
         for index, slip in enumerate(self.slips):
             if slip % modulus == 0:
@@ -163,13 +160,10 @@ class DataConfig(Config):
         yield from ((f"validation_sets.{name}", dataset) for name, dataset in self.validation_sets.items())
 
     @check
-    def _template_holds_prompt(self) -> Problems:
+    def _prompts_are_complete(self) -> Problems:
         if "{prompt}" not in self.prompt_template:
             fix = "the task's text is missing in it; write `{prompt}` where it belongs"
             yield Problem("prompt_template", self.prompt_template, fix)
-
-    @check
-    def _system_prompt_is_used(self) -> Problems:
         if not self.chat:
             reason = "data.chat is false, so prompts are plain text; remove this, or set data.chat to true"
             yield from self.without_effect(("system_prompt",), reason)

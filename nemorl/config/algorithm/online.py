@@ -503,14 +503,10 @@ class OnlineConfig(OnlineBase):
 
     @check
     def _loss_can_act(self) -> Problems:
-        """A loss without gradient at the old policy needs updates after the first."""
         decoupled = self.correction.form == "decoupled"
         if self.loss.acts_from_second_update and decoupled and self.updates_per_step == 1:
             fix = f"`{self.loss.name}` has no gradient in the first update of a step; set it to 2 or more"
             yield Problem("num_minibatches", self.num_minibatches, fix)
-
-    @check
-    def _loss_fits_the_advantage(self) -> Problems:
         if self.loss.per_sequence and self.advantage.per_turn:
             fix = f"`{self.advantage.name}` has several advantages in a sequence; use `gspo_token` or `clip`"
             yield Problem("loss.name", self.loss.name, fix)
