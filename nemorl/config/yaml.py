@@ -62,7 +62,7 @@ def is_written(tree: Any, path: FieldPath) -> bool:
     """True if a tree has a value at a path."""
     try:
         for step in path:
-            tree = tree[step] if isinstance(tree, list) else tree[str(step)]
+            tree = tree[step if isinstance(tree, list) else str(step)]
     except (LookupError, TypeError):  # no such key or index, or a plain value where the path continues
         return False
     return True

@@ -8,13 +8,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .advantages import AdvantageConfig as AdvantageConfig
-from .advantages import GroupAdvantageConfig as GroupAdvantageConfig
 from .base import Aggregation as Aggregation
-from .base import AlgorithmBase as AlgorithmBase
 from .base import EarlyStopConfig as EarlyStopConfig
 from .base import ValidationConfig as ValidationConfig
-from .distillation import DistillationAlgorithm as DistillationAlgorithm
 from .distillation import DistillationConfig as DistillationConfig
 from .distillation import DistillationLossConfig as DistillationLossConfig
 from .distillation import ForwardKlLossConfig as ForwardKlLossConfig
@@ -28,7 +24,6 @@ from .losses import PolicyLossConfig as PolicyLossConfig
 from .offline import KtoConfig as KtoConfig
 from .offline import OfflineBase as OfflineBase
 from .offline import PreferenceConfig as PreferenceConfig
-from .offline import ProcessLossConfig as ProcessLossConfig
 from .offline import RewardModelConfig as RewardModelConfig
 from .offline import SftConfig as SftConfig
 from .online import AdaptiveEntropyConfig as AdaptiveEntropyConfig
@@ -37,7 +32,6 @@ from .online import EntropyBonusConfig as EntropyBonusConfig
 from .online import EntropyConfig as EntropyConfig
 from .online import IcePopCorrectionConfig as IcePopCorrectionConfig
 from .online import KLConfig as KLConfig
-from .online import LikelihoodConfig as LikelihoodConfig
 from .online import MaskedCorrectionConfig as MaskedCorrectionConfig
 from .online import NoCorrectionConfig as NoCorrectionConfig
 from .online import OnlineBase as OnlineBase

@@ -113,9 +113,6 @@ class DistillationConfig(OfflineBase):
         return self.loss.metrics | {"loss/total", "entropy"}
 
 
-DistillationAlgorithm = OnPolicyDistillationConfig | DistillationConfig
-
-
 class PickedBase(OnlineBase):
     """Algorithms that select one or two samples of each task by their reward."""
 
