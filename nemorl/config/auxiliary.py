@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, check, counted, default_variant
+from .base import Config, Variants, check, counted
 from .generation import ADDRESS, is_address
 from .policy import (
     AdamConfig,
@@ -107,11 +107,7 @@ class EndpointTeacherConfig(Config):
             yield Problem("base_url", self.base_url, ADDRESS)
 
 
-TeacherConfig = Annotated[
-    ModelTeacherConfig | EndpointTeacherConfig,
-    Field(discriminator="kind"),
-    default_variant(ModelTeacherConfig, "kind"),
-]
+TeacherConfig = Annotated[ModelTeacherConfig | EndpointTeacherConfig, Variants(ModelTeacherConfig, by="kind")]
 Teachers = dict[str, TeacherConfig]
 
 

@@ -4,11 +4,12 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
 
 from nemorl.errors import NemorlError, Problem, Problems
 
@@ -81,17 +82,22 @@ def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Pro
             yield from problems_in(item, f"{path}.{key}", sections)
 
 
-def default_variant(variant: type[Config], by: str = "name") -> BeforeValidator:
-    """For a union discriminated by the field `by`: a section without this field is of this variant.
+@dataclass(frozen=True)
+class Variants:
+    """Annotation of a union of sections, discriminated by the field `by`; without it a section is `default`.
 
-    Without it `optimizer: {lr: 1e-5}` would be refused for not repeating the name that is the default.
+    Without a default `optimizer: {lr: 1e-5}` would be refused for not repeating the default's name.
     """
-    name = variant.model_fields[by].default
 
-    def named(section: Any) -> Any:
-        return {by: name, **section} if isinstance(section, dict) else section
+    default: type[Config]
+    by: str = "name"
 
-    return BeforeValidator(named)
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def named(section: Any) -> Any:
+            name = self.default.model_fields[self.by].default
+            return {self.by: name, **section} if isinstance(section, dict) else section
+
+        return handler(Annotated[union, Field(discriminator=self.by), BeforeValidator(named)])
 
 
 class NotImported(Exception):

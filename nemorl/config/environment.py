@@ -10,7 +10,7 @@ from pydantic import Field
 from nemorl.errors import Problem, Problems
 
 from .auxiliary import ModelGroupConfig
-from .base import Config, call_within, check, default_variant, function_at
+from .base import Config, Variants, call_within, check, function_at
 from .generation import ADDRESS, is_address
 from .policy import LayoutConfig, NoRecompute, PolicyConfig, TokenizerConfig
 
@@ -139,8 +139,7 @@ EnvConfig = Annotated[
     | CalculatorEnvConfig
     | ChainedSumsEnvConfig
     | CustomEnvConfig,
-    Field(discriminator="name"),
-    default_variant(SingleTurnEnvConfig),
+    Variants(SingleTurnEnvConfig),
 ]
 
 
@@ -294,7 +293,6 @@ class JudgeRewardConfig(ServiceRewardBase):
 
 RewardConfig = Annotated[
     FunctionRewardConfig | ModelRewardConfig | LocalModelRewardConfig | JudgeRewardConfig,
-    Field(discriminator="kind"),
-    default_variant(FunctionRewardConfig, "kind"),
+    Variants(FunctionRewardConfig, by="kind"),
 ]
 Rewards = tuple[RewardConfig, ...]

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, check, counted, default_variant
+from .base import Config, Variants, check, counted
 from .policy import PolicyConfig
 from .run import ClusterConfig
 
@@ -541,6 +541,5 @@ GenerationConfig = Annotated[
     | OpenAIGenerationConfig
     | VllmGenerationConfig
     | TrtllmGenerationConfig,
-    Field(discriminator="backend"),
-    default_variant(TorchGenerationConfig, by="backend"),
+    Variants(TorchGenerationConfig, by="backend"),
 ]

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, check, default_variant
+from .base import Config, Variants, check
 from .run import ClusterConfig
 
 if TYPE_CHECKING:  # sections that depend on this module
@@ -151,9 +151,7 @@ class MuonConfig(OptimizerBase):
         return 2  # of parameters that are not matrices
 
 
-OptimizerConfig = Annotated[
-    AdamConfig | SgdConfig | MuonConfig, Field(discriminator="name"), default_variant(AdamConfig)
-]
+OptimizerConfig = Annotated[AdamConfig | SgdConfig | MuonConfig, Variants(AdamConfig)]
 
 
 class ConstantSchedule(Config):
@@ -191,11 +189,7 @@ class InverseSqrtSchedule(Config):
     """The rate falls no further."""
 
 
-ScheduleConfig = Annotated[
-    ConstantSchedule | DecaySchedule | InverseSqrtSchedule,
-    Field(discriminator="name"),
-    default_variant(ConstantSchedule),
-]
+ScheduleConfig = Annotated[ConstantSchedule | DecaySchedule | InverseSqrtSchedule, Variants(ConstantSchedule)]
 
 
 def decay_problems(section: str, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> Problems:
@@ -306,11 +300,7 @@ class FullRecompute(Config):
     """Layers of a stage (of a run of its layers under VPP), for `method`."""
 
 
-RecomputeConfig = Annotated[
-    NoRecompute | SelectiveRecompute | FullRecompute,
-    Field(discriminator="name"),
-    default_variant(NoRecompute),
-]
+RecomputeConfig = Annotated[NoRecompute | SelectiveRecompute | FullRecompute, Variants(NoRecompute)]
 
 
 _Attention = Literal["q_proj", "k_proj", "v_proj", "o_proj"]

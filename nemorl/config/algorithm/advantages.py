@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.config.base import Config, check, default_variant
+from nemorl.config.base import Config, Variants, check
 from nemorl.errors import Problems
 
 from .base import online_preset
@@ -242,9 +242,7 @@ OfGroupsConfig = (
 )
 OfTokensConfig = GaeConfig | TurnGaeConfig | BiLevelGaeConfig | TokenReturnsConfig
 
-AdvantageConfig = Annotated[
-    OfGroupsConfig | OfTokensConfig, Field(discriminator="name"), default_variant(GroupAdvantageConfig)
-]
+AdvantageConfig = Annotated[OfGroupsConfig | OfTokensConfig, Variants(GroupAdvantageConfig)]
 
 _KL_IN_REWARD = {"estimator": "k1", "placement": "reward"}
 _PPO: dict[str, dict[str, Any]] = {"kl": _KL_IN_REWARD, "critic": {}}

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.config.base import Config, check, default_variant
+from nemorl.config.base import Config, Variants, check
 from nemorl.errors import Problems
 
 from .base import Aggregation
@@ -59,9 +59,7 @@ class JsdLossConfig(TopLossBase):
 
 TopLossConfig = Annotated[ForwardKlLossConfig | JsdLossConfig, Field(discriminator="name")]
 DistillationLossConfig = Annotated[
-    ReverseKlLossConfig | ForwardKlLossConfig | JsdLossConfig,
-    Field(discriminator="name"),
-    default_variant(ReverseKlLossConfig),
+    ReverseKlLossConfig | ForwardKlLossConfig | JsdLossConfig, Variants(ReverseKlLossConfig)
 ]
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.config.base import Config, check, default_variant
+from nemorl.config.base import Config, Variants, check
 from nemorl.errors import ABSENT, Problem, Problems
 
 from .base import FIXED_LENGTH, Aggregation, online_preset
@@ -194,8 +194,7 @@ PolicyLossConfig = Annotated[
     | ClipCovLossConfig
     | KlCovLossConfig
     | CustomLossConfig,
-    Field(discriminator="name"),
-    default_variant(ClipLossConfig),
+    Variants(ClipLossConfig),
 ]
 
 

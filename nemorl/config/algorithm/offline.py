@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from nemorl.config.base import Config, check, default_variant
+from nemorl.config.base import Config, Variants, check
 from nemorl.errors import Problem, Problems
 
 from .base import Aggregation, AlgorithmBase, ValidationConfig, over_preset
@@ -250,9 +250,7 @@ class ProcessLossConfig(Config):
 
 
 RewardLossConfig = Annotated[
-    BradleyTerryLossConfig | LogExpLossConfig | ProcessLossConfig,
-    Field(discriminator="name"),
-    default_variant(BradleyTerryLossConfig),
+    BradleyTerryLossConfig | LogExpLossConfig | ProcessLossConfig, Variants(BradleyTerryLossConfig)
 ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from nemorl.config.base import Config, check, default_variant
+from nemorl.config.base import Config, Variants, check
 from nemorl.errors import Problem, Problems
 
 from . import advantages, losses
@@ -49,11 +49,7 @@ class AdaptiveEntropyConfig(Config):
             yield Problem("initial", self.initial, fix)
 
 
-EntropyConfig = Annotated[
-    EntropyBonusConfig | AdaptiveEntropyConfig,
-    Field(discriminator="name"),
-    default_variant(EntropyBonusConfig),
-]
+EntropyConfig = Annotated[EntropyBonusConfig | AdaptiveEntropyConfig, Variants(EntropyBonusConfig)]
 
 
 class RefillConfig(Config):
@@ -316,8 +312,7 @@ class IcePopCorrectionConfig(CorrectionBase):
 
 CorrectionConfig = Annotated[
     NoCorrectionConfig | TruncatedCorrectionConfig | MaskedCorrectionConfig | IcePopCorrectionConfig,
-    Field(discriminator="name"),
-    default_variant(NoCorrectionConfig),
+    Variants(NoCorrectionConfig),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.config.base import Config, default_variant
+from nemorl.config.base import Config, Variants
 
 from .base import preset
 
@@ -118,8 +118,7 @@ PairLossConfig = Annotated[
     | HingeLossConfig
     | OddsRatioLossConfig
     | AnchoredLossConfig,
-    Field(discriminator="name"),
-    default_variant(LogisticLossConfig),
+    Variants(LogisticLossConfig),
 ]
 
 
