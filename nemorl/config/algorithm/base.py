@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemorl.config.base import Config, check
 from nemorl.config.generation import GenerationConfig, SamplingConfig
@@ -45,12 +45,6 @@ def online_preset(
 ) -> Preset:
     """A row of an online algorithm, whose advantage and loss are GRPO's unless given."""
     return preset(title, paper, advantage=advantage, loss=loss, **parts)
-
-
-def over_preset(section: Any, presets: Mapping[str, Preset]) -> Any:
-    """The experiment's fields over those of the preset that they name; other input as it is."""
-    preset = presets.get(section.get("name", "")) if isinstance(section, dict) else None
-    return merged(preset.settings, section) if preset else section
 
 
 class ValidationConfig(Config):
@@ -119,6 +113,7 @@ class EarlyStopConfig(Config):
 class AlgorithmBase(Config):
     """Fields of all algorithms, and facts about each that other parts need."""
 
+    presets: ClassVar[Mapping[str, Preset]] = {}  # that its name may be one of
     head: ClassVar[Literal["lm", "scalar"]] = "lm"  # of the model that it trains
     online: ClassVar[bool] = False  # training itself samples
     keeps_teachers: ClassVar[bool] = False  # which score tokens
@@ -131,6 +126,12 @@ class AlgorithmBase(Config):
     """Measuring on `data.validation`, by sampling."""
     early_stop: EarlyStopConfig | None = None
     """End the run before its last step if a metric stops improving; null never does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_preset(cls, section: Any) -> Any:
+        preset = cls.presets.get(section.get("name", "")) if isinstance(section, dict) else None
+        return merged(preset.settings, section) if preset else section
 
     @property
     def metrics(self) -> frozenset[str]:

@@ -1,13 +1,14 @@
 """Algorithms that learn from data: supervised fine-tuning, preferences, reward models."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nemorl.config.base import Config, Variants, check
 from nemorl.errors import Problem, Problems
 
-from .base import Aggregation, AlgorithmBase, ValidationConfig, over_preset
+from .base import Aggregation, AlgorithmBase, Preset, ValidationConfig
 from .pair_losses import PREFERENCE_PRESETS, LogisticLossConfig, PairLossConfig
 
 _OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "cons_at_k", "pass_reward", "sampling")
@@ -102,6 +103,7 @@ class PreferenceConfig(OfflineBase):
 
     takes_margins: ClassVar[bool] = True
     sequences_per_unit: ClassVar[int] = 2
+    presets: ClassVar[Mapping[str, Preset]] = PREFERENCE_PRESETS
 
     name: PreferenceName
     loss: PairLossConfig = LogisticLossConfig()
@@ -111,11 +113,6 @@ class PreferenceConfig(OfflineBase):
     reference: ReferenceTime = "precomputed"
     """Compute the reference's logprobs once, before the first step, and keep their sums in the run folder; or
     keep its weights, and compute them in every step."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _over_preset(cls, section: Any) -> Any:
-        return over_preset(section, PREFERENCE_PRESETS)
 
     @property
     def learns_from(self) -> tuple[str, tuple[str, ...]]:

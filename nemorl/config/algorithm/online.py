@@ -3,17 +3,17 @@
 docs/off_policy.md has the formulas of `correction` and `kl`.
 """
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from nemorl.config.base import Config, Variants, check
 from nemorl.errors import Problem, Problems
 
 from . import advantages, losses
 from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageConfig
-from .base import AlgorithmBase, over_preset
+from .base import AlgorithmBase, Preset
 from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
 
@@ -383,6 +383,7 @@ else:
 class OnlineConfig(OnlineBase):
     """Sample, score, train, update the weights."""
 
+    presets: ClassVar[Mapping[str, Preset]] = PRESETS
     reference_field: ClassVar[str | None] = "algorithm.kl.coefficient"
 
     name: OnlineName
@@ -404,11 +405,6 @@ class OnlineConfig(OnlineBase):
     """How samples of another policy than the trained one are weighed or left out."""
     critic: CriticLearningConfig | None = None
     """Training of a critic, for advantages that need one; the section `critic` says which model it is."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _over_preset(cls, section: Any) -> Any:
-        return over_preset(section, PRESETS)
 
     @property
     def units_per_update(self) -> int:
