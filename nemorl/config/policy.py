@@ -247,17 +247,12 @@ class LayoutConfig(Config):
     @property
     def name(self) -> str:
         """The axes of more than one process by their short names, such as `TP2-SP PP2 DP4`."""
-        tp_size = self.tensor_parallel_size
-        sizes = {
-            f"TP{tp_size}{'-SP' if self.sequence_parallel else ''}": tp_size,
-            f"PP{self.pipeline_parallel_size}": self.pipeline_parallel_size,
-            f"VPP{self.virtual_pipeline_parallel_size}": self.virtual_pipeline_parallel_size,
-            f"CP{self.context_parallel_size}": self.context_parallel_size,
-            f"DP{self.data_parallel_size}": self.data_parallel_size,
-            f"EP{self.expert_parallel_size}": self.expert_parallel_size,
-            f"ETP{self.expert_tensor_parallel_size}": self.expert_tensor_parallel_size,
-        }
-        return " ".join(name for name, size in sizes.items() if size > 1) or "one process"
+        axes = {"TP": "tensor", "PP": "pipeline", "VPP": "virtual_pipeline", "CP": "context", "DP": "data"}
+        axes |= {"EP": "expert", "ETP": "expert_tensor"}
+        sizes = {short: getattr(self, f"{axis}_parallel_size") for short, axis in axes.items()}
+        suffixes = {"TP": "-SP" if self.sequence_parallel else ""}
+        names = (f"{short}{size}{suffixes.get(short, '')}" for short, size in sizes.items() if size > 1)
+        return " ".join(names) or "one process"
 
     @property
     def world_size(self) -> int:

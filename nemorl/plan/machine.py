@@ -199,10 +199,9 @@ def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[
             if part == "optimizer":
                 fix = f"{fix}, or, on GPUs, set policy.optimizer.on_host to true"
             return "policy.model_path", fix
-        case "logits", "policy" if generation.has_engines:
-            return "policy.logprob_chunk_tokens", "lower it"
         case "logits", _:
-            return batch, "lower it"
+            chunked = group == "policy" and generation.has_engines
+            return "policy.logprob_chunk_tokens" if chunked else batch, "lower it"
         case "kv_cache", _:  # the smaller of two limits is the one that holds
             sequences = getattr(generation, "max_batch_size", 0) * experiment.policy.max_sequence_length
             by_batch = sequences < getattr(generation, "max_kv_tokens", 0)
