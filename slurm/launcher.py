@@ -156,8 +156,7 @@ class Head:
 
     def __post_init__(self) -> None:
         folder, allocation = self.rendezvous.folder, self.allocation
-        run_dir = self.experiment.run_dir
-        self._recorder = ExitRecorder(run_dir, folder, allocation.job, allocation.restart)
+        self._recorder = ExitRecorder(self.experiment.run_dir, folder, allocation.job, allocation.restart)
         self._train: Child | None = None
         self._signal: signal.Signals | None = None
         self._cause: asyncio.Future[str] | None = None  # of SIGTERM

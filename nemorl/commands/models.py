@@ -36,8 +36,7 @@ def register(commands: Commands) -> None:
     )
     importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
     adapters = "trained adapters are merged into them"
-    export_help = f"write the weights of a checkpoint as a Hugging Face folder; {adapters}"
-    export = add("export", _export, export_help)
+    export = add("export", _export, f"write the weights of a checkpoint as a Hugging Face folder; {adapters}")
     export.set_defaults(form="hf")
     forms = export.add_mutually_exclusive_group()
     megatron = "write a checkpoint of megatron-core (dist_checkpointing), which loads under any layout"

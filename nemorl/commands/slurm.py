@@ -44,8 +44,7 @@ def register(commands: Commands) -> None:
     logs = add_command(group, "logs", _logs, "show the output of a submitted run")
     attach_help = "open a shell, or run a command, on a node of a running job"
     attach = add_command(group, "attach", _attach, attach_help)
-    cancel_help = "stop a job after its current step, and wait for its end"
-    cancel = add_command(group, "cancel", _cancel, cancel_help)
+    cancel = add_command(group, "cancel", _cancel, "stop a job after its current step, and wait for its end")
     node_help = "run the launcher on a node of a job (used by nemorl.sbatch)"
     add_experiment(add_command(group, "node", _node, node_help))
 

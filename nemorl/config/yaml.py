@@ -139,8 +139,7 @@ class _Reader:
                     fix = "keys are strings; put the key into quotes"
                     raise self.refused(key_node, path, key_node.value, fix)
                 if key in tree:
-                    first = self.origins[(*path, key)]
-                    fix = f"duplicate key, first defined at {first}; remove one"
+                    fix = f"duplicate key, first defined at {self.origins[(*path, key)]}; remove one"
                     raise self.refused(key_node, (*path, key), value_node.value, fix)
                 self.origins[(*path, key)] = self._origin(key_node)
                 tree[key] = self.value(value_node, (*path, key))
