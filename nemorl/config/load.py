@@ -45,11 +45,6 @@ _SWITCHED_OFF = {
 }
 
 
-def explain(error: ValidationError) -> list[Problem]:
-    """One problem for each error that pydantic found."""
-    return [_problem(details) for details in error.errors(include_url=False)]
-
-
 def _problem(details: ErrorDetails) -> Problem:
     location, kind, value = details["loc"], details["type"], details["input"]
     path, sections = locate(location)
@@ -246,7 +241,8 @@ def load_experiment(
         experiment = Experiment.model_validate(document.tree)
     except ValidationError as error:
         known = {problem.field for problem in problems}
-        problems += [problem for problem in explain(error) if problem.field not in known]
+        found = map(_problem, error.errors(include_url=False))
+        problems += [problem for problem in found if problem.field not in known]
     if experiment and not problems:
         sections = with_derived_fields(dict(experiment))
         experiment = experiment.model_copy(update=sections)
