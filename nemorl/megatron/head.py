@@ -1,18 +1,12 @@
-"""From hidden states to logprobs and entropies, vocab-parallel and in chunks.
-
-The logits of a whole batch never exist.
+"""From hidden states to logprobs and entropies, vocab-parallel and in chunks: a batch's logits never exist.
 
 With logits `z` (already divided by the temperature) over the whole vocabulary, spread over the TP ranks by
 columns:
 
-    logprob of y:  z_y - lse(z)                      d/dz_j = 1[j = y] - p_j
-    entropy:       lse(z) - sum_j p_j z_j            d/dz_j = -p_j (z_j - lse(z) + entropy)
+    logprob of token i:  z_i - lse(z)      d/dz_j of sum_i g_i logprob_i: sum_i g_i 1[j = i] - p_j sum_i g_i
+    entropy:             lse(z) - sum_j p_j z_j                   d/dz_j: -p_j (z_j - lse(z) + entropy)
 
 One chunk keeps its logits for backward; of several, each is computed again.
-
-The likeliest tokens, and logprobs of several given tokens at each place, in the same way:
-
-    logprob of token i:  z_i - lse(z)      d/dz_j of sum_i g_i logprob_i: sum_i g_i 1[j = i] - p_j sum_i g_i
 """
 
 from collections.abc import Iterator
@@ -51,165 +45,9 @@ def token_logprobs(
     `hidden` [M, H] predicts the labels; `weight` [V / TP, H]. Of `hidden` each rank gets the gradient of its
     own columns only: the caller sums it over the tensor-parallel ranks.
     """
-    logprobs, entropies = _TokenLogprobs.apply(
-        hidden, weight, labels, shard, temperature, chunk_tokens, entropy
-    )
-    return logprobs, entropies if entropy else None
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """What backward needs of one chunk."""
-
-    shifted: Tensor  # [m, V / TP] logits less the largest of each row
-    log_sum: Tensor  # [m] log of the sum of their exponentials
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        shard: VocabularyShard,
-        temperature: float,
-        chunk_tokens: int,
-        needs_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        logprobs = hidden.new_zeros(labels.shape, dtype=torch.float32)
-        entropies = torch.zeros_like(logprobs)
-        kept: list[_Chunk] = []
-        one_chunk = labels.shape[0] <= chunk_tokens
-        for rows in rows_of_chunks(labels.shape[0], chunk_tokens):
-            chunk, logprobs[rows], entropies[rows] = _reduce(
-                shifted_logits(hidden[rows], weight, shard, temperature), labels[rows], shard, needs_entropy
-            )
-            if one_chunk and (hidden.requires_grad or weight.requires_grad):
-                kept.append(chunk)
-            del chunk  # before the next one takes memory
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, labels, entropies)
-        ctx.options = (shard, temperature, chunk_tokens, kept)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, entropies = ctx.saved_tensors
-        shard, temperature, chunk_tokens, kept = ctx.options
-        grad_logprobs, grad_entropies = grads
-        if grad_entropies is not None and not grad_entropies.any():
-            grad_entropies = None  # a loss that reports the entropy but weighs it by zero
-        grad_hidden = torch.zeros_like(hidden)
-        # In float32, so that it does not show in how many chunks the sum was taken; None when frozen.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows in rows_of_chunks(labels.shape[0], chunk_tokens):
-            if kept:
-                chunk = kept.pop()
-            else:
-                shifted = shifted_logits(hidden[rows], weight, shard, temperature)
-                chunk = _Chunk(shifted, sum_over_ranks(shifted.exp().sum(-1), shard).log())
-                del shifted
-            grad = _grad_logits(
-                chunk,
-                labels[rows],
-                entropies[rows],
-                None if grad_logprobs is None else grad_logprobs[rows],
-                None if grad_entropies is None else grad_entropies[rows],
-                shard,
-            )
-            grad = grad.div_(temperature).to(hidden.dtype)
-            torch.mm(grad, weight, out=grad_hidden[rows])
-            if grad_weight is not None:
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad.t(), hidden[rows])
-                else:
-                    grad_weight.add_(grad.t() @ hidden[rows])
-            del chunk, grad
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
-
-
-def rows_of_chunks(count: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, min(start + chunk, count)) for start in range(0, count, chunk))
-
-
-def shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: float) -> Tensor:
-    """Logits [m, V / TP] of this rank's columns in float32, less the largest of the row over all ranks."""
-    logits = torch.mm(hidden, weight.t()).float()
-    if temperature != 1.0:
-        logits.div_(temperature)
-    logits[:, shard.num_real :] = PADDING_LOGIT
-    largest = logits.amax(-1)
-    if shard.group is not None:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
-    return logits.sub_(largest.unsqueeze(1))
-
-
-def _reduce(
-    shifted: Tensor, labels: Tensor, shard: VocabularyShard, needs_entropy: bool
-) -> tuple[_Chunk, Tensor, Tensor]:
-    """Chunk for backward, logprobs [m] and entropies [m] (0 unless needed)."""
-    exponentials = shifted.exp()
-    column, is_mine = _local_columns(labels, shard)
-    label_logit = shifted.gather(1, column.unsqueeze(1)).squeeze(1) * is_mine
-    total = exponentials.sum(-1)
-    weighted = exponentials.mul_(shifted).sum(-1) if needs_entropy else torch.zeros_like(total)
-    total, label_logit, weighted = sum_over_ranks(torch.stack((total, label_logit, weighted)), shard)
-    log_sum = total.log()
-    entropies = log_sum - weighted / total if needs_entropy else weighted
-    return _Chunk(shifted, log_sum), label_logit - log_sum, entropies
-
-
-def _grad_logits(
-    chunk: _Chunk,
-    labels: Tensor,
-    entropies: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropies: Tensor | None,
-    shard: VocabularyShard,
-) -> Tensor:
-    """Gradient [m, V / TP] of the (temperature-divided) logits; takes the chunk's memory for it."""
-    log_p = chunk.shifted.sub_(chunk.log_sum.unsqueeze(1))
-    if grad_logprobs is None:
-        grad_logprobs = torch.zeros_like(entropies)
-    if grad_entropies is None:
-        grad = log_p.exp_().mul_(grad_logprobs.neg().unsqueeze(1))
-    else:
-        p = log_p.exp()
-        grad = log_p.add_(entropies.unsqueeze(1)).mul_(grad_entropies.unsqueeze(1))
-        grad = grad.add_(grad_logprobs.unsqueeze(1)).mul_(p).neg_()
-    column, is_mine = _local_columns(labels, shard)
-    return grad.scatter_add_(1, column.unsqueeze(1), (grad_logprobs * is_mine).unsqueeze(1))
-
-
-def sum_over_ranks(values: Tensor, shard: VocabularyShard) -> Tensor:
-    """The sum over the tensor-parallel ranks; may be `values` itself, changed."""
-    if shard.group is not None:
-        dist.all_reduce(values, group=shard.group)
-    return values
-
-
-@torch.no_grad()
-def top_logprobs(
-    hidden: Tensor, weight: Tensor, k: int, shard: VocabularyShard, *, temperature: float, chunk_tokens: int
-) -> tuple[Tensor, Tensor]:
-    """Ids [M, k] int64 of the likeliest tokens after each hidden state [M, H], and logprobs [M, k] float32.
-
-    Of the whole vocabulary, likeliest first, equal on all tensor-parallel ranks. `weight` [V / TP, H]; k is
-    at most the number of tokens. Of tokens of one logprob at the end of the list any may be there.
-    """
-    ids = hidden.new_zeros((hidden.shape[0], k), dtype=torch.int64)
-    logprobs = torch.zeros_like(ids, dtype=torch.float32)
-    for rows in rows_of_chunks(hidden.shape[0], chunk_tokens):
-        shifted = shifted_logits(hidden[rows], weight, shard, temperature)
-        log_sum = sum_over_ranks(shifted.exp().sum(-1), shard).log()
-        values, columns = shifted.topk(min(k, shifted.shape[1]), dim=-1)
-        values, columns = _of_all_ranks(values, shard), _of_all_ranks(columns + shard.start, shard)
-        values, places = values.topk(k, dim=-1)
-        ids[rows] = columns.gather(1, places)
-        logprobs[rows] = values - log_sum.unsqueeze(1)
-    return ids, logprobs
+    ids = labels.unsqueeze(1)
+    logprobs, entropies = _Logprobs.apply(hidden, weight, ids, shard, temperature, chunk_tokens, entropy)
+    return logprobs.squeeze(1), entropies if entropy else None
 
 
 def logprobs_at(
@@ -226,11 +64,35 @@ def logprobs_at(
     A token may occur several times in a row of `ids`. Gradients, as those of `token_logprobs`, go through the
     logprobs alone: the entropies are metrics.
     """
-    logprobs, entropies = _LogprobsAt.apply(hidden, weight, ids, shard, temperature, chunk_tokens)
-    return logprobs, entropies
+    logprobs, entropies = _Logprobs.apply(hidden, weight, ids, shard, temperature, chunk_tokens, True)
+    return logprobs, entropies.detach()
 
 
-class _LogprobsAt(torch.autograd.Function):
+@torch.no_grad()
+def top_logprobs(
+    hidden: Tensor, weight: Tensor, k: int, shard: VocabularyShard, *, temperature: float, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Ids [M, k] int64 of the likeliest tokens after each hidden state [M, H], and logprobs [M, k] float32.
+
+    Of the whole vocabulary, likeliest first, equal on all tensor-parallel ranks. `weight` [V / TP, H]; k is
+    at most the number of tokens. Of tokens of one logprob at the end of the list any may be there.
+    """
+    ids = hidden.new_zeros((hidden.shape[0], k), dtype=torch.int64)
+    logprobs = torch.zeros_like(ids, dtype=torch.float32)
+    for rows in _chunks(hidden.shape[0], chunk_tokens):
+        shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
+        log_sum = _sum_over_ranks(shifted.exp().sum(-1), shard).log()
+        values, columns = shifted.topk(min(k, shifted.shape[1]), dim=-1)
+        values, columns = _of_all_ranks(values, shard), _of_all_ranks(columns + shard.start, shard)
+        values, places = values.topk(k, dim=-1)
+        ids[rows] = columns.gather(1, places)
+        logprobs[rows] = values - log_sum.unsqueeze(1)
+    return ids, logprobs
+
+
+class _Logprobs(torch.autograd.Function):
+    """Logprobs [M, C] of `ids` [M, C], and entropies [M], 0 unless needed."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -240,49 +102,117 @@ class _LogprobsAt(torch.autograd.Function):
         shard: VocabularyShard,
         temperature: float,
         chunk_tokens: int,
+        needs_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_zeros(ids.shape, dtype=torch.float32)
         entropies = logprobs.new_zeros(ids.shape[0])
-        for rows in rows_of_chunks(ids.shape[0], chunk_tokens):
-            shifted = shifted_logits(hidden[rows], weight, shard, temperature)
-            column, is_mine = _local_columns(ids[rows], shard)
-            found = shifted.gather(1, column) * is_mine
-            exponentials = shifted.exp()
-            total = exponentials.sum(-1)
-            weighted = exponentials.mul_(shifted).sum(-1)
-            sums = sum_over_ranks(torch.cat((found, total[:, None], weighted[:, None]), dim=1), shard)
-            log_sum = sums[:, -2].log()
-            logprobs[rows] = sums[:, :-2] - log_sum.unsqueeze(1)
-            entropies[rows] = log_sum - sums[:, -1] / sums[:, -2]
-            del shifted, exponentials  # before the next ones take memory
-        ctx.save_for_backward(hidden, weight, ids)
-        ctx.options = (shard, temperature, chunk_tokens)
-        ctx.mark_non_differentiable(entropies)
+        kept: list[tuple[Tensor, Tensor]] = []
+        keeps = ids.shape[0] <= chunk_tokens and (hidden.requires_grad or weight.requires_grad)
+        for rows in _chunks(ids.shape[0], chunk_tokens):
+            shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
+            log_sum, logprobs[rows], entropies[rows] = _reduce(shifted, ids[rows], shard, needs_entropy)
+            if keeps:
+                kept.append((shifted, log_sum))
+            del shifted  # before the next one takes memory
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, ids, entropies)
+        ctx.options = (shard, temperature, chunk_tokens, kept)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, ids = ctx.saved_tensors
-        shard, temperature, chunk_tokens = ctx.options
-        grad_logprobs = grads[0]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, ids, entropies = ctx.saved_tensors
+        shard, temperature, chunk_tokens, kept = ctx.options
+        grad_logprobs, grad_entropies = grads
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(ids, dtype=torch.float32)
+        if grad_entropies is not None and not grad_entropies.any():
+            grad_entropies = None  # a loss that reports the entropy but weighs it by zero
         grad_hidden = torch.zeros_like(hidden)
-        # In float32, as above; None when frozen.
+        # In float32, so that it does not show in how many chunks the sum was taken; None when frozen.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows in rows_of_chunks(ids.shape[0], chunk_tokens):
-            shifted = shifted_logits(hidden[rows], weight, shard, temperature)
-            exponentials = shifted.exp_()
-            total = sum_over_ranks(exponentials.sum(-1), shard)
-            of_all = grad_logprobs[rows].sum(-1)
-            grad = exponentials.mul_((-of_all / total).unsqueeze(1))
-            column, is_mine = _local_columns(ids[rows], shard)
-            grad.scatter_add_(1, column, grad_logprobs[rows] * is_mine)
+        for rows in _chunks(ids.shape[0], chunk_tokens):
+            if kept:
+                shifted, log_sum = kept.pop()
+            else:
+                shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
+                log_sum = _sum_over_ranks(shifted.exp().sum(-1), shard).log()
+            of_entropies = None if grad_entropies is None else (entropies[rows], grad_entropies[rows])
+            grad = _grad_logits(shifted, log_sum, ids[rows], grad_logprobs[rows], of_entropies, shard)
             grad = grad.div_(temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                grad_weight.add_(grad.t() @ hidden[rows])
-            del shifted, exponentials, grad
+                if weight.dtype == torch.float32:
+                    grad_weight.addmm_(grad.t(), hidden[rows])
+                else:
+                    grad_weight.add_(grad.t() @ hidden[rows])
+            del shifted, grad
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
+
+
+def _chunks(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temperature: float) -> Tensor:
+    """Logits [m, V / TP] of this rank's columns in float32, less the largest of the row over all ranks."""
+    logits = torch.mm(hidden, weight.t()).float()
+    if temperature != 1.0:
+        logits.div_(temperature)
+    logits[:, shard.num_real :] = PADDING_LOGIT
+    largest = logits.amax(-1)
+    if shard.group is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+    return logits.sub_(largest.unsqueeze(1))
+
+
+def _reduce(
+    shifted: Tensor, ids: Tensor, shard: VocabularyShard, needs_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log of the sum of the exponentials [m], logprobs [m, C] and entropies [m] (0 unless needed)."""
+    exponentials = shifted.exp()
+    column, is_mine = _local_columns(ids, shard)
+    logits = shifted.gather(1, column) * is_mine
+    total = exponentials.sum(-1)
+    weighted = exponentials.mul_(shifted).sum(-1) if needs_entropy else torch.zeros_like(total)
+    sums = _sum_over_ranks(torch.cat((logits, total.unsqueeze(1), weighted.unsqueeze(1)), dim=1), shard)
+    logits, total, weighted = sums[:, :-2], sums[:, -2], sums[:, -1]
+    log_sum = total.log()
+    entropies = log_sum - weighted / total if needs_entropy else weighted
+    return log_sum, logits - log_sum.unsqueeze(1), entropies
+
+
+def _grad_logits(
+    shifted: Tensor,
+    log_sum: Tensor,
+    ids: Tensor,
+    grad_logprobs: Tensor,
+    of_entropies: tuple[Tensor, Tensor] | None,
+    shard: VocabularyShard,
+) -> Tensor:
+    """Gradient [m, V / TP] of the (temperature-divided) logits, in the memory of `shifted`.
+
+    `of_entropies` are the entropies [m] and their gradient [m].
+    """
+    log_p = shifted.sub_(log_sum.unsqueeze(1))
+    of_all = grad_logprobs.sum(-1, keepdim=True)
+    if of_entropies is None:
+        grad = log_p.exp_().mul_(-of_all)
+    else:
+        entropies, grad_entropies = of_entropies
+        p = log_p.exp()
+        grad = log_p.add_(entropies.unsqueeze(1)).mul_(grad_entropies.unsqueeze(1))
+        grad = grad.add_(of_all).mul_(p).neg_()
+    column, is_mine = _local_columns(ids, shard)
+    return grad.scatter_add_(1, column, grad_logprobs * is_mine)
+
+
+def _sum_over_ranks(values: Tensor, shard: VocabularyShard) -> Tensor:
+    """The sum over the tensor-parallel ranks; may be `values` itself, changed."""
+    if shard.group is not None:
+        dist.all_reduce(values, group=shard.group)
+    return values
 
 
 def _local_columns(ids: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
