@@ -1,10 +1,9 @@
-"""Core attention over packed sequences.
+"""Core attention over packed sequences, which Megatron's own `DotProductAttention` refuses.
 
-Megatron's own `DotProductAttention` refuses packed sequences. This one takes them in every back end: a
-variable-length kernel where the device has one, else dense buckets of sequences of similar length. The rotary
-embedding is applied here too, because here the packed positions are known once for all layers. Under context
-parallelism a rank has the queries of its share of every sequence, and collects the keys and values of the
-other ranks.
+It runs a variable-length kernel where the device has one, else dense buckets of sequences of similar length,
+and applies the rotary embedding, since packed positions are known once for all layers. Under context
+parallelism a rank has the queries of its share of every sequence, and collects the other ranks' keys and
+values.
 
 Sinks: a learned logit s per head, to which a query may turn instead of to any token. With the logits S of a
 query, a token's share is exp(S) / (exp(s) + sum exp(S)): that of the softmax without the sink, times
@@ -15,7 +14,7 @@ would add to the output (nothing) less the output.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers the operators of `PackedKernel`
@@ -28,29 +27,18 @@ from .device import KernelRows, window_size
 from .packing import Bucket, PackedLayout
 
 
-class FlashKernel(Protocol):
-    """Attention without sinks, forward and backward apart."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The output, and lse of its shape without the last dimension."""
-        ...
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
-        ...
-
-
 @dataclass(frozen=True)
 class DenseKernel:
-    """Rows of equal length on a CPU: query [rows, heads, n, dim], key and value [rows, heads, m, dim]."""
+    """Rows of equal length on a CPU: query [rows, heads, n, dim], key and value [rows, heads, m, dim].
+
+    As `PackedKernel`, attention without sinks: `forward` gives the output and lse, of its shape without the
+    last dimension, and `backward` the gradients of query, key and value.
+    """
 
     sees: Tensor | None  # bool, broadcast to [rows, heads, n, m]; None is causal with n = m
     scale: float | None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """[rows, heads, n, dim] and [rows, heads, n]"""
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return forward(query, key, value, 0.0, self.sees is None, **self._options(query))  # type: ignore[no-any-return]
 
@@ -78,10 +66,9 @@ class PackedKernel:
     window: int | None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """[n, heads, dim] and [n, heads]"""
-        causal, window, grouped = self.window is None, self._window(), query.shape[1] != key.shape[1]
+        window, grouped = list(window_size(self.window)), query.shape[1] != key.shape[1]
         out, lse, _ = torch.ops.torch_attn._varlen_attn(
-            query, key, value, *self.rows.sizes, causal, self.scale, window, grouped
+            query, key, value, *self.rows, self.window is None, self.scale, window, grouped
         )
         return out, lse.t()
 
@@ -90,24 +77,22 @@ class PackedKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
         return torch.ops.torch_attn._varlen_attn_backward(  # type: ignore[no-any-return]
-            *(grad.contiguous(), query, key, value, out, lse.t().contiguous(), *self.rows.sizes),
-            *(self.window is None, no_dropout, self.scale, self._window()),
+            *(grad.contiguous(), query, key, value, out, lse.t().contiguous(), *self.rows),
+            *(self.window is None, no_dropout, self.scale, list(window_size(self.window))),
         )
 
-    def _window(self) -> list[int]:
-        return list(window_size(self.window))
+
+Kernel = DenseKernel | PackedKernel
 
 
-def attend(kernel: FlashKernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+def attend(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
     """Output of the kernel with sinks that broadcast to its lse: [heads, 1] dense, [heads] packed."""
     return _Attend.apply(kernel, query, key, value, sinks)  # type: ignore[no-any-return]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, kernel: FlashKernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
         out, lse = kernel.forward(query, key, value)
         sinks = sinks.float()
         tokens = torch.sigmoid(lse - sinks)  # what is left for them
@@ -164,11 +149,10 @@ class PackedAttention(torch.nn.Module):
         config: TransformerConfig | None = None,
         **_: Any,
     ) -> None:
-        """Attention of one layer: a query sees `window` tokens, itself included, or all before it.
+        """A query sees `window` tokens, itself included, or all before it.
 
-        `rotates` is False where queries and keys come with their positions; `local_rope` takes the layout's
-        second angles. `softmax_scale` is 1 / sqrt(dim) if None. `sinks` adds a parameter for each
-        head of the rank, whose number and type are in Megatron's `config`.
+        `softmax_scale` is 1 / sqrt(dim) if None. `rotates` is False where queries and keys come with their
+        positions; `local_rope` takes the layout's second angles. `sinks` adds a parameter for each head.
         """
         super().__init__()
         self.softmax_scale = softmax_scale

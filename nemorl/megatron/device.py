@@ -1,11 +1,9 @@
 """The device: the only module that asks about CUDA.
 
-Megatron names CUDA in places that a dense GPT model, its optimizer and its pipeline reach. On a CPU
-these places are answered here, each as narrowly as it allows: functions of `torch.cuda` that would raise
-without a GPU are replaced for the process, a few modules that create tensors with `device="cuda"` get a view
-of `torch` that creates them on the CPU, and the two methods of `Tensor` that matter only while a model is
-built are replaced for that time (`building`). A global `TorchFunctionMode` would need none of this knowledge
-but slows every operation.
+Megatron names CUDA where a dense GPT model, its optimizer and its pipeline reach. For a CPU functions of
+`torch.cuda` that would raise without a GPU are replaced for the process, a few modules that create tensors
+with `device="cuda"` get a view of `torch` that creates them on the CPU, and two methods of `Tensor` are
+replaced while a model is built (`building`). A global `TorchFunctionMode` would slow every operation.
 """
 
 import importlib
@@ -13,9 +11,8 @@ import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -41,8 +38,7 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
     A process that sees one GPU takes it (Ray sets CUDA_VISIBLE_DEVICES); one that sees all of a node's GPUs
     takes the one of its rank. Raises `RuntimeError` when CUDA is requested and not available.
     """
-    # Megatron overlaps tensor-parallel communication in the order it issued it; it warns if this is not
-    # set.
+    # Megatron overlaps tensor-parallel communication in the order of its issue, and warns if this is not set.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # Its router asks whether a name is None that it imports only together with Transformer Engine.
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -66,28 +62,13 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
     return device
 
 
-def communication_backend(kind: DeviceKind) -> str:
-    return "gloo" if kind == "cpu" else "nccl"
-
-
-def use_interface(kind: DeviceKind, name: str) -> None:
-    """Let gloo listen on one network interface unless GLOO_SOCKET_IFNAME names another."""
-    if kind == "cpu":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-@dataclass(frozen=True)
-class KernelRows:
+class KernelRows(NamedTuple):
     """Rows of queries and of the keys that they look at; the last query of a row sees its last key."""
 
     cu_queries: torch.Tensor  # [rows + 1] int32
     cu_keys: torch.Tensor
     max_queries: int
     max_keys: int
-
-    @property
-    def sizes(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        return self.cu_queries, self.cu_keys, self.max_queries, self.max_keys
 
 
 # (query, key, value, rows, scale, window) -> causal attention within each row; `window` is how many tokens
@@ -104,14 +85,11 @@ def packed_attention_kernel(name: AttentionName) -> AttentionKernel | None:
     if name == "flash_attn":
         flash_attn = importlib.import_module("flash_attn").flash_attn_varlen_func
         return lambda q, k, v, rows, scale, window: flash_attn(
-            q, k, v, *rows.sizes, causal=True, softmax_scale=scale, window_size=window_size(window)
+            q, k, v, *rows, causal=True, softmax_scale=scale, window_size=window_size(window)
         )
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     return lambda q, k, v, rows, scale, window: varlen_attn(
-        *(q, k, v, *rows.sizes),
-        scale=scale,
-        window_size=window_size(window),
-        enable_gqa=q.shape[1] != k.shape[1],
+        *(q, k, v, *rows), scale=scale, window_size=window_size(window), enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
@@ -176,22 +154,15 @@ def release_memory(kind: DeviceKind) -> None:
 class _TorchOnCpu(types.ModuleType):
     """`torch`, except that factories put on the CPU what asks for CUDA."""
 
-    def __init__(self) -> None:
-        super().__init__("torch")
-        for name in _FACTORIES:
-            setattr(self, name, _on_cpu(getattr(torch, name)))
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        value = getattr(torch, name)
+        return partial(_create_on_cpu, value) if name in _FACTORIES else value
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return factory(*args, **kwargs)
-
-    return create
+def _create_on_cpu(factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    if str(kwargs.get("device", "")).startswith("cuda"):
+        kwargs["device"] = "cpu"
+    return factory(*args, **kwargs)
 
 
 @lru_cache(maxsize=1)
@@ -208,7 +179,7 @@ def _patch_megatron_for_cpu() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     optimizer: Any = importlib.import_module("megatron.core.optimizer")
     optimizer.USING_PYTORCH_OPTIMIZER = True  # also if kernels for a GPU are installed
-    view = _TorchOnCpu()
+    view = _TorchOnCpu("torch")
     for name in _MODULES_THAT_NAME_CUDA:
         module: Any = importlib.import_module(name)
         module.torch = view

@@ -1,6 +1,7 @@
 """Process groups: joining the policy's processes and laying Megatron's axes over them."""
 
 import fcntl
+import os
 import random
 import socket
 import struct
@@ -18,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from nemorl.config.policy import LayoutConfig
 
-from .device import DeviceKind, communication_backend, use_interface
+from .device import DeviceKind
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _ADDRESS = slice(20, 24)  # in the kernel's answer
@@ -75,11 +76,10 @@ def join(
         store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
         where = {"store": PrefixStore(address.path, store)}  # every name has keys of its own
         interface = _interface_towards(host, port)
-    if interface is not None:
-        use_interface(device, interface)
-    dist.init_process_group(
-        communication_backend(device), **where, rank=rank, world_size=world_size, timeout=timeout
-    )
+    if device == "cpu" and interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, **where, rank=rank, world_size=world_size, timeout=timeout)
     chunks = layout.virtual_pipeline_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_parallel_size,
