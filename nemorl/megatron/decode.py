@@ -1,12 +1,8 @@
 """The policy's own model as a generator: prompts are read into a cache, then one token a step for all rows.
 
-Every rank of a data-parallel copy makes the same calls with the same numbers; logits come out on the ranks of
-the last stage. decode_copy.py brings the calls from one rank to the others.
-
-One rank leads a data-parallel copy in decoding, the others follow its orders.
-
-The leader is the first tensor-parallel rank of the last stage, where the logits are. It knows the requests;
-it broadcasts what to compute to the others as integers, step by step, until the end of the stage.
+Every rank of a data-parallel copy makes the same calls with the same numbers. Its leader, the first
+tensor-parallel rank of the last stage, where the logits are, has the requests; it broadcasts what to compute
+to the others as integers, step by step, until the end of the stage.
 
 Copies that share experts exchange tokens in every layer with experts, so none can pass through the model
 alone: before each pass their leaders agree that there is one, and who has nothing to do passes padding along.
@@ -69,9 +65,8 @@ class CachedModel:
     @torch.no_grad()
     def prefill(self, prompts: Sequence[CachedPrompt]) -> Tensor | None:
         """Fill the rows of the prompts; logits [prompts, vocabulary] after each, on the last stage."""
-        order = sorted(
-            range(len(prompts)), key=lambda i: len(prompts[i].tokens)
-        )  # neighbors of similar length
+        # Neighbors are of similar length.
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
         lengths = [len(prompts[i].tokens) for i in order]
         tokens = torch.cat([torch.as_tensor(prompts[i].tokens, dtype=torch.int64) for i in order])
         positions = torch.cat([torch.arange(length) for length in lengths])
@@ -95,16 +90,10 @@ class CachedModel:
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
         """The next token of the rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
         n, places = len(tokens), torch.tensor(positions)
-        cached = CachedPass(
-            self.cache,
-            torch.arange(n, device=self._device),
-            self.cache.slots(torch.arange(n), places).to(self._device),
-            NextTokens(
-                places.to(self._device),
-                self.cache.places_read(max(positions) + 1),
-                self._model.config.params_dtype,
-            ),
-        )
+        rows, num_places = torch.arange(n), self.cache.places_read(max(positions) + 1)
+        step = NextTokens(places.to(self._device), num_places, self._model.config.params_dtype)
+        slots = self.cache.slots(rows, places).to(self._device)
+        cached = CachedPass(self.cache, rows.to(self._device), slots, step)
         hidden = self._run(torch.tensor(tokens), places, cached, None)
         return None if hidden is None else self._logits(hidden[:n])
 
@@ -118,20 +107,23 @@ class CachedModel:
         self, tokens: Tensor, positions: Tensor, cached: CachedPass | None, lengths: list[int] | None
     ) -> Tensor | None:
         """Hidden states [n, H] behind the last stage. `lengths` of prompts; None for single tokens."""
-        model = self._model
+        model, config = self._model, self._model.config
+        stages = parallel_state.get_pipeline_model_parallel_group()
         step = self._input(tokens, positions, cached, lengths)
         if not self._is_first:
-            model.set_input_tensor(self._from_previous_stage(step.tokens.numel()))
+            shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
+            size = (step.tokens.numel() // shares, 1, config.hidden_size)
+            received = torch.empty(size, dtype=config.params_dtype, device=self._device)
+            dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank(), group=stages)
+            model.set_input_tensor(received)
         hidden = model(step)
         if not self._is_last:
-            group = parallel_state.get_pipeline_model_parallel_group()
-            dist.send(hidden, parallel_state.get_pipeline_model_parallel_next_rank(), group=group)
+            dist.send(hidden, parallel_state.get_pipeline_model_parallel_next_rank(), group=stages)
         if cached is not None and self._kept_experts is not None:
-            experts = self._chosen_experts(step, self._kept_experts)
-            cached.keep(EXPERTS, experts)
+            cached.keep(EXPERTS, self._chosen_experts(step, self._kept_experts))
         if not self._is_last:
             return None
-        if model.config.sequence_parallel:
+        if config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
         return hidden.squeeze(1)  # type: ignore[no-any-return]
 
@@ -169,14 +161,6 @@ class CachedModel:
         if group.size() > 1:
             dist.all_reduce(experts, op=dist.ReduceOp.MAX, group=group)
         return experts.to(torch.int16)
-
-    def _from_previous_stage(self, num_tokens: int) -> Tensor:
-        config = self._model.config
-        own = num_tokens // (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-        hidden = torch.empty(own, 1, config.hidden_size, dtype=config.params_dtype, device=self._device)
-        source = parallel_state.get_pipeline_model_parallel_prev_rank()
-        dist.recv(hidden, source, group=parallel_state.get_pipeline_model_parallel_group())
-        return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] float32 of hidden states [n, H], on all tensor-parallel ranks."""
@@ -243,32 +227,32 @@ class DecodingCopy:
     """This rank's part in its copy. Made by all ranks of the policy together."""
 
     def __init__(self, model: CachedModel, layout: LayoutConfig, device: torch.device) -> None:
-        self._model = model
-        self._device = device
+        self._model, self._device = model, device
+        self.cache = model.cache  # this rank's; its sizes are those of all ranks of the copy
         leaders, shared = copy_leaders(layout), copies_that_share_experts(layout)
         copy = parallel_state.get_data_parallel_rank()
         self.leader = leaders[copy]
         self.leads = dist.get_rank() == self.leader
         self._group = parallel_state.get_model_parallel_group()
-        self._peers: dist.ProcessGroup | None = None  # leaders of the copies that share experts
+        self.peers: dist.ProcessGroup | None = None  # leaders of the copies that share experts
         if shared > 1:
             for first in range(0, len(leaders), shared):
                 group = dist.new_group(list(leaders[first : first + shared]))
                 if copy // shared == first // shared:
-                    self._peers = group
-
-    @property
-    def agrees_alone(self) -> bool:
-        """True if no other copy has to agree."""
-        return self._peers is None
+                    self.peers = group
 
     def follow(self) -> None:
-        """Do as the leader says until it ends the stage."""
+        """Execute the leader's orders until it ends the stage."""
+        header = torch.empty(2, dtype=torch.int64, device=self._device)
         while True:
-            order, numbers = self._receive_order()
-            if order is _Order.END:
+            dist.broadcast(header, self.leader, group=self._group)
+            order, count = header.tolist()
+            if order == _Order.END:
                 return
-            self._execute(order, numbers)
+            numbers = torch.empty(count, dtype=torch.int64, device=self._device)
+            if count:
+                dist.broadcast(numbers, self.leader, group=self._group)
+            self._execute(_Order(order), numbers.tolist())
 
     def command(self, order: _Order, numbers: Sequence[int] = ()) -> Tensor | None:
         """As the leader, run an order on all ranks of the copy; returns the logits of a pass."""
@@ -281,20 +265,11 @@ class DecodingCopy:
 
     def agree(self, state: _State) -> _State:
         """As the leader, return the largest state of the copies that share experts."""
-        if self._peers is None:
+        if self.peers is None:
             return state
         value = torch.tensor([state], device=self._device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._peers)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.peers)
         return _State(int(value))
-
-    def _receive_order(self) -> tuple[_Order, list[int]]:
-        header = torch.empty(2, dtype=torch.int64, device=self._device)
-        dist.broadcast(header, self.leader, group=self._group)
-        order, count = header.tolist()
-        numbers = torch.empty(count, dtype=torch.int64, device=self._device)
-        if count:
-            dist.broadcast(numbers, self.leader, group=self._group)
-        return _Order(order), numbers.tolist()
 
     def _execute(self, order: _Order, numbers: Sequence[int]) -> Tensor | None:
         model = self._model
@@ -315,39 +290,29 @@ class DecodingCopy:
                 model.cache.release()
         return None
 
-    @property
-    def cache(self) -> KVCache:
-        """This rank's; its sizes are those of all ranks of the copy."""
-        return self._model.cache
-
 
 class LeaderCache:
-    """The caches of all ranks of a copy, as one."""
+    """The caches of all ranks of a copy, as one; see `KVCache`."""
 
     def __init__(self, copy: DecodingCopy) -> None:
         self._copy = copy
 
     @property
     def num_tokens(self) -> int:
-        """Tokens for which memory is held."""
         return self._copy.cache.num_tokens
 
     def fits(self, rows: int, length: int) -> bool:
-        """True if `rows` sequences of which the longest has `length` tokens can be held at one time."""
         return self._copy.cache.fits(rows, length)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` of `length` tokens, keeping what the first `rows` hold."""
         if rows > self._copy.cache.rows or length > self._copy.cache.length:
             self._copy.command(_Order.RESERVE, [rows, length])
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of the rows `sources` to the rows `targets`; no row is in both."""
         if sources:
             self._copy.command(_Order.COPY_ROWS, [length, *sources, *targets])
 
     def release(self) -> None:
-        """Give the memory back; nothing is held any more."""
         if self.num_tokens:
             self._copy.command(_Order.RELEASE)
 
@@ -364,10 +329,7 @@ class LeadingRunner:
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Fill the cache rows of `prompts`; logits [vocabulary] after each."""
-        found: list[Tensor] = []
-        for batch in self._batches(prompts):
-            found += self._pass(_Order.PREFILL, _packed(batch))
-        return found
+        return [row for batch in self._batches(prompts) for row in self._pass(_Order.PREFILL, _packed(batch))]
 
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
         """[n, vocabulary] of what `prefill` gave for `n` prompts."""
@@ -388,7 +350,7 @@ class LeadingRunner:
             self._last_order = time.monotonic()
             return 0.0
         self._beat()
-        return HEARTBEAT_SECONDS if self._copy.agrees_alone else REST_SECONDS
+        return HEARTBEAT_SECONDS if self._copy.peers is None else REST_SECONDS
 
     def end(self) -> None:
         """End the stage on all ranks of the copy, once the others that share its experts end it too."""
