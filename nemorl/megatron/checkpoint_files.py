@@ -12,8 +12,8 @@ Why not Megatron's `dist_checkpointing`: it reads its metadata by `pickle.load`,
 checkpoint runs their code; it starts a manager process and forks writers inside the worker; and its
 distributed optimizer formats know Adam's states only. Seen with megatron-core 0.16.1.
 
-Safetensors files are written in pieces: the library's `save_file` makes the whole file in memory first and
-holds the interpreter's lock while it does, which would slow the training meanwhile.
+Safetensors files are written in pieces: the library's `save_file` makes the whole file in memory first, under
+the interpreter's lock, which would slow the training meanwhile.
 """
 
 import hashlib
@@ -35,6 +35,7 @@ from nemorl.models.adapters import TrainedWeights
 from nemorl.models.layout import PolicyRank, policy_rank
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
+from nemorl.weights.plan import Box, box_of, intersection, narrow
 
 from .checkpoint_store import FileRecord, writing
 
@@ -107,21 +108,16 @@ def write_index(
     states: Iterable[str],
     progress: Mapping[str, int],
 ) -> None:
-    """State that all ranks share; one of them writes it."""
     index = {
         "format": FORMAT,
         "layout": layout.model_dump(),
         "tensors": trained.tensors(),
-        "adapter_scale": _adapter_scale(trained),
+        "adapter_scale": trained.lora.scale if trained.lora else None,
         "states": list(states),
         "progress": dict(progress),
     }
     with writing(folder / INDEX):
         (folder / INDEX).write_text(json.dumps(index))
-
-
-def _adapter_scale(trained: TrainedWeights) -> float | None:
-    return trained.lora.scale if trained.lora else None
 
 
 class SavedState:
@@ -141,10 +137,11 @@ class SavedState:
                     f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} "
                     "in the model of policy.model_path with policy.lora as it is"
                 )
-        if index["adapter_scale"] != _adapter_scale(trained):
+        # With the same tensors both have adapters, or neither.
+        if trained.lora and index["adapter_scale"] != trained.lora.scale:
             raise UnfitCheckpoint(
                 f"{folder} holds adapters that were trained with alpha / rank = {index['adapter_scale']:g}; "
-                f"policy.lora says {_adapter_scale(trained):g}: set policy.lora.alpha as it was"
+                f"policy.lora says {trained.lora.scale:g}: set policy.lora.alpha as it was"
             )
         self.layout = LayoutConfig(**index["layout"])
         self.states: tuple[str, ...] = tuple(index["states"])
@@ -175,23 +172,20 @@ class SavedState:
     def fill(self, state: str, targets: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
         """Copy the boxes of one state to where `slices` say in `targets`."""
         for part in slices:
-            target = local_view(targets, part)
-            copied: set[tuple[tuple[int, int], ...]] = set()
+            copied: set[Box] = set()
             for source, ranks in self._sources[part.name]:
-                overlap = _overlap(part, source)
-                if overlap is None or overlap in copied:
+                shared = intersection(box_of(part), box_of(source))
+                if shared is None or shared in copied:
                     continue
-                held = local_view({source.param: self._parameter(state, ranks, source.param)}, source)
-                values = held[_within(overlap, source)]
-                target[_within(overlap, part)] = values.to(target.device, target.dtype)
-                copied.add(overlap)
+                held = {source.param: self._parameter(state, ranks, source.param)}
+                local_view(targets, narrow(part, shared)).copy_(local_view(held, narrow(source, shared)))
+                copied.add(shared)
 
     def hf_tensor(self, name: str) -> Tensor:
         """A whole tensor, float32, by Hugging Face's name or an adapter's by PEFT's."""
         extents = self._sources[name][0][0].shape
         whole = torch.empty(extents)
-        strides = whole.stride()
-        box = TensorSlice(name, extents, (0,) * len(extents), extents, name, 0, strides)
+        box = TensorSlice(name, extents, (0,) * len(extents), extents, name, 0, whole.stride())
         self.fill(WEIGHT, {name: whole}, [box])
         return whole
 
@@ -221,17 +215,3 @@ class SavedState:
 
 def _state_file(folder: Path, state: str, rank: int) -> Path:
     return folder / f"{state}_{rank:05d}.safetensors"
-
-
-def _overlap(a: TensorSlice, b: TensorSlice) -> tuple[tuple[int, int], ...] | None:
-    box = []
-    for a_start, a_size, b_start, b_size in zip(a.start, a.size, b.start, b.size, strict=True):
-        first, last = max(a_start, b_start), min(a_start + a_size, b_start + b_size)
-        if first >= last:
-            return None
-        box.append((first, last))
-    return tuple(box)
-
-
-def _within(box: tuple[tuple[int, int], ...], part: TensorSlice) -> tuple[slice, ...]:
-    return tuple(slice(first - s, last - s) for (first, last), s in zip(box, part.start, strict=True))
