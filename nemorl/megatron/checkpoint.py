@@ -1,13 +1,11 @@
 """Saving and loading one rank's training state: weights, optimizer, schedule, random generators.
 
-Saving is a snapshot and its writing. The snapshot of a running training is a copy in host memory, which
-another thread writes during the next steps.
+Saving is a snapshot, which is a copy in host memory where training goes on, and its writing.
 
-Also import from and export to megatron-core's own checkpoints (`dist_checkpointing`), which Megatron-LM loads
-and writes: weights only, as the `sharded_state_dict` of a model of one process describes them, in which every
-shard has its place in the complete tensor; the files load under any layout. Parameters are named as
-Transformer Engine's layers name them, which is how Megatron-LM's GPTModel is saved. Reading one unpickles its
-metadata (in megatron-core), which runs whatever code it contains; only `import_megatron` reads one.
+Also import from and export to megatron-core's own checkpoints (`dist_checkpointing`), as Megatron-LM has
+them: weights only, named as Transformer Engine's layers name them; the files load under any layout. Reading
+one unpickles its metadata (in megatron-core), which runs whatever code it contains; only `import_megatron`
+reads one.
 """
 
 import shutil
@@ -65,7 +63,7 @@ from .optimizer import OptimizerProgress, PolicyOptimizer
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The part of one rank in a checkpoint."""
+    """One rank's part of a checkpoint."""
 
     states: Mapping[str, Mapping[str, Shard]]  # by state (weights, moments) and parameter
     random: Mapping[str, Tensor]
@@ -105,10 +103,7 @@ class SnapshotCopier:
 def save(
     folder: Path, snapshot: Snapshot, *, trained: TrainedWeights, layout: LayoutConfig
 ) -> tuple[FileRecord, ...]:
-    """Write this rank's files; rank 0 also writes what all ranks share. Touches nothing of the training.
-
-    Raises `UnwritableCheckpoint` naming the file.
-    """
+    """Write this rank's files; rank 0 also writes what all ranks share. Raises `UnwritableCheckpoint`."""
     rank = dist.get_rank()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +162,6 @@ def _random_file(folder: Path, rank: int) -> Path:
 
 # Where Megatron-LM looks: the tracker names an iteration, or weights that belong to none.
 _TRACKER, _RELEASE = "latest_checkpointed_iteration.txt", "release"
-_DEADLINE_SECONDS = 600.0
 _MAX_REASON_CHARACTERS = 300
 
 
@@ -218,8 +212,21 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
             f"folder that holds one, or {_TRACKER}"
         )
     with HfFolderWriter(out, like) as writer, _whole_model(shape, config) as model:
-        _load(model, shape, source)
+        try:
+            state = dist_checkpointing.load(sharded_state(model, shape), str(source))
+        except (CheckpointException, CheckpointingException) as error:
+            reason: BaseException = error
+            if isinstance(error, CheckpointException):
+                reason, _ = error.failures[0]  # of the one rank there is
+            text = str(reason)  # may be a list of all names that Megatron knows
+            text = text if len(text) <= _MAX_REASON_CHARACTERS else f"{text[:_MAX_REASON_CHARACTERS]} …"
+            raise UnfitMegatronCheckpoint(
+                f"{source} does not hold the model that --like names: name the folder it was trained from. "
+                f"Megatron says: {text}"
+            ) from reason
         weights, boxes = model.weights(), _boxes(shape)
+        for name, weight in weights.items():
+            weight.copy_(state[name])
         buffers = dict(model.named_buffers())  # a router's bias keeps its own type
         for name, extents in hf_tensors(shape).items():
             parts = boxes[name]
@@ -266,30 +273,13 @@ def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyMode
             world_size=1,
             rendezvous=f"file://{rendezvous}/meet",
             device="cpu",
-            deadline_seconds=_DEADLINE_SECONDS,
+            deadline_seconds=600,
         )
         try:
             with building("cpu"):
                 yield PolicyModel(transformer_config(shape, alone, "cpu", Kernels()), shape, alone, 0)
         finally:
             parallel.leave()
-
-
-def _load(model: PolicyModel, shape: ModelShape, folder: Path) -> None:
-    try:
-        state = dist_checkpointing.load(sharded_state(model, shape), str(folder))
-    except (CheckpointException, CheckpointingException) as error:
-        reason: BaseException = error
-        if isinstance(error, CheckpointException):
-            reason, _ = error.failures[0]  # of the one rank there is
-        text = str(reason)  # may be a list of all names that Megatron knows
-        text = text if len(text) <= _MAX_REASON_CHARACTERS else f"{text[:_MAX_REASON_CHARACTERS]} …"
-        raise UnfitMegatronCheckpoint(
-            f"{folder} does not hold the model that --like names: name the folder it was trained from. "
-            f"Megatron says: {text}"
-        ) from reason
-    for name, weight in model.weights().items():
-        weight.copy_(state[name])
 
 
 def _boxes(shape: ModelShape) -> dict[str, list[TensorSlice]]:
