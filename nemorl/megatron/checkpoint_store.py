@@ -37,7 +37,7 @@ class UnwritableCheckpoint(RunError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say which file it was where the system refuses to write it, as a full disk does."""
+    """Name the file where the system refuses to write it, as a full disk does."""
     try:
         yield
     except OSError as error:
@@ -78,7 +78,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint that is whole, and why newer ones were passed over."""
+    """The newest complete checkpoint, and why newer ones were passed over."""
 
     step: int
     path: Path
@@ -108,16 +108,14 @@ class CheckpointStore:
         known = {record.path: record for record in records}
         for record in known.values():
             _check_size(temporary / record.path, record.size)
-        files = tuple(
-            known.get(str(path.relative_to(temporary))) or _record(path, temporary)
-            for path in _files(temporary)
-        )
-        if not files:
+        paths = sorted(p for p in temporary.rglob("*") if p.is_file())
+        if not paths:
             raise ValueError(f"nothing was written into {temporary}, so there is no checkpoint to commit")
-        manifest = Manifest(step, dict(metrics), files)
+        files = (known.get(str(path.relative_to(temporary))) or _record(path, temporary) for path in paths)
+        manifest = Manifest(step, dict(metrics), tuple(files))
         with writing(temporary / MANIFEST):
             (temporary / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
-            for path in [*_files(temporary), *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
+            for path in (*temporary.rglob("*"), temporary):
                 _flush(path)
         replaced = self.folder / f".step_{step:08d}.old.tmp"
         if final.exists():
@@ -157,7 +155,7 @@ class CheckpointStore:
         return None
 
     def corrupt(self) -> list[str]:
-        """Names of the checkpoints that `latest_valid` has set aside."""
+        """Return the names of the checkpoints that `latest_valid` has set aside."""
         return sorted(path.name for path in self.folder.glob("step_*.corrupt"))
 
     def steps(self) -> list[int]:
@@ -170,11 +168,9 @@ class CheckpointStore:
     def prune(self, keep: int, metric: str | None = None, higher_is_better: bool = True) -> None:
         """Remove all but the newest `keep` checkpoints and the one with the best value of `metric`."""
         steps = self.steps()
-        kept = set(steps[-keep:])
         best = self.best(metric, higher_is_better) if metric else None
-        for step in steps:
-            if step not in kept and step != best:
-                shutil.rmtree(self.path(step))
+        for step in sorted(set(steps) - {*steps[-keep:], best}):
+            shutil.rmtree(self.path(step))
         for leftover in self.folder.glob(".step_*.tmp"):
             shutil.rmtree(leftover)
 
@@ -192,7 +188,7 @@ class CheckpointStore:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """The manifest, once every file was found as written; else `CorruptCheckpoint` naming the first."""
+    """Return the manifest if every file is as written, else raise `CorruptCheckpoint` naming the first."""
     manifest = Manifest.read(checkpoint)
     for expected in manifest.files:
         path = checkpoint / expected.path
@@ -210,10 +206,6 @@ def _check_size(path: Path, expected: int) -> None:
         raise CorruptCheckpoint(f"{path} has {size} bytes where {expected} were written")
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file())
-
-
 def _record(path: Path, base: Path) -> FileRecord:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -221,7 +213,7 @@ def _record(path: Path, base: Path) -> FileRecord:
 
 
 def _flush(path: Path) -> None:
-    """Have the file, or the entries of the folder, on disk before the rename says that they are."""
+    """Put the file, or the entries of the folder, on disk before the rename says that they are."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
