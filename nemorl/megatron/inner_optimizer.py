@@ -36,11 +36,10 @@ from .muon import Muon, group_of, matrices
 class HostAdam(torch.optim.Optimizer):
     """AdamW that keeps float32 weights and moments in host memory and takes the step on the CPU.
 
-    The device keeps the model's weights and gradients. Parameter by parameter the gradient comes down,
-    torch's fused AdamW goes over it, and the weight goes up in the model's precision. What passes the bus
-    lies in two pinned buffers, as large as the largest parameter; the states are ordinary memory, as torch
-    rounds pinned memory up to powers of two. In place of Megatron's HybridDeviceOptimizer, which keeps a
-    float32 copy of the weights on the device too.
+    Parameter by parameter the gradient comes down, torch's fused AdamW goes over it, and the weight goes up
+    in the model's precision, by way of two pinned buffers as large as the largest parameter; the states are
+    ordinary memory, as torch rounds pinned memory up to powers of two. Megatron's HybridDeviceOptimizer would
+    keep a float32 copy of the weights on the device too.
 
     `param_groups` are assigned by the caller, and every parameter is allocated before the first step.
     """
@@ -53,7 +52,7 @@ class HostAdam(torch.optim.Optimizer):
         self._gradient, self._weight = torch.empty(0), torch.empty(0)
 
     def allocate(self, param: Tensor) -> None:
-        """Room for the state of a parameter, with the weight that it has; moments are zero."""
+        """Allocate the state of a parameter: its present weight, and moments of zero."""
         weight = torch.empty(param.shape).copy_(param.detach())
         moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
         self.state[param] = {WEIGHT: weight, **moments}
@@ -68,16 +67,13 @@ class HostAdam(torch.optim.Optimizer):
             group["step"] += 1
             for param in group["params"]:
                 state, gradient = self.state[param], param.decoupled_grad
+                weight = state[WEIGHT]
                 if not on_cpu:
                     gradient = self._gradient[: gradient.numel()].copy_(gradient, non_blocking=True)
                     finish_copies(self._kind)  # the weight before it has then gone up as well
+                steps = torch.tensor(float(group["step"] - 1))  # it counts this step itself
                 adamw(
-                    [state[WEIGHT]],
-                    [gradient],
-                    [state["exp_avg"]],
-                    [state["exp_avg_sq"]],
-                    [],
-                    [torch.tensor(float(group["step"] - 1))],  # it counts this step itself
+                    *([weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [steps]),
                     fused=True,
                     amsgrad=False,
                     maximize=False,
@@ -87,7 +83,6 @@ class HostAdam(torch.optim.Optimizer):
                     lr=group["lr"],
                     weight_decay=group["weight_decay"],
                 )
-                weight = state[WEIGHT]
                 if not on_cpu:  # rounded here, so that half the bytes go up
                     weight = self._weight[: weight.numel()].copy_(weight)
                 param.copy_(weight, non_blocking=not on_cpu)
@@ -107,12 +102,11 @@ class MainShard:
 
     @property
     def gradient(self) -> Tensor:
-        """Gradient of this step, set by `prepare_grads` of Megatron's optimizer."""
+        """Return the gradient of this step, set by `prepare_grads` of Megatron's optimizer."""
         assert self.param.grad is not None
         return self.param.grad
 
     def has(self, name: str) -> bool:
-        """True if it has a state of this name."""
         return name == WEIGHT or name in self.optimizer.state[self.param]
 
     def state(self, name: str) -> Tensor:
@@ -124,7 +118,7 @@ class MainShard:
         self.state(name).copy_(values)
 
     def take_weight(self) -> None:
-        """Have the weight that the model has; Megatron sees to it where the two are not one."""
+        """Take the model's weight; Megatron does it where the two are not one."""
 
     def device_tensors(self, names: Sequence[str]) -> Iterator[Tensor]:
         """State tensors on the policy's device, as they are stored."""
@@ -186,7 +180,28 @@ def build_optimizer(
 
     Moments are allocated, so that a checkpoint can be read into them.
     """
-    megatron = _megatron_config(config)
+    optimizer = config.optimizer
+    adam = optimizer if isinstance(optimizer, AdamConfig) else AdamConfig()
+    megatron = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=0.0,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=adam.beta1,
+        adam_beta2=adam.beta2,
+        adam_eps=adam.eps,
+        bf16=config.precision == "bfloat16",
+        params_dtype=DTYPES[config.precision],
+        use_distributed_optimizer=optimizer.is_sharded,
+        clip_grad=0.0,  # clipped by `PolicyOptimizer`, after the norm was found finite
+        use_precision_aware_optimizer=bool(adam.narrow_fields),
+        # Remainders of bfloat16 would be combined here, by that kernel's arithmetic.
+        store_param_remainders=False,
+        **{name: _TYPES[getattr(adam, name)] for name in adam.narrow_fields},  # else float32
+    )
+    # Megatron then leaves the float32 weights to the inner optimizer, and gives it gradients of their own
+    # type as `decoupled_grad`.
+    megatron.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = _holds_weights(config)
     # Megatron's own overrides (no weight decay for norms and biases), and none for routers that stay.
     overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(megatron)
     if config.moe.freeze_router:
@@ -198,27 +213,27 @@ def build_optimizer(
     shards: dict[str, MainShard] = {}
     # One for the ordinary parameters and, where there are any, one for the experts.
     for part in whole.chained_optimizers:
-        if isinstance(config.optimizer, MuonConfig):
-            shards |= _replace_by_muon(config, config.optimizer, part, trained, parameters)
+        if isinstance(optimizer, MuonConfig):
+            shards |= _replace_by_muon(config, optimizer, part, trained, parameters)
         else:
             shards |= _replace_inner(config, part, device, parameters)
         inner = part.optimizer
         is_torch_adam = isinstance(inner, torch.optim.AdamW)
         for group in inner.param_groups:
             # 0 for norms and biases, else 1; Megatron leaves the product to the scheduler.
-            group["weight_decay"] = config.optimizer.weight_decay * group["wd_mult"]
+            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
             if is_torch_adam:
                 # One pass over memory instead of about ten; a CPU feels it most.
                 group["fused"], group["foreach"] = True, False
             for main in group["params"]:
                 if isinstance(inner, HostAdam):
                     inner.allocate(main)
-                elif config.optimizer.narrow_fields:
+                elif optimizer.narrow_fields:
                     inner.initialize_state(main, store_param_remainders=False)
                 else:
                     if is_torch_adam:
                         inner.state[main]["step"] = torch.zeros((), device=main.device)
-                    names = inner.moments(main) if isinstance(inner, Muon) else config.optimizer.moments
+                    names = inner.moments(main) if isinstance(inner, Muon) else optimizer.moments
                     inner.state[main] |= {name: torch.zeros_like(main) for name in names}
     return whole, shards
 
@@ -231,9 +246,7 @@ def _holds_weights(config: PolicyConfig) -> bool:
 def _replace_inner(
     config: PolicyConfig, distributed: Any, device: DeviceKind, parameters: Mapping[str, Tensor]
 ) -> dict[str, MainShard]:
-    """Replace the Adam of Megatron's distributed optimizer, which takes only Adam because its checkpoints
-    support no other; ours do.
-    """
+    """Replace the Adam of Megatron's distributed optimizer, whose checkpoints support no other; ours do."""
     optimizer = config.optimizer
     inner: torch.optim.Optimizer | None = None
     match optimizer:
@@ -294,32 +307,3 @@ def _replace_by_muon(
             copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         shards[name] = MainShard(0, main, muon, is_first=copy == 0)
     return shards
-
-
-def _megatron_config(config: PolicyConfig) -> MegatronOptimizerConfig:
-    optimizer = config.optimizer
-    adam = optimizer if isinstance(optimizer, AdamConfig) else AdamConfig()
-    megatron = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=optimizer.lr,
-        min_lr=0.0,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=adam.beta1,
-        adam_beta2=adam.beta2,
-        adam_eps=adam.eps,
-        bf16=config.precision == "bfloat16",
-        params_dtype=DTYPES[config.precision],
-        use_distributed_optimizer=optimizer.is_sharded,
-        clip_grad=0.0,  # clipped by `PolicyOptimizer`, after the norm was found finite
-        use_precision_aware_optimizer=bool(adam.narrow_fields),
-        # Remainders of bfloat16 would be combined here, by that kernel's arithmetic.
-        store_param_remainders=False,
-        exp_avg_dtype=_TYPES[adam.exp_avg_dtype],
-        exp_avg_sq_dtype=_TYPES[adam.exp_avg_sq_dtype],
-        main_params_dtype=_TYPES[adam.main_params_dtype],
-        main_grads_dtype=_TYPES[adam.main_grads_dtype],
-    )
-    # Megatron then leaves the float32 weights to the inner optimizer, and gives it gradients of their own
-    # type as `decoupled_grad`.
-    megatron.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = _holds_weights(config)
-    return megatron
