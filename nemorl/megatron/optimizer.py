@@ -1,8 +1,4 @@
-"""Training state of a policy on its device: the optimizer step, offloading, and the reference weights.
-
-An optimizer step is Megatron's, with a learning rate that is a pure function of the step's number and a guard
-against gradients that are not finite.
-"""
+"""Training state of a policy on its device: the optimizer step, offloading, and the reference weights."""
 
 import logging
 import math
@@ -150,11 +146,8 @@ class PolicyOptimizer:
 
     def shards(self, state: str) -> dict[str, Shard]:
         """This rank's shards of one state, by parameter; the tensors themselves if they are float32."""
-        return {
-            name: Shard(part.start, part.state(state), part.is_first)
-            for name, part in self._main.items()
-            if part.has(state)
-        }
+        held = {name: part for name, part in self._main.items() if part.has(state)}
+        return {name: Shard(part.start, part.state(state), part.is_first) for name, part in held.items()}
 
     def device_tensors(self) -> Iterator[Tensor]:
         """All state tensors that this rank holds on its device, as they are stored."""
@@ -172,7 +165,7 @@ class PolicyOptimizer:
             part.set_state(state, values[part.start : part.start + part.param.numel()])
 
     def resume(self, progress: OptimizerProgress) -> None:
-        """Continue from here, after the shards were set."""
+        """Continue from `progress`, after the shards were set."""
         self.progress = progress
         for optimizer in (one.optimizer for one in self.megatron.chained_optimizers):
             if isinstance(optimizer, torch.optim.AdamW):
@@ -187,9 +180,8 @@ class PolicyOptimizer:
 class Offload:
     """Takes memory from the device and gives it back, to the bit.
 
-    Everything moves by storage: Megatron's parameters and gradients are views of a few large buffers, and in
-    float32 the optimizer's weights are views of the same, so tensors stay as they are and get their memory
-    back behind them. On a CPU it is the same path, to the same memory; gradients are freed there too.
+    Everything moves by storage: Megatron's parameters and gradients, and in float32 the optimizer's weights,
+    are views of a few large buffers, so tensors stay as they are and get their memory back behind them.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
@@ -225,15 +217,13 @@ class Offload:
             ]
         )
         moving = list(weights.values()) if config.weights else []
-        freeing: list[UntypedStorage] = []
         if config.optimizer:
             states = self._storages(optimizer.device_tensors() if optimizer else ())
             moving += [storage for address, storage in states.items() if address not in weights]
-            freeing = list(self._storages(buffer.grad_data for buffer in buffers).values())
-        num_bytes = sum(storage.nbytes() for storage in (*moving, *freeing))
-        for storage in freeing:
-            self._freed.append((storage, storage.nbytes()))
-            storage.resize_(0)
+            for storage in self._storages(buffer.grad_data for buffer in buffers).values():
+                self._freed.append((storage, storage.nbytes()))
+                storage.resize_(0)
+        num_bytes = sum(storage.nbytes() for storage in moving) + sum(size for _, size in self._freed)
         for storage in moving:
             original = _bytes(storage)
             copy = host_buffer(self._kind, original).copy_(original, non_blocking=True)
