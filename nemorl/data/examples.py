@@ -13,8 +13,10 @@ import numpy as np
 from nemorl.errors import NemorlError
 from nemorl.trajectories import BoolArray, Float32Array, Int32Array, Message
 
-from .datasets import Dialogue, Feedback, Messages, Pair, Steps
+from .datasets import Dialogue, Feedback, Pair, Steps
 from .tokenizer import Prompts, Tokenizer
+
+TrainOn = Literal["completion", "all"]
 
 
 class ExampleError(NemorlError, ValueError):
@@ -35,7 +37,6 @@ class Example:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that enter the loss."""
         return int(self.loss_mask.sum())
 
     @property
@@ -43,83 +44,9 @@ class Example:
         """Tokens before the first that is trained on."""
         return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.num_tokens
 
-    @property
-    def token_labels(self) -> Float32Array:
-        """[T] labels, 0 where there are none."""
-        return np.zeros(self.num_tokens, dtype=np.float32) if self.labels is None else self.labels
-
 
 # Fills a batch that lacks a sequence; it is not trained on.
 PLACEHOLDER = Example(np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.bool_))
-
-
-def dialogue_example(
-    opening: Sequence[Message],
-    exchange: Sequence[Message],
-    tokenizer: Tokenizer,
-    prompts: Prompts,
-    max_length: int,
-    train_on: Literal["completion", "all"] = "completion",
-) -> Example:
-    """The opening and all that follows it: turns of the assistant, all trained on, and the replies to them.
-
-    `exchange` begins and ends with an assistant's message. Raises ExampleError for another one, an empty
-    opening or more than `max_length` tokens, TemplateError for a template that cannot go turn by turn.
-    """
-    roles = [message.role for message in exchange]
-    if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
-        raise ExampleError(f"the exchange must begin and end with an assistant's message, not {roles}")
-    tokens = prompts.open(opening)
-    if not tokens:
-        raise ExampleError("the prompt is empty, so the first token has no probability")
-    trained = [False] * len(tokens)
-    for place, message in enumerate(exchange):
-        if message.role != "assistant":
-            continue
-        turn = [*tokenizer.encode(message.content), prompts.end_token_id]
-        tokens += turn
-        trained += [True] * len(turn)
-        if place + 1 < len(exchange):
-            following = place + 1 + roles[place + 1 :].index("assistant")
-            history, answered = [*opening, *exchange[:place]], exchange[place + 1 : following]
-            between = prompts.after_turn(history, message, answered, turn[-1])
-            tokens += between
-            trained += [False] * len(between)
-    _check_length(len(tokens), trained.index(True), max_length)
-    mask = np.array(trained)
-    if train_on == "all":
-        mask = np.arange(len(tokens)) >= 1  # the first token follows nothing, so it has no probability
-    return Example(np.array(tokens, dtype=np.int32), mask)
-
-
-def steps_example(
-    opening: Sequence[Message],
-    steps: Sequence[str],
-    labels: Sequence[float],
-    tokenizer: Tokenizer,
-    prompts: Prompts,
-    max_length: int,
-) -> Example:
-    """An answer in steps, each labeled at its last token with the probability that it is right.
-
-    Raises ExampleError.
-    """
-    if not steps or len(steps) != len(labels):
-        raise ExampleError(f"there are {len(steps)} steps and {len(labels)} labels: label every step")
-    tokens = prompts.open(opening)
-    if not tokens:
-        raise ExampleError("the prompt is empty")
-    start, ends = len(tokens), []
-    for index, step in enumerate(steps):
-        encoded = tokenizer.encode(step)
-        if not encoded:
-            raise ExampleError(f"step {index} is empty")
-        tokens += encoded
-        ends.append(len(tokens) - 1)
-    _check_length(len(tokens), start, max_length)
-    mask, marks = np.zeros(len(tokens), dtype=np.bool_), np.zeros(len(tokens), dtype=np.float32)
-    mask[ends], marks[ends] = True, 2 * np.array(labels, dtype=np.float32) - 1
-    return Example(np.array(tokens, dtype=np.int32), mask, marks)
 
 
 def mismatched(examples: Sequence[Example], max_length: int) -> list[Example]:
@@ -133,52 +60,92 @@ def mismatched(examples: Sequence[Example], max_length: int) -> list[Example]:
     return joined
 
 
-def _check_length(num_tokens: int, num_prompt: int, max_length: int) -> None:
-    if num_tokens > max_length:
-        raise ExampleError(
-            f"there are {num_prompt} prompt and {num_tokens - num_prompt} answer tokens, more than "
-            f"{max_length}: raise `policy.max_sequence_length` or leave it out"
-        )
-
-
 T = TypeVar("T")
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes examples of at most `max_length` tokens. Raises ExampleError with the example's number."""
+    """Makes examples of at most `max_length` tokens. Raises ExampleError, in a list with the number."""
 
     tokenizer: Tokenizer
     prompts: Prompts
     max_length: int
 
-    def dialogues(
-        self, dialogues: Iterable[Dialogue], train_on: Literal["completion", "all"]
-    ) -> list[Example]:
-        """A sequence of each, with every turn of the assistant trained on, or all tokens."""
-        return _each(dialogues, lambda d: self._example(d.opening, d.exchange, train_on))
+    def dialogues(self, dialogues: Iterable[Dialogue], train_on: TrainOn) -> list[Example]:
+        return _each(dialogues, lambda d: self.dialogue(d.opening, d.exchange, train_on))
 
     def pairs(self, pairs: Iterable[Pair]) -> list[tuple[Example, Example]]:
         return _each(
-            pairs, lambda p: (self._example(p.opening, p.chosen), self._example(p.opening, p.rejected))
+            pairs, lambda p: (self.dialogue(p.opening, p.chosen), self.dialogue(p.opening, p.rejected))
         )
 
     def feedback(self, feedback: Iterable[Feedback]) -> list[Example]:
-        return _each(feedback, lambda f: self._example(f.opening, f.completion))
+        return _each(feedback, lambda f: self.dialogue(f.opening, f.completion))
 
     def steps(self, answers: Iterable[Steps]) -> list[Example]:
-        return _each(
-            answers,
-            lambda a: steps_example(
-                a.opening, a.steps, a.labels, self.tokenizer, self.prompts, self.max_length
-            ),
-        )
+        return _each(answers, self.answer_in_steps)
 
-    def _example(
-        self, opening: Messages, exchange: Messages, train_on: Literal["completion", "all"] = "completion"
+    def dialogue(
+        self, opening: Sequence[Message], exchange: Sequence[Message], train_on: TrainOn = "completion"
     ) -> Example:
-        return dialogue_example(opening, exchange, self.tokenizer, self.prompts, self.max_length, train_on)
+        """The opening and what follows: turns of the assistant, all trained on, and the replies to them.
+
+        `exchange` begins and ends with an assistant's message. Raises ExampleError for another one, an empty
+        opening or too many tokens, TemplateError for a template that cannot go turn by turn.
+        """
+        roles = [message.role for message in exchange]
+        if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
+            raise ExampleError(f"the exchange must begin and end with an assistant's message, not {roles}")
+        tokens = self.prompts.open(opening)
+        if not tokens:
+            raise ExampleError("the prompt is empty, so the first token has no probability")
+        trained = [False] * len(tokens)
+        for place, message in enumerate(exchange):
+            if message.role != "assistant":
+                continue
+            turn = [*self.tokenizer.encode(message.content), self.prompts.end_token_id]
+            tokens += turn
+            trained += [True] * len(turn)
+            if place + 1 < len(exchange):
+                following = place + 1 + roles[place + 1 :].index("assistant")
+                history, answered = [*opening, *exchange[:place]], exchange[place + 1 : following]
+                between = self.prompts.after_turn(history, message, answered, turn[-1])
+                tokens += between
+                trained += [False] * len(between)
+        self._check_length(len(tokens), trained.index(True))
+        mask = np.array(trained)
+        if train_on == "all":
+            mask = np.arange(len(tokens)) >= 1  # the first token follows nothing, so it has no probability
+        return Example(np.array(tokens, dtype=np.int32), mask)
+
+    def answer_in_steps(self, answer: Steps) -> Example:
+        """An answer in steps, each labeled at its last token with the probability that it is right."""
+        if not answer.steps or len(answer.steps) != len(answer.labels):
+            raise ExampleError(
+                f"there are {len(answer.steps)} steps and {len(answer.labels)} labels: label every step"
+            )
+        tokens = self.prompts.open(answer.opening)
+        if not tokens:
+            raise ExampleError("the prompt is empty")
+        start, ends = len(tokens), []
+        for index, step in enumerate(answer.steps):
+            encoded = self.tokenizer.encode(step)
+            if not encoded:
+                raise ExampleError(f"step {index} is empty")
+            tokens += encoded
+            ends.append(len(tokens) - 1)
+        self._check_length(len(tokens), start)
+        mask, marks = np.zeros(len(tokens), dtype=np.bool_), np.zeros(len(tokens), dtype=np.float32)
+        mask[ends], marks[ends] = True, 2 * np.array(answer.labels, dtype=np.float32) - 1
+        return Example(np.array(tokens, dtype=np.int32), mask, marks)
+
+    def _check_length(self, num_tokens: int, num_prompt: int) -> None:
+        if num_tokens > self.max_length:
+            raise ExampleError(
+                f"there are {num_prompt} prompt and {num_tokens - num_prompt} answer tokens, more than "
+                f"{self.max_length}: raise `policy.max_sequence_length` or leave it out"
+            )
 
 
 def _each(found: Iterable[T], made_of: Callable[[T], Made]) -> list[Made]:

@@ -208,7 +208,8 @@ def pack_examples(
     """Examples end to end; `weights` [S] are those of every trained token of a sequence."""
     batch = _pack([e.tokens for e in examples], [e.loss_mask for e in examples], weights)
     if any(e.labels is not None for e in examples):
-        batch = replace(batch, labels=_flat([e.token_labels for e in examples], np.float32))
+        labels = [np.zeros(e.num_tokens, np.float32) if e.labels is None else e.labels for e in examples]
+        batch = replace(batch, labels=_flat(labels, np.float32))
     return batch if compared is None else with_compared(batch, compared)
 
 

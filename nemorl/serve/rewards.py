@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from aiohttp import web
 from pydantic import Field
 
-from nemorl.data.examples import Example, ExampleError, dialogue_example
+from nemorl.data.examples import Encoder, Example, ExampleError
 from nemorl.data.tokenizer import Prompts, Tokenizer, TokenizerError
 from nemorl.trajectories import Message
 
@@ -140,6 +140,6 @@ class ServedRewards:
             for messages in (conversation.prompt, conversation.completion)
         )
         try:
-            return dialogue_example(opening, exchange, self.tokenizer, self.prompts, self.max_length)
+            return Encoder(self.tokenizer, self.prompts, self.max_length).dialogue(opening, exchange)
         except (ExampleError, TokenizerError) as error:
             return error

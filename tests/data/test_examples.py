@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from nemorl.data.datasets import Dialogue
-from nemorl.data.examples import Encoder, ExampleError, dialogue_example, mismatched, steps_example
+from nemorl.data.datasets import Dialogue, Steps
+from nemorl.data.examples import Encoder, ExampleError, mismatched
 from nemorl.data.tokenizer import ChatPrompts, Prompts
 from nemorl.trajectories import Message
 from tests.data.tokenizers import ENDOFTEXT, IM_END
@@ -21,14 +21,14 @@ SEVERAL = (
 
 def test_plain_examples_keep_the_boundary_between_prompt_and_answer(tokenizer):
     # "12" would be one token, but a policy that is asked "1" samples "2".
-    example = dialogue_example(ASKED, ANSWERED, tokenizer, Prompts(tokenizer), 10)
+    example = Encoder(tokenizer, Prompts(tokenizer), 10).dialogue(ASKED, ANSWERED)
     assert example.tokens.tolist() == [*tokenizer.encode("1"), *tokenizer.encode("2"), ENDOFTEXT]
     assert example.loss_mask.tolist() == [False, True, True]
     assert len(tokenizer.encode("12")) == 1
 
 
 def test_chat_examples_learn_the_answer_and_the_templates_end(tokenizer):
-    example = dialogue_example(ASKED, ANSWERED, tokenizer, ChatPrompts(tokenizer), 99)
+    example = Encoder(tokenizer, ChatPrompts(tokenizer), 99).dialogue(ASKED, ANSWERED)
     trained = tokenizer.decode(example.tokens[example.loss_mask])
     given = tokenizer.decode(example.tokens[~example.loss_mask])
     assert trained == "2<|im_end|>"
@@ -39,7 +39,7 @@ def test_chat_examples_learn_the_answer_and_the_templates_end(tokenizer):
 
 
 def test_every_turn_of_the_assistant_is_learned_and_the_whole_is_what_the_template_writes(tokenizer):
-    example = dialogue_example(ASKED, SEVERAL, tokenizer, ChatPrompts(tokenizer), 99)
+    example = Encoder(tokenizer, ChatPrompts(tokenizer), 99).dialogue(ASKED, SEVERAL)
     whole = tokenizer.decode(example.tokens)
     # The template writes a line break after each turn; nothing follows the last one here.
     assert whole + "\n" == tokenizer.render([*ASKED, *SEVERAL], add_generation_prompt=False)
@@ -54,20 +54,21 @@ def test_every_turn_of_the_assistant_is_learned_and_the_whole_is_what_the_templa
 
 
 def test_all_tokens_but_the_first_can_be_learned(tokenizer):
-    example = dialogue_example(ASKED, ANSWERED, tokenizer, ChatPrompts(tokenizer), 99, "all")
+    example = Encoder(tokenizer, ChatPrompts(tokenizer), 99).dialogue(ASKED, ANSWERED, "all")
     assert np.flatnonzero(~example.loss_mask).tolist() == [0]
 
 
 def test_steps_are_labeled_at_their_ends(tokenizer):
-    example = steps_example(ASKED, ["12", "ab a"], [True, False], tokenizer, Prompts(tokenizer), 99)
+    encoder = Encoder(tokenizer, Prompts(tokenizer), 99)
+    example = encoder.answer_in_steps(Steps(ASKED, ("12", "ab a"), (1.0, 0.0)))
     assert tokenizer.decode(example.tokens) == "112ab a"
     assert example.labels.tolist() == [0, 1, 0, -1]  # "1", "12", "ab", " a"
     assert example.loss_mask.tolist() == [False, True, False, True]
-    unsure = steps_example(ASKED, ["12", "ab a"], [0.25, 0.5], tokenizer, Prompts(tokenizer), 99)
+    unsure = encoder.answer_in_steps(Steps(ASKED, ("12", "ab a"), (0.25, 0.5)))
     assert unsure.labels.tolist() == [0, -0.5, 0, 0]
     assert unsure.loss_mask.tolist() == example.loss_mask.tolist()
     with pytest.raises(ExampleError, match="2 steps and 1 labels"):
-        steps_example(ASKED, ["1", "2"], [True], tokenizer, Prompts(tokenizer), 99)
+        encoder.answer_in_steps(Steps(ASKED, ("1", "2"), (1.0,)))
 
 
 def test_mismatched_prompts_and_completions(tokenizer):
