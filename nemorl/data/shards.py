@@ -1,18 +1,15 @@
 """Distribution of a batch over the data-parallel ranks of a model, and into micro-batches on each rank.
 
 Pure functions of lengths in tokens, and of references: the driver plans, workers get indices and fetch their
-sequences. What is planned is a unit: one sequence, or several that a loss compares, such as a pair, which
-share a micro-batch.
-
-Layouts of the same sequences differ between models, so a field is transferred by sequence and not through the
-driver: each data-parallel rank of the one model stores a list of arrays, and a rank of the other reads
-those of its sequences.
+sequences. What is planned is a unit: one sequence, or several that a loss compares and that share a
+micro-batch. A field goes from one model to another, whose layout is another, by sequence and not through the
+driver: each data-parallel rank of the one stores a list of arrays, and a rank of the other reads its own.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -50,7 +47,7 @@ class ColumnShard:
     places: tuple[tuple[int, int], ...]  # [sequences of the rank] index of the store, row in it
 
     def rows(self) -> list[Any]:
-        """The rows themselves, once the references are resolved: arrays, trajectories or examples."""
+        """Return the rows, once the references are resolved: arrays, trajectories or examples."""
         return [self.stores[store][row] for store, row in self.places]
 
 
@@ -96,43 +93,36 @@ class BatchPlan:
         ]
 
     def shards(self, sequences: Sequence[SequencePlace]) -> list[Shard]:
-        shards = []
-        for held in self.ranks:
-            mine = [sequences[place] for place in held]
-            shards.append(
-                Shard(
-                    *_by_store([(s.store, s.row) for s in mine]),
-                    advantages=tuple(s.advantage for s in mine),
-                    weights=tuple(s.weight for s in mine),
-                    likelihood=_all_or_none([s.likelihood for s in mine], "weighted to be imitated"),
-                    rewards=_all_or_none([s.rewards for s in mine], "rewarded"),
-                    compared=_all_or_none([s.compared for s in mine], "compared"),
-                )
+        return [
+            Shard(
+                *_by_store([(s.store, s.row) for s in mine]),
+                advantages=tuple(s.advantage for s in mine),
+                weights=tuple(s.weight for s in mine),
+                likelihood=_all_or_none([s.likelihood for s in mine], "weighted to be imitated"),
+                rewards=_all_or_none([s.rewards for s in mine], "rewarded"),
+                compared=_all_or_none([s.compared for s in mine], "compared"),
             )
-        return shards
+            for mine in ([sequences[place] for place in held] for held in self.ranks)
+        ]
 
     def column(self, stores: Sequence[Any]) -> Column:
         """The field that the data-parallel ranks have stored, each for the sequences that it holds."""
-        rows = [
-            [(store, row) for row in range(len(held))] for store, held in zip(stores, self.ranks, strict=True)
-        ]
+        rows = [zip(repeat(store), range(len(held))) for store, held in zip(stores, self.ranks, strict=True)]
         return Column(tuple(self.in_order(rows)))
 
     def column_shards(self, column: Column) -> list[ColumnShard]:
         return [ColumnShard(*_by_store([column.places[place] for place in held])) for held in self.ranks]
 
-    def in_order(self, values: Sequence[Sequence[T]]) -> list[T]:
+    def in_order(self, values: Iterable[Iterable[T]]) -> list[T]:
         """[S] in the order of the batch, of values by data-parallel rank in the order of its sequences."""
         by_place = dict(zip(chain(*self.ranks), chain(*values), strict=True))
         return [by_place[place] for place in range(len(by_place))]
 
     def packing_metrics(self) -> dict[str, float]:
-        """Balance of the plan's work, and fill of its micro-batches.
+        """Return the balance of the plan's work, and the fill and number of a rank's micro-batches.
 
-        `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all, 1 where it is
-        even; over several minibatches both are summed, since ranks wait for one another at each.
-        `packing/fill` is the share of the token budget that is used, `packing/micro_batches` their number on
-        a rank.
+        `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all; over several
+        minibatches both are summed, since ranks wait for one another at each.
         """
         most, mean = 0.0, 0.0
         for minibatch in self.minibatches:
@@ -184,10 +174,9 @@ def plan_batch(
     """Lay a batch of sequences of `lengths` tokens over ranks, minibatches and micro-batches.
 
     Minibatches take equal runs of the batch in its order, so that whole groups stay together; each is then
-    balanced over the ranks by cost. `fewest` is how many micro-batches a minibatch has at least, as
-    interleaved pipeline stages require it. Neighbors with the same number in `units` stay together;
-    without it each sequence goes alone. Raises ValueError when the counts do not divide, or a unit is longer
-    than `max_tokens`.
+    balanced over the ranks by cost. `fewest` is how many micro-batches a minibatch has at least. Neighbors
+    with the same number in `units` stay together. Raises ValueError when the counts do not divide, or a unit
+    is longer than `max_tokens`.
     """
     numbers = range(len(lengths)) if units is None else units
     members = [list(run) for _, run in groupby(range(len(lengths)), key=numbers.__getitem__)]
@@ -233,9 +222,8 @@ def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
     while len(heap) > 1:
         _, number, heavy_first = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
-        joined = [
-            (a + b, left + right) for (a, left), (b, right) in zip(heavy_first, other[::-1], strict=True)
-        ]
+        pairs = zip(heavy_first, other[::-1], strict=True)
+        joined = [(a + b, left + right) for (a, left), (b, right) in pairs]
         heapq.heappush(heap, _round(joined, number))
     return [sorted(indices) for _, indices in heap[0][2]]
 
@@ -249,9 +237,8 @@ def _round(members: list[tuple[int, list[int]]], number: int) -> tuple[int, int,
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Indices in few groups of at most `max_tokens` tokens each.
 
-    First-fit decreasing: at most 11/9 of the fewest possible groups plus 6/9 (Dósa 2007). The packing
-    libraries found give neither a cap with a count to reach nor a stable order, hence these lines.
-    Raises ValueError for a sequence longer than `max_tokens`.
+    First-fit decreasing: at most 11/9 of the fewest possible groups plus 6/9 (Dósa 2007); packing libraries
+    have no stable order. Raises ValueError for a sequence longer than `max_tokens`.
     """
     groups: list[list[int]] = []
     room: list[int] = []
@@ -284,14 +271,12 @@ def plan_micro_batches(
     count = max(fewest, *(len(plan) for plan in plans))
     for rank, (plan, lengths) in enumerate(zip(plans, lengths_per_rank, strict=True)):
         if len(lengths) < count:
-            required = (
-                f"{count} interleaved stages require as many"
-                if count == fewest > 1
-                else f"another rank needs {count}"
-            )
+            why = f"another rank needs {count}"
+            if count == fewest > 1:
+                why = f"{count} interleaved stages require as many"
             raise ValueError(
-                f"data-parallel rank {rank} has {len(lengths)} sequences, but {required} micro-batches: make "
-                "the number of sequences a larger multiple of the data-parallel size"
+                f"data-parallel rank {rank} has {len(lengths)} sequences, but {why} micro-batches: make the "
+                "number of sequences a larger multiple of the data-parallel size"
             )
         while len(plan) < count:  # halve the micro-batch of most tokens that has several sequences
             batch = max((b for b in plan if len(b) > 1), key=lambda b: sum(lengths[i] for i in b))
@@ -307,7 +292,7 @@ def plan_sequences(
     num_ranks: int,
     num_minibatches: int,
 ) -> BatchPlan:
-    """`plan_batch` of sequences for a model of this config; those that are compared stay together."""
+    """Plan a batch for a model of this config; sequences that are compared stay together."""
     layout = config.layout
     return plan_batch(
         [s.num_tokens for s in sequences],
