@@ -84,9 +84,8 @@ def with_turns(
 ) -> PackedBatch:
     """The batch of these trajectories with `turns` and `rewards`, which are given turn by turn.
 
-    A turn is rewarded at its last token; a turn without tokens at the last one before it,
-    and turns are numbered without it. A sequence that does not train, in whose place a placeholder may be,
-    has neither.
+    A turn is rewarded at its last token; a turn without tokens, which has no number, at the last one before
+    it. A sequence that does not train has neither.
     """
     turns = torch.full((batch.num_tokens,), -1)
     per_token = torch.zeros(batch.num_tokens)
@@ -132,9 +131,8 @@ def with_compared(batch: PackedBatch, compared: Sequence[Compared]) -> PackedBat
     return replace(batch, reference_logprobs=means * batch.loss_mask)
 
 
-# What does not train keeps its place in the batch, since counts must be equal over ranks, and is not worth
-# computing: a failed trajectory may have no tokens at all, or too many for a micro-batch. One token that is
-# not trained replaces it.
+# One token that is not trained replaces what does not train (and may have no tokens, or too many for a
+# micro-batch): counts must be equal over ranks.
 PLACEHOLDER_TOKENS = 1
 
 # Of a trajectory: one number for all its sampled tokens, or one for those of each turn.
@@ -144,8 +142,9 @@ Advantage = float | tuple[float, ...]
 def pack_trajectories(
     trajectories: Sequence[Trajectory], advantages: Sequence[Advantage], weights: Sequence[float]
 ) -> PackedBatch:
-    """Trajectories end to end; `weights` [S] hold for every sampled token of a sequence, `advantages` [S] for
-    every one or for those of a turn. A trajectory of weight 0 becomes a placeholder.
+    """Trajectories end to end, those of weight 0 as placeholders.
+
+    `weights` [S] hold for every sampled token of a sequence, `advantages` [S] for each or those of a turn.
     """
     # Sequences and weights of different number are refused by `_pack`.
     trajectories = [
@@ -168,7 +167,7 @@ def with_likelihood(batch: PackedBatch, weights: Sequence[float]) -> PackedBatch
 
 
 def _per_token(trajectory: Trajectory, advantage: Advantage) -> Tensor:
-    """An advantage at each token that it holds for: [T] float32."""
+    """[T] float32"""
     if not isinstance(advantage, tuple):
         return torch.full((trajectory.num_tokens,), advantage, dtype=torch.float32)
     spread = torch.zeros(trajectory.num_tokens)
