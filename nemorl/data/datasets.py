@@ -38,8 +38,6 @@ class DatasetError(NemorlError, ValueError):
 
 @dataclass(frozen=True)
 class Dialogue:
-    """An opening and the exchange to train on."""
-
     opening: Messages
     exchange: Messages  # begins and ends with the assistant's
 
@@ -153,7 +151,6 @@ def _says(text: str) -> Messages:
 
 
 def _sums(dataset: DatasetConfig, data: DataConfig, kind: str) -> list[tuple[Task, str, str]]:
-    """Sums, each with the recorded answer and the other one."""
     if not isinstance(dataset, ArithmeticDataset):
         raise DatasetError(f"a dataset `{dataset.name}` has no {kind}")
     tasks = ArithmeticTasks(dataset, data)
@@ -299,7 +296,6 @@ class _Fields:
         return value
 
     def prompt(self) -> str | list[Message]:
-        """A text as it is, or a list of messages."""
         value = self.value("prompt_key")
         return value if isinstance(value, str) else self.messages("prompt_key")
 

@@ -64,7 +64,6 @@ class PackedBatch:
         return replace(self, **{name: tensor.to(device) for name, tensor in self._tensors().items()})
 
     def select(self, sequences: list[int]) -> "PackedBatch":
-        """The named sequences, in the given order, with their weights as they are."""
         starts = self.cu_seqlens.tolist()
         index = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences])
         lengths = torch.tensor([0] + [starts[s + 1] - starts[s] for s in sequences])
@@ -167,7 +166,6 @@ def with_likelihood(batch: PackedBatch, weights: Sequence[float]) -> PackedBatch
 
 
 def _per_token(trajectory: Trajectory, advantage: Advantage) -> Tensor:
-    """[T] float32"""
     if not isinstance(advantage, tuple):
         return torch.full((trajectory.num_tokens,), advantage, dtype=torch.float32)
     spread = torch.zeros(trajectory.num_tokens)
@@ -204,7 +202,6 @@ def _placeholder(failed: Trajectory) -> Trajectory:
 def pack_examples(
     examples: Sequence[Example], weights: Sequence[float], compared: Sequence[Compared] | None = None
 ) -> PackedBatch:
-    """Examples end to end; `weights` [S] are those of every trained token of a sequence."""
     batch = _pack([e.tokens for e in examples], [e.loss_mask for e in examples], weights)
     if any(e.labels is not None for e in examples):
         labels = [np.zeros(e.num_tokens, np.float32) if e.labels is None else e.labels for e in examples]

@@ -154,11 +154,9 @@ class Prompts:
 
     @property
     def end_token_id(self) -> int:
-        """The token that should end a turn."""
         return self._tokenizer.eos_token_id
 
     def open(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens before the first turn."""
         return self._tokenizer.encode_document("".join(m.content for m in messages))
 
     def after_turn(
@@ -223,5 +221,4 @@ class ChatPrompts(Prompts):
 
 
 def prompts_of(tokenizer: Tokenizer, chat: bool) -> Prompts:
-    """By the chat template where `data.chat` asks for it, else plain."""
     return ChatPrompts(tokenizer) if chat else Prompts(tokenizer)

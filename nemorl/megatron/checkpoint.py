@@ -63,8 +63,6 @@ from .optimizer import OptimizerProgress, PolicyOptimizer
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part of a checkpoint."""
-
     states: Mapping[str, Mapping[str, Shard]]  # by state (weights, moments) and parameter
     random: Mapping[str, Tensor]
     progress: OptimizerProgress
@@ -263,7 +261,6 @@ def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
 
 @contextmanager
 def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyModel]:
-    """The model in one process, on the CPU, its weights to be set."""
     alone = config.model_copy(update={"layout": LayoutConfig(), "lora": None})
     select_device("cpu", 0)
     with tempfile.TemporaryDirectory(prefix="nemorl-whole-") as rendezvous:
@@ -283,7 +280,6 @@ def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyMode
 
 
 def _boxes(shape: ModelShape) -> dict[str, list[TensorSlice]]:
-    """The places of the parts of each HF tensor in the complete model."""
     boxes: dict[str, list[TensorSlice]] = defaultdict(list)
     for part in policy_slices(shape, PolicyRank()):
         boxes[part.name].append(part)

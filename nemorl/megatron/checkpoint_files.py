@@ -208,7 +208,6 @@ class SavedState:
         return whole
 
     def _read_starts(self, state: str, rank: int) -> dict[str, int]:
-        """Parameters of which a rank's file has a share, and the first element of that."""
         with safe_open(_state_file(self.folder, state, rank), framework="pt") as file:
             return json.loads(file.metadata()["starts"])  # type: ignore[no-any-return]
 

@@ -56,8 +56,6 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a complete checkpoint."""
-
     step: int
     metrics: dict[str, float]
     files: tuple[FileRecord, ...]

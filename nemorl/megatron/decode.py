@@ -180,8 +180,6 @@ REST_SECONDS = 0.02
 
 
 class Prompt(Protocol):
-    """A prompt and the cache rows that start with it."""
-
     @property
     def tokens(self) -> NDArray[np.int32]: ...
 
@@ -328,15 +326,12 @@ class LeadingRunner:
         self._last_order = time.monotonic()
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Fill the cache rows of `prompts`; logits [vocabulary] after each."""
         return [row for batch in self._batches(prompts) for row in self._pass(_Order.PREFILL, _packed(batch))]
 
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
-        """[n, vocabulary] of what `prefill` gave for `n` prompts."""
         return torch.stack(list(hidden))
 
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """One step of the cache rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
         return self._pass(_Order.DECODE, [*tokens, *positions])
 
     def experts(self, row: int, first: int, end: int) -> NDArray[np.int16]:

@@ -114,7 +114,6 @@ class MainShard:
         return (self.param if name == WEIGHT else self.optimizer.state[self.param][name]).view(-1)
 
     def set_state(self, name: str, values: Tensor) -> None:
-        """Take [elements] float32 as the weight or one of the optimizer's own tensors."""
         self.state(name).copy_(values)
 
     def take_weight(self) -> None:

@@ -69,7 +69,6 @@ class Installed:
         return name in self.versions
 
     def described(self, name: str) -> str:
-        """`name version`, or `name not found`."""
         return f"{name} {self.versions.get(name, 'not found')}".rstrip()
 
 

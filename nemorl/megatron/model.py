@@ -92,7 +92,6 @@ class NormedAdd(torch.nn.Module):
 
 
 def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> ModuleSpec:
-    """A layer by its number in the complete model."""
     norm, latent = _norm(shape), shape.mla is not None
     spec: ModuleSpec
     if config.transformer_impl == "transformer_engine":
@@ -181,7 +180,6 @@ _ACTIVATIONS: dict[str, dict[str, Any]] = {
 def transformer_config(
     shape: ModelShape, policy: PolicyConfig, kind: DeviceKind, kernels: Kernels
 ) -> TransformerConfig:
-    """Megatron's configuration of a model, laid out and run as `policy` says."""
     layout, recompute, mla, dtype = policy.layout, policy.recompute, shape.mla, DTYPES[policy.precision]
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_parallel_size
     first, last = layout.layers_in_first_stage, layout.layers_in_last_stage
@@ -486,7 +484,6 @@ _RULES = (
 
 
 def local_name(name: str) -> str:
-    """The local spec's name of a parameter of either spec."""
     for pattern, local in _RULES:
         name = re.sub(pattern, local, name)
     return name

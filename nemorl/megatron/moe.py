@@ -151,7 +151,6 @@ class Routers:
 
 
 def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
-    """Fields of Megatron's configuration for a model with experts; none for another."""
     moe, layout = shape.moe, policy.layout
     if moe is None:
         return {}
@@ -217,7 +216,6 @@ class ExpertLayer(MoELayer):
                 module.explicit_expert_comm = True
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the number of the layer in the complete model, from 1."""
         super().set_layer_number(layer_number)
         self.router.moe_layer = sum(self.config.moe_layer_freq[: layer_number - 1])
 

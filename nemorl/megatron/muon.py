@@ -97,7 +97,6 @@ def matrices(trained: TrainedWeights, place: PolicyRank, *, of_experts: bool) ->
 
 
 def group_of(is_expert: bool) -> dist.ProcessGroup:
-    """The ranks that share an expert's matrices, or the others."""
     if is_expert:
         return parallel_state.get_expert_tensor_parallel_group()  # type: ignore[no-any-return]
     return parallel_state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]

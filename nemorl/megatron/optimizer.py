@@ -165,7 +165,6 @@ class PolicyOptimizer:
             part.set_state(state, values[part.start : part.start + part.param.numel()])
 
     def resume(self, progress: OptimizerProgress) -> None:
-        """Continue from `progress`, after the shards were set."""
         self.progress = progress
         for optimizer in (one.optimizer for one in self.megatron.chained_optimizers):
             if isinstance(optimizer, torch.optim.AdamW):
@@ -251,7 +250,6 @@ class Offload:
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:
-    """A storage as a tensor [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -139,8 +139,6 @@ class Span:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighboring sequences of similar length."""
-
     queries: Rows
     keys: Rows
     spans: tuple[Span, ...]
@@ -263,8 +261,6 @@ def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """The input of a forward pass."""
-
     tokens: Tensor  # [1, n]
     position_ids: Tensor  # [1, n], 0 for padding
     layout: PackedLayout
@@ -394,7 +390,6 @@ def _spread(values: Tensor, places: Tensor, size: int) -> Tensor:
 
 
 def check_batch(batch: PackedBatch, max_sequence_length: int) -> None:
-    """Refuse what the model cannot take, with the sequence and the reason."""
     starts = batch.cu_seqlens.tolist()
     if not starts or starts[0] != 0 or starts[-1] != batch.num_tokens:
         raise ValueError(

@@ -225,12 +225,10 @@ class PolicyWorker:
         checkpoint.load(folder, self._trained, self._place, self.parameters(), self.optimizer, self._kind)
 
     def close(self) -> None:
-        """Leave the process group; the process may join another afterwards."""
         parallel.leave()
 
     @property
     def optimizer(self) -> PolicyOptimizer:
-        """That of a model which trains."""
         if self._optimizer is None:
             raise RuntimeError("this model was started without training: it has no optimizer")
         return self._optimizer
@@ -376,7 +374,6 @@ class PolicyWorker:
 
     @property
     def batch(self) -> PackedBatch:
-        """The batch that was loaded, with the logprobs that were computed."""
         if self._batch is None:
             raise RuntimeError("no batch was loaded: call load_batch before compute_logprobs and train")
         return self._batch
@@ -384,7 +381,6 @@ class PolicyWorker:
     def _prepared(
         self, method: str, micro_batches: list[list[int]], *, head: str | None
     ) -> tuple[PackedBatch, list[MicroBatch]]:
-        """The batch and its micro-batches, once the model can compute on them."""
         self._offload.require_back()
         if head not in (None, self._shape.head):
             raise RuntimeError(
