@@ -32,8 +32,7 @@ class LatentAttention(MLASelfAttention):
     """Megatron's module and parameters with our rotary angles.
 
     Megatron's own forward pass turns positions by the place in the packed batch, and without sequence
-    parallelism it leaves the gradient of the shared key a part of what it is: each tensor-parallel rank's
-    heads add theirs.
+    parallelism it does not sum the gradient of the shared key over the tensor-parallel ranks.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -52,26 +51,23 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedLayout | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Queries and keys [N, heads, dim + rotary dim] and values [N, heads, value dim], for Megatron.
+        """Queries and keys [N, heads, dim + rotary dim] and values [N, heads, value dim], this rank's heads.
 
-        `hidden_states` [N, 1, H], of N / TP tokens under sequence parallelism; the heads are this rank's. The
-        two latents that Megatron hands on to its sparse attention are not given.
+        `hidden_states` [N, 1, H], of N / TP tokens under sequence parallelism. The two latents of Megatron's
+        sparse attention are not given.
         """
         assert packed_seq_params is not None, "tokens come packed"
         assert packed_seq_params.rotary is not None, "a packed layout carries its rotary angles"
-        joint = self._whole(self.linear_kv_down_proj(hidden_states)[0])
+        # All channels [N, 1, C], of which each tensor-parallel rank computes some.
+        joint = gather_from_tensor_model_parallel_region(self.linear_kv_down_proj(hidden_states)[0])
         latent, shared_key = joint.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), -1)
         shared_key = copy_to_tensor_model_parallel_region(shared_key)  # sums the gradient over ranks
         query_input = hidden_states
         if self.config.q_lora_rank is not None:
-            query_latent = self._whole(self.linear_q_down_proj(hidden_states)[0])
+            query_latent = gather_from_tensor_model_parallel_region(self.linear_q_down_proj(hidden_states)[0])
             query_input = self.q_layernorm(self._own_tokens(query_latent))
-        inputs = (
-            query_input,
-            self.kv_layernorm(self._own_tokens(latent)),
-            shared_key,
-            *packed_seq_params.rotary,
-        )
+        normed = self.kv_layernorm(self._own_tokens(latent))
+        inputs = (query_input, normed, shared_key, *packed_seq_params.rotary)
         if not self.recompute_up_proj:
             return *self._project_up(*inputs), None, None
         # Megatron's forward frees the outputs once attention has taken them.
@@ -100,11 +96,6 @@ class LatentAttention(MLASelfAttention):
     def _heads(self, x: Tensor) -> Tensor:
         """[N, 1, heads * dim] -> [N, heads, dim]."""
         return x.view(x.shape[0], self.num_attention_heads_per_partition, -1)
-
-    @staticmethod
-    def _whole(latent: Tensor) -> Tensor:
-        """All channels [N, 1, C] of what each rank computed some of."""
-        return gather_from_tensor_model_parallel_region(latent)  # type: ignore[no-any-return]
 
     def _own_tokens(self, latent: Tensor) -> Tensor:
         """This rank's tokens: the projections up collect those of all ranks."""

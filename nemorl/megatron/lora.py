@@ -54,10 +54,9 @@ class Adapter(torch.nn.Module):
 
 
 class AdapterBranch(torch.nn.Module):
-    """The adapters of one weight, which add to its output.
+    """The adapters of one weight; one that is divided by columns `sums_input` over the ranks.
 
-    `rows` are the HF matrices in the weight, each with its rows in one of the weight's `groups` (of heads). A
-    weight that is divided by columns `sums_input` over the ranks.
+    `rows` are the HF matrices in the weight, each with its rows in one of the weight's `groups` (of heads).
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class AdapterBranch(torch.nn.Module):
         self._names = tuple(adapters)
         for name, adapter in adapters.items():
             self.add_module(name, adapter)
-            # Mark the parameters that are shards (the norm sums them) and whose gradients are partial.
+            # Mark parameters that are shards (the norm sums them) and those whose gradients are partial.
             shard, dim, copy = (adapter.a, 1, adapter.b) if sums_input else (adapter.b, 0, adapter.a)
             set_tensor_model_parallel_attributes(shard, True, dim, 1)
             # Under sequence parallelism a rank multiplies the copied one with its own tokens only.
@@ -111,8 +110,7 @@ class AdapterBranch(torch.nn.Module):
 class Adapters:
     def __init__(self, shape: ModelShape, lora: LoraConfig, rank: PolicyRank) -> None:
         self.slices = adapter_slices(shape, lora, rank)
-        self._lora = lora
-        self._sequence_parallel = rank.layout.sequence_parallel
+        self._lora, self._sequence_parallel = lora, rank.layout.sequence_parallel
         # By weight: the matrices in it, of which at least one has a pair.
         pairs = {part.param: part for part in self.slices}
         matrices: dict[str, list[_Matrix]] = defaultdict(list)
@@ -150,7 +148,7 @@ class Adapters:
         return {"adapters": f"rank {self._lora.rank}, alpha {self._lora.alpha:g}, on {targets}"}
 
     def draw(self, parameters: Mapping[str, Tensor], seed: int) -> None:
-        """The first values, as PEFT's: A uniform as Kaiming has it for leaky ReLUs of slope sqrt(5), B zero.
+        """Draw the first values as PEFT does, A uniform (Kaiming's for leaky ReLUs of slope sqrt(5)), B zero.
 
         Each A is drawn whole, from the seed and its name: no layout has other values.
         """
@@ -193,7 +191,14 @@ class _Merged(Mapping[str, Tensor]):
             return self._parameters[name]
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next one takes memory
-            self._last = name, self._merge(name)
+            merged = {name: self._parameters[name].clone()}
+            for matrix in self._weights[name]:
+                if matrix.a is not None and matrix.b is not None:
+                    first = matrix.part.start[0] - matrix.b.start[0]
+                    b = self._parameters[matrix.b.param][first : first + matrix.part.size[0]]
+                    weight = local_view(merged, matrix.part)
+                    merge_adapter(weight, self._parameters[matrix.a.param], b, self._scale)
+            self._last = name, merged[name]
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -201,16 +206,6 @@ class _Merged(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parameters)
-
-    def _merge(self, name: str) -> Tensor:
-        merged = {name: self._parameters[name].clone()}
-        for matrix in self._weights[name]:
-            if matrix.a is not None and matrix.b is not None:
-                first = matrix.part.start[0] - matrix.b.start[0]
-                b = self._parameters[matrix.b.param][first : first + matrix.part.size[0]]
-                weight = local_view(merged, matrix.part)
-                merge_adapter(weight, self._parameters[matrix.a.param], b, self._scale)
-        return merged[name]
 
 
 def _add_branch(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -3,10 +3,9 @@
 Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the size of a step is matched
 to AdamW's (Liu et al. 2025, arXiv 2502.16982), so that both share one rate and weight decay.
 
-A matrix is one of the Hugging Face checkpoint: those that Megatron fuses (q, k and v; gate and up) are
-orthogonalized apart, and one that tensor parallelism divides is put together from its parts first, so every
-layout takes the same step. The state is as large on every data-parallel rank as on one: the distributed
-optimizer's runs of elements are no matrices.
+A matrix is one of the Hugging Face checkpoint, whole, so every layout takes the same step: those that
+Megatron fuses (q, k and v; gate and up) are orthogonalized apart, and one that tensor parallelism divides is
+put together first. Every data-parallel rank holds the whole state.
 """
 
 from collections import defaultdict

@@ -1,10 +1,8 @@
 """Micro-batches through the pipeline, by Megatron's schedules, and their results on all ranks.
 
 Losses are plain sums (`PackedBatch.weights` carries the division by global counts), so gradients are sums
-over micro-batches and data-parallel ranks: `calculate_per_token_loss` keeps Megatron from dividing, and
-`model.finalize_sums` keeps it from dividing by a token count at the end.
-
-Only the last stage has outputs: logprobs and metrics are broadcast from it to all stages.
+over micro-batches and data-parallel ranks: `calculate_per_token_loss` and `model.finalize_sums` keep Megatron
+from dividing. Logprobs and metrics are broadcast from the last stage to all stages.
 """
 
 import json
@@ -26,6 +24,8 @@ from .packing import MicroBatch
 
 # From hidden states to what is asked of a micro-batch, on ranks of the last stage.
 Compute = Callable[[PolicyModel, Tensor, MicroBatch], Any]
+# Sums and maxima over micro-batches, data-parallel ranks and stages, equal on all ranks.
+Metrics = tuple[dict[str, float], dict[str, float]]
 
 
 class Pipeline:
@@ -34,13 +34,9 @@ class Pipeline:
     def __init__(self, chunks: Sequence[PolicyParallel], temperature: float, device: torch.device) -> None:
         self._chunks, self._temperature, self._device = chunks, temperature, device
 
-    def train(self, made: Sequence[MicroBatch], loss: Loss) -> tuple[dict[str, float], dict[str, float]]:
-        """Gradients of the loss over all micro-batches; sums and maxima of the loss's metrics."""
-        return self._global_metrics(self._run(made, partial(self._apply, loss), backward=True))
-
-    def evaluate(self, made: Sequence[MicroBatch], loss: Loss) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima of the loss's metrics, without gradients."""
-        return self._global_metrics(self._run(made, partial(self._apply, loss)))
+    def run_loss(self, made: Sequence[MicroBatch], loss: Loss, *, backward: bool) -> Metrics:
+        """The loss's metrics over all micro-batches; with `backward` also its gradients."""
+        return self._global_metrics(self._run(made, partial(self._apply, loss), backward=backward))
 
     def outputs(
         self, batch: PackedBatch, made: Sequence[MicroBatch], *, entropy: bool = False
@@ -128,8 +124,7 @@ class Pipeline:
             laid_out.append(values)
         return laid_out
 
-    def _global_metrics(self, outputs: list[LossOutput]) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over micro-batches, data-parallel ranks and stages, equal on all ranks."""
+    def _global_metrics(self, outputs: list[LossOutput]) -> Metrics:
         metrics: Any = None
         if parallel_state.is_pipeline_last_stage():
             metrics = (

@@ -342,7 +342,7 @@ class PolicyWorker:
         if isinstance(loss, UpdateLoss):
             minibatch = batch.select([sequence for micro in micro_batches for sequence in micro])
             loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
-        sums, maxima = self._pipeline.train(made, loss)
+        sums, maxima = self._pipeline.run_loss(made, loss, backward=True)
         step = self.optimizer.step()
         counts = [sum(m.batch.num_tokens for m in made), sum(m.num_computed for m in made)]
         num_tokens, num_computed = sum_over_data_parallel(torch.tensor(counts), self.device).tolist()
@@ -360,7 +360,7 @@ class PolicyWorker:
         _, made = self._prepared(
             "a loss that needs the entropy", micro_batches, head="lm" if loss.needs_entropy else None
         )
-        return Evaluation(*self._pipeline.evaluate(made, loss))
+        return Evaluation(*self._pipeline.run_loss(made, loss, backward=False))
 
     def sequence_logprobs(self, micro_batches: list[list[int]], *, reference: bool) -> list[float]:
         """[S] sums of the logprobs of each sequence's masked tokens, of this data-parallel rank's batch.
