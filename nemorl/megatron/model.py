@@ -73,10 +73,7 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
 
 class NormedAdd(torch.nn.Module):
-    """Megatron's step from a sublayer's output to the residual stream, with a norm of the output.
-
-    Under sequence parallelism it sees the rank's own tokens, as the other norms do.
-    """
+    """Megatron's step from a sublayer's output to the residual stream, with a norm of the output."""
 
     def __init__(self, norm: type[RMSNorm], config: TransformerConfig, **_: Any) -> None:
         super().__init__()
@@ -141,10 +138,7 @@ def _norm(shape: ModelShape) -> type[RMSNorm]:
 
 
 class ScalarHead(torch.nn.Module):
-    """A linear layer to one number, the same on all tensor-parallel ranks.
-
-    Zero until weights are loaded, so that a fresh critic expects nothing of any state.
-    """
+    """A linear layer to one number, the same on all tensor-parallel ranks; zero until weights are loaded."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -185,12 +179,10 @@ def transformer_config(
     first, last = layout.layers_in_first_stage, layout.layers_in_last_stage
     options: dict[str, Any] = {**_ACTIVATIONS[shape.activation], **expert_arguments(shape, policy)}
     if isinstance(recompute, FullRecompute):
-        options["recompute_granularity"] = "full"
-        options["recompute_method"] = recompute.method
-        options["recompute_num_layers"] = recompute.num_layers
+        full = {"recompute_method": recompute.method, "recompute_num_layers": recompute.num_layers}
+        options |= {"recompute_granularity": "full", **full}
     elif isinstance(recompute, SelectiveRecompute):
-        options["recompute_granularity"] = "selective"
-        options["recompute_modules"] = list(recompute.modules)
+        options |= {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
     if mla is not None:  # positions and the softmax scale are ours (latent.py)
         options |= {
             "q_lora_rank": mla.query_rank,
@@ -268,9 +260,8 @@ _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelL
 class PolicyModel(GPTModel):
     """One pipeline stage of a policy, or one of its runs of layers under VPP.
 
-    `forward` ends at the hidden states; `score` turns those of the last stage into logprobs without ever
-    holding the logits of a batch. Position embeddings are rotary and live in the attention, hence `none`
-    here.
+    `forward` ends at the hidden states; `score` turns those of the last stage into logprobs. Position
+    embeddings are rotary and in the attention, hence `none` here.
     """
 
     def __init__(
@@ -293,9 +284,9 @@ class PolicyModel(GPTModel):
             position_embedding_type="none",
             vp_stage=chunk if policy.layout.virtual_pipeline_parallel_size > 1 else None,
         )
-        self.embedding_scale: float | None = None
-        if shape.embedding_scale is not None:  # as the type of the weights has it, which transformers uses
-            self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=config.params_dtype))
+        self.embedding_scale = shape.embedding_scale
+        if self.embedding_scale is not None:  # as the type of the weights has it, which transformers uses
+            self.embedding_scale = float(torch.tensor(self.embedding_scale, dtype=config.params_dtype))
         self.chunk_tokens = policy.logprob_chunk_tokens
         columns = self.vocab_size // tp_size
         start = parallel_state.get_tensor_model_parallel_rank() * columns
@@ -308,8 +299,8 @@ class PolicyModel(GPTModel):
         if shape.head == "scalar" and self.post_process:
             del self.output_layer
             self.scalar_head = ScalarHead(config)
-        # Mark weights that are shards, not copies, or the gradient norm counts those of one rank only.
-        # Megatron does this when it draws random weights, which we skip; from 0.17 on in any case.
+        # Mark weights that are shards, or the gradient norm counts those of one rank only. Megatron does this
+        # when it draws random weights, which we skip; from 0.17 on in any case.
         for module in self.modules():
             for kind, dim in _SHARDED_DIM.items():
                 weight = module.weight if isinstance(module, kind) else None
@@ -328,8 +319,7 @@ class PolicyModel(GPTModel):
             if self.embedding_scale is not None:
                 embedded = embedded * self.embedding_scale
             if torch.is_grad_enabled() and not embedded.requires_grad:
-                # Of frozen weights. Stages and recomputed layers without a gradient at their input give none
-                # to what is inside.
+                # Of frozen weights; recomputed layers need a gradient at their input for what is inside.
                 embedded.requires_grad_()
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=micro.layout)  # type: ignore[no-any-return]
 
@@ -345,12 +335,10 @@ class PolicyModel(GPTModel):
         """Logprobs [N] and entropies [N] of the micro-batch, 0 where its loss mask is False.
 
         With `candidates` [N, C] the logprobs are [N, 1 + C], of the token itself and of these in its place,
-        and the entropies have no gradient. With a scalar head its values [N], of all tokens, and no
-        entropies.
+        and the entropies have no gradient. With a scalar head its values [N], of all tokens, alone.
 
-        The position before a token predicts it, and only positions that predict a masked-in token are
-        computed. Under context parallelism all ranks get the values of all: each then computes the same loss,
-        and takes from its gradient the part of its own tokens.
+        Under context parallelism all ranks get the values of all: each then computes the same loss, and takes
+        from its gradient the part of its own tokens.
         """
         if self.scalar_head is not None:
             values = self.scalar_head(hidden).index_select(0, micro.local_positions)
@@ -405,11 +393,7 @@ class PolicyModel(GPTModel):
 
 
 class PolicyParallel(DistributedDataParallel):
-    """Data parallelism with the distributed optimizer.
-
-    With a single data-parallel rank Megatron would copy every gradient and every weight onto itself, step by
-    step.
-    """
+    """Megatron's data parallelism, which copies nothing where there is one rank."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         if self._has_copies:
@@ -437,10 +421,9 @@ def build_model(
     *,
     trains: bool = True,
 ) -> list[PolicyParallel]:
-    """This rank's part of the model, with room for gradients if it trains; its weights are not loaded yet.
+    """This rank's runs of layers, one, or several under VPP, with room for gradients if it trains.
 
-    With adapters only these have gradients. A list of the stage's runs of layers, in their order: one, or
-    several under VPP.
+    With adapters only these have gradients. Weights are not loaded yet.
     """
     config = transformer_config(shape, policy, kind, kernels)
     ddp_config = DistributedDataParallelConfig(
@@ -451,11 +434,10 @@ def build_model(
     chunks = range(policy.layout.virtual_pipeline_parallel_size)
     with building(kind):
         models = [PolicyModel(config, shape, policy, chunk).to(device) for chunk in chunks]
-        if adapters is not None:
-            for chunk, model in enumerate(models):
+        for chunk, model in enumerate(models):
+            if adapters is not None:
                 adapters.attach(model, chunk)
-        if not trains:
-            for model in models:
+            if not trains:
                 model.requires_grad_(False)
         return [PolicyParallel(config, ddp_config, model) for model in models]
 
@@ -471,9 +453,7 @@ def _of_whole_batch(values: Tensor, places: Tensor, micro: MicroBatch) -> Tensor
 # Families name parameters as Megatron's local layers do. Transformer Engine's layers (megatron-core 0.16.1,
 # `models/gpt/gpt_layer_specs.py` and `extensions/transformer_engine_spec_provider.py`) have the same tensors
 # under other names: a norm before one matrix belongs to the module of that matrix, and the experts of a layer
-# are one module. Each of their names has exactly one place among the local ones, so this direction needs no
-# knowledge of the model; the other would. All else has the same name in both, also MLA's `input_layernorm`
-# and the `pre_mlp_layernorm` before experts, which are separate modules.
+# are one module. Each of their names has exactly one place among the local ones.
 _RULES = (
     (r"\.self_attention\.linear_qkv\.layer_norm_weight$", ".input_layernorm.weight"),
     (r"\.mlp\.linear_fc1\.layer_norm_weight$", ".pre_mlp_layernorm.weight"),
