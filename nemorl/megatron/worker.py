@@ -77,8 +77,7 @@ class PolicyWorker:
     ) -> None:
         """Join the other ranks at `rendezvous` (see `parallel.join`) and build the model.
 
-        With `load` it has the weights of `config.model_path`, else none before `load_hf`. One that does not
-        train has no optimizer and no room for gradients.
+        With `load` it has the weights of `config.model_path`, else none before `load_hf`.
         """
         if threads is not None:
             torch.set_num_threads(threads)
@@ -144,8 +143,7 @@ class PolicyWorker:
     def load_hf(self, folder: Path) -> None:
         """Read this rank's part of a Hugging Face folder; it also becomes the reference when one is kept.
 
-        A resumed run calls this first, for the reference and for weights that are frozen, and then
-        `load_checkpoint`. Adapters are drawn again, and without them the model is its own reference.
+        A resumed run calls this first, for the reference and for weights that are frozen.
         """
         weights = HfFolder(folder)
         there = weights.names()
@@ -208,10 +206,7 @@ class PolicyWorker:
         self._copy = self._copier.copy(self._snapshot())
 
     def write_copy(self, folder: Path) -> tuple[FileRecord, ...]:
-        """`save_checkpoint` of the state that was copied. Not collective, and for another thread.
-
-        It has to end before the next copy begins.
-        """
+        """Write the copied state, before the next copy begins. Not collective, and for another thread."""
         if self._copy is None:
             raise RuntimeError("nothing was copied: call copy_for_checkpoint before write_copy")
         return checkpoint.save(folder, self._copy, trained=self._trained, layout=self._config.layout)
@@ -297,17 +292,14 @@ class PolicyWorker:
     ) -> LogprobStats:
         """Fill `old_logprobs` (of the current weights) and `reference_logprobs`, where the mask is set.
 
-        With `old` and `entropy` also `old_entropies`.
-
-        The gap to the engine's logprobs is that of the current weights, so it is 0 without `old`.
+        With `old` and `entropy` also `old_entropies`. The gap to the engine's logprobs is 0 without `old`.
         """
         batch, made = self._prepared("compute_logprobs", micro_batches, head="lm")
         if reference:
+            made_of = made
             if batch.routed_experts is not None:  # the reference chooses experts by its own routers
                 unrouted = replace(batch, routed_experts=None)
                 made_of = [self._maker.make(unrouted, sequences) for sequences in micro_batches]
-            else:
-                made_of = made
             with self._reference_in_place():
                 batch = replace(batch, reference_logprobs=self._pipeline.outputs(batch, made_of)[0])
         if old:
@@ -323,19 +315,15 @@ class PolicyWorker:
         return value_metrics(self._batch, self.device)
 
     def compute_top(self, micro_batches: list[list[int]], k: int) -> None:
-        """Fill `top_ids` and `top_logprobs`: the k likeliest tokens at each place where the mask is set.
-
-        All of them where there are no k.
-        """
+        """Fill `top_ids` and `top_logprobs`: the k likeliest tokens, or all, where the mask is set."""
         batch, made = self._prepared("compute_top", micro_batches, head="lm")
         ids, logprobs = self._pipeline.top(batch, made, min(k, self._shape.vocab_size))
         self._batch = replace(batch, top_ids=ids, top_logprobs=logprobs)
 
     def train(self, micro_batches: list[list[int]], loss: Loss) -> TrainStats:
         """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""
-        batch, made = self._prepared(
-            "a loss that needs the entropy", micro_batches, head="lm" if loss.needs_entropy else None
-        )
+        head = "lm" if loss.needs_entropy else None
+        batch, made = self._prepared("a loss that needs the entropy", micro_batches, head=head)
         if self._routers is not None:
             self._routers.begin_step((micro.layout.routing for micro in made), self.device)
         self.optimizer.zero_grad()
@@ -357,16 +345,12 @@ class PolicyWorker:
 
     def evaluate(self, micro_batches: list[list[int]], loss: Loss) -> Evaluation:
         """The loss of these sequences under the current weights, which do not change."""
-        _, made = self._prepared(
-            "a loss that needs the entropy", micro_batches, head="lm" if loss.needs_entropy else None
-        )
+        head = "lm" if loss.needs_entropy else None
+        _, made = self._prepared("a loss that needs the entropy", micro_batches, head=head)
         return Evaluation(*self._pipeline.run_loss(made, loss, backward=False))
 
     def sequence_logprobs(self, micro_batches: list[list[int]], *, reference: bool) -> list[float]:
-        """[S] sums of the logprobs of each sequence's masked tokens, of this data-parallel rank's batch.
-
-        Under the weights as they are, or the reference's. Sequences that are not named have 0.
-        """
+        """[S] sums of the logprobs of each sequence's masked tokens; 0 for sequences that are not named."""
         batch, made = self._prepared("sequence_logprobs", micro_batches, head="lm")
         with self._reference_in_place() if reference else nullcontext():
             logprobs, _ = self._pipeline.outputs(batch, made)
