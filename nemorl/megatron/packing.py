@@ -34,8 +34,8 @@ SHORT = 32
 class ContextShare:
     """A rank's part of every sequence under context parallelism; by default the whole.
 
-    Causal attention costs later tokens more. So that all ranks have equal work, a sequence is cut into twice
-    as many chunks as there are ranks, and rank r of R takes chunk r and chunk 2R - 1 - r.
+    A sequence is cut into twice as many chunks as there are ranks, and rank r of R takes chunk r and chunk
+    2R - 1 - r, as causal attention costs later tokens more.
     """
 
     rank: int = 0
@@ -146,10 +146,7 @@ class Bucket:
 
 @dataclass
 class PackedLayout(PackedSeqParams):
-    """The layout of a packed micro-batch. Goes through Megatron's layers as its `packed_seq_params`.
-
-    `cu_seqlens` are those of whole sequences, also where context parallelism gives the rank a part of each.
-    """
+    """The layout of a packed micro-batch, in Megatron's type; `cu_seqlens` are those of whole sequences."""
 
     qkv_format: str = "thd"
     rotary: Angles | None = None
@@ -173,15 +170,13 @@ def packed_layout(
 ) -> PackedLayout:
     """Layout of sequences laid end to end; neighbors should be of similar length (sort them).
 
-    `lengths` are multiples of `share.num_chunks`; the angles are those of the rank's own tokens. Without a
-    kernel buckets are made.
+    `lengths` are multiples of `share.num_chunks`; the angles are those of the rank's own tokens.
     """
     device = rotary[0].device
     cu_seqlens = _starts(lengths, device)
-    buckets, rows, keys = [], None, None
-    if kernel is None:
-        buckets = _buckets(lengths, share, device)
-    else:
+    buckets = _buckets(lengths, share, device) if kernel is None else []
+    rows, keys = None, None
+    if kernel is not None:
         # A row for each chunk that the rank takes: its queries, and the sequence's keys up to its end.
         queries = [length // share.num_chunks for length in lengths for _ in share.chunks]
         seen = [length // share.num_chunks * (number + 1) for length in lengths for number in share.chunks]
@@ -270,9 +265,8 @@ class ModelInput:
 class MicroBatch(ModelInput):
     """Sequences of one forward pass, shortest first.
 
-    A rank computes `tokens`: its share of every sequence, which is padded to cut into equal chunks under
-    context parallelism, and then of a few tokens of padding, a sequence of its own that nothing looks at:
-    sequence parallelism requires a multiple of the tensor-parallel size.
+    A rank computes `tokens`: its share of every sequence, padded to equal chunks under context parallelism,
+    and of a sequence of padding, as sequence parallelism requires a multiple of the tensor-parallel size.
     """
 
     batch: PackedBatch  # [N] whole sequences
@@ -392,15 +386,12 @@ def _spread(values: Tensor, places: Tensor, size: int) -> Tensor:
 def check_batch(batch: PackedBatch, max_sequence_length: int) -> None:
     starts = batch.cu_seqlens.tolist()
     if not starts or starts[0] != 0 or starts[-1] != batch.num_tokens:
-        raise ValueError(
-            f"cu_seqlens {starts} does not run from 0 to the {batch.num_tokens} tokens of the batch"
-        )
+        raise ValueError(f"cu_seqlens {starts} does not run from 0 to the batch's {batch.num_tokens} tokens")
     for sequence, (start, end) in enumerate(pairwise(starts)):
         if not 0 < end - start <= max_sequence_length:
             raise ValueError(
                 f"sequence {sequence} of the batch has {end - start} tokens; "
                 f"policy.max_sequence_length allows 1 to {max_sequence_length}"
             )
-    first = batch.cu_seqlens[:-1].long()
-    if bool(batch.loss_mask[first].any()):
+    if batch.loss_mask[batch.cu_seqlens[:-1].long()].any():
         raise ValueError("the first token of a sequence has no logprob, so its loss_mask must be False")
