@@ -101,9 +101,7 @@ def load_dialogues(dataset: DatasetConfig, data: DataConfig) -> list[Dialogue]:
     dialogues = []
     for task in load_tasks(dataset, data):
         if task.answer is None:
-            raise DatasetError(
-                f"task {task.index} has no answer to train on: name its key in `data.train.answer_key`"
-            )
+            raise DatasetError(f"task {task.index} has no answer to train on: set `data.train.answer_key`")
         dialogues.append(Dialogue(task.messages, _says(task.answer)))
     return dialogues
 
@@ -251,9 +249,7 @@ def _parse(index: int, line: str, dataset: FileDataset, data: DataConfig) -> Any
                 opening = _opening(both[0][:shared], data)
             margin = 0.0
             if dataset.margin_key is not None:
-                margin = float(
-                    fields.checked("margin_key", lambda value: type(value) in (int, float), "a number")
-                )
+                margin = float(fields.checked("margin_key", lambda v: type(v) in (int, float), "a number"))
             return Pair(opening, chosen, rejected, margin)
         case FeedbackDataset():
             opening, completion = _opening(fields.prompt(), data), fields.completion("completion_key")
@@ -308,9 +304,7 @@ class _Fields:
 
     def messages(self, option: str) -> list[Message]:
         key = getattr(self._dataset, option)
-        value = self.checked(
-            option, lambda v: isinstance(v, list) and bool(v), "a text or a list of messages"
-        )
+        value = self.checked(option, lambda v: type(v) is list and bool(v), "a text or a list of messages")
         for position, item in enumerate(value):
             where = f"key `{key}`, message {position}"
             if not isinstance(item, dict) or item.get("role") not in ROLES:
@@ -395,9 +389,8 @@ class ArithmeticTasks(LazyTasks):
         pair, digits = self._pairs[index], self._config.digits
         left, right = divmod(pair, self._base)
         prompt = f"{left:0{digits}d}+{right:0{digits}d}="
-        return Task(
-            index, _opening(prompt, self._data), self._answer(pair, self._error(pair)), {"prompt": prompt}
-        )
+        answer = self._answer(pair, self._error(pair))
+        return Task(index, _opening(prompt, self._data), answer, {"prompt": prompt})
 
     def alternative(self, index: int) -> str:
         """The answer that is not recorded: a slip if the recorded one is right, else the right one."""
@@ -438,13 +431,11 @@ class ReasoningGymTasks(LazyTasks):
 
     def __init__(self, config: ReasoningGymDataset, data: DataConfig) -> None:
         super().__init__(config.size, data)
-        import reasoning_gym  # takes a second to import
+        from reasoning_gym import create_dataset  # takes a second to import
 
         self._config = config
         try:
-            self._dataset = reasoning_gym.create_dataset(
-                config.task, size=config.size, seed=config.seed, **config.options
-            )
+            self._dataset = create_dataset(config.task, size=config.size, seed=config.seed, **config.options)
         except (ValueError, TypeError, AssertionError) as error:
             raise DatasetError(
                 f"reasoning_gym dataset `{config.task}` with options {config.options}: {error}"

@@ -121,15 +121,14 @@ class Encoder:
 
     def answer_in_steps(self, answer: Steps) -> Example:
         """An answer in steps, each labeled at its last token with the probability that it is right."""
-        if not answer.steps or len(answer.steps) != len(answer.labels):
-            raise ExampleError(
-                f"there are {len(answer.steps)} steps and {len(answer.labels)} labels: label every step"
-            )
+        steps, labels = answer.steps, answer.labels
+        if not steps or len(steps) != len(labels):
+            raise ExampleError(f"there are {len(steps)} steps and {len(labels)} labels: label every step")
         tokens = self.prompts.open(answer.opening)
         if not tokens:
             raise ExampleError("the prompt is empty")
         start, ends = len(tokens), []
-        for index, step in enumerate(answer.steps):
+        for index, step in enumerate(steps):
             encoded = self.tokenizer.encode(step)
             if not encoded:
                 raise ExampleError(f"step {index} is empty")
@@ -137,7 +136,7 @@ class Encoder:
             ends.append(len(tokens) - 1)
         self._check_length(len(tokens), start)
         mask, marks = np.zeros(len(tokens), dtype=np.bool_), np.zeros(len(tokens), dtype=np.float32)
-        mask[ends], marks[ends] = True, 2 * np.array(answer.labels, dtype=np.float32) - 1
+        mask[ends], marks[ends] = True, 2 * np.array(labels, dtype=np.float32) - 1
         return Example(np.array(tokens, dtype=np.int32), mask, marks)
 
     def _check_length(self, num_tokens: int, num_prompt: int) -> None:

@@ -72,9 +72,8 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The exact text of the tokens, special ones included."""
-        return str(
-            self._backend.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        exact = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self._backend.decode(tokens, **exact))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
         """The conversation as the chat template writes it. Raises TokenizerError with its complaint."""

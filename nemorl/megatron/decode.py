@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from numpy.typing import NDArray
 from torch import Tensor
@@ -133,9 +134,7 @@ class CachedModel:
         """Append the padding that sequence parallelism requires, as a separate sequence."""
         maker, n = self._maker, len(tokens)
         missing = -n % maker.multiple if n else maker.multiple
-        tokens, positions = (
-            torch.nn.functional.pad(x, (0, missing)).to(self._device) for x in (tokens, positions)
-        )
+        tokens, positions = (F.pad(x, (0, missing)).to(self._device) for x in (tokens, positions))
         rotary = maker.rotary.at(positions)
         local = maker.local_rotary.at(positions) if maker.local_rotary else None
         if lengths is None:

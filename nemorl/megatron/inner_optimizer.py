@@ -288,9 +288,7 @@ def _replace_by_muon(
         for name, parameter in parameters.items()
         if (main := getattr(parameter, "main_param", parameter)) in mains
     }
-    found = {
-        e: matrices(trained, place, of_experts=e) for e in {is_expert for _, is_expert in theirs.values()}
-    }
+    found = {e: matrices(trained, place, of_experts=e) for e in {e for _, e in theirs.values()}}
     muon = Muon(
         muon_config,
         {main: found[e][name] for name, (main, e) in theirs.items() if name in found[e]},

@@ -119,9 +119,7 @@ def choose(
         why = "the package transformer_engine cannot be imported here"
         if kind == "cpu":
             why = "this process runs on the CPU, where it has no kernels"
-        raise KernelsNotFound(
-            f"policy.kernels is transformer_engine, but {why}: set it to auto to use what is there"
-        )
+        raise KernelsNotFound(f"policy.kernels is transformer_engine, but {why}: set it to auto")
     if kind == "cpu":
         return Kernels()
     attention: AttentionName = "torch_varlen"

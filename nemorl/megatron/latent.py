@@ -80,12 +80,10 @@ class LatentAttention(MLASelfAttention):
         """Queries, keys and values of this rank's heads, from what is narrow."""
         config = self.config
         project = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
-        plain, positioned = self._heads(project(query_input)[0]).split(
-            (config.qk_head_dim, config.qk_pos_emb_head_dim), -1
-        )
-        key, value = self._heads(self.linear_kv_up_proj(latent)[0]).split(
-            (config.qk_head_dim, config.v_head_dim), -1
-        )
+        query = self._heads(project(query_input)[0])
+        plain, positioned = query.split((config.qk_head_dim, config.qk_pos_emb_head_dim), -1)
+        both = self._heads(self.linear_kv_up_proj(latent)[0])
+        key, value = both.split((config.qk_head_dim, config.v_head_dim), -1)
         turned = _rotate_pairs(shared_key, angles).expand(-1, key.shape[1], -1)
         return (
             torch.cat((plain, _rotate_pairs(positioned, angles)), -1),

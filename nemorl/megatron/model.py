@@ -406,9 +406,8 @@ class PolicyParallel(DistributedDataParallel):
     @property
     def _has_copies(self) -> bool:
         """Experts may have copies where the rest has none: on the TP ranks that do not share them."""
-        return self.dp_cp_group.size() > 1 or (
-            bool(self.expert_parallel_buffers) and self.expt_dp_group.size() > 1
-        )
+        has_experts = bool(self.expert_parallel_buffers)
+        return self.dp_cp_group.size() > 1 or (has_experts and self.expt_dp_group.size() > 1)
 
 
 def build_model(

@@ -196,9 +196,8 @@ class ExpertLayer(MoELayer):
         super().__init__(config, MoESubmodules(spec.experts, spec.shared_experts, PolicyRouter), **options)
         self.tokens: TokenRouting | None = None
         # Done below instead, where the tokens are known.
-        self._is_recomputed: bool = config.recompute_granularity == "selective" and "moe" in (
-            config.recompute_modules or []
-        )
+        modules = config.recompute_modules or []
+        self._is_recomputed: bool = config.recompute_granularity == "selective" and "moe" in modules
         self.moe_layer_recompute = False
         # Experts are divided, reduced and counted over their own groups, whatever the layout. Megatron takes
         # them for ordinary parameters when EP is 1, so that with TP of 2 and ETP of 1 their gradients are not

@@ -242,9 +242,7 @@ def _rows(
     index = None
     if num_tokens < len(lengths) * row_length:
         by_row = len(runs) // len(lengths)
-        places = [
-            torch.arange(number) + first + i // by_row * row_length for i, (first, number) in enumerate(runs)
-        ]
+        places = [torch.arange(n) + first + i // by_row * row_length for i, (first, n) in enumerate(runs)]
         index = torch.cat(places).to(device)
     return Rows(start, start + num_tokens, len(lengths), row_length, index)
 

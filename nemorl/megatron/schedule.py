@@ -90,9 +90,8 @@ class Pipeline:
 
         config, chunks = self._chunks[0].config, list(self._chunks)
         if len(chunks) > 1:
-            config.microbatch_group_size_per_vp_stage = micro_batches_in_a_row(
-                len(made), config.pipeline_model_parallel_size
-            )
+            stages = config.pipeline_model_parallel_size
+            config.microbatch_group_size_per_vp_stage = micro_batches_in_a_row(len(made), stages)
         iterators = [iter(made) for _ in chunks]
         with torch.set_grad_enabled(backward):
             outputs = get_forward_backward_func()(

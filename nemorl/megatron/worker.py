@@ -374,7 +374,5 @@ class PolicyWorker:
 
     def _reference_in_place(self) -> AbstractContextManager[None]:
         if self._reference is None:
-            raise RuntimeError(
-                "no reference weights are kept: start the worker with keep_reference and load_hf"
-            )
+            raise RuntimeError("no reference weights are kept: start with keep_reference and load_hf")
         return self._reference.in_place()
