@@ -1,7 +1,7 @@
 """Attention of the next token of each running sequence to the keys and values in the cache.
 
 They are kept rotated and, under MLA, projected up, so that one cache serves every family. Before its first
-token a row has an empty place, whose key gives the logit 0, to which a layer with sinks (sinks.py) adds the
+token a row has an empty place, whose key gives the logit 0, to which a layer with sinks adds the
 sink.
 """
 

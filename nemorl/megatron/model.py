@@ -40,11 +40,10 @@ from nemorl.config.policy import FullRecompute, PolicyConfig, SelectiveRecompute
 from nemorl.models.layout import padded_vocab_size, stage_layers
 from nemorl.models.shape import ModelShape
 
-from .attention import PackedAttention
+from .attention import LatentAttention, PackedAttention
 from .device import DTYPES, DeviceKind, building
 from .head import VocabularyShard, logprobs_at, token_logprobs, top_logprobs
 from .kernels import Kernels
-from .latent import LatentAttention
 from .lora import Adapters
 from .moe import ExpertLayer, RoutedLayer, expert_arguments
 from .packing import MicroBatch, ModelInput
@@ -183,7 +182,7 @@ def transformer_config(
         options |= {"recompute_granularity": "full", **full}
     elif isinstance(recompute, SelectiveRecompute):
         options |= {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
-    if mla is not None:  # positions and the softmax scale are ours (latent.py)
+    if mla is not None:  # positions and the softmax scale are ours
         options |= {
             "q_lora_rank": mla.query_rank,
             "kv_lora_rank": mla.key_value_rank,
