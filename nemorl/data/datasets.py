@@ -155,14 +155,8 @@ def _sums(dataset: DatasetConfig, data: DataConfig, kind: str) -> list[tuple[Tas
     return [(task, str(task.answer), tasks.alternative(task.index)) for task in tasks]
 
 
-# Files
-
-
 def file_errors(dataset: DatasetConfig, data: DataConfig, seconds: float = 30.0) -> list[str]:
-    """Errors of the first lines that loading the dataset's file would refuse; none without a file.
-
-    Reading ends after 5 errors or after `seconds`; loading checks what is left.
-    """
+    """Errors of the lines of the dataset's file, if any: the first 5, or those found within `seconds`."""
     if isinstance(dataset, ArithmeticDataset | ReasoningGymDataset):
         return []
     deadline = time.monotonic() + seconds
@@ -191,10 +185,7 @@ def _read(dataset: FileDataset, data: DataConfig) -> list[Any]:
 
 
 def _rows(dataset: FileDataset, data: DataConfig) -> Iterator[Any]:
-    """What each line that is not blank holds, or its DatasetError, which names file and line.
-
-    Raises DatasetError for a file that cannot be read.
-    """
+    """Rows of the lines that are not blank, or their errors. Raises DatasetError for an unreadable file."""
     index = 0
     try:
         # Not str.splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
@@ -325,10 +316,7 @@ def _exchange(messages: Sequence[Message], key: str) -> Messages:
 
 
 def _opening(prompt: str | Sequence[Message], data: DataConfig) -> Messages:
-    """The messages that open a conversation: system prompt, then the prompt put into the template.
-
-    The template is applied to a text, or to the last user message of a list. Raises DatasetError.
-    """
+    """The system prompt, then the prompt, with its text or last user message put into the template."""
     messages = [Message("user", prompt)] if isinstance(prompt, str) else list(prompt)
     users = [i for i, message in enumerate(messages) if message.role == "user"]
     if not users:
@@ -343,9 +331,6 @@ def _opening(prompt: str | Sequence[Message], data: DataConfig) -> Messages:
             "the prompt has a system message and `data.system_prompt` is set; keep one of them"
         )
     return (Message("system", data.system_prompt), *messages)
-
-
-# Generated tasks
 
 
 class LazyTasks(Sequence[Task]):
@@ -413,8 +398,7 @@ class ArithmeticTasks(LazyTasks):
 def _draw(population: int, count: int, seed: int) -> list[int]:
     """The first `count` numbers of a random order of `range(population)`.
 
-    A Fisher-Yates shuffle that keeps only the places it has moved, so the order does not depend on `count`
-    (random.sample's does) and a million million pairs cost nothing.
+    A Fisher-Yates shuffle that keeps only the places it has moved; random.sample's order depends on `count`.
     """
     draws = random.Random(seed)
     moved: dict[int, int] = {}

@@ -1,8 +1,7 @@
 """The model's tokenizer and chat template, loaded without torch, and conversations as tokens turn by turn.
 
-What was sampled stays as it was sampled. A chat template renders complete conversations; here it is used only
-for what surrounds a turn: a placeholder takes the turn's place, and the text after it is what the template
-adds: its end of the turn, the observation, and the opening of the next turn.
+What was sampled stays as it was sampled. The chat template is used only for what surrounds a turn: it renders
+the conversation with a placeholder in the turn's place, and the text after that is what it adds.
 """
 
 import json
@@ -24,8 +23,7 @@ class TokenizerError(NemorlError, ValueError):
 class Tokenizer:
     """Text to token ids and back, and the chat template that goes with them.
 
-    `end_token_ids` are the tokens with which the model ends a turn: the tokenizer's and the model's own end
-    tokens and the one that the chat template puts after an assistant's message.
+    `end_token_ids` end a turn: the tokenizer's, the model's and the chat template's.
     """
 
     def __init__(self, backend: Any, name: str, end_token_ids: frozenset[int]) -> None:
@@ -53,10 +51,7 @@ class Tokenizer:
         return int(self._backend.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text; special tokens only where the text spells them.
-
-        Raises TokenizerError for a text that the vocabulary cannot write.
-        """
+        """Token ids of a text, or TokenizerError; special tokens only where the text spells them."""
         return self._encode(text, add_special_tokens=False)
 
     def encode_document(self, text: str) -> list[int]:
@@ -143,10 +138,7 @@ class TemplateError(TokenizerError):
 
 
 class Prompts:
-    """Renders messages as the tokens between the policy's turns: here as plain text, joined.
-
-    For models without a chat format.
-    """
+    """Renders messages as the tokens between the policy's turns: here as plain text, joined."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -165,7 +157,7 @@ class Prompts:
         observation: Sequence[Message],
         last_token: int | None,
     ) -> list[int]:
-        """The tokens between a turn of the policy and its next: only these are encoded, never the turn.
+        """The tokens between a turn of the policy and its next.
 
         `history` precedes the turn; `last_token` is the last one sampled, None for an empty turn.
         """

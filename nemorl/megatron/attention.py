@@ -325,11 +325,8 @@ class LatentAttention(MLASelfAttention):
         both = self._heads(self.linear_kv_up_proj(latent)[0])
         key, value = both.split((config.qk_head_dim, config.v_head_dim), -1)
         turned = _rotate_pairs(shared_key, angles).expand(-1, key.shape[1], -1)
-        return (
-            torch.cat((plain, _rotate_pairs(positioned, angles)), -1),
-            torch.cat((key, turned), -1),
-            value.contiguous(),
-        )
+        query = torch.cat((plain, _rotate_pairs(positioned, angles)), -1)
+        return query, torch.cat((key, turned), -1), value.contiguous()
 
     def _heads(self, x: Tensor) -> Tensor:
         """[N, 1, heads * dim] -> [N, heads, dim]."""
@@ -345,5 +342,4 @@ class LatentAttention(MLASelfAttention):
 def _rotate_pairs(x: Tensor, angles: tuple[Tensor, ...]) -> Tensor:
     """Rotate neighboring channels [N, heads, dim]; they end up as halves, both in queries and keys."""
     halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    cos, sin = angles
-    return rotate(halves, cos, sin)
+    return rotate(halves, *angles)

@@ -1,6 +1,6 @@
 """Saving and loading one rank's training state: weights, optimizer, schedule, random generators.
 
-Saving is a snapshot, which is a copy in host memory where training goes on, and its writing.
+Saving is a snapshot, a copy in host memory where training continues meanwhile, and its writing.
 
 Also import from and export to megatron-core's own checkpoints (`dist_checkpointing`), as Megatron-LM has
 them: weights only, named as Transformer Engine's layers name them; the files load under any layout. Reading

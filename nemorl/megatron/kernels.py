@@ -8,10 +8,9 @@
 | gradients | apex's `fused_weight_gradient_mlp_cuda` adds a weight's gradient to its float32 sum in one go |
 | activation | SwiGLU as one kernel, which Triton compiles |
 
-The attention is ours also between Transformer Engine's linears. Its `DotProductAttention` would need Megatron
-to rotate queries and keys (ours are rotated by the positions of a packed batch, by layer), and picks one of
-its back ends by version, shape and environment variables; a variable-length kernel called by ourselves
-computes the same for every family, window and sink, under context parallelism too, and is what the CPU tests.
+The attention is ours also between Transformer Engine's linears: its `DotProductAttention` needs Megatron to
+rotate queries and keys, and picks a back end by version, shape and environment variables. Ours computes the
+same for every family, window and sink, under context parallelism too, and is what the CPU tests.
 """
 
 import importlib

@@ -102,10 +102,9 @@ class PolicyOptimizer:
     def step(self) -> StepResult:
         """One update from the gradients in the model's buffers.
 
-        A norm that is not finite leaves weights and optimizer state untouched; it is global, so all ranks
-        agree. Raises `TooManySkippedSteps` after more than `policy.max_skipped_steps` of these in a row. So
-        does a norm of 0, as where no advantage differs from 0 or a correction left out every token: momentum
-        and weight decay would move the weights though there was nothing to learn from.
+        A norm that is not finite leaves weights and state untouched, on all ranks, and so does a norm of 0:
+        momentum and weight decay would move the weights though there was nothing to learn from. Raises
+        `TooManySkippedSteps` after more than `policy.max_skipped_steps` of the former in a row.
         """
         lr = learning_rate(self.progress.updates + 1, self._config.optimizer.lr, self._config.schedule)
         self.megatron.prepare_grads()
@@ -202,8 +201,7 @@ class Offload:
     ) -> int:
         """Move weights, and free gradients and move the optimizer's state, as `config` says.
 
-        Returns the bytes that the device then has. Where weights and optimizer share memory, as in float32,
-        it goes with the weights.
+        Returns the bytes that this frees. What weights and optimizer share goes with the weights.
         """
         self.require_back()
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -26,10 +26,7 @@ _ADDRESS = slice(20, 24)  # in the kernel's answer
 
 
 def _interface_towards(host: str, port: int) -> str | None:
-    """The network interface of this machine that reaches an address; None where none has that of its route.
-
-    Else gloo would take the one of the machine's name, which on many machines is a loopback address.
-    """
+    """The network interface that reaches an address, if any: gloo's choice is on many machines a loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, port))  # sends nothing
         own = way.getsockname()[0]
@@ -56,9 +53,9 @@ def join(
 ) -> None:
     """Meet the other processes and make Megatron's groups in its order tp, cp, ep, dp, pp.
 
-    `rendezvous` is a file for processes of one machine, such as `file:///dev/shm/run/policy`, or a store
-    that some process serves, such as `tcp://10.0.0.1:29500/policy`; its path keeps groups apart. A collective
-    that takes longer than `deadline_seconds` fails on every rank.
+    `rendezvous` is a file of this machine, such as `file:///dev/shm/run/policy`, or a store such as
+    `tcp://10.0.0.1:29500/policy`, whose path keeps groups apart. A collective that takes longer than
+    `deadline_seconds` fails on every rank.
     """
     if world_size != layout.world_size:
         raise ValueError(
@@ -98,7 +95,6 @@ def join(
 
 
 def leave() -> None:
-    """Undo `join`; another layout can be joined afterwards."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
