@@ -30,9 +30,8 @@ class Loss(Protocol):
     def __call__(self, batch: PackedBatch, outputs: Tensor, entropy: Tensor | None, /) -> LossOutput:
         """`outputs` [N] and `entropy` [N], float32.
 
-        Of a model with a vocabulary the outputs are logprobs; they and the entropy are of the distribution
-        before each token, and 0 but for the tokens of `loss_mask`. Of a model with a scalar head the outputs
-        are the values after each token, and there is no entropy.
+        Outputs are logprobs; they and the entropy are of the distribution before each token, and 0 outside
+        `loss_mask`. Of a scalar head they are the values after each token, and there is no entropy.
         """
         ...
 

@@ -1,8 +1,7 @@
 """Attention of the next token of each running sequence to the keys and values in the cache.
 
 They are kept rotated and, under MLA, projected up, so that one cache serves every family. Before its first
-token a row has an empty place, whose key gives the logit 0, to which a layer with sinks adds the
-sink.
+token a row has an empty place, whose key gives the logit 0, to which a layer with sinks adds the sink.
 """
 
 from dataclasses import dataclass, field
@@ -29,8 +28,8 @@ class NextTokens:
     def mask(self, window: int | None) -> Tensor:
         """[n, 1, 1, places] to be added to the logits; -inf also at the empty place."""
         if window not in self._masks:
-            position = torch.arange(self.places, device=self.positions.device) - EMPTY_PLACES
             own = self.positions.unsqueeze(1)
+            position = torch.arange(self.places, device=own.device) - EMPTY_PLACES
             sees = (position >= 0) & (position <= own)
             if window is not None:
                 sees &= position > own - window

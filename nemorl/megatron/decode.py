@@ -50,10 +50,7 @@ class CachedModel:
         max_tokens: int,
         kept_experts: tuple[int, int] | None = None,
     ) -> None:
-        """`max_tokens` of the cache: rows times the tokens of the longest.
-
-        `kept_experts`, MoE layers and experts of a token, keeps the routers' choices with the keys.
-        """
+        """`max_tokens`: rows times the longest; `kept_experts` (MoE layers, top_k): choices to keep."""
         self.cache = KVCache(max_tokens, EMPTY_PLACES)
         self._kept_experts = kept_experts
         self._vocab_size = vocab_size

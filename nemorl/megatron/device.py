@@ -128,7 +128,6 @@ def random_states(kind: DeviceKind) -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(kind: DeviceKind, states: dict[str, torch.Tensor]) -> None:
-    """Put back what `random_states` gave."""
     torch.set_rng_state(states["cpu"])
     if kind == "cuda":
         torch.cuda.set_rng_state(states["cuda"])
@@ -146,7 +145,7 @@ def finish_copies(kind: DeviceKind) -> None:
 
 
 def release_memory(kind: DeviceKind) -> None:
-    """Return memory that torch caches to the device, for other processes."""
+    """Return memory that torch caches to the device."""
     if kind == "cuda":
         torch.cuda.empty_cache()
 
@@ -226,9 +225,7 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., torch.Tensor]) -> Calla
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """`tensor` [n, ...] with zeros behind it, [rows, ...]."""
-    padded = tensor.new_zeros(rows, *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    return padded
+    return torch.cat((tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])))
 
 
 def _counts_on_cpu(self: Any, point: str, tokens_per_expert: Any = None) -> Any:

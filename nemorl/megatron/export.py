@@ -34,10 +34,8 @@ from .device import DTYPES
 def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     """Write `out` with the weights of `checkpoint` in the policy's precision, one tensor at a time.
 
-    config.json and the tokenizer come from the model that training started from; so do frozen weights, with
-    adapters merged into them. A checkpoint holds float32 weights; rounded to the policy's precision they are
-    what forward passes and generation used. Raises FileExistsError where `out` exists, and `UnfitCheckpoint`
-    for a checkpoint of another model.
+    config.json, the tokenizer and frozen weights, with adapters merged into them, come from the model that
+    training started from. Raises FileExistsError where `out` exists, and `UnfitCheckpoint` for another model.
     """
     with HfFolderWriter(out, config.model_path, head=config.head) as writer:
         for name, tensor in hf_weights(checkpoint, config):

@@ -43,9 +43,8 @@ class PolicyRouter(TopKRouter):
     - `freeze` keeps its weights; gradients go through them to what is below.
     - Choices of `TokenRouting.experts` take the place of its own (routing replay, arXiv 2510.11370); the
       experts' weights are those of the current router.
-    - The balance loss is the sequence-wise one of DeepSeek-V3 (arXiv 2412.19437): for a
-      sequence of T tokens, E / (top_k T^2) * sum_i counts_i * sum_t p_ti. A sum over sequences depends on no
-      micro-batches and ranks, as one over batches would.
+    - The balance loss is the sequence-wise one of DeepSeek-V3 (arXiv 2412.19437), whose sum depends on no
+      micro-batches and ranks: for a sequence of T tokens, E / (top_k T^2) * sum_i counts_i * sum_t p_ti.
     - It counts the tokens of each expert in forward passes that a backward pass follows.
     """
 
@@ -228,9 +227,8 @@ class ExpertLayer(MoELayer):
             # Under pipelining another micro-batch may have come by before this one is computed again.
             self.router.tokens = tokens
             output = MoELayer.forward(self, hidden)
-            # Let go of what the dispatcher keeps of the forward pass: its weights of the experts lead by way
-            # of autograd to Megatron's gradient hooks, which hold the model: a cycle through C++ that is
-            # never collected. A worker would keep its memory and threads after `close`.
+            # Release what the dispatcher keeps of the forward pass: by way of autograd it leads to Megatron's
+            # gradient hooks, which hold the model: a cycle through C++ that outlives the worker's `close`.
             kept: dict[str, Any] = self.token_dispatcher.__dict__
             for name, value in list(kept.items()):
                 if isinstance(value, Tensor) and value.requires_grad:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -183,8 +184,7 @@ def over_data_parallel(values: Tensor, device: torch.device) -> Tensor:
     counts = torch.zeros(group.size(), dtype=torch.int64, device=device)
     counts[group.rank()] = len(values)
     dist.all_reduce(counts, group=group)
-    padded = values.new_zeros(int(counts.max()), device=device)
-    padded[: len(values)] = values.to(device)
+    padded = F.pad(values.to(device), (0, int(counts.max()) - len(values)))
     gathered = [torch.empty_like(padded) for _ in range(group.size())]
     dist.all_gather(gathered, padded, group=group)
     return torch.cat([part[:n] for part, n in zip(gathered, counts.tolist(), strict=True)]).cpu()
