@@ -87,10 +87,7 @@ class BatchPlan:
     @property
     def micro_batches(self) -> list[list[list[int]]]:
         """[rank][micro-batch] of all minibatches together."""
-        return [
-            [batch for minibatch in self.minibatches for batch in minibatch[rank]]
-            for rank in range(len(self.ranks))
-        ]
+        return [list(chain(*of_rank)) for of_rank in zip(*self.minibatches, strict=True)]
 
     def shards(self, sequences: Sequence[SequencePlace]) -> list[Shard]:
         return [

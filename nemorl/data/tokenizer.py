@@ -90,11 +90,8 @@ class Tokenizer:
                 "`policy.tokenizer.chat_template`, or set `data.chat: false` for plain text"
             )
         try:
-            return str(
-                self._backend.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-                )
-            )
+            options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+            return str(self._backend.apply_chat_template(list(messages), **options))
         except jinja2.TemplateError as error:
             roles = ", ".join(m["role"] for m in messages)
             raise TokenizerError(
