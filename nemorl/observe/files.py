@@ -47,14 +47,11 @@ def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
 
     A `private` file has mode 0600.
     """
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o600 if private else 0o666)
-
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a crash, perhaps with another mode
-        with open(temporary, "w", encoding="utf-8", opener=opener) as file:
+        temporary.touch(0o600 if private else 0o666)
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -78,7 +75,7 @@ class JsonLinesWriter:
             raise write_failed(path, error) from error
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add one line and pass it to the operating system. Raises `WriteError`, with the file as before."""
+        """Add one line, unbuffered. Raises `WriteError`, with the file as before."""
         line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
         unwritten = line
         try:

@@ -10,12 +10,13 @@ with Observer(folder, experiment.logger, total_steps=200) as observer:
 The console is bars and a table of steps on a terminal, complete lines elsewhere.
 """
 
+import importlib.util
 import logging
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Self, TextIO
@@ -29,11 +30,10 @@ from rich.text import Text
 
 from nemorl.config.run import LoggerConfig
 
-from .files import JsonLinesWriter, WriteError
+from .files import JsonLinesWriter, TrackerMissing, WriteError, write_failed
 from .metrics import SHOWN, Change, Sample, Shown, StepMetrics, format_number
 from .run_folder import RunFolder
 from .timeline import Stage, StageListener, Stages, Timeline, format_seconds
-from .trackers import open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,14 @@ RATES = {
 
 
 class Observer:
-    """Records and shows one start of a run. Leaving its `with` closes all files and frees the folder."""
+    """Records and shows one start of a run. Leaving its `with` closes all files and frees the folder.
+
+    Raises `TrackerMissing` or `WriteError` before anything else has started.
+    """
 
     def __init__(
         self, folder: RunFolder, config: LoggerConfig, *, total_steps: int, stream: TextIO | None = None
     ) -> None:
-        """Raises `TrackerMissing` or `WriteError` before anything else has started."""
         self.folder = folder
         paths = folder.paths
         self._trackers = open_trackers(config, folder)
@@ -60,6 +62,7 @@ class Observer:
             config, total_steps=total_steps, first_step=folder.resumed_step or 0, stream=stream
         )
         self._stages = Stages([self._console, timeline])
+        self.stage = self._stages.stage
         self._open = ExitStack()
         self._open.callback(folder.close)
         for tracker in self._trackers:
@@ -73,12 +76,6 @@ class Observer:
         """Show what runs, and add it to header.json."""
         self.folder.add_facts(facts)
         self._console.header(facts)
-
-    def stage(
-        self, name: str, *, total: int | None = None, unit: str = "", outside_step: bool = False
-    ) -> AbstractContextManager[Stage]:
-        """Time a stage for the metrics, the timeline and the console; see `Stages.stage`."""
-        return self._stages.stage(name, total=total, unit=unit, outside_step=outside_step)
 
     def step(self, step: int, *, version: int, values: Mapping[str, float]) -> StepMetrics:
         """Record a finished step, with the seconds of its stages and its throughput (`RATES`).
@@ -163,6 +160,52 @@ def _run_log(console: logging.Handler, file: Path) -> Iterator[None]:
             handler.close()
         for other in replaced:
             root.addHandler(other)
+
+
+class TensorBoardTracker:
+    """TensorBoard event files in the run folder."""
+
+    def __init__(self, folder: Path, *, resumed_step: int | None) -> None:
+        """Hide earlier steps after `resumed_step`, since they come again. Raises `WriteError`."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        purge_step = None if resumed_step is None else resumed_step + 1
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        except OSError as error:
+            raise write_failed(folder, error) from error
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Write one scalar for each metric. Raises `WriteError`."""
+        try:
+            for key, value in metrics.values.items():
+                self._writer.add_scalar(key, value, metrics.step)
+            self._writer.flush()
+        except OSError as error:
+            raise write_failed(self._folder, error) from error
+
+    def close(self) -> None:
+        """Close the event file. Each step is flushed, so an error of writing was reported before."""
+        with suppress(OSError):
+            self._writer.close()
+
+
+def check_trackers(config: LoggerConfig) -> None:
+    """Raise `TrackerMissing` when a configured tracker is not installed. No import is made."""
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise TrackerMissing(
+            "logger.tensorboard is true, but the package tensorboard is not installed: "
+            "pip install 'nemorl[trackers]', or set logger.tensorboard=false."
+        )
+
+
+def open_trackers(config: LoggerConfig, folder: RunFolder) -> list[TensorBoardTracker]:
+    """Return the configured trackers. Raises `TrackerMissing`."""
+    check_trackers(config)
+    if not config.tensorboard:
+        return []
+    return [TensorBoardTracker(folder.paths.tensorboard, resumed_step=folder.resumed_step)]
 
 
 COLUMNS = tuple(row for row in SHOWN if row.column)

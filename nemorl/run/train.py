@@ -40,10 +40,9 @@ from nemorl.data.datasets import load_tasks
 from nemorl.errors import NemorlError, RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import JsonLinesWriter, write_atomically
-from nemorl.observe.observer import Observer
+from nemorl.observe.observer import Observer, check_trackers
 from nemorl.observe.report import write_report
 from nemorl.observe.run_folder import RunFolder
-from nemorl.observe.trackers import check_trackers
 from nemorl.rollout.collector import Collector, CollectorPlan, TaskOrder
 from nemorl.session.session import Session, open_session
 

@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.observe.charts import metric_charts, reward_chart, stage_chart, stage_seconds, stage_totals
 from nemorl.observe.files import RunFolderError
 from nemorl.observe.metrics import StepMetrics
-from nemorl.observe.report import write_report
+from nemorl.observe.report import (
+    metric_charts,
+    reward_chart,
+    stage_chart,
+    stage_seconds,
+    stage_totals,
+    write_report,
+)
 from tests.observe.examples import make_sample
 
 ATTACK = (

@@ -7,8 +7,8 @@ import pytest
 from nemorl.config.run import LoggerConfig
 from nemorl.observe.files import TrackerMissing
 from nemorl.observe.metrics import StepMetrics
+from nemorl.observe.observer import open_trackers
 from nemorl.observe.run_folder import RunFolder
-from nemorl.observe.trackers import open_trackers
 from tests.observe.examples import CONFIG
 
 WANTED = LoggerConfig(tensorboard=True)
