@@ -147,7 +147,6 @@ SHOWN = (
 
 
 def shown(name: str) -> Shown:
-    """Return how a metric is shown: by its row, else by its own name."""
     return next((row for row in SHOWN if name.startswith(row.prefix)), Shown(name, title=name))
 
 

@@ -1,13 +1,8 @@
 """Observer of a run: writes its files and its log, shows it on the console, reports to trackers.
 
 with Observer(folder, experiment.logger, total_steps=200) as observer:
-    observer.header({"model": "..."})
-    with observer.stage("start", outside_step=True): ...
     with observer.stage("generation", total=64, unit="trajectories") as stage: stage.advance(tokens=31)
     observer.step(1, version=1, values={"reward/mean": 0.4, "tokens/trained": 5120})
-    observer.summary([Change("validation/reward", 0.31, 0.62)])
-
-The console is bars and a table of steps on a terminal, complete lines elsewhere.
 """
 
 import importlib.util
@@ -131,8 +126,7 @@ class _LogFile(logging.FileHandler):
         """Print no traceback for the line."""
 
     def close(self) -> None:
-        """Close the file; a failing flush must not replace the error that ends the run."""
-        with suppress(OSError):
+        with suppress(OSError):  # a failing flush must not replace the error that ends the run
             super().close()
 
 
@@ -163,10 +157,10 @@ def _run_log(console: logging.Handler, file: Path) -> Iterator[None]:
 
 
 class TensorBoardTracker:
-    """TensorBoard event files in the run folder."""
+    """TensorBoard event files in the run folder. Raises `WriteError`."""
 
     def __init__(self, folder: Path, *, resumed_step: int | None) -> None:
-        """Hide earlier steps after `resumed_step`, since they come again. Raises `WriteError`."""
+        """Hide earlier steps after `resumed_step`, since they come again."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
@@ -177,7 +171,6 @@ class TensorBoardTracker:
             raise write_failed(folder, error) from error
 
     def log(self, metrics: StepMetrics) -> None:
-        """Write one scalar for each metric. Raises `WriteError`."""
         try:
             for key, value in metrics.values.items():
                 self._writer.add_scalar(key, value, metrics.step)
@@ -186,8 +179,7 @@ class TensorBoardTracker:
             raise write_failed(self._folder, error) from error
 
     def close(self) -> None:
-        """Close the event file. Each step is flushed, so an error of writing was reported before."""
-        with suppress(OSError):
+        with suppress(OSError):  # each step is flushed, so an error of writing was reported before
             self._writer.close()
 
 
@@ -221,7 +213,7 @@ def choose_columns(values: Mapping[str, float], width: int) -> tuple[Shown, ...]
     return tuple(row for row in COLUMNS if row in chosen)
 
 
-def describe_losses(values: Mapping[str, float]) -> str | None:
+def describe_losses(values: Mapping[str, float]) -> list[str]:
     """Return what a step lost: trajectories with an error, updates with no finite gradients or only 0."""
     lost = {key: format_number(value) for key, value in values.items() if value > 0}
     errors = ", ".join(f"{k} {n}" for k, n in lost.items() if k == "errors" or k.startswith("reward_errors/"))
@@ -231,33 +223,28 @@ def describe_losses(values: Mapping[str, float]) -> str | None:
         "critic/skipped_updates": "critic skipped {} updates",
     }
     parts = [f"{errors} (why: logs/rollout-*.log)"] if errors else []
-    parts += [text.format(lost[key], lost.get("updates/all")) for key, text in texts.items() if key in lost]
-    return ", ".join(parts) or None
+    return parts + [
+        text.format(lost[key], lost.get("updates/all")) for key, text in texts.items() if key in lost
+    ]
 
 
-def describe_validation(values: Mapping[str, float]) -> str | None:
+def describe_validation(values: Mapping[str, float]) -> list[str]:
     """Return the metrics of the validation after a step, with their intervals, if there was one."""
-    found = {
-        key.removeprefix("validation/"): format_number(value)
-        for key, value in values.items()
-        if key.startswith("validation/")
-    }
-    parts = []
+    prefix, parts = "validation/", []
+    found = {k.removeprefix(prefix): format_number(v) for k, v in values.items() if k.startswith(prefix)}
     for name, value in found.items():
         if name.removesuffix("_low").removesuffix("_high") in found.keys() - {name}:
             continue  # shown with the metric that it bounds
         low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
         parts.append(f"{name} {value}" + (f" ({low} to {high})" if low and high else ""))
-    return ", ".join(parts) or None
+    return parts
 
 
 class PlainConsole(StageListener):
     """Writes complete lines. A stage longer than `slow_seconds` is mentioned, then ever less often."""
 
     def __init__(self, stream: TextIO, *, total_steps: int, slow_seconds: float = 10.0) -> None:
-        self._stream = stream
-        self._total_steps = total_steps
-        self._slow_seconds = slow_seconds
+        self._stream, self._total_steps, self._slow_seconds = stream, total_steps, slow_seconds
         self._timers: dict[int, threading.Timer] = {}  # by id of the running stage
         self._writing = threading.Lock()
 
@@ -265,9 +252,8 @@ class PlainConsole(StageListener):
         self._mention_later(stage, self._slow_seconds)
 
     def stage_finished(self, stage: Stage) -> None:
-        """Stop the timer; a stage that was mentioned gets its end mentioned too."""
         self._timers.pop(id(stage)).cancel()
-        if stage.seconds > self._slow_seconds:
+        if stage.seconds > self._slow_seconds:  # it was mentioned before
             self._mention(stage, f"{stage.outcome} after {format_seconds(stage.seconds)}")
 
     def header(self, facts: Mapping[str, str]) -> None:
@@ -276,15 +262,12 @@ class PlainConsole(StageListener):
             self._line(f"{name:<{width}}  {value}")
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show one line of metrics, with what was lost at its end, and one for the validation."""
         values, label = metrics.values, f"step {metrics.step}/{self._total_steps}"
         parts = [f"{c.column} {format_number(values[c.prefix], 3)}" for c in COLUMNS if c.prefix in values]
-        if losses := describe_losses(values):
-            parts.append(losses)
-        if parts:
+        if parts := [*parts, *describe_losses(values)]:
             self._line(f"{label}: {', '.join(parts)}")
-        if validation := describe_validation(values):
-            self._line(f"{label}, validation: {validation}")
+        if parts := describe_validation(values):
+            self._line(f"{label}, validation: {', '.join(parts)}")
 
     def summary(self, changes: Sequence[Change], report: Path | None) -> None:
         for change in changes:
@@ -297,7 +280,6 @@ class PlainConsole(StageListener):
             self._line(f"report: {report}")
 
     def logging_handler(self) -> logging.Handler:
-        """Return a handler that writes log lines among the others."""
         handler = logging.StreamHandler(self._stream)
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         return handler
@@ -364,7 +346,6 @@ class BarConsole(StageListener):
         self._progress.remove_task(self._stages.pop(id(stage)))
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
-        """Move the bar of the steps and estimate the remaining time."""
         if step > 0:
             self._recent.append(seconds)
         left = (self._total_steps - step) * sum(self._recent) / max(len(self._recent), 1)
@@ -394,12 +375,11 @@ class BarConsole(StageListener):
             )
             self._print(label + "".join(cells))
         if lost := describe_losses(values):
-            self._print(f"{label}  lost: {lost}", "yellow")
+            self._print(f"{label}  lost: {', '.join(lost)}", "yellow")
         if validation := describe_validation(values):
-            self._print(f"{label}  validation: {validation}", "cyan")
+            self._print(f"{label}  validation: {', '.join(validation)}", "cyan")
 
     def summary(self, changes: Sequence[Change], report: Path | None) -> None:
-        """Remove the bars; show a table of what changed, then the report's path."""
         self._progress.stop()
         table = Table("metric")
         for name in ("before", "after", "change"):
@@ -416,7 +396,6 @@ class BarConsole(StageListener):
             self._print(f"report: {report}", "bold")
 
     def logging_handler(self) -> logging.Handler:
-        """Return a handler that prints log lines above the bars."""
         return RichHandler(console=self._terminal, show_path=False, markup=False, log_time_format="%X")
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -25,10 +26,8 @@ def installed_versions() -> dict[str, str]:
     """Return the versions of the packages that matter, as far as they are installed."""
     found = {}
     for package in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -68,7 +67,7 @@ ABOUT = """# A run of nemorl
 
 
 class RunPaths:
-    """Paths in a run folder, for those who read it; `ABOUT` says what each file holds."""
+    """Paths in a run folder; `ABOUT` says what each file holds."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -85,7 +84,6 @@ class RunPaths:
 
     @property
     def holds_run(self) -> bool:
-        """True if a run has been started here."""
         return self.config.exists() or self.metrics.exists()
 
     @property
@@ -148,7 +146,7 @@ class RunFolder:
 
     def add_facts(self, facts: Mapping[str, Any]) -> None:
         """Add facts known only after the start, such as the kernels in use, to this start's entry."""
-        self._start["run"] = {**self._start.get("run", {}), **facts}
+        self._start["run"] = self._start.get("run", {}) | dict(facts)
         self._write_header()
 
     def close(self) -> None:
@@ -171,11 +169,9 @@ def read_header(path: Path) -> list[JsonObject]:
 def _lock(root: Path) -> IO[str]:
     """Hold the folder until the process ends, however it ends."""
     _make(root)
+    path = root / ".lock"
     try:
-        lock = (root / ".lock").open("a+", encoding="utf-8")
-    except OSError as error:
-        raise write_failed(root, error) from error
-    try:
+        lock = path.open("a+", encoding="utf-8")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock.truncate(0)
         lock.write(f"{os.getpid()} on {os.uname().nodename}\n")
@@ -188,7 +184,7 @@ def _lock(root: Path) -> IO[str]:
             f"{root} is being written by process {holder}. End that process first, or choose another run_dir."
         ) from error
     except OSError as error:
-        raise write_failed(root / ".lock", error) from error
+        raise write_failed(path, error) from error
     return lock
 
 

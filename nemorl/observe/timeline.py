@@ -4,9 +4,8 @@ with stages.stage("generation", total=64, unit="trajectories") as stage:
     stage.advance(4)
 seconds = stages.finish_step(step)   # {"time/generation": 3.2, "time/step": 3.4}
 
-timeline.json is in the Chrome trace format, which Perfetto and chrome://tracing open. It is a complete JSON
-array after every event; if a crash cuts off the last line it still opens, since the format allows an array
-without its closing bracket ("Trace Event Format", section "JSON Array Format").
+timeline.json is in the Chrome trace format, which Perfetto and chrome://tracing open: a JSON array, complete
+after every event. The format allows an array without its closing bracket, as a crash may leave.
 """
 
 import json
@@ -50,7 +49,6 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """Seconds so far, or of the whole stage once it is over."""
         return (time.perf_counter() if self.end is None else self.end) - self.begin
 
     @property
@@ -85,14 +83,11 @@ class Stage:
 class StageListener:
     """Receives the events of stages; ignores those it does not override."""
 
-    def stage_started(self, stage: Stage) -> None:
-        """A stage begins."""
+    def stage_started(self, stage: Stage) -> None: ...
 
-    def stage_advanced(self, stage: Stage) -> None:
-        """`stage.done` or `stage.tokens` has grown."""
+    def stage_advanced(self, stage: Stage) -> None: ...
 
-    def stage_finished(self, stage: Stage) -> None:
-        """A stage is over, by success or by an error: see `stage.outcome`."""
+    def stage_finished(self, stage: Stage) -> None: ...
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
         """All stages of a step are over. `started` is in seconds since the epoch."""
@@ -134,8 +129,7 @@ class Stages:
             if outside_step:
                 self._restart_clock()
             else:
-                own = 1 - sum(stage.shares.values())
-                for part, fraction in [(name, own), *stage.shares.items()]:
+                for part, fraction in [(name, 1 - sum(stage.shares.values())), *stage.shares.items()]:
                     self._seconds[part] = self._seconds.get(part, 0.0) + fraction * stage.seconds
             for listener in self._listeners:
                 listener.stage_finished(stage)
