@@ -8,7 +8,7 @@ import math
 
 from .family import LayerKind, ModelFamily, Split, WeightRule, layer_rule, layer_tensor
 from .hf_config import HfConfig, decoder_shape, yarn_sharpening
-from .llama import EMBEDDINGS, INPUT_NORM, MLP, MLP_NORM
+from .llama import EMBEDDINGS, INPUT_NORM, MLP, MLP_NORM, gated_mlp
 from .mixtral import gated_experts, router
 from .shape import Dim, MlaShape, ModelShape, MoeShape
 
@@ -35,19 +35,7 @@ _KEY_VALUE_AND_OUTPUT = (
 _MOE = (
     *gated_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
     router("expert_bias", "mlp.gate.e_score_correction_bias", Dim.EXPERTS, learns=False),
-    layer_rule(
-        "mlp.shared_experts.linear_fc1.weight",
-        Split.ROWS,
-        layer_tensor("mlp.shared_experts.gate_proj.weight", Dim.SHARED_FFN, Dim.HIDDEN),
-        layer_tensor("mlp.shared_experts.up_proj.weight", Dim.SHARED_FFN, Dim.HIDDEN),
-        layers=LayerKind.MOE,
-    ),
-    layer_rule(
-        "mlp.shared_experts.linear_fc2.weight",
-        Split.COLUMNS,
-        layer_tensor("mlp.shared_experts.down_proj.weight", Dim.HIDDEN, Dim.SHARED_FFN),
-        layers=LayerKind.MOE,
-    ),
+    *gated_mlp("mlp.shared_experts", Dim.SHARED_FFN, LayerKind.MOE),
 )
 
 

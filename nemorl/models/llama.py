@@ -7,25 +7,13 @@ from .family import HfTensor, LayerKind, ModelFamily, Split, Stage, WeightRule, 
 from .hf_config import HfConfig, decoder_shape, layer_types
 from .shape import Dim, ModelShape
 
+_EMBEDDING = HfTensor("model.embed_tokens.weight", (Dim.VOCABULARY, Dim.HIDDEN))
+_FINAL_NORM = HfTensor("model.norm.weight", (Dim.HIDDEN,))
+_HEAD = HfTensor("lm_head.weight", (Dim.VOCABULARY, Dim.HIDDEN))
 EMBEDDINGS = (
-    WeightRule(
-        "embedding.word_embeddings.weight",
-        (HfTensor("model.embed_tokens.weight", (Dim.VOCABULARY, Dim.HIDDEN)),),
-        Split.VOCABULARY,
-        Stage.FIRST,
-    ),
-    WeightRule(
-        "decoder.final_layernorm.weight",
-        (HfTensor("model.norm.weight", (Dim.HIDDEN,)),),
-        Split.REPLICATED,
-        Stage.LAST,
-    ),
-    WeightRule(
-        "output_layer.weight",
-        (HfTensor("lm_head.weight", (Dim.VOCABULARY, Dim.HIDDEN)),),
-        Split.VOCABULARY,
-        Stage.LAST,
-    ),
+    WeightRule("embedding.word_embeddings.weight", (_EMBEDDING,), Split.VOCABULARY, Stage.FIRST),
+    WeightRule("decoder.final_layernorm.weight", (_FINAL_NORM,), Split.REPLICATED, Stage.LAST),
+    WeightRule("output_layer.weight", (_HEAD,), Split.VOCABULARY, Stage.LAST),
 )
 
 
@@ -48,21 +36,19 @@ ATTENTION_OUTPUT = layer_rule(
 )
 MLP_NORM = norm("pre_mlp_layernorm", "post_attention_layernorm")
 ATTENTION = (INPUT_NORM, QKV, ATTENTION_OUTPUT, MLP_NORM)
-MLP = (
-    layer_rule(
-        "mlp.linear_fc1.weight",
-        Split.ROWS,
-        layer_tensor("mlp.gate_proj.weight", Dim.FFN, Dim.HIDDEN),
-        layer_tensor("mlp.up_proj.weight", Dim.FFN, Dim.HIDDEN),
-        layers=LayerKind.DENSE,
-    ),
-    layer_rule(
-        "mlp.linear_fc2.weight",
-        Split.COLUMNS,
-        layer_tensor("mlp.down_proj.weight", Dim.HIDDEN, Dim.FFN),
-        layers=LayerKind.DENSE,
-    ),
-)
+
+
+def gated_mlp(block: str, ffn: Dim, layers: LayerKind) -> tuple[WeightRule, ...]:
+    """Rules of a gated MLP that has the same name in the checkpoint and in Megatron."""
+    gate, up = (layer_tensor(f"{block}.{name}_proj.weight", ffn, Dim.HIDDEN) for name in ("gate", "up"))
+    down = layer_tensor(f"{block}.down_proj.weight", Dim.HIDDEN, ffn)
+    return (
+        layer_rule(f"{block}.linear_fc1.weight", Split.ROWS, gate, up, layers=layers),
+        layer_rule(f"{block}.linear_fc2.weight", Split.COLUMNS, down, layers=layers),
+    )
+
+
+MLP = gated_mlp("mlp", Dim.FFN, LayerKind.DENSE)
 LLAMA_WEIGHTS = (*EMBEDDINGS, *ATTENTION, *MLP)
 
 
