@@ -33,7 +33,7 @@ _KEY_VALUE_AND_OUTPUT = (
     _projection("linear_proj", "o_proj", Split.COLUMNS, Dim.HIDDEN, Dim.VALUE),
 )
 _MOE = (
-    *gated_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    *gated_experts("mlp"),
     router("expert_bias", "mlp.gate.e_score_correction_bias", Dim.EXPERTS, learns=False),
     *gated_mlp("mlp.shared_experts", Dim.SHARED_FFN, LayerKind.MOE),
 )

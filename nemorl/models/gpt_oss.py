@@ -10,41 +10,33 @@ from .mixtral import expert, router, softmax_moe
 from .qwen import QKV_BIAS
 from .shape import Dim, ModelShape
 
-_GATE_AND_UP = (Dim.EXPERT_FFN, Dim.TWO)
-_GATE_UP = "mlp.experts.gate_up_proj"
-_DOWN = "mlp.experts.down_proj"
+_OUTPUT_BIAS = layer_tensor("self_attn.o_proj.bias", Dim.HIDDEN)
+_SINKS = layer_tensor("self_attn.sinks", Dim.HEADS)
+_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_FIRST = (Dim.EXPERTS, Dim.HIDDEN, (Dim.EXPERT_FFN, Dim.TWO))
+_FIRST_BIAS = (Dim.EXPERTS, (Dim.EXPERT_FFN, Dim.TWO))
+_SECOND = layer_tensor(_DOWN, Dim.EXPERTS, Dim.EXPERT_FFN, Dim.HIDDEN, transposed=True)
+_SECOND_BIAS = layer_tensor(f"{_DOWN}_bias", Dim.EXPERTS, Dim.HIDDEN)
 _WEIGHTS = (
     *EMBEDDINGS,
     *ATTENTION,
     QKV_BIAS,
-    layer_rule(
-        "self_attention.linear_proj.bias", Split.REPLICATED, layer_tensor("self_attn.o_proj.bias", Dim.HIDDEN)
-    ),
-    layer_rule(
-        "self_attention.core_attention.softmax_offset",
-        Split.ROWS,
-        layer_tensor("self_attn.sinks", Dim.HEADS),
-    ),
+    layer_rule("self_attention.linear_proj.bias", Split.REPLICATED, _OUTPUT_BIAS),
+    layer_rule("self_attention.core_attention.softmax_offset", Split.ROWS, _SINKS),
     router("weight", "mlp.router.weight", Dim.EXPERTS, Dim.HIDDEN),
     router("bias", "mlp.router.bias", Dim.EXPERTS),
     expert(
         "linear_fc1.weight",
         Split.ROWS,
-        layer_tensor(_GATE_UP, Dim.EXPERTS, Dim.HIDDEN, _GATE_AND_UP, part=0, transposed=True),
-        layer_tensor(_GATE_UP, Dim.EXPERTS, Dim.HIDDEN, _GATE_AND_UP, part=1, transposed=True),
+        *(layer_tensor(_GATE_UP, *_FIRST, part=part, transposed=True) for part in (0, 1)),
     ),
     expert(
         "linear_fc1.bias",
         Split.ROWS,
-        layer_tensor(f"{_GATE_UP}_bias", Dim.EXPERTS, _GATE_AND_UP, part=0),
-        layer_tensor(f"{_GATE_UP}_bias", Dim.EXPERTS, _GATE_AND_UP, part=1),
+        *(layer_tensor(f"{_GATE_UP}_bias", *_FIRST_BIAS, part=part) for part in (0, 1)),
     ),
-    expert(
-        "linear_fc2.weight",
-        Split.COLUMNS,
-        layer_tensor(_DOWN, Dim.EXPERTS, Dim.EXPERT_FFN, Dim.HIDDEN, transposed=True),
-    ),
-    expert("linear_fc2.bias", Split.REPLICATED, layer_tensor(f"{_DOWN}_bias", Dim.EXPERTS, Dim.HIDDEN)),
+    expert("linear_fc2.weight", Split.COLUMNS, _SECOND),
+    expert("linear_fc2.bias", Split.REPLICATED, _SECOND_BIAS),
 )
 
 

@@ -21,19 +21,17 @@ def norm(param: str, tensor: str, extent: Dim = Dim.HIDDEN) -> WeightRule:
     return layer_rule(f"{param}.weight", Split.REPLICATED, layer_tensor(f"{tensor}.weight", extent))
 
 
+def qkv(kind: str, *columns: Dim) -> WeightRule:
+    """The rule of all weights or biases (`kind`) of queries, keys and values."""
+    rows = {"q": Dim.QUERY, "k": Dim.KEY_VALUE, "v": Dim.KEY_VALUE}
+    tensors = (layer_tensor(f"self_attn.{name}_proj.{kind}", dim, *columns) for name, dim in rows.items())
+    return layer_rule(f"self_attention.linear_qkv.{kind}", Split.HEAD_GROUPS, *tensors)
+
+
 INPUT_NORM = norm("input_layernorm", "input_layernorm")
-QKV = layer_rule(
-    "self_attention.linear_qkv.weight",
-    Split.HEAD_GROUPS,
-    layer_tensor("self_attn.q_proj.weight", Dim.QUERY, Dim.HIDDEN),
-    layer_tensor("self_attn.k_proj.weight", Dim.KEY_VALUE, Dim.HIDDEN),
-    layer_tensor("self_attn.v_proj.weight", Dim.KEY_VALUE, Dim.HIDDEN),
-)
-ATTENTION_OUTPUT = layer_rule(
-    "self_attention.linear_proj.weight",
-    Split.COLUMNS,
-    layer_tensor("self_attn.o_proj.weight", Dim.HIDDEN, Dim.QUERY),
-)
+QKV = qkv("weight", Dim.HIDDEN)
+_OUTPUT = layer_tensor("self_attn.o_proj.weight", Dim.HIDDEN, Dim.QUERY)
+ATTENTION_OUTPUT = layer_rule("self_attention.linear_proj.weight", Split.COLUMNS, _OUTPUT)
 MLP_NORM = norm("pre_mlp_layernorm", "post_attention_layernorm")
 ATTENTION = (INPUT_NORM, QKV, ATTENTION_OUTPUT, MLP_NORM)
 

@@ -15,10 +15,8 @@ def softmax_moe(config: HfConfig, *, experts: str, ffn: str, **changes: Any) -> 
     """Experts weighted by a softmax over those chosen; `experts` and `ffn` name fields."""
     num_experts, top_k = config.integer(experts), config.integer("num_experts_per_tok")
     if not 2 <= top_k <= num_experts:
-        raise config.unsupported(
-            "num_experts_per_tok",
-            f"a softmax over the chosen experts requires 2 to {num_experts} of them",
-        )
+        reason = f"a softmax over the chosen experts requires 2 to {num_experts} of them"
+        raise config.unsupported("num_experts_per_tok", reason)
     return MoeShape(num_experts, top_k, config.integer(ffn), **changes)
 
 
@@ -34,22 +32,17 @@ def expert(param: str, split: Split, *tensors: HfTensor) -> WeightRule:
     return layer_rule(name, split, *tensors, layers=LayerKind.MOE, experts=True)
 
 
-def gated_experts(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
+def gated_experts(
+    block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[WeightRule, ...]:
     """Rules of a router and of experts with three tensors each, under a checkpoint's own names."""
     prefix = block + ".experts.{expert}."
+    first = (layer_tensor(f"{prefix}{name}.weight", Dim.EXPERT_FFN, Dim.HIDDEN) for name in (gate, up))
+    second = layer_tensor(f"{prefix}{down}.weight", Dim.HIDDEN, Dim.EXPERT_FFN)
     return (
         router("weight", f"{block}.gate.weight", Dim.EXPERTS, Dim.HIDDEN),
-        expert(
-            "linear_fc1.weight",
-            Split.ROWS,
-            layer_tensor(f"{prefix}{gate}.weight", Dim.EXPERT_FFN, Dim.HIDDEN),
-            layer_tensor(f"{prefix}{up}.weight", Dim.EXPERT_FFN, Dim.HIDDEN),
-        ),
-        expert(
-            "linear_fc2.weight",
-            Split.COLUMNS,
-            layer_tensor(f"{prefix}{down}.weight", Dim.HIDDEN, Dim.EXPERT_FFN),
-        ),
+        expert("linear_fc1.weight", Split.ROWS, *first),
+        expert("linear_fc2.weight", Split.COLUMNS, second),
     )
 
 

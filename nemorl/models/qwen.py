@@ -6,25 +6,19 @@ head.
 
 from dataclasses import replace
 
-from .family import ModelFamily, Split, layer_rule, layer_tensor
+from .family import ModelFamily
 from .hf_config import HfConfig, decoder_shape, layer_types
-from .llama import LLAMA_WEIGHTS, norm
+from .llama import LLAMA_WEIGHTS, norm, qkv
 from .mixtral import gated_experts, softmax_moe
 from .shape import Dim, ModelShape
 
-QKV_BIAS = layer_rule(
-    "self_attention.linear_qkv.bias",
-    Split.HEAD_GROUPS,
-    layer_tensor("self_attn.q_proj.bias", Dim.QUERY),
-    layer_tensor("self_attn.k_proj.bias", Dim.KEY_VALUE),
-    layer_tensor("self_attn.v_proj.bias", Dim.KEY_VALUE),
-)
+QKV_BIAS = qkv("bias")
 QK_NORMS = (
     norm("self_attention.q_layernorm", "self_attn.q_norm", Dim.HEAD),
     norm("self_attention.k_layernorm", "self_attn.k_norm", Dim.HEAD),
 )
 _QWEN3_WEIGHTS = (*LLAMA_WEIGHTS, *QK_NORMS)
-_EXPERTS = gated_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+_EXPERTS = gated_experts("mlp")
 
 
 def _read_qwen2(config: HfConfig) -> ModelShape:
