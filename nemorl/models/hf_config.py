@@ -12,7 +12,7 @@ from typing import Any
 
 from nemorl.errors import NemorlError
 
-from .shape import LinearRopeScaling, Llama3RopeScaling, ModelShape, Rope, RopeScaling, YarnRopeScaling
+from .shape import LinearRopeScaling, Llama3RopeScaling, ModelShape, Rope, YarnRopeScaling
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -118,12 +118,9 @@ class HfConfig:
         theta = float(parameters.get("rope_theta") or self.get("rope_theta", 10000.0))
         if parameters.get("partial_rotary_factor", 1) != 1:
             raise self.unsupported(f"{field}.partial_rotary_factor", "only 1 is supported")
-        return Rope(theta, self._rope_scaling(field, parameters))
-
-    def _rope_scaling(self, field: str, parameters: Mapping[str, Any]) -> RopeScaling | None:
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         if kind == "default":
-            return None
+            return Rope(theta)
         if kind not in _ROPE_NUMBERS:
             raise UnsupportedModel(
                 f"{self.source}: {field}.rope_type is {kind!r}; "
@@ -136,10 +133,10 @@ class HfConfig:
             )
         numbers = [float(parameters[name]) for name in _ROPE_NUMBERS[kind]]
         if kind == "linear":
-            return LinearRopeScaling(*numbers)
+            return Rope(theta, LinearRopeScaling(*numbers))
         if kind == "llama3":
             factor, low, high, original = numbers
-            return Llama3RopeScaling(factor, low, high, int(original))
+            return Rope(theta, Llama3RopeScaling(factor, low, high, int(original)))
         (factor,) = numbers
         context = parameters.get("original_max_position_embeddings")
         attention_factor = parameters.get("attention_factor")
@@ -148,7 +145,7 @@ class HfConfig:
             attention_factor = yarn_sharpening(factor)
             if rotary and everywhere:
                 attention_factor = yarn_sharpening(factor, rotary) / yarn_sharpening(factor, everywhere)
-        return YarnRopeScaling(
+        yarn = YarnRopeScaling(
             factor,
             int(context or self.integer("max_position_embeddings")),
             beta_fast=float(parameters.get("beta_fast") or 32),
@@ -156,6 +153,7 @@ class HfConfig:
             attention_factor=float(attention_factor),
             truncate=bool(parameters.get("truncate", True)),
         )
+        return Rope(theta, yarn)
 
 
 def yarn_sharpening(factor: float, amount: float = 1.0) -> float:

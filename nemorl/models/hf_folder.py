@@ -39,17 +39,11 @@ class HfFolder:
 
     def file(self, name: str) -> Path:
         """The file that holds a tensor."""
-        if name not in self._files:
-            raise BrokenModelFolder(
-                f"{self.path} holds no tensor {name!r}, which the model's config.json asks for"
-            )
-        return self._files[name]
-
-    def read(self, part: TensorSlice) -> Tensor:
-        """The elements of one box, of shape `part.size`, in the type of the file."""
-        path = self.file(part.name)
-        with _open(path) as file:
-            return _read_box(file, path, part)
+        if file := self._files.get(name):
+            return file
+        raise BrokenModelFolder(
+            f"{self.path} holds no tensor {name!r}, which the model's config.json asks for"
+        )
 
     def tensor(self, name: str, extents: tuple[int, ...]) -> Tensor:
         """A whole tensor, which must have the given shape, in the type of the file."""
@@ -100,17 +94,16 @@ def _read_box(file: safe_open, path: Path, part: TensorSlice) -> Tensor:
 
 
 def _checked_slice(file: safe_open, path: Path, name: str, extents: tuple[int, ...]) -> Any:
-    """The tensor of a file as safetensors' lazy slice, once its type and shape are right."""
+    """The tensor of a file as safetensors' lazy slice; raises unless its type and shape are right."""
     try:
         whole = file.get_slice(name)
     except SafetensorError as error:
         raise BrokenModelFolder(f"{path} holds no tensor {name!r}, though {INDEX_FILE} says so") from error
-    if whole.get_dtype() not in STORED_DTYPES:
+    dtype, shape = whole.get_dtype(), tuple(whole.get_shape())
+    if dtype not in STORED_DTYPES:
         raise BrokenModelFolder(
-            f"{path}: {name} is of type {whole.get_dtype()}; weights may be {', '.join(STORED_DTYPES)}"
+            f"{path}: {name} is of type {dtype}; weights may be {', '.join(STORED_DTYPES)}"
         )
-    if tuple(whole.get_shape()) != extents:
-        raise BrokenModelFolder(
-            f"{path}: {name} has shape {tuple(whole.get_shape())}, the model's config.json says {extents}"
-        )
+    if shape != extents:
+        raise BrokenModelFolder(f"{path}: {name} has shape {shape}, the model's config.json says {extents}")
     return whole

@@ -25,10 +25,9 @@ def inverse_frequencies(dim: int, rope: Rope) -> Tensor:
             turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             kept = ((turns - low) / (high - low)).clamp(0, 1)
-            return frequencies * (kept + (1 - kept) / scaling.factor)
         case YarnRopeScaling() as scaling:
             kept = _yarn_kept(dim, rope.theta, scaling)
-            return frequencies * (kept + (1 - kept) / scaling.factor)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def attention_factor(rope: Rope) -> float:

@@ -4,6 +4,7 @@ Holders of weights (policy ranks, engines, files) describe them as `TensorSlice`
 and the exchange with generation are then one operation: copy a box of a tensor from one holder to another.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -23,12 +24,15 @@ class TensorSlice:
     offset: int  # elements from the parameter's first element
     strides: tuple[int, ...]  # elements, one per dimension of the box
 
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> "TensorSlice":
+        """A whole HF tensor that lies in a contiguous parameter of the same name."""
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return cls(name, shape, (0,) * len(shape), shape, name, 0, strides)
+
     @property
     def num_elements(self) -> int:
-        n = 1
-        for extent in self.size:
-            n *= extent
-        return n
+        return math.prod(self.size)
 
     @property
     def box(self) -> tuple[slice, ...]:

@@ -357,10 +357,7 @@ def plan_files(
         for layout in receivers
         for part, dtype in zip(layout.slices, layout.dtypes, strict=True)
     }
-    slices = tuple(
-        TensorSlice(name, shape, (0,) * len(shape), shape, name, 0, (0,) * len(shape))
-        for name, shape, _ in required
-    )
+    slices = tuple(TensorSlice.whole(name, shape) for name, shape, _ in required)
     folder = ReceiverLayout(slices, tuple(dtype for _, _, dtype in required))
     return plan_transfers(senders, [folder], bucket_bytes)
 

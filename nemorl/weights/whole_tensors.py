@@ -31,13 +31,7 @@ class Loader(Protocol):
 
 
 def whole_slices(tensors: Mapping[str, tuple[int, ...]]) -> tuple[TensorSlice, ...]:
-    """Return each HF tensor as a slice of a contiguous parameter of the same name."""
-    return tuple(
-        TensorSlice(
-            name, shape, (0,) * len(shape), shape, name, 0, torch.empty(shape, device="meta").stride()
-        )
-        for name, shape in tensors.items()
-    )
+    return tuple(TensorSlice.whole(name, shape) for name, shape in tensors.items())
 
 
 class WholeTensorReceiver(Receiver):
