@@ -111,7 +111,6 @@ class Region:
     _by_node: dict[str, list[int]] | None = None
 
     def on_node(self, node: str, nodes: Sequence[str]) -> list[int]:
-        """The holders on a machine."""
         if self._by_node is None:
             self._by_node = _grouped(self.ranks, nodes)
         return self._by_node.get(node, [])
@@ -269,10 +268,6 @@ class Bucket:
     targets: tuple[tuple[TensorSlice, ...], ...]  # the same boxes, in the layout of each receiver
 
 
-# ranks that take part in a bucket, slices of each, and the bucket
-_Share = tuple[tuple[int, ...], tuple[tuple[TensorSlice, ...], ...], Bucket]
-
-
 @dataclass(frozen=True)
 class TransferPlan:
     """All buckets, in the order in which every rank handles its part of them.
@@ -290,21 +285,21 @@ class TransferPlan:
 
     def sender_parts(self, count: int) -> list[Part]:
         """The parts of `count` senders."""
-        return self._parts(count, (((b.sender,), (b.sources,), b) for b in self.buckets))
+        return _parts(count, ((b, b.sender, b.sources) for b in self.buckets))
 
     def receiver_parts(self, count: int) -> list[Part]:
         """The parts of `count` receivers."""
-        return self._parts(count, ((b.receivers, b.targets, b) for b in self.buckets))
+        shares = ((b, *own) for b in self.buckets for own in zip(b.receivers, b.targets, strict=True))
+        return _parts(count, shares)
 
-    def _parts(self, count: int, shares: Iterable[_Share]) -> list[Part]:
-        """Parts of `count` ranks; a share has the ranks of a bucket and the slices of each."""
-        with _without_garbage_collection():
-            of_ranks: list[list[PartBucket]] = [[] for _ in range(count)]
-            for ranks, slices_of_ranks, bucket in shares:
-                for rank, slices in zip(ranks, slices_of_ranks, strict=True):
-                    part = PartBucket(bucket.sender, bucket.receivers, bucket.dtype, slices)
-                    of_ranks[rank].append(part)
-            return [Part(rank, tuple(buckets)) for rank, buckets in enumerate(of_ranks)]
+
+def _parts(count: int, shares: Iterable[tuple[Bucket, int, tuple[TensorSlice, ...]]]) -> list[Part]:
+    """Parts of `count` ranks; a share is a bucket, one of its ranks and the slices of that rank."""
+    with _without_garbage_collection():
+        of_ranks: list[list[PartBucket]] = [[] for _ in range(count)]
+        for bucket, rank, slices in shares:
+            of_ranks[rank].append(PartBucket(bucket.sender, bucket.receivers, bucket.dtype, slices))
+        return [Part(rank, tuple(buckets)) for rank, buckets in enumerate(of_ranks)]
 
 
 @dataclass
