@@ -27,7 +27,6 @@ def adaptable_projections(shape: ModelShape) -> tuple[str, ...]:
 
 
 def adapted_projections(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
-    """The projections that `lora` names."""
     there = adaptable_projections(shape)
     return tuple(name for name in there if name in lora.targets or "all-linear" in lora.targets)
 

@@ -38,7 +38,6 @@ class HfFolder:
         return list(self._files)
 
     def file(self, name: str) -> Path:
-        """The file that holds a tensor."""
         if file := self._files.get(name):
             return file
         raise BrokenModelFolder(

@@ -109,7 +109,6 @@ class HfFolderWriter:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take one whole tensor, in the type it is to be written in."""
         expected = self._missing.get(name)
         if expected is None:
             raise BrokenModelFolder(f"{name} is no tensor of the model in {self.source}, or was added twice")

@@ -37,7 +37,6 @@ class KVCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens for which memory is held."""
         return self.rows * self.length
 
     def fits(self, rows: int, length: int) -> bool:
@@ -82,12 +81,10 @@ class KVCache:
             stored[:, target, :end] = stored[:, source, :end]
 
     def release(self) -> None:
-        """Give the memory back; nothing is held any more."""
         self.rows = self.length = 0
         self._layers = {}
 
     def slots(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """Slots of the tokens of these rows and positions."""
         return rows * (self.length + self._first) + positions + self._first
 
     def keep(self, layer: int, slots: Tensor, *values: Tensor) -> None:

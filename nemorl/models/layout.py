@@ -83,7 +83,6 @@ def weight_rules(shape: ModelShape) -> tuple[WeightRule, ...]:
 
 
 def tensors_of(rules: Sequence[WeightRule], shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes (on disk) of the tensors that some rules name."""
     return {
         tensor.name.format(layer=layer, expert=expert): tensor.stored_shape(shape)
         for stage in Stage
@@ -139,7 +138,6 @@ def is_tied_head(rule: WeightRule, shape: ModelShape) -> bool:
 
 
 def chunk_prefix(chunk: int) -> str:
-    """Prefix of the parameters of a stage's `chunk`-th run of layers."""
     return f"chunk{chunk}." if chunk else ""
 
 
@@ -209,7 +207,6 @@ class _Part:
 def _rule_slices(
     rule: WeightRule, parts: list[_Part], param: str, shape: ModelShape, rank: PolicyRank
 ) -> Iterator[TensorSlice]:
-    """Slices of one parameter; `parts` are the HF tensors in it."""
     tp_rank, tp_size = rank.tp_rank, rank.layout.tensor_parallel_size
     if rule.experts:
         tp_rank, tp_size = rank.etp_rank, rank.layout.expert_tensor_parallel_size

@@ -27,7 +27,6 @@ def router(param: str, name: str, *dims: Dim, learns: bool = True) -> WeightRule
 
 
 def expert(param: str, split: Split, *tensors: HfTensor) -> WeightRule:
-    """The rule of a parameter of each expert."""
     name = f"mlp.experts.local_experts.{{expert}}.{param}"
     return layer_rule(name, split, *tensors, layers=LayerKind.MOE, experts=True)
 

@@ -57,5 +57,4 @@ def shape_from_config(
 
 
 def family_of(shape: ModelShape) -> ModelFamily:
-    """The family of a model."""
     return next(family for family in FAMILIES if family.name == shape.family)

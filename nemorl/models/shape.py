@@ -145,7 +145,6 @@ class ModelShape:
         return sum(self.is_moe(layer) for layer in range(self.num_layers))
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a layer's attention sees, or None for all before it."""
         return self.windows[layer] if self.windows else None
 
     def extent(self, dim: Dim) -> int:

@@ -36,5 +36,4 @@ class TensorSlice:
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """Indices of the box in the whole HF tensor."""
         return tuple(slice(s, s + n) for s, n in zip(self.start, self.size, strict=True))

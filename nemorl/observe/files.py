@@ -26,7 +26,6 @@ JsonObject = dict[str, Any]
 
 
 def write_failed(path: Path, error: OSError) -> WriteError:
-    """Return the error for a file that could not be written, with the free space of its disk."""
     return WriteError(
         f"{path} could not be written: {error.strerror or error}; {room_left(path.parent)}. What was written "
         "before is complete. Make room or fix the folder, then continue with --resume."

@@ -68,7 +68,6 @@ class Observer:
         self._open.callback(self._console.close)
 
     def header(self, facts: Mapping[str, str]) -> None:
-        """Show what runs, and add it to header.json."""
         self.folder.add_facts(facts)
         self._console.header(facts)
 
@@ -92,7 +91,6 @@ class Observer:
         return metrics
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Keep some conversations. Raises `WriteError`."""
         for sample in samples:
             self._samples.append(asdict(sample))
 
@@ -193,7 +191,6 @@ def check_trackers(config: LoggerConfig) -> None:
 
 
 def open_trackers(config: LoggerConfig, folder: RunFolder) -> list[TensorBoardTracker]:
-    """Return the configured trackers. Raises `TrackerMissing`."""
     check_trackers(config)
     if not config.tensorboard:
         return []
@@ -336,7 +333,6 @@ class BarConsole(StageListener):
         self._progress.start()
 
     def stage_started(self, stage: Stage) -> None:
-        """Add a bar; it pulses when the total is unknown."""
         self._stages[id(stage)] = self._progress.add_task(stage.name, total=stage.total, detail="")
 
     def stage_advanced(self, stage: Stage) -> None:
@@ -359,7 +355,6 @@ class BarConsole(StageListener):
         self._terminal.print(grid)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show one row of the table; the heading comes with the first."""
         values = metrics.values
         width = 2 * len(str(self._total_steps)) + 3
         label = f"{f'{metrics.step}/{self._total_steps}':>{width}}"

@@ -63,7 +63,6 @@ class Stage:
         return ", ".join(parts)
 
     def advance(self, count: int = 1, *, tokens: int = 0) -> None:
-        """Report `count` more finished units, with their tokens."""
         self.done += count
         self.tokens += tokens
         for listener in self.listeners:

@@ -85,7 +85,6 @@ class DeviceSlots(Slots):
 
     @classmethod
     def open(cls, offer: bytes, descriptors: list[int], slot_bytes: int) -> "DeviceSlots":
-        """Open a sender's slots by its offer. Raises RefitFailed if that is not possible."""
         try:
             return cls(cls.device.open(_STORAGE.validate_json(offer)))
         except ValidationError as error:

@@ -58,7 +58,6 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def prepared(part: Part | None) -> Part:
-    """A rank's part of the plan. Raises `RefitFailed` if it has none."""
     if part is None:
         raise RefitFailed("this rank takes part in a refit before it was given its part of the plan")
     return part
@@ -150,11 +149,9 @@ class WeightSender:
         self._member = Membership()
 
     def describe(self) -> SenderLayout:
-        """Return the slices that this rank holds, and its machine."""
         return SenderLayout(self._slices, node_name())
 
     def prepare(self, part: Part) -> None:
-        """Keep this rank's part of the plan."""
         self._part, self._last = part, LastSent(part)
 
     def send(self, session: RefitSession) -> SendReport:
@@ -211,7 +208,6 @@ class Receiver:
         self._received: int | None = None  # version that is not in use yet
 
     def prepare(self, part: Part) -> None:
-        """Keep this rank's part of the plan."""
         self._part = part
 
     @property
@@ -226,7 +222,6 @@ class Receiver:
             )
 
     def _unfinished(self, session: RefitSession, how: str) -> str:
-        """Reason why the weights are corrupt until `session` has finished."""
         return (
             f"{self._name} was being brought to version {session.version} {how}, which did not finish: its "
             "weights are of two versions until a complete refit"
@@ -267,7 +262,6 @@ class WeightReceiver(Receiver):
         self._lock = threading.Lock()  # an abandoned update writes nothing afterwards
 
     def describe(self) -> ReceiverLayout:
-        """Return the slices that this rank needs, and its machine."""
         if self._layout is None:
             weights = self._weights()
             dtypes = (str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)

@@ -102,7 +102,6 @@ class RefitStats:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Rate of the transfer."""
         return self.num_bytes / self.seconds_transfer / 1e9
 
 
@@ -260,7 +259,6 @@ class _Route:
 
 
 def _compare(version: int, sent: Sequence[SendReport], received: Sequence[ReceiveReport]) -> None:
-    """Raise `CorruptWeights` unless every tensor arrived as it was sent."""
     expected: dict[tuple[int, str], list[int]] = defaultdict(list)
     for send_report in sent:
         for key, value in send_report.fingerprints.items():

@@ -144,7 +144,6 @@ class FileVenue(Venue):
 
 @contextmanager
 def _reported(failure: str) -> Iterator[None]:
-    """Raise an error of the file system as `RefitFailed`."""
     try:
         yield
     except OSError as error:
@@ -215,7 +214,6 @@ def _header(buckets: Sequence[PartBucket]) -> tuple[bytes, list[int]]:
 
 
 def _key(name: str, box: Box, dtype: str) -> str:
-    """Name of a box of a tensor in its file."""
     return f"{name}{box}:{dtype}"
 
 

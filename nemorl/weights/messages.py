@@ -154,7 +154,6 @@ class RefitSession:
         return (zlib.crc32(tensor.encode()) + self.check_turn) % self.check_one_in == 0
 
     def socket_path(self, sender: int) -> Path:
-        """Socket of a sender, of shared memory or CUDA IPC."""
         return Path(self.place) / f"{sender}.sock"
 
 
@@ -209,7 +208,6 @@ class Waiting:
                 raise self.closed(what, peer) from error
 
     def until(self, is_there: Callable[[], bool], what: str) -> None:
-        """Return once something is there."""
         began = time.monotonic()
         while not is_there():
             self.check(what, began)
@@ -251,7 +249,6 @@ class Waiting:
         return listener
 
     def closed(self, what: str, peer: str) -> PeerClosed:
-        """The error of a wait for `what` during which `peer` went away."""
         return PeerClosed(
             f"{self._refit} waited for {what}, but {peer} closed its connection; its process ended or its "
             "own part failed"
@@ -274,12 +271,10 @@ def refit_socket() -> socket.socket:
 
 
 def sender_name(rank: int) -> str:
-    """Name of a sender in messages."""
     return f"policy rank {rank}"
 
 
 def receiver_name(rank: int) -> str:
-    """Name of a receiver in messages."""
     return f"generation rank {rank}"
 
 
@@ -328,7 +323,6 @@ class SendingChannel(ABC):
         """Let the receivers have the bucket, which is the first `num_bytes` of its slot."""
 
     def drain(self) -> None:
-        """Wait until every bucket has gone."""
         for number in sorted(self._waits):
             self._wait_free(number)
 

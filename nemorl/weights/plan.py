@@ -53,7 +53,6 @@ def box_of(part: TensorSlice) -> Box:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The box that two boxes share, or None."""
     start = tuple(map(max, a.start, b.start))
     ends = (min(i + m, j + n) for i, m, j, n in zip(a.start, a.size, b.start, b.size, strict=True))
     size = tuple(end - first for end, first in zip(ends, start, strict=True))
@@ -220,7 +219,6 @@ class Consumers:
         self._by_node: dict[tuple[int, ...], dict[str, list[int]]] = {}
 
     def by_node(self, classes: tuple[int, ...]) -> dict[str, list[int]]:
-        """The receivers of some classes on each machine."""
         if classes not in self._by_node:
             ranks = sorted(rank for number in classes for rank in self._ranks[number])
             self._by_node[classes] = _grouped(ranks, self._nodes)
@@ -228,7 +226,6 @@ class Consumers:
 
 
 def _grouped(ranks: Iterable[int], label: Sequence[K]) -> dict[K, list[int]]:
-    """Ranks by their labels."""
     found: dict[K, list[int]] = defaultdict(list)
     for rank in ranks:
         found[label[rank]].append(rank)
@@ -284,11 +281,9 @@ class TransferPlan:
         return sum(bucket.num_bytes * len(bucket.receivers) for bucket in self.buckets)
 
     def sender_parts(self, count: int) -> list[Part]:
-        """The parts of `count` senders."""
         return _parts(count, ((b, b.sender, b.sources) for b in self.buckets))
 
     def receiver_parts(self, count: int) -> list[Part]:
-        """The parts of `count` receivers."""
         shares = ((b, *own) for b in self.buckets for own in zip(b.receivers, b.targets, strict=True))
         return _parts(count, shares)
 
@@ -372,7 +367,6 @@ def _pieces(consumers: Consumers, holdings: Holdings, bucket_bytes: int) -> Iter
 
 
 def _loads(pieces: Iterable[_Piece], bucket_bytes: int) -> list[_Load]:
-    """Group pieces into loads; those with the fewest holders come first."""
     found: list[_Load] = []
     open_loads: dict[tuple[object, ...], _Load] = {}
     for piece in pieces:

@@ -258,7 +258,6 @@ class GroupReceiver:
         self._take_ready()
 
     def close(self) -> None:
-        """Receive no more."""
         self._closed = True
         self._free.release()
         self._thread.join()
@@ -388,10 +387,8 @@ def _store_of(session: RefitSession) -> TCPStore:
 
 
 def _joined_key(session: RefitSession, place: int) -> str:
-    """Is in the store once a member has joined."""
     return f"joined/{session.rendezvous}/{place}"
 
 
 def _over_key(session: RefitSession) -> str:
-    """Is in the store once the session is over."""
     return f"over/{session.attempt}"

@@ -77,7 +77,6 @@ class HostSlots(Slots):
     @classmethod
     @contextmanager
     def make(cls, name: str, slot_bytes: int) -> Iterator["HostSlots"]:
-        """A sender's slots, which end with the block."""
         with ExitStack() as stack:
             descriptor = os.memfd_create(name)
             stack.callback(os.close, descriptor)
@@ -160,7 +159,6 @@ class SocketReceiver:
         return self._slots.bucket(self._number, num_bytes)
 
     def taken(self) -> None:
-        """Return the slot of the bucket to its sender."""
         self._slots.settle()
         self._peer.send(_NUMBER.pack(self._number), f"receive the number of bucket {self._number}")
 

@@ -56,7 +56,6 @@ class WholeTensorReceiver(Receiver):
         self.peak_bytes = 0  # of tensors held at the same time in the last update
 
     def describe(self) -> ReceiverLayout:
-        """Return the layout of all complete tensors."""
         return ReceiverLayout(self._slices, self._dtypes, node_name(), takes_changes=False)
 
     def receive(self, session: RefitSession) -> ReceiveReport:
