@@ -7,6 +7,7 @@ theme are set by the page.
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,16 +162,9 @@ def reward_chart(steps: Sequence[StepMetrics]) -> Chart | None:
         numbers = [step.step for step in spread]
         low = [step.values["reward/mean"] - step.values["reward/std"] for step in spread]
         high = [step.values["reward/mean"] + step.values["reward/std"] for step in spread]
-        plot.add_scatter(
-            x=numbers + numbers[::-1],
-            y=high + low[::-1],
-            fill="toself",
-            fillcolor="rgba(74, 139, 208, 0.18)",
-            line={"width": 0},
-            hoverinfo="skip",
-            name="± standard deviation",
-            mode="lines",
-        )
+        x, y = numbers + numbers[::-1], high + low[::-1]
+        plot.add_scatter(x=x, y=y, mode="lines", name="± standard deviation", hoverinfo="skip")
+        plot.update_traces(fill="toself", fillcolor="rgba(74, 139, 208, 0.18)", line={"width": 0})
     _add_line(plot, steps, "reward/mean", "training", PALETTE[0], "lines")
     _add_line(plot, steps, "validation/reward", "validation", PALETTE[1], "lines+markers")
     if not plot.data:
@@ -202,30 +196,22 @@ def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> C
     size = -(-len(timed) // MAX_BARS)
     groups = [timed[start : start + size] for start in range(0, len(timed), size)]
     plot = _plot(steps, height=320)
+    firsts = [group[0].step for group in groups]
     for total in totals:
-        seconds = [
-            sum(stage_seconds(step).get(total.name, 0) for step in group) / len(group) for group in groups
-        ]
-        plot.add_bar(
-            x=[group[0].step for group in groups], y=seconds, name=total.name, marker_color=total.color
-        )
-    plot.update_layout(
-        barmode="stack",
-        bargap=0.1,
-        showlegend=True,
-        legend_traceorder="normal",
-        xaxis_title="step" if size == 1 else f"step (means over {size})",
-        yaxis_title="seconds",
-    )
+        seconds = [sum(stage_seconds(s).get(total.name, 0) for s in group) / len(group) for group in groups]
+        plot.add_bar(x=firsts, y=seconds, name=total.name, marker_color=total.color)
+    plot.update_layout(barmode="stack", bargap=0.1, showlegend=True, legend_traceorder="normal")
+    xaxis_title = "step" if size == 1 else f"step (means over {size})"
+    plot.update_layout(xaxis_title=xaxis_title, yaxis_title="seconds")
     return Chart("Seconds of each stage", plot, wide=True)
 
 
 def stage_totals(steps: Sequence[StepMetrics]) -> list[StageTotal]:
     """Seconds of each stage over all steps, the longest first; time outside of stages comes at the end."""
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     for step in steps:
         for name, seconds in stage_seconds(step).items():
-            sums[name] = sums.get(name, 0.0) + seconds
+            sums[name] += seconds
     whole = sum(sums.values()) or 1.0
     ordered = sorted(sums.items(), key=lambda item: (item[0] == "other", -item[1]))
     bright = PALETTE[:-1]
@@ -278,18 +264,10 @@ def _add_line(
 def _plot(steps: Sequence[StepMetrics], height: int) -> go.Figure:
     first, last = (steps[0].step, steps[-1].step) if steps else (0, 0)
     margin = max(0.02 * (last - first), 0.5)
-    return go.Figure(
-        layout={
-            "template": None,
-            "height": height,
-            "margin": {"l": 60, "r": 16, "t": 12, "b": 32},
-            "hovermode": "x unified",
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-            "xaxis": {
-                "automargin": True,
-                "range": [first - margin, last + margin],
-                "dtick": 1 if last - first <= 10 else None,  # no half steps
-            },
-            "yaxis": {"automargin": True, "exponentformat": "e"},
-        }
-    )
+    plot = go.Figure(layout={"template": None, "height": height, "hovermode": "x unified"})
+    plot.update_layout(margin={"l": 60, "r": 16, "t": 12, "b": 32})
+    plot.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0})
+    dtick = 1 if last - first <= 10 else None  # no half steps
+    plot.update_xaxes(automargin=True, range=[first - margin, last + margin], dtick=dtick)
+    plot.update_yaxes(automargin=True, exponentformat="e")
+    return plot
