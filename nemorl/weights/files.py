@@ -108,7 +108,15 @@ class FileVenue(Venue):
         session = RefitSession(version, "files", str(self._folder), self._deadline_seconds)
         partial = partial_folder(session)
         with _reported(f"refit to version {version}: cannot make {partial}"):
-            _clean_up(self._folder)
+            # Remove what a crash left, and give a version that has lost its name its name back.
+            for left in self._folder.glob(f"v*{_PARTIAL}"):
+                shutil.rmtree(left)
+            for replaced in self._folder.glob(f"v*{_REPLACED}"):
+                whole = replaced.with_suffix("")
+                if whole.exists():
+                    shutil.rmtree(replaced)
+                else:
+                    replaced.rename(whole)
             partial.mkdir(parents=True)
         try:
             yield session
@@ -166,18 +174,6 @@ def complete_versions(folder: Path) -> list[int]:
         with suppress(ValueError):  # a partial one
             found.append(int(path.name.removeprefix("v")))
     return sorted(found)
-
-
-def _clean_up(folder: Path) -> None:
-    """Remove what a crash left, and give a version that has lost its name its name back."""
-    for partial in folder.glob(f"v*{_PARTIAL}"):
-        shutil.rmtree(partial)
-    for replaced in folder.glob(f"v*{_REPLACED}"):
-        whole = replaced.with_suffix("")
-        if whole.exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(whole)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -357,15 +357,13 @@ def _watch(session: RefitSession, group: Group, over: threading.Event) -> Iterat
     end = time.monotonic() + session.deadline_seconds
     store = _store_of(session)
 
-    def is_over() -> bool:
-        try:
-            return time.monotonic() >= end or bool(store.check([_over_key(session)]))
-        except RuntimeError:  # the driver is gone
-            return True
-
     def watch() -> None:
         while not finished.wait(_POLL_SECONDS):
-            if is_over():
+            try:
+                is_over = time.monotonic() >= end or store.check([_over_key(session)])
+            except RuntimeError:  # the driver is gone
+                is_over = True
+            if is_over:
                 over.set()
                 group.abort()
                 return

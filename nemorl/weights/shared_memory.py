@@ -1,4 +1,4 @@
-"""Transport between processes of one machine: two slots of shared memory per sender, and a socket per pair.
+"""Transport between processes of one machine: two slots of memory per sender, and a socket per pair.
 
     sender    fill 0 | fill 1 | wait until 0 is taken, fill 2 | ...
     receiver         | take 0 | take 1                        | ...
@@ -7,6 +7,9 @@ A sender fills one slot while the receivers of the other one read it. The memory
 passed to receivers over the socket. The kernel frees it with the last process that maps it, so not even `kill
 -9` leaves a segment behind, and the size of /dev/shm (64 MB in a container) does not matter. The sockets
 carry bucket numbers only, order the memory accesses, and immediately report that the other side has died.
+
+With CUDA IPC the slots are in a GPU's memory, which receivers open by a handle that goes over the socket as
+JSON. All that touches CUDA is `CudaDevice`. It has not run on hardware; tests replace it.
 """
 
 import mmap
@@ -17,14 +20,15 @@ import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
-from .cuda_ipc import DeviceSlots
 from .messages import (
     SLOTS,
     Part,
@@ -96,6 +100,87 @@ class HostSlots(Slots):
 
     def settle(self) -> None:
         """Reads and writes of the processor are done when they return."""
+
+
+@dataclass(frozen=True)
+class SharedStorage:
+    """Result of torch's `_share_cuda_` for a storage, for one process to open."""
+
+    __pydantic_config__ = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    device: str  # identity of the GPU, since processes number their visible GPUs
+    handle: bytes
+    num_bytes: int
+    offset: int  # bytes, in the allocation
+    counter_handle: bytes
+    counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+_STORAGE = TypeAdapter(SharedStorage)
+
+
+class CudaDevice:
+    """Memory of this thread's current GPU, and how another process opens it."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def share(self, memory: Tensor) -> SharedStorage:
+        """Let one more process open memory from `allocate`: each call counts one that has to close it."""
+        device, *shared = memory.untyped_storage()._share_cuda_()
+        return SharedStorage(str(torch.cuda.get_device_properties(device).uuid), *shared)
+
+    def open(self, shared: SharedStorage) -> Tensor:
+        """[num_bytes] uint8: another process's memory. Raises RefitFailed if its GPU is not visible here."""
+        gpus = range(torch.cuda.device_count())
+        names = [str(torch.cuda.get_device_properties(index).uuid) for index in gpus]
+        if shared.device not in names:
+            raise RefitFailed(
+                f"the policy's buckets lie on GPU {shared.device}, and this process sees "
+                f"{', '.join(names) or 'none'}: set generation.transport to nccl, or to shared_memory"
+            )
+        device, *handles = astuple(shared)
+        storage = torch.UntypedStorage._new_shared_cuda(names.index(device), *handles)
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def synchronize(self, memory: Tensor) -> None:
+        """Wait for this thread's queued reads and writes; a copy between two GPUs is queued on both."""
+        for device in {memory.device.index, torch.cuda.current_device()}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def collect(self) -> None:
+        """Free memory that the others have closed."""
+        torch.cuda.ipc_collect()
+
+
+class DeviceSlots(Slots):
+    """Slots on a device."""
+
+    device: ClassVar[CudaDevice] = CudaDevice()
+
+    @classmethod
+    @contextmanager
+    def make(cls, name: str, slot_bytes: int) -> Iterator["DeviceSlots"]:
+        """A sender's slots; receivers that still have them open keep them until they close them."""
+        try:
+            yield cls(cls.device.allocate(SLOTS * slot_bytes))
+        finally:
+            cls.device.collect()
+
+    @classmethod
+    def open(cls, offer: bytes, descriptors: list[int], slot_bytes: int) -> "DeviceSlots":
+        try:
+            return cls(cls.device.open(_STORAGE.validate_json(offer)))
+        except ValidationError as error:
+            raise RefitFailed(f"a handle of a GPU's memory cannot be read: {error}") from error
+
+    def offer(self) -> tuple[bytes, list[int]]:
+        return _STORAGE.dump_json(self.device.share(self.memory)), []
+
+    def settle(self) -> None:
+        self.device.synchronize(self.memory)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemorl.weights.cuda_ipc import CudaDevice, DeviceSlots, SharedStorage
+from nemorl.weights.shared_memory import CudaDevice, DeviceSlots, SharedStorage
 
 
 class FileDevice(CudaDevice):

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemorl.weights.cuda_ipc import CudaDevice, DeviceSlots, SharedStorage
 from nemorl.weights.exchange import TransportOptions, make_venue
 from nemorl.weights.messages import ReceiverLayout, RefitFailed, SenderLayout
+from nemorl.weights.shared_memory import CudaDevice, DeviceSlots, SharedStorage
 from tests.weights.cuda_stand_in import FileDevice
 
 
