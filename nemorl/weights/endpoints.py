@@ -113,7 +113,10 @@ def arriving(
     elif not part.buckets:
         yield arrivals
     else:
-        with _receiving_channel(part, session, member) as channel:
+        is_local = session.transport in ("shared_memory", "cuda_ipc")
+        meeting: AbstractContextManager[ReceivingChannel]
+        meeting = socket_receiver(part, session) if is_local else group_receiver(part, session, member)
+        with meeting as channel:
             arrivals.pieces = receive(channel)
             yield arrivals
 
@@ -129,14 +132,6 @@ def _sending_channel(
             return group_sender(part, session, member)
         case "files":
             return file_sender(part, session)
-
-
-def _receiving_channel(
-    part: Part, session: RefitSession, member: Membership
-) -> AbstractContextManager[ReceivingChannel]:
-    if session.transport in ("shared_memory", "cuda_ipc"):
-        return socket_receiver(part, session)
-    return group_receiver(part, session, member)
 
 
 class WeightSender:
@@ -201,11 +196,12 @@ class _Update:
 class Receiver:
     """Part of the plan and state of a refit of one engine rank."""
 
+    corruption: str | None = None  # reason why the weights in use are not of one version
+    _part: Part | None = None
+    _received: int | None = None  # version that is not in use yet
+
     def __init__(self) -> None:
-        self.corruption: str | None = None  # reason why the weights in use are not of one version
-        self._part: Part | None = None
         self._member = Membership()
-        self._received: int | None = None  # version that is not in use yet
 
     def prepare(self, part: Part) -> None:
         self._part = part
@@ -217,9 +213,8 @@ class Receiver:
     def _check_received(self, version: int) -> None:
         if self._received != version:
             received = "none" if self._received is None else f"version {self._received}"
-            raise RefitFailed(
-                f"{self._name} was requested to use version {version}, but has received {received}"
-            )
+            reason = f"was requested to use version {version}, but has received {received}"
+            raise RefitFailed(f"{self._name} {reason}")
 
     def _unfinished(self, session: RefitSession, how: str) -> str:
         return (
@@ -348,10 +343,8 @@ class WeightReceiver(Receiver):
 
     def _check_not_over(self, update: _Update) -> None:
         if update.over:
-            raise RefitFailed(
-                f"refit to version {update.session.version}: {self._name} was still receiving when the refit "
-                "was abandoned"
-            )
+            reason = f"{self._name} was still receiving when the refit was abandoned"
+            raise RefitFailed(f"refit to version {update.session.version}: {reason}")
 
 
 def _combined(sums: Mapping[K, list[int]]) -> dict[K, int]:

@@ -290,10 +290,8 @@ class VersionFolder:
                 missing -= shared.num_elements
                 yield narrow(need, shared), self._read(need, stored, shared).to(dtype)
         if missing:
-            raise RefitFailed(
-                f"{self.path} lacks {missing} elements of {need.name}{box_of(need)}; "
-                "the receiver needs what the policy does not have"
-            )
+            what = f"{missing} elements of {need.name}{box_of(need)}"
+            raise RefitFailed(f"{self.path} lacks {what}; the receiver needs what the policy does not have")
 
     @contextmanager
     def _validated(self, *within: str) -> Iterator[None]:
@@ -302,10 +300,8 @@ class VersionFolder:
             yield
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            field = ".".join([*within, *map(str, first["loc"])])
-            raise RefitFailed(
-                f"{self.path / MANIFEST} cannot be read: {field or 'the file'}: {first['msg']}"
-            ) from error
+            field = ".".join([*within, *map(str, first["loc"])]) or "the file"
+            raise RefitFailed(f"{self.path / MANIFEST} cannot be read: {field}: {first['msg']}") from error
 
     def _boxes(self, need: TensorSlice, dtype: str) -> list[_StoredBox]:
         if need.name not in self._tensors:

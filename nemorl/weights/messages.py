@@ -13,7 +13,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -58,9 +58,8 @@ class ReceiverLayout:
             raise ValueError(f"{len(self.dtypes)} types for {len(self.slices)} slices: give one for each")
         for part, dtype in zip(self.slices, self.dtypes, strict=True):
             if dtype not in ITEM_BYTES:
-                raise ValueError(
-                    f"the engine keeps {part.param} as {dtype}; the exchange carries {', '.join(ITEM_BYTES)}"
-                )
+                known = ", ".join(ITEM_BYTES)
+                raise ValueError(f"the engine keeps {part.param} as {dtype}; the exchange carries {known}")
 
 
 @dataclass(frozen=True)
@@ -219,11 +218,10 @@ class Waiting:
         connection.settimeout(_POLL_SECONDS)
 
         def is_connected() -> bool:
-            try:
+            with suppress(FileNotFoundError, ConnectionRefusedError, BlockingIOError):
                 connection.connect(str(path))
-            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
-                return False  # not yet, or too many at once
-            return True
+                return True
+            return False  # not yet, or too many at once
 
         try:
             self.until(is_connected, f"{peer} to listen")
@@ -242,17 +240,13 @@ class Waiting:
             listener.close()
             if not self._over():
                 raise
-            raise PeerClosed(
-                f"{self._refit} started to listen after the driver had ended the refit, because another rank "
-                "failed"
-            ) from error
+            late = "started to listen after the driver had ended the refit, because another rank failed"
+            raise PeerClosed(f"{self._refit} {late}") from error
         return listener
 
     def closed(self, what: str, peer: str) -> PeerClosed:
-        return PeerClosed(
-            f"{self._refit} waited for {what}, but {peer} closed its connection; its process ended or its "
-            "own part failed"
-        )
+        reason = f"{peer} closed its connection; its process ended or its own part failed"
+        return PeerClosed(f"{self._refit} waited for {what}, but {reason}")
 
     def check(self, what: str, began: float, over: bool | None = None) -> None:
         """Raise if a wait that began at `began` (monotonic) has met the deadline or the session's end."""
@@ -286,7 +280,7 @@ class Slots:
 
     @classmethod
     def allocate(cls, part: Part, device: torch.device | None = None) -> "Slots":
-        return Slots(torch.empty(SLOTS * part.slot_bytes, dtype=torch.uint8, device=device))
+        return cls(torch.empty(SLOTS * part.slot_bytes, dtype=torch.uint8, device=device))
 
     @property
     def num_bytes(self) -> int:

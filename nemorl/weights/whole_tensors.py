@@ -48,15 +48,13 @@ class WholeTensorReceiver(Receiver):
     ) -> None:
         """`batch_bytes`: size of a batch of complete tensors for the loader; a larger tensor is a batch."""
         super().__init__()
-        self._slices = whole_slices(tensors)
-        self._dtypes = tuple(dtypes[name] for name in tensors)
-        self._loader = loader
-        self._device = device
-        self._batch_bytes = batch_bytes
+        types = tuple(dtypes[name] for name in tensors)
+        self._layout = ReceiverLayout(whole_slices(tensors), types, node_name(), takes_changes=False)
+        self._loader, self._device, self._batch_bytes = loader, device, batch_bytes
         self.peak_bytes = 0  # of tensors held at the same time in the last update
 
     def describe(self) -> ReceiverLayout:
-        return ReceiverLayout(self._slices, self._dtypes, node_name(), takes_changes=False)
+        return self._layout
 
     def receive(self, session: RefitSession) -> ReceiveReport:
         """Pass all tensors to the loader and return their fingerprints. Raises `RefitFailed`."""
@@ -67,7 +65,7 @@ class WholeTensorReceiver(Receiver):
         batch: dict[str, Tensor] = {}
         held_bytes = batch_bytes = 0  # of both, and of the batch
         fingerprints: dict[str, int] = {}
-        with arriving(part, self.describe(), session, self._member) as arrivals:
+        with arriving(part, self._layout, session, self._member) as arrivals:
             for piece, values in arrivals.pieces:
                 name = piece.name
                 if name not in partial:
@@ -90,10 +88,8 @@ class WholeTensorReceiver(Receiver):
         if batch:
             self._load(session, batch)
         if missing:
-            raise RefitFailed(
-                f"refit to version {session.version}: {self._name} received {len(missing)} tensors "
-                f"incompletely, first {min(missing)}"
-            )
+            reason = f"{self._name} received {len(missing)} tensors incompletely, first {min(missing)}"
+            raise RefitFailed(f"refit to version {session.version}: {reason}")
         self._received = session.version
         return ReceiveReport({} if session.transport == "files" else fingerprints, arrivals.num_bytes)
 
