@@ -18,12 +18,8 @@ from .slices import TensorSlice
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 # transformers' sequence classification with one label
-SCALAR_HEAD = WeightRule(
-    "scalar_head.weight",
-    (HfTensor("score.weight", (Dim.ONE, Dim.HIDDEN)),),
-    Split.REPLICATED,
-    Stage.LAST,
-)
+_SCORE = HfTensor("score.weight", (Dim.ONE, Dim.HIDDEN))
+SCALAR_HEAD = WeightRule("scalar_head.weight", (_SCORE,), Split.REPLICATED, Stage.LAST)
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ def policy_rank(layout: LayoutConfig, rank: int) -> PolicyRank:
 def stage_layers(num_layers: int, layout: LayoutConfig, pp_rank: int, chunk: int = 0) -> range:
     """Numbers of the layers that a stage holds; of its `chunk`-th run of layers under VPP.
 
-    Of a layout that divides the model (see `check_divisible`).
+    Of a layout without `division_problems`.
     """
     chunks = layout.virtual_pipeline_parallel_size
     sizes = layers_by_stage(num_layers, layout)
@@ -106,7 +102,8 @@ def policy_slices(shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
 
 def slices_of(rules: Sequence[WeightRule], shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
     layout = rank.layout
-    check_divisible(shape, layout)
+    for problem in division_problems(shape, layout):
+        raise ValueError(f"{problem.field} is {problem.value}: {problem.fix}")
     found: list[TensorSlice] = []
 
     def add(stage: Stage, prefix: str, layer: int = 0, local_layer: int = 0) -> None:
@@ -247,9 +244,3 @@ def _interleaved(
                 offset += box.num_elements
                 yield box
             place += rows
-
-
-def check_divisible(shape: ModelShape, layout: LayoutConfig) -> None:
-    """Raise ValueError naming the first size of the layout that does not divide the model's."""
-    for problem in division_problems(shape, layout):
-        raise ValueError(f"{problem.field} is {problem.value}: {problem.fix}")

@@ -7,7 +7,7 @@ import pytest
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
-from nemorl.models.layout import check_divisible, hf_tensors
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
 from nemorl.models.registry import shape_from_config
 from nemorl.models.shape import MlaShape, MoeShape, YarnRopeScaling
 
@@ -144,4 +144,4 @@ def test_what_is_not_supported_is_named(fields: dict[str, Any], message: str) ->
 def test_latents_that_do_not_divide_are_refused(fields: dict[str, Any], what: str) -> None:
     shape = shape_from_config(changed(**fields), "")
     with pytest.raises(ValueError, match=f"tensor_parallel_size is 8: it must divide the model's {what}"):
-        check_divisible(shape, LayoutConfig(tensor_parallel_size=8))
+        policy_slices(shape, PolicyRank(LayoutConfig(tensor_parallel_size=8)))
