@@ -1,8 +1,7 @@
 """Declarations of a model family: how its config.json is read, and where its weights go.
 
-A family is data. Everything that follows from it (Megatron's arguments, the slices of a rank, the tensors of
-a folder, the checks of a config.json) is computed from these declarations, so that a new family is one short
-file; docs/families.md shows how.
+Everything that follows from a family (Megatron's arguments, the slices of a rank, the tensors of a folder) is
+computed from these declarations, so that a new one is one short file; docs/families.md shows how.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The keys and values of running sequences: one row for each, every row as long as the longest needs.
 
-Dense rows let the attention kernel read keys and values in place, without the gather that pages would cost at
-every step. The price is the room behind short sequences, so admission counts rows times the longest row.
-Storage starts small and grows by reallocation, one layer at a time; it never exceeds `max_tokens`.
+Dense rows let the attention kernel read keys and values in place, without the gather of pages. The price is
+the room behind short sequences, so admission counts rows times the longest row. Storage grows by
+reallocation, one layer at a time, up to `max_tokens`.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Numbers of places that the attention kernel reads, within each of its blocks of 512. The CPU kernel sums a
-# row over all places that are read, those beyond the row's end as zeros; with 256 or 320 its matrix product
-# splits the sum elsewhere, and a sequence's rounding would depend on the longest one in the batch (seen with
-# MKL 2024.2 on x86-64; elsewhere the only loss is the bit).
+# Numbers of places that the attention kernel reads, within each of its blocks of 512. With 256 or 320 the
+# CPU's matrix product splits a row's sum elsewhere, and a sequence's rounding would depend on the longest one
+# in the batch (seen with MKL 2024.2 on x86-64; elsewhere the only loss is the bit).
 _BLOCK = 512
 _READ_IN_BLOCK = (64, 128, 192, 384, 448, 512)
 

@@ -1,7 +1,7 @@
 """Weights in one coordinate system: the names and shapes of the Hugging Face checkpoint.
 
-Holders of weights (policy ranks, engines, files) describe them as `TensorSlice`s. Loading, exporting
-and the exchange with generation are then one operation: copy a box of a tensor from one holder to another.
+Holders of weights (policy ranks, engines, files) describe them as `TensorSlice`s, and loading, exporting and
+the exchange with generation copy boxes from one holder to another.
 """
 
 import math

@@ -227,12 +227,8 @@ class WeightReceiver(Receiver):
     """Receives weights in the process that owns an engine's parameters.
 
     *Staged*: `weights` are separate from the tensors in use, and `commit` puts them into use; a failed refit
-    leaves the engine unchanged. They keep the committed version, so that the next refit may send only
-    changes.
-
-    *In place*: `weights` are the tensors in use, written while the engine is paused, without memory other
-    than the buckets. A failed refit may leave them corrupt: the engine must not answer until a complete refit
-    has been committed.
+    leaves the engine unchanged. *In place*: they are the tensors in use, written while the engine is paused.
+    A failed refit may leave them corrupt: the engine must not answer until a complete refit is committed.
     """
 
     def __init__(
@@ -326,10 +322,7 @@ class WeightReceiver(Receiver):
         self._held, self._received, self.corruption = version, None, None
 
     def abandon(self) -> None:
-        """Forget an update that did not finish; weights in use that it has written to stay corrupt.
-
-        It writes nothing after this, even if another thread is still receiving.
-        """
+        """Forget an update that did not finish, and stop it; weights in use that it wrote stay corrupt."""
         with self._lock:
             self._received = None
             if self._update is not None:

@@ -8,9 +8,8 @@
     commit  -------------------------------------------->    this becomes the version
     (abandon, if any of these fails)  ------------------>    the version before stays in use
 
-The driver computes the plan and hands each rank its part. Letting every rank compute it would repeat work
-that grows with both sides on each of thousands of ranks, and send all metadata to all of them; a part is as
-small as what the rank itself holds. It is sent once, and again only when a layout changes.
+The driver computes the plan, which grows with both sides, and hands each rank its part, which is as small as
+what the rank itself holds: once, and again only when a layout changes.
 """
 
 import asyncio

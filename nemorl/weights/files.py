@@ -126,8 +126,8 @@ class FileVenue(Venue):
     def complete(self, session: RefitSession, parts: Sequence[Part], sent: Sequence[SendReport]) -> None:
         """Make what the senders wrote the version. Raises `RefitFailed`.
 
-        One that is there already, of an attempt whose receivers failed or of a run that was resumed from an
-        earlier checkpoint, is removed when the new one has its name: a crash leaves one of the two.
+        One that is there already, of a failed attempt or before a resume, is removed when the new one has its
+        name: a crash leaves one of the two.
         """
         partial, whole = partial_folder(session), version_folder(self._folder, session.version)
         replaced = whole.with_name(f"{whole.name}{_REPLACED}")
@@ -253,8 +253,7 @@ _TENSOR = TypeAdapter(_StoredTensor)
 class VersionFolder:
     """A complete version. Its files stay open until `close`.
 
-    `num_bytes` counts the bytes read. A box is always read completely for its checksum and counts once; later
-    reads of it come from the page cache.
+    `num_bytes` counts the bytes read. A box is always read completely for its checksum and counts once.
     """
 
     def __init__(self, folder: Path, version: int) -> None:

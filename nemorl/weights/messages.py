@@ -3,9 +3,9 @@
     layouts  what ranks hold and require            parts    what each rank does in every refit
     session  where the ranks of one refit meet      reports  fingerprints, bytes
 
-The messages are frozen and consist of integers, strings and tuples only, so that an engine may send them to
-its processes as JSON (pydantic's `TypeAdapter`). The rest is what every transport uses: waits that name what
-they wait for, two slots for buckets on their way, the two sides of a channel, and fingerprints.
+The messages consist of integers, strings and tuples only, so that an engine may send them to its processes as
+JSON (pydantic's `TypeAdapter`). The rest is what every transport uses: waits that name what they wait for,
+two slots for buckets on their way, the two sides of a channel, and fingerprints.
 """
 
 import socket
@@ -342,13 +342,9 @@ class ReceivingChannel(Protocol):
 #     fingerprint = sum over elements of  bits(element) * weight(position)   mod 2^64
 #
 # where `bits` is the element's storage read as a signed integer and `weight` an odd pseudo-random number
-# derived from the element's position in the full HF tensor. It is additive: the fingerprints of slices on any
-# ranks add up to that of the tensor. An odd weight cannot cancel a difference in one element, so any changed
-# bit is detected; different weights detect elements that were exchanged.
-#
-# The weight of a position is the product of one odd number per axis (products of odd numbers are odd). A row
-# then costs one multiplication and one addition per element, a tenth of hashing every position: 0.2 s for
-# 135 million elements on one core.
+# derived from the element's position in the full HF tensor. The fingerprints of slices on any ranks add up to
+# that of the tensor. An odd weight detects any changed bit; different weights detect exchanged elements. The
+# weight of a position is the product of one odd number per axis: a tenth of the cost of hashing positions.
 _INTEGERS = {4: torch.int32, 2: torch.int16}  # by element size
 _CHUNK_ELEMENTS = 1 << 16  # 512 KB of int64: stays in a core's cache
 

@@ -7,10 +7,8 @@
          the one with the least to send; loads with the fewest holders choose first
       -> buckets, in the order in which all ranks take part
 
-A box that several receivers need (replicas of an engine, attention next to sharded experts) is packed and
-sent once for all of them; see `PartBucket`. Ranks with equal layouts (replicas, copies of a policy) are cut
-once, so that only the choice of senders grows with the number of ranks. Boxes are axis-aligned parts of an HF
-tensor: all of this is integer geometry.
+A box that several receivers need is packed and sent once for all of them; see `PartBucket`. Ranks with equal
+layouts (replicas, copies of a policy) are cut once: only the choice of senders grows with the ranks.
 """
 
 import gc
@@ -97,7 +95,7 @@ def narrow(part: TensorSlice, box: Box) -> TensorSlice:
 
 
 class UnservedBox(ValueError):
-    """A receiver needs elements that no sender holds, or holds under another shape."""
+    """A receiver needs elements that no sender holds, or only under another shape."""
 
 
 @dataclass
@@ -154,10 +152,8 @@ class Holdings:
     def _add(self, number: int, ranks: list[int], part: TensorSlice) -> None:
         tensor = self._tensors.setdefault(part.name, _TensorRegions(part.shape))
         if part.shape != tensor.shape:
-            raise UnservedBox(
-                f"{part.name} has shape {part.shape} at sender {ranks[0]} and {tensor.shape} at another; "
-                "all must be built from the same config.json"
-            )
+            shapes = f"{part.shape} at sender {ranks[0]} and {tensor.shape} at another"
+            raise UnservedBox(f"{part.name} has shape {shapes}; all must be built from the same config.json")
         box = box_of(part)
         region = tensor.by_box.setdefault(box, Region(box))
         if number not in region.sources:
@@ -172,9 +168,9 @@ class Holdings:
         needed = box_of(need)
         tensor = self._tensors.get(need.name, _TensorRegions(need.shape))
         if tensor.shape != need.shape:
+            shapes = f"{tensor.shape} at senders and {need.shape} at receiver {receiver}"
             raise UnservedBox(
-                f"{need.name} has shape {tensor.shape} at senders and {need.shape} at receiver {receiver}; "
-                "both sides must be built from the same config.json"
+                f"{need.name} has shape {shapes}; both sides must be built from the same config.json"
             )
         same = tensor.by_box.get(needed)
         if same is not None and needed.num_elements <= capacity:
@@ -269,8 +265,8 @@ class Bucket:
 class TransferPlan:
     """All buckets, in the order in which every rank handles its part of them.
 
-    The common order rules out a deadlock: the first bucket that has not reached all its receivers waits for
-    no other rank, since its sender and its receivers have finished every bucket before it.
+    The common order rules out a deadlock: sender and receivers of the first bucket that has not arrived
+    everywhere have finished all before it.
     """
 
     buckets: tuple[Bucket, ...]

@@ -3,13 +3,11 @@
     sender ──bucket──▶ first receiver ──bucket──▶ next ──▶ ...
 
 A bucket that several receivers take goes once over its sender's link and over that of each receiver but the
-last, which is as many bytes as a multicast would need of the sender; while one bucket is passed on, the next
-arrives. Each bucket is preceded by a message with its size.
+last; while one bucket is passed on, the next arrives. Each bucket is preceded by a message with its size.
 
-All ranks are members of one group, created over a store that the driver serves and independent of the default
-group of a process; a member's place in it counts senders first. Members stay connected from refit to refit;
-after a failure they form a new group. NCCL is the same code with another class and device. It has not been
-run on hardware yet.
+All ranks are members of one group, created over a store that the driver serves; a member's place in it counts
+senders first. Members stay connected from refit to refit; after a failure they form a new group. NCCL is the
+same code with another class and device. It has not been run on hardware yet.
 """
 
 import queue
@@ -123,8 +121,7 @@ class Group:
     def connect(self, rank: int, *, first: bool) -> None:
         """Exchange a first message with a member. gloo connects in it, and a wait for that cannot be aborted.
 
-        All have to do so in the order of pairs (lower rank, higher rank), of which the lower one is `first`
-        to send, and only with who has joined.
+        All do so in the order of pairs, of which the lower rank is `first` to send, with who has joined.
         """
         if rank in self.connected:
             return
@@ -305,14 +302,12 @@ class GroupReceiver:
 
 @contextmanager
 def group_sender(part: Part, session: RefitSession, member: Membership) -> Iterator[GroupSender]:
-    """Join the group and wait for those to have joined to whom buckets go."""
     with _joined(part, session, member, part.rank) as rendezvous:
         yield GroupSender(part, rendezvous)
 
 
 @contextmanager
 def group_receiver(part: Part, session: RefitSession, member: Membership) -> Iterator[GroupReceiver]:
-    """Join the group and wait until all ranks have joined that send or are forwarded buckets."""
     with _joined(part, session, member, session.num_senders + part.rank) as rendezvous:
         receiver = GroupReceiver(part, rendezvous)
         try:
