@@ -13,10 +13,8 @@ from .mixtral import gated_experts, router
 from .shape import Dim, MlaShape, ModelShape, MoeShape
 
 
-def _projection(param: str, name: str, split: Split, *dims: Dim) -> WeightRule:
-    return layer_rule(
-        f"self_attention.{param}.weight", split, layer_tensor(f"self_attn.{name}.weight", *dims)
-    )
+def _projection(param: str, hf: str, split: Split, *dims: Dim) -> WeightRule:
+    return layer_rule(f"self_attention.{param}.weight", split, layer_tensor(f"self_attn.{hf}.weight", *dims))
 
 
 _QUERY = (_projection("linear_q_proj", "q_proj", Split.ROWS, Dim.QUERY, Dim.HIDDEN),)

@@ -34,7 +34,16 @@ def _read(config: HfConfig) -> ModelShape:
     )
     if config.get("use_bidirectional_attention", False):
         raise config.unsupported("use_bidirectional_attention", "a policy looks at earlier tokens only")
-    rope, local_rope = _ropes(config)
+    parameters: dict[str, Any] = config.get("rope_parameters", {})
+    if "full_attention" in parameters:  # since transformers 5
+        rope, local_rope = (
+            config.rope_from(f"rope_parameters.{kind}", parameters[kind])
+            for kind in ("full_attention", "sliding_attention")
+        )
+    else:
+        scaled = {"rope_theta": config.get("rope_theta", 1e6), **config.get("rope_scaling", {})}
+        rope = config.rope_from("rope_scaling", scaled)
+        local_rope = Rope(float(config.get("rope_local_base_freq", 1e4)))
     return decoder_shape(
         config,
         "gemma3",
@@ -50,19 +59,6 @@ def _read(config: HfConfig) -> ModelShape:
         post_norms=True,
         embedding_scale=config.integer("hidden_size") ** 0.5,
     )
-
-
-def _ropes(config: HfConfig) -> tuple[Rope, Rope]:
-    """Rotary embeddings of layers that see all tokens and of those with a window."""
-    parameters: dict[str, Any] = config.get("rope_parameters", {})
-    if "full_attention" in parameters:  # since transformers 5
-        full, local = (
-            config.rope_from(f"rope_parameters.{kind}", parameters[kind])
-            for kind in ("full_attention", "sliding_attention")
-        )
-        return full, local
-    scaled = {"rope_theta": config.get("rope_theta", 1e6), **config.get("rope_scaling", {})}
-    return config.rope_from("rope_scaling", scaled), Rope(float(config.get("rope_local_base_freq", 1e4)))
 
 
 GEMMA3 = ModelFamily(

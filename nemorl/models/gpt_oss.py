@@ -43,9 +43,8 @@ _WEIGHTS = (
 def _read(config: HfConfig) -> ModelShape:
     config.require(hidden_act="silu", attention_bias=True, swiglu_limit=7.0, swiglu_alpha=1.702)
     if config.get("quantization_config"):
-        raise config.unsupported(
-            "quantization_config", "load the model in bfloat16 and save it without quantization first"
-        )
+        fix = "load the model in bfloat16 and save it without quantization first"
+        raise config.unsupported("quantization_config", fix)
     return decoder_shape(
         config,
         "gpt_oss",

@@ -122,15 +122,10 @@ class HfConfig:
         if kind == "default":
             return Rope(theta)
         if kind not in _ROPE_NUMBERS:
-            raise UnsupportedModel(
-                f"{self.source}: {field}.rope_type is {kind!r}; "
-                "only 'default', 'linear', 'llama3' and 'yarn' are supported"
-            )
-        missing = [name for name in _ROPE_NUMBERS[kind] if name not in parameters]
-        if missing:
-            raise BrokenModelFolder(
-                f"{self.source}: {field} of rope_type {kind!r} lacks {', '.join(missing)}"
-            )
+            known = "only 'default', 'linear', 'llama3' and 'yarn' are supported"
+            raise UnsupportedModel(f"{self.source}: {field}.rope_type is {kind!r}; {known}")
+        if missing := ", ".join(name for name in _ROPE_NUMBERS[kind] if name not in parameters):
+            raise BrokenModelFolder(f"{self.source}: {field} of rope_type {kind!r} lacks {missing}")
         numbers = [float(parameters[name]) for name in _ROPE_NUMBERS[kind]]
         if kind == "linear":
             return Rope(theta, LinearRopeScaling(*numbers))
@@ -171,9 +166,8 @@ def decoder_shape(config: HfConfig, family: str, **changes: Any) -> ModelShape:
     heads = config.integer("num_attention_heads")
     kv_heads = config.get("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise BrokenModelFolder(
-            f"{source}: num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})"
-        )
+        reason = f"is not a multiple of num_key_value_heads ({kv_heads})"
+        raise BrokenModelFolder(f"{source}: num_attention_heads ({heads}) {reason}")
     dtype = config.get("dtype") or config.get("torch_dtype", "float32")
     if dtype not in _DTYPES:
         raise UnsupportedModel(f"{source}: dtype is {dtype!r}; supported are {', '.join(_DTYPES)}")
@@ -203,11 +197,9 @@ def layer_types(config: HfConfig, *supported: str) -> list[str]:
     """`layer_types`: the kind of attention of each layer. Raises `UnsupportedModel` for another kind."""
     kinds: list[str] = config.get("layer_types", [])
     names = " and ".join(map(repr, supported))
-    for number, kind in enumerate(kinds):
+    for i, kind in enumerate(kinds):
         if kind not in supported:
-            raise UnsupportedModel(
-                f"{config.source}: layer_types[{number}] is {kind!r}; only {names} can be used"
-            )
+            raise UnsupportedModel(f"{config.source}: layer_types[{i}] is {kind!r}; only {names} can be used")
     return kinds
 
 

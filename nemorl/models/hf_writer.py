@@ -112,10 +112,8 @@ class HfFolderWriter:
         expected = self._missing.get(name)
         if expected is None:
             raise BrokenModelFolder(f"{name} is no tensor of the model in {self.source}, or was added twice")
-        if tuple(tensor.shape) != expected:
-            raise BrokenModelFolder(
-                f"{name} has shape {tuple(tensor.shape)}, the model in {self.source} {expected}"
-            )
+        if (found := tuple(tensor.shape)) != expected:
+            raise BrokenModelFolder(f"{name} has shape {found}, the model in {self.source} {expected}")
         del self._missing[name]
         if self._pending and self._pending_bytes + tensor.nbytes > self._shard_bytes:
             self._write_shard()

@@ -53,9 +53,8 @@ class Observer:
         self._metrics = JsonLinesWriter(paths.metrics)
         self._samples = JsonLinesWriter(paths.samples)
         timeline = Timeline(paths.timeline, title=paths.root.name)
-        self._console = open_console(
-            config, total_steps=total_steps, first_step=folder.resumed_step or 0, stream=stream
-        )
+        first = folder.resumed_step or 0
+        self._console = open_console(config, total_steps=total_steps, first_step=first, stream=stream)
         self._stages = Stages([self._console, timeline])
         self.stage = self._stages.stage
         self._open = ExitStack()
@@ -220,9 +219,7 @@ def describe_losses(values: Mapping[str, float]) -> list[str]:
         "critic/skipped_updates": "critic skipped {} updates",
     }
     parts = [f"{errors} (why: logs/rollout-*.log)"] if errors else []
-    return parts + [
-        text.format(lost[key], lost.get("updates/all")) for key, text in texts.items() if key in lost
-    ]
+    return parts + [t.format(lost[key], lost.get("updates/all")) for key, t in texts.items() if key in lost]
 
 
 def describe_validation(values: Mapping[str, float]) -> list[str]:

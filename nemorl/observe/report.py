@@ -30,6 +30,7 @@ PALETTE = ("#4a8bd0", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#d
 MAX_BARS = 200  # more steps than this are averaged in groups
 # Metrics between 0 and 1 of one of `data.validation_sets` share a plot.
 _SET_METRIC = re.compile(r"validation/(?!rewards/|distillation/)(\w+)/(reward|accuracy|pass@\d+|cons@\d+)")
+Steps = Sequence[StepMetrics]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -73,7 +74,7 @@ def write_report(run_dir: Path) -> Path:
     return paths.report
 
 
-def _state(algorithm: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
+def _state(algorithm: Mapping[str, Any], steps: Steps) -> str:
     planned, last = algorithm.get("num_steps"), steps[-1] if steps else None
     if last is not None and isinstance(planned, int) and last.step >= planned:
         return "finished"
@@ -85,7 +86,7 @@ def _state(algorithm: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
     return "not finished"
 
 
-def _tiles(steps: Sequence[StepMetrics], planned: object) -> Iterator[tuple[str, str, str]]:
+def _tiles(steps: Steps, planned: object) -> Iterator[tuple[str, str, str]]:
     """Label, value and note of each large value at the top."""
     done = steps[-1].step if steps else 0
     yield "steps", f"{done:,}", f"of {planned:,}" if isinstance(planned, int) else ""
@@ -154,7 +155,7 @@ class StageTotal:
     color: str
 
 
-def reward_chart(steps: Sequence[StepMetrics]) -> Chart | None:
+def reward_chart(steps: Steps) -> Chart | None:
     """Mean reward with its spread in the batch, and validations as points; None for a run without rewards."""
     plot = _plot(steps, height=360)
     spread = [step for step in steps if {"reward/mean", "reward/std"} <= step.values.keys()]
@@ -173,7 +174,7 @@ def reward_chart(steps: Sequence[StepMetrics]) -> Chart | None:
     return Chart("Reward", plot, wide=True)
 
 
-def metric_charts(steps: Sequence[StepMetrics]) -> tuple[list[Chart], list[Chart]]:
+def metric_charts(steps: Steps) -> tuple[list[Chart], list[Chart]]:
     """Plots of all other metrics: first those of `SHOWN` and of further validation sets, then the rest."""
     found = {key for step in steps for key in step.values}
     keys = sorted(key for key in found if key.removesuffix("_low").removesuffix("_high") not in found - {key})
@@ -188,7 +189,7 @@ def metric_charts(steps: Sequence[StepMetrics]) -> tuple[list[Chart], list[Chart
     return main, [chart for title, chart in charts.items() if title not in titles]
 
 
-def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> Chart | None:
+def stage_chart(steps: Steps, totals: Sequence[StageTotal]) -> Chart | None:
     """Seconds of each stage, stacked, for every step; long runs show means over groups of steps."""
     timed = [step for step in steps if step.values.get("time/step", 0) > 0]
     if not timed:
@@ -206,7 +207,7 @@ def stage_chart(steps: Sequence[StepMetrics], totals: Sequence[StageTotal]) -> C
     return Chart("Seconds of each stage", plot, wide=True)
 
 
-def stage_totals(steps: Sequence[StepMetrics]) -> list[StageTotal]:
+def stage_totals(steps: Steps) -> list[StageTotal]:
     """Seconds of each stage over all steps, the longest first; time outside of stages comes at the end."""
     sums: dict[str, float] = defaultdict(float)
     for step in steps:
@@ -230,7 +231,7 @@ def stage_seconds(step: StepMetrics) -> dict[str, float]:
     return stages
 
 
-def _line_chart(title: str, steps: Sequence[StepMetrics], keys: Sequence[str]) -> Chart:
+def _line_chart(title: str, steps: Steps, keys: Sequence[str]) -> Chart:
     plot = _plot(steps, height=260)
     for number, key in enumerate(keys):
         few = sum(key in step.values for step in steps) < 2
@@ -246,9 +247,7 @@ def _line_chart(title: str, steps: Sequence[StepMetrics], keys: Sequence[str]) -
     return Chart(title, plot)
 
 
-def _add_line(
-    plot: go.Figure, steps: Sequence[StepMetrics], key: str, name: str, color: str, mode: str
-) -> None:
+def _add_line(plot: go.Figure, steps: Steps, key: str, name: str, color: str, mode: str) -> None:
     drawn = [step for step in steps if key in step.values]
     if drawn:
         plot.add_scatter(
@@ -261,7 +260,7 @@ def _add_line(
         )
 
 
-def _plot(steps: Sequence[StepMetrics], height: int) -> go.Figure:
+def _plot(steps: Steps, height: int) -> go.Figure:
     first, last = (steps[0].step, steps[-1].step) if steps else (0, 0)
     margin = max(0.02 * (last - first), 0.5)
     plot = go.Figure(layout={"template": None, "height": height, "hovermode": "x unified"})

@@ -41,7 +41,6 @@ from .messages import (
 )
 
 _ABORTED = "Application timeout caused pair closure"  # gloo's error in all waits that `abort` ends
-_GLOO_THREADS = 1
 _ABORT_TAG = 1  # of a message that no rank sends
 _POLL_SECONDS = 0.2  # how often a rank checks if the session is over
 
@@ -103,7 +102,7 @@ class Group:
                 own_address = route.getsockname()[0]  # of this machine on the way to the store
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
-            options._threads = _GLOO_THREADS
+            options._threads = 1
             # lazy: of a thousand members, each exchanges messages with a few
             options._devices = [ProcessGroupGloo.create_device(own_address, lazy_init=True)]
             group = cls(ProcessGroupGloo(prefix, rank, size, options), store, torch.device("cpu"))
@@ -155,9 +154,8 @@ class Group:
 class Membership:
     """Membership of a rank in the group, kept from refit to refit."""
 
-    def __init__(self) -> None:
-        self._rendezvous: tuple[str, int] | None = None
-        self._group: Group | None = None
+    _rendezvous: tuple[str, int] | None = None
+    _group: Group | None = None
 
     def join(self, session: RefitSession, rank: int) -> Group:
         rendezvous = (session.place, session.rendezvous)

@@ -289,11 +289,9 @@ def _open_slots(peer: _Peer, session: RefitSession) -> HostSlots | DeviceSlots:
     max_bytes = _HELLO.size + _MAX_OFFER_BYTES
     hello, descriptors = peer.receive_with_descriptors(max_bytes, f"the memory of {peer.name}")
     try:
-        version, slot_bytes = _HELLO.unpack_from(hello)
-        if version != session.version:
-            raise RefitFailed(
-                f"{peer.name} offers version {version} in the refit to version {session.version}"
-            )
+        other, slot_bytes = _HELLO.unpack_from(hello)
+        if other != session.version:
+            raise RefitFailed(f"{peer.name} offers version {other} in the refit to version {session.version}")
         return _kind(session).open(hello[_HELLO.size :], descriptors, slot_bytes)
     finally:
         for descriptor in descriptors:
