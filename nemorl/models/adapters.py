@@ -1,8 +1,7 @@
 """Adapters of low rank (LoRA) in the coordinates of PEFT's files: which there are, and what a rank holds.
 
 A matrix W [out, in] of the HF checkpoint gets A [rank, in] and B [out, rank], and the model computes with
-`W + alpha / rank * B A` (Hu et al. 2021, arXiv 2106.09685). Several HF matrices may lie in one
-Megatron parameter; each has its own pair all the same. Imports no torch.
+`W + alpha / rank * B A` (Hu et al. 2021, arXiv 2106.09685). Imports no torch.
 """
 
 from collections.abc import Iterator

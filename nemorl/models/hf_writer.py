@@ -72,11 +72,10 @@ _SHARD_BYTES = 5_000_000_000
 class HfFolderWriter:
     """Writes whole HF tensors, and config.json and tokenizer files copied from the folder `source`.
 
-    With a scalar `head` it is transformers' sequence classification with one label.
-
-    A context manager: the folder `out` appears when the block ends without an exception and every tensor of
-    the model was added. Keeps at most one file (5 GB) of tensors in memory. Raises FileExistsError where
-    `out` exists, and `BrokenModelFolder` naming tensors that are missing, unknown or of the wrong shape.
+    With a scalar `head` it is transformers' sequence classification with one label. A context manager: the
+    folder `out` appears when the block ends without an exception. Keeps at most one file (5 GB) of tensors in
+    memory. Raises FileExistsError where `out` exists, and `BrokenModelFolder` naming missing, unknown or
+    wrongly shaped tensors.
     """
 
     def __init__(
@@ -87,8 +86,7 @@ class HfFolderWriter:
         head: Literal["lm", "scalar"] = "lm",
         shard_bytes: int = _SHARD_BYTES,
     ) -> None:
-        self.out = Path(out)
-        self.source = Path(source)
+        self.out, self.source = Path(out), Path(source)
         self._shard_bytes = shard_bytes
         self._shape = load_shape(self.source, head)
         self._missing = hf_tensors(self._shape)
@@ -180,8 +178,7 @@ def import_model(hf_dir: str | Path, out: str | Path) -> ImportedModel:
     """Check a Hugging Face folder and write it again: config, tokenizer, safetensors and their checksums.
 
     Weights keep their type. What the model does not use is left out, such as the `lm_head.weight` of tied
-    embeddings. Raises `UnsupportedModel`, `BrokenModelFolder` (also naming a tensor that holds NaN or
-    infinity), or FileExistsError for `out`.
+    embeddings. Raises `UnsupportedModel`, `BrokenModelFolder`, or FileExistsError for `out`.
     """
     shape = load_shape(hf_dir)
     tensors = hf_tensors(shape)

@@ -23,8 +23,7 @@ def load_shape(folder: str | Path, head: Literal["lm", "scalar"] = "lm") -> Mode
     """The shape of the model in a folder; a scalar head may replace that of the vocabulary.
 
     The token ids that end a sequence are those of `generation_config.json` if it has any, as in transformers.
-    Raises `UnsupportedModel` naming the field that is the reason, and `BrokenModelFolder` if config.json is
-    missing or not a model's.
+    Raises `UnsupportedModel` naming the field, and `BrokenModelFolder` where config.json is not a model's.
     """
     source = Path(folder) / "config.json"
     config = read_json_object(source)

@@ -73,8 +73,8 @@ class Observer:
     def step(self, step: int, *, version: int, values: Mapping[str, float]) -> StepMetrics:
         """Record a finished step, with the seconds of its stages and its throughput (`RATES`).
 
-        Call it before the step's checkpoint becomes visible, because a resume at this step needs its line;
-        the seconds of the checkpoint then count in the line after. Raises `WriteError`.
+        Call it before the step's checkpoint becomes visible, because a resume at this step needs its line.
+        Raises `WriteError`.
         """
         seconds = self._stages.finish_step(step)
         throughput = {
@@ -94,10 +94,7 @@ class Observer:
             self._samples.append(asdict(sample))
 
     def summary(self, changes: Sequence[Change]) -> Path | None:
-        """Write the report, show what changed and where the report is.
-
-        A report that cannot be written is a warning and None: its sources are complete.
-        """
+        """Write the report and show it; one that cannot be written is a warning: its sources are complete."""
         from .report import write_report  # Plotly
 
         root = self.folder.paths.root

@@ -69,11 +69,7 @@ class Stage:
             listener.stage_advanced(self)
 
     def share(self, name: str, fraction: float) -> None:
-        """Count this fraction of the stage's seconds under another name.
-
-        For work that is interwoven with the stage, such as environments during generation: the seconds of
-        all names still add up to the time that passed.
-        """
+        """Count this fraction of the seconds under another name, as of environments during generation."""
         if not 0 <= fraction <= 1 - sum(self.shares.values()) + 1e-9:
             raise ValueError(f"stage {self.name}: {fraction} is no fraction of what is left of it for {name}")
         self.shares[name] = fraction
@@ -149,10 +145,7 @@ OPENING, CLOSING = b"[\n", b"]\n"
 
 
 class Timeline(StageListener):
-    """Writes one span a stage, each stage name on a track of its own, so overlapping stages show as such.
-
-    A resumed run continues in the same file as another process, so steps that were repeated show twice.
-    """
+    """Writes a span for each stage, each name on its own track; a resumed run is another process in it."""
 
     def __init__(self, path: Path, title: str = "run") -> None:
         """Open the file, or continue it after its last complete event. Raises `WriteError`."""

@@ -212,9 +212,8 @@ class Waiting:
             self.check(what, began)
             time.sleep(_RETRY_SECONDS)
 
-    def connect(self, path: Path, peer: str) -> socket.socket:
+    def connect(self, connection: socket.socket, path: Path, peer: str) -> None:
         """Connect to the socket at `path`, which `peer` may not have opened yet."""
-        connection = refit_socket()
         connection.settimeout(_POLL_SECONDS)
 
         def is_connected() -> bool:
@@ -223,12 +222,7 @@ class Waiting:
                 return True
             return False  # not yet, or too many at once
 
-        try:
-            self.until(is_connected, f"{peer} to listen")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+        self.until(is_connected, f"{peer} to listen")
 
     def listen(self, path: Path, backlog: int) -> socket.socket:
         """A socket listening at `path`. Raises `PeerClosed` if the session has ended."""
@@ -282,10 +276,6 @@ class Slots:
     def allocate(cls, part: Part, device: torch.device | None = None) -> "Slots":
         return cls(torch.empty(SLOTS * part.slot_bytes, dtype=torch.uint8, device=device))
 
-    @property
-    def num_bytes(self) -> int:
-        return self.memory.numel()
-
     def bucket(self, number: int, num_bytes: int) -> Tensor:
         """[num_bytes] uint8: the beginning of the slot in which bucket `number` lies."""
         start = number % SLOTS * (self.memory.numel() // SLOTS)
@@ -305,7 +295,7 @@ class SendingChannel(ABC):
 
     @property
     def num_bytes(self) -> int:
-        return self._slots.num_bytes
+        return self._slots.memory.numel()
 
     def slot(self, number: int) -> Tensor:
         """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""

@@ -39,6 +39,7 @@ from .messages import (
     Venue,
     Waiting,
     receiver_name,
+    refit_socket,
     sender_name,
 )
 
@@ -278,8 +279,9 @@ def socket_receiver(part: Part, session: RefitSession) -> Iterator[SocketReceive
         peers: dict[int, _Peer] = {}
         for sender in sorted({bucket.sender for bucket in part.buckets}):
             name = sender_name(sender)
-            connection = waiting.connect(session.socket_path(sender), name)
-            peers[sender] = _Peer(name, stack.enter_context(connection), waiting)
+            connection = stack.enter_context(refit_socket())
+            waiting.connect(connection, session.socket_path(sender), name)
+            peers[sender] = _Peer(name, connection, waiting)
         for peer in peers.values():
             peer.send(_NUMBER.pack(part.rank), "receive the number of this rank")
         yield SocketReceiver(part, {rank: (peer, _open_slots(peer, session)) for rank, peer in peers.items()})

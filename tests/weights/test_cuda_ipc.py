@@ -21,7 +21,7 @@ def test_each_receiver_opens_a_handle_of_its_own(tmp_path: Path, monkeypatch: py
             opened = DeviceSlots.open(offer, descriptors, 64)
             assert opened.bucket(1, 10).tolist() == list(range(10))
             assert opened.bucket(0, 64).tolist() == [0] * 64
-        assert slots.num_bytes == 128
+        assert slots.memory.numel() == 128
 
 
 def test_a_handle_that_cannot_be_read_is_refused() -> None:
