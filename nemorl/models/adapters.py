@@ -42,8 +42,6 @@ def adapter_slices(shape: ModelShape, lora: LoraConfig, rank: PolicyRank) -> lis
 
 @dataclass(frozen=True)
 class AdapterNames:
-    """Names of the pair of one HF matrix."""
-
     a: str
     b: str
 

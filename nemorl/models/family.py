@@ -102,8 +102,6 @@ def layer_rule(
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Declarations for the models of one architecture."""
-
     name: str
     architectures: tuple[str, ...]  # of config.json
     read: Callable[[HfConfig], ModelShape]  # raises UnsupportedModel naming the field that is the reason

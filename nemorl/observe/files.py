@@ -103,13 +103,11 @@ def read_json_lines(path: Path) -> list[JsonObject]:
         try:
             parsed = json.loads(line)
         except ValueError as error:
-            raise RunFolderError(
-                f"{path}, line {number} is not JSON ({error}): {line[:40]!r}. Remove the line to continue."
-            ) from error
+            problem = f"is not JSON ({error}): {line[:40]!r}"
+            raise RunFolderError(f"{path}, line {number} {problem}. Remove the line to continue.") from error
         if not isinstance(parsed, dict):
-            raise RunFolderError(
-                f"{path}, line {number} is {line[:40]!r} instead of a JSON object. Remove the line."
-            )
+            problem = f"is {line[:40]!r} instead of a JSON object"
+            raise RunFolderError(f"{path}, line {number} {problem}. Remove the line.")
         objects.append(parsed)
     return objects
 

@@ -84,8 +84,6 @@ def read_samples(path: Path) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Shown:
-    """How the metrics whose names begin with `prefix` are shown."""
-
     prefix: str  # the complete name where there is a column or a tile
     title: str = ""  # of the plot; rows with one title share a plot and a unit. Empty: plotted elsewhere
     column: str = ""  # header in the table of steps

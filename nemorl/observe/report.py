@@ -138,8 +138,6 @@ def _cut(text: str) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """A plot with its heading."""
-
     title: str
     plot: go.Figure
     wide: bool = False

@@ -127,9 +127,8 @@ class RunFolder:
         lock = _lock(root)
         if RunPaths(root).has_steps:
             lock.close()
-            raise RunFolderError(
-                f"{root} already holds a run. Continue it with --resume, take another run_dir, or remove it."
-            )
+            fix = "Continue it with --resume, take another run_dir, or remove it."
+            raise RunFolderError(f"{root} already holds a run. {fix}")
         return cls(root, config_yaml, resumed_step=None, lock=lock)
 
     @classmethod
@@ -180,9 +179,8 @@ def _lock(root: Path) -> IO[str]:
         lock.seek(0)
         holder = lock.read().strip() or "unknown"
         lock.close()
-        raise RunFolderError(
-            f"{root} is being written by process {holder}. End that process first, or choose another run_dir."
-        ) from error
+        fix = "End that process first, or choose another run_dir."
+        raise RunFolderError(f"{root} is being written by process {holder}. {fix}") from error
     except OSError as error:
         raise write_failed(path, error) from error
     return lock

@@ -121,19 +121,6 @@ def arriving(
             yield arrivals
 
 
-def _sending_channel(
-    part: Part, session: RefitSession, member: Membership
-) -> AbstractContextManager[SendingChannel]:
-    """Meet the part's receivers. Connections that do not outlast the refit end with the block."""
-    match session.transport:
-        case "shared_memory" | "cuda_ipc":
-            return socket_sender(part, session)
-        case "gloo" | "nccl":
-            return group_sender(part, session, member)
-        case "files":
-            return file_sender(part, session)
-
-
 class WeightSender:
     """Sends the weights of a policy worker. `parameters` is called in each refit."""
 
@@ -160,7 +147,15 @@ class WeightSender:
         known: dict[tuple[str, TensorSlice], int] = {}  # a sender may have the same for several groups
         sums: dict[tuple[int, str], list[int]] = defaultdict(list)  # fingerprints by receiver and tensor
         of_pieces: list[int] = []  # fingerprints in the order of the part's slices
-        with _sending_channel(part, session, self._member) as channel:
+        meeting: AbstractContextManager[SendingChannel]
+        match session.transport:
+            case "shared_memory" | "cuda_ipc":
+                meeting = socket_sender(part, session)
+            case "gloo" | "nccl":
+                meeting = group_sender(part, session, self._member)
+            case "files":
+                meeting = file_sender(part, session)
+        with meeting as channel:
             for number, bucket in enumerate(part.buckets):
                 slot = channel.slot(number)
                 for piece, values in _pieces_of(bucket, slot):
@@ -186,8 +181,6 @@ class WeightSender:
 
 @dataclass(eq=False)
 class _Update:
-    """A refit at one receiver."""
-
     session: RefitSession
     held: int | None  # version of all of `weights` at its start
     over: bool = False  # abandoned, or another refit has started

@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """Settings of the weight transport."""
-
     transport: Transport | Literal["auto"] = "auto"
     folder: Path = Path("weights")  # of the versions, for files
     delta: bool = False  # send only changes if the receivers hold the previous version
@@ -78,18 +76,14 @@ def make_venue(
     if transport in ("gloo", "nccl"):
         return GroupVenue(transport, LOOPBACK if len(nodes) == 1 else options.host, deadline_seconds)
     if len(nodes) > 1:
-        raise ValueError(
-            f"weights cannot travel by {transport} between {len(nodes)} machines "
-            f"({', '.join(nodes[:3])}{', ...' if len(nodes) > 3 else ''}): set generation.transport to auto, "
-            "gloo or files"
-        )
+        names = ", ".join([*nodes[:3], "..."] if len(nodes) > 3 else nodes)
+        problem = f"weights cannot travel by {transport} between {len(nodes)} machines ({names})"
+        raise ValueError(f"{problem}: set generation.transport to auto, gloo or files")
     return SocketVenue(transport, deadline_seconds)
 
 
 @dataclass(frozen=True)
 class RefitStats:
-    """Metrics of one refit."""
-
     version: int
     seconds: float  # all of it
     seconds_transfer: float  # sending and receiving
@@ -262,18 +256,13 @@ def _compare(version: int, sent: Sequence[SendReport], received: Sequence[Receiv
     for send_report in sent:
         for key, value in send_report.fingerprints.items():
             expected[key].append(value)
-    found = {
-        (rank, name): value
-        for rank, report in enumerate(received)
-        for name, value in report.fingerprints.items()
-    }
+    reports = enumerate(received)
+    found = {(rank, name): value for rank, r in reports for name, value in r.fingerprints.items()}
     wrong = [
         f"{name} at generation rank {rank}"
         for rank, name in sorted(expected.keys() | found.keys())
         if combine(expected[rank, name]) != found.get((rank, name))
     ]
     if wrong:
-        raise CorruptWeights(
-            f"refit to version {version}: {len(wrong)} tensors did not arrive as they were sent, first "
-            f"{wrong[0]}; generation keeps the version it had"
-        )
+        reason = f"{len(wrong)} tensors did not arrive as they were sent, first {wrong[0]}"
+        raise CorruptWeights(f"refit to version {version}: {reason}; generation keeps the version it had")

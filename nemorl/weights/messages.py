@@ -99,8 +99,6 @@ class Part:
 
 @dataclass(frozen=True)
 class SendReport:
-    """Result of one sender."""
-
     fingerprints: Mapping[tuple[int, str], int]  # by receiver and tensor
     extra_bytes: int  # memory for buckets, while it lasted
     kept_bytes: int = 0  # host memory for the last version sent, kept from refit to refit

@@ -152,8 +152,6 @@ class Group:
 
 
 class Membership:
-    """Membership of a rank in the group, kept from refit to refit."""
-
     _rendezvous: tuple[str, int] | None = None
     _group: Group | None = None
 
@@ -170,8 +168,6 @@ class Membership:
 
 @dataclass(frozen=True)
 class _Rendezvous:
-    """One rank's connection with the others during a refit."""
-
     group: Group
     waiting: Waiting
     place: int

@@ -72,8 +72,6 @@ class SocketVenue(Venue):
 
 
 class HostSlots(Slots):
-    """Slots in a memfd."""
-
     def __init__(self, descriptor: int, slot_bytes: int) -> None:
         self._descriptor = descriptor
         self.mapping = mmap.mmap(descriptor, SLOTS * slot_bytes)
@@ -157,8 +155,6 @@ class CudaDevice:
 
 
 class DeviceSlots(Slots):
-    """Slots on a device."""
-
     device: ClassVar[CudaDevice] = CudaDevice()
 
     @classmethod
