@@ -26,10 +26,8 @@ class HfFolder:
         if files is None:
             single = self.path / SINGLE_FILE
             if not single.exists():
-                raise BrokenModelFolder(
-                    f"{self.path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
-                    "weights are read from safetensors only"
-                )
+                missing = f"holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+                raise BrokenModelFolder(f"{self.path} {missing}; weights are read from safetensors only")
             with _open(single) as file:
                 files = dict.fromkeys(file.keys(), single)
         self._files = files  # of each tensor
@@ -100,9 +98,8 @@ def _checked_slice(file: safe_open, path: Path, name: str, extents: tuple[int, .
         raise BrokenModelFolder(f"{path} holds no tensor {name!r}, though {INDEX_FILE} says so") from error
     dtype, shape = whole.get_dtype(), tuple(whole.get_shape())
     if dtype not in STORED_DTYPES:
-        raise BrokenModelFolder(
-            f"{path}: {name} is of type {dtype}; weights may be {', '.join(STORED_DTYPES)}"
-        )
+        known = ", ".join(STORED_DTYPES)
+        raise BrokenModelFolder(f"{path}: {name} is of type {dtype}; weights may be {known}")
     if shape != extents:
         raise BrokenModelFolder(f"{path}: {name} has shape {shape}, the model's config.json says {extents}")
     return whole

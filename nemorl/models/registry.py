@@ -45,10 +45,9 @@ def shape_from_config(
     for family in FAMILIES:
         is_classifier = architecture == family.scalar_architecture()
         if is_classifier and head == "lm":
-            raise UnsupportedModel(
-                f"{source}: architectures names {architecture!r}, which has no head for the vocabulary: "
-                "it can be a critic or reward model, with head 'scalar'"
-            )
+            problem = f"architectures names {architecture!r}, which has no head for the vocabulary"
+            fix = "it can be a critic or reward model, with head 'scalar'"
+            raise UnsupportedModel(f"{source}: {problem}: {fix}")
         if is_classifier or architecture in family.architectures:
             return replace(family.read(HfConfig(config, source)), head=head)
     known = ", ".join(name for family in FAMILIES for name in family.architectures)

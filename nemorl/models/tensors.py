@@ -18,10 +18,9 @@ def local_view(parameters: Mapping[str, Tensor], part: TensorSlice) -> Tensor:
         raise ValueError(f"{part.name}: there is no local parameter {part.param!r} to hold it")
     last = part.offset + sum((n - 1) * stride for n, stride in zip(part.size, part.strides, strict=True))
     if last >= parameter.numel():
-        raise ValueError(
-            f"{part.name}: the slice reaches element {last} of {part.param!r}, which has only "
-            f"{parameter.numel()} elements (shape {tuple(parameter.shape)}); model and layout do not agree"
-        )
+        size = f"{parameter.numel()} elements (shape {tuple(parameter.shape)})"
+        reach = f"the slice reaches element {last} of {part.param!r}, which has only {size}"
+        raise ValueError(f"{part.name}: {reach}; model and layout do not agree")
     return parameter.detach().as_strided(part.size, part.strides, parameter.storage_offset() + part.offset)
 
 

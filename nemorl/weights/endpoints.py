@@ -210,10 +210,8 @@ class Receiver:
             raise RefitFailed(f"{self._name} {reason}")
 
     def _unfinished(self, session: RefitSession, how: str) -> str:
-        return (
-            f"{self._name} was being brought to version {session.version} {how}, which did not finish: its "
-            "weights are of two versions until a complete refit"
-        )
+        update = f"{self._name} was being brought to version {session.version} {how}, which did not finish"
+        return f"{update}: its weights are of two versions until a complete refit"
 
 
 class WeightReceiver(Receiver):
@@ -273,18 +271,15 @@ class WeightReceiver(Receiver):
 
         def change(bucket: PartBucket, content: Tensor) -> None:
             if held is None or held != session.base:
-                raise RefitFailed(
-                    f"{self._name} received the changes since version {session.base}, but holds "
-                    f"{'no complete version' if held is None else f'version {held}'}"
-                )
+                there = "no complete version" if held is None else f"version {held}"
+                changes = f"the changes since version {session.base}"
+                raise RefitFailed(f"{self._name} received {changes}, but holds {there}")
             self._about_to_write(update)
             try:
                 apply(bucket, content, weights)
             except BrokenChanges as error:
-                raise CorruptWeights(
-                    f"{self._name} cannot decode the changes for version {session.version} from "
-                    f"{sender_name(bucket.sender)}: {error}"
-                ) from error
+                changes = f"the changes for version {session.version} from {sender_name(bucket.sender)}"
+                raise CorruptWeights(f"{self._name} cannot decode {changes}: {error}") from error
 
         sums: dict[str, list[int]] = defaultdict(list)
         with arriving(part, layout, session, self._member, change) as arrivals:

@@ -308,10 +308,9 @@ class VersionFolder:
         with self._validated(f"tensors.{need.name}"):
             entry = _TENSOR.validate_python(self._tensors[need.name])
         if entry.shape != need.shape:
-            raise RefitFailed(
-                f"{self.path} has {need.name} of shape {entry.shape}, and the receiver needs "
-                f"{need.shape}; both must be built from the same config.json"
-            )
+            shapes = f"of shape {entry.shape}, and the receiver needs {need.shape}"
+            fix = "both must be built from the same config.json"
+            raise RefitFailed(f"{self.path} has {need.name} {shapes}; {fix}")
         by_type: dict[str, list[_StoredBox]] = {}
         for number, stored in enumerate(entry.boxes):
             if not len(stored.start) == len(stored.size) == len(entry.shape):

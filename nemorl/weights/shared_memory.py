@@ -60,10 +60,8 @@ class SocketVenue(Venue):
             session = RefitSession(version, self._transport, str(folder), self._deadline_seconds)
             length = len(str(session.socket_path(sender=10**6)))
             if length > _MAX_SOCKET_PATH:
-                raise RefitFailed(
-                    f"{folder} is too long a path for sockets ({length} characters, at most "
-                    f"{_MAX_SOCKET_PATH}); set TMPDIR to a shorter one"
-                )
+                problem = f"too long a path for sockets ({length} characters, at most {_MAX_SOCKET_PATH})"
+                raise RefitFailed(f"{folder} is {problem}; set TMPDIR to a shorter one")
             yield session
         finally:
             # Renamed first: a sender that opens its socket during the removal would keep the folder alive.
@@ -136,10 +134,9 @@ class CudaDevice:
         gpus = range(torch.cuda.device_count())
         names = [str(torch.cuda.get_device_properties(index).uuid) for index in gpus]
         if shared.device not in names:
-            raise RefitFailed(
-                f"the policy's buckets lie on GPU {shared.device}, and this process sees "
-                f"{', '.join(names) or 'none'}: set generation.transport to nccl, or to shared_memory"
-            )
+            seen = f"lie on GPU {shared.device}, and this process sees {', '.join(names) or 'none'}"
+            fix = "set generation.transport to nccl, or to shared_memory"
+            raise RefitFailed(f"the policy's buckets {seen}: {fix}")
         device, *handles = astuple(shared)
         storage = torch.UntypedStorage._new_shared_cuda(names.index(device), *handles)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
