@@ -113,12 +113,17 @@ def arriving(
     elif not part.buckets:
         yield arrivals
     else:
-        is_local = session.transport in ("shared_memory", "cuda_ipc")
-        meeting: AbstractContextManager[ReceivingChannel]
-        meeting = socket_receiver(part, session) if is_local else group_receiver(part, session, member)
-        with meeting as channel:
+        with _receiving_channel(part, session, member) as channel:
             arrivals.pieces = receive(channel)
             yield arrivals
+
+
+def _receiving_channel(
+    part: Part, session: RefitSession, member: Membership
+) -> AbstractContextManager[ReceivingChannel]:
+    if session.transport in ("shared_memory", "cuda_ipc"):
+        return socket_receiver(part, session)
+    return group_receiver(part, session, member)
 
 
 class WeightSender:
