@@ -1,4 +1,4 @@
-"""Distillation: losses, and the update and the objective that train on a teacher (docs/distillation.md)."""
+"""Distillation: losses, and the update of a policy that samples (docs/distillation.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,13 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm import (
-    Aggregation,
-    DistillationConfig,
-    DistillationLossConfig,
-    OnPolicyDistillationConfig,
-    TopLossConfig,
-)
+from nemorl.config.algorithm import DistillationLossConfig, OnPolicyDistillationConfig, TopLossConfig
 from nemorl.data.losses import Loss, LossOutput, TrainStats
 from nemorl.data.packed import PLACEHOLDER_TOKENS, PackedBatch
 from nemorl.data.shards import SequencePlace
@@ -20,7 +14,6 @@ from nemorl.rollout.collector import GroupSummary
 
 from .metrics import versions_of
 from .objective import engine_gap, finish_metrics, kl_divergence, sequence_weights, token_loss_output
-from .offline import Objective
 from .online import Batch
 
 # The probability of all that is not among the top is known up to rounding; below this it counts as this.
@@ -117,24 +110,7 @@ def jensen_shannon(teacher: Tensor, policy: Tensor, beta: float) -> Tensor:
 
 
 def distillation_loss(config: DistillationLossConfig) -> Loss:
-    """The loss of one micro-batch."""
     return SampledReverseKL() if config.name == "reverse_kl" else TopDivergence(config)
-
-
-@dataclass(frozen=True)
-class Distillation(Objective):
-    """The objective of offline distillation: a teacher's distribution at the tokens of the data."""
-
-    config: DistillationConfig
-
-    @property
-    def aggregation(self) -> Aggregation:
-        """As configured."""
-        return self.config.aggregation
-
-    def loss(self, num_units: int, divergence: float) -> Loss:
-        """Independent of the units: their weights are in the batch."""
-        return distillation_loss(self.config.loss)
 
 
 @dataclass

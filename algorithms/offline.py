@@ -14,27 +14,41 @@ then need no memory.
 import hashlib
 import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from nemorl.config.algorithm import Aggregation, OfflineBase, SftConfig
-from nemorl.data.examples import PLACEHOLDER, Example
+from nemorl.config.algorithm import (
+    Aggregation,
+    DistillationConfig,
+    KtoConfig,
+    OfflineBase,
+    PreferenceConfig,
+    RewardModelConfig,
+    SftConfig,
+)
+from nemorl.config.data import DatasetConfig
+from nemorl.config.experiment import Experiment
+from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
+from nemorl.data.examples import PLACEHOLDER, Encoder, Example, mismatched
 from nemorl.data.losses import Loss
 from nemorl.data.packed import Compared
 from nemorl.data.shards import SequencePlace
+from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.observe.files import write_atomically
 from nemorl.observe.observer import Observer
 from nemorl.rollout.collector import TaskOrder
 from nemorl.session.session import Session
 
+from .distillation import distillation_loss
 from .metrics import optimizer_metrics
-from .objective import finish_metrics, sequence_weights
+from .objective import finish_metrics, means_over, sequence_weights
+from .pair_losses import KtoLoss, PreferenceLoss, ScorePairLoss, StepLoss, kto_metrics, score_metrics
 from .policy_losses import CrossEntropyLoss
-from .teachers import Teachers
+from .teachers import Teachers, teachers_of_tasks
 
 FILE = "reference_logprobs.json"
 _AT_A_TIME = 512  # sequences of one call, so that progress shows
@@ -119,25 +133,47 @@ class Unit:
     teacher: str = ""  # of distillation, where there are several
 
 
-class Objective(ABC):
+@dataclass(frozen=True)
+class Objective:
     """What differs between algorithms that learn from data."""
 
-    @property
-    def aggregation(self) -> Aggregation:
-        """How weights of tokens are made; tokens of rejected answers do not count."""
-        return "token-mean"
+    # Of a step with this number of units; the divergence of `contrast`'s sequences is 0 if there are none.
+    loss: Callable[[int, float], Loss]
+    metrics: Callable[[Mapping[str, float], Mapping[str, float]], dict[str, float]] = finish_metrics
+    aggregation: Aggregation = "token-mean"  # of weights; tokens of rejected answers do not count
+    # Sequences on which the divergence of the policy from the reference is estimated before the step.
+    contrast: Callable[[Sequence[Unit]], list[Example]] = lambda units: []
 
-    def contrast(self, units: Sequence[Unit]) -> list[Example]:
-        """Sequences on which the divergence of the policy from the reference is estimated before the step."""
-        return []
 
-    @abstractmethod
-    def loss(self, num_units: int, divergence: float) -> Loss:
-        """The loss of a step of `num_units`; the divergence is 0 if there is nothing to contrast."""
+def objective_of(config: OfflineBase) -> Objective:
+    match config:
+        case SftConfig():
+            return Objective(lambda *_: CrossEntropyLoss(), aggregation=config.aggregation)
+        case DistillationConfig():
+            return Objective(lambda *_: distillation_loss(config.loss), aggregation=config.aggregation)
+        case PreferenceConfig():
+            return Objective(
+                lambda pairs, _: PreferenceLoss(config.loss, pairs, config.sft_coefficient),
+                lambda sums, _: means_over("pairs", sums),
+            )
+        case KtoConfig():
+            return Objective(
+                partial(KtoLoss, config),
+                lambda sums, _: kto_metrics(sums),
+                contrast=prompts_with_next_answers,
+            )
+    assert isinstance(config, RewardModelConfig)
+    loss = config.loss
+    if loss.name == "process":
+        by_answer = loss.aggregation == "answer-mean"
+        aggregation: Aggregation = "seq-mean-token-mean" if by_answer else "token-mean"
+        return Objective(lambda *_: StepLoss(), lambda sums, _: score_metrics(sums), aggregation)
+    return Objective(lambda pairs, _: ScorePairLoss(loss, pairs), lambda sums, _: score_metrics(sums))
 
-    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-        """A step's metrics from the loss's sums over it; means are over tokens."""
-        return finish_metrics(sums, maxima)
+
+def prompts_with_next_answers(units: Sequence[Unit]) -> list[Example]:
+    examples = [unit.examples[0] for unit in units]
+    return mismatched(examples, max_length=max(example.num_tokens for example in examples))
 
 
 @dataclass
@@ -233,16 +269,64 @@ class OfflineAlgorithm:
 
 
 @dataclass(frozen=True)
-class Supervised(Objective):
-    """Supervised fine-tuning: cross entropy of the answers of the data."""
+class OfflineData:
+    """The units of a run."""
 
-    config: SftConfig
+    units: Sequence[Unit]
+    held_out: Sequence[Unit]  # of the validation data
 
-    @property
-    def aggregation(self) -> Aggregation:
-        """As configured."""
-        return self.config.aggregation
+    def compared(
+        self, order: TaskOrder, config: OfflineBase, position: int, num_steps: int
+    ) -> Iterator[Example]:
+        """The sequences that `num_steps` steps from `position`, and a validation, compare with a reference.
 
-    def loss(self, num_units: int, divergence: float) -> CrossEntropyLoss:
-        """Independent of the units: their weights are in the batch."""
-        return CrossEntropyLoss()
+        These are the trained ones and those they are contrasted with; a sequence may come several times.
+        """
+        objective, size = objective_of(config), config.batch_size
+        drawn = [order.task_index(place) for place in range(position, position + num_steps * size)]
+        needed = [*(self.units[index] for index in sorted(set(drawn))), *self.held_out]
+        yield from (example for unit in needed for example in unit.examples)
+        for start in range(0, len(drawn), size):
+            yield from objective.contrast([self.units[index] for index in drawn[start : start + size]])
+        if self.held_out:
+            yield from objective.contrast(self.held_out)
+
+
+def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineData:
+    """Read and encode the training and validation data. Raises DatasetError and ExampleError."""
+    data, tokenizer = experiment.data, load_tokenizer(experiment.policy)
+    encoder = Encoder(tokenizer, prompts_of(tokenizer, data.chat), experiment.policy.max_sequence_length)
+    validated = data.validation if config.validation.scheduled else None
+    held_out: Sequence[Unit] = []
+    # Tasks of a file without answers can be sampled but have no loss.
+    if validated is not None and not (validated.name == "jsonl" and validated.answer_key is None):
+        held_out = _units(experiment, config, validated, encoder)[: config.validation.num_prompts]
+    return OfflineData(_units(experiment, config, data.train, encoder), held_out)
+
+
+def _units(
+    experiment: Experiment, config: OfflineBase, dataset: DatasetConfig, encoder: Encoder
+) -> Sequence[Unit]:
+    data = experiment.data
+    match config:
+        case SftConfig():
+            dialogues = load_dialogues(dataset, data)
+            return [Unit((example,)) for example in encoder.dialogues(dialogues, config.train_on)]
+        case DistillationConfig():
+            examples = encoder.dialogues(load_dialogues(dataset, data), config.train_on)
+            tasks, teachers = load_tasks(dataset, data), list(experiment.teachers)
+            names = teachers_of_tasks(tasks, config.teacher_key, teachers)
+            return [Unit((e,), teacher=name) for e, name in zip(examples, names, strict=True)]
+        case KtoConfig():
+            feedback = load_feedback(dataset, data)
+            answers = encoder.feedback(feedback)
+            return [
+                Unit((example,), (1.0 if one.good else -1.0,))
+                for example, one in zip(answers, feedback, strict=True)
+            ]
+        case RewardModelConfig() if config.loss.of_steps:
+            return [Unit((example,)) for example in encoder.steps(load_steps(dataset, data))]
+    pairs = load_pairs(dataset, data)
+    return [
+        Unit(both, (1.0, -1.0), pair.margin) for both, pair in zip(encoder.pairs(pairs), pairs, strict=True)
+    ]

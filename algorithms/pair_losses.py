@@ -1,4 +1,4 @@
-"""Losses of answers that are compared: pairs (DPO and its variants) and single answers (KTO).
+"""Losses of answers that are compared: pairs (DPO and its variants), single answers (KTO), reward models.
 
 `pair_loss` is a pure function of `chosen` and `rejected`, [P] float32: an answer's logprob, summed over its
 tokens or their mean, less the reference's if the loss has one; `delta` is their difference. The formulas and
@@ -13,21 +13,20 @@ how the batch is split; the paper takes a micro-batch's. What a step joins follo
 so the reference's part may be computed beforehand.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemorl.config.algorithm import KtoConfig, PreferenceConfig
+from nemorl.config.algorithm import KtoConfig
+from nemorl.config.algorithm.offline import BradleyTerryLossConfig, LogExpLossConfig
 from nemorl.config.algorithm.pair_losses import PairLossConfig
-from nemorl.data.examples import Example, mismatched
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 
 from .objective import averages, loss_output, means_over, totals
-from .offline import Objective, Unit
 
 # A mean logprob of 0 would have infinite odds.
 _MIN_SURPRISE = 1e-6
@@ -139,21 +138,6 @@ class PreferenceLoss:
 
 
 @dataclass(frozen=True)
-class Preference(Objective):
-    """One of the methods that compare the two answers of a pair."""
-
-    config: PreferenceConfig
-
-    def loss(self, num_units: int, divergence: float) -> PreferenceLoss:
-        """The loss of a step of `num_units` pairs."""
-        return PreferenceLoss(self.config.loss, num_units, self.config.sft_coefficient)
-
-    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-        """Losses, implicit rewards `beta (log policy - log reference)`, and how often the chosen wins."""
-        return means_over("pairs", sums)
-
-
-@dataclass(frozen=True)
 class KtoLoss:
     """The mean loss of the examples."""
 
@@ -182,31 +166,80 @@ class KtoLoss:
         return loss_output(loss, sums)
 
 
+def kto_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """The loss, implicit rewards of both kinds, and how many lie on their side of the divergence."""
+    good, bad = sums["examples/desirable"], sums["examples/undesirable"]
+    desirable = sums["rewards/desirable"] / max(good, 1.0)
+    undesirable = sums["rewards/undesirable"] / max(bad, 1.0)
+    return {
+        "loss/preference": sums["loss/preference"],
+        "rewards/desirable": desirable,
+        "rewards/undesirable": undesirable,
+        "rewards/margin": desirable - undesirable,
+        "rewards/accuracy": sums["rewards/accuracy"] / max(good + bad, 1.0),
+        "examples/desirable": good / max(good + bad, 1.0),
+    }
+
+
 @dataclass(frozen=True)
-class Kto(Objective):
-    """Learning from single answers."""
+class ScorePairLoss:
+    """The mean loss of pairs' scores; the score of an answer is that of its last token."""
 
-    config: KtoConfig
+    config: BradleyTerryLossConfig | LogExpLossConfig
+    num_pairs: int  # of the whole optimizer step
+    needs_entropy: bool = False
 
-    def contrast(self, units: Sequence[Unit]) -> list[Example]:
-        """Each prompt with the answer to the next one."""
-        examples = [unit.examples[0] for unit in units]
-        return mismatched(examples, max_length=max(example.num_tokens for example in examples))
-
-    def loss(self, num_units: int, divergence: float) -> KtoLoss:
-        """The loss of a step of `num_units` answers and the measured divergence of the policy."""
-        return KtoLoss(self.config, num_units, divergence)
-
-    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-        """The loss, implicit rewards of both kinds, and how many lie on their side of the divergence."""
-        good, bad = sums["examples/desirable"], sums["examples/undesirable"]
-        desirable = sums["rewards/desirable"] / max(good, 1.0)
-        undesirable = sums["rewards/undesirable"] / max(bad, 1.0)
-        return {
-            "loss/preference": sums["loss/preference"],
-            "rewards/desirable": desirable,
-            "rewards/undesirable": undesirable,
-            "rewards/margin": desirable - undesirable,
-            "rewards/accuracy": sums["rewards/accuracy"] / max(good + bad, 1.0),
-            "examples/desirable": good / max(good + bad, 1.0),
+    def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
+        """Needs `units` and `labels`."""
+        pairs, scores = find_pairs(batch), values[batch.cu_seqlens[1:].long() - 1]  # [S]
+        chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
+        ahead = chosen - rejected - self.config.scale_of_margins * pairs.margins
+        # log(1 + exp(-ahead)); as a sum of parts with a kink at 0 it would have no gradient for a new head.
+        preference = F.softplus(-ahead).sum() / self.num_pairs
+        center = (chosen + rejected).square().sum() / self.num_pairs
+        loss = preference + self.config.center_coefficient * center
+        sums = {
+            "loss/total": loss,
+            "loss/preference": preference,
+            "loss/center": center,
+            "compared": pairs.number,
+            "accuracy": (chosen > rejected).sum(),
+            "score/chosen": chosen.sum(),
+            "score/rejected": rejected.sum(),
+            "score/margin": (chosen - rejected).sum(),
         }
+        return loss_output(loss, sums)
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Cross entropy of right and wrong at the end of each step, weighed by the batch's `weights`.
+
+    A step that is right with probability p costs `-p log s(value) - (1 - p) log s(-value)`.
+    """
+
+    needs_entropy: bool = False
+
+    def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
+        """Needs `labels`, which are `2 p - 1` where the loss mask is set: 1 right, -1 wrong."""
+        assert batch.labels is not None, "steps have labels"
+        mask, labels = batch.loss_mask, batch.labels
+        right, wrong = (1 + labels) / 2, (1 - labels) / 2
+        loss = (batch.weights * (-right * F.logsigmoid(values) - wrong * F.logsigmoid(-values))).sum()
+        sums = {
+            "loss/total": loss,
+            "compared": (mask & (labels != 0)).sum(),
+            "accuracy": ((labels * values > 0) & mask).sum(),
+            "score/margin": (labels * values * mask).sum(),
+        }
+        return loss_output(loss, sums)
+
+
+def score_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a reward model's step.
+
+    Accuracy and scores are means over pairs, or over the steps that are more likely right or wrong, and
+    absent where there are none.
+    """
+    means = means_over("compared", sums)
+    return {name: value for name, value in means.items() if name.startswith("loss/") or sums["compared"]}

@@ -19,8 +19,14 @@ from nemorl.algorithms.distillation import DistillationUpdate
 from nemorl.algorithms.filters import refill
 from nemorl.algorithms.metrics import LogprobGate, samples_of
 from nemorl.algorithms.objective import EntropyWeight
-from nemorl.algorithms.offline import OfflineAlgorithm, ReferenceSums, reference_sums
-from nemorl.algorithms.offline_data import OfflineData, load_offline_data, objective_of
+from nemorl.algorithms.offline import (
+    OfflineAlgorithm,
+    OfflineData,
+    ReferenceSums,
+    load_offline_data,
+    objective_of,
+    reference_sums,
+)
 from nemorl.algorithms.online import OnlineAlgorithm, Update
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks

@@ -7,8 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nemorl.algorithms.offline import OfflineAlgorithm, ReferenceSums, reference_sums
-from nemorl.algorithms.offline_data import OfflineData, load_offline_data, objective_of
+from nemorl.algorithms.offline import (
+    OfflineAlgorithm,
+    OfflineData,
+    ReferenceSums,
+    load_offline_data,
+    objective_of,
+    reference_sums,
+)
 from nemorl.config.experiment import Experiment
 from nemorl.data.losses import Evaluation, LogprobStats, Loss, TrainStats
 from nemorl.data.shards import SequencePlace, plan_batch

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemorl.algorithms.offline import FILE, ReferenceSums
-from nemorl.algorithms.offline_data import OfflineData
+from nemorl.algorithms.offline import FILE, OfflineData, ReferenceSums
 from nemorl.config.algorithm.pair_losses import PREFERENCE_PRESETS
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import metric_names

@@ -9,9 +9,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from nemorl.algorithms.offline import Unit
-from nemorl.algorithms.pair_losses import Kto, Preference, pair_loss
-from nemorl.algorithms.reward_model import RewardModel, ScorePairLoss, StepLoss
+from nemorl.algorithms.offline import Unit, objective_of
+from nemorl.algorithms.pair_losses import ScorePairLoss, StepLoss, pair_loss
 from nemorl.config.algorithm import AlgorithmConfig, KtoConfig, PreferenceConfig
 from nemorl.config.algorithm.offline import BradleyTerryLossConfig, LogExpLossConfig
 from nemorl.config.algorithm.pair_losses import PREFERENCE_PRESETS, LogisticLossConfig, PairLossConfig
@@ -137,11 +136,11 @@ def preference_by_hand(name: str, values: Sequence[float], batch: PackedBatch) -
 def test_every_preset_is_its_formula(name):
     config, batch = config_of(name), batch_of(reference=name not in NO_REFERENCE)
     logprobs = logprobs_of(batch)
-    output = Preference(config).loss(2, 0.0)(batch, logprobs, None)
+    output = objective_of(config).loss(2, 0.0)(batch, logprobs, None)
 
     values = logprobs.tolist()
     assert output.loss.item() == pytest.approx(preference_by_hand(name, values, batch), rel=1e-6)
-    metrics = Preference(config).metrics({k: float(v) for k, v in output.sums.items()}, {})
+    metrics = objective_of(config).metrics({k: float(v) for k, v in output.sums.items()}, {})
     policy = answers(values, mean=name in MEANS)
     relative = relative_by_hand(values, batch, mean=name in MEANS)
     assert metrics["rewards/margin"] == pytest.approx(
@@ -156,7 +155,7 @@ def test_every_preset_is_its_formula(name):
 def test_gradients_are_those_of_the_formula(name):
     config, batch = config_of(name), batch_of(reference=name not in NO_REFERENCE)
     logprobs = logprobs_of(batch)
-    (grad,) = torch.autograd.grad(Preference(config).loss(2, 0.0)(batch, logprobs, None).loss, logprobs)
+    (grad,) = torch.autograd.grad(objective_of(config).loss(2, 0.0)(batch, logprobs, None).loss, logprobs)
     expected = differences(lambda values: preference_by_hand(name, values, batch), logprobs)
     assert grad.tolist() == pytest.approx(expected, abs=1e-6)
     assert torch.equal(grad != 0, batch.loss_mask & (grad != 0))  # prompts teach nothing
@@ -164,7 +163,7 @@ def test_gradients_are_those_of_the_formula(name):
 
 def test_pairs_may_lie_in_any_micro_batch_but_not_apart():
     batch, logprobs = batch_of(), logprobs_of(batch_of())
-    loss = Preference(config_of("dpo")).loss(2, 0.0)
+    loss = objective_of(config_of("dpo")).loss(2, 0.0)
     whole = loss(batch, logprobs, None).loss
     parts = []
     for sequences in ([0, 3], [2, 1]):
@@ -179,7 +178,7 @@ def test_pairs_may_lie_in_any_micro_batch_but_not_apart():
 def test_a_micro_batch_without_pairs_costs_nothing_and_has_a_gradient():
     batch = with_compared(replace(batch_of(), units=None, labels=None), [Compared(n) for n in range(4)])
     logprobs = logprobs_of(batch)
-    output = Preference(config_of("dpo")).loss(2, 0.0)(batch, logprobs, None)
+    output = objective_of(config_of("dpo")).loss(2, 0.0)(batch, logprobs, None)
     assert output.loss.item() == 0
     assert output.loss.requires_grad
     assert output.sums["pairs"] == 0
@@ -196,7 +195,7 @@ def test_ipo_has_both_conventions():
     batch = batch_of()
     logprobs = logprobs_of(batch)
     for form in ("sum", "mean"):
-        loss = Preference(config_of("ipo", logprobs=form)).loss(2, 0.0)(batch, logprobs, None).loss
+        loss = objective_of(config_of("ipo", logprobs=form)).loss(2, 0.0)(batch, logprobs, None).loss
         policy = answers(logprobs.tolist(), mean=form == "mean")
         reference = answers(batch.reference_logprobs.tolist(), mean=form == "mean")
         x = [p - r for p, r in zip(policy, reference, strict=True)]
@@ -220,7 +219,7 @@ def test_reference_sums_serve_as_well_as_tokens():
     compared = [Compared(*row) for row in zip(UNITS, LABELS, MARGINS, sums, strict=True)]
     cached = with_compared(replace(batch, reference_logprobs=None), compared)
     for name in ("dpo", "ipo", "apo_zero"):
-        loss = Preference(config_of(name)).loss(2, 0.0)
+        loss = objective_of(config_of(name)).loss(2, 0.0)
         assert loss(cached, logprobs, None).loss.item() == pytest.approx(
             loss(batch, logprobs, None).loss.item(), rel=1e-6
         )
@@ -232,7 +231,7 @@ def test_kto_is_its_formula(divergence):
         name="kto", num_steps=1, batch_size=4, beta=BETA, desirable_weight=1.5, undesirable_weight=0.5
     )
     batch, logprobs = batch_of(), logprobs_of(batch_of())
-    output = Kto(config).loss(4, divergence)(batch, logprobs, None)
+    output = objective_of(config).loss(4, divergence)(batch, logprobs, None)
     z = max(divergence, 0)
 
     def by_hand(values: list[float]) -> float:
@@ -246,7 +245,7 @@ def test_kto_is_its_formula(divergence):
     assert grad.tolist() == pytest.approx(differences(by_hand, logprobs), abs=1e-6)
     assert torch.equal(grad != 0, batch.loss_mask)
     relative = relative_by_hand(logprobs.tolist(), batch, mean=False)
-    metrics = Kto(config).metrics({k: float(v) for k, v in output.sums.items()}, {})
+    metrics = objective_of(config).metrics({k: float(v) for k, v in output.sums.items()}, {})
     good = [x for x, label in zip(relative, LABELS, strict=True) if label > 0]
     bad = [x for x, label in zip(relative, LABELS, strict=True) if label < 0]
     assert metrics["rewards/desirable"] == pytest.approx(BETA * sum(good) / 2, rel=1e-5)
@@ -259,7 +258,9 @@ def test_kto_contrasts_each_prompt_with_the_answer_to_the_next():
     def unit(*tokens: int) -> Unit:
         return Unit((Example(np.array(tokens, dtype=np.int32), np.arange(len(tokens)) >= 1),), (1.0,))
 
-    contrast = Kto(KtoConfig(name="kto", num_steps=1, batch_size=2)).contrast([unit(1, 2), unit(3, 4, 5)])
+    contrast = objective_of(KtoConfig(name="kto", num_steps=1, batch_size=2)).contrast(
+        [unit(1, 2), unit(3, 4, 5)]
+    )
     assert [example.tokens.tolist() for example in contrast] == [[1, 4, 5], [3, 2]]
 
 
@@ -293,7 +294,7 @@ def test_scores_of_pairs_are_their_formula(form):
     config = TypeAdapter(AlgorithmConfig).validate_python(
         {"name": "reward_model", "num_steps": 1, "batch_size": 2}
     )
-    metrics = RewardModel(config).metrics({k: float(v) for k, v in output.sums.items()}, {})
+    metrics = objective_of(config).metrics({k: float(v) for k, v in output.sums.items()}, {})
     assert metrics["accuracy"] == sum(ends[c] > ends[r] for c, r in PAIRS) / 2
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.algorithms.reward_model import RewardModel
+from nemorl.algorithms.offline import objective_of
 from nemorl.config.algorithm import RewardModelConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import metric_names
@@ -112,4 +112,4 @@ def test_held_out_data_are_separated(folder, host, kind, loss):
 def test_nothing_is_scored_correctly_where_every_step_is_even(compared: int, means: dict[str, float]) -> None:
     config = RewardModelConfig(name="reward_model", num_steps=1, batch_size=1)
     sums = {"loss/total": 2.5, "compared": compared, "accuracy": 3, "score/margin": 2}
-    assert RewardModel(config).metrics(sums, {}) == {"loss/total": 2.5, **means}
+    assert objective_of(config).metrics(sums, {}) == {"loss/total": 2.5, **means}
