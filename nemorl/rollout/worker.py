@@ -13,32 +13,13 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
-from nemorl.generation.router import Replica, Router, RouterMetrics
+from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
 from nemorl.trajectories import Conversation, EnvironmentFactory, Task, Trajectory
 
 from .collector import GroupAssignment, GroupSummary, SampleText, last_answer, summarize
 from .turn_loop import SampleKey, TurnLimits, TurnLoop
-
-
-class PooledRouter:
-    """What has a router over a pool's engines in its process: mixed into what the process hosts."""
-
-    _router: Router
-
-    def add_engine(self, engine: Replica) -> None:
-        """Sample from this engine too, which takes the place of a lost one."""
-        self._router.add(engine)
-
-    def lost_replicas(self) -> dict[str, str]:
-        """The cause of each loss by the replica's name."""
-        return dict(self._router.lost)
-
-    def take_router_metrics(self) -> RouterMetrics:
-        """What became of requests since the last call."""
-        return self._router.take_metrics()
-
 
 Store = Callable[[list[Trajectory]], Any]
 
@@ -99,16 +80,11 @@ class RolloutWorker:
     async def _run_group(self, assignment: GroupAssignment) -> GroupSummary:
         tasks = self._held_out[assignment.validation_set] if assignment.validation else self._tasks
         task = tasks[assignment.task_index]
-        conversations = await asyncio.gather(
-            *(
-                self._run_sample(task, assignment, sample)
-                for sample in range(assignment.num_samples + assignment.greedy_baseline)
-            )
-        )
+        samples = range(assignment.num_samples + assignment.greedy_baseline)  # the additional one is greedy
+        conversations = await asyncio.gather(*(self._run_sample(task, assignment, n) for n in samples))
         scored = await self._rewards.apply(task, conversations)
-        trajectories = scored.trajectories[: assignment.num_samples]
-        greedy = scored.trajectories[assignment.num_samples :]
-        summaries = [summarize(t, row) for row, t in enumerate(trajectories)]
+        summaries = [summarize(t, row) for row, t in enumerate(scored.trajectories)]
+        summaries, greedy = summaries[: assignment.num_samples], summaries[assignment.num_samples :]
         if assignment.validation and self._votes:
             sampled = conversations[: assignment.num_samples]
             answers = await asyncio.gather(*(last_answer(c, self._environments) for c in sampled))
@@ -120,15 +96,14 @@ class RolloutWorker:
         return GroupSummary(
             group=assignment.group,
             task_index=assignment.task_index,
-            reference=self._store(trajectories),
+            reference=self._store(scored.trajectories[: assignment.num_samples]),
             trajectories=tuple(summaries),
             texts=tuple(texts),
-            greedy=summarize(greedy[0], assignment.num_samples) if greedy else None,
+            greedy=greedy[0] if greedy else None,
             scoring=scored.scoring,
         )
 
     async def _run_sample(self, task: Task, assignment: GroupAssignment, sample: int) -> Conversation:
-        """One sample of a group; the additional one is greedy."""
         key = SampleKey(self._seed, assignment.group, sample, assignment.validation)
         greedy = sample == assignment.num_samples
         sampling = SamplingParams(temperature=0.0) if greedy else self._sampling[assignment.validation]
@@ -139,13 +114,12 @@ def _params(config: SamplingConfig) -> SamplingParams:
     return SamplingParams(config.temperature, config.top_k, config.top_p, config.min_p)
 
 
-class RayRolloutWorker(PooledRouter, RolloutWorker):
+class RayRolloutWorker(RolloutWorker):
     """Hosted by an actor whose methods run in an event loop."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
-        """`engines`: the workers that host an engine each."""
-        self._router = Router(list(engines))
-        super().__init__(experiment, self._router, store=lambda trajectories: trajectories)
+        self.router = Router(list(engines))
+        super().__init__(experiment, self.router, store=lambda trajectories: trajectories)
 
     async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
         """Each group's trajectories, then its summary.

@@ -19,7 +19,6 @@ from nemorl.data.examples import Example
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import NoReplicaLeft
-from nemorl.rollout.worker import PooledRouter
 from nemorl.serve.app import Listening, answering, listening
 from nemorl.serve.sampling import Served
 
@@ -40,15 +39,15 @@ def served(experiment: Experiment, endpoint: EndpointConfig, router: Router) -> 
     )
 
 
-class EndpointHost(PooledRouter):
+class EndpointHost:
     """The endpoint of a run, in its own process. Belongs to one event loop."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
         endpoint = experiment.generation.endpoint
         assert endpoint is not None, "this process is for experiments with an endpoint"
         self._config = endpoint
-        self._router = Router(list(engines))
-        self._served = served(experiment, endpoint, self._router)
+        self.router = Router(list(engines))
+        self._served = served(experiment, endpoint, self.router)
         self._open = AsyncExitStack()
 
     async def listen(self) -> Listening:
@@ -56,7 +55,6 @@ class EndpointHost(PooledRouter):
         return await self._open.enter_async_context(listening(self._config, self._served))
 
     async def close(self) -> None:
-        """Stop answering."""
         await self._open.aclose()
 
 

@@ -501,18 +501,18 @@ class GenerationReceivers(_WeightSide):
 
 @dataclass(frozen=True)
 class RouterHandle:
-    """The routers of a group of rollout workers or endpoints."""
+    """The routers of a group of rollout workers or endpoints (`Routers`)."""
 
     group: WorkerGroup
 
     async def take_metrics(self, seconds: float) -> list[RouterMetrics]:
-        return await self.group.call("take_router_metrics", stage="metrics", seconds=seconds)
+        return await self.group.call("router.take_metrics", stage="metrics", seconds=seconds)
 
     async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
-        return await self.group.call("lost_replicas", stage="health check", seconds=seconds)
+        return await self.group.call("router.lost.copy", stage="health check", seconds=seconds)
 
     async def add(self, replica: Replica, seconds: float) -> None:
-        await self.group.call("add_engine", replica, stage="generation", seconds=seconds)
+        await self.group.call("router.add", replica, stage="generation", seconds=seconds)
 
     async def listen(self, seconds: float) -> "Listening":
         """Have the endpoint answer from now on; its address."""
