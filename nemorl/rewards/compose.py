@@ -1,7 +1,4 @@
-"""The rewards of a group: those of the environment and of `rewards`, weighted and summed.
-
-`FunctionReward` calls a function of the answers with the signature of TRL, OpenRLHF or verl.
-"""
+"""The rewards of a group: those of the environment and of `rewards`, weighted and summed."""
 
 import asyncio
 import inspect
@@ -10,7 +7,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,9 +76,8 @@ class FunctionReward(Scorer):
         return 1 if self._one_by_one else len(answers)
 
     async def _ask(self, part: Answers) -> Any:
-        found = self._found
-        columns = given_columns(found.signature, part).items()
-        given: dict[str, Any] = {k: v for k, v in columns if found.takes_any or k in found.takes}
+        found, columns = self._found, given_columns(self._found.signature, part)
+        given: dict[str, Any] = {k: v for k, v in columns.items() if found.takes_any or k in found.takes}
         if self._one_by_one:
             given = {key: values[0] for key, values in given.items()}
         given |= self._arguments
@@ -99,9 +95,8 @@ class FunctionReward(Scorer):
         if self._one_by_one:
             return [self._checked(scores)]
         if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != count:
-            return [
-                Failed(f"{self.label} answered {scores!r} to {count} completions: one number each")
-            ] * count
+            problem = f"{self.label} answered {scores!r} to {count} completions: one number each"
+            return [Failed(problem)] * count
         return [self._checked(score) for score in scores]
 
     def _checked(self, score: object) -> Score:
@@ -118,33 +113,22 @@ async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
     One that never returns is left behind when the wait is cancelled, and does not keep the process from
     ending. A pool's thread would: then every later call waits behind it.
     """
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
+    answer: Future[Any] = Future()
+    answer.set_running_or_notify_cancel()  # so that a cancelled wait leaves it to the thread
     context = copy_context()
 
-    def deliver(value: Any, error: BaseException | None) -> None:
-        if answer.done():  # the wait was cancelled
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(value)
-
     def run() -> None:
-        value: Any = None
-        error: BaseException | None = None
         try:
-            value = context.run(function, **arguments)
+            answer.set_result(context.run(function, **arguments))
         except (SystemExit, StopIteration) as exit_:  # which end an event loop or a future without a message
             error = RuntimeError(f"it raised {type(exit_).__name__}({', '.join(map(repr, exit_.args))})")
             error.__cause__ = exit_
+            answer.set_exception(error)
         except Exception as failure:  # noqa: BLE001  raised where it is awaited
-            error = failure
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(deliver, value, error)
+            answer.set_exception(failure)
 
     threading.Thread(target=run, name="reward", daemon=True).start()
-    return await answer
+    return await asyncio.wrap_future(answer)
 
 
 def smoke_test_reward(config: FunctionRewardConfig, task: Task, chat: bool, seconds: float) -> str | None:
@@ -154,14 +138,14 @@ def smoke_test_reward(config: FunctionRewardConfig, task: Task, chat: bool, seco
     each call.
     """
 
-    async def scores(texts: Sequence[str]) -> Sequence[Score]:
+    def scores(texts: Sequence[str]) -> Sequence[Score]:
         answers = Answers(task, [_scripted(task, text) for text in texts], chat)
-        return (await FunctionReward(config, seconds).score(answers)).scores
+        return asyncio.run(FunctionReward(config, seconds).score(answers)).scores
 
     reasons = []
     for texts in ((task.answer or "", ""), (task.answer or "",) * 2):
         try:
-            found = call_within(2 * seconds + 5, partial(lambda t: asyncio.run(scores(t)), texts))
+            found = call_within(2 * seconds + 5, partial(scores, texts))
         except (RewardError, TimeoutError) as error:
             return str(error)
         failures = [score.reason for score in found if isinstance(score, Failed)]
@@ -207,8 +191,9 @@ class Rewards:
         chat: bool,
         seconds: float,
     ) -> None:
-        """`seconds` bounds one call of a reward without a deadline of its own; `chat` gives functions
-        messages instead of texts. Raises RewardError.
+        """`seconds` bounds a call of a reward without a deadline of its own; see `Answers` for `chat`.
+
+        Raises RewardError.
         """
         self._weights = dict(environment_weights)
         self._chat = chat
@@ -237,13 +222,8 @@ class Rewards:
                     raise RewardError(reason)
                 log.warning("task %d: %d trajectories lost: %s", task.index, count, reason)
             scoring[scorer.name] = ScoringMetrics(reasons.total(), one.seconds, one.waited, one.retries)
-        rows = iter(range(len(whole)))
-        trajectories = [
-            c.trajectory
-            if c.trajectory.error is not None
-            else self._with_rewards(c.trajectory, scored, next(rows))
-            for c in conversations
-        ]
+        of_whole = (self._with_rewards(c.trajectory, scored, row) for row, c in enumerate(whole))
+        trajectories = [next(of_whole) if c.trajectory.error is None else c.trajectory for c in conversations]
         return ScoredGroup(trajectories, scoring)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Find the function of a reward and the signature by which it is called. Imports no torch.
+"""Find the function of a reward and the signature by which it is called.
 
 trl        `f(completions, prompts, **columns) -> [number or None]`, once for a group
 openrlhf   `f(queries, prompts, labels) -> [number], a tensor, or {"rewards": ...}`, once for a group
@@ -53,21 +53,20 @@ class FoundReward:
 
 def find_reward(config: FunctionRewardConfig) -> FoundReward:
     """Import the function. Raises RewardError when there is none or it cannot be called as rewards are."""
+    name = f"reward `{config.function}`"
     function: Callable[..., Any] | None = BUILT_IN.get(config.function)
     if ":" in config.function:
         try:
             function = function_at(config.function)
         except NotImported as error:
-            raise RewardError(f"reward `{config.function}`: {error}") from error.__cause__
+            raise RewardError(f"{name}: {error}") from error.__cause__
     if function is None:
         raise RewardError(
-            f"no reward `{config.function}`: built in are {', '.join(sorted(BUILT_IN))}; "
+            f"no {name}: built in are {', '.join(sorted(BUILT_IN))}; "
             "write `package.module:function` for one of your own"
         )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise RewardError(
-            f"reward `{config.function}` yields: return a list with a number for each completion"
-        )
+        raise RewardError(f"{name} yields: return a list with a number for each completion")
     parameters = inspect.signature(function).parameters.values()
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes = frozenset(p.name for p in by_name)
@@ -79,12 +78,11 @@ def find_reward(config: FunctionRewardConfig) -> FoundReward:
     uses_answers = takes_any or any(names <= takes for names in _USES_ANSWERS[signature])
     if nameless or not uses_answers:
         raise RewardError(
-            f"reward `{config.function}` takes ({', '.join(map(str, parameters))}): rewards of the signature "
+            f"{name} takes ({', '.join(map(str, parameters))}): rewards of the signature "
             f"`{signature}` are called by name, as `{FORMS[signature]}`"
         )
-    unknown = sorted(config.arguments.keys() - takes) if not takes_any else []
-    if unknown:
-        raise RewardError(f"reward `{config.function}` takes no argument {', '.join(unknown)}")
+    if not takes_any and (unknown := sorted(config.arguments.keys() - takes)):
+        raise RewardError(f"{name} takes no argument {', '.join(unknown)}")
     required = frozenset(p.name for p in by_name if p.default is p.empty)
     needs = required - config.arguments.keys() - GIVEN[signature]
     return FoundReward(function, signature, takes, takes_any and signature == "trl", needs)

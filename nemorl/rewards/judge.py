@@ -7,6 +7,7 @@ and spends one request on a group (as in OpenPipe's RULER).
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from nemorl.config.environment import JudgeRewardConfig
@@ -55,7 +56,7 @@ class JudgeReward(ServiceScorer):
         """The scores, or None where there are not as many as answers."""
         ranks = self._config.ranks_groups
         if self._config.parser == "regex":
-            matches = [match.group(1) for match in re.finditer(self._config.pattern, text)]
+            matches = [match[1] for match in re.finditer(self._config.pattern, text)]
             scores = matches if ranks else matches[-1:]
             return scores if len(scores) == count else None
         key = "scores" if ranks else "score"
@@ -67,12 +68,9 @@ class JudgeReward(ServiceScorer):
 
     def _worth(self, score: Any) -> Score:
         low, high = self._config.min_score, self._config.max_score
-        try:
-            value = float("nan") if isinstance(score, bool) else float(score)
-        except (TypeError, ValueError):
-            value = float("nan")
-        if low <= value <= high:
-            return (value - low) / (high - low)
+        with suppress(TypeError, ValueError):
+            if not isinstance(score, bool) and low <= float(score) <= high:
+                return (float(score) - low) / (high - low)
         expected = f"expected a number from {low:g} to {high:g}"
         return Failed(f"{self.label}: the judge's score is {score!r}: {expected}")
 

@@ -41,10 +41,9 @@ class ModelServiceReward(ServiceScorer):
     def _one(self, item: dict[str, Any]) -> Score:
         if item.get("error") is not None:
             return Failed(f"{self.label}: {item['error']}")
-        score = item.get("reward")
-        if self._config.protocol == "vllm":
-            score = item.get("probs")
-            score = score[0] if isinstance(score, list) and len(score) == 1 else score
+        score = item.get("probs" if self._config.protocol == "vllm" else "reward")
+        if self._config.protocol == "vllm" and isinstance(score, list) and len(score) == 1:
+            score = score[0]
         if isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score):
             return float(score)
         return Failed(f"{self.label}: the server's score is {shortened(score)}: expected a finite number")

@@ -1,7 +1,6 @@
 """Parts that all rewards share: the answers, their scores, and bounded calls of user code and of servers.
 
-A reward asks about a part of a group's answers at a time. Each call has a deadline, and only some run at a
-time. What goes wrong is a value that names the reward: it costs the answers of its part and nothing else.
+A call is for a part of a group's answers; what goes wrong with it costs these answers and nothing else.
 """
 
 import asyncio
@@ -76,9 +75,9 @@ class Answers:
             return as_dicts(messages) if self.chat else "".join(m.content for m in messages)
 
         conversations = self.conversations
+        of_task = {**self.task.columns, "answer": self.task.answer}
         return {
-            **{key: [value] * len(self) for key, value in self.task.columns.items()},
-            "answer": [self.task.answer] * len(self),
+            **{key: [value] * len(self) for key, value in of_task.items()},
             "prompts": [shaped(c.opening) for c in conversations],
             "completions": [shaped(c.exchange) for c in conversations],
             "completion_ids": [c.trajectory.tokens[c.num_prompt_tokens :].tolist() for c in conversations],
@@ -123,13 +122,6 @@ async def attempt(call: Coroutine[Any, Any, T], stage: str, seconds: float) -> O
     return Outcome(value=task.result())
 
 
-@dataclass(frozen=True)
-class _Call:
-    outcome: Outcome[Any]
-    seconds: float
-    waited: float
-
-
 class Scorer(ABC):
     """One reward of the `rewards` section. Belongs to one event loop."""
 
@@ -142,15 +134,9 @@ class Scorer(ABC):
 
     async def score(self, answers: Answers) -> Scored:
         """A score for each answer; what goes wrong is in them. Raises RewardError for what none can have."""
-        parts = answers.parts(self._part_size(answers))
-        calls = await asyncio.gather(*map(self._call, parts))
-        scores: list[Score] = []
-        for part, call in zip(parts, calls, strict=True):
-            if call.outcome.failure is None:
-                scores += self._read(call.outcome.value, len(part))
-            else:
-                scores += [Failed(call.outcome.failure)] * len(part)
-        seconds, waited = sum(call.seconds for call in calls), sum(call.waited for call in calls)
+        parts = await asyncio.gather(*map(self._score_part, answers.parts(self._part_size(answers))))
+        scores = [score for part in parts for score in part.scores]
+        seconds, waited = sum(part.seconds for part in parts), sum(part.waited for part in parts)
         return Scored(scores, seconds, waited, self._take_retries())
 
     async def close(self) -> None:  # noqa: B027  a function holds nothing
@@ -169,16 +155,19 @@ class Scorer(ABC):
         """The scores of a part of `count` answers from the value of its call."""
 
     def _take_retries(self) -> int | None:
-        """Requests sent again since the last call."""
         return None
 
-    async def _call(self, part: Answers) -> _Call:
-        """The deadline begins once there is a place."""
+    async def _score_part(self, part: Answers) -> Scored:
         asked = time.monotonic()
         async with self._places:
-            started = time.monotonic()
+            started = time.monotonic()  # from here on the deadline counts
             outcome = await attempt(self._ask(part), self.label, self._seconds)
-        return _Call(outcome, time.monotonic() - started, started - asked)
+        seconds = time.monotonic() - started
+        if outcome.failure is None:
+            scores = self._read(outcome.value, len(part))
+        else:
+            scores = [Failed(outcome.failure)] * len(part)
+        return Scored(scores, seconds, started - asked)
 
 
 class ServiceScorer(Scorer):
@@ -198,7 +187,6 @@ class ServiceScorer(Scorer):
             raise RewardError(str(error)) from error
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.close()
 
     def _take_retries(self) -> int:
