@@ -28,7 +28,6 @@ class CustomFunctionError(NemorlError):
 
 
 def _find(what: str, name: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names. Raises CustomFunctionError."""
     try:
         return function_at(name)
     except NotImported as error:
@@ -38,7 +37,7 @@ def _find(what: str, name: str) -> Callable[..., Any]:
 def _tried(
     what: str, config: CustomAdvantageConfig | CustomLossConfig, given: Sequence[Any], called_as: str, on: str
 ) -> Any:
-    """Return what the function answers to `given`, named `on` in messages. Raises CustomFunctionError."""
+    """Return what the function answers to `given`, which messages call `on`. Raises CustomFunctionError."""
     function, called = _find(what, config.function), f"{what} `{config.function}`"
     try:
         inspect.signature(function).bind(*given, **config.arguments)
@@ -56,10 +55,15 @@ def _tried(
     return answer
 
 
-def _num_positional(function: Callable[..., Any]) -> int:
-    """Positional arguments that have a name."""
+def _require_arguments(what: str, function: Callable[..., Any], least: int, called_as: str) -> None:
+    """Raise CustomFunctionError for a function with fewer named positional arguments."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in kinds for p in inspect.signature(function).parameters.values())
+    given = sum(p.kind in kinds for p in inspect.signature(function).parameters.values())
+    if given < least:
+        takes = f"{given or 'no'} positional argument{'s' * (given > 1)}"
+        raise CustomFunctionError(
+            f"{what} `{function.__qualname__}`: it takes {takes}; it is called as {called_as}"
+        )
 
 
 # Policy losses.
@@ -78,11 +82,7 @@ def policy_loss(function: L) -> L:
     and is of the one that the ratio is taken against. It must be pure: it runs once for every micro-batch, on
     every rank that computes losses. Raises CustomFunctionError.
     """
-    if (given := _num_positional(function)) < 4:
-        raise CustomFunctionError(
-            f"policy loss `{function.__qualname__}`: it takes {given} positional arguments: a policy loss is "
-            f"called as {_LOSS_SIGNATURE}"
-        )
+    _require_arguments("policy loss", function, 4, _LOSS_SIGNATURE)
     return function
 
 
@@ -124,9 +124,9 @@ def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> No
         old_logprobs=old,
     )
     logprobs = (old + 0.1).requires_grad_()
-    signature = f"{_LOSS_SIGNATURE} with algorithm.loss.arguments"
-    given, on = [batch, logprobs, old, advantages], "a tiny batch of packed tensors [N]"
-    answer = _tried("policy loss", config, given, signature, on)
+    called_as = f"{_LOSS_SIGNATURE} with algorithm.loss.arguments"
+    given = [batch, logprobs, old, advantages]
+    answer = _tried("policy loss", config, given, called_as, "a tiny batch of packed tensors [N]")
     problem = _form_problem(answer, logprobs) or _gradient_problem(answer.loss[mask], logprobs, mask)
     if not problem and (names := [name for name in answer.metrics if name in taken or name in _SUMS]):
         problem = f"its metric {names[0]} has the name of a metric of the run: rename it"
@@ -136,13 +136,9 @@ def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> No
 
 def _gradient_problem(loss: Tensor, logprobs: Tensor, mask: Tensor) -> str | None:
     if not bool(loss.isfinite().all()):
-        return (
-            "its loss is not finite where logprobs are near the old ones: look for logarithms and divisions"
-        )
+        return "its loss is not finite for logprobs near the old ones: look for logarithms and divisions"
     if not loss.requires_grad:
-        return (
-            "no gradient reaches the logprobs: compute the loss from `logprobs`, without detaching all of it"
-        )
+        return "no gradient reaches the logprobs: compute the loss from `logprobs`, not detached as a whole"
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs, allow_unused=True)
     if gradient is None or not bool(gradient[mask].any()):
         return "its gradient is 0 at every sampled token: compute the loss from `logprobs`"
@@ -178,11 +174,7 @@ def advantage(function: A) -> A:
     trajectories that count, and returns a list for each of them: a number for each trajectory, or a tuple
     with one for each of its turns. It must be pure. Raises CustomFunctionError.
     """
-    if not _num_positional(function):
-        raise CustomFunctionError(
-            f"advantage `{function.__qualname__}`: it takes no positional argument; "
-            f"it is called as {_ADVANTAGE_SIGNATURE}"
-        )
+    _require_arguments("advantage", function, 1, _ADVANTAGE_SIGNATURE)
     return function
 
 

@@ -40,7 +40,14 @@ def filter_groups(groups: Sequence[GroupSummary], config: FiltersConfig, num_gro
     training = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
     dropped = Counter(reason for reason in reasons if reason is not None)
     if len(training) < num_groups and config.refill is not None and config.refill.at_cap == "stop":
-        raise RunError(_too_few(len(training), num_groups, dropped, len(groups)))
+        why = {"equal_rewards": "because their rewards are all equal", "mean_reward": "by their mean reward"}
+        causes = " and ".join(f"{count} {why[reason]}" for reason, count in dropped.items())
+        raise RunError(
+            f"{len(training)} of {len(groups)} groups sampled for one step are left, {num_groups} are "
+            f"required: {causes} were dropped. Use tasks of another difficulty, raise "
+            "algorithm.num_generations_per_prompt or algorithm.filters.refill.max_batches, or train on fewer "
+            "groups (set algorithm.filters.refill.at_cap to fewer)."
+        )
     metrics = {}
     if config.drop_equal_rewards:
         metrics["filters/dropped_equal_rewards"] = dropped["equal_rewards"]
@@ -71,8 +78,6 @@ def _dropped(group: GroupSummary, config: FiltersConfig) -> str | None:
     if config.drop_equal_rewards and len(set(values)) < 2:
         return "equal_rewards"
     low, high = config.min_mean_reward, config.max_mean_reward
-    if low is None and high is None:
-        return None
     mean = sum(values) / len(values) if values else float("nan")  # which no bound holds
     inside = (low is None or mean >= low) and (high is None or mean <= high)
     return None if inside else "mean_reward"
@@ -95,14 +100,3 @@ def _without(group: GroupSummary, leaves_out: Callable[[TrajectorySummary], bool
     """The group, of which these trajectories do not train."""
     members = (replace(t, trains=t.trains and not leaves_out(t)) for t in group.trajectories)
     return replace(group, trajectories=tuple(members))
-
-
-def _too_few(kept: int, required: int, dropped: Counter[str], sampled: int) -> str:
-    why = {"equal_rewards": "because their rewards are all equal", "mean_reward": "by their mean reward"}
-    causes = " and ".join(f"{count} {why[reason]}" for reason, count in dropped.items())
-    return (
-        f"{kept} of {sampled} groups sampled for one step are left, {required} are required: {causes} were "
-        "dropped. Use tasks of another difficulty, raise algorithm.num_generations_per_prompt or "
-        "algorithm.filters.refill.max_batches, or train on fewer groups (set algorithm.filters.refill.at_cap "
-        "to fewer)."
-    )

@@ -118,11 +118,6 @@ def averages(values: Tensor, batch: PackedBatch) -> Tensor:
     return totals(values, batch) / totals(torch.ones_like(values), batch).clamp(min=1)
 
 
-def sequence_sums(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[N]: `totals` at all tokens of each sequence."""
-    return totals(values, batch).index_select(0, sequence_of(batch))
-
-
 def sequence_means(values: Tensor, batch: PackedBatch) -> Tensor:
     """[N]: `averages` at all tokens of each sequence."""
     return averages(values, batch).index_select(0, sequence_of(batch))
@@ -188,11 +183,8 @@ def loss_output(
     loss: Tensor, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor] | None = None
 ) -> LossOutput:
     """The output of a loss with its metrics, scalars that are detached here."""
-
-    def detached(values: Mapping[str, Tensor]) -> Metrics:
-        return {name: value.detach().float() for name, value in values.items()}
-
-    return LossOutput(loss, detached(sums), detached(maxima or {}))
+    metrics = ({name: v.detach().float() for name, v in each.items()} for each in (sums, maxima or {}))
+    return LossOutput(loss, *metrics)
 
 
 @dataclass(frozen=True)
@@ -305,7 +297,7 @@ def correct(
     if config.name != "none":
         level_log = token_log
         if config.level == "sequence":
-            level_log = sequence_sums(token_log, batch)
+            level_log = totals(token_log, batch).index_select(0, sequence_of(batch))
         elif config.level == "geometric":
             level_log = sequence_means(token_log, batch)
         ratio = bounded_exp(level_log)

@@ -1,10 +1,9 @@
-"""The update of GRPO, PPO and all others with advantages: from groups to an advantage and a weight of every
-trajectory.
-"""
+"""The update of GRPO, PPO and all others with advantages: an advantage and a weight for every trajectory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from nemorl.config.algorithm import Aggregation, OnlineConfig
 from nemorl.config.algorithm.advantages import TokenAdvantageBase
@@ -20,6 +19,8 @@ from .online import Batch, RewardPenalty
 from .policy_losses import PolicyLoss, ValueLoss
 from .token_advantages import SequenceKL, TokenEstimator
 
+T = TypeVar("T")
+
 
 class PolicyGradientUpdate:
     """Scores the groups of a step; while the critic warms up, it is the only model that trains."""
@@ -33,21 +34,16 @@ class PolicyGradientUpdate:
         self._loss = PolicyLoss(
             config.loss, config.kl, config.correction, likelihood_coefficient=config.likelihood.coefficient
         )
-        self._num_updates = config.updates_per_step
-        self._needs_reference = config.keeps_reference
-        self._needs_old_logprobs = config.needs_old_logprobs
-        self._needs_old_entropies = config.loss.selects_by_entropy
         # Advantages of trajectories are estimated here, those of tokens by the policy's workers.
         self._estimate: Estimator | None = None
         self._token_estimator: TokenEstimator | None = None
         self._divergence: SequenceKL | None = None  # that is subtracted from the rewards of trajectories
+        kl = config.kl if config.kl_in_reward else None
         if isinstance(config.advantage, TokenAdvantageBase):
-            self._token_estimator = TokenEstimator(
-                config.advantage, config.kl if config.kl_in_reward else None
-            )
+            self._token_estimator = TokenEstimator(config.advantage, kl)
         else:
             self._estimate = estimator(config.advantage, reward_weights or {})
-            self._divergence = SequenceKL(config.kl) if config.kl_in_reward else None
+            self._divergence = SequenceKL(kl) if kl is not None else None
 
     def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
         """The batch of a step, whose schedule leaves out minibatches in which nothing trains."""
@@ -60,21 +56,18 @@ class PolicyGradientUpdate:
         penalty = None
         if self._divergence is not None:
             penalty = RewardPenalty(self._divergence, partial(self._penalized, groups, places))
-        size = len(places) // config.num_minibatches
-        trains = [
-            any(p.weight > 0 for p in places[start : start + size]) for start in range(0, len(places), size)
-        ]
+        trains = [any(p.weight > 0 for p in part) for part in self._minibatches(places)]
         return Batch(
             places,
             versions_of(groups),
             losses,
             schedule=[number for number, some in enumerate(trains) if some] * config.num_epochs,
-            num_updates=self._num_updates,
+            num_updates=config.updates_per_step,
             num_minibatches=config.num_minibatches,
             critic_sequences=self._for_critic(groups, places),
-            needs_reference=self._needs_reference,
-            needs_old_logprobs=self._needs_old_logprobs,
-            needs_old_entropies=self._needs_old_entropies,
+            needs_reference=config.keeps_reference,
+            needs_old_logprobs=config.needs_old_logprobs,
+            needs_old_entropies=config.loss.selects_by_entropy,
             token_estimator=self._token_estimator,
             penalty=penalty,
         )
@@ -148,14 +141,12 @@ class PolicyGradientUpdate:
         self, groups: Sequence[GroupSummary], places: Sequence[SequencePlace], divergences: Sequence[float]
     ) -> list[SequencePlace]:
         """The same with advantages of rewards from which the divergence of each sequence was subtracted."""
-        rewards = {
-            (place.store, place.row): -self._config.kl.coefficient * divergence
-            for place, divergence in zip(places, divergences, strict=True)
-        }
+        coefficient = self._config.kl.coefficient
+        penalties = {(p.store, p.row): coefficient * kl for p, kl in zip(places, divergences, strict=True)}
         penalized = []
         for group in groups:
             members = (
-                replace(t, reward=t.reward + rewards[group.reference, t.row]) for t in group.trajectories
+                replace(t, reward=t.reward - penalties[group.reference, t.row]) for t in group.trajectories
             )
             penalized.append(replace(group, trajectories=tuple(members)))
         advantages = self._advantages(penalized)
@@ -176,6 +167,9 @@ class PolicyGradientUpdate:
         self, sampled: Sequence[int], aggregation: Aggregation, length: int | None = None
     ) -> list[float]:
         """Weights by the counts of each optimizer step's own part of the batch."""
-        size = len(sampled) // self._config.num_minibatches
-        parts = (sampled[start : start + size] for start in range(0, len(sampled), size))
+        parts = self._minibatches(sampled)
         return [weight for part in parts for weight in sequence_weights(part, aggregation, length).tolist()]
+
+    def _minibatches(self, values: Sequence[T]) -> list[Sequence[T]]:
+        size = len(values) // self._config.num_minibatches
+        return [values[start : start + size] for start in range(0, len(values), size)]

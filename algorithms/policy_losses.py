@@ -390,7 +390,12 @@ class PolicyLoss:
         if old is None:
             assert self.correction.form == "decoupled", "the bypass form requires the engine's logprobs"
             old = logprobs.detach()
-        weights = batch.weights if self.divisor is None else self._weights_of_kept(batch, self.divisor)
+        weights = batch.weights
+        if self.divisor is not None:
+            mask = kept(batch, self.correction)
+            counts, aggregation = totals(mask.double(), batch).tolist(), self.config.aggregation
+            of_kept = sequence_weights(counts, aggregation, self.config.aggregation_length, self.divisor)
+            weights = of_kept.to(mask.device)[sequence_of(batch)] * mask
 
         # The policy's loss of each token, corrected and masked.
         found = token_loss(self.config, batch, logprobs, old, batch.advantages, self.choice)
@@ -425,13 +430,6 @@ class PolicyLoss:
             losses["loss/likelihood"] = -(batch.likelihood_weights * logprobs).sum()
             loss = loss + self.likelihood_coefficient * losses["loss/likelihood"]
         return token_loss_output(batch, loss, losses, metrics, largest)
-
-    def _weights_of_kept(self, batch: PackedBatch, divisor: Divisor) -> Tensor:
-        """[N] as `batch.weights`, of the tokens that the correction keeps; the others have 0."""
-        mask = kept(batch, self.correction)
-        counts = totals(mask.double(), batch).tolist()
-        weights = sequence_weights(counts, self.config.aggregation, self.config.aggregation_length, divisor)
-        return weights.to(mask.device)[sequence_of(batch)] * mask
 
 
 @dataclass(frozen=True)
