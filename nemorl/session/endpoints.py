@@ -1,8 +1,7 @@
 """HTTP endpoints: over a run's engines, over engines alone, and over a reward model.
 
-A reward model runs in the same worker as policies and critics (`PolicyWorker`), so every family and layout
-can be served, and an answer's score is the one that training a policy or the reward model itself computes. It
-has no optimizer.
+A reward model runs in the worker of policies and critics (`PolicyWorker`), without an optimizer: every family
+and layout can be served, and scores are those of training.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ class EndpointHost:
         self._open = AsyncExitStack()
 
     async def listen(self) -> Listening:
-        """Answer from now on. Raises RunError when the address is not available."""
+        """Raises RunError when the address is not available."""
         return await self._open.enter_async_context(listening(self._config, self._served))
 
     async def close(self) -> None:

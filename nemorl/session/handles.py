@@ -134,9 +134,14 @@ class ModelHandle:
 
     async def header(self) -> dict[str, str]:
         """Device, layout and kernels in use."""
-        headers: list[dict[str, str]]
-        headers = await self.group.call("header", stage="start", seconds=self._deadlines.start)
+        seconds = self._deadlines.start
+        headers: list[dict[str, str]] = await self._call("header", stage="start", seconds=seconds)
         return headers[0]
+
+    async def _call(self, method: str, *args: Any, seconds: float | None = None, **options: Any) -> list[Any]:
+        """Call the group, within the deadline for logprobs unless another is given."""
+        seconds = self._deadlines.logprobs if seconds is None else seconds
+        return await self.group.call(method, *args, seconds=seconds, **options)
 
     # Batches
 
@@ -164,49 +169,36 @@ class ModelHandle:
             sequences, self._config, self._hidden_size, self.group.mesh.data, num_minibatches
         )
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
-        await self._to_ranks(method, self._batch.shards(sequences), stage="loading a batch")
+        shards = self._batch.shards(sequences)
+        await self._call(method, shards=shards, stage="loading a batch", resolve=True)
 
     async def take_advantages(self, sequences: "Sequence[SequencePlace]") -> None:
         """Replace the advantages of the loaded batch, which is of these sequences."""
-        await self._to_ranks("take_advantages", self.batch.shards(sequences), stage="advantages")
+        shards = self.batch.shards(sequences)
+        await self._call("take_advantages", shards=shards, stage="advantages", resolve=True)
 
     async def share(self, field: "Field") -> "Column":
         """A field of the loaded batch, for another group that has loaded the same sequences."""
         mesh = self.group.mesh
-        stores = await self.group.call(
-            "share",
-            field,
-            shards=[rank in mesh.output_ranks for rank in range(mesh.world_size)],
-            axis="rank",
-            stage=field,
-            seconds=self._deadlines.logprobs,
-            outputs="output_ranks",
-            keep=field,
+        shares = [rank in mesh.output_ranks for rank in range(mesh.world_size)]
+        stores = await self._call(
+            "share", field, shards=shares, axis="rank", stage=field, outputs="output_ranks", keep=field
         )
         return self.batch.column(stores)
 
     async def take(self, field: "Field", column: "Column") -> None:
         """Fill a field of the loaded batch with what another group has shared."""
-        await self._to_ranks("take", self.batch.column_shards(column), field, stage=field)
-
-    async def _to_ranks(self, method: str, shards: Sequence[Any], *args: Any, stage: str) -> None:
-        seconds = self._deadlines.logprobs
-        await self.group.call(method, *args, shards=shards, stage=stage, seconds=seconds, resolve=True)
+        shards = self.batch.column_shards(column)
+        await self._call("take", field, shards=shards, stage=field, resolve=True)
 
     async def estimate(self, estimator: "TokenEstimator") -> dict[str, float]:
         """Compute the batch's `advantages`, and `returns` for a critic; metrics of the estimator."""
-        seconds = self._deadlines.logprobs
-        metrics: list[dict[str, float]] = await self.group.call(
-            "estimate", estimator, stage="advantages", seconds=seconds
-        )
+        metrics: list[dict[str, float]] = await self._call("estimate", estimator, stage="advantages")
         return metrics[0]
 
     async def sequence_metrics(self, metric: "SequenceMetric") -> list[float]:
         """A number for each loaded sequence, in the order of `load`."""
-        seconds = self._deadlines.logprobs
-        values = await self.group.call(
-            "sequence_metrics", metric, stage="advantages", seconds=seconds, outputs="output_ranks"
-        )
+        values = await self._call("sequence_metrics", metric, stage="advantages", outputs="output_ranks")
         return self.batch.in_order(values)
 
     async def fill(
@@ -220,8 +212,8 @@ class ModelHandle:
         for rank, held in zip(self.group.mesh.output_ranks, self.batch.ranks, strict=True):
             numbers[rank] = [row for row, place in enumerate(held) if place in sequences]
         seconds = self._deadlines.logprobs
-        of_rank, deadline = partial(compute, seconds=seconds), seconds + GRACE_SECONDS
-        await self.group.call("fill", of_rank, shards=numbers, axis="rank", stage=stage, seconds=deadline)
+        of_rank, seconds = partial(compute, seconds=seconds), seconds + GRACE_SECONDS
+        await self._call("fill", of_rank, shards=numbers, axis="rank", stage=stage, seconds=seconds)
 
     # Computation
 
@@ -253,29 +245,24 @@ class ModelHandle:
         )
         return self.batch.in_order(sums)
 
-    async def _forward(self, method: str, *args: Any, stage: str, **options: Any) -> list[Any]:
+    async def _forward(self, method: str, *args: Any, **options: Any) -> list[Any]:
         """Run a method over all micro-batches of the loaded batch."""
         await self.onload()
-        shards, seconds = self.batch.micro_batches, self._deadlines.logprobs
-        return await self.group.call(method, *args, shards=shards, stage=stage, seconds=seconds, **options)
+        return await self._call(method, *args, shards=self.batch.micro_batches, **options)
 
     async def train(self, loss: "Loss", minibatch: int = 0) -> "TrainStats":
         """One optimizer step over a minibatch of the loaded batch."""
         await self.onload()
         shards, seconds = self.batch.minibatches[minibatch], self._deadlines.training
-        stats: list[TrainStats] = await self.group.call(
-            "train", loss, shards=shards, stage="training", seconds=seconds
-        )
+        stats: list[TrainStats]
+        stats = await self._call("train", loss, shards=shards, stage="training", seconds=seconds)
         return stats[0]
 
     async def evaluate(self, loss: "Loss") -> "Evaluation":
         """The loss of the complete loaded batch under the current weights."""
-        await self.onload()
-        shards, seconds = self.batch.micro_batches, self._deadlines.training
-        evaluations: list[Evaluation] = await self.group.call(
-            "evaluate", loss, shards=shards, stage="validation", seconds=seconds
-        )
-        return evaluations[0]
+        seconds = self._deadlines.training
+        found: list[Evaluation] = await self._forward("evaluate", loss, stage="validation", seconds=seconds)
+        return found[0]
 
     # Sampling, by a policy without engines
 
@@ -289,8 +276,7 @@ class ModelHandle:
     async def sampling(self, version: int) -> AsyncIterator[None]:
         """Inside, the policy samples; its weights are of `version`. It does nothing else meanwhile."""
         seconds = self._deadlines.generation + GRACE_SECONDS
-        call = self.group.call("serve", version, stage="generation", seconds=seconds)
-        serving = asyncio.ensure_future(call)
+        serving = asyncio.ensure_future(self._call("serve", version, stage="generation", seconds=seconds))
         try:
             yield
         finally:
@@ -324,9 +310,7 @@ class ModelHandle:
     async def _checkpoint(self, method: str, *args: Path, background: bool = False) -> "list[FileRecord]":
         """Files that the ranks have written, if any."""
         seconds = self._deadlines.checkpoint
-        records = await self.group.call(
-            method, *args, stage="checkpoint", seconds=seconds, background=background
-        )
+        records = await self._call(method, *args, stage="checkpoint", seconds=seconds, background=background)
         return [record for of_rank in records for record in of_rank or ()]
 
 
@@ -416,8 +400,7 @@ class EngineHandle:
 
     async def health(self, seconds: float) -> EngineHealth:
         """State of the engine. Raises what ended it."""
-        health: EngineHealth
-        health = await self.worker.call("health", stage="health check", seconds=seconds)
+        health: EngineHealth = await self.worker.call("health", stage="health check", seconds=seconds)
         return health
 
     async def stats(self, seconds: float) -> EngineStats:
@@ -441,23 +424,22 @@ class _WeightSide:
     group: WorkerGroup
     deadline_seconds: float
 
-    @property
-    def _limits(self) -> dict[str, Any]:
-        return {"seconds": self.deadline_seconds, "ends_group": False}
+    async def _call(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        options = {"seconds": self.deadline_seconds, **options}
+        return await self.group.call(method, *args, stage="refit", ends_group=False, **options)
 
 
 class PolicySenders(_WeightSide):
     """All policy ranks (`SenderGroup`)."""
 
     async def describe(self) -> "Sequence[SenderLayout]":
-        """What each rank holds."""
-        return await self.group.call("sender.describe", stage="refit", **self._limits)
+        return await self._call("sender.describe")
 
     async def prepare(self, parts: "Sequence[Part]") -> None:
-        await self.group.call("sender.prepare", shards=parts, axis="rank", stage="refit", **self._limits)
+        await self._call("sender.prepare", shards=parts, axis="rank")
 
     async def send(self, session: "RefitSession") -> "Sequence[SendReport]":
-        return await self.group.call("sender.send", session, stage="refit", **self._limits)
+        return await self._call("sender.send", session)
 
 
 @dataclass(frozen=True)
@@ -471,9 +453,7 @@ class GenerationReceivers(_WeightSide):
     _ranks: list[int] = field(default_factory=list)  # of each replica, after `describe`
 
     async def describe(self) -> "Sequence[ReceiverLayout]":
-        """What each rank needs."""
-        layouts: list[tuple[ReceiverLayout, ...]]
-        layouts = await self.group.call("describe_weights", stage="refit", **self._limits)
+        layouts: list[tuple[ReceiverLayout, ...]] = await self._call("describe_weights")
         self._ranks[:] = map(len, layouts)
         return [layout for of_replica in layouts for layout in of_replica]
 
@@ -481,22 +461,20 @@ class GenerationReceivers(_WeightSide):
         """Give every replica its ranks' parts of the plan."""
         left = iter(parts)
         of_replicas = [tuple(itertools.islice(left, count)) for count in self._ranks]
-        await self.group.call("prepare_refit", shards=of_replicas, axis="rank", stage="refit", **self._limits)
+        await self._call("prepare_refit", shards=of_replicas, axis="rank")
 
     async def receive(self, session: "RefitSession") -> "Sequence[ReceiveReport]":
-        reports: list[tuple[ReceiveReport, ...]]
-        reports = await self.group.call("receive_weights", session, stage="refit", **self._limits)
+        reports: list[tuple[ReceiveReport, ...]] = await self._call("receive_weights", session)
         return [report for of_replica in reports for report in of_replica]
 
     async def commit(self, version: int) -> None:
         """Make what was received the weights in use, on every rank."""
-        await self.group.call("commit_weights", version, stage="refit", **self._limits)
+        await self._call("commit_weights", version)
 
     async def abandon(self) -> None:
         """Have every rank discard an update that did not finish."""
         # An engine that hangs has mostly been waited for already, until the refit's own deadline.
-        seconds = min(self.deadline_seconds, _ABANDON_SECONDS)
-        await self.group.call("abandon_refit", stage="refit", seconds=seconds, ends_group=False)
+        await self._call("abandon_refit", seconds=min(self.deadline_seconds, _ABANDON_SECONDS))
 
 
 @dataclass(frozen=True)
@@ -516,8 +494,7 @@ class RouterHandle:
 
     async def listen(self, seconds: float) -> "Listening":
         """Have the endpoint answer from now on; its address."""
-        listening: list[Listening]
-        listening = await self.group.call("listen", stage="start", seconds=seconds)
+        listening: list[Listening] = await self.group.call("listen", stage="start", seconds=seconds)
         return listening[0]
 
 
@@ -528,10 +505,8 @@ class RolloutHandle:
 
     async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
         """Summaries as the groups end; they refer to the trajectories, which stay in the object store."""
-        seconds = self.deadline_seconds
-        pairs = self.worker.stream(
-            "stream_groups", assignments, stage="generation", seconds=seconds, pairs=True
-        )
+        limits: dict[str, Any] = {"stage": "generation", "seconds": self.deadline_seconds}
+        pairs = self.worker.stream("stream_groups", assignments, pairs=True, **limits)
         async with aclosing(pairs):
             async for reference, summary in pairs:
                 yield replace(summary, reference=reference)

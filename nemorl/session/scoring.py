@@ -1,9 +1,8 @@
 """Reward models in processes of the run, and the endpoints by which rollout workers call them.
 
-Rollout workers score while they sample, at any time, and a group of processes takes one call at a time.
-Between them is the endpoint of `nemorl serve reward`: in the driver's process, at an address of this machine
-(or of the cluster, if workers on other nodes call it) and with a separate key. It batches simultaneous
-requests.
+Rollout workers score at any time, and a group of processes takes one call at a time. Between them is the
+endpoint of `nemorl serve reward`, in the driver's process and with a key of its own, which batches
+simultaneous requests.
 """
 
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ class LastValue:
     """The scalar head's value after the last token of each sequence."""
 
     def __call__(self, batch: PackedBatch) -> Tensor:
-        """[S]"""
         assert batch.values is not None, "compute the values first"
         return batch.values[batch.cu_seqlens[1:].long() - 1]
 
@@ -47,7 +45,6 @@ class RewardScorer:
     devices: DeviceScheduler | None = None  # if the group shares the policy's
 
     async def score(self, examples: Sequence[Example]) -> list[float]:
-        """One number each."""
         sequences = [*examples, *[PLACEHOLDER] * (-len(examples) % self.units)]
         store = ray.put(sequences)
         places = [SequencePlace(store, row, e.num_tokens) for row, e in enumerate(sequences)]
@@ -86,15 +83,12 @@ def reward_routes(config: PolicyConfig, endpoint: EndpointConfig, *, chat: bool,
 def reward_by_url(reward: RewardConfig, url: str, key_variable: str) -> ModelRewardConfig:
     """A reward model as rollout workers call it, at the address of its endpoint."""
     assert isinstance(reward, LocalModelRewardConfig)
+    kept = {"weight", "deadline", "max_concurrent", "on_error", "batch_size"}
     return ModelRewardConfig(
         kind="model",
         name=reward.metric,
-        weight=reward.weight,
-        deadline=reward.deadline,
-        max_concurrent=reward.max_concurrent,
-        on_error=reward.on_error,
         url=url,
         model=reward.model_path.absolute().name,
         api_key_env=key_variable,
-        batch_size=reward.batch_size,
+        **reward.model_dump(include=kept),
     )

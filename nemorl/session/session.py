@@ -164,9 +164,8 @@ async def open_session(
     groups |= {"generation", "rollout", "endpoint"} if sampling else set()
     async with AsyncExitStack() as stack:
         placement = await stack.enter_async_context(reserved(experiment, groups, install_signals))
-        starter = Starter(experiment, placement, stack)
-        session = starter.session
-        session.nodes, session.policy_samples = placement.described, policy_samples
+        session = Session(nodes=placement.described, policy_samples=policy_samples)
+        starter = Starter(experiment, placement, stack, session)
         if learns and asks and experiment.generation.shares_devices:
             await starter.models(training=policy)
             await starter.engines_on_policy_devices()
@@ -179,7 +178,7 @@ async def open_session(
             await starter.rollout(session.learner.samplers)
         if learns and session.replicas is not None and experiment.generation.takes_weights:
             session.exchange = starter.exchange(session.learner.group, session.replicas.group)
-            session.replicas.on_change(session.exchange.layout_changed)
+            session.replicas.on_change = session.exchange.layout_changed
         yield session
 
 
@@ -349,8 +348,8 @@ class Starter:
             routes = reward_routes(spec.config, endpoint, chat=chat, score=score)
             at = await self.stack.enter_async_context(answering(endpoint, routes, address))
             place = int(spec.section.removeprefix("rewards."))
-            rewards[place] = reward_by_url(rewards[place], at.url, f"NEMORL_REWARD_KEY_{place}")
-            environment[f"NEMORL_REWARD_KEY_{place}"] = at.api_key
+            key = f"NEMORL_REWARD_KEY_{place}"
+            rewards[place], environment[key] = reward_by_url(rewards[place], at.url, key), at.api_key
         return tuple(rewards), environment
 
     def exchange(self, policy: WorkerGroup, generation: WorkerGroup) -> WeightExchange:
@@ -364,10 +363,8 @@ class Starter:
             host=ray.util.get_node_ip_address(),
         )
         # The groups' own deadline comes later, so that the rank that waits can say for whom.
-        senders, receivers = (
-            PolicySenders(policy, seconds + 10),
-            GenerationReceivers(generation, seconds + 10),
-        )
+        senders = PolicySenders(policy, seconds + 10)
+        receivers = GenerationReceivers(generation, seconds + 10)
         return WeightExchange(senders, receivers, config.bucket_megabytes * 2**20, seconds, options)
 
     async def _start(

@@ -86,7 +86,7 @@ class ReplicaSupervisor:
         self._shares_devices = shares_devices
         self._replicas = {worker.rank: Supervised(EngineHandle(worker)) for worker in group.workers}
         self._routers: list[Routers] = []
-        self._on_change: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None  # called when engines leave or join the group
         self._lock = asyncio.Lock()  # held while the group must not change
         self._may_start = asyncio.Event()  # the devices are free for engines that start
         self._may_start.set()
@@ -124,10 +124,6 @@ class ReplicaSupervisor:
     def connect(self, routers: Routers) -> None:
         """Announce engines that return to these routers, and read the losses that they have seen."""
         self._routers.append(routers)
-
-    def on_change(self, call: Callable[[], None]) -> None:
-        """Call this when engines leave or join the group."""
-        self._on_change = call
 
     def start_watch(self) -> None:
         """Check the engines' health from now on."""
@@ -255,8 +251,8 @@ class ReplicaSupervisor:
                 for replica in up:
                     if replica.announced and replica.engine.name in lost:
                         causes[replica] = causes[replica] or lost[replica.engine.name]
-        lost_replicas = [(replica, cause) for replica, cause in causes.items() if cause is not None]
-        for replica, cause in lost_replicas:
+        lost_replicas = {replica: cause for replica, cause in causes.items() if cause is not None}
+        for replica, cause in lost_replicas.items():
             self._lose(replica, cause)
         return len(lost_replicas)
 
@@ -317,7 +313,7 @@ class ReplicaSupervisor:
         replica.ended_for, replica.announced = None, False
         self.group.drop(replica.engine.worker)
         self._set(replica, State.LOST)
-        self._on_change()
+        self.on_change()
         if replica.can_return:
             replica.restart = asyncio.create_task(self._restart(replica))
 
@@ -347,7 +343,7 @@ class ReplicaSupervisor:
         for replica in admitted:
             self.group.admit(replica.engine.worker)
             self._set(replica, State.UP)
-            self._on_change()
+            self.on_change()
         return admitted
 
     async def _announce(self, admitted: list[Supervised]) -> None:

@@ -95,7 +95,7 @@ class Scene:
         router = Router([EngineHandle(w).as_replica() for w in group.workers], progress_tokens=16)
         scene = cls(group, router, RouterHere(router), ReplicaSupervisor(group, DEADLINES))
         scene.pool.connect(scene.here)
-        scene.pool.on_change(lambda: scene.changes.append(len(group.workers)))
+        scene.pool.on_change = lambda: scene.changes.append(len(group.workers))
         scene.expected = await scene.sample("undisturbed")
         return scene
 

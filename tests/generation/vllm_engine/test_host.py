@@ -306,7 +306,7 @@ def test_engines_that_a_dead_one_left_partial_take_the_repeated_refit(
         policy = [PolicySide(layout) for layout in TP2_PP2]
         receivers = GenerationReceivers(cast(WorkerGroup, group), 30.0)
         exchange = WeightExchange(Threads(policy), receivers, 4096, 30.0)
-        pool.on_change(exchange.layout_changed)
+        pool.on_change = exchange.layout_changed
         session = Session(exchange=exchange, replicas=pool)
         for rank in policy:
             rank.train(1)
