@@ -113,7 +113,9 @@ class Actor:
             method = attrgetter(invocation.method)(self._target)
             in_loop = self._concurrent or inspect.iscoroutinefunction(method)
             async with nullcontext() if in_loop or invocation.background else self._turn:
-                args, kwargs = await _resolved(invocation, args, kwargs)
+                if invocation.resolve:
+                    async with asyncio.timeout(invocation.deadline_seconds):
+                        args, kwargs = await _resolved((args, kwargs))
                 if in_loop:
                     answer = method(*args, **kwargs)
                     return await answer if inspect.isawaitable(answer) else answer
@@ -164,15 +166,12 @@ class Actor:
             self._running.remove(running)
 
 
-async def _resolved(invocation: Invocation, args: Any, kwargs: Any) -> Any:
-    """The arguments, if the invocation says so with every reference inside them replaced by its value."""
-    if not invocation.resolve:
-        return args, kwargs
+async def _resolved(tree: Any) -> Any:
+    """The tree with every reference inside it replaced by its value."""
     references: dict[ray.ObjectRef, ray.ObjectRef] = {}
-    _mapped((args, kwargs), lambda reference: references.setdefault(reference, reference))
-    async with asyncio.timeout(invocation.deadline_seconds):
-        values = await asyncio.gather(*references)
-    return _mapped((args, kwargs), dict(zip(references, values, strict=True)).__getitem__)
+    _mapped(tree, lambda reference: references.setdefault(reference, reference))
+    values = await asyncio.gather(*references)
+    return _mapped(tree, dict(zip(references, values, strict=True)).__getitem__)
 
 
 def _mapped(tree: Any, value_of: Callable[[ray.ObjectRef], Any]) -> Any:

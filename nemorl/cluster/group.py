@@ -183,12 +183,8 @@ class WorkerGroup:
             raise ValueError(f"{ranks} ranks for a mesh of {mesh.world_size}: give as many.")
         # Set before the process imports anything: the libraries read them when they are loaded.
         libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-        variables = {
-            **dict.fromkeys(libraries, str(threads)),
-            "PYTHONFAULTHANDLER": "1",
-            **placement.environment,
-            **(environment or {}),
-        }
+        variables = {**dict.fromkeys(libraries, str(threads)), "PYTHONFAULTHANDLER": "1"}
+        variables |= {**placement.environment, **(environment or {})}
 
         def launch(rank: int, invocation: Invocation) -> tuple[Worker, ray.ObjectRef]:
             log = log_path(run_dir.absolute(), name, rank)
@@ -272,9 +268,8 @@ class WorkerGroup:
         else:
             if axis == "dp":  # one copy in the object store for all ranks that share the shard
                 shards = self.mesh.spread([ray.put(shard) for shard in shards])
-            elif len(shards) != len(self.workers):
-                ranks = f"{len(self.workers)} ranks of {self.name}"
-                raise ValueError(f"{len(shards)} shards for {ranks}: give as many.")
+            elif (ranks := len(self.workers)) != len(shards):
+                raise ValueError(f"{len(shards)} shards for {ranks} ranks of {self.name}: give as many.")
             of_ranks = [(shard, *args) for shard in shards]
         invocation = Invocation(method, stage, seconds, resolve, background, keep)
         pending = {

@@ -1,8 +1,6 @@
 """Placement of workers on the nodes of the cluster, over Ray's placement groups.
 
-`worker_requests` derives from an experiment the processes of each group with their resources and node labels.
-`reserve` gets bundles for all workers of a run at once, or none, and reports why they do not fit. `Placement`
-maps each rank to its bundle and node.
+`worker_requests` ─processes of each group─▶ `reserve` ─bundles for all, or none─▶ `Placement` of each rank
 """
 
 import asyncio
@@ -27,16 +25,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
 
 from .errors import PlacementFailed
-from .nodes import (
-    DOMAIN_LABEL,
-    LOOPBACK,
-    NODE_LABEL,
-    Home,
-    Node,
-    alive_nodes,
-    driver_node,
-    labels_in_use,
-)
+from .nodes import DOMAIN_LABEL, LOOPBACK, NODE_LABEL, Home, Node, alive_nodes, driver_node, labels_in_use
 
 _WAIT_SECONDS = 1.0  # the thread of a cancelled wait runs at most this much longer
 _PLAIN = re.compile(r"[\w./-]*")  # a label's value without selector operators
@@ -177,12 +166,11 @@ class Placement:
         is_hosted = request.host_group in self.requests
         host = request.host_group if is_hosted else group
         guests = sum(other.fractional_gpu and other.host_group == host for other in self.requests.values())
-        gpus = request.gpus / (1 + guests)
-        if request.for_children or (is_hosted and not request.fractional_gpu):
-            gpus = 0
+        has_own_gpus = not request.for_children and (not is_hosted or request.fractional_gpu)
         strategy = PlacementGroupSchedulingStrategy(
             self.places[group], placement_group_bundle_index=self.bundles[group][rank]
         )
+        gpus = request.gpus / (1 + guests) if has_own_gpus else 0
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def release(self) -> None:

@@ -1,9 +1,8 @@
 """Ray for one run: a local one that ends with the run, or an existing cluster that is joined.
 
-The processes of a local Ray are outside of our process group, and are ended if Ray does not start. Its folder
-is locked while the driver lives. A driver that fails keeps the folder for its logs, and one that is killed
-cannot remove it. The kernel releases a lock however a process ends, so the next start recognizes and removes
-abandoned folders.
+The folder of a local Ray is locked while the driver lives. A driver that fails keeps it for its logs, and one
+that is killed cannot remove it; the kernel releases the lock of both, by which the next start finds and
+removes it.
 """
 
 import fcntl
@@ -135,10 +134,9 @@ class ClusterRuntime:
             else:
                 self._start()
             self._initialized = True
-        except (ConnectionError, OSError, RuntimeError, ValueError, TimeoutError) as error:
-            what = "Ray does not start"
-            if address:
-                what = f"The Ray cluster at RAY_ADDRESS={address} cannot be joined"
+        except (OSError, RuntimeError, ValueError) as error:
+            joined = f"The Ray cluster at RAY_ADDRESS={address} cannot be joined"
+            what = joined if address else "Ray does not start"
             raise ClusterUnavailable(f"{what}: {' '.join(str(error).split())}") from error
         return self
 
