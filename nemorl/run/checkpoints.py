@@ -168,9 +168,8 @@ class Checkpoints:
             if config.export_hf:
                 fix = "Make room, or set checkpointing.export_hf to false, and continue with --resume."
                 with full_disk_named("The Hugging Face folder of checkpointing.export_hf", folder, fix):
-                    hf_dir, run = folder / "hf", self._experiment.run_dir.absolute()
-                    await asyncio.to_thread(export_hf, folder, hf_dir, self._experiment.policy)
-                    Origin(str(run), progress.step).write(hf_dir)
+                    await asyncio.to_thread(export_hf, folder, folder / "hf", self._experiment.policy)
+                    Origin(str(self._experiment.run_dir.absolute()), progress.step).write(folder / "hf")
             await asyncio.to_thread(store.commit, progress.step, metrics.values, records)
             await asyncio.to_thread(store.prune, config.keep, config.metric, config.higher_is_better)
         finally:
@@ -216,18 +215,16 @@ def export_checkpoint(
 
 def _require_checkpoint(folder: Path) -> None:
     """Raise RunError with the newest checkpoint if the folder is a run, its `checkpoints`, or missing."""
-    if not folder.exists():
-        siblings = CheckpointStore(folder.parent)
-        fix = "name one such as RUN_DIR/checkpoints/step_00000010"
-        if steps := siblings.steps():
-            fix = f"the newest is {siblings.path(steps[-1])}"
-        raise RunError(f"there is no checkpoint {folder}: {fix}")
-    for place in (folder / "checkpoints", folder):
+
+    def newest_in(place: Path) -> str | None:
         store = CheckpointStore(place)
-        if steps := store.steps():
-            raise RunError(
-                f"{folder} holds checkpoints: name one of them; the newest is {store.path(steps[-1])}"
-            )
+        return f"the newest is {store.path(steps[-1])}" if (steps := store.steps()) else None
+
+    if not folder.exists():
+        fix = newest_in(folder.parent) or "name one such as RUN_DIR/checkpoints/step_00000010"
+        raise RunError(f"there is no checkpoint {folder}: {fix}")
+    if newest := newest_in(folder / "checkpoints") or newest_in(folder):
+        raise RunError(f"{folder} holds checkpoints: name one of them; {newest}")
     if RunPaths(folder).holds_run:
         raise RunError(f"{folder} is a run without a checkpoint yet: there are no weights to export")
 

@@ -52,7 +52,6 @@ class RunRecorder:
 
     @property
     def finished(self) -> bool:
-        """True if no step is left."""
         return self._early_stop.over or self.done == self._algorithm.num_steps
 
     async def start(self) -> None:

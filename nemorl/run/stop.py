@@ -1,8 +1,7 @@
 """When a run ends before its last step: a signal, or a metric that no longer improves.
 
-A scheduler sends a signal before a time limit or for another job. The first signal ends the run where its
-state is complete: sampling is cancelled, since a resumed run samples the same again, and the rest of a step
-is finished. The second one ends the run immediately.
+The first signal ends the run where its state is complete: sampling is cancelled, since a resumed run samples
+the same again, and the rest of a step is finished. The second one ends the run immediately.
 """
 
 import asyncio
@@ -104,11 +103,8 @@ class EarlyStop:
         if self.config is None or self.config.metric not in metrics:
             return self.over
         value = metrics[self.config.metric]
-        if self.best is None:
-            better = value == value
-        else:
-            gain = value - self.best if self.config.higher_is_better else self.best - value
-            better = gain > self.config.min_delta
+        sign = 1 if self.config.higher_is_better else -1
+        better = value == value if self.best is None else sign * (value - self.best) > self.config.min_delta
         self.best, self.waited = (value, 0) if better else (self.best, self.waited + 1)
         return self.over
 

@@ -183,7 +183,16 @@ async def _train_session(
             recorder = RunRecorder(experiment, session, observer, checkpoints, progress, stop)
             with stop.stepping(), suppress(StepCancelled):
                 algorithm = _algorithm(experiment, data, references, session, observer, recorder, progress)
-                await _steps(algorithm, session, recorder)
+                async with AsyncExitStack() as closing:
+                    if isinstance(algorithm, OnlineAlgorithm):
+                        closing.push_async_callback(algorithm.collector.close)
+                        await session.update_weights(recorder.done)
+                    elif algorithm.held_out:
+                        recorder.measure = algorithm.validation_metrics
+                    await recorder.start()
+                    for number in recorder.steps():
+                        metrics = await algorithm.step(number)
+                        await recorder.finish(number, metrics, algorithm.position)
             if stop.requested and not recorder.finished:
                 await recorder.save(last=True)
                 await checkpoints.settle()
@@ -193,22 +202,6 @@ async def _train_session(
             with observer.stage("export", outside_step=True):
                 replace_hf(store.path(recorder.done), recorder.done, hf_dir, experiment)
         return RunResult(experiment.run_dir, recorder.summarize(), hf_dir)
-
-
-async def _steps(
-    algorithm: OnlineAlgorithm | OfflineAlgorithm, session: Session, recorder: RunRecorder
-) -> None:
-    """All steps that are left. Raises StepCancelled on a stop request."""
-    async with AsyncExitStack() as stack:
-        if isinstance(algorithm, OnlineAlgorithm):
-            stack.push_async_callback(algorithm.collector.close)
-            await session.update_weights(recorder.done)
-        elif algorithm.held_out:
-            recorder.measure = algorithm.validation_metrics
-        await recorder.start()
-        for number in recorder.steps():
-            metrics = await algorithm.step(number)
-            await recorder.finish(number, metrics, algorithm.position)
 
 
 @dataclass(frozen=True)
@@ -222,15 +215,15 @@ class TrainingData:
 
 def load_data(experiment: Experiment) -> TrainingData:
     """Read the training data. Raises NemorlError."""
-    config, data, teachers = experiment.algorithm, experiment.data, list(experiment.teachers)
+    config, data = experiment.algorithm, experiment.data
     if isinstance(config, OfflineBase):
         offline = load_offline_data(experiment, config)
         return TrainingData(TaskOrder(len(offline.units), experiment.seed, data.shuffle), offline)
     tasks = load_tasks(data.train, data)
-    order = TaskOrder(len(tasks), experiment.seed, data.shuffle)
+    teachers: Sequence[str] = ()
     if isinstance(config, OnPolicyDistillationConfig):
-        return TrainingData(order, task_teachers=teachers_of_tasks(tasks, config.teacher_key, teachers))
-    return TrainingData(order)
+        teachers = teachers_of_tasks(tasks, config.teacher_key, list(experiment.teachers))
+    return TrainingData(TaskOrder(len(tasks), experiment.seed, data.shuffle), task_teachers=teachers)
 
 
 def _algorithm(
@@ -242,12 +235,11 @@ def _algorithm(
     recorder: RunRecorder,
     start: Progress,
 ) -> OnlineAlgorithm | OfflineAlgorithm:
-    config, multiple, teachers = experiment.algorithm, experiment.policy.layout.fewest_units, None
+    config, policy, teachers = experiment.algorithm, experiment.policy, None
+    multiple = policy.layout.fewest_units
     if isinstance(config, DistillationConfig | OnPolicyDistillationConfig):
-        multiples = {
-            name: teacher.worker_config(experiment.policy).layout.fewest_units
-            for name, teacher in teachers_held(experiment.teachers).items()
-        }
+        held = teachers_held(experiment.teachers)
+        multiples = {name: held[name].worker_config(policy).layout.fewest_units for name in held}
         teachers = Teachers(session, experiment.teachers, multiples, config.loss.top_k)
     if isinstance(config, OfflineBase):
         assert data.offline is not None
@@ -284,10 +276,9 @@ def _algorithm(
 def _stopped(stop: StopRequest, store: CheckpointStore, done: int | None = None) -> str:
     assert stop.signal is not None
     newest = max(store.steps(), default=None)
+    fix = "Continue with --resume" if newest == done else f"Continue from step {newest} with --resume"
     if newest is None:
         fix = "There is no checkpoint: --resume starts from the beginning"
-    else:
-        fix = "Continue with --resume" if newest == done else f"Continue from step {newest} with --resume"
     when = "outside of its steps" if done is None else f"after step {done}"
     return f"Stopped by {stop.signal.name} {when}. {fix}."
 
