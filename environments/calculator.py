@@ -28,11 +28,9 @@ CALL_REWARD = "calculator_call"
 
 
 class CalculatorEnvironment(Environment):
-    """One conversation with the calculator at hand."""
-
-    def __init__(self, max_turns: int, *, rewards_calls: bool = False) -> None:
-        self._turns_left = max_turns
-        self._rewards_calls = rewards_calls
+    def __init__(self, config: CalculatorEnvConfig) -> None:
+        self._turns_left = config.max_turns
+        self._rewards_calls = config.call_weight != 0
         self._answer = ""
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
@@ -49,10 +47,8 @@ class CalculatorEnvironment(Environment):
         return (Message("system", INSTRUCTIONS), *task.messages)
 
     async def step(self, action: Action) -> Step:
-        """Compare an answer, or work out a call."""
         self._turns_left -= 1
-        answer = last_tagged(action.text, "answer")
-        if answer is not None:
+        if (answer := last_tagged(action.text, "answer")) is not None:
             return Step(rewards={REWARD: float(_equal(answer, self._answer))})
         call = last_tagged(action.text, "tool")
         if call is None or self._turns_left == 0:
@@ -66,16 +62,11 @@ class CalculatorEnvironment(Environment):
 
 
 class CalculatorFactory(EnvironmentFactory):
-    """Makes `CalculatorEnvironment`s."""
-
     def __init__(self, config: CalculatorEnvConfig) -> None:
-        self._rewards_calls = config.call_weight != 0
-        self.reward_weights = config.reward_weights
-        self._max_turns = config.max_turns
+        self._config, self.reward_weights = config, config.reward_weights
 
     def create(self) -> CalculatorEnvironment:
-        """An environment for one trajectory."""
-        return CalculatorEnvironment(self._max_turns, rewards_calls=self._rewards_calls)
+        return CalculatorEnvironment(self._config)
 
     async def answer_in(self, text: str) -> str | None:
         """The text in the tag; numbers as the calculator writes them."""

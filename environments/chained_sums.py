@@ -21,8 +21,6 @@ _SUM = re.compile(r"(\d+)\+(\d+)=")
 
 
 class ChainedSumsEnvironment(Environment):
-    """One chain of sums."""
-
     def __init__(self, num_sums: int) -> None:
         self._num_sums = num_sums
         self._asked = 0  # sums so far
@@ -41,7 +39,6 @@ class ChainedSumsEnvironment(Environment):
         return task.messages
 
     async def step(self, action: Action) -> Step:
-        """Compare, and ask for the next sum."""
         left, right = self._sum
         digits = len(left)
         reward = float(action.text == f"{int(left) + int(right):0{digits + 1}d}")
@@ -55,12 +52,8 @@ class ChainedSumsEnvironment(Environment):
 
 
 class ChainedSumsFactory(EnvironmentFactory):
-    """Makes `ChainedSumsEnvironment`s."""
-
     def __init__(self, config: ChainedSumsEnvConfig) -> None:
-        self.reward_weights = config.reward_weights
-        self._num_sums = config.num_sums
+        self._num_sums, self.reward_weights = config.num_sums, config.reward_weights
 
     def create(self) -> ChainedSumsEnvironment:
-        """An environment for one trajectory."""
         return ChainedSumsEnvironment(self._num_sums)

@@ -30,7 +30,6 @@ class MathEnvironment(Environment):
         return task.messages
 
     async def step(self, action: Action) -> Step:
-        """Compare and end."""
         return Step(rewards={"math": await self._scoring.score(verify_answer, self._answer, action.text)})
 
 
@@ -42,7 +41,6 @@ class MathFactory(EnvironmentFactory):
         self._scoring = ScoringProcess("math_verify", SECONDS)
 
     def create(self) -> MathEnvironment:
-        """An environment for one trajectory."""
         return MathEnvironment(self._scoring)
 
     async def answer_in(self, text: str) -> str | None:
@@ -50,7 +48,6 @@ class MathFactory(EnvironmentFactory):
         return await self._scoring.call(found_answer, text)
 
     async def close(self) -> None:
-        """End the scoring process."""
         await self._scoring.close()
 
 
@@ -59,8 +56,7 @@ def found_answer(text: str) -> str | None:
     from math_verify import parse
     from sympy import Basic, nsimplify  # type: ignore[import-untyped]
 
-    found = _step(parse, text, parsing_timeout=None)
-    if not found:
+    if not (found := _step(parse, text, parsing_timeout=None)):
         return None
     if not isinstance(found[0], Basic):
         return str(found[-1])  # the text as it is

@@ -31,14 +31,9 @@ class ReasoningGymEnvironment(Environment):
         return task.messages
 
     async def step(self, action: Action) -> Step:
-        """Score what was answered and end."""
         assert self._task is not None, "step before reset"
         columns = self._task.columns
-        entry = {
-            "question": columns["question"],
-            "answer": self._task.answer,
-            "metadata": columns["metadata"],
-        }
+        entry = {key: columns[key] for key in ("question", "metadata")} | {"answer": self._task.answer}
         answer = action.text if self._answer_tag is None else last_tagged(action.text, self._answer_tag) or ""
         options = json.dumps(columns["reasoning_gym_options"], sort_keys=True)
         score = await self._scoring.score(score_entry, columns["reasoning_gym_task"], options, answer, entry)
@@ -54,7 +49,6 @@ class ReasoningGymFactory(EnvironmentFactory):
         self._scoring = ScoringProcess("reasoning_gym", SECONDS)
 
     def create(self) -> ReasoningGymEnvironment:
-        """An environment for one trajectory."""
         return ReasoningGymEnvironment(self._scoring, self._answer_tag)
 
     async def answer_in(self, text: str) -> str | None:
@@ -62,7 +56,6 @@ class ReasoningGymFactory(EnvironmentFactory):
         return text if self._answer_tag is None else last_tagged(text, self._answer_tag)
 
     async def close(self) -> None:
-        """End the scoring process."""
         await self._scoring.close()
 
 

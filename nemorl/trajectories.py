@@ -93,7 +93,6 @@ class SingleTurnEnvironment(Environment):
     """One answer and no reward of its own: `rewards` score it."""
 
     async def step(self, action: Action) -> Step:
-        """End with the first turn."""
         return Step()
 
 
@@ -104,7 +103,6 @@ class SingleTurnFactory(EnvironmentFactory):
         self.reward_weights = {}
 
     def create(self) -> SingleTurnEnvironment:
-        """An environment for one trajectory."""
         return SingleTurnEnvironment()
 
 

@@ -14,7 +14,7 @@ What passes between driver and rollout workers is metadata, never token arrays.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -115,8 +115,8 @@ async def last_answer(conversation: Conversation, environments: object) -> str |
     """
     if conversation.trajectory.error is not None:
         return None
-    texts = [message.content for message in conversation.exchange if message.role == "assistant"]
-    answer: str | None = texts[-1] if texts else ""
+    said = (message.content for message in reversed(conversation.exchange) if message.role == "assistant")
+    answer: str | None = next(said, "")
     if (read := getattr(environments, "answer_in", None)) is not None:
         answer = await read(answer)
     answer = " ".join((answer or "").split())
@@ -141,7 +141,7 @@ class Dispatcher:
     """Spreads groups over rollout workers, evenly by those still to finish. Belongs to one event loop."""
 
     def __init__(self, workers: Sequence[RunGroups], seconds: float) -> None:
-        """`workers`: each takes assignments and yields summaries as they finish. `seconds` bounds `take`."""
+        """`seconds` bounds `take`."""
         self._workers = list(workers)
         self._seconds = seconds
         self._waiting: list[set[int]] = [set() for _ in workers]  # groups each worker still has to finish
@@ -150,7 +150,7 @@ class Dispatcher:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
-    def start(self, assignments: Sequence[GroupAssignment]) -> None:
+    def start(self, assignments: Iterable[GroupAssignment]) -> None:
         """Begin to sample these groups: one call for each worker that gets some."""
         shares: list[list[GroupAssignment]] = [[] for _ in self._workers]
         for assignment in assignments:
@@ -184,24 +184,22 @@ class Dispatcher:
         except TimeoutError as error:
             if not timeout.expired():  # a worker's own
                 raise
-            waiting = "; ".join(
-                f"worker {w}: groups {_ids(sorted(groups))}"
-                for w, groups in enumerate(self._waiting)
-                if groups
+            waiting = (
+                f"worker {w}: groups {_ids(sorted(ids))}" for w, ids in enumerate(self._waiting) if ids
             )
             raise RolloutFailed(
                 f"sampling: {len(self._finished)} of {count} groups finished within {self._seconds:g} s "
-                f"(`cluster.deadlines.generation`); waiting for {waiting or 'no group: too few were started'}"
+                "(`cluster.deadlines.generation`); waiting for "
+                f"{'; '.join(waiting) or 'no group: too few were started'}"
             ) from error
         taken, self._finished = self._finished[:count], self._finished[count:]
         return sorted(taken, key=lambda summary: summary.group)
 
     async def close(self) -> None:
         """Stop following calls that are still running."""
-        calls = list(self._calls)
-        for call in calls:
+        for call in self._calls:
             call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(*self._calls, return_exceptions=True)
 
     async def _follow(self, worker: int, share: list[GroupAssignment]) -> None:
         try:
@@ -280,22 +278,14 @@ class Collector:
         With `refill` it bounds the wait for each group.
         """
         self._dispatcher = Dispatcher(workers, seconds)
-        self._order = order
-        self._plan = plan
-        self._refill = refill
+        self._order, self._plan, self._refill = order, plan, refill
         self._replaced = 0  # groups started in place of refused ones
         self._first_position, self._first_version = position, version
         self._started = position  # groups started since the run began; the id of the next one
-        self._position = position
+        # The place in the data, for a checkpoint: every group before it has been handed out. With staleness,
+        # groups beyond it may have been handed out too; a resumed run samples those again.
+        self.position = position
         self._handed_out: set[int] = set()  # ids above the position
-
-    @property
-    def position(self) -> int:
-        """The place in the data, for a checkpoint: every group before it has been handed out.
-
-        With staleness, groups beyond it may have been handed out too; a resumed run samples those again.
-        """
-        return self._position
 
     def advance(self, version: int) -> None:
         """Generation has weights of `version` now, counted in steps of the run: start what this allows."""
@@ -317,9 +307,9 @@ class Collector:
         else:
             batch = await self._refilled(self._refill, on_finished)
         self._handed_out.update(summary.group for summary in batch)
-        while self._position in self._handed_out:
-            self._handed_out.remove(self._position)
-            self._position += 1
+        while self.position in self._handed_out:
+            self._handed_out.remove(self.position)
+            self.position += 1
         return batch
 
     async def _refilled(self, refill: Refill, on_accepted: OnFinished) -> list[GroupSummary]:
@@ -341,7 +331,7 @@ class Collector:
     def _start_up_to(self, end: int) -> None:
         plan, groups = self._plan, range(self._started, max(end, self._started))
         each, rest = divmod(plan.texts_per_step, plan.groups_per_step)
-        assignments = [
+        self._dispatcher.start(
             GroupAssignment(
                 group,
                 self._order.task_index(group),
@@ -350,8 +340,7 @@ class Collector:
                 greedy_baseline=plan.greedy_baseline,
             )
             for group in groups
-        ]
-        self._dispatcher.start(assignments)
+        )
         self._started = groups.stop
 
     async def close(self) -> None:
@@ -373,11 +362,10 @@ async def sample_validation(
     Seeds depend on the task alone, so two validations differ only by the weights. Raises like `next_batch`.
     """
     dispatcher = Dispatcher(workers, seconds)
-    assignments = [
+    dispatcher.start(
         GroupAssignment(task, task, samples_per_task, True, of_set, num_texts=int(task < num_texts))
         for task in range(num_tasks)
-    ]
-    dispatcher.start(assignments)
+    )
     try:
         return await dispatcher.take(num_tasks, on_finished)
     finally:

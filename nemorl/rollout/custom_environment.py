@@ -59,21 +59,18 @@ def _not_a_factory(factory: Any) -> str | None:
     if problem := _lacks(factory, "an EnvironmentFactory", "create", "close"):
         return problem
     weights = getattr(factory, "reward_weights", None)
-    if not isinstance(weights, dict) or not all(
-        isinstance(name, str) and _is_number(weight) for name, weight in weights.items()
-    ):
-        return (
-            f"its reward_weights is {weights!r}; set it to a dict of reward names and their weights, "
-            "empty where the environment gives no rewards"
-        )
-    return None
+    if isinstance(weights, dict) and all(isinstance(k, str) and _is_number(v) for k, v in weights.items()):
+        return None
+    return (
+        f"its reward_weights is {weights!r}; set it to a dict of reward names and their weights, "
+        "empty where the environment gives no rewards"
+    )
 
 
 def _lacks(value: Any, what: str, *methods: str) -> str | None:
-    missing = [name for name in methods if not callable(getattr(value, name, None))]
-    if not missing:
-        return None
-    return f"{type(value).__name__} is not {what}; add the methods {', '.join(missing)}"
+    if missing := [name for name in methods if not callable(getattr(value, name, None))]:
+        return f"{type(value).__name__} is not {what}; add the methods {', '.join(missing)}"
+    return None
 
 
 def _episode(calls: "_Calls", factory: Any, task: Task) -> None:
@@ -92,16 +89,14 @@ def _episode(calls: "_Calls", factory: Any, task: Task) -> None:
             step = calls.run(called, environment.step, action, awaits=True)
             if not isinstance(step, Step):
                 raise _Failed(f"{called} returned {_shown(step)}; return a Step")
-            if not _are_messages(step.messages):
-                shown = _shown(step.messages)
-                raise _Failed(f"{called} returned the messages {shown}; return a tuple of Messages")
+            if not _are_messages(said := step.messages):
+                raise _Failed(f"{called} returned the messages {_shown(said)}; return a tuple of Messages")
             for name, reward in step.rewards.items():
+                given = f"{called} gave the reward {name!r}"
                 if name not in factory.reward_weights:
-                    fix = "which has no weight; add it to the factory's reward_weights"
-                    raise _Failed(f"{called} gave the reward {name!r}, {fix}")
+                    raise _Failed(f"{given}, which has no weight; add it to the factory's reward_weights")
                 if not _is_number(reward):
-                    value = f"the value {reward!r}; return a finite number"
-                    raise _Failed(f"{called} gave the reward {name!r} {value}")
+                    raise _Failed(f"{given} the value {reward!r}; return a finite number")
             if step.done:
                 break
     except _Failed:

@@ -159,10 +159,8 @@ class TurnLoop:
     def __init__(
         self, generator: Generator, tokenizer: Tokenizer, prompts: Prompts, limits: TurnLimits
     ) -> None:
-        self._generator = generator
-        self._tokenizer = tokenizer
-        self._prompts = prompts
-        self._limits = limits
+        self._generator, self._limits = generator, limits
+        self._tokenizer, self._prompts = tokenizer, prompts
 
     async def run(
         self, task: Task, environment: Environment, key: SampleKey, sampling: SamplingParams
