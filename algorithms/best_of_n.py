@@ -101,7 +101,6 @@ class BestOfNUpdate:
         )
 
     def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
-        """Metrics of the first update, in which the policy is still the one that sampled."""
         first = updates[0]
         if "pairs" in first.sums:
             return means_over("pairs", first.sums)

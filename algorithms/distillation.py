@@ -52,7 +52,6 @@ class TopDivergence:
     needs_entropy: bool = True
 
     def candidates(self, batch: PackedBatch) -> Tensor:
-        """The teacher's tokens."""
         assert batch.top_ids is not None, "the loss requires the teacher's likeliest tokens"
         return batch.top_ids.long()
 
@@ -115,8 +114,6 @@ def distillation_loss(config: DistillationLossConfig) -> Loss:
 
 @dataclass
 class DistillationUpdate:
-    """The update of on-policy distillation: the teachers score every token that the policy sampled."""
-
     config: OnPolicyDistillationConfig
     task_teachers: Sequence[str]  # the teacher of each training task
     multiple: int  # of sequences into which a batch is laid over ranks and stages
@@ -145,5 +142,4 @@ class DistillationUpdate:
         )
 
     def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
-        """Metrics of the only update."""
         return finish_metrics(updates[0].sums, updates[0].maxima)

@@ -84,7 +84,6 @@ def _dropped(group: GroupSummary, config: FiltersConfig) -> str | None:
 
 
 def _values(group: GroupSummary, config: FiltersConfig) -> list[float]:
-    """The rewards that count, of the members to which they apply."""
     finished = [t for t in group.trajectories if t.error is None]
     if config.reward is None:
         return [t.reward for t in finished]

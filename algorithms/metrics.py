@@ -54,7 +54,6 @@ def environment_share(groups: Sequence[GroupSummary]) -> float:
 
 
 def means_by_name(members: Sequence[TrajectorySummary]) -> dict[str, float]:
-    """Mean of each reward over the trajectories to which it applies."""
     names = sorted({name for t in members for name in t.rewards})
     return {f"reward/{name}": fmean(t.rewards[name] for t in members if name in t.rewards) for name in names}
 
@@ -107,7 +106,6 @@ def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[
 
 
 def samples_of(step: int, groups: Sequence[GroupSummary], phase: Phase) -> Iterator[Sample]:
-    """The conversations of which the groups have the text."""
     for group in groups:
         for text in group.texts:
             t = group.trajectories[text.row]

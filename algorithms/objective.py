@@ -66,7 +66,6 @@ class Divisor:
 
     @classmethod
     def of(cls, sampled: Sequence[float]) -> "Divisor":
-        """Of all sequences of the step, by their numbers of such tokens."""
         return cls(max(sum(sampled), 1), max(sum(count > 0 for count in sampled), 1))
 
 
@@ -256,7 +255,7 @@ class EntropyWeight:
         return self.coefficient if self.entropy <= self.config.target else 0.0
 
     def update(self, entropy: float) -> dict[str, float]:
-        """Update from the mean entropy of a step; return the metric of the coefficient that the step used."""
+        """Take the mean entropy of a step; return the metric of the coefficient that the step used."""
         if self.config.name == "bonus":
             return {}
         used = self.weight

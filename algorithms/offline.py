@@ -108,7 +108,6 @@ async def reference_sums(
 
 
 def _once(keys: set[str], examples: Iterable[Example]) -> Iterator[tuple[str, Example]]:
-    """The examples of these keys, each once."""
     left = set(keys)
     for example in examples:
         if (key := _key(example)) in left:
@@ -178,8 +177,6 @@ def prompts_with_next_answers(units: Sequence[Unit]) -> list[Example]:
 
 @dataclass
 class OfflineAlgorithm:
-    """Every algorithm that learns from data, over a started session."""
-
     config: OfflineBase
     objective: Objective
     session: Session
@@ -210,7 +207,6 @@ class OfflineAlgorithm:
         }
 
     async def validation_metrics(self) -> dict[str, float]:
-        """The loss of the held-out units and its metrics, without sampling and without an update."""
         with self.observer.stage("validation"):
             loss, _ = await self._load(self.held_out)
             evaluation = await self.session.learner.evaluate(loss)
@@ -270,8 +266,6 @@ class OfflineAlgorithm:
 
 @dataclass(frozen=True)
 class OfflineData:
-    """The units of a run."""
-
     units: Sequence[Unit]
     held_out: Sequence[Unit]  # of the validation data
 

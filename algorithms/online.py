@@ -101,7 +101,6 @@ class OnlineAlgorithm:
 
     @property
     def position(self) -> int:
-        """Of the next task in the order of the data."""
         return self.collector.position
 
     async def step(self, number: int) -> dict[str, float]:
@@ -174,7 +173,6 @@ class OnlineAlgorithm:
         return metrics | gap
 
     async def _sample(self) -> Groups:
-        """The groups that were sampled for one step; more than it trains if others replace them."""
         count = self.config.num_prompts_per_step
         with self.observer.stage("generation", total=count, unit="groups") as stage:
             groups = await self.collector.next_batch(stage.advance)

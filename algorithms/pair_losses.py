@@ -70,7 +70,6 @@ class Pairs:
 
     @property
     def number(self) -> Tensor:
-        """Scalar, for the sums of a loss."""
         return torch.tensor(float(len(self.chosen)), device=self.chosen.device)
 
 

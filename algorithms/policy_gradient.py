@@ -114,7 +114,6 @@ class PolicyGradientUpdate:
         return places
 
     def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
-        """Means over the updates, and the largest of their maxima."""
         of_updates = [finish_metrics(u.sums, u.maxima) for u in updates]
         metrics = {key: sum(m[key] for m in of_updates) / len(of_updates) for key in of_updates[0]}
         metrics |= {key: max(u.maxima[key] for u in updates) for key in updates[0].maxima}

@@ -434,12 +434,9 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class CrossEntropyLoss:
-    """Negative logprob of the data: supervised fine-tuning."""
-
     needs_entropy: bool = False
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Sum of `-weight * logprob` over the tokens of the loss mask."""
         loss = -(batch.weights * logprobs).sum()
         nll = -(logprobs * batch.loss_mask).sum()
         return loss_output(loss, {"loss/sft": loss, "tokens": batch.loss_mask.sum(), "nll": nll})

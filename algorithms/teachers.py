@@ -25,8 +25,6 @@ from nemorl.trajectories import Task
 
 @dataclass(frozen=True)
 class Teachers:
-    """The teachers of a session."""
-
     session: Session
     configs: Mapping[str, TeacherConfig]
     multiples: Mapping[str, int]  # of those in processes: of sequences into which a batch of theirs is laid
@@ -64,7 +62,6 @@ class Teachers:
         places: Sequence[SequencePlace],
         kind: Literal["trajectories", "examples"],
     ) -> dict[Field, list[tuple[object, int]]]:
-        """References to the results of one teacher for the sequences of `rows`, by field."""
         config = self.configs[name]
         if config.kind == "endpoint":
             policy = self.session.learner
@@ -177,7 +174,6 @@ class EndpointTeacher:
         return list(scores[1:])
 
     def _filled(self, batch: PackedBatch, scores: Sequence[tuple[int, Scores]]) -> dict[str, Tensor]:
-        """The teacher's fields with the scores at these places, tokens of the loss mask."""
         n, k = batch.num_tokens, self._top_k
         if k is None:
             kept = batch.reference_logprobs

@@ -34,8 +34,6 @@ class MathEnvironment(Environment):
 
 
 class MathFactory(EnvironmentFactory):
-    """Makes `MathEnvironment`s that share one scoring process."""
-
     def __init__(self, config: MathEnvConfig) -> None:
         self.reward_weights = config.reward_weights
         self._scoring = ScoringProcess("math_verify", SECONDS)

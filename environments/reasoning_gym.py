@@ -41,8 +41,6 @@ class ReasoningGymEnvironment(Environment):
 
 
 class ReasoningGymFactory(EnvironmentFactory):
-    """Makes `ReasoningGymEnvironment`s that share one scoring process."""
-
     def __init__(self, config: ReasoningGymEnvConfig) -> None:
         self.reward_weights = config.reward_weights
         self._answer_tag = config.answer_tag
@@ -52,7 +50,6 @@ class ReasoningGymFactory(EnvironmentFactory):
         return ReasoningGymEnvironment(self._scoring, self._answer_tag)
 
     async def answer_in(self, text: str) -> str | None:
-        """The text in the tag, or the complete text without a tag."""
         return text if self._answer_tag is None else last_tagged(text, self._answer_tag)
 
     async def close(self) -> None:
@@ -60,7 +57,6 @@ class ReasoningGymFactory(EnvironmentFactory):
 
 
 def score_entry(task: str, options: str, answer: str, entry: dict[str, Any]) -> float:
-    """The score that dataset `task`, made with the JSON `options`, gives to `answer`."""
     return float(_dataset(task, options).score_answer(answer, entry))
 
 

@@ -25,8 +25,6 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation."""
-
     role: Literal["system", "user", "assistant", "tool"]
     content: str
 
@@ -97,8 +95,6 @@ class SingleTurnEnvironment(Environment):
 
 
 class SingleTurnFactory(EnvironmentFactory):
-    """Makes `SingleTurnEnvironment`s; takes the section `env`, of which it needs nothing."""
-
     def __init__(self, _: object) -> None:
         self.reward_weights = {}
 

@@ -108,7 +108,6 @@ class Actor:
         return getattr(importlib.import_module(module), name)(**kwargs)
 
     async def call(self, invocation: Invocation, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of the target."""
         with self._reporting(invocation) as running:
             method = attrgetter(invocation.method)(self._target)
             in_loop = self._concurrent or inspect.iscoroutinefunction(method)
@@ -133,7 +132,6 @@ class Actor:
             return self._kept[invocation.keep]
 
     async def stream(self, invocation: Invocation, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Run an async generator of the target and yield each item as it comes."""
         with self._reporting(invocation):
             async for item in attrgetter(invocation.method)(self._target)(*args, **kwargs):
                 yield item
@@ -167,7 +165,6 @@ class Actor:
 
 
 async def _resolved(tree: Any) -> Any:
-    """The tree with every reference inside it replaced by its value."""
     references: dict[ray.ObjectRef, ray.ObjectRef] = {}
     _mapped(tree, lambda reference: references.setdefault(reference, reference))
     values = await asyncio.gather(*references)

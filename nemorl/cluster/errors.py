@@ -72,12 +72,10 @@ class NodeLost(WorkerDied):
     """A node of the run was lost, with all workers on it."""
 
     def __init__(self, group: str, rank: int, stage: str, node: str, tenants: str, log: Path) -> None:
-        """`tenants` lists the ranks on the node."""
         super().__init__(group, rank, stage, f"node {node} was lost", log, (), node)
         self.tenants = tenants
 
     def is_reported_in(self, error: BaseException | None) -> bool:
-        """True if an error reports the loss of this node."""
         return self.reason in str(error)
 
     def __str__(self) -> str:

@@ -145,7 +145,6 @@ class WorkerGroup:
     def __init__(
         self, name: str, workers: Sequence[Worker], mesh: Mesh, launch: Launch | None = None
     ) -> None:
-        """Use `start`."""
         self.name = name
         self.workers = tuple(workers)
         self.mesh = mesh
@@ -230,7 +229,6 @@ class WorkerGroup:
         return worker
 
     def admit(self, worker: Worker) -> None:
-        """Let a process that was started again take part in calls."""
         self.workers = tuple(sorted([*self.workers, worker], key=lambda w: w.rank))
         self.mesh = Mesh(data=len(self.workers))
 

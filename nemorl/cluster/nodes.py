@@ -50,7 +50,6 @@ class Home:
 
 
 def alive_nodes() -> list[Node]:
-    """Return the nodes that are part of the cluster now, sorted by name."""
     return sorted((_node(e) for e in ray.nodes() if e["Alive"]), key=lambda node: (node.name, node.id))
 
 

@@ -92,7 +92,6 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
 
 
 def with_places(requests: Sequence[WorkerRequest]) -> list[WorkerRequest]:
-    """Requests that have bundles of their own."""
     groups = {request.group for request in requests}
     return [request for request in requests if request.host_group not in groups]
 
@@ -126,7 +125,6 @@ class Placement:
         return tuple(request.host_ranks(rank) for rank in range(request.count))
 
     def on_node_of(self, group: str, rank: int, other: str) -> tuple[int, ...]:
-        """Ranks of another group on the node of this rank."""
         node_id = self.nodes[group][rank].id
         return tuple(index for index, node in enumerate(self.nodes[other]) if node.id == node_id)
 

@@ -124,7 +124,7 @@ class ClusterRuntime:
         self._lock: IO[bytes] | None = None  # held while the folder is in use
 
     def __enter__(self) -> Self:
-        """Start or join. Raises `ClusterUnavailable`."""
+        """Raises `ClusterUnavailable`."""
         if ray.is_initialized():
             return self
         address = os.environ.get("RAY_ADDRESS")
@@ -143,7 +143,6 @@ class ClusterRuntime:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the cluster, or end the local Ray with everything that runs in it."""
         if self._initialized:
             ray.shutdown()
         if self._temp_dir is None:
@@ -183,7 +182,6 @@ class ClusterRuntime:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
     def _start(self) -> None:
-        """Start a Ray that listens on the loopback interface only and requires our token."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         # Ray has no argument for this: with clusters enabled it replaces a loopback address by the machine's
         # address. The switch exists for laptops with a firewall.

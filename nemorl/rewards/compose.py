@@ -227,7 +227,6 @@ class Rewards:
         return ScoredGroup(trajectories, scoring)
 
     async def close(self) -> None:
-        """Release what rewards hold, such as connections."""
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))
 
     def _with_rewards(self, trajectory: Trajectory, scored: Sequence[Scored], row: int) -> Trajectory:

@@ -53,7 +53,6 @@ class JudgeReward(ServiceScorer):
         return [self._worth(score) for score in scores]
 
     def _parsed(self, text: str, count: int) -> list[Any] | None:
-        """The scores, or None where there are not as many as answers."""
         ranks = self._config.ranks_groups
         if self._config.parser == "regex":
             matches = [match[1] for match in re.finditer(self._config.pattern, text)]
@@ -81,7 +80,6 @@ def filled(template: str, given: dict[str, str]) -> str:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a text, none of them inside another."""
     decoder, place = json.JSONDecoder(), text.find("{")
     while place >= 0:
         try:

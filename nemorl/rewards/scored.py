@@ -43,8 +43,6 @@ class Scored:
 
 @dataclass(frozen=True)
 class ScoringMetrics:
-    """How the scoring of one group went, by one reward."""
-
     errors: int  # trajectories that were lost to it
     seconds: float
     waited: float
@@ -53,8 +51,6 @@ class ScoringMetrics:
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers to one task."""
-
     task: Task
     conversations: Sequence[Conversation]
     chat: bool  # functions get messages instead of texts
@@ -63,7 +59,6 @@ class Answers:
         return len(self.conversations)
 
     def parts(self, size: int) -> list["Answers"]:
-        """The answers, at most `size` at a time."""
         starts = range(0, len(self), size)
         return [replace(self, conversations=self.conversations[start : start + size]) for start in starts]
 
@@ -171,8 +166,6 @@ class Scorer(ABC):
 
 
 class ServiceScorer(Scorer):
-    """A reward that a server computes."""
-
     def __init__(self, config: ServiceRewardBase, seconds: float) -> None:
         super().__init__(config, seconds)
         try:
@@ -195,6 +188,5 @@ class ServiceScorer(Scorer):
 
 
 def shortened(value: object) -> str:
-    """A value for a message."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:199]}…"

@@ -84,7 +84,6 @@ class GroupSummary:
 
 
 def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
-    """The summary of a trajectory at `row` of its group's list."""
     sampled = trajectory.versions[trajectory.versions >= 0]
     return TrajectorySummary(
         row=row,
@@ -141,7 +140,6 @@ class Dispatcher:
     """Spreads groups over rollout workers, evenly by those still to finish. Belongs to one event loop."""
 
     def __init__(self, workers: Sequence[RunGroups], seconds: float) -> None:
-        """`seconds` bounds `take`."""
         self._workers = list(workers)
         self._seconds = seconds
         self._waiting: list[set[int]] = [set() for _ in workers]  # groups each worker still has to finish
@@ -196,7 +194,6 @@ class Dispatcher:
         return sorted(taken, key=lambda summary: summary.group)
 
     async def close(self) -> None:
-        """Stop following calls that are still running."""
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
@@ -235,7 +232,6 @@ class TaskOrder:
         )
 
     def task_index(self, position: int) -> int:
-        """The task at a position, counted from the start of the run."""
         epoch, place = divmod(position, self._num_tasks)
         return int(self._permutation(epoch)[place]) if self._shuffle else place
 
@@ -344,7 +340,6 @@ class Collector:
         self._started = groups.stop
 
     async def close(self) -> None:
-        """Give up the groups that have not finished."""
         await self._dispatcher.close()
 
 

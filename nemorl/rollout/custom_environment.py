@@ -74,7 +74,6 @@ def _lacks(value: Any, what: str, *methods: str) -> str | None:
 
 
 def _episode(calls: "_Calls", factory: Any, task: Task) -> None:
-    """Raises _Failed."""
     environment = calls.run("create()", factory.create)
     if problem := _lacks(environment, "an Environment", "reset", "step", "close"):
         raise _Failed(problem)
@@ -154,5 +153,4 @@ class _Calls:
             ) from None
 
     def end(self) -> None:
-        """End the thread, unless a call hangs in it."""
         self._loop.call_soon_threadsafe(self._loop.stop)

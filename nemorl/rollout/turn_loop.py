@@ -49,7 +49,6 @@ class Record:
     seconds_environment: float = 0.0
 
     def open(self, messages: tuple[Message, ...], tokens: list[int]) -> None:
-        """The messages before the first turn."""
         self.opening = messages
         self.num_prompt_tokens = len(tokens)
         self._append_given(tokens)
@@ -73,7 +72,6 @@ class Record:
         return sum(len(rows) for rows in self.routed_experts)
 
     def add_observation(self, messages: tuple[Message, ...], tokens: list[int]) -> None:
-        """What the environment answered, and the tokens up to the next turn."""
         self.exchange += messages
         self._append_given(tokens)
 
@@ -121,8 +119,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """What bounds a conversation."""
-
     max_sequence_length: int  # tokens, prompt included
     max_new_tokens: int  # of one turn
     stop_token_ids: frozenset[int]

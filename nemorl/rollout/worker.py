@@ -73,7 +73,6 @@ class RolloutWorker:
                 group.cancel()
 
     async def close(self) -> None:
-        """Release what the environments share and what rewards hold."""
         await self._rewards.close()
         await self._environments.close()
 

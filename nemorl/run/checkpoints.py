@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Origin:
-    """The run and step of exported weights."""
-
     run: str  # the run folder, as it was named at the export
     step: int
 
@@ -91,11 +89,9 @@ class Progress:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":
-        """The progress that a checkpoint holds."""
         return cls(**json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8")))
 
     def write(self, checkpoint: Path) -> None:
-        """Add it to a checkpoint that is being written."""
         with writing(checkpoint / PROGRESS_FILE):
             (checkpoint / PROGRESS_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
@@ -143,7 +139,6 @@ class Checkpoints:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Complete the checkpoint that is being written, unless its ranks have failed."""
         try:
             await self.settle()
         except NemorlError as failure:
@@ -214,8 +209,6 @@ def export_checkpoint(
 
 
 def _require_checkpoint(folder: Path) -> None:
-    """Raise RunError with the newest checkpoint if the folder is a run, its `checkpoints`, or missing."""
-
     def newest_in(place: Path) -> str | None:
         store = CheckpointStore(place)
         return f"the newest is {store.path(steps[-1])}" if (steps := store.steps()) else None

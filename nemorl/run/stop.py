@@ -36,7 +36,6 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """True after the first signal."""
         return self.signal is not None
 
     def install(self) -> None:

@@ -64,15 +64,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunResult:
-    """Files of a finished run."""
-
     run_dir: Path
     report: Path | None  # None if the disk was full
     hf_dir: Path | None  # the final weights, with `checkpointing.save_hf`
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run the work. Raises RunError if a signal cancelled it."""
     try:
         return asyncio.run(work)
     except asyncio.CancelledError:
@@ -206,15 +203,12 @@ async def _train_session(
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The training data in their order."""
-
     order: TaskOrder
     offline: OfflineData | None = None  # of a run that does not sample
     task_teachers: Sequence[str] = ()  # the teacher of each task, for on-policy distillation
 
 
 def load_data(experiment: Experiment) -> TrainingData:
-    """Read the training data. Raises NemorlError."""
     config, data = experiment.algorithm, experiment.data
     if isinstance(config, OfflineBase):
         offline = load_offline_data(experiment, config)
@@ -285,8 +279,6 @@ def _stopped(stop: StopRequest, store: CheckpointStore, done: int | None = None)
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of `nemorl eval`."""
-
     model: Path
     origin: Origin | None  # of a model that was exported from a run
     metrics: dict[str, float]

@@ -122,8 +122,6 @@ def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Tasks that are measured together."""
-
     name: str  # in `data.validation_sets`; empty: `data.validation`
     num_tasks: int
 

@@ -59,8 +59,6 @@ class EndpointHost:
 
 @dataclass(frozen=True)
 class _LocalRouter:
-    """The router of this process (`Routers`)."""
-
     router: Router
 
     async def take_metrics(self, seconds: float) -> list[RouterMetrics]:

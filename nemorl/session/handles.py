@@ -133,7 +133,6 @@ class ModelHandle:
         await self.devices.give_to(None)
 
     async def header(self) -> dict[str, str]:
-        """Device, layout and kernels in use."""
         seconds = self._deadlines.start
         headers: list[dict[str, str]] = await self._call("header", stage="start", seconds=seconds)
         return headers[0]
@@ -251,7 +250,6 @@ class ModelHandle:
         return await self._call(method, *args, shards=self.batch.micro_batches, **options)
 
     async def train(self, loss: "Loss", minibatch: int = 0) -> "TrainStats":
-        """One optimizer step over a minibatch of the loaded batch."""
         await self.onload()
         shards, seconds = self.batch.minibatches[minibatch], self._deadlines.training
         stats: list[TrainStats]
@@ -324,7 +322,6 @@ class TrainedModels:
     models: Mapping[str, ModelHandle]
 
     async def save(self, folder: Path) -> "list[FileRecord]":
-        """Write all of them, in sequence: they may share devices."""
         return _placed({name: await m.save(folder_of(folder, name)) for name, m in self.models.items()})
 
     async def copy_for_checkpoint(self) -> None:
@@ -373,11 +370,9 @@ class EngineHandle:
 
     @property
     def name(self) -> str:
-        """As routers and errors call it."""
         return f"generation replica {self.worker.rank}"
 
     def as_replica(self) -> Replica:
-        """As a router calls it."""
         return Replica(self.name, self.generate, self.abort)
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncGenerator[Sequence[Report], None]:
@@ -395,7 +390,6 @@ class EngineHandle:
             raise ReplicaLost(str(error)) from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests whose callers no longer wait."""
         await self.worker.call("abort", request_ids, stage="abort", seconds=_ABORT_SECONDS)
 
     async def health(self, seconds: float) -> EngineHealth:
@@ -404,7 +398,6 @@ class EngineHandle:
         return health
 
     async def stats(self, seconds: float) -> EngineStats:
-        """What was done since the last call."""
         stats: EngineStats = await self.worker.call("stats", stage="metrics", seconds=seconds)
         return stats
 
@@ -430,8 +423,6 @@ class _WeightSide:
 
 
 class PolicySenders(_WeightSide):
-    """All policy ranks (`SenderGroup`)."""
-
     async def describe(self) -> "Sequence[SenderLayout]":
         return await self._call("sender.describe")
 

@@ -60,7 +60,6 @@ class Session:
 
     @property
     def learner(self) -> ModelHandle:
-        """The policy, of a session that has one."""
         return self.model("policy")
 
     @property
@@ -122,7 +121,6 @@ class Session:
             yield
 
     async def generation_metrics(self) -> dict[str, float]:
-        """State of the engines; empty for a session without engines."""
         return await self.replicas.metrics() if self.replicas is not None else {}
 
     def store(self, sequences: Sequence[Any]) -> Any:
@@ -184,7 +182,6 @@ async def open_session(
 
 @asynccontextmanager
 async def open_engines(experiment: Experiment) -> AsyncIterator[ReplicaSupervisor]:
-    """Start the engines alone, and end them when the block ends."""
     async with AsyncExitStack() as stack:
         placement = await stack.enter_async_context(reserved(experiment, {"generation"}))
         replicas = await Starter(experiment, placement, stack).engines()

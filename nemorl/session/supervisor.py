@@ -55,8 +55,6 @@ class Supervised:
 
 
 class Routers(Protocol):
-    """The routers of some processes."""
-
     async def take_metrics(self, seconds: float) -> list[RouterMetrics]:
         """What became of requests since the last call, by router."""
         ...
@@ -126,8 +124,6 @@ class ReplicaSupervisor:
         self._routers.append(routers)
 
     def start_watch(self) -> None:
-        """Check the engines' health from now on."""
-
         async def check_periodically() -> None:
             while True:
                 await asyncio.sleep(self._deadlines.health)
@@ -136,12 +132,10 @@ class ReplicaSupervisor:
         self._watch = asyncio.create_task(check_periodically())
 
     def check_watch(self) -> None:
-        """Raise the error that ended the watch, if any."""
         if self._watch is not None and self._watch.done():
             self._watch.result()
 
     async def close(self) -> None:
-        """End the watch and the restarts."""
         tasks = [self._watch, *(replica.restart for replica in self._replicas.values())]
         running = [task for task in tasks if task is not None]
         for task in running:
