@@ -175,13 +175,34 @@ def prompts_with_next_answers(units: Sequence[Unit]) -> list[Example]:
     return mismatched(examples, max_length=max(example.num_tokens for example in examples))
 
 
+@dataclass(frozen=True)
+class OfflineData:
+    units: Sequence[Unit]
+    held_out: Sequence[Unit]  # of the validation data; empty without any
+
+    def compared(
+        self, order: TaskOrder, config: OfflineBase, position: int, num_steps: int
+    ) -> Iterator[Example]:
+        """The sequences that `num_steps` steps from `position`, and a validation, compare with a reference.
+
+        These are the trained ones and those they are contrasted with; a sequence may come several times.
+        """
+        objective, size = objective_of(config), config.batch_size
+        drawn = [order.task_index(place) for place in range(position, position + num_steps * size)]
+        needed = [*(self.units[index] for index in sorted(set(drawn))), *self.held_out]
+        yield from (example for unit in needed for example in unit.examples)
+        for start in range(0, len(drawn), size):
+            yield from objective.contrast([self.units[index] for index in drawn[start : start + size]])
+        if self.held_out:
+            yield from objective.contrast(self.held_out)
+
+
 @dataclass
 class OfflineAlgorithm:
     config: OfflineBase
     objective: Objective
     session: Session
-    units: Sequence[Unit]
-    held_out: Sequence[Unit]  # of the validation data; empty without any
+    data: OfflineData
     references: ReferenceSums  # of sequences whose reference was computed beforehand
     order: TaskOrder
     position: int  # in the order; the next unit
@@ -192,7 +213,7 @@ class OfflineAlgorithm:
     async def step(self, number: int) -> dict[str, float]:
         """One update; returns its metrics. `number` only matters for algorithms that sample."""
         positions = range(self.position, self.position + self.config.batch_size)
-        units = [self.units[self.order.task_index(position)] for position in positions]
+        units = [self.data.units[self.order.task_index(position)] for position in positions]
         learner = self.session.learner
         with self.observer.stage("training"):
             loss, divergence = await self._load(units)
@@ -203,12 +224,12 @@ class OfflineAlgorithm:
             **divergence,
             **optimizer_metrics([update]),
             **learner.packing_metrics(),
-            "epoch": self.position / len(self.units),
+            "epoch": self.position / len(self.data.units),
         }
 
     async def validation_metrics(self) -> dict[str, float]:
         with self.observer.stage("validation"):
-            loss, _ = await self._load(self.held_out)
+            loss, _ = await self._load(self.data.held_out)
             evaluation = await self.session.learner.evaluate(loss)
         metrics = self.objective.metrics(evaluation.sums, evaluation.maxima)
         total = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in metrics)
@@ -262,28 +283,6 @@ class OfflineAlgorithm:
             SequencePlace(store, row, example.num_tokens, weight=weight, compared=compared)
             for row, ((example, compared, _), weight) in enumerate(zip(members, weights, strict=True))
         ]
-
-
-@dataclass(frozen=True)
-class OfflineData:
-    units: Sequence[Unit]
-    held_out: Sequence[Unit]  # of the validation data
-
-    def compared(
-        self, order: TaskOrder, config: OfflineBase, position: int, num_steps: int
-    ) -> Iterator[Example]:
-        """The sequences that `num_steps` steps from `position`, and a validation, compare with a reference.
-
-        These are the trained ones and those they are contrasted with; a sequence may come several times.
-        """
-        objective, size = objective_of(config), config.batch_size
-        drawn = [order.task_index(place) for place in range(position, position + num_steps * size)]
-        needed = [*(self.units[index] for index in sorted(set(drawn))), *self.held_out]
-        yield from (example for unit in needed for example in unit.examples)
-        for start in range(0, len(drawn), size):
-            yield from objective.contrast([self.units[index] for index in drawn[start : start + size]])
-        if self.held_out:
-            yield from objective.contrast(self.held_out)
 
 
 def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineData:

@@ -184,7 +184,7 @@ async def _train_session(
                     if isinstance(algorithm, OnlineAlgorithm):
                         closing.push_async_callback(algorithm.collector.close)
                         await session.update_weights(recorder.done)
-                    elif algorithm.held_out:
+                    elif algorithm.data.held_out:
                         recorder.measure = algorithm.validation_metrics
                     await recorder.start()
                     for number in recorder.steps():
@@ -237,8 +237,7 @@ def _algorithm(
         teachers = Teachers(session, experiment.teachers, multiples, config.loss.top_k)
     if isinstance(config, OfflineBase):
         assert data.offline is not None
-        units, held_out = data.offline.units, data.offline.held_out
-        of_data = (units, held_out, references, data.order, start.position)
+        of_data = (data.offline, references, data.order, start.position)
         return OfflineAlgorithm(config, objective_of(config), session, *of_data, observer, multiple, teachers)
     update: Update
     match config:

@@ -136,15 +136,14 @@ class Run:
             config,
             objective_of(config),
             self.session,
-            data.units,
-            data.held_out,
+            data,
             references,
             order,
             0,
             self.observer,
             multiple=1,
         )
-        if algorithm.held_out:
+        if data.held_out:
             recorder.measure = algorithm.validation_metrics
         await recorder.start()
         for number in recorder.steps():
