@@ -121,11 +121,31 @@ class EndpointTeacher:
         `reference_logprobs` [N], or with `top_k` `top_ids` and `top_logprobs` [N, k]. Raises MissingKey, and
         RunError when the server does not answer, or not with logprobs.
         """
-        return asyncio.run(self._fields(batch, sequences, seconds))
+        n, k = batch.num_tokens, self._top_k
+        scores = asyncio.run(self._scores(batch, sequences, seconds))
+        if k is None:
+            kept = batch.reference_logprobs
+            logprobs = torch.zeros(n) if kept is None else kept.clone()
+            for place, of_place in scores:
+                logprobs[place] = of_place[str(int(batch.tokens[place]))]["logprob"]
+            return {"reference_logprobs": logprobs}
+        ids = torch.zeros((n, k), dtype=torch.int32) if batch.top_ids is None else batch.top_ids.clone()
+        of_top = torch.zeros((n, k)) if batch.top_logprobs is None else batch.top_logprobs.clone()
+        for place, of_place in scores:
+            # The scores include the token of the prompt, at any rank.
+            top = sorted(of_place.items(), key=lambda item: -item[1]["logprob"])[:k]
+            if len(top) < k:
+                raise RunError(
+                    f"a teacher's server returns {len(top)} of {k} likeliest tokens: request fewer"
+                )
+            ids[place] = torch.tensor([int(token) for token, _ in top], dtype=torch.int32)
+            of_top[place] = torch.tensor([score["logprob"] for _, score in top])
+        return {"top_ids": ids, "top_logprobs": of_top}
 
-    async def _fields(
+    async def _scores(
         self, batch: PackedBatch, sequences: Sequence[int], seconds: float
-    ) -> dict[str, Tensor]:
+    ) -> list[tuple[int, Scores]]:
+        """Places of the loss mask in the batch, with the scores there."""
         client = OpenAIClient(
             self._config.base_url,
             api_key_env=self._config.api_key_env,
@@ -146,13 +166,12 @@ class EndpointTeacher:
             raise RunError(f"{self._section}: {problem}") from error
         finally:
             await client.close()
-        scores = [
+        return [
             (place, scores)
             for span, answer in zip(spans, answers, strict=True)
             for place, scores in zip(span[1:], answer, strict=True)
             if batch.loss_mask[place]
         ]
-        return self._filled(batch, scores)
 
     async def _ask(self, client: OpenAIClient, tokens: list[int]) -> list[Scores]:
         """The scores at each token but the first."""
@@ -172,24 +191,3 @@ class EndpointTeacher:
                 "server that does not change prompts of token ids"
             )
         return list(scores[1:])
-
-    def _filled(self, batch: PackedBatch, scores: Sequence[tuple[int, Scores]]) -> dict[str, Tensor]:
-        n, k = batch.num_tokens, self._top_k
-        if k is None:
-            kept = batch.reference_logprobs
-            logprobs = torch.zeros(n) if kept is None else kept.clone()
-            for place, of_place in scores:
-                logprobs[place] = of_place[str(int(batch.tokens[place]))]["logprob"]
-            return {"reference_logprobs": logprobs}
-        ids = torch.zeros((n, k), dtype=torch.int32) if batch.top_ids is None else batch.top_ids.clone()
-        of_top = torch.zeros((n, k)) if batch.top_logprobs is None else batch.top_logprobs.clone()
-        for place, of_place in scores:
-            # The scores include the token of the prompt, at any rank.
-            top = sorted(of_place.items(), key=lambda item: -item[1]["logprob"])[:k]
-            if len(top) < k:
-                raise RunError(
-                    f"a teacher's server returns {len(top)} of {k} likeliest tokens: request fewer"
-                )
-            ids[place] = torch.tensor([int(token) for token, _ in top], dtype=torch.int32)
-            of_top[place] = torch.tensor([score["logprob"] for _, score in top])
-        return {"top_ids": ids, "top_logprobs": of_top}

@@ -391,21 +391,16 @@ def typed_error(worker: Worker, stage: str, error: BaseException | None) -> Clus
     if isinstance(error, RayActorError):
         if home is not None and home.is_lost():
             return NodeLost(*who, home.name, str(home), log)
-        return WorkerDied(*who, exit_reason(str(error)), log, last_lines(log), home.name if home else "")
+        found = re.search(r"Worker exit detail: (.*)", str(error), re.DOTALL)
+        reason = _one_line(found[1] if found else str(error))
+        if "connection error code 2" in reason:  # all that Ray reports of a closed socket
+            reason = "the process vanished: it crashed, was killed, or the machine ran out of memory"
+        elif "killed by `ray.kill`" in reason:
+            reason = "the driver ended its process and reports the reason"
+        return WorkerDied(*who, reason, log, last_lines(log), home.name if home else "")
     if isinstance(error, RayError):
         return WorkerFailed(*who, f"ray.{type(error).__qualname__}", _one_line(str(error)), log)
     raise TypeError(f"not an error of Ray: {error!r}")
-
-
-def exit_reason(account: str) -> str:
-    """Extract the exit detail from Ray's message on a dead actor, or return all of it as one line."""
-    found = re.search(r"Worker exit detail: (.*)", account, re.DOTALL)
-    detail = _one_line(found[1] if found else account)
-    if "connection error code 2" in detail:  # all that Ray reports of a closed socket
-        return "the process vanished: it crashed, was killed, or the machine ran out of memory"
-    if "killed by `ray.kill`" in detail:
-        return "the driver ended its process and reports the reason"
-    return detail
 
 
 def _one_line(text: str) -> str:

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import ray
 
@@ -50,7 +49,14 @@ class Home:
 
 
 def alive_nodes() -> list[Node]:
-    return sorted((_node(e) for e in ray.nodes() if e["Alive"]), key=lambda node: (node.name, node.id))
+    nodes = []
+    for entry in (entry for entry in ray.nodes() if entry["Alive"]):
+        address, name, resources = entry["NodeManagerAddress"], entry.get("NodeName", ""), entry["Resources"]
+        if name in ("", address):  # Ray uses the address as the name of a node without one
+            name = entry["NodeManagerHostname"]
+        cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+        nodes.append(Node(entry["NodeID"], name, address, cores, gpus, entry.get("Labels") or {}))
+    return sorted(nodes, key=lambda node: (node.name, node.id))
 
 
 def driver_node() -> str:
@@ -78,16 +84,3 @@ def labels_in_use(nodes: Sequence[Node]) -> str:
         labels = (f"{key}={value}" for key, value in sorted(node.labels.items()) if key != NODE_LABEL)
         described.append(f"{node.name} ({', '.join(labels) or 'none'})")
     return ", ".join(described)
-
-
-def _node(entry: Mapping[str, Any]) -> Node:
-    """Convert an entry of `ray.nodes()`. Ray uses the address as the name of a node without one."""
-    address, name, resources = entry["NodeManagerAddress"], entry.get("NodeName", ""), entry["Resources"]
-    return Node(
-        entry["NodeID"],
-        entry["NodeManagerHostname"] if name in ("", address) else name,
-        address,
-        int(resources.get("CPU", 0)),
-        int(resources.get("GPU", 0)),
-        entry.get("Labels") or {},
-    )

@@ -14,7 +14,7 @@ from nemorl.session.session import Session
 
 from .checkpoints import Checkpoints, Progress
 from .stop import EarlyStop, StopRequest
-from .validation import ValidationSet, validate, validation_sets
+from .validation import validate, validation_sets
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class RunRecorder:
         )
 
     @cached_property
-    def _validation_sets(self) -> list[ValidationSet]:
+    def _validation_sets(self) -> dict[str, int]:
         return validation_sets(self._experiment)
 
     async def _validate(self, number: int) -> dict[str, float]:

@@ -120,30 +120,21 @@ def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
     return {} if interval is None else {f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
-@dataclass(frozen=True)
-class ValidationSet:
-    name: str  # in `data.validation_sets`; empty: `data.validation`
-    num_tasks: int
+def validation_sets(experiment: Experiment) -> dict[str, int]:
+    """The number of tasks of each of `data.validation_sets`; the name of `data.validation` is empty.
 
-    @property
-    def prefix(self) -> str:
-        return f"validation/{self.name}" if self.name else "validation"
-
-
-def validation_sets(experiment: Experiment) -> list[ValidationSet]:
-    """All sets of one validation. Reads the whole datasets, so ask once a run. Raises DatasetError."""
+    Reads the whole datasets, so ask once a run. Raises DatasetError.
+    """
     config, data = experiment.algorithm.validation, experiment.data
     datasets = {} if data.validation is None else {"": data.validation}
-    sizes = {
-        name: len(load_tasks(dataset, data)) for name, dataset in (datasets | data.validation_sets).items()
-    }
-    return [ValidationSet(name, min(config.num_prompts or size, size)) for name, size in sizes.items()]
+    sizes = {name: len(load_tasks(each, data)) for name, each in (datasets | data.validation_sets).items()}
+    return {name: min(config.num_prompts or size, size) for name, size in sizes.items()}
 
 
 async def validate(
     session: Session,
     experiment: Experiment,
-    sets: Sequence[ValidationSet],
+    sets: Mapping[str, int],
     on_finished: OnFinished = ignore,
 ) -> tuple[dict[str, float], list[GroupSummary]]:
     """Sample the tasks of the sets in sequence, with the weights that generation holds.
@@ -153,16 +144,16 @@ async def validate(
     config = experiment.algorithm.validation
     metrics: dict[str, float] = {}
     sampled: list[GroupSummary] = []
-    for one in sets:
+    for name, num_tasks in sets.items():
         groups = await sample_validation(
             session.rollout,
-            one.num_tasks,
+            num_tasks,
             config.num_generations_per_prompt,
             experiment.cluster.deadlines.generation,
             num_texts=experiment.logger.samples_per_step,
             on_finished=on_finished,
-            of_set=one.name,
+            of_set=name,
         )
-        metrics |= validation_metrics(groups, config, one.prefix)
+        metrics |= validation_metrics(groups, config, f"validation/{name}" if name else "validation")
         sampled += groups
     return metrics, sampled
