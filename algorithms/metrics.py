@@ -59,10 +59,6 @@ def means_by_name(members: Sequence[TrajectorySummary]) -> dict[str, float]:
 
 
 def _reward_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    """For each reward its deviation and the share of trajectories to which it does not apply; for computed
-    ones the trajectories that failed because of it, retries, and the mean seconds of scoring a group and of
-    waiting for a free worker.
-    """
     sound = [t for group in groups for t in group.trajectories if t.error is None]
     computed = sorted({name for group in groups for name in group.scoring})
     metrics = {}
@@ -193,7 +189,6 @@ class LogprobGate:
 
 
 def gap_metrics(gap: LogprobStats) -> dict[str, float]:
-    """A comparison by the names of its metrics."""
     return {"logprob_gap/mean": gap.gap_mean, "logprob_gap/max": gap.gap_max}
 
 

@@ -6,9 +6,8 @@ Supervised fine-tuning, distillation, preferences and reward models differ in th
 its metrics.
 
 `ReferenceSums` are the reference's logprobs of complete answers, computed once with the weights that a run
-starts from. Losses of pairs and of single answers need only the sum over an answer's tokens, so that is all
-that is kept: a number for each sequence, by its content, in a file of the run folder. The reference's weights
-then need no memory.
+starts from and kept in a file of the run folder: a sum for each sequence, all that losses of pairs and of
+single answers need. The reference's weights then need no memory.
 """
 
 import hashlib

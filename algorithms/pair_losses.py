@@ -5,12 +5,10 @@ tokens or their mean, less the reference's if the loss has one; `delta` is their
 their papers are in `nemorl.config.algorithm.losses`. A pair is in one micro-batch, so the loss is a plain sum
 over micro-batches and ranks, as every other.
 
-KTO compares single answers, good or not, with how far the policy has moved from the reference: the divergence
-of the policy from the reference (Ethayarajh et al. 2024, arXiv 2402.01306), which is the mean of
-`log policy - log reference` over prompts joined to answers of other prompts of the same batch, at least 0,
-without a gradient. It is measured before the step, over the whole batch, so that the loss does not depend on
-how the batch is split; the paper takes a micro-batch's. What a step joins follows from the order of the data,
-so the reference's part may be computed beforehand.
+KTO (Ethayarajh et al. 2024, arXiv 2402.01306) compares single answers, good or not, with the divergence of
+the policy from the reference: the mean of `log policy - log reference` over prompts joined to answers of
+other prompts of the batch, at least 0, without a gradient. It is measured before the step, over the whole
+batch, so that the loss does not depend on how the batch is split; the paper takes a micro-batch's.
 """
 
 from collections.abc import Mapping

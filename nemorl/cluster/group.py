@@ -99,10 +99,9 @@ class Worker:
     ) -> AsyncGenerator[Any, None]:
         """Items of an async generator of the worker as they come; `seconds` are for all of them.
 
-        With `pairs` its items are taken two by two: the first, which may be large, stays where it is and
-        comes as a reference that this process owns, the second comes as it is. Raises like `call`. A consumer
-        that leaves early should close the iterator (`contextlib.aclosing`): this cancels the generator in the
-        worker.
+        With `pairs` its items are taken two by two: the first, which may be large, comes as a reference that
+        this process owns. Raises like `call`. A consumer that leaves early should close the iterator
+        (`contextlib.aclosing`), which cancels the generator in the worker.
         """
         invocation = Invocation(self.prefix + method, stage, seconds)
         items = self.actor.stream.options(num_returns="streaming").remote(invocation, *args)
@@ -171,10 +170,9 @@ class WorkerGroup:
         """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
 
         `target` is an import path such as `nemorl.megatron.worker:PolicyWorker`; the driver does not import
-        it. `name` is the group of the placement. `threads` is each process's number of CPU threads. The mesh
-        is data-parallel only when not given. Methods of a `concurrent` target run in an event loop; of others
-        the plain ones run one at a time in one thread, and the coroutines in an event loop meanwhile.
-        Output goes to `run_dir/logs/<name>-<rank>.log`.
+        it. `threads` are each process's CPU threads. The mesh is data-parallel only when not given. Methods
+        of a `concurrent` target run in an event loop; for others see `actor.py`. Output goes to
+        `run_dir/logs/<name>-<rank>.log`.
         """
         ranks = len(per_rank_kwargs)
         mesh = mesh or Mesh(data=ranks)

@@ -47,10 +47,7 @@ def send_output_to(path: Path, group: str, rank: int) -> None:
 
 
 def last_lines(path: Path, count: int = 20) -> tuple[str, ...]:
-    """The end of a worker's log, of its latest start only, without Python's warnings, which end no process.
-
-    Says so when the file cannot be read from here.
-    """
+    """The end of a worker's log, of its latest start, without Python's warnings; or why it cannot be read."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - TAIL_BYTES))

@@ -143,10 +143,7 @@ class Placement:
         return {f"node {home.name}": str(home) for home in homes if home is not None}
 
     def threads(self, configured: int | None, *groups: str) -> int:
-        """CPU threads of each process of groups that run at the same time.
-
-        Returns `configured`, or else an equal share of the cores of the fullest node.
-        """
+        """CPU threads of each process: as configured, else an equal share of the fullest node's cores."""
         if configured is not None:
             return configured
         nodes = [node for group in groups for node in self.nodes[group]]

@@ -110,8 +110,7 @@ class FunctionReward(Scorer):
 async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
     """Call a function in a thread of its own, so that a slow one delays no other conversation.
 
-    One that never returns is left behind when the wait is cancelled, and does not keep the process from
-    ending. A pool's thread would: then every later call waits behind it.
+    Unlike a pool's thread, one that never returns keeps neither later calls nor the process from ending.
     """
     answer: Future[Any] = Future()
     answer.set_running_or_notify_cancel()  # so that a cancelled wait leaves it to the thread
@@ -132,10 +131,9 @@ async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def smoke_test_reward(config: FunctionRewardConfig, task: Task, chat: bool, seconds: float) -> str | None:
-    """Call a function on scripted answers to `task`. Return why it scores none of them; None if it does one.
+    """Call a function on scripted answers to `task`, for `seconds` each. Return why it scores none, if so.
 
-    One group has the expected answer and an empty one, another the expected answer twice. `seconds` bounds
-    each call.
+    One group has the expected answer and an empty one, another the expected answer twice.
     """
 
     def scores(texts: Sequence[str]) -> Sequence[Score]:
@@ -191,10 +189,7 @@ class Rewards:
         chat: bool,
         seconds: float,
     ) -> None:
-        """`seconds` bounds a call of a reward without a deadline of its own; see `Answers` for `chat`.
-
-        Raises RewardError.
-        """
+        """`seconds` bounds a call of a reward that has no deadline. Raises RewardError."""
         self._weights = dict(environment_weights)
         self._chat = chat
         for config in configs:

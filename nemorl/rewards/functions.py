@@ -6,7 +6,7 @@ end token included; results of tools are not among them. All penalties lie betwe
 between -1/2 and 1/2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nemorl.environments.tags import last_tagged
 
@@ -20,14 +20,13 @@ def exact_match(
 
     With `tag`, the text inside the last `<tag>...</tag>` is compared, and a missing one is worth 0.
     """
-    rewards: list[float | None] = []
-    for completion, expected in zip(completions, answer, strict=True):
-        text: str | None = last_text(completion)
-        if tag is not None:
-            text = last_tagged(text or "", tag)
-        equal = expected is not None and text is not None and text.strip() == expected.strip()
-        rewards.append(None if expected is None else float(equal))
-    return rewards
+    texts: Iterable[str | None] = map(last_text, completions)
+    if tag is not None:
+        texts = (last_tagged(last_text(completion), tag) for completion in completions)
+    return [
+        None if expected is None else float(text is not None and text.strip() == expected.strip())
+        for text, expected in zip(texts, answer, strict=True)
+    ]
 
 
 def format_tags(completions: Sequence[Completion], tag: str = "answer") -> list[float]:
@@ -106,9 +105,8 @@ def relative_length(
 def repetition_penalty(sampled_ids: Ids, n: int = 3) -> list[float]:
     """The share of an answer's n-grams of tokens that occurred in it before, as a cost: unique / all - 1.
 
-    0 for an answer shorter than n tokens, and for one that says nothing twice. The n-grams are those of Yeo
-    et al. 2025, arXiv 2502.03373, who penalize single tokens. Raises ValueError for an n
-    below 1.
+    After Yeo et al. 2025, arXiv 2502.03373, who penalize single tokens. 0 for an answer of fewer tokens.
+    Raises ValueError for an n below 1.
     """
     if n < 1:
         raise ValueError(f"n = {n} is not at least 1")

@@ -269,9 +269,9 @@ class Collector:
         version: int = 0,
         refill: Refill | None = None,
     ) -> None:
-        """`seconds` bounds `next_batch`; a checkpoint left the data at `position` after `version` steps.
+        """`seconds` bounds `next_batch`, with `refill` the wait for each group.
 
-        With `refill` it bounds the wait for each group.
+        A checkpoint left the data at `position` after `version` steps.
         """
         self._dispatcher = Dispatcher(workers, seconds)
         self._order, self._plan, self._refill = order, plan, refill
@@ -291,12 +291,10 @@ class Collector:
         self._start_up_to(self._first_position + ahead * plan.groups_per_step + self._replaced)
 
     async def next_batch(self, on_finished: OnFinished = ignore) -> list[GroupSummary]:
-        """The groups of the next step, ordered by id: without staleness exactly those started for it, else
-        the first that finished. `on_finished` receives the number that finished since its last call.
+        """The groups of the next step, ordered by id: the first that finished, without staleness all started.
 
         With `refill` the refused groups are among them, so that there may be more than a step trains, and
-        fewer that are accepted; `on_finished` counts only those. Raises what a worker raises, and
-        RolloutFailed when one ends early or the deadline passes.
+        fewer that are accepted; `on_finished` counts only those. Raises like `Dispatcher.take`.
         """
         if self._refill is None:
             batch = await self._dispatcher.take(self._plan.groups_per_step, on_finished)

@@ -27,8 +27,7 @@ def custom_environment_problems(
 ) -> Iterator[Problem]:
     """Construct the factory and run one episode on `task`: an empty answer, then the expected one repeated.
 
-    Without a task no episode is run. `seconds` bounds each call; a call that hangs is left behind in a daemon
-    thread.
+    Without a task no episode is run. A call that takes more than `seconds` is left in a daemon thread.
     """
     calls = _Calls(seconds)
     field, value, problem = "env.factory", config.factory, None

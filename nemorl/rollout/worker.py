@@ -28,9 +28,9 @@ class RolloutWorker:
     """Runs turn loops, environments and rewards in one event loop; imports neither torch nor Ray."""
 
     def __init__(self, experiment: Experiment, generator: Generator, store: Store) -> None:
-        """`store` keeps a group's trajectories and gives what finds them again, such as an object reference.
+        """`store` keeps a group's trajectories and returns a reference to them.
 
-        Raises DatasetError, TokenizerError or RewardError when the experiment cannot be carried out.
+        Raises DatasetError, TokenizerError or RewardError.
         """
         self._seed = experiment.seed
         self._store = store

@@ -87,10 +87,7 @@ class RunRecorder:
             await self.save(last=last)
 
     async def save(self, *, last: bool) -> None:
-        """Save the checkpoint of the last finished step, unless it exists or checkpointing is disabled.
-
-        The `last` one of a run is committed when this returns.
-        """
+        """Save the newest step's checkpoint if that is still to be done; the `last` one is then committed."""
         if self._experiment.checkpointing.enabled and self._unsaved is not None:
             with self._observer.stage("checkpoint", outside_step=last):
                 await self._checkpoints.save(*self._unsaved)

@@ -55,10 +55,7 @@ class StopRequest:
             self._stepping = False
 
     async def cancellable(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, or cancel it on a stop request.
-
-        Raises `StepCancelled` once the work has ended.
-        """
+        """Return the result of `work`, or cancel it on a stop request and raise `StepCancelled`."""
         task, request = asyncio.ensure_future(work), asyncio.ensure_future(self._requested.wait())
         try:
             await asyncio.wait({task, request}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,10 +92,7 @@ class EarlyStop:
     waited: int = 0  # measurements since then
 
     def update(self, metrics: dict[str, float]) -> bool:
-        """True if the run ends after a step with these metrics; steps without the metric change nothing.
-
-        NaN is not better than any other value.
-        """
+        """True if the run ends after a step with these metrics, which may lack the metric or have NaN."""
         if self.config is None or self.config.metric not in metrics:
             return self.over
         value = metrics[self.config.metric]

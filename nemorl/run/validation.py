@@ -96,10 +96,7 @@ def wilson_interval(shares: Sequence[float]) -> Interval:
 
 
 def normal_interval(values: Sequence[float]) -> Interval | None:
-    """Of the mean of values without bounds, one for each task: `mean ± 1.96 s / sqrt(tasks)`.
-
-    None of a single task.
-    """
+    """Of the mean of values without bounds: `mean ± 1.96 s / sqrt(tasks)`; None of a single task."""
     if len(values) < 2:
         return None
     mean, tasks = fmean(values), len(values)
@@ -137,10 +134,7 @@ async def validate(
     sets: Mapping[str, int],
     on_finished: OnFinished = ignore,
 ) -> tuple[dict[str, float], list[GroupSummary]]:
-    """Sample the tasks of the sets in sequence, with the weights that generation holds.
-
-    Returns metrics, and the groups of all sets.
-    """
+    """Sample the sets in sequence, with the weights that generation holds; metrics and all groups."""
     config = experiment.algorithm.validation
     metrics: dict[str, float] = {}
     sampled: list[GroupSummary] = []

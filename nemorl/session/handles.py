@@ -203,10 +203,7 @@ class ModelHandle:
     async def fill(
         self, sequences: Set[int], compute: "Callable[..., Mapping[str, Tensor]]", *, stage: str
     ) -> None:
-        """Fill the fields that `compute` returns for the loaded sequences with these numbers.
-
-        On the output ranks, which may then share them. It gets the deadline as `seconds`.
-        """
+        """Fill the fields that `compute(…, seconds=…)` returns for loaded sequences, on the output ranks."""
         numbers: list[list[int]] = [[] for _ in range(self.group.mesh.world_size)]
         for rank, held in zip(self.group.mesh.output_ranks, self.batch.ranks, strict=True):
             numbers[rank] = [row for row, place in enumerate(held) if place in sequences]
@@ -235,10 +232,7 @@ class ModelHandle:
         await self._forward("compute_top", k, stage="logprobs")
 
     async def sequence_logprobs(self, *, reference: bool) -> list[float]:
-        """The summed logprobs of each loaded sequence's trained tokens, in the order of `load`.
-
-        Under the current weights, or under the reference's.
-        """
+        """The summed logprobs, or the reference's, of each sequence's trained tokens in the order of `load`."""
         sums = await self._forward(
             "sequence_logprobs", stage="logprobs", outputs="output_ranks", reference=reference
         )
@@ -435,11 +429,7 @@ class PolicySenders(_WeightSide):
 
 @dataclass(frozen=True)
 class GenerationReceivers(_WeightSide):
-    """All generation ranks (`ReceiverGroup`).
-
-    A process of the group is a replica, which may have several ranks (tensor parallel and so on). Here ranks
-    are numbered through all replicas, in sequence.
-    """
+    """All generation ranks (`ReceiverGroup`), numbered through the replicas, which may have several each."""
 
     _ranks: list[int] = field(default_factory=list)  # of each replica, after `describe`
 

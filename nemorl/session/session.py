@@ -77,10 +77,7 @@ class Session:
         return self.models[name]
 
     async def update_weights(self, version: int) -> dict[str, float]:
-        """Bring generation to the policy's weights, which are of `version`; metrics of the refit, if any.
-
-        After the loss of an engine the update is repeated with the others.
-        """
+        """Give the policy's weights, of `version`, to the engines that are left; metrics of the refit."""
         if self.policy_samples:
             self.version = version
         if self.exchange is None or self.replicas is None or version == self.version:
@@ -124,10 +121,7 @@ class Session:
         return await self.replicas.metrics() if self.replicas is not None else {}
 
     def store(self, sequences: Sequence[Any]) -> Any:
-        """A reference by which workers find these sequences, for as long as a process holds it.
-
-        A worker that needs one sequence reads the whole list, so store what is used together.
-        """
+        """A reference by which workers read these sequences, all of them at once."""
         return ray.put(list(sequences))
 
 
@@ -328,8 +322,7 @@ class Starter:
     async def reward_models(self) -> tuple[tuple[RewardConfig, ...], dict[str, str]]:
         """Start the reward models, each behind an endpoint of this process.
 
-        Returns the rewards with the address of an endpoint in place of each model, and environment variables
-        with the keys.
+        Returns the rewards with an address in place of each model, and environment variables with the keys.
         """
         rewards, environment = list(self.experiment.rewards), {}
         specs = [spec for spec in models_of(self.experiment) if spec.scores]

@@ -110,11 +110,7 @@ class ReplicaSupervisor:
         return [replica for replica in self._replicas.values() if replica.state is state]
 
     def log_losses(self) -> None:
-        """Warn of each loss once.
-
-        The supervisor does not log the last loss while no engine is up: an error that names all losses is
-        likely to follow.
-        """
+        """Warn of each loss once. Callers leave it out while no engine is up: an error then names all losses."""
         for name, cause in self.losses[self._num_logged :]:
             logger.warning("%s is lost: %s", name, cause)
         self._num_logged = len(self.losses)
@@ -180,10 +176,7 @@ class ReplicaSupervisor:
 
     @asynccontextmanager
     async def refitting(self) -> AsyncIterator[None]:
-        """Around a weight update: the group changes only by `lost_in_refit`; restarted engines take part.
-
-        Raises NoReplicaLeft.
-        """
+        """Inside, weights are updated; the group changes only by `lost_in_refit`. Raises NoReplicaLeft."""
         async with self._lock:
             self.check_watch()
             await self._check()
@@ -198,16 +191,12 @@ class ReplicaSupervisor:
             await self._announce([replica for replica in admitted if replica.state is State.UP])
 
     async def lost_in_refit(self) -> bool:
-        """Inside `refitting`, after a failure: True if engines were lost, so that the others may retry.
-
-        Raises NoReplicaLeft.
-        """
+        """True if engines were lost while `refitting`, so that the others may retry. Raises NoReplicaLeft."""
         lost = await self._check() > 0
         self._require_one()
         return lost
 
     async def metrics(self) -> dict[str, float]:
-        """Engines that are up, losses so far, and what became of requests since the last call."""
         seconds = self._deadlines.health
 
         async def retries(engine: EngineHandle) -> int:
@@ -264,10 +253,7 @@ class ReplicaSupervisor:
 
     @asynccontextmanager
     async def _ending_silent(self) -> AsyncIterator[None]:
-        """Inside, the process of an engine that does not answer is ended, so that what waits for it fails.
-
-        The replica stays in the group, of which a call may be running.
-        """
+        """Inside, engines that do not answer are ended, so that what waits for them fails; none is dropped."""
 
         async def end_silent() -> None:
             while True:
