@@ -232,7 +232,7 @@ class ModelHandle:
         await self._forward("compute_top", k, stage="logprobs")
 
     async def sequence_logprobs(self, *, reference: bool) -> list[float]:
-        """The summed logprobs, or the reference's, of each sequence's trained tokens in the order of `load`."""
+        """The summed logprobs, or the reference's, of each sequence, in the order of `load`."""
         sums = await self._forward(
             "sequence_logprobs", stage="logprobs", outputs="output_ranks", reference=reference
         )

@@ -110,7 +110,7 @@ class ReplicaSupervisor:
         return [replica for replica in self._replicas.values() if replica.state is state]
 
     def log_losses(self) -> None:
-        """Warn of each loss once. Callers leave it out while no engine is up: an error then names all losses."""
+        """Warn of each loss once. Not for when no engine is up: an error then names all."""
         for name, cause in self.losses[self._num_logged :]:
             logger.warning("%s is lost: %s", name, cause)
         self._num_logged = len(self.losses)
@@ -253,7 +253,7 @@ class ReplicaSupervisor:
 
     @asynccontextmanager
     async def _ending_silent(self) -> AsyncIterator[None]:
-        """Inside, engines that do not answer are ended, so that what waits for them fails; none is dropped."""
+        """Inside, engines that do not answer are ended, so that what waits for them fails."""
 
         async def end_silent() -> None:
             while True:
