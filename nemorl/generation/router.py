@@ -181,6 +181,10 @@ class Router:
     def living(self) -> list[str]:
         return list(self._members)
 
+    def lost_replicas(self) -> dict[str, str]:
+        """The cause of each loss by the replica's name."""
+        return dict(self.lost)
+
     def take_metrics(self) -> RouterMetrics:
         metrics, self._metrics = self._metrics, RouterMetrics()
         return metrics

@@ -65,7 +65,7 @@ class _LocalRouter:
         return [self.router.take_metrics()]
 
     async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
-        return [dict(self.router.lost)]
+        return [self.router.lost_replicas()]
 
     async def add(self, replica: Replica, seconds: float) -> None:
         self.router.add(replica)

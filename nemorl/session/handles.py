@@ -468,7 +468,7 @@ class RouterHandle:
         return await self.group.call("router.take_metrics", stage="metrics", seconds=seconds)
 
     async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
-        return await self.group.call("router.lost.copy", stage="health check", seconds=seconds)
+        return await self.group.call("router.lost_replicas", stage="health check", seconds=seconds)
 
     async def add(self, replica: Replica, seconds: float) -> None:
         await self.group.call("router.add", replica, stage="generation", seconds=seconds)
@@ -486,8 +486,10 @@ class RolloutHandle:
 
     async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
         """Summaries as the groups end; they refer to the trajectories, which stay in the object store."""
-        limits: dict[str, Any] = {"stage": "generation", "seconds": self.deadline_seconds}
-        pairs = self.worker.stream("stream_groups", assignments, pairs=True, **limits)
+        seconds = self.deadline_seconds
+        pairs = self.worker.stream(
+            "stream_groups", assignments, stage="generation", seconds=seconds, pairs=True
+        )
         async with aclosing(pairs):
             async for reference, summary in pairs:
                 yield replace(summary, reference=reference)

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HANDLES = ROOT / "nemorl" / "session" / "handles.py"
 CALLS = {"call", "stream"}  # of workers and groups; all name a stage
-LOCAL = {"_to_ranks", "_forward", "_checkpoint"}  # of the handles
+LOCAL = {"_call", "_forward", "_checkpoint"}  # of the handles
 # Folders and modules of the hosted classes.
 HOSTED = ("megatron", "generation", "rollout/worker.py", "weights/endpoints.py", "session/endpoints.py")
 
