@@ -247,11 +247,9 @@ class Rewards:
 def _scorer(config: RewardConfig, seconds: float) -> Scorer:
     if isinstance(config, FunctionRewardConfig):
         return FunctionReward(config, seconds)
+    from .services import JudgeReward, ModelServiceReward  # with aiohttp
+
     if isinstance(config, JudgeRewardConfig):
-        from .judge import JudgeReward  # with aiohttp, as the other
-
         return JudgeReward(config, seconds)
-    from .model import ModelServiceReward
-
     assert isinstance(config, ModelRewardConfig), "a session gives models of the run's own an address"
     return ModelServiceReward(config, seconds)

@@ -11,11 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
-from nemorl.config.environment import RewardBase, ServiceRewardBase
-from nemorl.generation.openai_client import MissingKey, OpenAIClient
+from nemorl.config.environment import RewardBase
 from nemorl.trajectories import Conversation, Message, Task
-
-from .find import RewardError
 
 Columns = dict[str, list[Any]]
 T = TypeVar("T")
@@ -163,30 +160,3 @@ class Scorer(ABC):
         else:
             scores = [Failed(outcome.failure)] * len(part)
         return Scored(scores, seconds, started - asked)
-
-
-class ServiceScorer(Scorer):
-    def __init__(self, config: ServiceRewardBase, seconds: float) -> None:
-        super().__init__(config, seconds)
-        try:
-            self._client = OpenAIClient(
-                config.url,
-                api_key_env=config.api_key_env,
-                max_concurrent=config.max_concurrent,
-                max_retries=config.max_retries,
-                key_field=f"rewards ({self.name}): api_key_env",
-            )
-        except MissingKey as error:
-            raise RewardError(str(error)) from error
-
-    async def close(self) -> None:
-        await self._client.close()
-
-    def _take_retries(self) -> int:
-        """Groups that are scored at the same time share them out."""
-        return self._client.take_retries()
-
-
-def shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:199]}…"

@@ -6,7 +6,7 @@ import pytest
 
 from nemorl.config.environment import JudgeRewardConfig
 from nemorl.rewards.compose import Rewards
-from nemorl.rewards.judge import filled
+from nemorl.rewards.services import filled
 from tests.rewards.stand_in import KEY, listening
 from tests.rewards.test_compose import TASK, conversation
 
