@@ -3,6 +3,7 @@
 `nemorl serve reward` serves the scores of a reward model instead.
 """
 
+import asyncio
 import json
 import tempfile
 from argparse import Namespace
@@ -64,7 +65,7 @@ def _serve(arguments: Namespace) -> int:
             say(f"key: {at.api_key}")
 
     experiment = experiment.model_copy(update={"run_dir": experiment.run_dir / "serve"})
-    serve_rewards(experiment, announce) if scores else serve(experiment, announce)
+    asyncio.run((serve_rewards if scores else serve)(experiment, announce))
     return ExitCode.WELL
 
 

@@ -71,15 +71,11 @@ class _LocalRouter:
         self.router.add(replica)
 
 
-def serve(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
+async def serve(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
     """Start the engines of an experiment and answer over HTTP until the process receives SIGINT or SIGTERM.
 
     `announce` receives the address once the endpoint answers. Raises NemorlError, among them NoReplicaLeft.
     """
-    asyncio.run(_serve(experiment, announce))
-
-
-async def _serve(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
     endpoint = experiment.generation.endpoint or EndpointConfig()
     async with AsyncExitStack() as stack:
         replicas = await stack.enter_async_context(open_engines(experiment))
@@ -97,15 +93,8 @@ async def _serve(experiment: Experiment, announce: Callable[[Listening], None]) 
             replicas.log_losses()  # at once: nothing else reports why no engine answers
 
 
-def serve_rewards(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
-    """Start an experiment's reward model and answer over HTTP until the process receives SIGINT or SIGTERM.
-
-    `announce` receives the address once the endpoint answers. Raises NemorlError.
-    """
-    asyncio.run(_serve_rewards(experiment, announce))
-
-
-async def _serve_rewards(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
+async def serve_rewards(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
+    """Start an experiment's reward model and answer like `serve`. Raises NemorlError."""
     policy, endpoint = experiment.policy, experiment.generation.endpoint or EndpointConfig()
     async with AsyncExitStack() as stack:
         placement = await stack.enter_async_context(reserved(experiment, {"policy"}))
