@@ -70,7 +70,8 @@ class RunRecorder:
         if periodic:
             values = values | await self._validate(number)
         last = self._early_stop.update(values) or number == self._algorithm.num_steps
-        values = values | self._early_stop.metrics
+        if self._algorithm.early_stop is not None:  # by which the report recognizes a run that ended early
+            values = values | {"early_stop/waited": float(self._early_stop.waited)}
         if last and validation.at_end and not periodic:
             values = values | await self._validate(number)
         if self._early_stop.over:

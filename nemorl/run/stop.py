@@ -106,11 +106,6 @@ class EarlyStop:
         """True if the metric has not improved for `patience` measurements."""
         return self.config is not None and self.waited >= self.config.patience
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The early stop's metric in a step's line, by which the report recognizes a run that ended early."""
-        return {} if self.config is None else {"early_stop/waited": float(self.waited)}
-
     def __str__(self) -> str:
         assert self.config is not None
         return (

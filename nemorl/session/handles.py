@@ -359,10 +359,6 @@ class EngineHandle:
     worker: Worker
 
     @property
-    def rank(self) -> int:
-        return self.worker.rank
-
-    @property
     def name(self) -> str:
         return f"generation replica {self.worker.rank}"
 

@@ -299,7 +299,7 @@ class ReplicaSupervisor:
 
     async def _restart(self, replica: Supervised) -> None:
         """LOST to STARTING to READY, or back to LOST as long as attempts are left."""
-        rank = replica.engine.rank
+        name, rank = replica.engine.name, replica.engine.worker.rank
         while replica.can_return:
             await self._may_start.wait()
             replica.attempts += 1
@@ -310,8 +310,7 @@ class ReplicaSupervisor:
                 self._set(replica, State.LOST)
                 self._num_failed_restarts += 1
                 left = MAX_RESTARTS - replica.attempts
-                message = "generation replica %d could not be restarted (attempts left: %d): %s"
-                logger.warning(message, rank, left, error)
+                logger.warning("%s could not be restarted (attempts left: %d): %s", name, left, error)
             else:
                 self._set(replica, State.READY)
                 return
@@ -331,7 +330,7 @@ class ReplicaSupervisor:
         if admitted:
             self.log_losses()
         for replica in admitted:
-            logger.warning("generation replica %d restarted and back in rotation", replica.engine.rank)
+            logger.warning("%s restarted and back in rotation", replica.engine.name)
             self._num_restarted += 1
             replica.announced = True
             for routers in self._routers:
