@@ -12,6 +12,7 @@ from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import policy_rank, policy_slices
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
+from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightSender
 from nemorl.weights.messages import ReceiverLayout, combine, fingerprint
 from tests.weights.ranks import Threads, allocate
@@ -73,8 +74,9 @@ def fingerprints(folder: Path, layout: ReceiverLayout) -> dict[str, int]:
     """Of each tensor, what an engine's rank has of it once it holds the folder's weights."""
     sums: dict[str, list[int]] = {}
     for part, dtype in zip(layout.slices, layout.dtypes, strict=True):
-        values = HfFolder(folder).read(part).to(getattr(torch, dtype))
-        sums.setdefault(part.name, []).append(fingerprint(values, part.start, part.shape))
+        whole = torch.empty(part.shape, dtype=getattr(torch, dtype))
+        HfFolder(folder).load_into({part.name: whole}, [TensorSlice.whole(part.name, part.shape)])
+        sums.setdefault(part.name, []).append(fingerprint(whole[part.box], part.start, part.shape))
     return {name: combine(found) for name, found in sums.items()}
 
 
