@@ -15,6 +15,7 @@ SHARING = ("tests/megatron/", "tests/generation/", "tests/serve/", "tests/slurm/
 SECOND_PART = {
     "tests/cluster/test_nodes.py",
     "tests/cluster/test_runtime.py",
+    "tests/generation/vllm_engine/test_two_ranks.py",
     "tests/megatron/test_checkpoint.py",
     "tests/megatron/test_decode.py",
     "tests/megatron/test_experts.py",
@@ -22,6 +23,7 @@ SECOND_PART = {
     "tests/megatron/test_layouts.py",
     "tests/megatron/test_lora.py",
     "tests/megatron/test_scalar_head.py",
+    "tests/megatron/test_transformer_engine.py",
     "tests/models/test_policy_layout.py",
     "tests/run/test_critic_runs.py",
     "tests/run/test_engines_of_runs.py",
