@@ -1,8 +1,7 @@
 """Distribution of a batch over the data-parallel ranks of a model, and into micro-batches on each rank.
 
-Pure functions of lengths in tokens, and of references: the driver plans, workers get indices and fetch their
-sequences. What is planned is a unit: one sequence, or several that a loss compares and that share a
-micro-batch. A field goes from one model to another, whose layout is another, by sequence and not through the
+The driver plans with lengths and references only; workers fetch their sequences. A unit is one sequence, or
+several that a loss compares and that share a micro-batch. A field goes to a model of another layout past the
 driver: each data-parallel rank of the one stores a list of arrays, and a rank of the other reads its own.
 """
 
@@ -24,10 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SequencePlace:
-    """One sequence: a reference to a list, and the row in it."""
-
     store: Any  # reference to a list of trajectories or examples
-    row: int
+    row: int  # in that list
     num_tokens: int
     advantage: Advantage = 0.0
     weight: float = 0.0  # of each of its trained tokens, see algorithms/objective.py; 0 trains nothing
@@ -47,7 +44,6 @@ class ColumnShard:
     places: tuple[tuple[int, int], ...]  # [sequences of the rank] index of the store, row in it
 
     def rows(self) -> list[Any]:
-        """Return the rows, once the references are resolved: arrays, trajectories or examples."""
         return [self.stores[store][row] for store, row in self.places]
 
 
@@ -63,7 +59,6 @@ class Shard(ColumnShard):
 
 
 Field = Literal["old_logprobs", "reference_logprobs", "values", "returns", "top_ids", "top_logprobs"]
-
 TokenArray = Float32Array | Int32Array
 
 
@@ -116,10 +111,10 @@ class BatchPlan:
         return [by_place[place] for place in range(len(by_place))]
 
     def packing_metrics(self) -> dict[str, float]:
-        """Return the balance of the plan's work, and the fill and number of a rank's micro-batches.
+        """Balance of the work, and fill and number of a rank's micro-batches.
 
-        `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all; over several
-        minibatches both are summed, since ranks wait for one another at each.
+        `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all, both summed
+        over the minibatches, since ranks wait for one another at each.
         """
         most, mean = 0.0, 0.0
         for minibatch in self.minibatches:
@@ -138,7 +133,6 @@ class BatchPlan:
 
 
 def _by_store(rows: Sequence[tuple[Any, int]]) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...]]:
-    """The stores of these rows, each once, and for each row the index of its store and its place in it."""
     index = {store: number for number, store in enumerate(dict.fromkeys(store for store, _ in rows))}
     return tuple(index), tuple((index[store], row) for store, row in rows)
 
@@ -151,10 +145,9 @@ def _all_or_none(of_sequences: Sequence[T | None], what: str) -> tuple[T, ...] |
 
 
 def sequence_cost(length: int, hidden_size: int) -> int:
-    """Relative time of a sequence of `length` tokens in a decoder.
+    """Relative time of a sequence in a decoder.
 
-    Per layer the matrices take about 24·h² operations a token and causal attention 2·h·length a token;
-    divided by 2·h that is 12·h·length + length².
+    Per layer and token, matrices take about 24·h² operations and causal attention 2·h·length; divided by 2·h.
     """
     return length * (12 * hidden_size + length)
 
@@ -170,10 +163,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Lay a batch of sequences of `lengths` tokens over ranks, minibatches and micro-batches.
 
-    Minibatches take equal runs of the batch in its order, so that whole groups stay together; each is then
-    balanced over the ranks by cost. `fewest` is how many micro-batches a minibatch has at least. Neighbors
-    with the same number in `units` stay together. Raises ValueError when the counts do not divide, or a unit
-    is longer than `max_tokens`.
+    Minibatches take equal runs of the batch, so that groups stay together; each is balanced over the ranks by
+    cost and has at least `fewest` micro-batches. Neighbors of one number in `units` stay together. Raises
+    ValueError when the counts do not divide, or a unit is longer than `max_tokens`.
     """
     numbers = range(len(lengths)) if units is None else units
     members = [list(run) for _, run in groupby(range(len(lengths)), key=numbers.__getitem__)]
@@ -202,8 +194,7 @@ def plan_batch(
 def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Indices for each rank: counts differ by at most one, sums of cost nearly equal.
 
-    Balanced largest differencing (Michiels, Korst, Aarts, van Leeuwen 2003, "Performance ratios for the
-    differencing method applied to the balanced number partitioning problem"): sequences sorted by cost are
+    Balanced largest differencing (Michiels, Korst, Aarts, van Leeuwen 2003): sequences sorted by cost are
     dealt in rounds, one to a rank; the two rounds of largest spread are joined, heavy with light, until one
     is left.
     """
@@ -242,10 +233,9 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
         if length > max_tokens:
-            raise ValueError(
-                f"sequence {index} has {length} tokens, a micro-batch takes {max_tokens}: raise "
-                "`policy.micro_batch_tokens` or lower `policy.max_sequence_length`"
-            )
+            problem = f"sequence {index} has {length} tokens, a micro-batch takes {max_tokens}"
+            fix = "raise `policy.micro_batch_tokens` or lower `policy.max_sequence_length`"
+            raise ValueError(f"{problem}: {fix}")
         place = next((g for g, free in enumerate(room) if free >= length), None)
         if place is None:
             groups.append([index])
@@ -261,16 +251,15 @@ def plan_micro_batches(
 ) -> list[list[list[int]]]:
     """For each rank its micro-batches as places in its list; as many on every rank, none empty.
 
-    Equal counts are what collectives over data-parallel ranks need. Raises ValueError when a sequence is too
-    long, or a rank holds fewer sequences than `fewest`, or than another needs micro-batches.
+    Collectives over data-parallel ranks require equal counts. Raises ValueError when a sequence is too long,
+    or a rank holds fewer sequences than `fewest` or than another needs micro-batches.
     """
     plans = [micro_batches(lengths, max_tokens) for lengths in lengths_per_rank]
-    count = max(fewest, *(len(plan) for plan in plans))
+    count = max(fewest, *map(len, plans))
+    interleaved = count == fewest > 1
+    why = f"{count} interleaved stages require as many" if interleaved else f"another rank needs {count}"
     for rank, (plan, lengths) in enumerate(zip(plans, lengths_per_rank, strict=True)):
         if len(lengths) < count:
-            why = f"another rank needs {count}"
-            if count == fewest > 1:
-                why = f"{count} interleaved stages require as many"
             raise ValueError(
                 f"data-parallel rank {rank} has {len(lengths)} sequences, but {why} micro-batches: make the "
                 "number of sequences a larger multiple of the data-parallel size"
@@ -311,14 +300,10 @@ def rows_of(batch: PackedBatch, field: Field) -> list[TokenArray]:
 
 
 def with_rows(batch: PackedBatch, field: Field, rows: Sequence[TokenArray]) -> PackedBatch:
-    """The batch with a field from an array for each sequence.
-
-    Raises ValueError where these are of other sequences: their lengths differ.
-    """
+    """The batch with a field from an array for each sequence. Raises ValueError for other lengths."""
     lengths = [len(row) for row in rows]
     if lengths != batch.lengths:
-        raise ValueError(
-            f"the {field} are of sequences of {lengths} tokens, and those of the batch have {batch.lengths}"
-        )
+        there = f"those of the batch have {batch.lengths}"
+        raise ValueError(f"the {field} are of sequences of {lengths} tokens, and {there}")
     values = torch.cat([torch.from_numpy(row.copy()) for row in rows])
     return replace(batch, **{field: values})
