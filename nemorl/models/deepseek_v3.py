@@ -1,7 +1,6 @@
 """DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, and experts chosen by groups and a bias.
 
-The layers that predict further tokens (`num_nextn_predict_layers`, arXiv 2412.19437) are no part
-of the policy: their tensors are left on disk.
+The layers that predict further tokens (`num_nextn_predict_layers`) are no part of the policy.
 """
 
 import math

@@ -1,7 +1,6 @@
 """Declarations of a model family: how its config.json is read, and where its weights go.
 
-Everything that follows from a family (Megatron's arguments, the slices of a rank, the tensors of a folder) is
-computed from these declarations, so that a new one is one short file; docs/families.md shows how.
+Everything else about a family is computed from these, so that a new one is a short file (docs/families.md).
 """
 
 import math
@@ -63,7 +62,6 @@ class HfTensor:
         return tuple(dim for dims in self.dims for dim in _as_tuple(dims))
 
     def stored_shape(self, shape: ModelShape) -> tuple[int, ...]:
-        """The extents on disk."""
         return tuple(math.prod(map(shape.extent, _as_tuple(dims))) for dims in self.dims)
 
 

@@ -38,12 +38,9 @@ class HfFolder:
     def file(self, name: str) -> Path:
         if file := self._files.get(name):
             return file
-        raise BrokenModelFolder(
-            f"{self.path} holds no tensor {name!r}, which the model's config.json asks for"
-        )
+        raise BrokenModelFolder(f"{self.path} holds no tensor {name!r}, which its config.json asks for")
 
     def tensor(self, name: str, extents: tuple[int, ...]) -> Tensor:
-        """A whole tensor, which must have the given shape, in the type of the file."""
         path = self.file(name)
         with _open(path) as file:
             return _checked_slice(file, path, name, extents)[:]  # type: ignore[no-any-return]

@@ -1,7 +1,6 @@
 """Qwen2, Qwen2.5 and Qwen3, dense, and Qwen3 with experts (arXiv 2407.10671, 2505.09388).
 
-Qwen2 is Llama with biases on queries, keys and values, Qwen3 is Llama with an RMSNorm on each query and key
-head.
+Llama with biases on queries, keys and values (Qwen2), or with an RMSNorm on each query and key head (Qwen3).
 """
 
 from dataclasses import replace
