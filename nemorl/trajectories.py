@@ -65,6 +65,7 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Release what the environment holds; called once, also after an error."""
+        return
 
 
 class EnvironmentFactory(Protocol):
@@ -77,6 +78,7 @@ class EnvironmentFactory(Protocol):
 
     async def close(self) -> None:
         """Release what is shared; called once."""
+        return
 
 
 class SingleTurnEnvironment(Environment):

@@ -1,11 +1,10 @@
-"""Messages between the driver and the ranks of an exchange, and what the ranks of one refit share.
+"""Messages between the driver and the ranks of an exchange, and what every transport uses.
 
     layouts  what ranks hold and require            parts    what each rank does in every refit
     session  where the ranks of one refit meet      reports  fingerprints, bytes
 
 The messages consist of integers, strings and tuples only, so that an engine may send them to its processes as
-JSON (pydantic's `TypeAdapter`). The rest is what every transport uses: waits that name what they wait for,
-two slots for buckets on their way, the two sides of a channel, and fingerprints.
+JSON (pydantic's `TypeAdapter`).
 """
 
 import socket
@@ -38,9 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SenderLayout:
-    """Slices that a policy rank holds."""
-
-    slices: tuple[TensorSlice, ...]
+    slices: tuple[TensorSlice, ...]  # that a policy rank holds
     node: str = ""  # the machine it runs on; receivers there are served first
 
 
@@ -66,8 +63,7 @@ class ReceiverLayout:
 class PartBucket:
     """A bucket as one of its ranks handles it.
 
-    In shared memory all its receivers read the same slot. By messages the sender sends it to the first
-    receiver, and each receiver to the next one.
+    In shared memory all receivers read the same slot; by messages each rank sends it to the next receiver.
     """
 
     sender: int
@@ -76,12 +72,8 @@ class PartBucket:
     slices: tuple[TensorSlice, ...]  # they lie in the bucket in this order, without gaps
 
     @property
-    def num_elements(self) -> int:
-        return sum(part.num_elements for part in self.slices)
-
-    @property
     def num_bytes(self) -> int:
-        return self.num_elements * ITEM_BYTES[self.dtype]
+        return sum(part.num_elements for part in self.slices) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -107,8 +99,6 @@ class SendReport:
 
 @dataclass(frozen=True)
 class ReceiveReport:
-    """Weights that one receiver now has, staged or in place."""
-
     fingerprints: Mapping[str, int]  # by tensor
     num_bytes: int  # received; with files, read
 
@@ -147,7 +137,6 @@ class RefitSession:
     check_turn: int = 0  # number of this refit; its version may skip numbers
 
     def checks(self, tensor: str) -> bool:
-        """True if a tensor's fingerprints are compared in this refit."""
         return (zlib.crc32(tensor.encode()) + self.check_turn) % self.check_one_in == 0
 
     def socket_path(self, sender: int) -> Path:
@@ -181,11 +170,7 @@ class Waiting:
         self._refit = f"refit to version {session.version}: {who}"
         self._over = over
         self._deadline_seconds = session.deadline_seconds
-        self._end = time.monotonic() + session.deadline_seconds
-
-    @property
-    def seconds_left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
+        self.end = time.monotonic() + session.deadline_seconds
 
     def call(self, connection: socket.socket, operation: Callable[[], T], what: str, peer: str) -> T:
         """Return the result of a socket operation that may have to wait for `what`, which `peer` is to do.
@@ -245,15 +230,14 @@ class Waiting:
         now, seconds = time.monotonic(), time.monotonic() - began
         since = datetime.now() - timedelta(seconds=seconds)
         wait = f"{self._refit} waits for {what} since {since:%H:%M:%S} ({seconds:.1f} s)"
-        if now >= self._end:
+        if now >= self.end:
             raise RefitDeadline(f"{wait}; the deadline is {self._deadline_seconds:g} s")
         if self._over() if over is None else over:
             raise PeerClosed(f"{wait}; the driver ended the refit, because another rank failed")
 
 
 def refit_socket() -> socket.socket:
-    """Return an unconnected socket of a refit. It keeps message boundaries."""
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps message boundaries
 
 
 def sender_name(rank: int) -> str:
@@ -318,11 +302,9 @@ class ReceivingChannel(Protocol):
 
     def next_bucket(self) -> Tensor:
         """[bytes that came] uint8: the part's next bucket, once it is complete."""
-        ...
 
     def taken(self) -> None:
         """Return the slot of that bucket."""
-        ...
 
 
 # A checksum of a tensor that does not depend on how the tensor is sharded:
@@ -338,10 +320,9 @@ _CHUNK_ELEMENTS = 1 << 16  # 512 KB of int64: stays in a core's cache
 
 
 def fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Return the fingerprint of a box, in [0, 2^64).
+    """Return the fingerprint of a box, in [0, 2^64): `values` from `start` on, of a full tensor of `shape`.
 
-    `values` are its elements (float32, bfloat16 or float16, any strides), `start` its first corner in the
-    full tensor of the given `shape`. Uses half a megabyte or one row of int64 in addition to the values.
+    `values` are float32, bfloat16 or float16, of any strides. Uses half a megabyte or a row of int64 more.
     """
     bits = values.detach().view(_INTEGERS[values.element_size()])
     weights = [

@@ -2,12 +2,11 @@
 
     sender ──bucket──▶ first receiver ──bucket──▶ next ──▶ ...
 
-A bucket that several receivers take goes once over its sender's link and over that of each receiver but the
-last; while one bucket is passed on, the next arrives. Each bucket is preceded by a message with its size.
+While one bucket is passed on, the next arrives. Each is preceded by a message with its size.
 
 All ranks are members of one group, created over a store that the driver serves; a member's place in it counts
-senders first. Members stay connected from refit to refit; after a failure they form a new group. NCCL is the
-same code with another class and device. It has not been run on hardware yet.
+senders first. Members stay connected from refit to refit; after a failure they form a new group. NCCL has not
+been run on hardware yet.
 """
 
 import queue
@@ -46,7 +45,7 @@ _POLL_SECONDS = 0.2  # how often a rank checks if the session is over
 
 
 def served_store(host: str) -> tuple[TCPStore, str]:
-    """A store that this process serves as long as it holds it, and its place, host:port with a free port."""
+    """A store that this process serves as long as it holds it, and its place, host:port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -57,7 +56,6 @@ class GroupVenue(Venue):
     """The driver's side: the store over which members meet, and how a session ends."""
 
     def __init__(self, transport: Transport, host: str, deadline_seconds: float) -> None:
-        """Listen at an address of this machine, loopback when all ranks are on it."""
         super().__init__(transport, deadline_seconds)
         self._store, self._place = served_store(host)
         self._attempt = 0
@@ -110,7 +108,6 @@ class Group:
         return group
 
     def send(self, values: Tensor, rank: int) -> Any:
-        """Begin to send; the work to wait for."""
         return self.backend.send([values], rank, 0)
 
     def receive(self, values: Tensor, rank: int) -> None:
@@ -118,10 +115,7 @@ class Group:
         self.synchronize()
 
     def connect(self, rank: int, *, first: bool) -> None:
-        """Exchange a first message with a member. gloo connects in it, and a wait for that cannot be aborted.
-
-        All do so in the order of pairs, of which the lower rank is `first` to send, with who has joined.
-        """
+        """Exchange a first message: gloo connects in it, and a wait for that cannot be aborted."""
         if rank in self.connected:
             return
         hello = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -188,7 +182,7 @@ class _Rendezvous:
         try:
             operation()
         except RuntimeError as error:
-            if _ABORTED in str(error) or self.waiting.seconds_left == 0.0:
+            if _ABORTED in str(error) or time.monotonic() >= self.waiting.end:
                 self.waiting.check(what, began)
             raise self.waiting.closed(what, self.name(place)) from error
 
@@ -201,7 +195,7 @@ class GroupSender(SendingChannel):
         self._rendezvous = rendezvous
 
     def publish(self, number: int, num_bytes: int) -> None:
-        """Begin to send the bucket to the next member, if there is one, after a message with its size."""
+        """Begin to send to the next member, if there is one."""
         meeting, group = self._rendezvous, self._rendezvous.group
         _, to = meeting.neighbors(self._part.buckets[number])
         if to is None:
@@ -240,12 +234,11 @@ class GroupReceiver:
         return bucket
 
     def taken(self) -> None:
-        """Let the next but one bucket come into this slot."""
         self._rendezvous.group.synchronize()  # the copies out of it
         self._free.release()
 
     def drain(self) -> None:
-        """Wait until all that others get from here has gone."""
+        """Wait until all has been passed on."""
         self._take_ready()
 
     def close(self) -> None:
@@ -367,7 +360,7 @@ def _watch(session: RefitSession, group: Group, over: threading.Event) -> Iterat
 
 
 def _store_of(session: RefitSession) -> TCPStore:
-    """A connection of one's own to the store; one that waits is blocked for everything else."""
+    """Another connection to the store; one that waits is blocked for everything else."""
     host, _, port = session.place.rpartition(":")
     timeout = timedelta(seconds=session.deadline_seconds)
     return TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)
