@@ -61,10 +61,7 @@ class Steps:
 
 
 def load_tasks(dataset: DatasetConfig, data: DataConfig) -> Sequence[Task]:
-    """The tasks of `data.train` or `data.validation`, with the prompt template and system prompt applied.
-
-    The answer is the chosen one, or the last of a conversation. Raises DatasetError.
-    """
+    """Tasks of a dataset; their answer is the chosen one, or the last of a conversation. Raises DatasetError."""
     known: list[tuple[Messages, str | None]]
     match dataset:
         case JsonlDataset():
@@ -172,7 +169,7 @@ def _read(dataset: FileDataset, data: DataConfig) -> list[Any]:
 
 
 def _rows(dataset: FileDataset, data: DataConfig) -> Iterator[Any]:
-    """Rows of the lines that are not blank, or their errors. Raises DatasetError for an unreadable file."""
+    """The rows of a file, or their errors. Raises DatasetError for an unreadable file."""
     index = 0
     try:
         # Not str.splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
@@ -190,7 +187,6 @@ def _rows(dataset: FileDataset, data: DataConfig) -> Iterator[Any]:
 
 
 def _parse(index: int, line: str, dataset: FileDataset, data: DataConfig) -> Any:
-    """A Task, Dialogue, Pair, Feedback or Steps, by the kind of the dataset. Raises DatasetError."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -248,8 +244,6 @@ def _parse(index: int, line: str, dataset: FileDataset, data: DataConfig) -> Any
 
 
 class _Fields:
-    """The values of a row by the dataset's options, which name their keys. Raises DatasetError."""
-
     def __init__(self, row: Row, dataset: FileDataset) -> None:
         self._row, self._dataset = row, dataset
 
@@ -288,7 +282,6 @@ class _Fields:
 
 
 def _exchange(messages: Sequence[Message], key: str) -> Messages:
-    """The messages, if the assistant begins and ends them. Raises DatasetError."""
     if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
         roles = ", ".join(message.role for message in messages) or "nothing"
         rule = "the exchange must begin and end with an assistant's message"
@@ -356,7 +349,7 @@ class ArithmeticTasks(LazyTasks):
         return Task(index, _opening(prompt, self._data), answer, {"prompt": prompt})
 
     def alternative(self, index: int) -> str:
-        """The answer that is not recorded: a slip if the recorded one is right, else the right one."""
+        """A slip if the recorded answer is right, else the right answer."""
         pair = self._pairs[index]
         slip = random.Random(f"{self._config.seed} {pair} slip").choice(self._config.slips)
         return self._answer(pair, 0 if self._error(pair) else slip)
@@ -366,7 +359,6 @@ class ArithmeticTasks(LazyTasks):
         return f"{total % (2 * self._base):0{self._config.digits + 1}d}"
 
     def _error(self, pair: int) -> int:
-        """By how much the recorded answer of a pair is off; always the same for the pair."""
         draw = random.Random(f"{self._config.seed} {pair}")
         return draw.choice(self._config.slips) if draw.random() < self._config.wrong_answers else 0
 
@@ -387,8 +379,6 @@ def _draw(population: int, count: int, seed: int) -> list[int]:
 
 
 class ReasoningGymTasks(LazyTasks):
-    """Tasks of a reasoning-gym dataset; the columns carry what its own scorer needs."""
-
     def __init__(self, config: ReasoningGymDataset, data: DataConfig) -> None:
         super().__init__(config.size, data)
         from reasoning_gym import create_dataset  # takes a second to import

@@ -20,7 +20,7 @@ TrainOn = Literal["completion", "all"]
 
 
 class ExampleError(NemorlError, ValueError):
-    """Data that cannot be trained on; the message says why."""
+    """Data that cannot be trained on."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,7 @@ class Encoder:
     def dialogue(
         self, opening: Sequence[Message], exchange: Sequence[Message], train_on: TrainOn = "completion"
     ) -> Example:
-        """Encode an exchange that begins and ends with an assistant's message; those are trained on.
-
-        Raises ExampleError for another one, an empty opening or too many tokens, and TemplateError.
-        """
+        """Encode an exchange; the assistant's turns are trained on. Raises ExampleError or TemplateError."""
         roles = [message.role for message in exchange]
         if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
             raise ExampleError(f"the exchange must begin and end with an assistant's message, not {roles}")
@@ -114,7 +111,7 @@ class Encoder:
         return Example(np.array(tokens, dtype=np.int32), np.array(trained))
 
     def answer_in_steps(self, answer: Steps) -> Example:
-        """An answer in steps, each labeled at its last token with the probability that it is right."""
+        """An answer in steps, each labeled at its last token."""
         steps, labels = answer.steps, answer.labels
         if not steps or len(steps) != len(labels):
             raise ExampleError(f"there are {len(steps)} steps and {len(labels)} labels: label every step")

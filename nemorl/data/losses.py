@@ -37,10 +37,7 @@ class UpdateLoss(Loss, Protocol):
     """A loss that looks at all of an optimizer step's sequences before it is asked about any micro-batch."""
 
     def prepared(self, batch: PackedBatch, over_ranks: Callable[[Tensor], Tensor], /) -> Loss:
-        """The loss of the micro-batches, of which `batch` is what this data-parallel rank has.
-
-        `over_ranks` lays values [n] of the data-parallel ranks, which all call it, end to end.
-        """
+        """The loss of micro-batches of `batch`; `over_ranks` joins values [n] of all data-parallel ranks."""
 
 
 @runtime_checkable
@@ -81,7 +78,7 @@ class LogprobStats:
 
 @dataclass(frozen=True)
 class ValueStats:
-    """A critic's values of the tokens of the loss mask, over the whole batch of the policy."""
+    """A critic's values of the tokens of the loss mask."""
 
     mean: float
     num_tokens: int
@@ -97,8 +94,6 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrainStats:
-    """One optimizer step; equal on all ranks."""
-
     sums: dict[str, float]  # the loss's metrics, summed over the global batch
     maxima: dict[str, float]
     grad_norm: float  # before clipping

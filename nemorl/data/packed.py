@@ -81,10 +81,7 @@ class PackedBatch:
 def with_turns(
     batch: PackedBatch, trajectories: Sequence[Trajectory], rewards: Sequence[tuple[float, ...]]
 ) -> PackedBatch:
-    """The batch of these trajectories with `turns` and `rewards`, which are given turn by turn.
-
-    A turn is rewarded at its last token; one without tokens, which has no number, at the last one before it.
-    """
+    """The batch with `turns` and `rewards`; a reward is at the turn's last token, or the last one before it."""
     turns, per_token = torch.full((batch.num_tokens,), -1), torch.zeros(batch.num_tokens)
     borders = pairwise(batch.cu_seqlens.tolist())
     for (start, end), trajectory, by_turn in zip(borders, trajectories, rewards, strict=True):
@@ -109,7 +106,6 @@ class Compared:
 
 
 def with_compared(batch: PackedBatch, compared: Sequence[Compared]) -> PackedBatch:
-    """The batch with what is known of its sequences [S] at each of their tokens."""
     batch = replace(batch, units=batch.spread([c.unit for c in compared], torch.int64))
     if batch.labels is None:  # else those of steps are kept
         batch = replace(batch, labels=batch.spread([c.label for c in compared]))
@@ -135,10 +131,7 @@ Advantage = float | tuple[float, ...]
 def pack_trajectories(
     trajectories: Sequence[Trajectory], advantages: Sequence[Advantage], weights: Sequence[float]
 ) -> PackedBatch:
-    """Trajectories end to end, those of weight 0 as placeholders.
-
-    `weights` [S] hold for every sampled token of a sequence, `advantages` [S] for each or those of a turn.
-    """
+    """Trajectories end to end, those of weight 0 as placeholders; `weights` [S] are of each sampled token."""
     # Sequences and weights of different number are refused by `_pack`.
     trajectories = [
         t if t.error is None and weight > 0 else _placeholder(t)
@@ -163,7 +156,6 @@ def pack_trajectories(
 
 
 def with_likelihood(batch: PackedBatch, weights: Sequence[float]) -> PackedBatch:
-    """The batch with `likelihood_weights`: `weights` [S] hold for every trained token of a sequence."""
     return replace(batch, likelihood_weights=batch.spread(weights) * batch.loss_mask)
 
 

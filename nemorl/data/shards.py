@@ -49,8 +49,6 @@ class ColumnShard:
 
 @dataclass(frozen=True)
 class Shard(ColumnShard):
-    """The sequences of one data-parallel rank."""
-
     advantages: tuple[Advantage, ...]  # [S]
     weights: tuple[float, ...]  # [S]
     likelihood: tuple[float, ...] | None = None  # [S]
@@ -98,7 +96,6 @@ class BatchPlan:
         ]
 
     def column(self, stores: Sequence[Any]) -> Column:
-        """The field that the data-parallel ranks have stored, each for the sequences that it holds."""
         rows = [zip(repeat(store), range(len(held))) for store, held in zip(stores, self.ranks, strict=True)]
         return Column(tuple(self.in_order(rows)))
 
@@ -145,10 +142,7 @@ def _all_or_none(of_sequences: Sequence[T | None], what: str) -> tuple[T, ...] |
 
 
 def sequence_cost(length: int, hidden_size: int) -> int:
-    """Relative time of a sequence in a decoder.
-
-    Per layer and token, matrices take about 24·h² operations and causal attention 2·h·length; divided by 2·h.
-    """
+    """Relative time: per layer and token matrices take 24·h² operations and causal attention 2·h·length."""
     return length * (12 * hidden_size + length)
 
 
@@ -278,7 +272,6 @@ def plan_sequences(
     num_ranks: int,
     num_minibatches: int,
 ) -> BatchPlan:
-    """Plan a batch for a model of this config; sequences that are compared stay together."""
     layout = config.layout
     return plan_batch(
         [s.num_tokens for s in sequences],
@@ -292,7 +285,6 @@ def plan_sequences(
 
 
 def rows_of(batch: PackedBatch, field: Field) -> list[TokenArray]:
-    """A field of a batch as an array for each sequence, [T] or [T, k]."""
     values: torch.Tensor | None = getattr(batch, field)
     if values is None:
         raise RuntimeError(f"the batch has no {field}: they are computed before they are shared")

@@ -63,17 +63,15 @@ class Tokenizer:
             raise TokenizerError(f"the tokenizer {self.name} cannot encode the text: {error}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The exact text of the tokens, special ones included."""
         exact = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._backend.decode(tokens, **exact))
 
     def render(self, messages: Messages, add_generation_prompt: bool) -> str:
-        """The conversation as the chat template writes it. Raises TokenizerError with its complaint."""
         plain = [{"role": m.role, "content": m.content} for m in messages]
         return self.render_chat(plain, None, add_generation_prompt)
 
     def render_chat(self, messages: Objects, tools: Objects | None, add_generation_prompt: bool) -> str:
-        """`render` for messages with all that templates know: tool calls, names, and the tools themselves."""
+        """The conversation as the template writes it. Raises TokenizerError with its complaint."""
         import jinja2
 
         if not self.chat_template:
@@ -87,17 +85,14 @@ class Tokenizer:
             raise TokenizerError(f"the chat template of {self.name} {problem}: {error}") from error
 
     def _template_end(self) -> int | None:
-        """The special token that the template puts right after an assistant's message, if it does."""
+        """The special token right after an assistant's message, if there is one."""
         turn = (Message("user", "x"), Message("assistant", PLACEHOLDER))
         rest = self.encode(self.render(turn, add_generation_prompt=False).rpartition(PLACEHOLDER)[2])
         return rest[0] if rest and rest[0] in self._backend.added_tokens_decoder else None
 
 
 def load_tokenizer(policy: PolicyConfig) -> Tokenizer:
-    """The tokenizer of `policy`, with the chat template that replaces its own if one is named.
-
-    Raises TokenizerError naming the file that is missing or unreadable.
-    """
+    """The tokenizer of `policy`. Raises TokenizerError for a missing or unreadable file."""
     # Not AutoTokenizer: its import takes two seconds more, and it may rebuild what tokenizer.json says.
     from transformers import PreTrainedTokenizerFast
 

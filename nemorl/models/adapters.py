@@ -31,7 +31,7 @@ def adapted_projections(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
 
 
 def adapter_tensors(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """PEFT's names of all adapters' matrices, and their shapes."""
+    """PEFT's names and shapes of all adapters' matrices."""
     return tensors_of(*_rules_and_shape(shape, lora))
 
 
@@ -65,7 +65,6 @@ class TrainedWeights:
     lora: LoraConfig | None = None
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names (Hugging Face's, and PEFT's for adapters) and shapes of the whole tensors."""
         return tensors_of(*self._rules_and_shape())
 
     def slices(self, rank: PolicyRank) -> list[TensorSlice]:

@@ -81,7 +81,6 @@ class WeightRule:
 def layer_tensor(
     name: str, *dims: Dim | tuple[Dim, ...], part: int | None = None, transposed: bool = False
 ) -> HfTensor:
-    """A tensor of every layer, by its name within the layer."""
     return HfTensor("model.layers.{layer}." + name, dims, part, transposed)
 
 
@@ -93,7 +92,6 @@ def layer_rule(
     experts: bool = False,
     learns: bool = True,
 ) -> WeightRule:
-    """A rule of every layer, by the parameter's name within the layer."""
     name = "decoder.layers.{layer}." + param
     return WeightRule(name, tensors, split, layers=layers, experts=experts, learns=learns)
 

@@ -114,8 +114,6 @@ def arriving(
 
 
 class WeightSender:
-    """Sends the weights of a policy worker. `parameters` is called in each refit."""
-
     def __init__(self, slices: Sequence[TensorSlice], parameters: Callable[[], Mapping[str, Tensor]]) -> None:
         self._slices, self._parameters = tuple(slices), parameters
         self._part: Part | None = None
@@ -128,7 +126,6 @@ class WeightSender:
         self._part, self._last = part, LastSent(part)
 
     def send(self, session: RefitSession) -> SendReport:
-        """Send all buckets, converted to the receivers' types. Raises `RefitFailed`."""
         part = prepared(self._part)
         if not part.buckets:
             return SendReport({}, extra_bytes=0)
@@ -178,8 +175,6 @@ class _Update:
 
 
 class Receiver:
-    """Part of the plan and state of a refit of one engine rank."""
-
     corruption: str | None = None  # reason why the weights in use are not of one version
     _part: Part | None = None
     _received: int | None = None  # version that is not in use yet
@@ -292,7 +287,6 @@ class WeightReceiver(Receiver):
         return ReceiveReport({} if sums else found, arrivals.num_bytes)
 
     def commit(self, version: int) -> None:
-        """Put the received weights into use. Raises `RefitFailed` if they are of another version."""
         self._check_received(version)
         self._commit(version)
         self._held, self._received, self.corruption = version, None, None

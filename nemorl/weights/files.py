@@ -92,8 +92,6 @@ def file_sender(part: Part, session: RefitSession) -> Iterator[FileSender]:
 
 
 class FileVenue(Venue):
-    """The driver's side: begins versions, completes them and removes old ones."""
-
     def __init__(self, folder: Path, deadline_seconds: float) -> None:
         super().__init__("files", deadline_seconds)
         self._folder = folder.absolute()
@@ -256,11 +254,7 @@ class VersionFolder:
         self._stack.close()
 
     def pieces(self, need: TensorSlice, dtype: torch.dtype) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """Yield the parts of a slice, box by box, each with its values in the same shape and in `dtype`.
-
-        Raises `RefitFailed` if the version does not contain all of the slice, `CorruptWeights` if a box fails
-        its checksum.
-        """
+        """Yield the parts of a slice. Raises `RefitFailed` if some are missing, or `CorruptWeights`."""
         missing = need.num_elements
         for stored in self._boxes(need, str(dtype).removeprefix("torch.")):
             shared = intersection(box_of(need), Box(stored.start, stored.size))
@@ -273,7 +267,6 @@ class VersionFolder:
 
     @contextmanager
     def _validated(self, *within: str) -> Iterator[None]:
-        """Name the file and the first field that is invalid."""
         try:
             yield
         except ValidationError as error:

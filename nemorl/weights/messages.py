@@ -61,10 +61,7 @@ class ReceiverLayout:
 
 @dataclass(frozen=True)
 class PartBucket:
-    """A bucket as one of its ranks handles it.
-
-    In shared memory all receivers read the same slot; by messages each rank sends it to the next receiver.
-    """
+    """A bucket as one of its ranks handles it; by messages each rank sends it to the next receiver."""
 
     sender: int
     receivers: tuple[int, ...]
@@ -78,8 +75,6 @@ class PartBucket:
 
 @dataclass(frozen=True)
 class Part:
-    """Work of one rank in every refit, until a layout changes."""
-
     rank: int  # among all ranks of its side
     buckets: tuple[PartBucket, ...]
 
@@ -173,10 +168,7 @@ class Waiting:
         self.end = time.monotonic() + session.deadline_seconds
 
     def call(self, connection: socket.socket, operation: Callable[[], T], what: str, peer: str) -> T:
-        """Return the result of a socket operation that may have to wait for `what`, which `peer` is to do.
-
-        The operation must leave nothing half done when it times out: it is then called again.
-        """
+        """Return an operation's result; it is called again after a timeout, so it leaves nothing half done."""
         began = time.monotonic()
         connection.settimeout(_POLL_SECONDS)
         while True:
@@ -196,7 +188,6 @@ class Waiting:
             time.sleep(_RETRY_SECONDS)
 
     def connect(self, connection: socket.socket, path: Path, peer: str) -> None:
-        """Connect to the socket at `path`, which `peer` may not have opened yet."""
         connection.settimeout(_POLL_SECONDS)
 
         def is_connected() -> bool:
@@ -208,7 +199,6 @@ class Waiting:
         self.until(is_connected, f"{peer} to listen")
 
     def listen(self, path: Path, backlog: int) -> socket.socket:
-        """A socket listening at `path`. Raises `PeerClosed` if the session has ended."""
         listener = refit_socket()
         try:
             listener.bind(str(path))
@@ -265,10 +255,7 @@ class Slots:
 
 
 class SendingChannel(ABC):
-    """A sender's side of a transport. A bucket is bytes here; the two ends know their meaning.
-
-    slot(n), fill it, publish(n) ... drain()     in the order of the part's buckets
-    """
+    """A sender's side: slot(n), fill it, publish(n) ... drain(), in the order of its part's buckets."""
 
     def __init__(self, part: Part, slots: Slots) -> None:
         self._part = part
@@ -280,7 +267,7 @@ class SendingChannel(ABC):
         return self._slots.memory.numel()
 
     def slot(self, number: int) -> Tensor:
-        """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
+        """[bytes of the bucket] uint8 to write to, once its slot is free."""
         self._wait_free(number - SLOTS)
         return self._slots.bucket(number, self._part.buckets[number].num_bytes)
 
@@ -320,10 +307,7 @@ _CHUNK_ELEMENTS = 1 << 16  # 512 KB of int64: stays in a core's cache
 
 
 def fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Return the fingerprint of a box, in [0, 2^64): `values` from `start` on, of a full tensor of `shape`.
-
-    `values` are float32, bfloat16 or float16, of any strides. Uses half a megabyte or a row of int64 more.
-    """
+    """The fingerprint, in [0, 2^64), of `values` (any strides) from `start` on in a tensor of `shape`."""
     bits = values.detach().view(_INTEGERS[values.element_size()])
     weights = [
         _axis_weights(axis, extent, values.device)[first : first + count]
@@ -340,7 +324,6 @@ def fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) 
 
 
 def combine(fingerprints: list[int]) -> int:
-    """The fingerprint of what non-overlapping boxes cover together."""
     return sum(fingerprints) % 2**64
 
 

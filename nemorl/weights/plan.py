@@ -84,7 +84,6 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
 
 
 def narrow(part: TensorSlice, box: Box) -> TensorSlice:
-    """The part of a slice that lies in `box`, which is inside it."""
     if box.start == part.start and box.size == part.size:
         return part
     skipped = zip(box.start, part.start, part.strides, strict=True)
@@ -112,15 +111,12 @@ class Region:
 
 
 class _TensorRegions:
-    """The regions of one tensor, in the order of their first rows."""
-
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
         self.by_box: dict[Box, Region] = {}
 
     @cached_property
     def _by_row(self) -> tuple[list[Region], list[int], int]:
-        """The regions, their first rows, and the largest number of rows."""
         regions = sorted(self.by_box.values(), key=lambda region: region.box.start)
         rows = [region.box.start[0] for region in regions]
         return regions, rows, max(region.box.size[0] for region in regions)
@@ -157,10 +153,7 @@ class Holdings:
             region.ranks += ranks
 
     def cut(self, need: TensorSlice, receiver: int, capacity: int) -> list[tuple[Box, Region]]:
-        """Cut a needed slice where its holders change and to `capacity` elements.
-
-        Raises `UnservedBox` with the receiver and the first box that no sender holds.
-        """
+        """Cut a slice where its holders change and to `capacity` elements. Raises `UnservedBox`."""
         needed = box_of(need)
         tensor = self._tensors.get(need.name, _TensorRegions(need.shape))
         if tensor.shape != need.shape:
@@ -242,7 +235,7 @@ _MAX_RECEIVERS = 16  # of a bucket: it is forwarded from one to the next, so mor
 
 @dataclass(frozen=True)
 class Bucket:
-    """Boxes sent by one sender to all receivers that get them from it."""
+    """Boxes from one sender to all receivers that get them from it."""
 
     sender: int
     receivers: tuple[int, ...]
@@ -254,16 +247,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All buckets, in the order in which every rank handles its part of them.
-
-    It rules out a deadlock: the ranks of the first bucket that has not arrived have finished all before it.
-    """
+    """All buckets in the order in which every rank takes part; a common order rules out a deadlock."""
 
     buckets: tuple[Bucket, ...]
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes received by all receivers together."""
         return sum(bucket.num_bytes * len(bucket.receivers) for bucket in self.buckets)
 
     def sender_parts(self, count: int) -> list[Part]:
@@ -304,10 +293,7 @@ class _Load:
 def plan_transfers(
     senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
 ) -> TransferPlan:
-    """Plan each element that a receiver needs once, from one of its holders, in buckets of `bucket_bytes`.
-
-    Raises `UnservedBox` for a box that no sender holds, ValueError for a bucket smaller than one element.
-    """
+    """Plan each needed element once, in buckets of `bucket_bytes`. Raises `UnservedBox` and ValueError."""
     if bucket_bytes < max(ITEM_BYTES.values()):
         raise ValueError(f"bucket_bytes is {bucket_bytes}, less than one element; set a larger value")
     with _without_garbage_collection():
@@ -383,7 +369,6 @@ def _choose_senders(loads: Iterable[_Load], consumers: Consumers, holdings: Hold
 def _served_together(
     load: _Load, consumers: Consumers, holdings: Holdings
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield possible senders with the receivers of one of them; a holder on their machine is preferred."""
     far: list[int] = []
     served: list[tuple[list[int], list[int]]] = []
     for node, receivers in consumers.by_node(load.consumers).items():

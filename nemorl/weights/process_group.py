@@ -53,8 +53,6 @@ def served_store(host: str) -> tuple[TCPStore, str]:
 
 
 class GroupVenue(Venue):
-    """The driver's side: the store over which members meet, and how a session ends."""
-
     def __init__(self, transport: Transport, host: str, deadline_seconds: float) -> None:
         super().__init__(transport, deadline_seconds)
         self._store, self._place = served_store(host)
@@ -73,8 +71,6 @@ class GroupVenue(Venue):
 
 @dataclass(frozen=True)
 class Group:
-    """A process group and the store over which its members met."""
-
     backend: Any  # ProcessGroupGloo or ProcessGroupNCCL
     store: TCPStore
     device: torch.device
@@ -131,7 +127,7 @@ class Group:
             torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
-        """End the waits of all threads; the group is of no use afterwards."""
+        """End the waits of all threads and the use of the group."""
         if self.device.type == "cuda":
             self.backend.abort()
             return
@@ -171,7 +167,6 @@ class _Rendezvous:
         return sender_name(place) if place < self.num_senders else receiver_name(place - self.num_senders)
 
     def neighbors(self, bucket: PartBucket) -> tuple[int | None, int | None]:
-        """Places from which a bucket comes here and to which it goes from here."""
         way = [None, bucket.sender, *(self.num_senders + receiver for receiver in bucket.receivers), None]
         here = way.index(self.place)
         return way[here - 1], way[here + 1]
@@ -188,14 +183,11 @@ class _Rendezvous:
 
 
 class GroupSender(SendingChannel):
-    """A sender's side, and how a receiver passes buckets on."""
-
     def __init__(self, part: Part, rendezvous: _Rendezvous) -> None:
         super().__init__(part, Slots.allocate(part, rendezvous.group.device))
         self._rendezvous = rendezvous
 
     def publish(self, number: int, num_bytes: int) -> None:
-        """Begin to send to the next member, if there is one."""
         meeting, group = self._rendezvous, self._rendezvous.group
         _, to = meeting.neighbors(self._part.buckets[number])
         if to is None:
@@ -238,7 +230,6 @@ class GroupReceiver:
         self._free.release()
 
     def drain(self) -> None:
-        """Wait until all has been passed on."""
         self._take_ready()
 
     def close(self) -> None:

@@ -175,8 +175,6 @@ class DeviceSlots(Slots):
 
 @dataclass(frozen=True)
 class _Peer:
-    """The other end of a connection. `what` names a wait in its error."""
-
     name: str
     connection: socket.socket
     waiting: Waiting
@@ -199,8 +197,6 @@ class _Peer:
 
 
 class SocketSender(SendingChannel):
-    """A sender's side. Its buckets are numbered over all its receivers."""
-
     def __init__(self, part: Part, slots: HostSlots | DeviceSlots, peers: Mapping[int, _Peer]) -> None:
         super().__init__(part, slots)
         self._settle, self._peers = slots.settle, peers
@@ -222,8 +218,6 @@ class SocketSender(SendingChannel):
 
 
 class SocketReceiver:
-    """A receiver's side (`ReceivingChannel`)."""
-
     def __init__(self, part: Part, senders: Mapping[int, tuple[_Peer, HostSlots | DeviceSlots]]) -> None:
         self._order = (senders[bucket.sender] for bucket in part.buckets)
 

@@ -57,7 +57,6 @@ class WholeTensorReceiver(Receiver):
         return self._layout
 
     def receive(self, session: RefitSession) -> ReceiveReport:
-        """Pass all tensors to the loader and return their fingerprints. Raises `RefitFailed`."""
         part = prepared(self._part)
         self._received, self.peak_bytes = None, 0
         partial: dict[str, Tensor] = {}  # tensors that have arrived in part, and their missing elements
@@ -94,7 +93,6 @@ class WholeTensorReceiver(Receiver):
         return ReceiveReport({} if session.transport == "files" else fingerprints, arrivals.num_bytes)
 
     def commit(self, version: int) -> None:
-        """Finish loading the received version. Raises `RefitFailed` if another one was received."""
         self._check_received(version)
         self._loader.finish()
         self._received, self.corruption = None, None
