@@ -61,7 +61,7 @@ class Steps:
 
 
 def load_tasks(dataset: DatasetConfig, data: DataConfig) -> Sequence[Task]:
-    """Tasks of a dataset; their answer is the chosen one, or the last of a conversation. Raises DatasetError."""
+    """Tasks of a dataset; the answer is the chosen one or a conversation's last. Raises DatasetError."""
     known: list[tuple[Messages, str | None]]
     match dataset:
         case JsonlDataset():
@@ -251,9 +251,8 @@ class _Fields:
         key = getattr(self._dataset, option)
         if key in self._row:
             return self._row[key]
-        raise DatasetError(
-            f"key `{key}` is missing; the keys are {sorted(self._row)} (option `data.*.{option}`)"
-        )
+        keys = f"the keys are {sorted(self._row)}"
+        raise DatasetError(f"key `{key}` is missing; {keys} (option `data.*.{option}`)")
 
     def checked(self, option: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
         value = self.value(option)
@@ -335,10 +334,9 @@ class ArithmeticTasks(LazyTasks):
         self._base = 10**config.digits
         num_pairs = self._base**2
         if config.offset + config.size > num_pairs:
-            raise DatasetError(
-                f"arithmetic dataset: offset {config.offset} and size {config.size} ask for more than the "
-                f"{num_pairs} pairs of {config.digits} digits; lower them or raise `digits`"
-            )
+            problem = f"offset {config.offset} and size {config.size} ask for more than the {num_pairs} pairs"
+            fix = f"of {config.digits} digits; lower them or raise `digits`"
+            raise DatasetError(f"arithmetic dataset: {problem} {fix}")
         self._pairs = _draw(num_pairs, config.offset + config.size, config.seed)[config.offset :]
 
     def _make(self, index: int) -> Task:
@@ -392,10 +390,6 @@ class ReasoningGymTasks(LazyTasks):
 
     def _make(self, index: int) -> Task:
         item = self._dataset[index]
-        columns = {
-            "question": item["question"],
-            "metadata": item["metadata"],
-            "reasoning_gym_task": self._config.task,
-            "reasoning_gym_options": self._config.options,
-        }
+        scorer = {"reasoning_gym_task": self._config.task, "reasoning_gym_options": self._config.options}
+        columns = {"question": item["question"], "metadata": item["metadata"], **scorer}
         return Task(index, _opening(item["question"], self._data), item["answer"], columns)

@@ -132,10 +132,9 @@ class Encoder:
 
     def _check_length(self, num_tokens: int, num_prompt: int) -> None:
         if num_tokens > self.max_length:
-            raise ExampleError(
-                f"there are {num_prompt} prompt and {num_tokens - num_prompt} answer tokens, more than "
-                f"{self.max_length}: raise `policy.max_sequence_length` or leave it out"
-            )
+            tokens = f"{num_prompt} prompt and {num_tokens - num_prompt} answer tokens"
+            fix = "raise `policy.max_sequence_length` or leave it out"
+            raise ExampleError(f"there are {tokens}, more than {self.max_length}: {fix}")
 
 
 def _each(found: Iterable[T], made_of: Callable[[T], Made]) -> list[Made]:

@@ -81,7 +81,7 @@ class PackedBatch:
 def with_turns(
     batch: PackedBatch, trajectories: Sequence[Trajectory], rewards: Sequence[tuple[float, ...]]
 ) -> PackedBatch:
-    """The batch with `turns` and `rewards`; a reward is at the turn's last token, or the last one before it."""
+    """The batch with `turns` and `rewards`; a reward is at the turn's last token, or at the one before it."""
     turns, per_token = torch.full((batch.num_tokens,), -1), torch.zeros(batch.num_tokens)
     borders = pairwise(batch.cu_seqlens.tolist())
     for (start, end), trajectory, by_turn in zip(borders, trajectories, rewards, strict=True):
@@ -133,10 +133,8 @@ def pack_trajectories(
 ) -> PackedBatch:
     """Trajectories end to end, those of weight 0 as placeholders; `weights` [S] are of each sampled token."""
     # Sequences and weights of different number are refused by `_pack`.
-    trajectories = [
-        t if t.error is None and weight > 0 else _placeholder(t)
-        for t, weight in zip(trajectories, weights, strict=False)
-    ]
+    weighted = zip(trajectories, weights, strict=False)
+    trajectories = [t if t.error is None and weight > 0 else _placeholder(t) for t, weight in weighted]
     batch = _pack([t.tokens for t in trajectories], [t.loss_mask for t in trajectories], weights)
     spread = torch.zeros(batch.num_tokens)
     for part, trajectory, advantage in zip(
@@ -147,12 +145,9 @@ def pack_trajectories(
             continue
         for turn, value in zip(trajectory.turns, advantage, strict=True):
             part[turn.start : turn.end] = value
-    return replace(
-        batch,
-        advantages=spread * batch.loss_mask,
-        logprobs=_flat([t.logprobs for t in trajectories], np.float32),
-        routed_experts=_routed_experts(trajectories),
-    )
+    logprobs = _flat([t.logprobs for t in trajectories], np.float32)
+    experts = _routed_experts(trajectories)
+    return replace(batch, advantages=spread * batch.loss_mask, logprobs=logprobs, routed_experts=experts)
 
 
 def with_likelihood(batch: PackedBatch, weights: Sequence[float]) -> PackedBatch:
@@ -196,13 +191,9 @@ def _pack(tokens: Sequence[Int32Array], masks: Sequence[BoolArray], weights: Seq
     lengths = [len(sequence) for sequence in tokens]
     loss_mask = _flat(masks, np.bool_)  # [N]
     per_token = torch.tensor(weights, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
-    return PackedBatch(
-        tokens=_flat(tokens, np.int64),
-        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        loss_mask=loss_mask,
-        weights=per_token * loss_mask,
-    )
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return PackedBatch(_flat(tokens, np.int64), starts, positions, loss_mask, per_token * loss_mask)
 
 
 def _flat(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:

@@ -122,11 +122,8 @@ class BatchPlan:
             most += max(costs)
             mean += sum(costs) / len(costs)
         count = sum(len(minibatch[0]) for minibatch in self.minibatches)
-        return {
-            "packing/imbalance": most / mean,
-            "packing/fill": sum(self.lengths) / (count * len(self.ranks) * self.max_tokens),
-            "packing/micro_batches": float(count),
-        }
+        fill = sum(self.lengths) / (count * len(self.ranks) * self.max_tokens)
+        return {"packing/imbalance": most / mean, "packing/fill": fill, "packing/micro_batches": float(count)}
 
 
 def _by_store(rows: Sequence[tuple[Any, int]]) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...]]:
@@ -273,15 +270,10 @@ def plan_sequences(
     num_minibatches: int,
 ) -> BatchPlan:
     layout = config.layout
-    return plan_batch(
-        [s.num_tokens for s in sequences],
-        num_ranks,
-        num_minibatches,
-        config.micro_batch_tokens,
-        hidden_size,
-        fewest=layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size > 1 else 1,
-        units=[-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)],
-    )
+    fewest = layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size > 1 else 1
+    units = [-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)]
+    lengths, max_tokens = [s.num_tokens for s in sequences], config.micro_batch_tokens
+    return plan_batch(lengths, num_ranks, num_minibatches, max_tokens, hidden_size, fewest, units)
 
 
 def rows_of(batch: PackedBatch, field: Field) -> list[TokenArray]:

@@ -159,24 +159,22 @@ class ChatPrompts(Prompts):
 
         Raises TemplateError when the template does not leave the turns before as they were.
         """
-        tokenizer = self._tokenizer
+        tokenizer, template = self._tokenizer, f"the chat template of {self._tokenizer.name}"
         # The complete conversation, rendered again, begins with what the policy saw and then says what it
         # said; but for white space, which templates trim and the kept tokens do not.
         before = tokenizer.render(history, add_generation_prompt=True)
         after = tokenizer.render([*history, turn, *observation], add_generation_prompt=True)
         said, kept = ("".join(text.split()) for text in (turn.content, after[len(before) :]))
         if not after.startswith(before) or not kept.startswith(said):
+            problem = "rewrites earlier turns (many drop a turn's reasoning when the next message comes)"
             raise TemplateError(
-                f"the chat template of {tokenizer.name} rewrites earlier turns (many drop a turn's "
-                "reasoning when the next message comes), so the policy would be trained on a conversation "
-                "it never had: give a template that keeps them in `policy.tokenizer.chat_template`"
+                f"{template} {problem}, so the policy would be trained on a conversation it never had: give "
+                "a template that keeps them in `policy.tokenizer.chat_template`"
             )
         replaced = [*history, Message("assistant", PLACEHOLDER), *observation]
         rendered = tokenizer.render(replaced, add_generation_prompt=True)
         if rendered.count(PLACEHOLDER) != 1:
-            problem = (
-                f"the chat template of {tokenizer.name} does not write an assistant's message exactly once"
-            )
+            problem = f"{template} does not write an assistant's message exactly once"
             raise TemplateError(f"{problem}, so a conversation of several turns cannot be kept token-exact")
         tokens, ends = tokenizer.encode(rendered.partition(PLACEHOLDER)[2]), tokenizer.end_token_ids
         # A model may end its turn with another end token than the template's; one end is enough either way.

@@ -45,10 +45,8 @@ class KVCache:
         if rows <= self.rows and length <= self.length:
             return
         if not self.fits(rows, length):
-            problem = (
-                f"the KV cache may hold {self._max_tokens} tokens, and {rows} rows of {length} tokens are"
-            )
-            raise ValueError(f"{problem} requested; raise generation.max_kv_tokens")
+            problem = f"may hold {self._max_tokens} tokens, and {rows} rows of {length} tokens are requested"
+            raise ValueError(f"the KV cache {problem}; raise generation.max_kv_tokens")
         kept_rows, kept_places = min(self.rows, rows), self.length + self._first
         if self.fits(self.rows, length):
             rows = max(rows, self.rows)

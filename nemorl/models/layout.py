@@ -38,13 +38,9 @@ def policy_rank(layout: LayoutConfig, rank: int) -> PolicyRank:
     the same processes are laid out differently: ETP neighbors are adjacent, then EP, then the copies.
     """
     pp_rank, place = divmod(rank, layout.stage_size)
-    return PolicyRank(
-        layout,
-        tp_rank=place % layout.tensor_parallel_size,
-        pp_rank=pp_rank,
-        ep_rank=place // layout.expert_tensor_parallel_size % layout.expert_parallel_size,
-        etp_rank=place % layout.expert_tensor_parallel_size,
-    )
+    tp_size, ep_size = layout.tensor_parallel_size, layout.expert_parallel_size
+    group, etp_rank = divmod(place, layout.expert_tensor_parallel_size)
+    return PolicyRank(layout, place % tp_size, pp_rank, group % ep_size, etp_rank)
 
 
 def stage_layers(num_layers: int, layout: LayoutConfig, pp_rank: int, chunk: int = 0) -> range:
@@ -166,12 +162,8 @@ class _Part:
         if tensor.part is not None:
             fixed[dims.index(Dim.TWO)] = tensor.part
         axes = [axis for axis in range(len(dims)) if axis not in fixed]
-        return cls(
-            tensor.name.format(layer=layer, expert=expert),
-            tuple(shape.extent(dim) for dim in dims),
-            fixed,
-            tuple(reversed(axes) if tensor.transposed else axes),
-        )
+        name, extents = tensor.name.format(layer=layer, expert=expert), tuple(map(shape.extent, dims))
+        return cls(name, extents, fixed, tuple(reversed(axes) if tensor.transposed else axes))
 
     @property
     def extents(self) -> tuple[int, ...]:

@@ -179,11 +179,8 @@ def _header(buckets: Sequence[PartBucket]) -> tuple[bytes, list[int]]:
         starts[number] = end
         for part in bucket.slices:
             start, end = end, end + part.num_elements * ITEM_BYTES[bucket.dtype]
-            entries[_key(part.name, box_of(part), bucket.dtype)] = {
-                "dtype": _SAFETENSORS_TYPES[bucket.dtype],
-                "shape": list(part.size),
-                "data_offsets": [start, end],
-            }
+            entry = {"dtype": _SAFETENSORS_TYPES[bucket.dtype], "shape": list(part.size)}
+            entries[_key(part.name, box_of(part), bucket.dtype)] = {**entry, "data_offsets": [start, end]}
     encoded = json.dumps(entries).encode()
     encoded += b" " * (-len(encoded) % 8)
     header = len(encoded).to_bytes(8, "little") + encoded

@@ -168,7 +168,7 @@ class Waiting:
         self.end = time.monotonic() + session.deadline_seconds
 
     def call(self, connection: socket.socket, operation: Callable[[], T], what: str, peer: str) -> T:
-        """Return an operation's result; it is called again after a timeout, so it leaves nothing half done."""
+        """The operation's result; it is called again after a timeout, so it must leave nothing half done."""
         began = time.monotonic()
         connection.settimeout(_POLL_SECONDS)
         while True:
