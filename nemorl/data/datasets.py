@@ -362,10 +362,7 @@ class ArithmeticTasks(LazyTasks):
 
 
 def _draw(population: int, count: int, seed: int) -> list[int]:
-    """The first `count` numbers of a random order of `range(population)`.
-
-    A Fisher-Yates shuffle that keeps only the places it has moved; random.sample's order depends on `count`.
-    """
+    """First of a Fisher-Yates shuffle of `range(population)`; random.sample's order depends on `count`."""
     draws = random.Random(seed)
     moved: dict[int, int] = {}
     order = []

@@ -35,10 +35,7 @@ class SequencePlace:
 
 @dataclass(frozen=True)
 class ColumnShard:
-    """Rows of several lists, those of one data-parallel rank in the order in which it holds its sequences.
-
-    `stores` arrive as the lists themselves: the actor puts the values in place of the references.
-    """
+    """Rows of several lists in the order of a data-parallel rank; the actor resolves the references."""
 
     stores: tuple[Any, ...]  # each list once
     places: tuple[tuple[int, int], ...]  # [sequences of the rank] index of the store, row in it
@@ -240,10 +237,9 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def plan_micro_batches(
     lengths_per_rank: Sequence[Sequence[int]], max_tokens: int, fewest: int = 1
 ) -> list[list[list[int]]]:
-    """For each rank its micro-batches as places in its list; as many on every rank, none empty.
+    """For each rank its micro-batches as places in its list; none empty, as many on every rank for collectives.
 
-    Collectives over data-parallel ranks require equal counts. Raises ValueError when a sequence is too long,
-    or a rank holds fewer sequences than `fewest` or than another needs micro-batches.
+    Raises ValueError for a sequence that is too long, or a rank with too few sequences.
     """
     plans = [micro_batches(lengths, max_tokens) for lengths in lengths_per_rank]
     count = max(fewest, *map(len, plans))

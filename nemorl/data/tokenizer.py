@@ -23,10 +23,7 @@ class TokenizerError(NemorlError, ValueError):
 
 
 class Tokenizer:
-    """Text to token ids and back, and the chat template that goes with them.
-
-    `end_token_ids` end a turn: the tokenizer's, the model's and the chat template's.
-    """
+    """Text to token ids and back, and the chat template; any of `end_token_ids` ends a turn."""
 
     def __init__(self, backend: Any, name: str, end_token_ids: frozenset[int]) -> None:
         """`backend` is a transformers `PreTrainedTokenizerFast`; `name` says in errors where it came from."""
@@ -133,10 +130,7 @@ class Prompts:
     def after_turn(
         self, history: Messages, turn: Message, observation: Messages, last_token: int | None
     ) -> list[int]:
-        """The tokens between a turn of the policy and its next.
-
-        `history` precedes the turn; `last_token` is the last one sampled, None for an empty turn.
-        """
+        """Tokens between two turns of the policy; `last_token` was sampled last, None for an empty turn."""
         return self._tokenizer.encode("".join(m.content for m in observation))
 
 
@@ -155,10 +149,7 @@ class ChatPrompts(Prompts):
     def after_turn(
         self, history: Messages, turn: Message, observation: Messages, last_token: int | None
     ) -> list[int]:
-        """The template's end of the turn unless it was sampled, the observation, the header of the next turn.
-
-        Raises TemplateError when the template does not leave the turns before as they were.
-        """
+        """Raises TemplateError when the template does not leave the turns before as they were."""
         tokenizer, template = self._tokenizer, f"the chat template of {self._tokenizer.name}"
         # The complete conversation, rendered again, begins with what the policy saw and then says what it
         # said; but for white space, which templates trim and the kept tokens do not.

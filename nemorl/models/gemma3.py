@@ -1,7 +1,6 @@
 """Gemma 3, text (arXiv 2503.19786): norms around attention and MLP, five layers with a window to one without.
 
-The models of 4 B parameters and more come with an image encoder (`Gemma3ForConditionalGeneration`) and are
-not read.
+The models of 4 B parameters and more come with an image encoder and are not read.
 """
 
 from typing import Any

@@ -102,7 +102,6 @@ class HfConfig:
         return field, self.get(field, {})
 
     def rope_from(self, field: str, parameters: Mapping[str, Any]) -> Rope:
-        """The same from the object under `field`."""
         theta = float(parameters.get("rope_theta") or self.get("rope_theta", 10000.0))
         if parameters.get("partial_rotary_factor", 1) != 1:
             raise self.unsupported(f"{field}.partial_rotary_factor", "only 1 is supported")
@@ -184,10 +183,7 @@ def layer_types(config: HfConfig, *supported: str) -> list[str]:
 
 
 def layer_windows(config: HfConfig, every: int, default_window: int | None = None) -> tuple[int | None, ...]:
-    """How many tokens each layer sees, itself included; None for all.
-
-    By `layer_types` and `sliding_window`; without `layer_types`, every `every`-th layer sees all tokens.
-    """
+    """Tokens that each layer sees, None for all: by `layer_types`, or else all in every `every`-th layer."""
     kinds = layer_types(config, "full_attention", "sliding_attention")
     num_layers = config.integer("num_hidden_layers")
     if not kinds:

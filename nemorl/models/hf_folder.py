@@ -15,10 +15,7 @@ from .tensors import local_view
 
 
 class HfFolder:
-    """The safetensors of a folder: one file, or several with an index.
-
-    Raises `BrokenModelFolder` naming the file, and the tensor where there is one.
-    """
+    """The safetensors of a folder. Raises `BrokenModelFolder` naming the file, and the tensor if any."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

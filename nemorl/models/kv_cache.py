@@ -26,9 +26,8 @@ class KVCache:
     """Rows 0..n-1 for each layer; keys are as attention sees them, rotated, so that any family can use it."""
 
     def __init__(self, max_tokens: int, first: int = 0) -> None:
-        """`max_tokens`: rows times the longest; `first`: empty places before the first token of each."""
-        self._max_tokens = max_tokens
-        self._first = first
+        self._max_tokens = max_tokens  # rows times the longest
+        self._first = first  # empty places before the first token of each
         self.rows = self.length = 0  # sequences, and tokens of each, for which there is room
         # [values, rows, places, *], two values for keys and values; each is made when it is first written
         self._layers: dict[int, Tensor] = {}

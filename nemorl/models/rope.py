@@ -1,7 +1,4 @@
-"""Rotary position embeddings (Su et al., arXiv 2104.09864), in the halves convention of Hugging Face.
-
-One table serves trainer and engine, so that they cannot disagree about an angle.
-"""
+"""Rotary position embeddings (arXiv 2104.09864) in Hugging Face's halves, for trainer and engine."""
 
 import math
 

@@ -76,10 +76,7 @@ class BrokenChanges(ValueError):
 
 
 def decode(content: Tensor, itemsize: int) -> tuple[Tensor, Tensor]:
-    """Decode the output of `encode` ([bytes] uint8) to ascending positions and integer differences.
-
-    Raises BrokenChanges, also for bytes altered in transit: zlib has a checksum, and the numbers must agree.
-    """
+    """Ascending positions, integer differences. Raises BrokenChanges, also for bytes altered in transit."""
     encoded = content.cpu().numpy().tobytes()
     try:
         count, gap_bytes = _HEADER.unpack_from(encoded)

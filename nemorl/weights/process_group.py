@@ -122,8 +122,7 @@ class Group:
         self.connected.add(rank)
 
     def synchronize(self) -> None:
-        """NCCL's waits order streams only."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda":  # NCCL's waits order streams only
             torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
