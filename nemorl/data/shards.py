@@ -237,7 +237,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def plan_micro_batches(
     lengths_per_rank: Sequence[Sequence[int]], max_tokens: int, fewest: int = 1
 ) -> list[list[list[int]]]:
-    """For each rank its micro-batches as places in its list; none empty, as many on every rank for collectives.
+    """Micro-batches of each rank as places in its list; none empty, and as many on every rank.
 
     Raises ValueError for a sequence that is too long, or a rank with too few sequences.
     """
