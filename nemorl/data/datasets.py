@@ -334,9 +334,9 @@ class ArithmeticTasks(LazyTasks):
         self._base = 10**config.digits
         num_pairs = self._base**2
         if config.offset + config.size > num_pairs:
-            problem = f"offset {config.offset} and size {config.size} ask for more than the {num_pairs} pairs"
-            fix = f"of {config.digits} digits; lower them or raise `digits`"
-            raise DatasetError(f"arithmetic dataset: {problem} {fix}")
+            pairs = f"{num_pairs} pairs of {config.digits} digits"
+            problem = f"offset {config.offset} and size {config.size} ask for more than the {pairs}"
+            raise DatasetError(f"arithmetic dataset: {problem}; lower them or raise `digits`")
         self._pairs = _draw(num_pairs, config.offset + config.size, config.seed)[config.offset :]
 
     def _make(self, index: int) -> Task:
