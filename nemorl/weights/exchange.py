@@ -97,9 +97,7 @@ class SenderGroup(Protocol):
     """All policy ranks: each call reaches the `WeightSender` of every rank at once; results by rank."""
 
     async def describe(self) -> Sequence[SenderLayout]: ...
-
     async def prepare(self, parts: Sequence[Part]) -> None: ...
-
     async def send(self, session: RefitSession) -> Sequence[SendReport]: ...
 
 
@@ -107,13 +105,9 @@ class ReceiverGroup(Protocol):
     """All generation ranks: each call reaches the `WeightReceiver` of every rank at once; results by rank."""
 
     async def describe(self) -> Sequence[ReceiverLayout]: ...
-
     async def prepare(self, parts: Sequence[Part]) -> None: ...
-
     async def receive(self, session: RefitSession) -> Sequence[ReceiveReport]: ...
-
     async def commit(self, version: int) -> None: ...
-
     async def abandon(self) -> None: ...
 
 
@@ -247,9 +241,10 @@ def _compare(version: int, sent: Sequence[SendReport], received: Sequence[Receiv
     reports = enumerate(received)
     found = {(rank, name): value for rank, r in reports for name, value in r.fingerprints.items()}
     keys = sorted(expected.keys() | found.keys())
-    wrong = [
-        f"{key[1]} at generation rank {key[0]}" for key in keys if combine(expected[key]) != found.get(key)
-    ]
+    wrong = [key for key in keys if combine(expected[key]) != found.get(key)]
     if wrong:
-        reason = f"{len(wrong)} tensors did not arrive as they were sent, first {wrong[0]}"
+        rank, name = wrong[0]
+        reason = (
+            f"{len(wrong)} tensors did not arrive as they were sent, first {name} at generation rank {rank}"
+        )
         raise CorruptWeights(f"refit to version {version}: {reason}; generation keeps the version it had")
