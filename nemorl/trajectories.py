@@ -31,8 +31,6 @@ class Message:
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to do: a prompt, what is expected, and what rewards require."""
-
     index: int  # position in its dataset
     messages: tuple[Message, ...]  # the opening of the conversation, as the dataset has it
     answer: str | None = None
@@ -41,8 +39,6 @@ class Task:
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy did in one turn."""
-
     text: str  # decoded, without the end token
     tokens: Int32Array  # [n] as sampled, end token included
     stop: StopReason
@@ -66,7 +62,6 @@ class Environment(Protocol):
 
     async def step(self, action: Action) -> Step:
         """Act once; called until it answers `done` or the sequence is full."""
-        ...
 
     async def close(self) -> None:
         """Release what the environment holds; called once, also after an error."""
@@ -80,7 +75,6 @@ class EnvironmentFactory(Protocol):
 
     def create(self) -> Environment:
         """An environment for one trajectory."""
-        ...
 
     async def close(self) -> None:
         """Release what is shared; called once."""
@@ -145,7 +139,6 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """T: prompt, observations and sampled tokens."""
         return len(self.tokens)
 
     @property

@@ -49,7 +49,6 @@ CHOSEN = {
     "UpdateLoss": "PolicyLoss",
     "CandidateLoss": "",
     "TokenEstimator": "",
-    "SequenceMetric": "",
     "EnvironmentFactory": "SingleTurnFactory",
     "Environment": "SingleTurnEnvironment",
     "Prompts": "ChatPrompts",

@@ -1,8 +1,4 @@
-"""Datasets: a `data` section becomes a sequence of `Task`, or of examples to train on.
-
-Sources are generated sums, reasoning-gym, and JSON Lines files of prompts, conversations, preference pairs,
-labeled answers and labeled steps.
-"""
+"""Datasets: a `data` section becomes a sequence of `Task`, or of examples to train on."""
 
 import json
 import random
@@ -44,18 +40,14 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two continuations of an opening, of which one is better."""
-
     opening: Messages
     chosen: Messages
     rejected: Messages
-    margin: float = 0.0  # by how much
+    margin: float = 0.0  # by how much the chosen one is better
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """A continuation, good or not."""
-
     opening: Messages
     completion: Messages
     good: bool
@@ -63,19 +55,13 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Steps:
-    """A continuation in steps, each right or wrong, or the one as likely as its label says."""
-
     opening: Messages
     steps: tuple[str, ...]
-    labels: tuple[float, ...]  # 1 right, 0 wrong
+    labels: tuple[float, ...]  # probability that each is right
 
 
 def load_tasks(dataset: DatasetConfig, data: DataConfig) -> Sequence[Task]:
-    """The tasks of `data.train` or `data.validation`, with the prompt template and system prompt applied.
-
-    Of answers that are compared the chosen one is the task's; of a conversation its last. Raises
-    DatasetError.
-    """
+    """Tasks of a dataset; the answer is the chosen one or a conversation's last. Raises DatasetError."""
     known: list[tuple[Messages, str | None]]
     match dataset:
         case JsonlDataset():
@@ -110,10 +96,8 @@ def load_pairs(dataset: DatasetConfig, data: DataConfig) -> list[Pair]:
     """Pairs of a `preference` dataset or of sums. Raises DatasetError."""
     if isinstance(dataset, PreferenceDataset):
         return _read(dataset, data)
-    return [
-        Pair(task.messages, _says(answer), _says(other))
-        for task, answer, other in _sums(dataset, data, "pairs of answers")
-    ]
+    sums = _sums(dataset, data, "pairs of answers")
+    return [Pair(task.messages, _says(answer), _says(other)) for task, answer, other in sums]
 
 
 def load_feedback(dataset: DatasetConfig, data: DataConfig) -> list[Feedback]:
@@ -173,7 +157,7 @@ def file_errors(dataset: DatasetConfig, data: DataConfig, seconds: float = 30.0)
 
 
 def _read(dataset: FileDataset, data: DataConfig) -> list[Any]:
-    """All rows of a file. Raises DatasetError at the first wrong line, and for a file without rows."""
+    """Raises DatasetError at the first wrong line, and for a file without rows."""
     rows = []
     for row in _rows(dataset, data):
         if isinstance(row, DatasetError):
@@ -185,7 +169,7 @@ def _read(dataset: FileDataset, data: DataConfig) -> list[Any]:
 
 
 def _rows(dataset: FileDataset, data: DataConfig) -> Iterator[Any]:
-    """Rows of the lines that are not blank, or their errors. Raises DatasetError for an unreadable file."""
+    """The rows of a file, or their errors. Raises DatasetError for an unreadable file."""
     index = 0
     try:
         # Not str.splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
@@ -203,7 +187,6 @@ def _rows(dataset: FileDataset, data: DataConfig) -> Iterator[Any]:
 
 
 def _parse(index: int, line: str, dataset: FileDataset, data: DataConfig) -> Any:
-    """A Task, Dialogue, Pair, Feedback or Steps, by the kind of the dataset. Raises DatasetError."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -250,31 +233,26 @@ def _parse(index: int, line: str, dataset: FileDataset, data: DataConfig) -> Any
             prompt, steps, labels = fields.prompt(), fields.value("steps_key"), fields.value("labels_key")
             if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
                 raise DatasetError(f"key `{dataset.steps_key}`: expected a list of texts, not {steps!r}")
+            key = f"key `{dataset.labels_key}`"
             if not isinstance(labels, list) or len(labels) != len(steps) or not steps:
-                raise DatasetError(f"key `{dataset.labels_key}`: expected {len(steps)} labels, one per step")
+                raise DatasetError(f"{key}: expected {len(steps)} labels, one per step")
             for label in labels:
                 if not isinstance(label, int | float) or not 0 <= label <= 1:
-                    raise DatasetError(
-                        f"key `{dataset.labels_key}`: expected true, false or a number from 0 to 1, "
-                        f"not {label!r}"
-                    )
+                    raise DatasetError(f"{key}: expected true, false or a number from 0 to 1, not {label!r}")
             texts = tuple(step + dataset.separator for step in steps)
             return Steps(_opening(prompt, data), texts, tuple(map(float, labels)))
 
 
 class _Fields:
-    """The values of a row by the dataset's options, which name their keys. Raises DatasetError."""
-
     def __init__(self, row: Row, dataset: FileDataset) -> None:
         self._row, self._dataset = row, dataset
 
     def value(self, option: str) -> Any:
         key = getattr(self._dataset, option)
-        if key not in self._row:
-            raise DatasetError(
-                f"key `{key}` is missing; the keys are {sorted(self._row)} (option `data.*.{option}`)"
-            )
-        return self._row[key]
+        if key in self._row:
+            return self._row[key]
+        keys = f"the keys are {sorted(self._row)}"
+        raise DatasetError(f"key `{key}` is missing; {keys} (option `data.*.{option}`)")
 
     def checked(self, option: str, is_valid: Callable[[Any], bool], expected: str) -> Any:
         value = self.value(option)
@@ -287,11 +265,8 @@ class _Fields:
         return value if isinstance(value, str) else self.messages("prompt_key")
 
     def completion(self, option: str) -> Messages:
-        """A text, or messages that begin and end with the assistant's."""
-        value = self.value(option)
-        if isinstance(value, str):
-            return _says(value)
-        return _exchange(self.messages(option), getattr(self._dataset, option))
+        value, key = self.value(option), getattr(self._dataset, option)
+        return _says(value) if isinstance(value, str) else _exchange(self.messages(option), key)
 
     def messages(self, option: str) -> list[Message]:
         key = getattr(self._dataset, option)
@@ -306,12 +281,10 @@ class _Fields:
 
 
 def _exchange(messages: Sequence[Message], key: str) -> Messages:
-    """The messages, if the assistant begins and ends them. Raises DatasetError."""
     if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
         roles = ", ".join(message.role for message in messages) or "nothing"
-        raise DatasetError(
-            f"key `{key}`: the exchange must begin and end with an assistant's message, not {roles}"
-        )
+        rule = "the exchange must begin and end with an assistant's message"
+        raise DatasetError(f"key `{key}`: {rule}, not {roles}")
     return tuple(messages)
 
 
@@ -327,9 +300,7 @@ def _opening(prompt: str | Sequence[Message], data: DataConfig) -> Messages:
     if data.system_prompt is None:
         return tuple(messages)
     if messages[0].role == "system":
-        raise DatasetError(
-            "the prompt has a system message and `data.system_prompt` is set; keep one of them"
-        )
+        raise DatasetError("the prompt has a system message and `data.system_prompt` is set; keep one")
     return (Message("system", data.system_prompt), *messages)
 
 
@@ -337,8 +308,7 @@ class LazyTasks(Sequence[Task]):
     """A sequence whose tasks are made one by one, each a pure function of its index."""
 
     def __init__(self, size: int, data: DataConfig) -> None:
-        self._size = size
-        self._data = data
+        self._size, self._data = size, data
 
     def _make(self, index: int) -> Task:
         raise NotImplementedError
@@ -364,10 +334,9 @@ class ArithmeticTasks(LazyTasks):
         self._base = 10**config.digits
         num_pairs = self._base**2
         if config.offset + config.size > num_pairs:
-            raise DatasetError(
-                f"arithmetic dataset: offset {config.offset} and size {config.size} ask for more than the "
-                f"{num_pairs} pairs of {config.digits} digits; lower them or raise `digits`"
-            )
+            pairs = f"{num_pairs} pairs of {config.digits} digits"
+            problem = f"offset {config.offset} and size {config.size} ask for more than the {pairs}"
+            raise DatasetError(f"arithmetic dataset: {problem}; lower them or raise `digits`")
         self._pairs = _draw(num_pairs, config.offset + config.size, config.seed)[config.offset :]
 
     def _make(self, index: int) -> Task:
@@ -378,28 +347,22 @@ class ArithmeticTasks(LazyTasks):
         return Task(index, _opening(prompt, self._data), answer, {"prompt": prompt})
 
     def alternative(self, index: int) -> str:
-        """The answer that is not recorded: a slip if the recorded one is right, else the right one."""
+        """A slip if the recorded answer is right, else the right answer."""
         pair = self._pairs[index]
-        if self._error(pair):
-            return self._answer(pair, 0)
         slip = random.Random(f"{self._config.seed} {pair} slip").choice(self._config.slips)
-        return self._answer(pair, slip)
+        return self._answer(pair, 0 if self._error(pair) else slip)
 
     def _answer(self, pair: int, error: int) -> str:
         total = sum(divmod(pair, self._base)) + error
         return f"{total % (2 * self._base):0{self._config.digits + 1}d}"
 
     def _error(self, pair: int) -> int:
-        """By how much the recorded answer of a pair is off; always the same for the pair."""
         draw = random.Random(f"{self._config.seed} {pair}")
         return draw.choice(self._config.slips) if draw.random() < self._config.wrong_answers else 0
 
 
 def _draw(population: int, count: int, seed: int) -> list[int]:
-    """The first `count` numbers of a random order of `range(population)`.
-
-    A Fisher-Yates shuffle that keeps only the places it has moved; random.sample's order depends on `count`.
-    """
+    """First of a Fisher-Yates shuffle of `range(population)`; random.sample's order depends on `count`."""
     draws = random.Random(seed)
     moved: dict[int, int] = {}
     order = []
@@ -411,8 +374,6 @@ def _draw(population: int, count: int, seed: int) -> list[int]:
 
 
 class ReasoningGymTasks(LazyTasks):
-    """Tasks of a reasoning-gym dataset; the columns carry what its own scorer needs."""
-
     def __init__(self, config: ReasoningGymDataset, data: DataConfig) -> None:
         super().__init__(config.size, data)
         from reasoning_gym import create_dataset  # takes a second to import
@@ -421,16 +382,11 @@ class ReasoningGymTasks(LazyTasks):
         try:
             self._dataset = create_dataset(config.task, size=config.size, seed=config.seed, **config.options)
         except (ValueError, TypeError, AssertionError) as error:
-            raise DatasetError(
-                f"reasoning_gym dataset `{config.task}` with options {config.options}: {error}"
-            ) from error
+            what = f"reasoning_gym dataset `{config.task}` with options {config.options}"
+            raise DatasetError(f"{what}: {error}") from error
 
     def _make(self, index: int) -> Task:
         item = self._dataset[index]
-        columns = {
-            "question": item["question"],
-            "metadata": item["metadata"],
-            "reasoning_gym_task": self._config.task,
-            "reasoning_gym_options": self._config.options,
-        }
+        scorer = {"reasoning_gym_task": self._config.task, "reasoning_gym_options": self._config.options}
+        columns = {"question": item["question"], "metadata": item["metadata"], **scorer}
         return Task(index, _opening(item["question"], self._data), item["answer"], columns)

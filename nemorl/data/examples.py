@@ -1,7 +1,7 @@
 """Examples to train on: an opening and what should, or should not, follow it, as one sequence of tokens.
 
-Turns are joined exactly as in a rollout: each is encoded separately and closed by the token that ends a turn,
-and the chat template renders only what is between turns (`tokenizer.py`).
+Turns are joined exactly as in a rollout: each is encoded separately and closed by the end token, and the chat
+template renders only what is between turns.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,13 +20,11 @@ TrainOn = Literal["completion", "all"]
 
 
 class ExampleError(NemorlError, ValueError):
-    """Data that cannot be trained on; the message says why."""
+    """Data that cannot be trained on."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One sequence to train on, of `T` tokens."""
-
     tokens: Int32Array  # [T]
     loss_mask: BoolArray  # [T] True for tokens that are trained on
     labels: Float32Array | None = None  # [T] of steps: from 1, right, to -1, wrong, where the mask is True
@@ -41,7 +39,6 @@ class Example:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens before the first that is trained on."""
         return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.num_tokens
 
 
@@ -76,9 +73,8 @@ class Encoder:
         return _each(dialogues, lambda d: self.dialogue(d.opening, d.exchange, train_on))
 
     def pairs(self, pairs: Iterable[Pair]) -> list[tuple[Example, Example]]:
-        return _each(
-            pairs, lambda p: (self.dialogue(p.opening, p.chosen), self.dialogue(p.opening, p.rejected))
-        )
+        encode = self.dialogue
+        return _each(pairs, lambda p: (encode(p.opening, p.chosen), encode(p.opening, p.rejected)))
 
     def feedback(self, feedback: Iterable[Feedback]) -> list[Example]:
         return _each(feedback, lambda f: self.dialogue(f.opening, f.completion))
@@ -89,11 +85,7 @@ class Encoder:
     def dialogue(
         self, opening: Sequence[Message], exchange: Sequence[Message], train_on: TrainOn = "completion"
     ) -> Example:
-        """The opening and what follows: turns of the assistant, all trained on, and the replies to them.
-
-        `exchange` begins and ends with an assistant's message. Raises ExampleError for another one, an empty
-        opening or too many tokens, TemplateError for a template that cannot go turn by turn.
-        """
+        """Encode an exchange; the assistant's turns are trained on. Raises ExampleError or TemplateError."""
         roles = [message.role for message in exchange]
         if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
             raise ExampleError(f"the exchange must begin and end with an assistant's message, not {roles}")
@@ -114,13 +106,12 @@ class Encoder:
                 tokens += between
                 trained += [False] * len(between)
         self._check_length(len(tokens), trained.index(True))
-        mask = np.array(trained)
         if train_on == "all":
-            mask = np.arange(len(tokens)) >= 1  # the first token follows nothing, so it has no probability
-        return Example(np.array(tokens, dtype=np.int32), mask)
+            trained[1:] = [True] * (len(tokens) - 1)  # the first follows nothing, so it has no probability
+        return Example(np.array(tokens, dtype=np.int32), np.array(trained))
 
     def answer_in_steps(self, answer: Steps) -> Example:
-        """An answer in steps, each labeled at its last token with the probability that it is right."""
+        """An answer in steps, each labeled at its last token."""
         steps, labels = answer.steps, answer.labels
         if not steps or len(steps) != len(labels):
             raise ExampleError(f"there are {len(steps)} steps and {len(labels)} labels: label every step")
@@ -141,10 +132,9 @@ class Encoder:
 
     def _check_length(self, num_tokens: int, num_prompt: int) -> None:
         if num_tokens > self.max_length:
-            raise ExampleError(
-                f"there are {num_prompt} prompt and {num_tokens - num_prompt} answer tokens, more than "
-                f"{self.max_length}: raise `policy.max_sequence_length` or leave it out"
-            )
+            tokens = f"{num_prompt} prompt and {num_tokens - num_prompt} answer tokens"
+            fix = "raise `policy.max_sequence_length` or leave it out"
+            raise ExampleError(f"there are {tokens}, more than {self.max_length}: {fix}")
 
 
 def _each(found: Iterable[T], made_of: Callable[[T], Made]) -> list[Made]:

@@ -14,8 +14,7 @@ class LossOutput:
     """The loss of one micro-batch as a plain sum; summed over micro-batches and data-parallel ranks."""
 
     loss: Tensor  # scalar, float32, differentiable
-    # Metrics that add up over micro-batches and ranks (already weighted); detached scalars.
-    sums: dict[str, Tensor]
+    sums: dict[str, Tensor]  # metrics that add up over micro-batches and ranks; detached scalars
     maxima: dict[str, Tensor]  # metrics of which the largest counts; detached scalars
 
 
@@ -23,9 +22,7 @@ class Loss(Protocol):
     """A pure function of the batch and of what the model says about its tokens; picklable."""
 
     @property
-    def needs_entropy(self) -> bool:
-        """True if the entropies are to be computed, which costs a little in backward."""
-        ...
+    def needs_entropy(self) -> bool: ...
 
     def __call__(self, batch: PackedBatch, outputs: Tensor, entropy: Tensor | None, /) -> LossOutput:
         """`outputs` [N] and `entropy` [N], float32.
@@ -33,7 +30,6 @@ class Loss(Protocol):
         Outputs are logprobs; they and the entropy are of the distribution before each token, and 0 outside
         `loss_mask`. Of a scalar head they are the values after each token, and there is no entropy.
         """
-        ...
 
 
 @runtime_checkable
@@ -41,24 +37,15 @@ class UpdateLoss(Loss, Protocol):
     """A loss that looks at all of an optimizer step's sequences before it is asked about any micro-batch."""
 
     def prepared(self, batch: PackedBatch, over_ranks: Callable[[Tensor], Tensor], /) -> Loss:
-        """The loss of the micro-batches, of which `batch` is what this data-parallel rank has.
-
-        `over_ranks` lays values [n] of the data-parallel ranks, which all call it, end to end.
-        """
-        ...
+        """The loss of micro-batches of `batch`; `over_ranks` joins values [n] of all data-parallel ranks."""
 
 
 @runtime_checkable
 class CandidateLoss(Loss, Protocol):
-    """A loss that also uses other candidate tokens at each position.
-
-    It is called with logprobs [N, 1 + C]: of the token itself, and of its candidates. The entropy is always
-    there, and without gradient.
-    """
+    """A loss called with logprobs [N, 1 + C], of each token and of its candidates, and a detached entropy."""
 
     def candidates(self, batch: PackedBatch, /) -> Tensor:
         """[N, C] int64; outside the loss mask any."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,15 +62,9 @@ class TokenEstimator(Protocol):
 
     def __call__(self, batch: PackedBatch, sum_over_ranks: Callable[[Tensor], Tensor], /) -> TokenEstimate:
         """`sum_over_ranks` adds up a float64 tensor over the data-parallel ranks, which all call it."""
-        ...
 
 
-class SequenceMetric(Protocol):
-    """A pure function of a batch that gives a number for each sequence; picklable."""
-
-    def __call__(self, batch: PackedBatch, /) -> Tensor:
-        """[S]"""
-        ...
+SequenceMetric = Callable[[PackedBatch], Tensor]  # a number [S] for each sequence; pure and picklable
 
 
 @dataclass(frozen=True)
@@ -92,15 +73,15 @@ class LogprobStats:
 
     gap_mean: float  # mean of |trainer - engine|; 0 when the batch carries no engine's logprobs
     gap_max: float
-    num_tokens: int  # sampled tokens (of the loss mask)
+    num_tokens: int
 
 
 @dataclass(frozen=True)
 class ValueStats:
-    """A critic's values of the tokens of the loss mask, over the whole batch of the policy."""
+    """A critic's values of the tokens of the loss mask."""
 
     mean: float
-    num_tokens: int  # of the loss mask
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -113,8 +94,6 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class TrainStats:
-    """One optimizer step; equal on all ranks."""
-
     sums: dict[str, float]  # the loss's metrics, summed over the global batch
     maxima: dict[str, float]
     grad_norm: float  # before clipping

@@ -81,13 +81,8 @@ class PackedBatch:
 def with_turns(
     batch: PackedBatch, trajectories: Sequence[Trajectory], rewards: Sequence[tuple[float, ...]]
 ) -> PackedBatch:
-    """The batch of these trajectories with `turns` and `rewards`, which are given turn by turn.
-
-    A turn is rewarded at its last token; a turn without tokens, which has no number, at the last one before
-    it. A sequence that does not train has neither.
-    """
-    turns = torch.full((batch.num_tokens,), -1)
-    per_token = torch.zeros(batch.num_tokens)
+    """The batch with `turns` and `rewards`; a reward is at the turn's last token, or at the one before it."""
+    turns, per_token = torch.full((batch.num_tokens,), -1), torch.zeros(batch.num_tokens)
     borders = pairwise(batch.cu_seqlens.tolist())
     for (start, end), trajectory, by_turn in zip(borders, trajectories, rewards, strict=True):
         if not bool(batch.loss_mask[start:end].any()):
@@ -104,8 +99,6 @@ def with_turns(
 
 @dataclass(frozen=True)
 class Compared:
-    """One sequence among those that are trained on together."""
-
     unit: int  # sequences of one number go into one micro-batch
     label: float = 0.0  # 1 chosen or desirable, -1 rejected or not, 0 neither
     margin: float = 0.0  # by how much the better sequence of the unit is better
@@ -113,10 +106,6 @@ class Compared:
 
 
 def with_compared(batch: PackedBatch, compared: Sequence[Compared]) -> PackedBatch:
-    """The batch with what is known of its sequences [S] at each of their tokens.
-
-    A reference's sum is spread evenly over the trained tokens, since losses use sums and means only.
-    """
     batch = replace(batch, units=batch.spread([c.unit for c in compared], torch.int64))
     if batch.labels is None:  # else those of steps are kept
         batch = replace(batch, labels=batch.spread([c.label for c in compared]))
@@ -125,6 +114,7 @@ def with_compared(batch: PackedBatch, compared: Sequence[Compared]) -> PackedBat
     known = [c.reference for c in compared if c.reference is not None]
     if len(known) < len(compared):
         return batch
+    # a sum is spread evenly over the trained tokens, since losses use sums and means only
     trained = [max(int(mask.sum()), 1) for mask in batch.loss_mask.split(batch.lengths)]
     means = batch.spread([total / count for total, count in zip(known, trained, strict=True)])
     return replace(batch, reference_logprobs=means * batch.loss_mask)
@@ -141,61 +131,44 @@ Advantage = float | tuple[float, ...]
 def pack_trajectories(
     trajectories: Sequence[Trajectory], advantages: Sequence[Advantage], weights: Sequence[float]
 ) -> PackedBatch:
-    """Trajectories end to end, those of weight 0 as placeholders.
-
-    `weights` [S] hold for every sampled token of a sequence, `advantages` [S] for each or those of a turn.
-    """
+    """Trajectories end to end, those of weight 0 as placeholders; `weights` [S] are of each sampled token."""
     # Sequences and weights of different number are refused by `_pack`.
-    trajectories = [
-        t if t.error is None and weight > 0 else _placeholder(t)
-        for t, weight in zip(trajectories, weights, strict=False)
-    ]
+    weighted = zip(trajectories, weights, strict=False)
+    trajectories = [t if t.error is None and weight > 0 else _placeholder(t) for t, weight in weighted]
     batch = _pack([t.tokens for t in trajectories], [t.loss_mask for t in trajectories], weights)
-    spread = torch.cat([_per_token(t, a) for t, a in zip(trajectories, advantages, strict=True)])
-    return replace(
-        batch,
-        advantages=spread * batch.loss_mask,
-        logprobs=_flat([t.logprobs for t in trajectories], np.float32),
-        routed_experts=_routed_experts(trajectories),
-    )
+    spread = torch.zeros(batch.num_tokens)
+    for part, trajectory, advantage in zip(
+        spread.split(batch.lengths), trajectories, advantages, strict=True
+    ):
+        if not isinstance(advantage, tuple):
+            part.fill_(advantage)
+            continue
+        for turn, value in zip(trajectory.turns, advantage, strict=True):
+            part[turn.start : turn.end] = value
+    logprobs = _flat([t.logprobs for t in trajectories], np.float32)
+    experts = _routed_experts(trajectories)
+    return replace(batch, advantages=spread * batch.loss_mask, logprobs=logprobs, routed_experts=experts)
 
 
 def with_likelihood(batch: PackedBatch, weights: Sequence[float]) -> PackedBatch:
-    """The batch with `likelihood_weights`: `weights` [S] hold for every trained token of a sequence."""
     return replace(batch, likelihood_weights=batch.spread(weights) * batch.loss_mask)
-
-
-def _per_token(trajectory: Trajectory, advantage: Advantage) -> Tensor:
-    if not isinstance(advantage, tuple):
-        return torch.full((trajectory.num_tokens,), advantage, dtype=torch.float32)
-    spread = torch.zeros(trajectory.num_tokens)
-    for turn, value in zip(trajectory.turns, advantage, strict=True):
-        spread[turn.start : turn.end] = value
-    return spread
 
 
 def _routed_experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
     """[N, layers, experts of a token] where any trajectory has them; -1 for those that do not."""
-    known = next((t.routed_experts for t in trajectories if t.routed_experts is not None), None)
-    if known is None:
+    known = [t.routed_experts for t in trajectories if t.routed_experts is not None]
+    if not known:
         return None
-    unknown = np.full((1, *known.shape[1:]), -1, dtype=np.int16)
-    parts = [
-        np.repeat(unknown, t.num_tokens, 0) if t.routed_experts is None else t.routed_experts
-        for t in trajectories
-    ]
-    return torch.from_numpy(np.concatenate(parts))
+    unknown = np.full((1, *known[0].shape[1:]), -1, dtype=np.int16)
+    found = ((t.num_tokens, t.routed_experts) for t in trajectories)
+    return _flat([unknown.repeat(n, 0) if experts is None else experts for n, experts in found], np.int16)
 
 
 def _placeholder(failed: Trajectory) -> Trajectory:
+    ints = np.zeros(PLACEHOLDER_TOKENS, dtype=np.int32)
+    mask, floats = ints.astype(np.bool_), ints.astype(np.float32)
     return replace(
-        failed,
-        tokens=np.zeros(PLACEHOLDER_TOKENS, dtype=np.int32),
-        loss_mask=np.zeros(PLACEHOLDER_TOKENS, dtype=np.bool_),
-        logprobs=np.zeros(PLACEHOLDER_TOKENS, dtype=np.float32),
-        versions=np.full(PLACEHOLDER_TOKENS, -1, dtype=np.int32),
-        turns=(),
-        routed_experts=None,
+        failed, tokens=ints, loss_mask=mask, logprobs=floats, versions=ints - 1, turns=(), routed_experts=None
     )
 
 
@@ -218,13 +191,9 @@ def _pack(tokens: Sequence[Int32Array], masks: Sequence[BoolArray], weights: Seq
     lengths = [len(sequence) for sequence in tokens]
     loss_mask = _flat(masks, np.bool_)  # [N]
     per_token = torch.tensor(weights, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
-    return PackedBatch(
-        tokens=_flat(tokens, np.int64),
-        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        loss_mask=loss_mask,
-        weights=per_token * loss_mask,
-    )
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return PackedBatch(_flat(tokens, np.int64), starts, positions, loss_mask, per_token * loss_mask)
 
 
 def _flat(arrays: Sequence[NDArray[np.generic]], dtype: type[np.generic]) -> Tensor:

@@ -1,8 +1,7 @@
 """Distribution of a batch over the data-parallel ranks of a model, and into micro-batches on each rank.
 
-Pure functions of lengths in tokens, and of references: the driver plans, workers get indices and fetch their
-sequences. What is planned is a unit: one sequence, or several that a loss compares and that share a
-micro-batch. A field goes from one model to another, whose layout is another, by sequence and not through the
+The driver plans with lengths and references only; workers fetch their sequences. A unit is one sequence, or
+several that a loss compares and that share a micro-batch. A field goes to a model of another layout past the
 driver: each data-parallel rank of the one stores a list of arrays, and a rank of the other reads its own.
 """
 
@@ -24,10 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SequencePlace:
-    """One sequence: a reference to a list, and the row in it."""
-
     store: Any  # reference to a list of trajectories or examples
-    row: int
+    row: int  # in that list
     num_tokens: int
     advantage: Advantage = 0.0
     weight: float = 0.0  # of each of its trained tokens, see algorithms/objective.py; 0 trains nothing
@@ -38,23 +35,17 @@ class SequencePlace:
 
 @dataclass(frozen=True)
 class ColumnShard:
-    """Rows of several lists, those of one data-parallel rank in the order in which it holds its sequences.
-
-    `stores` arrive as the lists themselves: the actor puts the values in place of the references.
-    """
+    """Rows of several lists in the order of a data-parallel rank; the actor resolves the references."""
 
     stores: tuple[Any, ...]  # each list once
     places: tuple[tuple[int, int], ...]  # [sequences of the rank] index of the store, row in it
 
     def rows(self) -> list[Any]:
-        """Return the rows, once the references are resolved: arrays, trajectories or examples."""
         return [self.stores[store][row] for store, row in self.places]
 
 
 @dataclass(frozen=True)
 class Shard(ColumnShard):
-    """The sequences of one data-parallel rank."""
-
     advantages: tuple[Advantage, ...]  # [S]
     weights: tuple[float, ...]  # [S]
     likelihood: tuple[float, ...] | None = None  # [S]
@@ -63,7 +54,6 @@ class Shard(ColumnShard):
 
 
 Field = Literal["old_logprobs", "reference_logprobs", "values", "returns", "top_ids", "top_logprobs"]
-
 TokenArray = Float32Array | Int32Array
 
 
@@ -103,7 +93,6 @@ class BatchPlan:
         ]
 
     def column(self, stores: Sequence[Any]) -> Column:
-        """The field that the data-parallel ranks have stored, each for the sequences that it holds."""
         rows = [zip(repeat(store), range(len(held))) for store, held in zip(stores, self.ranks, strict=True)]
         return Column(tuple(self.in_order(rows)))
 
@@ -116,10 +105,10 @@ class BatchPlan:
         return [by_place[place] for place in range(len(by_place))]
 
     def packing_metrics(self) -> dict[str, float]:
-        """Return the balance of the plan's work, and the fill and number of a rank's micro-batches.
+        """Balance of the work, and fill and number of a rank's micro-batches.
 
-        `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all; over several
-        minibatches both are summed, since ranks wait for one another at each.
+        `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all, both summed
+        over the minibatches, since ranks wait for one another at each.
         """
         most, mean = 0.0, 0.0
         for minibatch in self.minibatches:
@@ -130,15 +119,11 @@ class BatchPlan:
             most += max(costs)
             mean += sum(costs) / len(costs)
         count = sum(len(minibatch[0]) for minibatch in self.minibatches)
-        return {
-            "packing/imbalance": most / mean,
-            "packing/fill": sum(self.lengths) / (count * len(self.ranks) * self.max_tokens),
-            "packing/micro_batches": float(count),
-        }
+        fill = sum(self.lengths) / (count * len(self.ranks) * self.max_tokens)
+        return {"packing/imbalance": most / mean, "packing/fill": fill, "packing/micro_batches": float(count)}
 
 
 def _by_store(rows: Sequence[tuple[Any, int]]) -> tuple[tuple[Any, ...], tuple[tuple[int, int], ...]]:
-    """The stores of these rows, each once, and for each row the index of its store and its place in it."""
     index = {store: number for number, store in enumerate(dict.fromkeys(store for store, _ in rows))}
     return tuple(index), tuple((index[store], row) for store, row in rows)
 
@@ -151,11 +136,7 @@ def _all_or_none(of_sequences: Sequence[T | None], what: str) -> tuple[T, ...] |
 
 
 def sequence_cost(length: int, hidden_size: int) -> int:
-    """Relative time of a sequence of `length` tokens in a decoder.
-
-    Per layer the matrices take about 24·h² operations a token and causal attention 2·h·length a token;
-    divided by 2·h that is 12·h·length + length².
-    """
+    """Relative time: per layer and token matrices take 24·h² operations and causal attention 2·h·length."""
     return length * (12 * hidden_size + length)
 
 
@@ -170,10 +151,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Lay a batch of sequences of `lengths` tokens over ranks, minibatches and micro-batches.
 
-    Minibatches take equal runs of the batch in its order, so that whole groups stay together; each is then
-    balanced over the ranks by cost. `fewest` is how many micro-batches a minibatch has at least. Neighbors
-    with the same number in `units` stay together. Raises ValueError when the counts do not divide, or a unit
-    is longer than `max_tokens`.
+    Minibatches take equal runs of the batch, so that groups stay together; each is balanced over the ranks by
+    cost and has at least `fewest` micro-batches. Neighbors of one number in `units` stay together. Raises
+    ValueError when the counts do not divide, or a unit is longer than `max_tokens`.
     """
     numbers = range(len(lengths)) if units is None else units
     members = [list(run) for _, run in groupby(range(len(lengths)), key=numbers.__getitem__)]
@@ -202,8 +182,7 @@ def plan_batch(
 def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Indices for each rank: counts differ by at most one, sums of cost nearly equal.
 
-    Balanced largest differencing (Michiels, Korst, Aarts, van Leeuwen 2003, "Performance ratios for the
-    differencing method applied to the balanced number partitioning problem"): sequences sorted by cost are
+    Balanced largest differencing (Michiels, Korst, Aarts, van Leeuwen 2003): sequences sorted by cost are
     dealt in rounds, one to a rank; the two rounds of largest spread are joined, heavy with light, until one
     is left.
     """
@@ -242,10 +221,9 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
         if length > max_tokens:
-            raise ValueError(
-                f"sequence {index} has {length} tokens, a micro-batch takes {max_tokens}: raise "
-                "`policy.micro_batch_tokens` or lower `policy.max_sequence_length`"
-            )
+            problem = f"sequence {index} has {length} tokens, a micro-batch takes {max_tokens}"
+            fix = "raise `policy.micro_batch_tokens` or lower `policy.max_sequence_length`"
+            raise ValueError(f"{problem}: {fix}")
         place = next((g for g, free in enumerate(room) if free >= length), None)
         if place is None:
             groups.append([index])
@@ -259,18 +237,16 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def plan_micro_batches(
     lengths_per_rank: Sequence[Sequence[int]], max_tokens: int, fewest: int = 1
 ) -> list[list[list[int]]]:
-    """For each rank its micro-batches as places in its list; as many on every rank, none empty.
+    """Micro-batches of each rank as places in its list; none empty, and as many on every rank.
 
-    Equal counts are what collectives over data-parallel ranks need. Raises ValueError when a sequence is too
-    long, or a rank holds fewer sequences than `fewest`, or than another needs micro-batches.
+    Raises ValueError for a sequence that is too long, or a rank with too few sequences.
     """
     plans = [micro_batches(lengths, max_tokens) for lengths in lengths_per_rank]
-    count = max(fewest, *(len(plan) for plan in plans))
+    count = max(fewest, *map(len, plans))
+    interleaved = count == fewest > 1
+    why = f"{count} interleaved stages require as many" if interleaved else f"another rank needs {count}"
     for rank, (plan, lengths) in enumerate(zip(plans, lengths_per_rank, strict=True)):
         if len(lengths) < count:
-            why = f"another rank needs {count}"
-            if count == fewest > 1:
-                why = f"{count} interleaved stages require as many"
             raise ValueError(
                 f"data-parallel rank {rank} has {len(lengths)} sequences, but {why} micro-batches: make the "
                 "number of sequences a larger multiple of the data-parallel size"
@@ -289,21 +265,14 @@ def plan_sequences(
     num_ranks: int,
     num_minibatches: int,
 ) -> BatchPlan:
-    """Plan a batch for a model of this config; sequences that are compared stay together."""
     layout = config.layout
-    return plan_batch(
-        [s.num_tokens for s in sequences],
-        num_ranks,
-        num_minibatches,
-        config.micro_batch_tokens,
-        hidden_size,
-        fewest=layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size > 1 else 1,
-        units=[-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)],
-    )
+    fewest = layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size > 1 else 1
+    units = [-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)]
+    lengths, max_tokens = [s.num_tokens for s in sequences], config.micro_batch_tokens
+    return plan_batch(lengths, num_ranks, num_minibatches, max_tokens, hidden_size, fewest, units)
 
 
 def rows_of(batch: PackedBatch, field: Field) -> list[TokenArray]:
-    """A field of a batch as an array for each sequence, [T] or [T, k]."""
     values: torch.Tensor | None = getattr(batch, field)
     if values is None:
         raise RuntimeError(f"the batch has no {field}: they are computed before they are shared")
@@ -311,14 +280,10 @@ def rows_of(batch: PackedBatch, field: Field) -> list[TokenArray]:
 
 
 def with_rows(batch: PackedBatch, field: Field, rows: Sequence[TokenArray]) -> PackedBatch:
-    """The batch with a field from an array for each sequence.
-
-    Raises ValueError where these are of other sequences: their lengths differ.
-    """
+    """The batch with a field from an array for each sequence. Raises ValueError for other lengths."""
     lengths = [len(row) for row in rows]
     if lengths != batch.lengths:
-        raise ValueError(
-            f"the {field} are of sequences of {lengths} tokens, and those of the batch have {batch.lengths}"
-        )
+        there = f"those of the batch have {batch.lengths}"
+        raise ValueError(f"the {field} are of sequences of {lengths} tokens, and {there}")
     values = torch.cat([torch.from_numpy(row.copy()) for row in rows])
     return replace(batch, **{field: values})

@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template, loaded without torch, and conversations as tokens turn by turn.
 
-What was sampled stays as it was sampled. The chat template is used only for what surrounds a turn: it renders
-the conversation with a placeholder in the turn's place, and the text after that is what it adds.
+Sampled tokens stay. The chat template gives only what surrounds a turn: it renders the conversation with a
+placeholder in the turn's place, and the text after that is what it adds.
 """
 
 import json
@@ -14,6 +14,8 @@ from nemorl.trajectories import Message
 
 # Survives every template unchanged: no whitespace at its ends, no mark-up, no words of a chat format.
 PLACEHOLDER = "nemorl-turn-placeholder"
+Messages = Sequence[Message]
+Objects = Sequence[Mapping[str, Any]]
 
 
 class TokenizerError(NemorlError, ValueError):
@@ -21,23 +23,15 @@ class TokenizerError(NemorlError, ValueError):
 
 
 class Tokenizer:
-    """Text to token ids and back, and the chat template that goes with them.
-
-    `end_token_ids` end a turn: the tokenizer's, the model's and the chat template's.
-    """
+    """Text to token ids and back, and the chat template; any of `end_token_ids` ends a turn."""
 
     def __init__(self, backend: Any, name: str, end_token_ids: frozenset[int]) -> None:
         """`backend` is a transformers `PreTrainedTokenizerFast`; `name` says in errors where it came from."""
-        self._backend = backend
-        self.name = name
-        self.template_end_token_id = self._template_end() if self.has_chat_template else None
+        self._backend, self.name = backend, name
+        self.template_end_token_id = self._template_end() if self.chat_template else None
         self.end_token_ids = end_token_ids
         if self.template_end_token_id is not None:
             self.end_token_ids |= {self.template_end_token_id}
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._backend.chat_template)
 
     @property
     def chat_template(self) -> str:
@@ -66,50 +60,36 @@ class Tokenizer:
             raise TokenizerError(f"the tokenizer {self.name} cannot encode the text: {error}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The exact text of the tokens, special ones included."""
         exact = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._backend.decode(tokens, **exact))
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """The conversation as the chat template writes it. Raises TokenizerError with its complaint."""
+    def render(self, messages: Messages, add_generation_prompt: bool) -> str:
         plain = [{"role": m.role, "content": m.content} for m in messages]
         return self.render_chat(plain, None, add_generation_prompt)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-    ) -> str:
-        """`render` for messages with all that templates know: tool calls, names, and the tools themselves."""
+    def render_chat(self, messages: Objects, tools: Objects | None, add_generation_prompt: bool) -> str:
+        """The conversation as the template writes it. Raises TokenizerError with its complaint."""
         import jinja2
 
-        if not self.has_chat_template:
-            raise TokenizerError(
-                f"the tokenizer {self.name} has no chat template: name one in "
-                "`policy.tokenizer.chat_template`, or set `data.chat: false` for plain text"
-            )
+        if not self.chat_template:
+            fix = "name one in `policy.tokenizer.chat_template`, or set `data.chat: false` for plain text"
+            raise TokenizerError(f"the tokenizer {self.name} has no chat template: {fix}")
         try:
             options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
             return str(self._backend.apply_chat_template(list(messages), **options))
         except jinja2.TemplateError as error:
-            roles = ", ".join(m["role"] for m in messages)
-            raise TokenizerError(
-                f"the chat template of {self.name} refuses a conversation of {roles}: {error}"
-            ) from error
+            problem = f"refuses a conversation of {', '.join(m['role'] for m in messages)}"
+            raise TokenizerError(f"the chat template of {self.name} {problem}: {error}") from error
 
     def _template_end(self) -> int | None:
-        """The special token that the template puts right after an assistant's message, if it does."""
+        """The special token right after an assistant's message, if there is one."""
         turn = (Message("user", "x"), Message("assistant", PLACEHOLDER))
         rest = self.encode(self.render(turn, add_generation_prompt=False).rpartition(PLACEHOLDER)[2])
         return rest[0] if rest and rest[0] in self._backend.added_tokens_decoder else None
 
 
 def load_tokenizer(policy: PolicyConfig) -> Tokenizer:
-    """The tokenizer of `policy`, with the chat template that replaces its own if one is named.
-
-    Raises TokenizerError naming the file that is missing or unreadable.
-    """
+    """The tokenizer of `policy`. Raises TokenizerError for a missing or unreadable file."""
     # Not AutoTokenizer: its import takes two seconds more, and it may rebuild what tokenizer.json says.
     from transformers import PreTrainedTokenizerFast
 
@@ -131,7 +111,7 @@ def load_tokenizer(policy: PolicyConfig) -> Tokenizer:
 
 
 class TemplateError(TokenizerError):
-    """A chat template that cannot be applied turn by turn; the message names the template."""
+    """A chat template that cannot be applied turn by turn."""
 
 
 class Prompts:
@@ -144,20 +124,13 @@ class Prompts:
     def end_token_id(self) -> int:
         return self._tokenizer.eos_token_id
 
-    def open(self, messages: Sequence[Message]) -> list[int]:
+    def open(self, messages: Messages) -> list[int]:
         return self._tokenizer.encode_document("".join(m.content for m in messages))
 
     def after_turn(
-        self,
-        history: Sequence[Message],
-        turn: Message,
-        observation: Sequence[Message],
-        last_token: int | None,
+        self, history: Messages, turn: Message, observation: Messages, last_token: int | None
     ) -> list[int]:
-        """The tokens between a turn of the policy and its next.
-
-        `history` precedes the turn; `last_token` is the last one sampled, None for an empty turn.
-        """
+        """Tokens between two turns of the policy; `last_token` was sampled last, None for an empty turn."""
         return self._tokenizer.encode("".join(m.content for m in observation))
 
 
@@ -170,40 +143,31 @@ class ChatPrompts(Prompts):
         template_end = self._tokenizer.template_end_token_id
         return self._tokenizer.eos_token_id if template_end is None else template_end
 
-    def open(self, messages: Sequence[Message]) -> list[int]:
+    def open(self, messages: Messages) -> list[int]:
         return self._tokenizer.encode(self._tokenizer.render(messages, add_generation_prompt=True))
 
     def after_turn(
-        self,
-        history: Sequence[Message],
-        turn: Message,
-        observation: Sequence[Message],
-        last_token: int | None,
+        self, history: Messages, turn: Message, observation: Messages, last_token: int | None
     ) -> list[int]:
-        """The template's end of the turn unless it was sampled, the observation, the header of the next turn.
-
-        Raises TemplateError when the template does not leave the turns before as they were.
-        """
+        """Raises TemplateError when the template does not leave the turns before as they were."""
+        tokenizer, template = self._tokenizer, f"the chat template of {self._tokenizer.name}"
         # The complete conversation, rendered again, begins with what the policy saw and then says what it
         # said; but for white space, which templates trim and the kept tokens do not.
-        before = self._tokenizer.render(history, add_generation_prompt=True)
-        after = self._tokenizer.render([*history, turn, *observation], add_generation_prompt=True)
+        before = tokenizer.render(history, add_generation_prompt=True)
+        after = tokenizer.render([*history, turn, *observation], add_generation_prompt=True)
         said, kept = ("".join(text.split()) for text in (turn.content, after[len(before) :]))
         if not after.startswith(before) or not kept.startswith(said):
+            problem = "rewrites earlier turns (many drop a turn's reasoning when the next message comes)"
             raise TemplateError(
-                f"the chat template of {self._tokenizer.name} rewrites earlier turns (many drop a turn's "
-                "reasoning when the next message comes), so the policy would be trained on a conversation "
-                "it never had: give a template that keeps them in `policy.tokenizer.chat_template`"
+                f"{template} {problem}, so the policy would be trained on a conversation it never had: give "
+                "a template that keeps them in `policy.tokenizer.chat_template`"
             )
         replaced = [*history, Message("assistant", PLACEHOLDER), *observation]
-        rendered = self._tokenizer.render(replaced, add_generation_prompt=True)
+        rendered = tokenizer.render(replaced, add_generation_prompt=True)
         if rendered.count(PLACEHOLDER) != 1:
-            raise TemplateError(
-                f"the chat template of {self._tokenizer.name} does not write an assistant's message exactly "
-                "once, so a conversation of several turns cannot be kept token-exact"
-            )
-        tokens = self._tokenizer.encode(rendered.partition(PLACEHOLDER)[2])
-        ends = self._tokenizer.end_token_ids
+            problem = f"{template} does not write an assistant's message exactly once"
+            raise TemplateError(f"{problem}, so a conversation of several turns cannot be kept token-exact")
+        tokens, ends = tokenizer.encode(rendered.partition(PLACEHOLDER)[2]), tokenizer.end_token_ids
         # A model may end its turn with another end token than the template's; one end is enough either way.
         return tokens[1:] if last_token in ends and tokens[:1] and tokens[0] in ends else tokens
 

@@ -6,7 +6,7 @@ A matrix W [out, in] of the HF checkpoint gets A [rank, in] and B [out, rank], a
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from nemorl.config.policy import LoraConfig, Projection
 
@@ -26,12 +26,12 @@ def adaptable_projections(shape: ModelShape) -> tuple[str, ...]:
 
 
 def adapted_projections(shape: ModelShape, lora: LoraConfig) -> tuple[str, ...]:
-    there = adaptable_projections(shape)
-    return tuple(name for name in there if name in lora.targets or "all-linear" in lora.targets)
+    possible, targets = adaptable_projections(shape), lora.targets
+    return possible if "all-linear" in targets else tuple(name for name in possible if name in targets)
 
 
 def adapter_tensors(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """PEFT's names of all adapters' matrices, and their shapes."""
+    """PEFT's names and shapes of all adapters' matrices."""
     return tensors_of(*_rules_and_shape(shape, lora))
 
 
@@ -40,8 +40,7 @@ def adapter_slices(shape: ModelShape, lora: LoraConfig, rank: PolicyRank) -> lis
     return slices_of(*_rules_and_shape(shape, lora), rank)
 
 
-@dataclass(frozen=True)
-class AdapterNames:
+class AdapterNames(NamedTuple):
     a: str
     b: str
 
@@ -60,16 +59,12 @@ def adapter_params(param: str, matrix: str) -> AdapterNames:
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """The weights of a model that are trained, and so are in its checkpoints: all but buffers, or adapters.
-
-    A scalar head learns with the adapters: it has not been trained before.
-    """
+    """The weights that are trained and in checkpoints: all but buffers, or adapters and a new scalar head."""
 
     shape: ModelShape
     lora: LoraConfig | None = None
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names (Hugging Face's, and PEFT's for adapters) and shapes of the whole tensors."""
         return tensors_of(*self._rules_and_shape())
 
     def slices(self, rank: PolicyRank) -> list[TensorSlice]:

@@ -1,7 +1,6 @@
 """DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, and experts chosen by groups and a bias.
 
-The layers that predict further tokens (`num_nextn_predict_layers`, arXiv 2412.19437) are no part
-of the policy: their tensors are left on disk.
+The layers that predict further tokens (`num_nextn_predict_layers`) are no part of the policy.
 """
 
 import math
@@ -43,35 +42,18 @@ def _weights(shape: ModelShape) -> tuple[WeightRule, ...]:
 
 
 def _read(config: HfConfig) -> ModelShape:
-    config.require(
-        hidden_act="silu",
-        attention_bias=False,
-        rope_interleave=True,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        norm_topk_prob=True,
-        moe_layer_freq=1,
-    )
-    mla = MlaShape(
-        query_rank=config.fields.get("q_lora_rank", 1536),
-        key_value_rank=config.get("kv_lora_rank", 512),
-        head_dim=config.get("qk_nope_head_dim", 128),
-        rotary_dim=config.get("qk_rope_head_dim", 64),
-        value_dim=config.get("v_head_dim", 128),
-    )
-    head_dim = mla.head_dim + mla.rotary_dim
+    config.require(hidden_act="silu", attention_bias=False, rope_interleave=True, scoring_func="sigmoid")
+    config.require(topk_method="noaux_tc", norm_topk_prob=True, moe_layer_freq=1)
+    query_rank, key_value_rank = config.fields.get("q_lora_rank", 1536), config.get("kv_lora_rank", 512)
+    unrotated, rotary_dim = config.get("qk_nope_head_dim", 128), config.get("qk_rope_head_dim", 64)
+    mla = MlaShape(query_rank, key_value_rank, unrotated, rotary_dim, config.get("v_head_dim", 128))
+    head_dim = unrotated + rotary_dim
     # 1 / sqrt(head_dim), and YaRN's sharpening of all channels where `mscale_all_dim` says so
     _, rope = config.rope_fields()
     amount = rope.get("mscale_all_dim")
     sharpening = yarn_sharpening(float(rope["factor"]), amount) if config.rope().scaling and amount else 1.0
-    return decoder_shape(
-        config,
-        "deepseek_v3",
-        head_dim=head_dim,
-        softmax_scale=sharpening**2 / math.sqrt(head_dim),
-        mla=mla,
-        moe=_moe(config),
-    )
+    scale, moe = sharpening**2 / math.sqrt(head_dim), _moe(config)
+    return decoder_shape(config, "deepseek_v3", head_dim=head_dim, softmax_scale=scale, mla=mla, moe=moe)
 
 
 def _moe(config: HfConfig) -> MoeShape:

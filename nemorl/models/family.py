@@ -1,7 +1,6 @@
 """Declarations of a model family: how its config.json is read, and where its weights go.
 
-Everything that follows from a family (Megatron's arguments, the slices of a rank, the tensors of a folder) is
-computed from these declarations, so that a new one is one short file; docs/families.md shows how.
+Everything else about a family is computed from these, so that a new one is a short file (docs/families.md).
 """
 
 import math
@@ -63,7 +62,6 @@ class HfTensor:
         return tuple(dim for dims in self.dims for dim in _as_tuple(dims))
 
     def stored_shape(self, shape: ModelShape) -> tuple[int, ...]:
-        """The extents on disk."""
         return tuple(math.prod(map(shape.extent, _as_tuple(dims))) for dims in self.dims)
 
 
@@ -83,7 +81,6 @@ class WeightRule:
 def layer_tensor(
     name: str, *dims: Dim | tuple[Dim, ...], part: int | None = None, transposed: bool = False
 ) -> HfTensor:
-    """A tensor of every layer, by its name within the layer."""
     return HfTensor("model.layers.{layer}." + name, dims, part, transposed)
 
 
@@ -95,7 +92,6 @@ def layer_rule(
     experts: bool = False,
     learns: bool = True,
 ) -> WeightRule:
-    """A rule of every layer, by the parameter's name within the layer."""
     name = "decoder.layers.{layer}." + param
     return WeightRule(name, tensors, split, layers=layers, experts=experts, learns=learns)
 

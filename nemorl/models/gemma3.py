@@ -1,7 +1,6 @@
 """Gemma 3, text (arXiv 2503.19786): norms around attention and MLP, five layers with a window to one without.
 
-The models of 4 B parameters and more come with an image encoder (`Gemma3ForConditionalGeneration`) and are
-not read.
+The models of 4 B parameters and more come with an image encoder and are not read.
 """
 
 from typing import Any
@@ -26,20 +25,14 @@ _WEIGHTS = (
 
 
 def _read(config: HfConfig) -> ModelShape:
-    config.require(
-        hidden_activation="gelu_pytorch_tanh",
-        attention_bias=False,
-        attn_logit_softcapping=None,
-        final_logit_softcapping=None,
-    )
+    config.require(hidden_activation="gelu_pytorch_tanh", attention_bias=False)
+    config.require(attn_logit_softcapping=None, final_logit_softcapping=None)
     if config.get("use_bidirectional_attention", False):
         raise config.unsupported("use_bidirectional_attention", "a policy looks at earlier tokens only")
     parameters: dict[str, Any] = config.get("rope_parameters", {})
     if "full_attention" in parameters:  # since transformers 5
-        rope, local_rope = (
-            config.rope_from(f"rope_parameters.{kind}", parameters[kind])
-            for kind in ("full_attention", "sliding_attention")
-        )
+        rope = config.rope_from("rope_parameters.full_attention", parameters["full_attention"])
+        local_rope = config.rope_from("rope_parameters.sliding_attention", parameters["sliding_attention"])
     else:
         scaled = {"rope_theta": config.get("rope_theta", 1e6), **config.get("rope_scaling", {})}
         rope = config.rope_from("rope_scaling", scaled)
@@ -61,10 +54,5 @@ def _read(config: HfConfig) -> ModelShape:
     )
 
 
-GEMMA3 = ModelFamily(
-    "gemma3",
-    ("Gemma3ForCausalLM",),
-    _read,
-    lambda shape: _WEIGHTS,
-    classifier="Gemma3TextForSequenceClassification",
-)
+_CLASSIFIER = "Gemma3TextForSequenceClassification"
+GEMMA3 = ModelFamily("gemma3", ("Gemma3ForCausalLM",), _read, lambda shape: _WEIGHTS, _CLASSIFIER)

@@ -13,8 +13,9 @@ from .shape import Dim, ModelShape
 _OUTPUT_BIAS = layer_tensor("self_attn.o_proj.bias", Dim.HIDDEN)
 _SINKS = layer_tensor("self_attn.sinks", Dim.HEADS)
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-_FIRST = (Dim.EXPERTS, Dim.HIDDEN, (Dim.EXPERT_FFN, Dim.TWO))
-_FIRST_BIAS = (Dim.EXPERTS, (Dim.EXPERT_FFN, Dim.TWO))
+_PARTS, _BOTH = (0, 1), (Dim.EXPERT_FFN, Dim.TWO)
+_FIRST = [layer_tensor(_GATE_UP, Dim.EXPERTS, Dim.HIDDEN, _BOTH, part=i, transposed=True) for i in _PARTS]
+_FIRST_BIAS = [layer_tensor(f"{_GATE_UP}_bias", Dim.EXPERTS, _BOTH, part=i) for i in _PARTS]
 _SECOND = layer_tensor(_DOWN, Dim.EXPERTS, Dim.EXPERT_FFN, Dim.HIDDEN, transposed=True)
 _SECOND_BIAS = layer_tensor(f"{_DOWN}_bias", Dim.EXPERTS, Dim.HIDDEN)
 _WEIGHTS = (
@@ -25,16 +26,8 @@ _WEIGHTS = (
     layer_rule("self_attention.core_attention.softmax_offset", Split.ROWS, _SINKS),
     router("weight", "mlp.router.weight", Dim.EXPERTS, Dim.HIDDEN),
     router("bias", "mlp.router.bias", Dim.EXPERTS),
-    expert(
-        "linear_fc1.weight",
-        Split.ROWS,
-        *(layer_tensor(_GATE_UP, *_FIRST, part=part, transposed=True) for part in (0, 1)),
-    ),
-    expert(
-        "linear_fc1.bias",
-        Split.ROWS,
-        *(layer_tensor(f"{_GATE_UP}_bias", *_FIRST_BIAS, part=part) for part in (0, 1)),
-    ),
+    expert("linear_fc1.weight", Split.ROWS, *_FIRST),
+    expert("linear_fc1.bias", Split.ROWS, *_FIRST_BIAS),
     expert("linear_fc2.weight", Split.COLUMNS, _SECOND),
     expert("linear_fc2.bias", Split.REPLICATED, _SECOND_BIAS),
 )

@@ -1,7 +1,4 @@
-"""Reading the JSON files of a Hugging Face model folder, and of config.json what families have in common.
-
-Imports no torch.
-"""
+"""JSON files of a Hugging Face model folder, and what families have in common in config.json. No torch."""
 
 import json
 import math
@@ -18,11 +15,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = ("F32", "BF16", "F16")  # safetensors' names of the types that can be loaded
 # Fields that change a model in ways not implemented for any family: absent, or of this value.
-_FIXED_FIELDS: Mapping[str, object] = {
-    "attention_dropout": 0,
-    "partial_rotary_factor": 1,
-    "quantization_config": None,
-}
+_FIXED_FIELDS = {"attention_dropout": 0, "partial_rotary_factor": 1, "quantization_config": None}
 _DTYPES = ("float32", "bfloat16", "float16")
 _ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {  # by rope_type
     "linear": ("factor",),
@@ -32,7 +25,7 @@ _ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {  # by rope_type
 
 
 class UnsupportedModel(NemorlError, ValueError):
-    """The model is sound, but something in its config.json is not implemented here."""
+    """Something in the model's config.json is not implemented here."""
 
 
 class BrokenModelFolder(NemorlError, ValueError):
@@ -55,10 +48,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def indexed_files(folder: Path) -> dict[str, Path] | None:
-    """The file of each tensor as the folder's index says; None where there is no index.
-
-    Raises `BrokenModelFolder` for an index that does not say it.
-    """
+    """The file of each tensor by the folder's index, None without one. Raises `BrokenModelFolder`."""
     index = folder / INDEX_FILE
     if not index.is_file():
         return None
@@ -84,7 +74,6 @@ class HfConfig:
         return default if value is None else value
 
     def integer(self, field: str, default: int | None = None) -> int:
-        """A field that has to be an integer of at least 1."""
         value = self.get(field, default)
         if not isinstance(value, int) or value < 1:
             raise BrokenModelFolder(f"{self.source}: {field} is {value!r}, expected an integer of at least 1")
@@ -98,7 +87,6 @@ class HfConfig:
                 raise self.unsupported(field, f"for {self.architecture} only {supported!r} is supported")
 
     def unsupported(self, field: str, reason: str) -> UnsupportedModel:
-        """The error that names a field of this file and its value."""
         value: Any = self.fields
         for part in field.split("."):
             value = value.get(part)
@@ -114,7 +102,6 @@ class HfConfig:
         return field, self.get(field, {})
 
     def rope_from(self, field: str, parameters: Mapping[str, Any]) -> Rope:
-        """The same from an object of the file that is found under `field`."""
         theta = float(parameters.get("rope_theta") or self.get("rope_theta", 10000.0))
         if parameters.get("partial_rotary_factor", 1) != 1:
             raise self.unsupported(f"{field}.partial_rotary_factor", "only 1 is supported")
@@ -140,15 +127,10 @@ class HfConfig:
             attention_factor = yarn_sharpening(factor)
             if rotary and everywhere:
                 attention_factor = yarn_sharpening(factor, rotary) / yarn_sharpening(factor, everywhere)
-        yarn = YarnRopeScaling(
-            factor,
-            int(context or self.integer("max_position_embeddings")),
-            beta_fast=float(parameters.get("beta_fast") or 32),
-            beta_slow=float(parameters.get("beta_slow") or 1),
-            attention_factor=float(attention_factor),
-            truncate=bool(parameters.get("truncate", True)),
-        )
-        return Rope(theta, yarn)
+        fast, slow = float(parameters.get("beta_fast") or 32), float(parameters.get("beta_slow") or 1)
+        truncate = bool(parameters.get("truncate", True))
+        context = int(context or self.integer("max_position_embeddings"))
+        return Rope(theta, YarnRopeScaling(factor, context, fast, slow, float(attention_factor), truncate))
 
 
 def yarn_sharpening(factor: float, amount: float = 1.0) -> float:
@@ -157,10 +139,7 @@ def yarn_sharpening(factor: float, amount: float = 1.0) -> float:
 
 
 def decoder_shape(config: HfConfig, family: str, **changes: Any) -> ModelShape:
-    """The shape of a decoder whose config.json uses the common names; `changes` are a family's own fields.
-
-    Raises `UnsupportedModel` for what no family supports.
-    """
+    """The shape of a decoder whose config.json uses the common names; `changes` are a family's own fields."""
     config.require(**_FIXED_FIELDS)
     source, hidden = config.source, config.integer("hidden_size")
     heads = config.integer("num_attention_heads")
@@ -204,10 +183,7 @@ def layer_types(config: HfConfig, *supported: str) -> list[str]:
 
 
 def layer_windows(config: HfConfig, every: int, default_window: int | None = None) -> tuple[int | None, ...]:
-    """How many tokens each layer sees, itself included; None for all.
-
-    By `layer_types` and `sliding_window`; without `layer_types`, every `every`-th layer sees all tokens.
-    """
+    """Tokens that each layer sees, None for all: by `layer_types`, or else all in every `every`-th layer."""
     kinds = layer_types(config, "full_attention", "sliding_attention")
     num_layers = config.integer("num_hidden_layers")
     if not kinds:
@@ -216,5 +192,4 @@ def layer_windows(config: HfConfig, every: int, default_window: int | None = Non
     if len(kinds) != num_layers:
         reason = f"layer_types names {len(kinds)} layers, num_hidden_layers says {num_layers}"
         raise BrokenModelFolder(f"{config.source}: {reason}")
-    listed = config.integer("sliding_window") if "sliding_attention" in kinds else None
-    return tuple(listed if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(config.integer("sliding_window") if kind == "sliding_attention" else None for kind in kinds)

@@ -15,10 +15,7 @@ from .tensors import local_view
 
 
 class HfFolder:
-    """The safetensors of a folder: one file, or several with an index.
-
-    Raises `BrokenModelFolder` naming the file, and the tensor where there is one.
-    """
+    """The safetensors of a folder. Raises `BrokenModelFolder` naming the file, and the tensor if any."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -38,12 +35,9 @@ class HfFolder:
     def file(self, name: str) -> Path:
         if file := self._files.get(name):
             return file
-        raise BrokenModelFolder(
-            f"{self.path} holds no tensor {name!r}, which the model's config.json asks for"
-        )
+        raise BrokenModelFolder(f"{self.path} holds no tensor {name!r}, which its config.json asks for")
 
     def tensor(self, name: str, extents: tuple[int, ...]) -> Tensor:
-        """A whole tensor, which must have the given shape, in the type of the file."""
         path = self.file(name)
         with _open(path) as file:
             return _checked_slice(file, path, name, extents)[:]  # type: ignore[no-any-return]

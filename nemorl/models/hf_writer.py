@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from safetensors.torch import save_file
@@ -23,10 +23,7 @@ from .shape import ModelShape
 
 
 def begin_folder(out: Path) -> Path:
-    """A temporary folder next to `out`, so that the last rename stays on one file system.
-
-    Raises FileExistsError where `out` exists.
-    """
+    """A temporary folder on the file system of `out`. Raises FileExistsError where `out` exists."""
     if out.exists():
         raise FileExistsError(f"{out} exists already; choose another folder, or remove it first")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -35,16 +32,15 @@ def begin_folder(out: Path) -> Path:
 
 def complete_folder(folder: Path, out: Path) -> None:
     """Make a temporary folder `out`, readable by all and on disk."""
-    for path in folder.rglob("*"):
+    for path in (*folder.rglob("*"), folder):
         path.chmod(0o755 if path.is_dir() else 0o644)
-        _fsync(path)
-    _fsync(folder)
-    folder.chmod(0o755)
+        fsync(path)
     folder.rename(out)
-    _fsync(out.parent)
+    fsync(out.parent)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Have a file, or the names in a folder, written to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -66,7 +62,6 @@ COMPANION_FILES = (
     "chat_template.json",
 )
 CHECKSUM_FILE = "SHA256SUMS"  # verified by `sha256sum --check`
-_SHARD_BYTES = 5_000_000_000
 
 
 class HfFolderWriter:
@@ -84,19 +79,19 @@ class HfFolderWriter:
         source: str | Path,
         *,
         head: Literal["lm", "scalar"] = "lm",
-        shard_bytes: int = _SHARD_BYTES,
+        shard_bytes: int = 5_000_000_000,
     ) -> None:
         self.out, self.source = Path(out), Path(source)
         self._shard_bytes = shard_bytes
         self._shape = load_shape(self.source, head)
         self._missing = hf_tensors(self._shape)
         self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = self._bytes = 0  # of these tensors, and of all
+        self._pending_bytes = self.num_bytes = 0  # of these tensors, and of all
         self._shards: list[list[str]] = []  # names of the tensors in each file
         self._dtype: torch.dtype | None = None
         self._folder = begin_folder(self.out)
 
-    def __enter__(self) -> "HfFolderWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -118,7 +113,7 @@ class HfFolderWriter:
         # a copy, because safetensors refuses tensors that share their storage, as views of a buffer do
         self._pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self._pending_bytes += tensor.nbytes
-        self._bytes += tensor.nbytes
+        self.num_bytes += tensor.nbytes
         self._dtype = self._dtype or tensor.dtype
 
     def _write_shard(self) -> None:
@@ -139,7 +134,7 @@ class HfFolderWriter:
             (self._folder / f"{number}.shard").rename(self._folder / file)
             weight_map |= dict.fromkeys(names, file)
         if count > 1:
-            index = {"metadata": {"total_size": self._bytes}, "weight_map": weight_map}
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
             _write_json(self._folder / INDEX_FILE, index)
         config = read_json_object(self.source / "config.json")
         config.pop("torch_dtype", None)
@@ -181,17 +176,12 @@ def import_model(hf_dir: str | Path, out: str | Path) -> ImportedModel:
     tensors = hf_tensors(shape)
     folder = HfFolder(hf_dir)
     folder.check(tensors)
-    num_bytes = 0
     with HfFolderWriter(out, hf_dir) as writer:
         for name, extents in tensors.items():
             tensor = folder.tensor(name, extents)
             if not torch.isfinite(tensor).all():
                 raise BrokenModelFolder(f"{folder.file(name)}: {name} holds NaN or infinite values")
-            num_bytes += tensor.nbytes
             writer.add(name, tensor)
-    return ImportedModel(
-        shape=shape,
-        num_parameters=sum(math.prod(extents) for extents in tensors.values()),
-        num_bytes=num_bytes,
-        left_out=tuple(name for name in folder.names() if name not in tensors),
-    )
+    num_parameters = sum(math.prod(extents) for extents in tensors.values())
+    left_out = tuple(name for name in folder.names() if name not in tensors)
+    return ImportedModel(shape, num_parameters, writer.num_bytes, left_out)

@@ -1,8 +1,7 @@
 """The keys and values of running sequences: one row for each, every row as long as the longest needs.
 
-Dense rows let the attention kernel read keys and values in place, without the gather of pages. The price is
-the room behind short sequences, so admission counts rows times the longest row. Storage grows by
-reallocation, one layer at a time, up to `max_tokens`.
+The attention kernel reads dense rows in place, without a gather of pages. The price is the room behind short
+sequences, so admission counts rows times the longest. Storage grows by reallocation, layer by layer.
 """
 
 from collections.abc import Sequence
@@ -27,9 +26,8 @@ class KVCache:
     """Rows 0..n-1 for each layer; keys are as attention sees them, rotated, so that any family can use it."""
 
     def __init__(self, max_tokens: int, first: int = 0) -> None:
-        """`max_tokens`: rows times the longest; `first`: empty places before the first token of each."""
-        self._max_tokens = max_tokens
-        self._first = first
+        self._max_tokens = max_tokens  # rows times the longest
+        self._first = first  # empty places before the first token of each
         self.rows = self.length = 0  # sequences, and tokens of each, for which there is room
         # [values, rows, places, *], two values for keys and values; each is made when it is first written
         self._layers: dict[int, Tensor] = {}
@@ -39,21 +37,15 @@ class KVCache:
         return self.rows * self.length
 
     def fits(self, rows: int, length: int) -> bool:
-        """True if `rows` sequences of which the longest has `length` tokens can be held at one time."""
         return rows * length <= self._max_tokens
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` of `length` tokens, keeping what the first `rows` hold.
-
-        Raises ValueError when that is more than the cache may hold.
-        """
+        """Make room for `rows` of `length` tokens, keeping what they hold. Raises ValueError for too many."""
         if rows <= self.rows and length <= self.length:
             return
         if not self.fits(rows, length):
-            raise ValueError(
-                f"the KV cache may hold {self._max_tokens} tokens, and {rows} rows of {length} tokens are"
-                " requested; raise generation.max_kv_tokens"
-            )
+            problem = f"may hold {self._max_tokens} tokens, and {rows} rows of {length} tokens are requested"
+            raise ValueError(f"the KV cache {problem}; raise generation.max_kv_tokens")
         kept_rows, kept_places = min(self.rows, rows), self.length + self._first
         if self.fits(self.rows, length):
             rows = max(rows, self.rows)

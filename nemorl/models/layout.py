@@ -1,8 +1,6 @@
-"""The parts of HF tensors that a policy rank holds: a pure function of shape and layout.
+"""The parts of HF tensors that a policy rank holds: a pure function of shape and layout. No torch."""
 
-Imports no torch: the checks of a config and the memory plan use it before anything starts.
-"""
-
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,20 +38,13 @@ def policy_rank(layout: LayoutConfig, rank: int) -> PolicyRank:
     the same processes are laid out differently: ETP neighbors are adjacent, then EP, then the copies.
     """
     pp_rank, place = divmod(rank, layout.stage_size)
-    return PolicyRank(
-        layout,
-        tp_rank=place % layout.tensor_parallel_size,
-        pp_rank=pp_rank,
-        ep_rank=place // layout.expert_tensor_parallel_size % layout.expert_parallel_size,
-        etp_rank=place % layout.expert_tensor_parallel_size,
-    )
+    tp_size, ep_size = layout.tensor_parallel_size, layout.expert_parallel_size
+    group, etp_rank = divmod(place, layout.expert_tensor_parallel_size)
+    return PolicyRank(layout, place % tp_size, pp_rank, group % ep_size, etp_rank)
 
 
 def stage_layers(num_layers: int, layout: LayoutConfig, pp_rank: int, chunk: int = 0) -> range:
-    """Numbers of the layers that a stage holds; of its `chunk`-th run of layers under VPP.
-
-    Of a layout without `division_problems`.
-    """
+    """Layers of a stage, or of its `chunk`-th run under VPP; only of layouts without `division_problems`."""
     chunks = layout.virtual_pipeline_parallel_size
     sizes = layers_by_stage(num_layers, layout)
     before = sum(sizes) // chunks * chunk + sum(sizes[:pp_rank]) // chunks
@@ -72,10 +63,8 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def weight_rules(shape: ModelShape) -> tuple[WeightRule, ...]:
     """The parameters of a model, as its family declares them, with the head that it has."""
-    rules = family_of(shape).weights(shape)
-    if shape.head == "lm":
-        return rules
-    return tuple(SCALAR_HEAD if rule.tensors[0].name == _HEAD else rule for rule in rules)
+    rules, is_scalar = family_of(shape).weights(shape), shape.head == "scalar"
+    return tuple(SCALAR_HEAD if is_scalar and rule.tensors[0].name == _HEAD else rule for rule in rules)
 
 
 def tensors_of(rules: Sequence[WeightRule], shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -139,22 +128,18 @@ def chunk_prefix(chunk: int) -> str:
 
 
 def chunk_of(param: str) -> tuple[int, str]:
-    """The run of layers in which a parameter is, and its name there."""
+    """The number of a parameter's run of layers, and its name there."""
     first, _, rest = param.partition(".")
     return (int(first.removeprefix("chunk")), rest) if first.startswith("chunk") else (0, param)
 
 
-def _rules_of(
-    rules: Sequence[WeightRule], shape: ModelShape, stage: Stage, layer: int
-) -> Iterator[WeightRule]:
-    kind = LayerKind.MOE if shape.is_moe(layer) else LayerKind.DENSE
-    for rule in rules:
-        if rule.stage is stage and (stage is not Stage.LAYERS or rule.layers in (LayerKind.ALL, kind)):
-            yield rule
+def _rules_of(rules: Sequence[WeightRule], shape: ModelShape, stage: Stage, layer: int) -> list[WeightRule]:
+    kinds = {LayerKind.ALL, LayerKind.MOE if shape.is_moe(layer) else LayerKind.DENSE}
+    here = (rule for rule in rules if rule.stage is stage)
+    return [rule for rule in here if stage is not Stage.LAYERS or rule.layers in kinds]
 
 
 def _experts(rule: WeightRule, shape: ModelShape, rank: PolicyRank) -> range:
-    """Numbers of the experts that the rank holds, or one turn for what is no expert's."""
     if not rule.experts or shape.moe is None:
         return range(1)
     local = shape.moe.num_experts // rank.layout.expert_parallel_size
@@ -177,12 +162,8 @@ class _Part:
         if tensor.part is not None:
             fixed[dims.index(Dim.TWO)] = tensor.part
         axes = [axis for axis in range(len(dims)) if axis not in fixed]
-        return cls(
-            tensor.name.format(layer=layer, expert=expert),
-            tuple(shape.extent(dim) for dim in dims),
-            fixed,
-            tuple(reversed(axes) if tensor.transposed else axes),
-        )
+        name, extents = tensor.name.format(layer=layer, expert=expert), tuple(map(shape.extent, dims))
+        return cls(name, extents, fixed, tuple(reversed(axes) if tensor.transposed else axes))
 
     @property
     def extents(self) -> tuple[int, ...]:
@@ -207,40 +188,30 @@ def _rule_slices(
     tp_rank, tp_size = rank.tp_rank, rank.layout.tensor_parallel_size
     if rule.experts:
         tp_rank, tp_size = rank.etp_rank, rank.layout.expert_tensor_parallel_size
-    if rule.split in (Split.HEAD_GROUPS, Split.ROWS):
-        groups = shape.num_key_value_heads if rule.split is Split.HEAD_GROUPS else tp_size
-        yield from _interleaved(parts, param, tp_rank, tp_size, groups)
-        return
-    (part,) = parts
+    part, rows = parts[0], parts[0].extents[0]
     match rule.split:
         case Split.REPLICATED:
-            yield part.box(0, part.extents[0], param, 0)
+            yield part.box(0, rows, param, 0)
         case Split.COLUMNS:
             share = part.extents[1] // tp_size
             yield part.box(tp_rank * share, share, param, 0, axis=1)
         case Split.VOCABULARY:
             share = padded_vocab_size(shape, tp_size) // tp_size
-            start, rows = tp_rank * share, part.extents[0]
+            start = tp_rank * share
             if start < rows:
                 yield part.box(start, min(share, rows - start), param, 0)
-
-
-def _interleaved(
-    parts: list[_Part], param: str, tp_rank: int, tp_size: int, groups: int
-) -> Iterator[TensorSlice]:
-    """Rows cut into equal groups, in each of which the tensors follow one another; each rank has a run.
-
-    Where there are fewer groups than ranks, a group's rows go to several of them.
-    """
-    share = sum(part.extents[0] for part in parts) // tp_size
-    first, last = tp_rank * share, (tp_rank + 1) * share
-    place, offset = 0, 0
-    for group in range(groups):
-        for part in parts:
-            rows = part.extents[0] // groups
-            begin, end = max(first, place), min(last, place + rows)
-            if begin < end:
-                box = part.box(group * rows + begin - place, end - begin, param, offset)
-                offset += box.num_elements
-                yield box
-            place += rows
+        case Split.HEAD_GROUPS | Split.ROWS:
+            # Rows are cut into equal groups, in each of which the tensors follow one another; each rank has a
+            # run. Where there are fewer groups than ranks, a group's rows go to several of them.
+            groups = shape.num_key_value_heads if rule.split is Split.HEAD_GROUPS else tp_size
+            share = sum(part.extents[0] for part in parts) // tp_size
+            first, last = tp_rank * share, (tp_rank + 1) * share
+            place, offset = 0, 0
+            for group, part in itertools.product(range(groups), parts):
+                rows = part.extents[0] // groups
+                begin, end = max(first, place), min(last, place + rows)
+                if begin < end:
+                    box = part.box(group * rows + begin - place, end - begin, param, offset)
+                    offset += box.num_elements
+                    yield box
+                place += rows

@@ -1,7 +1,4 @@
-"""Rules of layouts, recomputation and `policy.moe` for a model, each with its field and fix.
-
-The policy worker runs what passes these rules. Imports no torch.
-"""
+"""Rules of layouts, recomputation and `policy.moe` for a model: what passes them can run. No torch."""
 
 from collections.abc import Iterator
 
@@ -17,10 +14,8 @@ def layout_problems(shape: ModelShape, layout: LayoutConfig, *, adapters: bool =
     yield from division_problems(shape, layout)
     tp_size, etp_size = layout.tensor_parallel_size, layout.expert_tensor_parallel_size
     if adapters and tp_size > shape.num_key_value_heads:
-        fix = (
-            f"the model's {shape.num_key_value_heads} key-value heads are divided, and adapters require "
-            "complete heads: lower this, or set policy.lora to null"
-        )
+        problem = f"the model's {shape.num_key_value_heads} key-value heads are divided"
+        fix = f"{problem}, and adapters require complete heads: lower this, or set policy.lora to null"
         yield _problem(layout, "tensor_parallel_size", fix)
     if layout.sequence_parallel and tp_size == 1:
         fix = "activations are split over tensor-parallel processes, and there is one: set this to false"
@@ -36,10 +31,8 @@ def layout_problems(shape: ModelShape, layout: LayoutConfig, *, adapters: bool =
     share = layout.expert_parallel_size * etp_size
     if layout.stage_size % share:
         field = "expert_parallel_size" if layout.expert_parallel_size > 1 else "expert_tensor_parallel_size"
-        fix = (
-            f"experts are laid over the {layout.stage_size} processes of a stage (TP x CP x DP), and "
-            f"{share} (EP x ETP) does not divide {layout.stage_size}"
-        )
+        processes = f"the {layout.stage_size} processes of a stage (TP x CP x DP)"
+        fix = f"experts are laid over {processes}, and {share} (EP x ETP) does not divide {layout.stage_size}"
         yield _problem(layout, field, fix)
     if etp_size > 1 and shape.linear_bias:
         fix = "Megatron does not divide the biases of experts: set this to 1"
@@ -83,7 +76,6 @@ def layers_by_stage(num_layers: int, layout: LayoutConfig) -> list[int]:
 def recompute_problems(
     shape: ModelShape, layout: LayoutConfig, recompute: RecomputeConfig
 ) -> Iterator[Problem]:
-    """All reasons against this recomputation in a layout without `layout_problems`."""
     if isinstance(recompute, NoRecompute):
         return
     if isinstance(recompute, FullRecompute):
@@ -153,11 +145,8 @@ def _stage_problems(num_layers: int, layout: LayoutConfig) -> Iterator[Problem]:
         fix = f"it leaves {layers} of the {num_layers} layers for {middle} stages, each of which requires one"
         yield _problem(layout, given[0], fix)
     elif middle and layers % middle:
-        fix = (
-            f"the other {middle} stages share the {layers} layers that {' and '.join(given)} leave, and "
-            f"{middle} does not divide {layers}"
-        )
-        yield _problem(layout, "pipeline_parallel_size", fix)
+        rest = f"the other {middle} stages share the {layers} layers that {' and '.join(given)} leave"
+        yield _problem(layout, "pipeline_parallel_size", f"{rest}, and {middle} does not divide {layers}")
     if chunks > 1 and middle * layers >= 0 and (not middle or layers % middle == 0):
         sizes = sorted({size for size in layers_by_stage(num_layers, layout) if size % chunks})
         if sizes:

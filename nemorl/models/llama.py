@@ -1,7 +1,4 @@
-"""Llama 2 and 3, and models of that architecture such as SmolLM2 (arXiv 2302.13971, 2407.21783).
-
-Its rules are shared by most families, under the names that most checkpoints use.
-"""
+"""Llama 2 and 3 and models like them (arXiv 2302.13971, 2407.21783); most families share these rules."""
 
 from .family import HfTensor, LayerKind, ModelFamily, Split, Stage, WeightRule, layer_rule, layer_tensor
 from .hf_config import HfConfig, decoder_shape, layer_types

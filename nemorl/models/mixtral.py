@@ -1,7 +1,4 @@
-"""Mixtral (arXiv 2401.04088): Mistral with experts in every layer.
-
-Its rules of routers and gated experts are shared by the families with a mixture of experts.
-"""
+"""Mixtral (arXiv 2401.04088): Mistral with experts in every layer; families with experts share its rules."""
 
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Qwen2, Qwen2.5 and Qwen3, dense, and Qwen3 with experts (arXiv 2407.10671, 2505.09388).
 
-Qwen2 is Llama with biases on queries, keys and values, Qwen3 is Llama with an RMSNorm on each query and key
-head.
+Llama with biases on queries, keys and values (Qwen2), or with an RMSNorm on each query and key head (Qwen3).
 """
 
 from dataclasses import replace
@@ -18,7 +17,7 @@ QK_NORMS = (
     norm("self_attention.k_layernorm", "self_attn.k_norm", Dim.HEAD),
 )
 _QWEN3_WEIGHTS = (*LLAMA_WEIGHTS, *QK_NORMS)
-_EXPERTS = gated_experts("mlp")
+_MOE_WEIGHTS = (*_QWEN3_WEIGHTS, *gated_experts("mlp"))
 
 
 def _read_qwen2(config: HfConfig) -> ModelShape:
@@ -38,19 +37,13 @@ def _read_qwen3_moe(config: HfConfig) -> ModelShape:
     dense = config.get("mlp_only_layers", [])
     if sorted(dense) != list(range(len(dense))):
         raise config.unsupported("mlp_only_layers", "only the first layers may be without experts")
-    moe = softmax_moe(
-        config,
-        # the name on disk until transformers 4 and since 5
-        experts="num_experts" if config.get("num_experts") else "num_local_experts",
-        ffn="moe_intermediate_size",
-        first_layer=len(dense),
-        normalize=bool(config.get("norm_topk_prob", False)),
-    )
+    # the name on disk until transformers 4 and since 5
+    experts = "num_experts" if config.get("num_experts") else "num_local_experts"
+    changes = {"first_layer": len(dense), "normalize": bool(config.get("norm_topk_prob", False))}
+    moe = softmax_moe(config, experts=experts, ffn="moe_intermediate_size", **changes)
     return replace(_read_qwen3(config), family="qwen3_moe", moe=moe)
 
 
 QWEN2 = ModelFamily("qwen2", ("Qwen2ForCausalLM",), _read_qwen2, lambda shape: (*LLAMA_WEIGHTS, QKV_BIAS))
 QWEN3 = ModelFamily("qwen3", ("Qwen3ForCausalLM",), _read_qwen3, lambda shape: _QWEN3_WEIGHTS)
-QWEN3_MOE = ModelFamily(
-    "qwen3_moe", ("Qwen3MoeForCausalLM",), _read_qwen3_moe, lambda shape: (*_QWEN3_WEIGHTS, *_EXPERTS)
-)
+QWEN3_MOE = ModelFamily("qwen3_moe", ("Qwen3MoeForCausalLM",), _read_qwen3_moe, lambda shape: _MOE_WEIGHTS)

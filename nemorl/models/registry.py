@@ -25,22 +25,18 @@ def load_shape(folder: str | Path, head: Literal["lm", "scalar"] = "lm") -> Mode
     The token ids that end a sequence are those of `generation_config.json` if it has any, as in transformers.
     Raises `UnsupportedModel` naming the field, and `BrokenModelFolder` where config.json is not a model's.
     """
-    source = Path(folder) / "config.json"
+    source, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
     config = read_json_object(source)
-    generation = Path(folder) / "generation_config.json"
     eos = read_json_object(generation).get("eos_token_id") if generation.exists() else None
     if eos is not None:
-        config = {**config, "eos_token_id": eos}
+        config["eos_token_id"] = eos
     return shape_from_config(config, str(source), head)
 
 
 def shape_from_config(
     config: Mapping[str, Any], source: str, head: Literal["lm", "scalar"] = "lm"
 ) -> ModelShape:
-    """The same from the fields of a config.json; `source` names it in messages.
-
-    For a scalar head an architecture with a classifier is accepted as well.
-    """
+    """The same from the fields of a config.json; with a scalar head an architecture may be a classifier's."""
     architecture = (config.get("architectures") or ["(none)"])[0]
     for family in FAMILIES:
         is_classifier = architecture == family.scalar_architecture()

@@ -1,7 +1,4 @@
-"""Rotary position embeddings (Su et al., arXiv 2104.09864), in the halves convention of Hugging Face.
-
-One table serves trainer and engine, so that they cannot disagree about an angle.
-"""
+"""Rotary position embeddings (arXiv 2104.09864) in Hugging Face's halves, for trainer and engine."""
 
 import math
 
@@ -31,22 +28,17 @@ def inverse_frequencies(dim: int, rope: Rope) -> Tensor:
 
 
 def attention_factor(rope: Rope) -> float:
-    """The factor of cosines and sines."""
     return rope.scaling.attention_factor if isinstance(rope.scaling, YarnRopeScaling) else 1.0
 
 
 def _yarn_kept(dim: int, theta: float, scaling: YarnRopeScaling) -> Tensor:
     """The share of each pair's frequency that remains, [dim / 2], from 1 to 0 (arXiv 2309.00071).
 
-    Linear in the pair's number between those that turn `beta_fast` and `beta_slow` times in the original
-    context.
+    Linear between the pairs that turn `beta_fast` and `beta_slow` times in the original context.
     """
-
-    def pair_that_turns(times: float) -> float:
-        turns_of_first = scaling.original_max_position_embeddings / (2 * math.pi)
-        return dim / 2 * math.log(turns_of_first / times) / math.log(theta)
-
-    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    turns_of_first = scaling.original_max_position_embeddings / (2 * math.pi)
+    times = (scaling.beta_fast, scaling.beta_slow)
+    low, high = (dim / 2 * math.log(turns_of_first / t) / math.log(theta) for t in times)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -30,9 +30,7 @@ class Dim(Enum):
 
 @dataclass(frozen=True)
 class LinearRopeScaling:
-    """Positions divided by a factor."""
-
-    factor: float
+    factor: float  # by which positions are divided
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,6 @@ class Rope:
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Experts in place of the MLP."""
-
     num_experts: int
     top_k: int  # experts of each token
     ffn_hidden_size: int  # of one expert
@@ -99,8 +95,6 @@ class MlaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Everything about a model but its weights."""
-
     family: str
     num_layers: int
     hidden_size: int
@@ -134,7 +128,6 @@ class ModelShape:
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that positions turn."""
         return self.head_dim if self.mla is None else self.mla.rotary_dim
 
     def is_moe(self, layer: int) -> bool:

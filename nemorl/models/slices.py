@@ -6,6 +6,7 @@ the exchange with generation copy boxes from one holder to another.
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class TensorSlice:
     strides: tuple[int, ...]  # elements, one per dimension of the box
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...]) -> "TensorSlice":
+    def whole(cls, name: str, shape: tuple[int, ...]) -> Self:
         """A whole HF tensor that lies in a contiguous parameter of the same name."""
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         return cls(name, shape, (0,) * len(shape), shape, name, 0, strides)

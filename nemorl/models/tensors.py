@@ -9,10 +9,7 @@ from .slices import TensorSlice
 
 
 def local_view(parameters: Mapping[str, Tensor], part: TensorSlice) -> Tensor:
-    """The elements of a slice, of shape `part.size`, as a view into its holder's parameter.
-
-    Raises ValueError where the holder has no such parameter or it ends before the slice does.
-    """
+    """A slice's elements as a view of `part.size`. Raises ValueError if its parameter lacks some of them."""
     parameter = parameters.get(part.param)
     if parameter is None:
         raise ValueError(f"{part.name}: there is no local parameter {part.param!r} to hold it")

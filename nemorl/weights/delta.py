@@ -1,15 +1,14 @@
 """Encoding of refits that send only changes.
 
-A small optimizer step moves few weights far enough to change their bfloat16: two to four in a hundred. A
-sender keeps the last version it sent, in the type on the wire, and sends for each bucket the changed
-positions and their differences:
+A small optimizer step changes the bfloat16 of two to four weights in a hundred. A sender keeps what it sent
+last, in the type on the wire, and sends for each bucket the changed positions and their differences:
 
     positions      gaps between them, one byte each (255: the gap continues)
     differences    of the bits as integers, mod 2^bits, so exact; mostly plus or minus one step of the type
     both           bytes of equal significance together, zlib at level 1
 
-On Adam's steps this is 1.3 bytes for each changed element of bfloat16. zlib costs a tenth of finding the
-changes. A bucket with half of its elements changed is sent completely; in float32 that is every bucket.
+On Adam's steps this is 1.3 bytes for each changed element of bfloat16. A bucket with half of its elements
+changed is sent completely; in float32 that is every bucket.
 """
 
 import struct
@@ -44,10 +43,7 @@ class LastSent:
         return sum(content.numel() for content in self._content.values())
 
     def changes(self, number: int, content: Tensor, *, compare: bool) -> bytearray | None:
-        """Changes in bucket `number` ([bytes] uint8) from what was sent last; keep it as it is now.
-
-        None where the bucket has to go whole: nothing is to be compared, or too much differs.
-        """
+        """Changes in bucket `number` ([bytes] uint8) since the last refit, None to send all; keep it."""
         key, itemsize = self._key[number], ITEM_BYTES[self._buckets[number].dtype]
         found = encode(self._content[key], content, itemsize) if compare else None
         if self._last_use[key] == number:
@@ -58,10 +54,7 @@ class LastSent:
 
 
 def encode(old: Tensor, new: Tensor, itemsize: int) -> bytearray | None:
-    """How to make `new` of `old` ([bytes] uint8 both, of elements of `itemsize` bytes).
-
-    None where it is better to take `new` whole.
-    """
+    """Changes from `old` to `new` ([bytes] uint8 both); None where it is better to send `new` whole."""
     before, after = old.view(_INTEGERS[itemsize]), new.view(_INTEGERS[itemsize])
     places = (before != after).nonzero().squeeze(1)
     if 2 * places.numel() > after.numel():
@@ -83,11 +76,7 @@ class BrokenChanges(ValueError):
 
 
 def decode(content: Tensor, itemsize: int) -> tuple[Tensor, Tensor]:
-    """Decode the output of `encode` ([bytes] uint8) to ascending positions and integer differences.
-
-    Raises BrokenChanges, also for bytes that were altered in transit: zlib has a checksum, and the header's
-    numbers have to agree with the content.
-    """
+    """Ascending positions, integer differences. Raises BrokenChanges, also for bytes altered in transit."""
     encoded = content.cpu().numpy().tobytes()
     try:
         count, gap_bytes = _HEADER.unpack_from(encoded)
@@ -106,10 +95,7 @@ def decode(content: Tensor, itemsize: int) -> tuple[Tensor, Tensor]:
 
 
 def apply(bucket: PartBucket, content: Tensor, weights: Mapping[str, Tensor]) -> None:
-    """Add the changes of a bucket to the weights, which hold what they were taken from.
-
-    Raises BrokenChanges before it has added any.
-    """
+    """Add the changes of a bucket to the weights. Raises BrokenChanges before it has added any."""
     places, differences = decode(content, ITEM_BYTES[bucket.dtype])
     ends = np.cumsum([part.num_elements for part in bucket.slices])
     cuts = np.searchsorted(places.numpy(), ends)

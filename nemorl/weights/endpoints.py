@@ -1,7 +1,4 @@
-"""Ends of the weight exchange: a sender on each policy rank, a receiver on each engine rank.
-
-`arriving` yields pieces of tensors in sequence, independent of the transport.
-"""
+"""Ends of the weight exchange: a sender on each policy rank, a receiver on each engine rank."""
 
 import socket
 import threading
@@ -45,13 +42,7 @@ Change = Callable[[PartBucket, Tensor], None]  # adds changes to the weights hel
 K = TypeVar("K")
 
 
-def node_name() -> str:
-    """The machine that this process runs on, as both sides of an exchange name it."""
-    return socket.gethostname()
-
-
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's type by its name in messages."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
@@ -64,7 +55,6 @@ def prepared(part: Part | None) -> Part:
 
 
 def _pieces_of(bucket: PartBucket, content: Tensor) -> list[Piece]:
-    """The slices of a bucket and their elements, of each slice's shape; `content` has all its bytes."""
     values = content.view(torch_dtype(bucket.dtype))
     flat = values.split([part.num_elements for part in bucket.slices])
     return [(part, values.view(part.size)) for part, values in zip(bucket.slices, flat, strict=True)]
@@ -113,36 +103,29 @@ def arriving(
     elif not part.buckets:
         yield arrivals
     else:
-        with _receiving_channel(part, session, member) as channel:
+        meeting: AbstractContextManager[ReceivingChannel] = (
+            socket_receiver(part, session)
+            if session.transport in ("shared_memory", "cuda_ipc")
+            else group_receiver(part, session, member)
+        )
+        with meeting as channel:
             arrivals.pieces = receive(channel)
             yield arrivals
 
 
-def _receiving_channel(
-    part: Part, session: RefitSession, member: Membership
-) -> AbstractContextManager[ReceivingChannel]:
-    if session.transport in ("shared_memory", "cuda_ipc"):
-        return socket_receiver(part, session)
-    return group_receiver(part, session, member)
-
-
 class WeightSender:
-    """Sends the weights of a policy worker. `parameters` is called in each refit."""
-
     def __init__(self, slices: Sequence[TensorSlice], parameters: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._slices = tuple(slices)
-        self._parameters = parameters
+        self._slices, self._parameters = tuple(slices), parameters
         self._part: Part | None = None
         self._member = Membership()
 
     def describe(self) -> SenderLayout:
-        return SenderLayout(self._slices, node_name())
+        return SenderLayout(self._slices, socket.gethostname())
 
     def prepare(self, part: Part) -> None:
         self._part, self._last = part, LastSent(part)
 
     def send(self, session: RefitSession) -> SendReport:
-        """Send all buckets, converted to the receivers' types. Raises `RefitFailed`."""
         part = prepared(self._part)
         if not part.buckets:
             return SendReport({}, extra_bytes=0)
@@ -192,8 +175,6 @@ class _Update:
 
 
 class Receiver:
-    """Part of the plan and state of a refit of one engine rank."""
-
     corruption: str | None = None  # reason why the weights in use are not of one version
     _part: Part | None = None
     _received: int | None = None  # version that is not in use yet
@@ -222,9 +203,9 @@ class Receiver:
 class WeightReceiver(Receiver):
     """Receives weights in the process that owns an engine's parameters.
 
-    *Staged*: `weights` are separate from the tensors in use, and `commit` puts them into use; a failed refit
-    leaves the engine unchanged. *In place*: they are the tensors in use, written while the engine is paused.
-    A failed refit may leave them corrupt: the engine must not answer until a complete refit is committed.
+    *Staged*: `weights` are separate from the tensors in use until `commit`; a failed refit leaves the engine
+    unchanged. *In place*: they are the tensors in use, written while the engine is paused. A failed refit may
+    leave them corrupt: the engine must not answer until a complete refit is committed.
     """
 
     def __init__(
@@ -238,11 +219,8 @@ class WeightReceiver(Receiver):
     ) -> None:
         """`takes_changes`: `weights` still hold the committed version after `commit`."""
         super().__init__()
-        self._slices = tuple(slices)
-        self._weights = weights
-        self._commit = commit
-        self._in_place = in_place
-        self._takes_changes = takes_changes
+        self._slices, self._weights, self._commit = tuple(slices), weights, commit
+        self._in_place, self._takes_changes = in_place, takes_changes
         self._layout: ReceiverLayout | None = None
         self._held: int | None = None  # version of all of `weights`
         self._update: _Update | None = None
@@ -252,7 +230,8 @@ class WeightReceiver(Receiver):
         if self._layout is None:
             weights = self._weights()
             dtypes = (str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)
-            self._layout = ReceiverLayout(self._slices, tuple(dtypes), node_name(), self._takes_changes)
+            node = socket.gethostname()
+            self._layout = ReceiverLayout(self._slices, tuple(dtypes), node, self._takes_changes)
         return self._layout
 
     def receive(self, session: RefitSession) -> ReceiveReport:
@@ -300,16 +279,14 @@ class WeightReceiver(Receiver):
         found = _combined(held_sums)
         for name, expected in _combined(sums).items():
             if expected != found[name]:
-                raise CorruptWeights(
-                    f"{self._name} read {name} for version {session.version}, but holds other values"
-                )
+                read = f"read {name} for version {session.version}"
+                raise CorruptWeights(f"{self._name} {read}, but holds other values")
         with self._lock:
             self._check_not_over(update)
             self._received = session.version
         return ReceiveReport({} if sums else found, arrivals.num_bytes)
 
     def commit(self, version: int) -> None:
-        """Put the received weights into use. Raises `RefitFailed` if they are of another version."""
         self._check_received(version)
         self._commit(version)
         self._held, self._received, self.corruption = version, None, None

@@ -8,8 +8,7 @@
     commit  -------------------------------------------->    this becomes the version
     (abandon, if any of these fails)  ------------------>    the version before stays in use
 
-The driver computes the plan, which grows with both sides, and hands each rank its part, which is as small as
-what the rank itself holds: once, and again only when a layout changes.
+The plan grows with both sides; a rank gets only its part of it.
 """
 
 import asyncio
@@ -61,11 +60,7 @@ def make_venue(
     receivers: Sequence[ReceiverLayout],
     deadline_seconds: float,
 ) -> Venue:
-    """The venue of a transport.
-
-    `auto` is gloo between machines, and on one CUDA IPC where GPUs are shared, else shared memory. Raises
-    ValueError for memory that several machines were to share.
-    """
+    """The venue of a transport. Raises ValueError for memory that several machines were to share."""
     nodes = sorted({sender.node for sender in senders} | {receiver.node for receiver in receivers})
     transport = options.transport
     if transport == "auto":
@@ -102,9 +97,7 @@ class SenderGroup(Protocol):
     """All policy ranks: each call reaches the `WeightSender` of every rank at once; results by rank."""
 
     async def describe(self) -> Sequence[SenderLayout]: ...
-
     async def prepare(self, parts: Sequence[Part]) -> None: ...
-
     async def send(self, session: RefitSession) -> Sequence[SendReport]: ...
 
 
@@ -112,13 +105,9 @@ class ReceiverGroup(Protocol):
     """All generation ranks: each call reaches the `WeightReceiver` of every rank at once; results by rank."""
 
     async def describe(self) -> Sequence[ReceiverLayout]: ...
-
     async def prepare(self, parts: Sequence[Part]) -> None: ...
-
     async def receive(self, session: RefitSession) -> Sequence[ReceiveReport]: ...
-
     async def commit(self, version: int) -> None: ...
-
     async def abandon(self) -> None: ...
 
 
@@ -133,10 +122,8 @@ class WeightExchange:
         deadline_seconds: float,
         options: TransportOptions | None = None,
     ) -> None:
-        self._senders = senders
-        self._receivers = receivers
-        self._bucket_bytes = bucket_bytes
-        self._deadline_seconds = deadline_seconds
+        self._senders, self._receivers = senders, receivers
+        self._bucket_bytes, self._deadline_seconds = bucket_bytes, deadline_seconds
         self._options = options or TransportOptions()
         self._route: _Route | None = None
         self._num_refits = 0  # begun
@@ -149,9 +136,8 @@ class WeightExchange:
     async def refit(self, version: int) -> RefitStats:
         """Bring all generation ranks to `version`, or leave all at the version they had.
 
-        Ranks that are written in place answer nothing after a failure, until a later refit succeeds.
-        Raises `RefitFailed`, among them `CorruptWeights` naming tensors and rank, `RefitDeadline` and
-        `PeerClosed`; or whatever the groups raise for a lost worker.
+        Ranks that are written in place answer nothing after a failure, until a later refit succeeds. Raises
+        `RefitFailed` or a subclass, or whatever the groups raise for a lost worker.
         """
         began = time.perf_counter()
         route = self._route = self._route or await self._find_route()
@@ -194,10 +180,8 @@ class WeightExchange:
         await self._receivers.prepare(no_parts if read else plan.receiver_parts(len(needed)))
         delta = self._options.delta and all(layout.takes_changes for layout in needed)
         if self._options.delta and not delta:
-            logger.warning(
-                "generation.delta: the engines keep no tensors that changes could be applied to; all weights "
-                "are sent with every update"
-            )
+            reason = "the engines keep no tensors that changes could be applied to"
+            logger.warning("generation.delta: %s; all weights are sent with every update", reason)
         return _Route(venue, sender_parts, len(needed), plan.num_bytes, delta)
 
     async def _transfer(
@@ -242,8 +226,6 @@ class WeightExchange:
 
 @dataclass(frozen=True)
 class _Route:
-    """A plan and its venue, which last until a layout changes."""
-
     venue: Venue
     sender_parts: Sequence[Part]
     num_receivers: int
@@ -258,11 +240,11 @@ def _compare(version: int, sent: Sequence[SendReport], received: Sequence[Receiv
             expected[key].append(value)
     reports = enumerate(received)
     found = {(rank, name): value for rank, r in reports for name, value in r.fingerprints.items()}
-    wrong = [
-        f"{name} at generation rank {rank}"
-        for rank, name in sorted(expected.keys() | found.keys())
-        if combine(expected[rank, name]) != found.get((rank, name))
-    ]
+    keys = sorted(expected.keys() | found.keys())
+    wrong = [key for key in keys if combine(expected[key]) != found.get(key)]
     if wrong:
-        reason = f"{len(wrong)} tensors did not arrive as they were sent, first {wrong[0]}"
+        rank, name = wrong[0]
+        reason = (
+            f"{len(wrong)} tensors did not arrive as they were sent, first {name} at generation rank {rank}"
+        )
         raise CorruptWeights(f"refit to version {version}: {reason}; generation keeps the version it had")

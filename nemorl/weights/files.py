@@ -5,8 +5,7 @@
     <folder>/v00000013.partial/                 being written; the driver's rename completes it
     <folder>/v00000013.replaced/                what had that number before, for as long as the rename takes
 
-A receiver reads the boxes it needs, whatever its layout, also one that joins later (`VersionFolder`). Each
-box is checked when it is read.
+A receiver of any layout, also one that joins later, reads the boxes it needs and checks each.
 """
 
 import json
@@ -24,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemorl.models.hf_writer import fsync
 from nemorl.models.slices import TensorSlice
 
 from .messages import (
@@ -54,12 +54,11 @@ class FileSender(SendingChannel):
     def __init__(self, part: Part, session: RefitSession, writer: ThreadPoolExecutor) -> None:
         super().__init__(part, Slots.allocate(part))
         path = partial_folder(session) / file_name(part.rank)
-        failure = f"{sender_name(part.rank)} cannot write {path}"
-        self._failure = f"refit to version {session.version}: {failure}"
+        self._failure = f"refit to version {session.version}: {sender_name(part.rank)} cannot write {path}"
         self._writer = writer
         self._header, self._offsets = _header(part.buckets)
         with _reported(self._failure):
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def publish(self, number: int, num_bytes: int) -> None:
         values = self._slots.bucket(number, num_bytes).numpy().data
@@ -69,10 +68,7 @@ class FileSender(SendingChannel):
         super().drain()
         with _reported(self._failure):
             self._write(memoryview(self._header), 0)
-            os.fsync(self._file)
-
-    def close(self) -> None:
-        os.close(self._file)
+            os.fsync(self.file)
 
     def _wait_free(self, number: int) -> None:
         with _reported(self._failure):
@@ -80,7 +76,7 @@ class FileSender(SendingChannel):
 
     def _write(self, content: memoryview, offset: int) -> None:
         while content:
-            written = os.pwrite(self._file, content, offset)
+            written = os.pwrite(self.file, content, offset)
             content, offset = content[written:], offset + written
 
 
@@ -92,19 +88,16 @@ def file_sender(part: Part, session: RefitSession) -> Iterator[FileSender]:
             yield sender
         finally:
             writer.shutdown()
-            sender.close()
+            os.close(sender.file)
 
 
 class FileVenue(Venue):
-    """The driver's side: begins versions, completes them and removes old ones."""
-
     def __init__(self, folder: Path, deadline_seconds: float) -> None:
         super().__init__("files", deadline_seconds)
         self._folder = folder.absolute()
 
     @contextmanager
     def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
-        """A session to write a version in; what is not complete at the end of the block is removed."""
         session = RefitSession(version, "files", str(self._folder), self._deadline_seconds)
         partial = partial_folder(session)
         with _reported(f"refit to version {version}: cannot make {partial}"):
@@ -124,11 +117,7 @@ class FileVenue(Venue):
             shutil.rmtree(partial, ignore_errors=True)
 
     def complete(self, session: RefitSession, parts: Sequence[Part], sent: Sequence[SendReport]) -> None:
-        """Make what the senders wrote the version. Raises `RefitFailed`.
-
-        One that is there already, of a failed attempt or before a resume, is removed when the new one has its
-        name: a crash leaves one of the two.
-        """
+        """Make what the senders wrote the version, also in place of an older one. Raises `RefitFailed`."""
         partial, whole = partial_folder(session), version_folder(self._folder, session.version)
         replaced = whole.with_name(f"{whole.name}{_REPLACED}")
         manifest = _Manifest(session.version, _tensors(parts, sent))
@@ -137,11 +126,11 @@ class FileVenue(Venue):
                 json.dump(manifest, file, default=vars)
                 file.flush()
                 os.fsync(file.fileno())
-            _flush_folder(partial)
-            if whole.exists():
+            fsync(partial)
+            if whole.exists():  # from a failed attempt or before a resume; a crash leaves one of the two
                 whole.rename(replaced)
             partial.rename(whole)
-            _flush_folder(self._folder)
+            fsync(self._folder)
             shutil.rmtree(replaced, ignore_errors=True)
         there = complete_versions(self._folder)
         # later versions were written before this run was resumed from an earlier checkpoint
@@ -176,14 +165,6 @@ def complete_versions(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
@@ -198,11 +179,8 @@ def _header(buckets: Sequence[PartBucket]) -> tuple[bytes, list[int]]:
         starts[number] = end
         for part in bucket.slices:
             start, end = end, end + part.num_elements * ITEM_BYTES[bucket.dtype]
-            entries[_key(part.name, box_of(part), bucket.dtype)] = {
-                "dtype": _SAFETENSORS_TYPES[bucket.dtype],
-                "shape": list(part.size),
-                "data_offsets": [start, end],
-            }
+            entry = {"dtype": _SAFETENSORS_TYPES[bucket.dtype], "shape": list(part.size)}
+            entries[_key(part.name, box_of(part), bucket.dtype)] = {**entry, "data_offsets": [start, end]}
     encoded = json.dumps(entries).encode()
     encoded += b" " * (-len(encoded) % 8)
     header = len(encoded).to_bytes(8, "little") + encoded
@@ -251,13 +229,9 @@ _TENSOR = TypeAdapter(_StoredTensor)
 
 
 class VersionFolder:
-    """A complete version. Its files stay open until `close`.
-
-    `num_bytes` counts the bytes read. A box is always read completely for its checksum and counts once.
-    """
+    """A complete version. Its files stay open until `close`. Raises `RefitFailed` for an invalid manifest."""
 
     def __init__(self, folder: Path, version: int) -> None:
-        """Read the manifest. Raises `RefitFailed` if it is missing, invalid or of another version."""
         self.path = version_folder(folder, version)
         try:
             text = (self.path / MANIFEST).read_bytes()
@@ -268,7 +242,7 @@ class VersionFolder:
         if manifest.version != version:
             raise RefitFailed(f"{self.path / MANIFEST} is of version {manifest.version}")
         self._tensors = manifest.tensors
-        self.num_bytes = 0
+        self.num_bytes = 0  # read; a box is read completely for its checksum and counts once
         self._files: dict[str, Any] = {}
         self._checked: set[tuple[str, str]] = set()
         self._stack = ExitStack()
@@ -277,11 +251,7 @@ class VersionFolder:
         self._stack.close()
 
     def pieces(self, need: TensorSlice, dtype: torch.dtype) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """Yield the parts of a slice, box by box, each with its values in the same shape and in `dtype`.
-
-        Raises `RefitFailed` if the version does not contain all of the slice, `CorruptWeights` if a box fails
-        its checksum.
-        """
+        """Yield the parts of a slice. Raises `RefitFailed` if some are missing, or `CorruptWeights`."""
         missing = need.num_elements
         for stored in self._boxes(need, str(dtype).removeprefix("torch.")):
             shared = intersection(box_of(need), Box(stored.start, stored.size))
@@ -294,7 +264,6 @@ class VersionFolder:
 
     @contextmanager
     def _validated(self, *within: str) -> Iterator[None]:
-        """Name the file and the first field that is invalid."""
         try:
             yield
         except ValidationError as error:
@@ -314,10 +283,9 @@ class VersionFolder:
         by_type: dict[str, list[_StoredBox]] = {}
         for number, stored in enumerate(entry.boxes):
             if not len(stored.start) == len(stored.size) == len(entry.shape):
-                raise RefitFailed(
-                    f"{self.path / MANIFEST} cannot be read: tensors.{need.name}.boxes.{number}: start and "
-                    f"size must have {len(entry.shape)} numbers each, as shape has"
-                )
+                field = f"{self.path / MANIFEST} cannot be read: tensors.{need.name}.boxes.{number}"
+                rule = f"start and size must have {len(entry.shape)} numbers each, as shape has"
+                raise RefitFailed(f"{field}: {rule}")
             by_type.setdefault(stored.dtype, []).append(stored)
         # a type that was not asked for when the version was written is made of the widest
         return by_type.get(dtype) or by_type.get("float32") or []

@@ -1,11 +1,10 @@
-"""Messages between the driver and the ranks of an exchange, and what the ranks of one refit share.
+"""Messages between the driver and the ranks of an exchange, and what every transport uses.
 
     layouts  what ranks hold and require            parts    what each rank does in every refit
     session  where the ranks of one refit meet      reports  fingerprints, bytes
 
 The messages consist of integers, strings and tuples only, so that an engine may send them to its processes as
-JSON (pydantic's `TypeAdapter`). The rest is what every transport uses: waits that name what they wait for,
-two slots for buckets on their way, the two sides of a channel, and fingerprints.
+JSON (pydantic's `TypeAdapter`).
 """
 
 import socket
@@ -38,9 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SenderLayout:
-    """Slices that a policy rank holds."""
-
-    slices: tuple[TensorSlice, ...]
+    slices: tuple[TensorSlice, ...]  # that a policy rank holds
     node: str = ""  # the machine it runs on; receivers there are served first
 
 
@@ -64,11 +61,7 @@ class ReceiverLayout:
 
 @dataclass(frozen=True)
 class PartBucket:
-    """A bucket as one of its ranks handles it.
-
-    In shared memory all its receivers read the same slot. By messages the sender sends it to the first
-    receiver, and each receiver to the next one.
-    """
+    """A bucket as one of its ranks handles it; by messages each rank sends it to the next receiver."""
 
     sender: int
     receivers: tuple[int, ...]
@@ -76,18 +69,12 @@ class PartBucket:
     slices: tuple[TensorSlice, ...]  # they lie in the bucket in this order, without gaps
 
     @property
-    def num_elements(self) -> int:
-        return sum(part.num_elements for part in self.slices)
-
-    @property
     def num_bytes(self) -> int:
-        return self.num_elements * ITEM_BYTES[self.dtype]
+        return sum(part.num_elements for part in self.slices) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Work of one rank in every refit, until a layout changes."""
-
     rank: int  # among all ranks of its side
     buckets: tuple[PartBucket, ...]
 
@@ -107,8 +94,6 @@ class SendReport:
 
 @dataclass(frozen=True)
 class ReceiveReport:
-    """Weights that one receiver now has, staged or in place."""
-
     fingerprints: Mapping[str, int]  # by tensor
     num_bytes: int  # received; with files, read
 
@@ -147,7 +132,6 @@ class RefitSession:
     check_turn: int = 0  # number of this refit; its version may skip numbers
 
     def checks(self, tensor: str) -> bool:
-        """True if a tensor's fingerprints are compared in this refit."""
         return (zlib.crc32(tensor.encode()) + self.check_turn) % self.check_one_in == 0
 
     def socket_path(self, sender: int) -> Path:
@@ -181,17 +165,10 @@ class Waiting:
         self._refit = f"refit to version {session.version}: {who}"
         self._over = over
         self._deadline_seconds = session.deadline_seconds
-        self._end = time.monotonic() + session.deadline_seconds
-
-    @property
-    def seconds_left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
+        self.end = time.monotonic() + session.deadline_seconds
 
     def call(self, connection: socket.socket, operation: Callable[[], T], what: str, peer: str) -> T:
-        """Return the result of a socket operation that may have to wait for `what`, which `peer` is to do.
-
-        The operation must leave nothing half done when it times out: it is then called again.
-        """
+        """The operation's result; it is called again after a timeout, so it must leave nothing half done."""
         began = time.monotonic()
         connection.settimeout(_POLL_SECONDS)
         while True:
@@ -211,7 +188,6 @@ class Waiting:
             time.sleep(_RETRY_SECONDS)
 
     def connect(self, connection: socket.socket, path: Path, peer: str) -> None:
-        """Connect to the socket at `path`, which `peer` may not have opened yet."""
         connection.settimeout(_POLL_SECONDS)
 
         def is_connected() -> bool:
@@ -223,7 +199,6 @@ class Waiting:
         self.until(is_connected, f"{peer} to listen")
 
     def listen(self, path: Path, backlog: int) -> socket.socket:
-        """A socket listening at `path`. Raises `PeerClosed` if the session has ended."""
         listener = refit_socket()
         try:
             listener.bind(str(path))
@@ -245,15 +220,14 @@ class Waiting:
         now, seconds = time.monotonic(), time.monotonic() - began
         since = datetime.now() - timedelta(seconds=seconds)
         wait = f"{self._refit} waits for {what} since {since:%H:%M:%S} ({seconds:.1f} s)"
-        if now >= self._end:
+        if now >= self.end:
             raise RefitDeadline(f"{wait}; the deadline is {self._deadline_seconds:g} s")
         if self._over() if over is None else over:
             raise PeerClosed(f"{wait}; the driver ended the refit, because another rank failed")
 
 
 def refit_socket() -> socket.socket:
-    """Return an unconnected socket of a refit. It keeps message boundaries."""
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps message boundaries
 
 
 def sender_name(rank: int) -> str:
@@ -281,10 +255,7 @@ class Slots:
 
 
 class SendingChannel(ABC):
-    """A sender's side of a transport. A bucket is bytes here; the two ends know their meaning.
-
-    slot(n), fill it, publish(n) ... drain()     in the order of the part's buckets
-    """
+    """A sender's side: slot(n), fill it, publish(n) ... drain(), in the order of its part's buckets."""
 
     def __init__(self, part: Part, slots: Slots) -> None:
         self._part = part
@@ -296,7 +267,7 @@ class SendingChannel(ABC):
         return self._slots.memory.numel()
 
     def slot(self, number: int) -> Tensor:
-        """[bytes of the bucket] uint8: where bucket `number` is to be written, once its slot is free."""
+        """[bytes of the bucket] uint8 to write to, once its slot is free."""
         self._wait_free(number - SLOTS)
         return self._slots.bucket(number, self._part.buckets[number].num_bytes)
 
@@ -318,11 +289,9 @@ class ReceivingChannel(Protocol):
 
     def next_bucket(self) -> Tensor:
         """[bytes that came] uint8: the part's next bucket, once it is complete."""
-        ...
 
     def taken(self) -> None:
         """Return the slot of that bucket."""
-        ...
 
 
 # A checksum of a tensor that does not depend on how the tensor is sharded:
@@ -338,11 +307,7 @@ _CHUNK_ELEMENTS = 1 << 16  # 512 KB of int64: stays in a core's cache
 
 
 def fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Return the fingerprint of a box, in [0, 2^64).
-
-    `values` are its elements (float32, bfloat16 or float16, any strides), `start` its first corner in the
-    full tensor of the given `shape`. Uses half a megabyte or one row of int64 in addition to the values.
-    """
+    """The fingerprint, in [0, 2^64), of `values` (any strides) from `start` on in a tensor of `shape`."""
     bits = values.detach().view(_INTEGERS[values.element_size()])
     weights = [
         _axis_weights(axis, extent, values.device)[first : first + count]
@@ -359,7 +324,6 @@ def fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) 
 
 
 def combine(fingerprints: list[int]) -> int:
-    """The fingerprint of what non-overlapping boxes cover together."""
     return sum(fingerprints) % 2**64
 
 

@@ -7,8 +7,8 @@
          the one with the least to send; loads with the fewest holders choose first
       -> buckets, in the order in which all ranks take part
 
-A box that several receivers need is packed and sent once for all of them; see `PartBucket`. Ranks with equal
-layouts (replicas, copies of a policy) are cut once: only the choice of senders grows with the ranks.
+A box is packed and sent once for all its receivers. Ranks with equal layouts are cut once: only the choice of
+senders grows with the ranks.
 """
 
 import gc
@@ -32,8 +32,6 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Box:
-    """The elements from `start` on, `size` along each axis."""
-
     start: tuple[int, ...]
     size: tuple[int, ...]
 
@@ -86,7 +84,6 @@ def split(box: Box, max_elements: int) -> Iterator[Box]:
 
 
 def narrow(part: TensorSlice, box: Box) -> TensorSlice:
-    """The part of a slice that lies in `box`, which is inside it."""
     if box.start == part.start and box.size == part.size:
         return part
     skipped = zip(box.start, part.start, part.strides, strict=True)
@@ -114,15 +111,12 @@ class Region:
 
 
 class _TensorRegions:
-    """The regions of one tensor, in the order of their first rows."""
-
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
         self.by_box: dict[Box, Region] = {}
 
     @cached_property
     def _by_row(self) -> tuple[list[Region], list[int], int]:
-        """The regions, their first rows, and the largest number of rows."""
         regions = sorted(self.by_box.values(), key=lambda region: region.box.start)
         rows = [region.box.start[0] for region in regions]
         return regions, rows, max(region.box.size[0] for region in regions)
@@ -135,8 +129,6 @@ class _TensorRegions:
 
 
 class Holdings:
-    """All that senders hold."""
-
     def __init__(self, senders: Sequence[SenderLayout]) -> None:
         self.nodes = [sender.node for sender in senders]
         self.machines = set(self.nodes)
@@ -161,17 +153,13 @@ class Holdings:
             region.ranks += ranks
 
     def cut(self, need: TensorSlice, receiver: int, capacity: int) -> list[tuple[Box, Region]]:
-        """Cut a needed slice where its holders change and to `capacity` elements.
-
-        Raises `UnservedBox` with the receiver and the first box that no sender holds.
-        """
+        """Cut a slice where its holders change and to `capacity` elements. Raises `UnservedBox`."""
         needed = box_of(need)
         tensor = self._tensors.get(need.name, _TensorRegions(need.shape))
         if tensor.shape != need.shape:
             shapes = f"{tensor.shape} at senders and {need.shape} at receiver {receiver}"
-            raise UnservedBox(
-                f"{need.name} has shape {shapes}; both sides must be built from the same config.json"
-            )
+            fix = "both sides must be built from the same config.json"
+            raise UnservedBox(f"{need.name} has shape {shapes}; {fix}")
         same = tensor.by_box.get(needed)
         if same is not None and needed.num_elements <= capacity:
             return [(needed, same)]
@@ -193,10 +181,8 @@ class Holdings:
             open_boxes = still_open
             if not open_boxes:
                 return found
-        raise UnservedBox(
-            f"no sender holds {need.name}{open_boxes[0]}, which receiver {receiver} needs; "
-            "are both sides built from the same config.json?"
-        )
+        problem = f"no sender holds {need.name}{open_boxes[0]}, which receiver {receiver} needs"
+        raise UnservedBox(f"{problem}; are both sides built from the same config.json?")
 
 
 class Consumers:
@@ -237,12 +223,10 @@ def classes_of(layouts: Iterable[tuple[TensorSlice, ...]]) -> list[int]:
     by_value: dict[tuple[object, ...], int] = {}
     found = []
     for slices in layouts:
-        number = by_identity.get(id(slices))
-        if number is None:
+        if id(slices) not in by_identity:
             # a tuple of plain tuples is hashed several times faster than one of dataclasses
-            number = by_value.setdefault(tuple(map(_PLACE, slices)), len(by_value))
-            by_identity[id(slices)] = number
-        found.append(number)
+            by_identity[id(slices)] = by_value.setdefault(tuple(map(_PLACE, slices)), len(by_value))
+        found.append(by_identity[id(slices)])
     return found
 
 
@@ -251,7 +235,7 @@ _MAX_RECEIVERS = 16  # of a bucket: it is forwarded from one to the next, so mor
 
 @dataclass(frozen=True)
 class Bucket:
-    """Boxes sent by one sender to all receivers that get them from it."""
+    """Boxes from one sender to all receivers that get them from it."""
 
     sender: int
     receivers: tuple[int, ...]
@@ -263,17 +247,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All buckets, in the order in which every rank handles its part of them.
-
-    The common order rules out a deadlock: sender and receivers of the first bucket that has not arrived
-    everywhere have finished all before it.
-    """
+    """All buckets in the order in which every rank takes part; a common order rules out a deadlock."""
 
     buckets: tuple[Bucket, ...]
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes received by all receivers together."""
         return sum(bucket.num_bytes * len(bucket.receivers) for bucket in self.buckets)
 
     def sender_parts(self, count: int) -> list[Part]:
@@ -285,7 +264,6 @@ class TransferPlan:
 
 
 def _parts(count: int, shares: Iterable[tuple[Bucket, int, tuple[TensorSlice, ...]]]) -> list[Part]:
-    """Parts of `count` ranks; a share is a bucket, one of its ranks and the slices of that rank."""
     with _without_garbage_collection():
         of_ranks: list[list[PartBucket]] = [[] for _ in range(count)]
         for bucket, rank, slices in shares:
@@ -305,8 +283,6 @@ class _Piece:
 
 @dataclass
 class _Load:
-    """Pieces with the same holders and the same consumers, sent in one bucket."""
-
     dtype: str
     holders: Region  # one of the regions; all have the same holders
     consumers: tuple[int, ...]  # classes of receivers
@@ -317,11 +293,7 @@ class _Load:
 def plan_transfers(
     senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
 ) -> TransferPlan:
-    """Plan each element that a receiver needs once, from one of its holders, in buckets of `bucket_bytes`.
-
-    Raises `UnservedBox` with the tensor and the box that no sender holds, and ValueError for a bucket smaller
-    than one element.
-    """
+    """Plan each needed element once, in buckets of `bucket_bytes`. Raises `UnservedBox` and ValueError."""
     if bucket_bytes < max(ITEM_BYTES.values()):
         raise ValueError(f"bucket_bytes is {bucket_bytes}, less than one element; set a larger value")
     with _without_garbage_collection():
@@ -334,10 +306,7 @@ def plan_transfers(
 def plan_files(
     senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
 ) -> TransferPlan:
-    """Plan to write each tensor that some receiver needs in part completely, each element once.
-
-    A tensor required in several types is written in each of them.
-    """
+    """Plan to write each tensor that a receiver needs in part completely, in each type, each element once."""
     required = {
         (part.name, part.shape, dtype): None
         for layout in receivers
@@ -349,7 +318,7 @@ def plan_files(
 
 
 def _pieces(consumers: Consumers, holdings: Holdings, bucket_bytes: int) -> Iterable[_Piece]:
-    """Return each needed box once for all receivers; repeated if one receiver needs it repeatedly."""
+    """Each needed box once for all receivers, more often only if one receiver needs it more often."""
     found: dict[tuple[object, ...], _Piece] = {}
     for number, (rank, layout) in consumers.layouts.items():
         times: Counter[tuple[object, ...]] = Counter()
@@ -400,7 +369,6 @@ def _choose_senders(loads: Iterable[_Load], consumers: Consumers, holdings: Hold
 def _served_together(
     load: _Load, consumers: Consumers, holdings: Holdings
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield possible senders with the receivers of one of them; a holder on their machine is preferred."""
     far: list[int] = []
     served: list[tuple[list[int], list[int]]] = []
     for node, receivers in consumers.by_node(load.consumers).items():

@@ -2,12 +2,11 @@
 
     sender ──bucket──▶ first receiver ──bucket──▶ next ──▶ ...
 
-A bucket that several receivers take goes once over its sender's link and over that of each receiver but the
-last; while one bucket is passed on, the next arrives. Each bucket is preceded by a message with its size.
+While one bucket is passed on, the next arrives. Each is preceded by a message with its size.
 
 All ranks are members of one group, created over a store that the driver serves; a member's place in it counts
-senders first. Members stay connected from refit to refit; after a failure they form a new group. NCCL is the
-same code with another class and device. It has not been run on hardware yet.
+senders first. Members stay connected from refit to refit; after a failure they form a new group. NCCL has not
+been run on hardware yet.
 """
 
 import queue
@@ -46,7 +45,7 @@ _POLL_SECONDS = 0.2  # how often a rank checks if the session is over
 
 
 def served_store(host: str) -> tuple[TCPStore, str]:
-    """A store that this process serves as long as it holds it, and its place, host:port with a free port."""
+    """A store that this process serves as long as it holds it, and its place, host:port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -54,10 +53,7 @@ def served_store(host: str) -> tuple[TCPStore, str]:
 
 
 class GroupVenue(Venue):
-    """The driver's side: the store over which members meet, and how a session ends."""
-
     def __init__(self, transport: Transport, host: str, deadline_seconds: float) -> None:
-        """Listen at an address of this machine, loopback when all ranks are on it."""
         super().__init__(transport, deadline_seconds)
         self._store, self._place = served_store(host)
         self._attempt = 0
@@ -75,8 +71,6 @@ class GroupVenue(Venue):
 
 @dataclass(frozen=True)
 class Group:
-    """A process group and the store over which its members met."""
-
     backend: Any  # ProcessGroupGloo or ProcessGroupNCCL
     store: TCPStore
     device: torch.device
@@ -110,7 +104,6 @@ class Group:
         return group
 
     def send(self, values: Tensor, rank: int) -> Any:
-        """Begin to send; the work to wait for."""
         return self.backend.send([values], rank, 0)
 
     def receive(self, values: Tensor, rank: int) -> None:
@@ -118,10 +111,7 @@ class Group:
         self.synchronize()
 
     def connect(self, rank: int, *, first: bool) -> None:
-        """Exchange a first message with a member. gloo connects in it, and a wait for that cannot be aborted.
-
-        All do so in the order of pairs, of which the lower rank is `first` to send, with who has joined.
-        """
+        """Exchange a first message: gloo connects in it, and a wait for that cannot be aborted."""
         if rank in self.connected:
             return
         hello = torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -132,12 +122,11 @@ class Group:
         self.connected.add(rank)
 
     def synchronize(self) -> None:
-        """NCCL's waits order streams only."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda":  # NCCL's waits order streams only
             torch.cuda.current_stream().synchronize()
 
     def abort(self) -> None:
-        """End the waits of all threads; the group is of no use afterwards."""
+        """End the waits of all threads and the use of the group."""
         if self.device.type == "cuda":
             self.backend.abort()
             return
@@ -177,7 +166,6 @@ class _Rendezvous:
         return sender_name(place) if place < self.num_senders else receiver_name(place - self.num_senders)
 
     def neighbors(self, bucket: PartBucket) -> tuple[int | None, int | None]:
-        """Places from which a bucket comes here and to which it goes from here."""
         way = [None, bucket.sender, *(self.num_senders + receiver for receiver in bucket.receivers), None]
         here = way.index(self.place)
         return way[here - 1], way[here + 1]
@@ -188,20 +176,17 @@ class _Rendezvous:
         try:
             operation()
         except RuntimeError as error:
-            if _ABORTED in str(error) or self.waiting.seconds_left == 0.0:
+            if _ABORTED in str(error) or time.monotonic() >= self.waiting.end:
                 self.waiting.check(what, began)
             raise self.waiting.closed(what, self.name(place)) from error
 
 
 class GroupSender(SendingChannel):
-    """A sender's side, and how a receiver passes buckets on."""
-
     def __init__(self, part: Part, rendezvous: _Rendezvous) -> None:
         super().__init__(part, Slots.allocate(part, rendezvous.group.device))
         self._rendezvous = rendezvous
 
     def publish(self, number: int, num_bytes: int) -> None:
-        """Begin to send the bucket to the next member, if there is one, after a message with its size."""
         meeting, group = self._rendezvous, self._rendezvous.group
         _, to = meeting.neighbors(self._part.buckets[number])
         if to is None:
@@ -240,12 +225,10 @@ class GroupReceiver:
         return bucket
 
     def taken(self) -> None:
-        """Let the next but one bucket come into this slot."""
         self._rendezvous.group.synchronize()  # the copies out of it
         self._free.release()
 
     def drain(self) -> None:
-        """Wait until all that others get from here has gone."""
         self._take_ready()
 
     def close(self) -> None:
@@ -367,7 +350,7 @@ def _watch(session: RefitSession, group: Group, over: threading.Event) -> Iterat
 
 
 def _store_of(session: RefitSession) -> TCPStore:
-    """A connection of one's own to the store; one that waits is blocked for everything else."""
+    """Another connection to the store; one that waits is blocked for everything else."""
     host, _, port = session.place.rpartition(":")
     timeout = timedelta(seconds=session.deadline_seconds)
     return TCPStore(host, int(port), is_master=False, timeout=timeout, wait_for_workers=False)

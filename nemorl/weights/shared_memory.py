@@ -3,10 +3,9 @@
     sender    fill 0 | fill 1 | wait until 0 is taken, fill 2 | ...
     receiver         | take 0 | take 1                        | ...
 
-A sender fills one slot while the receivers of the other one read it. The memory has no name: it is a memfd,
-passed to receivers over the socket. The kernel frees it with the last process that maps it, so not even `kill
--9` leaves a segment behind, and the size of /dev/shm (64 MB in a container) does not matter. The sockets
-carry bucket numbers only, order the memory accesses, and immediately report that the other side has died.
+The memory is a memfd, passed to receivers over the socket: `kill -9` leaves no segment, and the size of
+/dev/shm (64 MB in a container) does not matter. Sockets carry bucket numbers only, order the memory accesses,
+and immediately report that the other side has died.
 
 With CUDA IPC the slots are in a GPU's memory, which receivers open by a handle that goes over the socket as
 JSON. All that touches CUDA is `CudaDevice`. It has not run on hardware; tests replace it.
@@ -101,7 +100,7 @@ class HostSlots(Slots):
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """Result of torch's `_share_cuda_` for a storage, for one process to open."""
+    """Result of torch's `_share_cuda_`, for one process to open."""
 
     __pydantic_config__ = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
@@ -119,8 +118,6 @@ _STORAGE = TypeAdapter(SharedStorage)
 
 
 class CudaDevice:
-    """Memory of this thread's current GPU, and how another process opens it."""
-
     def allocate(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
@@ -147,7 +144,6 @@ class CudaDevice:
             torch.cuda.current_stream(device).synchronize()
 
     def collect(self) -> None:
-        """Free memory that the others have closed."""
         torch.cuda.ipc_collect()
 
 
@@ -179,8 +175,6 @@ class DeviceSlots(Slots):
 
 @dataclass(frozen=True)
 class _Peer:
-    """The other end of a connection. `what` names a wait in its error."""
-
     name: str
     connection: socket.socket
     waiting: Waiting
@@ -203,12 +197,9 @@ class _Peer:
 
 
 class SocketSender(SendingChannel):
-    """A sender's side. Its buckets are numbered over all its receivers."""
-
     def __init__(self, part: Part, slots: HostSlots | DeviceSlots, peers: Mapping[int, _Peer]) -> None:
         super().__init__(part, slots)
-        self._settle = slots.settle
-        self._peers = peers
+        self._settle, self._peers = slots.settle, peers
 
     def publish(self, number: int, num_bytes: int) -> None:
         self._settle()
@@ -227,8 +218,6 @@ class SocketSender(SendingChannel):
 
 
 class SocketReceiver:
-    """A receiver's side (`ReceivingChannel`)."""
-
     def __init__(self, part: Part, senders: Mapping[int, tuple[_Peer, HostSlots | DeviceSlots]]) -> None:
         self._order = (senders[bucket.sender] for bucket in part.buckets)
 
@@ -244,7 +233,7 @@ class SocketReceiver:
 
 @contextmanager
 def socket_sender(part: Part, session: RefitSession) -> Iterator[SocketSender]:
-    """Make the memory and wait for the receivers. Connections end with the block, also after an error."""
+    """Make the memory and wait for the receivers; connections end with the block."""
     waiting = _waiting(sender_name(part.rank), session)
     receivers = {receiver for bucket in part.buckets for receiver in bucket.receivers}
     with ExitStack() as stack:
@@ -266,7 +255,7 @@ def socket_sender(part: Part, session: RefitSession) -> Iterator[SocketSender]:
 
 @contextmanager
 def socket_receiver(part: Part, session: RefitSession) -> Iterator[SocketReceiver]:
-    """Connect to the senders and map their memory. Connections end with the block, also after an error."""
+    """Connect to the senders and map their memory; connections end with the block."""
     waiting = _waiting(receiver_name(part.rank), session)
     with ExitStack() as stack:
         peers: dict[int, _Peer] = {}

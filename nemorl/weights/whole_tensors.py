@@ -1,12 +1,12 @@
 """Receiving complete HF tensors, for engines with a loader that shards, fuses or quantizes them.
 
     buckets ──▶ tensors that are arriving ──complete──▶ batch ──full──▶ the engine's loader
-                memory: the incomplete tensors                 about a bucket
 
-No copy of the model is kept: memory is a batch of about a bucket, and the tensors with missing parts. The
-loader writes into the weights in use, so an update that fails after the first batch leaves them corrupt.
+Memory is a batch of about a bucket, and the tensors with missing parts. The loader writes into the weights in
+use, so an update that fails after the first batch leaves them corrupt.
 """
 
+import socket
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
-from .endpoints import Receiver, arriving, node_name, prepared
+from .endpoints import Receiver, arriving, prepared
 from .messages import ReceiveReport, ReceiverLayout, RefitFailed, RefitSession, fingerprint
 
 
@@ -25,7 +25,6 @@ class Loader(Protocol):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load some complete tensors; their memory may be reused after the call."""
-        ...
 
     def finish(self) -> None: ...
 
@@ -49,7 +48,8 @@ class WholeTensorReceiver(Receiver):
         """`batch_bytes`: size of a batch of complete tensors for the loader; a larger tensor is a batch."""
         super().__init__()
         types = tuple(dtypes[name] for name in tensors)
-        self._layout = ReceiverLayout(whole_slices(tensors), types, node_name(), takes_changes=False)
+        node = socket.gethostname()
+        self._layout = ReceiverLayout(whole_slices(tensors), types, node, takes_changes=False)
         self._loader, self._device, self._batch_bytes = loader, device, batch_bytes
         self.peak_bytes = 0  # of tensors held at the same time in the last update
 
@@ -57,7 +57,6 @@ class WholeTensorReceiver(Receiver):
         return self._layout
 
     def receive(self, session: RefitSession) -> ReceiveReport:
-        """Pass all tensors to the loader and return their fingerprints. Raises `RefitFailed`."""
         part = prepared(self._part)
         self._received, self.peak_bytes = None, 0
         partial: dict[str, Tensor] = {}  # tensors that have arrived in part, and their missing elements
@@ -94,14 +93,12 @@ class WholeTensorReceiver(Receiver):
         return ReceiveReport({} if session.transport == "files" else fingerprints, arrivals.num_bytes)
 
     def commit(self, version: int) -> None:
-        """Finish loading the received version. Raises `RefitFailed` if another one was received."""
         self._check_received(version)
         self._loader.finish()
         self._received, self.corruption = None, None
 
     def abandon(self) -> None:
-        """Forget an update that did not finish; weights that it has written to stay corrupt."""
-        self._received = None
+        self._received = None  # weights that the update has written to stay corrupt
 
     def _load(self, session: RefitSession, batch: dict[str, Tensor]) -> None:
         self.corruption = self._unfinished(session, "through its loader")
