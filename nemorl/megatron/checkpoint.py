@@ -35,26 +35,9 @@ from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
-from . import parallel
-from .checkpoint_files import (
-    WEIGHT,
-    SavedState,
-    Shard,
-    UnfitCheckpoint,
-    write_index,
-    write_safetensors,
-    write_state,
-)
+from . import checkpoint_files as files
+from . import device, parallel
 from .checkpoint_store import FileRecord, writing
-from .device import (
-    DeviceKind,
-    building,
-    finish_copies,
-    host_buffer,
-    random_states,
-    restore_random_states,
-    select_device,
-)
 from .export import hf_weights
 from .kernels import Kernels
 from .model import PolicyModel, transformer_config
@@ -63,38 +46,38 @@ from .optimizer import OptimizerProgress, PolicyOptimizer
 
 @dataclass(frozen=True)
 class Snapshot:
-    states: Mapping[str, Mapping[str, Shard]]  # by state (weights, moments) and parameter
+    states: Mapping[str, Mapping[str, files.Shard]]  # by state (weights, moments) and parameter
     random: Mapping[str, Tensor]
     progress: OptimizerProgress
 
     @classmethod
-    def of(cls, optimizer: PolicyOptimizer, device: DeviceKind) -> "Snapshot":
+    def of(cls, optimizer: PolicyOptimizer, kind: device.DeviceKind) -> "Snapshot":
         """References to the tensors, valid until the next step."""
         states = {
             state: {name: shard for name, shard in optimizer.shards(state).items() if shard.is_first}
             for state in optimizer.state_names
         }
-        return cls(states, random_states(device), replace(optimizer.progress))
+        return cls(states, device.random_states(kind), replace(optimizer.progress))
 
 
 class SnapshotCopier:
     """Copies snapshots aside, into memory that it keeps: fresh memory would cost more than the copying."""
 
-    def __init__(self, device: DeviceKind) -> None:
-        self._device = device
+    def __init__(self, kind: device.DeviceKind) -> None:
+        self._kind = kind
         self._buffers: dict[tuple[str, str], Tensor] = {}  # by state and parameter
 
     @torch.no_grad()
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """The same in host memory, valid until the next copy."""
-        states: dict[str, dict[str, Shard]] = {state: {} for state in snapshot.states}
+        states: dict[str, dict[str, files.Shard]] = {state: {} for state in snapshot.states}
         for state, shards in snapshot.states.items():
             for name, shard in shards.items():
                 if (state, name) not in self._buffers:
-                    self._buffers[state, name] = host_buffer(self._device, shard.values)
+                    self._buffers[state, name] = device.host_buffer(self._kind, shard.values)
                 copy = self._buffers[state, name].copy_(shard.values, non_blocking=True)
                 states[state][name] = replace(shard, values=copy)
-        finish_copies(self._device)
+        device.finish_copies(self._kind)
         return replace(snapshot, states=states)
 
 
@@ -105,10 +88,10 @@ def save(
     rank = dist.get_rank()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    records = [write_state(folder, state, rank, shards) for state, shards in snapshot.states.items()]
-    records.append(write_safetensors(_random_file(folder, rank), snapshot.random, {}))
+    records = [files.write_state(folder, state, rank, shards) for state, shards in snapshot.states.items()]
+    records.append(files.write_safetensors(_random_file(folder, rank), snapshot.random, {}))
     if rank == 0:
-        write_index(folder, trained, layout, snapshot.states, asdict(snapshot.progress))
+        files.write_index(folder, trained, layout, snapshot.states, asdict(snapshot.progress))
     return tuple(records)
 
 
@@ -119,7 +102,7 @@ def load(
     place: PolicyRank,
     parameters: Mapping[str, Tensor],
     optimizer: PolicyOptimizer,
-    device: DeviceKind,
+    kind: device.DeviceKind,
 ) -> None:
     """Take a state that was saved under any layout; under the same layout the run continues bit by bit.
 
@@ -127,9 +110,9 @@ def load(
 
     Raises `UnfitCheckpoint` for another model, or another optimizer than the one that was saved.
     """
-    saved = SavedState(folder, trained)
+    saved = files.SavedState(folder, trained)
     if saved.states != optimizer.state_names:
-        raise UnfitCheckpoint(
+        raise files.UnfitCheckpoint(
             f"{folder} holds the optimizer states {', '.join(saved.states)}; policy.optimizer "
             f"{optimizer.name!r} requires {', '.join(optimizer.state_names)}: resume with the optimizer the "
             "run began with"
@@ -145,13 +128,13 @@ def load(
             # Rows that pad the vocabulary are in no slice; they are and stay zero.
             values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             saved.fill(state, {name: values}, parts)
-            if state == WEIGHT:
+            if state == files.WEIGHT:
                 parameter.copy_(values)
             optimizer.set_shard(name, state, values.flatten())
     optimizer.resume(OptimizerProgress(**saved.progress))
     if saved.layout == place.layout:
         # Another layout has other processes; the model draws nothing at random, so nothing hangs on it.
-        restore_random_states(device, load_file(_random_file(folder, dist.get_rank())))
+        device.restore_random_states(kind, load_file(_random_file(folder, dist.get_rank())))
 
 
 def _random_file(folder: Path, rank: int) -> Path:
@@ -262,7 +245,7 @@ def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
 @contextmanager
 def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyModel]:
     alone = config.model_copy(update={"layout": LayoutConfig(), "lora": None})
-    select_device("cpu", 0)
+    device.select_device("cpu", 0)
     with tempfile.TemporaryDirectory(prefix="nemorl-whole-") as rendezvous:
         parallel.join(
             alone.layout,
@@ -273,7 +256,7 @@ def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyMode
             deadline_seconds=600,
         )
         try:
-            with building("cpu"):
+            with device.building("cpu"):
                 yield PolicyModel(transformer_config(shape, alone, "cpu", Kernels()), shape, alone, 0)
         finally:
             parallel.leave()

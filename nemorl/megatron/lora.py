@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
 from nemorl.config.policy import LoraConfig
@@ -85,7 +84,7 @@ class AdapterBranch(torch.nn.Module):
             self.add_module(name, adapter)
             # Mark parameters that are shards (the norm sums them) and those whose gradients are partial.
             shard, dim, copy = (adapter.a, 1, adapter.b) if sums_input else (adapter.b, 0, adapter.a)
-            set_tensor_model_parallel_attributes(shard, True, dim, 1)
+            tensor_parallel.set_tensor_model_parallel_attributes(shard, True, dim, 1)
             # Under sequence parallelism a rank multiplies the copied one with its own tokens only.
             copy.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 

@@ -12,25 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core import distributed, parallel_state, tensor_parallel
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -91,7 +77,7 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> Mod
     norm, latent = _norm(shape), shape.mla is not None
     spec: ModuleSpec
     if config.transformer_impl == "transformer_engine":
-        spec = get_gpt_layer_with_transformer_engine_spec(
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=shape.moe.num_experts if shape.moe and shape.is_moe(layer) else None,
             moe_grouped_gemm=True,
             # Latent attention always has its norms, and the specification has to be asked for them.
@@ -103,7 +89,7 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> Mod
             # Megatron would copy these to all tensor-parallel ranks here and divide them in local layers.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
     else:
-        spec = get_gpt_layer_local_spec(
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
             qk_layernorm=shape.qk_norm, multi_latent_attention=latent, normalization="RMSNorm"
         )
         attention = spec.submodules.self_attention.submodules
@@ -249,7 +235,7 @@ def transformer_config(
 
 def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
     """Megatron's reduction of gradients over DP, SP and tied embeddings, not divided by a token count."""
-    finalize_model_grads(models, None, **groups)
+    distributed.finalize_model_grads(models, None, **groups)
 
 
 # Dimension of the weight that tensor parallelism divides.
@@ -304,7 +290,7 @@ class PolicyModel(GPTModel):
             for kind, dim in _SHARDED_DIM.items():
                 weight = module.weight if isinstance(module, kind) else None
                 if weight is not None and not hasattr(weight, "tensor_model_parallel"):
-                    set_tensor_model_parallel_attributes(weight, True, dim, 1)
+                    tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
         # Rows that pad the vocabulary are never loaded; uninitialised memory there may be NaN.
         for name, parameter in self.named_parameters():
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -391,7 +377,7 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight  # type: ignore[no-any-return]
 
 
-class PolicyParallel(DistributedDataParallel):
+class PolicyParallel(distributed.DistributedDataParallel):
     """Megatron's data parallelism, which copies nothing where there is one rank."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -424,7 +410,7 @@ def build_model(
     With adapters only these have gradients. Weights are not loaded yet.
     """
     config = transformer_config(shape, policy, kind, kernels)
-    ddp_config = DistributedDataParallelConfig(
+    ddp_config = distributed.DistributedDataParallelConfig(
         use_distributed_optimizer=policy.optimizer.is_sharded,
         grad_reduce_in_fp32=policy.optimizer.gradient_bytes == 4,
         overlap_grad_reduce=False,

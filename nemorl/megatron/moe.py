@@ -7,14 +7,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.nn import Module
 
 from nemorl.config.policy import MoeConfig, PolicyConfig
 from nemorl.models.shape import ModelShape
@@ -108,7 +106,7 @@ class PolicyRouter(TopKRouter):
 class Routers:
     """All routers of a rank, over one optimizer step after another."""
 
-    def __init__(self, modules: Iterable[Module], shape: ModelShape, config: MoeConfig) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module], shape: ModelShape, config: MoeConfig) -> None:
         assert shape.moe is not None, "a model without experts has no routers"
         self._config = config
         self._num_layers, self._num_experts = shape.num_moe_layers, shape.moe.num_experts
@@ -201,14 +199,14 @@ class ExpertLayer(MoELayer):
         # Experts are divided, reduced and counted over their own groups, whatever the layout. Megatron takes
         # them for ordinary parameters when EP is 1, so that with TP of 2 and ETP of 1 their gradients are not
         # summed over the TP ranks; and it sums the biases of different experts over the TP ranks under SP.
-        experts: Module = self.experts
+        experts: torch.nn.Module = self.experts
         for parameter in experts.parameters():
             marks: Any = parameter
             marks.allreduce = False
             marks.sequence_parallel = False
             marks.tensor_model_parallel = True  # no TP rank holds a copy: the gradient norm counts each
         for module in experts.modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            if isinstance(module, (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)):
                 # The dispatcher has moved the tokens already. Without this, a bias is added in place to a
                 # view of what a collective of one rank returned, which autograd refuses.
                 module.explicit_expert_comm = True

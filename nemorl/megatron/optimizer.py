@@ -10,13 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, UntypedStorage
 
-from nemorl.config.policy import (
-    ConstantSchedule,
-    InverseSqrtSchedule,
-    OffloadConfig,
-    PolicyConfig,
-    ScheduleConfig,
-)
+from nemorl.config.policy import OffloadConfig, PolicyConfig, ScheduleConfig
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.layout import chunk_prefix
 
@@ -36,9 +30,9 @@ def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
     """
     if update <= schedule.warmup_steps:
         return peak * update / schedule.warmup_steps
-    if isinstance(schedule, ConstantSchedule):
+    if schedule.name == "constant":
         return peak
-    if isinstance(schedule, InverseSqrtSchedule):
+    if schedule.name == "inverse_sqrt":
         return max(schedule.min_lr, peak * math.sqrt(schedule.warmup_steps / update))
     if update >= schedule.decay_steps:
         return schedule.min_lr
