@@ -33,39 +33,20 @@ class VocabularyShard:
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
+    ids: Tensor,
     shard: VocabularyShard,
     *,
     temperature: float,
     chunk_tokens: int,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logprobs of `labels` [M] and, if asked for, entropies [M]; float32, equal on all tensor-parallel ranks.
+    """Logprobs of `ids` [M, C], a token once or more in a row, and, if asked for, entropies [M], in float32.
 
-    `hidden` [M, H] predicts the labels; `weight` [V / TP, H]. Of `hidden` each rank gets the gradient of its
-    own columns only: the caller sums it over the tensor-parallel ranks.
+    Equal on all tensor-parallel ranks. `hidden` [M, H] predicts the ids; `weight` [V / TP, H]. Of `hidden`
+    each rank gets the gradient of its own columns only: the caller sums it over the tensor-parallel ranks.
     """
-    ids = labels.unsqueeze(1)
     logprobs, entropies = _Logprobs.apply(hidden, weight, ids, shard, temperature, chunk_tokens, entropy)
-    return logprobs.squeeze(1), entropies if entropy else None
-
-
-def logprobs_at(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    shard: VocabularyShard,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Logprobs of `ids` [M, C] and the entropies [M], float32, equal on all tensor-parallel ranks.
-
-    A token may occur several times in a row of `ids`. Gradients, as those of `token_logprobs`, go through the
-    logprobs alone: the entropies are metrics.
-    """
-    logprobs, entropies = _Logprobs.apply(hidden, weight, ids, shard, temperature, chunk_tokens, True)
-    return logprobs, entropies.detach()
+    return logprobs, entropies if entropy else None
 
 
 @torch.no_grad()

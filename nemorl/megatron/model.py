@@ -28,7 +28,7 @@ from nemorl.models.shape import ModelShape
 
 from .attention import LatentAttention, PackedAttention
 from .device import DTYPES, DeviceKind, building
-from .head import VocabularyShard, logprobs_at, token_logprobs, top_logprobs
+from .head import VocabularyShard, token_logprobs, top_logprobs
 from .kernels import Kernels
 from .lora import Adapters
 from .moe import ExpertLayer, RoutedLayer, expert_arguments
@@ -329,18 +329,19 @@ class PolicyModel(GPTModel):
             values = self.scalar_head(hidden).index_select(0, micro.local_positions)
             return _of_whole_batch(values, micro.own, micro), None
         hidden = self._predicting(hidden, micro)
-        labels = micro.batch.tokens.index_select(0, micro.labels)
-        shared: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self.chunk_tokens}
-        entropies: Tensor | None
-        if candidates is None:
-            logprobs, entropies = token_logprobs(
-                hidden, self.output_weight(), labels, self.vocabulary, entropy=entropy, **shared
-            )
-        else:
-            ids = torch.cat((labels.unsqueeze(1), candidates.index_select(0, micro.labels)), dim=1)
-            logprobs, entropies = logprobs_at(hidden, self.output_weight(), ids, self.vocabulary, **shared)
-        if entropies is not None:
+        ids = micro.batch.tokens.index_select(0, micro.labels).unsqueeze(1)
+        if candidates is not None:
+            ids = torch.cat((ids, candidates.index_select(0, micro.labels)), dim=1)
+        logprobs, entropies = token_logprobs(
+            *(hidden, self.output_weight(), ids, self.vocabulary),
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            entropy=entropy or candidates is not None,
+        )
+        if entropies is not None:  # a metric beside candidates
+            entropies = entropies if candidates is None else entropies.detach()
             entropies = _of_whole_batch(entropies, micro.labels, micro)
+        logprobs = logprobs.squeeze(1) if candidates is None else logprobs
         return _of_whole_batch(logprobs, micro.labels, micro), entropies
 
     def top(self, hidden: Tensor, micro: MicroBatch, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
