@@ -66,11 +66,7 @@ class NormedAdd(torch.nn.Module):
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """A function of (output, bias), the residual stream and the dropout, of which there is none."""
-        return self._add
-
-    def _add(self, output: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        normed: Tensor = self.norm(output[0])
-        return residual + normed
+        return lambda output, residual, dropout: residual + self.norm(output[0])
 
 
 def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> ModuleSpec:
