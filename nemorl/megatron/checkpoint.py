@@ -1,11 +1,7 @@
 """Saving and loading one rank's training state: weights, optimizer, schedule, random generators.
 
-Saving is a snapshot, a copy in host memory where training continues meanwhile, and its writing.
-
 Also import from and export to megatron-core's own checkpoints (`dist_checkpointing`), as Megatron-LM has
-them: weights only, named as Transformer Engine's layers name them; the files load under any layout. Reading
-one unpickles its metadata (in megatron-core), which runs whatever code it contains; only `import_megatron`
-reads one.
+them: weights only, named as Transformer Engine's layers name them; the files load under any layout.
 """
 
 import shutil
@@ -106,9 +102,8 @@ def load(
 ) -> None:
     """Take a state that was saved under any layout; under the same layout the run continues bit by bit.
 
-    Frozen parameters of which it has no weights stay as they are.
-
-    Raises `UnfitCheckpoint` for another model, or another optimizer than the one that was saved.
+    Frozen parameters of which it has no weights stay as they are. Raises `UnfitCheckpoint` for another model
+    or optimizer than the one that was saved.
     """
     saved = files.SavedState(folder, trained)
     if saved.states != optimizer.state_names:
@@ -158,8 +153,7 @@ def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     shape = load_shape(config.model_path, config.head)
     folder = begin_folder(out)
     try:
-        with _whole_model(shape, config) as model:
-            weights, boxes = model.weights(), _boxes(shape)
+        with _whole_model(shape, config) as (model, weights, boxes):
             for name, tensor in hf_weights(checkpoint, config):
                 for part in boxes[name]:
                     local_view(weights, part).copy_(tensor.view(part.shape)[part.box])
@@ -175,8 +169,9 @@ def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
 def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
     """Write a Hugging Face folder `out` from a checkpoint of megatron-core of the model in the folder `like`.
 
-    Runs code that the checkpoint contains (see above). config.json, its type of weights and the tokenizer
-    come from `like`. Raises `UnfitMegatronCheckpoint`, and FileExistsError where `out` exists.
+    Runs code that the checkpoint contains: megatron-core unpickles its metadata. config.json, its type of
+    weights and the tokenizer come from `like`. Raises `UnfitMegatronCheckpoint`, and FileExistsError where
+    `out` exists.
     """
     shape = load_shape(like)
     # Read in float32, into which every type goes without a loss.
@@ -192,7 +187,7 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
             f"{source} is no checkpoint of megatron-core's dist_checkpointing (no metadata.json): name a "
             f"folder that holds one, or {_TRACKER}"
         )
-    with HfFolderWriter(out, like) as writer, _whole_model(shape, config) as model:
+    with HfFolderWriter(out, like) as writer, _whole_model(shape, config) as (model, weights, boxes):
         try:
             state = dist_checkpointing.load(sharded_state(model, shape), str(source))
         except (CheckpointException, CheckpointingException) as error:
@@ -205,7 +200,6 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
                 f"{source} does not hold the model that --like names: name the folder it was trained from. "
                 f"Megatron says: {text}"
             ) from reason
-        weights, boxes = model.weights(), _boxes(shape)
         for name, weight in weights.items():
             weight.copy_(state[name])
         buffers = dict(model.named_buffers())  # a router's bias keeps its own type
@@ -243,27 +237,21 @@ def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
 
 
 @contextmanager
-def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyModel]:
-    alone = config.model_copy(update={"layout": LayoutConfig(), "lora": None})
-    device.select_device("cpu", 0)
-    with tempfile.TemporaryDirectory(prefix="nemorl-whole-") as rendezvous:
-        parallel.join(
-            alone.layout,
-            rank=0,
-            world_size=1,
-            rendezvous=f"file://{rendezvous}/meet",
-            device="cpu",
-            deadline_seconds=600,
-        )
-        try:
-            with device.building("cpu"):
-                yield PolicyModel(transformer_config(shape, alone, "cpu", Kernels()), shape, alone, 0)
-        finally:
-            parallel.leave()
-
-
-def _boxes(shape: ModelShape) -> dict[str, list[TensorSlice]]:
+def _whole_model(
+    shape: ModelShape, config: PolicyConfig
+) -> Iterator[tuple[PolicyModel, dict[str, Tensor], dict[str, list[TensorSlice]]]]:
+    """An undivided model, its weights by Megatron's names, and the boxes in them by Hugging Face's."""
     boxes: dict[str, list[TensorSlice]] = defaultdict(list)
     for part in policy_slices(shape, PolicyRank()):
         boxes[part.name].append(part)
-    return boxes
+    alone = config.model_copy(update={"layout": LayoutConfig(), "lora": None})
+    device.select_device("cpu", 0)
+    with tempfile.TemporaryDirectory(prefix="nemorl-whole-") as folder:
+        file = f"file://{folder}/meet"
+        parallel.join(alone.layout, rank=0, world_size=1, rendezvous=file, device="cpu", deadline_seconds=600)
+        try:
+            with device.building("cpu"):
+                model = PolicyModel(transformer_config(shape, alone, "cpu", Kernels()), shape, alone, 0)
+                yield model, model.weights(), boxes
+        finally:
+            parallel.leave()
