@@ -26,9 +26,8 @@ from torch import Tensor
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.kv_cache import KVCache
 
-from .cache import EMPTY_PLACES, EXPERTS, CachedPass, NextTokens
+from . import packing
 from .model import PolicyModel
-from .packing import MicroBatchMaker, ModelInput, PackedLayout, TokenRouting, packed_layout
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,13 @@ class CachedModel:
     def __init__(
         self,
         model: PolicyModel,
-        maker: MicroBatchMaker,
+        maker: packing.MicroBatchMaker,
         vocab_size: int,
         max_tokens: int,
         kept_experts: tuple[int, int] | None = None,
     ) -> None:
         """`max_tokens`: rows times the longest; `kept_experts` (MoE layers, top_k): choices to keep."""
-        self.cache = KVCache(max_tokens, EMPTY_PLACES)
+        self.cache = KVCache(max_tokens, packing.EMPTY_PLACES)
         self._kept_experts = kept_experts
         self._vocab_size = vocab_size
         self._model = model
@@ -76,7 +75,7 @@ class CachedModel:
                 rows.append(torch.full((length,), row))
         kept = torch.cat(sources)
         slots = self.cache.slots(torch.cat(rows), positions[kept])
-        cached = CachedPass(self.cache, kept.to(self._device), slots.to(self._device), step=None)
+        cached = packing.CachedPass(self.cache, kept.to(self._device), slots.to(self._device), step=None)
         hidden = self._run(tokens, positions, cached, lengths)
         if hidden is None:
             return None
@@ -89,9 +88,9 @@ class CachedModel:
         """The next token of the rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
         n, places = len(tokens), torch.tensor(positions)
         rows, num_places = torch.arange(n), self.cache.places_read(max(positions) + 1)
-        step = NextTokens(places.to(self._device), num_places, self._model.config.params_dtype)
+        step = packing.NextTokens(places.to(self._device), num_places, self._model.config.params_dtype)
         slots = self.cache.slots(rows, places).to(self._device)
-        cached = CachedPass(self.cache, rows.to(self._device), slots, step)
+        cached = packing.CachedPass(self.cache, rows.to(self._device), slots, step)
         hidden = self._run(torch.tensor(tokens), places, cached, None)
         return None if hidden is None else self._logits(hidden[:n])
 
@@ -102,7 +101,7 @@ class CachedModel:
         self._run(nothing, nothing, None, [])
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, cached: CachedPass | None, lengths: list[int] | None
+        self, tokens: Tensor, positions: Tensor, cached: packing.CachedPass | None, lengths: list[int] | None
     ) -> Tensor | None:
         """Hidden states [n, H] behind the last stage. `lengths` of prompts; None for single tokens."""
         model, config = self._model, self._model.config
@@ -118,7 +117,7 @@ class CachedModel:
         if not self._is_last:
             dist.send(hidden, parallel_state.get_pipeline_model_parallel_next_rank(), group=stages)
         if cached is not None and self._kept_experts is not None:
-            cached.keep(EXPERTS, self._chosen_experts(step, self._kept_experts))
+            cached.keep(packing.EXPERTS, self._chosen_experts(step, self._kept_experts))
         if not self._is_last:
             return None
         if config.sequence_parallel:
@@ -126,8 +125,8 @@ class CachedModel:
         return hidden.squeeze(1)  # type: ignore[no-any-return]
 
     def _input(
-        self, tokens: Tensor, positions: Tensor, cached: CachedPass | None, lengths: list[int] | None
-    ) -> ModelInput:
+        self, tokens: Tensor, positions: Tensor, cached: packing.CachedPass | None, lengths: list[int] | None
+    ) -> packing.ModelInput:
         """Append the padding that sequence parallelism requires, as a separate sequence."""
         maker, n = self._maker, len(tokens)
         missing = -n % maker.multiple if n else maker.multiple
@@ -135,18 +134,20 @@ class CachedModel:
         rotary = maker.rotary.at(positions)
         local = maker.local_rotary.at(positions) if maker.local_rotary else None
         if lengths is None:
-            layout = PackedLayout(rotary=rotary, local_rotary=local)
+            layout = packing.PackedLayout(rotary=rotary, local_rotary=local)
         else:
-            layout = packed_layout(lengths + [missing] * (missing > 0), rotary, maker.kernel, local)
+            layout = packing.packed_layout(lengths + [missing] * (missing > 0), rotary, maker.kernel, local)
         layout.cached = cached
         if maker.routes:
             places = torch.arange(n + missing, device=self._device)
             chosen: dict[int, Tensor] | None = None if self._kept_experts is None else {}
             balance = rotary[0].new_zeros(1)
-            layout.routing = TokenRouting(places < n, torch.zeros_like(places), balance, chosen=chosen)
-        return ModelInput(tokens.unsqueeze(0), positions.unsqueeze(0), layout)
+            layout.routing = packing.TokenRouting(
+                places < n, torch.zeros_like(places), balance, chosen=chosen
+            )
+        return packing.ModelInput(tokens.unsqueeze(0), positions.unsqueeze(0), layout)
 
-    def _chosen_experts(self, step: ModelInput, size: tuple[int, int]) -> Tensor:
+    def _chosen_experts(self, step: packing.ModelInput, size: tuple[int, int]) -> Tensor:
         """[n, MoE layers, top_k] of all tokens and layers, which are spread over the ranks of the copy."""
         assert step.layout.routing is not None
         experts = torch.full((step.tokens.numel(), *size), -1, dtype=torch.int32, device=self._device)
@@ -332,7 +333,7 @@ class LeadingRunner:
 
     def experts(self, row: int, first: int, end: int) -> NDArray[np.int16]:
         """[end - first, MoE layers, top_k] of the tokens at these positions of a row, where they are kept."""
-        return self._copy.cache.tokens(EXPERTS, row, first, end)[0].cpu().numpy().copy()
+        return self._copy.cache.tokens(packing.EXPERTS, row, first, end)[0].cpu().numpy().copy()
 
     def rest(self) -> float:
         """Let the other copies work while this one has nothing to do; seconds until the next rest."""
