@@ -308,8 +308,8 @@ class PolicyModel(GPTModel):
         self,
         hidden: Tensor,
         micro: MicroBatch,
-        *,
         temperature: float,
+        *,
         entropy: bool,
         candidates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
