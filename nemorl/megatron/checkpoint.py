@@ -87,7 +87,7 @@ def save(
     records = [files.write_state(folder, state, rank, shards) for state, shards in snapshot.states.items()]
     records.append(files.write_safetensors(_random_file(folder, rank), snapshot.random, {}))
     if rank == 0:
-        files.write_index(folder, trained, layout, snapshot.states, asdict(snapshot.progress))
+        files.write_index(folder, trained, layout, list(snapshot.states), asdict(snapshot.progress))
     return tuple(records)
 
 

@@ -96,19 +96,15 @@ def write_state(folder: Path, state: str, rank: int, shards: Mapping[str, Shard]
 
 
 def write_index(
-    folder: Path,
-    trained: TrainedWeights,
-    layout: LayoutConfig,
-    states: Iterable[str],
-    progress: Mapping[str, int],
+    folder: Path, trained: TrainedWeights, layout: LayoutConfig, states: list[str], progress: dict[str, int]
 ) -> None:
     index = {
         "format": FORMAT,
         "layout": layout.model_dump(),
         "tensors": trained.tensors(),
         "adapter_scale": trained.lora.scale if trained.lora else None,
-        "states": list(states),
-        "progress": dict(progress),
+        "states": states,
+        "progress": progress,
     }
     with writing(folder / INDEX):
         (folder / INDEX).write_text(json.dumps(index))

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .kernels import AttentionName
 
@@ -65,17 +66,15 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
 class KernelRows(NamedTuple):
     """Rows of queries and of the keys that they look at; the last query of a row sees its last key."""
 
-    cu_queries: torch.Tensor  # [rows + 1] int32
-    cu_keys: torch.Tensor
+    cu_queries: Tensor  # [rows + 1] int32
+    cu_keys: Tensor
     max_queries: int
     max_keys: int
 
 
 # (query, key, value, rows, scale, window) -> causal attention within each row; `window` is how many tokens
 # are seen, itself included, or None for all
-AttentionKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, KernelRows, float | None, int | None], torch.Tensor
-]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, KernelRows, float | None, int | None], Tensor]
 
 
 def packed_attention_kernel(name: AttentionName) -> AttentionKernel | None:
@@ -104,10 +103,10 @@ def building(kind: DeviceKind) -> Iterator[None]:
     if kind == "cuda":
         yield
         return
-    tensor: Any = torch.Tensor
+    tensor: Any = Tensor
     cuda, type_ = tensor.cuda, tensor.type
 
-    def type_as_on_a_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_as_on_a_gpu(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
@@ -119,7 +118,7 @@ def building(kind: DeviceKind) -> Iterator[None]:
         tensor.cuda, tensor.type = cuda, type_
 
 
-def random_states(kind: DeviceKind) -> dict[str, torch.Tensor]:
+def random_states(kind: DeviceKind) -> dict[str, Tensor]:
     """States of the random generators of this process, as byte tensors."""
     states = {"cpu": torch.get_rng_state()}
     if kind == "cuda":
@@ -127,13 +126,13 @@ def random_states(kind: DeviceKind) -> dict[str, torch.Tensor]:
     return states
 
 
-def restore_random_states(kind: DeviceKind, states: dict[str, torch.Tensor]) -> None:
+def restore_random_states(kind: DeviceKind, states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if kind == "cuda":
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def host_buffer(kind: DeviceKind, like: torch.Tensor) -> torch.Tensor:
+def host_buffer(kind: DeviceKind, like: Tensor) -> Tensor:
     """Memory of the host for a copy of a tensor; pinned where the copy comes from a GPU."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=kind == "cuda")
 
@@ -158,7 +157,7 @@ class _TorchOnCpu(types.ModuleType):
         return partial(_create_on_cpu, value) if name in _FACTORIES else value
 
 
-def _create_on_cpu(factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+def _create_on_cpu(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     if str(kwargs.get("device", "")).startswith("cuda"):
         kwargs["device"] = "cpu"
     return factory(*args, **kwargs)
@@ -191,12 +190,12 @@ def _patch_megatron_for_cpu() -> None:
     dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_on_cpu
 
 
-def _uneven_gather(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _uneven_gather(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """gloo gathers only tensors of equal size: pad those that expert tensor parallelism gathers unevenly."""
 
     def gather_along_first_dim(
-        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
-    ) -> torch.Tensor:
+        tensor: Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
         if group.size() == 1 or sizes is None or len(set(sizes)) == 1:
             return gather(tensor, group, sizes, use_global_buffer)
         padded = _padded(tensor, max(sizes))
@@ -207,12 +206,12 @@ def _uneven_gather(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return gather_along_first_dim
 
 
-def _uneven_reduce_scatter(reduce_scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _uneven_reduce_scatter(reduce_scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The reverse of `_uneven_gather`, for its gradient and for the experts' outputs."""
 
     def reduce_scatter_along_first_dim(
-        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
-    ) -> torch.Tensor:
+        tensor: Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
         if group.size() == 1 or sizes is None or len(set(sizes)) == 1:
             return reduce_scatter(tensor, group, sizes, use_global_buffer)
         parts = [_padded(part, max(sizes)) for part in tensor.split(list(sizes))]
@@ -223,7 +222,7 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., torch.Tensor]) -> Calla
     return reduce_scatter_along_first_dim
 
 
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+def _padded(tensor: Tensor, rows: int) -> Tensor:
     """`tensor` [n, ...] with zeros behind it, [rows, ...]."""
     return torch.cat((tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])))
 
@@ -233,6 +232,6 @@ def _counts_on_cpu(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
     if point == self.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             counts = getattr(self, name)
-            if isinstance(counts, torch.Tensor):
+            if isinstance(counts, Tensor):
                 setattr(self, name, counts.numpy())
     return tokens_per_expert
