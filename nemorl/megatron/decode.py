@@ -1,8 +1,7 @@
 """The policy's own model as a generator: prompts are read into a cache, then one token a step for all rows.
 
-Every rank of a data-parallel copy makes the same calls with the same numbers. Its leader, the first
-tensor-parallel rank of the last stage, where the logits are, has the requests; it broadcasts what to compute
-to the others as integers, step by step, until the end of the stage.
+The leader of a data-parallel copy, the first tensor-parallel rank of the last stage, has the requests. It
+broadcasts what to compute to the other ranks as integers, step by step, until the end of the stage.
 
 Copies that share experts exchange tokens in every layer with experts, so none can pass through the model
 alone: before each pass their leaders agree that there is one, and who has nothing to do passes padding along.
@@ -27,6 +26,7 @@ from nemorl.config.policy import LayoutConfig
 from nemorl.models.kv_cache import KVCache
 
 from . import packing
+from .head import columns_of_all_ranks
 from .model import PolicyModel
 
 
@@ -51,11 +51,8 @@ class CachedModel:
     ) -> None:
         """`max_tokens`: rows times the longest; `kept_experts` (MoE layers, top_k): choices to keep."""
         self.cache = KVCache(max_tokens, packing.EMPTY_PLACES)
-        self._kept_experts = kept_experts
-        self._vocab_size = vocab_size
-        self._model = model
-        self._maker = maker
-        self._device = maker.device
+        self._model, self._maker, self._device = model, maker, maker.device
+        self._vocab_size, self._kept_experts = vocab_size, kept_experts
         self._is_first = parallel_state.is_pipeline_first_stage()
         self._is_last = parallel_state.is_pipeline_last_stage()
 
@@ -141,10 +138,8 @@ class CachedModel:
         if maker.routes:
             places = torch.arange(n + missing, device=self._device)
             chosen: dict[int, Tensor] | None = None if self._kept_experts is None else {}
-            balance = rotary[0].new_zeros(1)
-            layout.routing = packing.TokenRouting(
-                places < n, torch.zeros_like(places), balance, chosen=chosen
-            )
+            sequence, balance = torch.zeros_like(places), rotary[0].new_zeros(1)
+            layout.routing = packing.TokenRouting(places < n, sequence, balance, chosen=chosen)
         return packing.ModelInput(tokens.unsqueeze(0), positions.unsqueeze(0), layout)
 
     def _chosen_experts(self, step: packing.ModelInput, size: tuple[int, int]) -> Tensor:
@@ -162,12 +157,7 @@ class CachedModel:
     def _logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] float32 of hidden states [n, H], on all tensor-parallel ranks."""
         logits = torch.mm(hidden, self._model.output_weight().t())
-        group = self._model.vocabulary.group
-        if group is not None:
-            parts = [torch.empty_like(logits) for _ in range(group.size())]
-            dist.all_gather(parts, logits, group=group)
-            logits = torch.cat(parts, -1)
-        return logits[:, : self._vocab_size].float()
+        return columns_of_all_ranks(logits, self._model.vocabulary)[:, : self._vocab_size].float()
 
 
 # Followers wait in a collective, which has a deadline: their leader broadcasts at least this often.
@@ -206,10 +196,8 @@ class _State(IntEnum):
 def copy_leaders(layout: LayoutConfig) -> tuple[int, ...]:
     """The rank that leads each data-parallel copy."""
     first = layout.stage_size * (layout.pipeline_parallel_size - 1)
-    return tuple(
-        first + layout.tensor_parallel_size * layout.context_parallel_size * copy
-        for copy in range(layout.data_parallel_size)
-    )
+    size = layout.tensor_parallel_size * layout.context_parallel_size
+    return tuple(range(first, first + size * layout.data_parallel_size, size))
 
 
 def copies_that_share_experts(layout: LayoutConfig) -> int:
@@ -292,10 +280,6 @@ class LeaderCache:
     def __init__(self, copy: DecodingCopy) -> None:
         self._copy = copy
 
-    @property
-    def num_tokens(self) -> int:
-        return self._copy.cache.num_tokens
-
     def fits(self, rows: int, length: int) -> bool:
         return self._copy.cache.fits(rows, length)
 
@@ -308,7 +292,7 @@ class LeaderCache:
             self._copy.command(_Order.COPY_ROWS, [length, *sources, *targets])
 
     def release(self) -> None:
-        if self.num_tokens:
+        if self._copy.cache.num_tokens:
             self._copy.command(_Order.RELEASE)
 
 
@@ -317,13 +301,16 @@ class LeadingRunner:
 
     def __init__(self, copy: DecodingCopy, prefill_tokens: int) -> None:
         """`prefill_tokens`: of the prompts of one pass, where one alone has not more."""
-        self.cache = LeaderCache(copy)
-        self._copy = copy
-        self._prefill_tokens = prefill_tokens
+        self.cache, self._copy, self._prefill_tokens = LeaderCache(copy), copy, prefill_tokens
         self._last_order = time.monotonic()
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        return [row for batch in self._batches(prompts) for row in self._pass(_Order.PREFILL, _packed(batch))]
+        batches: list[list[Prompt]] = []
+        for prompt in prompts:
+            if not batches or sum(len(p.tokens) for p in (*batches[-1], prompt)) > self._prefill_tokens:
+                batches.append([])
+            batches[-1].append(prompt)
+        return [row for batch in batches for row in self._pass(_Order.PREFILL, _packed(batch))]
 
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(hidden))
@@ -365,16 +352,6 @@ class LeadingRunner:
         if time.monotonic() - self._last_order >= HEARTBEAT_SECONDS:
             self._copy.command(_Order.HEARTBEAT)
             self._last_order = time.monotonic()
-
-    def _batches(self, prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-        batch: list[Prompt] = []
-        for prompt in prompts:
-            if batch and sum(len(p.tokens) for p in (*batch, prompt)) > self._prefill_tokens:
-                yield batch
-                batch = []
-            batch.append(prompt)
-        if batch:
-            yield batch
 
 
 def _packed(prompts: Sequence[Prompt]) -> list[int]:
