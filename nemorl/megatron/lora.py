@@ -10,7 +10,7 @@ Tensor parallelism divides what the weight's own division divides, and communica
 
 import hashlib
 import math
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,35 +168,29 @@ class Adapters:
         return _Merged(parameters, self._weights, self._lora.scale)
 
 
-class _Merged(Mapping[str, Tensor]):
+class _Merged(UserDict[str, Tensor]):
     """Keeps the last weight that was merged: its parts are requested in turn."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], weights: Mapping[str, Sequence[_Matrix]], scale: float
     ) -> None:
-        self._parameters, self._weights, self._scale = parameters, weights, scale
+        super().__init__(parameters)
+        self._weights, self._scale = weights, scale
         self._last: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._weights:
-            return self._parameters[name]
+            return self.data[name]
         if name not in self._last:
             self._last = {}  # before the next one takes memory
-            merged = {name: self._parameters[name].clone()}
+            merged = {name: self.data[name].clone()}
             for matrix in self._weights[name]:
                 if matrix.a is not None and matrix.b is not None:
                     first = matrix.part.start[0] - matrix.b.start[0]
-                    b = self._parameters[matrix.b.param][first : first + matrix.part.size[0]]
-                    weight = local_view(merged, matrix.part)
-                    merge_adapter(weight, self._parameters[matrix.a.param], b, self._scale)
+                    b = self.data[matrix.b.param][first : first + matrix.part.size[0]]
+                    merge_adapter(local_view(merged, matrix.part), self.data[matrix.a.param], b, self._scale)
             self._last = merged
         return self._last[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
 
 def _add_branch(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
