@@ -163,15 +163,7 @@ class PackedAttention(torch.nn.Module):
             self.softmax_offset.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        *,
-        attn_mask_type: Any,
-        attention_bias: None = None,
-        packed_seq_params: PackedLayout,
+        self, query: Tensor, key: Tensor, value: Tensor, *_: None, packed_seq_params: PackedLayout, **__: Any
     ) -> Tensor:
         """`query` [N, heads, dim], `key` [N, kv_heads, dim], `value` [N, kv_heads, d] -> [N, heads * d]."""
         layout = packed_seq_params

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -169,12 +169,10 @@ class CheckpointStore:
         """Step with the best recorded value of a metric; the newest of equals."""
         values: list[tuple[float, int]] = []
         for step in self.steps():
-            try:
-                metrics = Manifest.read(self.path(step)).metrics
-            except CorruptCheckpoint:
-                continue
-            if math.isfinite(metrics.get(metric, math.nan)):
-                values.append((metrics[metric] if higher_is_better else -metrics[metric], step))
+            with suppress(CorruptCheckpoint):
+                value = Manifest.read(self.path(step)).metrics.get(metric, math.nan)
+                if math.isfinite(value):
+                    values.append((value if higher_is_better else -value, step))
         return max(values)[1] if values else None
 
 
@@ -204,7 +202,7 @@ def _record(path: Path, base: Path) -> FileRecord:
 
 
 def _flush(path: Path) -> None:
-    """Put the file, or the entries of the folder, on disk before the rename says that they are."""
+    """Put the file, or the entries of the folder, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

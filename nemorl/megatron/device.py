@@ -1,9 +1,8 @@
 """The device: the only module that asks about CUDA.
 
-Megatron names CUDA where a dense GPT model, its optimizer and its pipeline reach. For a CPU functions of
-`torch.cuda` that would raise without a GPU are replaced for the process, a few modules that create tensors
-with `device="cuda"` get a view of `torch` that creates them on the CPU, and two methods of `Tensor` are
-replaced while a model is built (`building`). A global `TorchFunctionMode` would slow every operation.
+For a CPU functions of `torch.cuda` that would raise without a GPU are replaced, modules of Megatron that pass
+`device="cuda"` get a view of `torch` that creates tensors on the CPU, and while a model is built two methods
+of `Tensor` are replaced. A global `TorchFunctionMode` would slow every operation.
 """
 
 import importlib
@@ -34,10 +33,9 @@ _FACTORIES = ("zeros", "ones", "empty", "tensor")
 
 
 def select_device(kind: DeviceKind, rank: int) -> torch.device:
-    """The device of a process, made current; on a CPU Megatron is patched to use it.
+    """The device of a process, made current: the only GPU it sees (Ray's choice), or the one of its rank.
 
-    A process that sees one GPU takes it (Ray sets CUDA_VISIBLE_DEVICES); one that sees all of a node's GPUs
-    takes the one of its rank. Raises `RuntimeError` when CUDA is requested and not available.
+    On a CPU Megatron is patched to use it. Raises `RuntimeError` when CUDA is requested and not available.
     """
     # Megatron overlaps tensor-parallel communication in the order of its issue, and warns if this is not set.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -72,8 +70,7 @@ class KernelRows(NamedTuple):
     max_keys: int
 
 
-# (query, key, value, rows, scale, window) -> causal attention within each row; `window` is how many tokens
-# are seen, itself included, or None for all
+# (query, key, value, rows, scale, window) -> causal attention within each row; `window` as in PackedAttention
 AttentionKernel = Callable[[Tensor, Tensor, Tensor, KernelRows, float | None, int | None], Tensor]
 
 
@@ -121,9 +118,7 @@ def building(kind: DeviceKind) -> Iterator[None]:
 def random_states(kind: DeviceKind) -> dict[str, Tensor]:
     """States of the random generators of this process, as byte tensors."""
     states = {"cpu": torch.get_rng_state()}
-    if kind == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    return states | ({"cuda": torch.cuda.get_rng_state()} if kind == "cuda" else {})
 
 
 def restore_random_states(kind: DeviceKind, states: dict[str, Tensor]) -> None:
@@ -223,7 +218,6 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., Tensor]) -> Callable[..
 
 
 def _padded(tensor: Tensor, rows: int) -> Tensor:
-    """`tensor` [n, ...] with zeros behind it, [rows, ...]."""
     return torch.cat((tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])))
 
 
@@ -231,7 +225,6 @@ def _counts_on_cpu(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
     """Replaces copies from device to host: the counts are on the host and are needed as numpy arrays."""
     if point == self.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
-            counts = getattr(self, name)
-            if isinstance(counts, Tensor):
+            if isinstance(counts := getattr(self, name), Tensor):
                 setattr(self, name, counts.numpy())
     return tokens_per_expert

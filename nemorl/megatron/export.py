@@ -1,7 +1,4 @@
-"""A checkpoint's weights as a Hugging Face folder, and its adapters as one that PEFT and engines load.
-
-Needs neither the checkpoint's processes nor Megatron.
-"""
+"""A checkpoint's weights as a Hugging Face folder, and its adapters as PEFT's, without Megatron."""
 
 import json
 import shutil
@@ -49,8 +46,7 @@ def hf_weights(checkpoint: Path, config: PolicyConfig) -> Iterator[tuple[str, to
             tensor = saved.hf_tensor(name).view(extents).to(dtype)
         else:
             tensor = frozen().tensor(name, extents)
-            if name not in buffers:
-                tensor = tensor.to(dtype)
+            tensor = tensor if name in buffers else tensor.to(dtype)
         names = adapters.peft_names(name)
         if config.lora is not None and names.a in held:
             a, b = (saved.hf_tensor(matrix).to(dtype) for matrix in (names.a, names.b))
@@ -61,8 +57,7 @@ def hf_weights(checkpoint: Path, config: PolicyConfig) -> Iterator[tuple[str, to
 def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     """Write adapter_config.json and adapter_model.safetensors, in the policy's precision.
 
-    Raises FileExistsError where `out` exists, `UnfitCheckpoint` for a checkpoint of another model, and
-    `UnsupportedModel` where no adapters were trained.
+    Raises as `export_hf`, and `UnsupportedModel` where no adapters were trained.
     """
     if config.lora is None:
         raise UnsupportedModel(

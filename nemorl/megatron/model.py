@@ -1,8 +1,6 @@
-"""The policy's model: Megatron's GPTModel with our norms, attention, router and deferred logits.
+"""The policy's model: Megatron's GPTModel with our norms, core attention, router and deferred logits.
 
-Layers are Megatron's local ones or those of Transformer Engine, whose linears and norms hold the same tensors
-under other names. The core attention (see kernels.py), the norms behind attention and MLP and the routing are
-ours in both.
+Layers are Megatron's local ones or those of Transformer Engine.
 """
 
 import re
@@ -241,8 +239,7 @@ _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelL
 class PolicyModel(GPTModel):
     """One pipeline stage of a policy, or one of its runs of layers under VPP.
 
-    `forward` ends at the hidden states; `score` turns those of the last stage into logprobs. Position
-    embeddings are rotary and in the attention, hence `none` here.
+    `forward` ends at the hidden states; `score` turns those of the last stage into logprobs.
     """
 
     def __init__(
@@ -262,7 +259,7 @@ class PolicyModel(GPTModel):
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
             share_embeddings_and_output_weights=shape.tied_embeddings and shape.head == "lm",
-            position_embedding_type="none",
+            position_embedding_type="none",  # rotary, in the attention
             vp_stage=chunk if policy.layout.virtual_pipeline_parallel_size > 1 else None,
         )
         self.embedding_scale = shape.embedding_scale
@@ -316,10 +313,8 @@ class PolicyModel(GPTModel):
         """Logprobs [N] and entropies [N] of the micro-batch, 0 where its loss mask is False.
 
         With `candidates` [N, C] the logprobs are [N, 1 + C], of the token itself and of these in its place,
-        and the entropies have no gradient. With a scalar head its values [N], of all tokens, alone.
-
-        Under context parallelism all ranks get the values of all: each then computes the same loss, and takes
-        from its gradient the part of its own tokens.
+        and the entropies have no gradient. With a scalar head its values [N], of all tokens, alone. Under
+        context parallelism all ranks get the values of all.
         """
         if self.scalar_head is not None:
             values = self.scalar_head(hidden).index_select(0, micro.local_positions)
@@ -334,7 +329,7 @@ class PolicyModel(GPTModel):
             chunk_tokens=self.chunk_tokens,
             entropy=entropy or candidates is not None,
         )
-        if entropies is not None:  # a metric beside candidates
+        if entropies is not None:  # with candidates a metric only
             entropies = entropies if candidates is None else entropies.detach()
             entropies = _of_whole_batch(entropies, micro.labels, micro)
         logprobs = logprobs.squeeze(1) if candidates is None else logprobs
@@ -342,14 +337,9 @@ class PolicyModel(GPTModel):
 
     def top(self, hidden: Tensor, micro: MicroBatch, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Ids [N, k] of the likeliest tokens at each place and their logprobs [N, k]; 0 outside the mask."""
-        ids, logprobs = top_logprobs(
-            self._predicting(hidden, micro),
-            self.output_weight(),
-            k,
-            self.vocabulary,
-            temperature=temperature,
-            chunk_tokens=self.chunk_tokens,
-        )
+        options: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self.chunk_tokens}
+        hidden = self._predicting(hidden, micro)
+        ids, logprobs = top_logprobs(hidden, self.output_weight(), k, self.vocabulary, **options)
         return _of_whole_batch(ids, micro.labels, micro), _of_whole_batch(logprobs, micro.labels, micro)
 
     def _predicting(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
@@ -402,10 +392,7 @@ def build_model(
     *,
     trains: bool = True,
 ) -> list[PolicyParallel]:
-    """This rank's runs of layers, one, or several under VPP, with room for gradients if it trains.
-
-    With adapters only these have gradients. Weights are not loaded yet.
-    """
+    """This rank's runs of layers, one, or several under VPP; weights are not loaded yet."""
     config = transformer_config(shape, policy, kind, kernels)
     ddp_config = distributed.DistributedDataParallelConfig(
         use_distributed_optimizer=policy.optimizer.is_sharded,
@@ -431,10 +418,9 @@ def _of_whole_batch(values: Tensor, places: Tensor, micro: MicroBatch) -> Tensor
     return tensor_parallel.reduce_from_tensor_model_parallel_region(spread, group=group)  # type: ignore[no-any-return]
 
 
-# Families name parameters as Megatron's local layers do. Transformer Engine's layers (megatron-core 0.16.1,
-# `models/gpt/gpt_layer_specs.py` and `extensions/transformer_engine_spec_provider.py`) have the same tensors
-# under other names: a norm before one matrix belongs to the module of that matrix, and the experts of a layer
-# are one module. Each of their names has exactly one place among the local ones.
+# Families name parameters as Megatron's local layers do. Transformer Engine's layers (megatron-core 0.16.1)
+# have the same tensors under other names: a norm before one matrix belongs to the module of that matrix, and
+# the experts of a layer are one module.
 _RULES = (
     (r"\.self_attention\.linear_qkv\.layer_norm_weight$", ".input_layernorm.weight"),
     (r"\.mlp\.linear_fc1\.layer_norm_weight$", ".pre_mlp_layernorm.weight"),

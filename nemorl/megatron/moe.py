@@ -36,14 +36,12 @@ class _Choice:
 
 
 class PolicyRouter(TopKRouter):
-    """Megatron's router with the four things that reinforcement learning asks of it.
+    """Megatron's router, with frozen weights (`freeze`) and counts of each expert's tokens.
 
-    - `freeze` keeps its weights; gradients go through them to what is below.
     - Choices of `TokenRouting.experts` take the place of its own (routing replay, arXiv 2510.11370); the
       experts' weights are those of the current router.
     - The balance loss is the sequence-wise one of DeepSeek-V3 (arXiv 2412.19437), whose sum depends on no
       micro-batches and ranks: for a sequence of T tokens, E / (top_k T^2) * sum_i counts_i * sum_t p_ti.
-    - It counts the tokens of each expert in forward passes that a backward pass follows.
     """
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
@@ -92,15 +90,13 @@ class PolicyRouter(TopKRouter):
             p = scores / scores.sum(-1, keepdim=True)
         else:
             p = torch.softmax(logits.float(), -1)
-        size = (len(tokens.balance), self.num_experts)
-        of_rank = torch.zeros(size, device=p.device)
+        of_rank = torch.zeros(len(tokens.balance), self.num_experts, device=p.device)
         counts = of_rank.index_add(0, tokens.sequence, counted.float())
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts, group=self.tp_cp_group)
         sums = of_rank.index_add(0, tokens.sequence, p * tokens.is_real.unsqueeze(1))
         by_sequence = (counts * sums).sum(1) * tokens.balance
-        loss: Tensor = by_sequence.sum() * (self.num_experts / self.topk)
-        return loss
+        return by_sequence.sum() * (self.num_experts / self.topk)  # type: ignore[no-any-return]
 
 
 class Routers:
@@ -215,9 +211,7 @@ class ExpertLayer(MoELayer):
         super().set_layer_number(layer_number)
         self.router.moe_layer = sum(self.config.moe_layer_freq[: layer_number - 1])
 
-    def forward(
-        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: None = None
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[n, 1, H] -> [n, 1, H] and no bias; of n tokens of this rank."""
         tokens = self.tokens
 
@@ -225,8 +219,8 @@ class ExpertLayer(MoELayer):
             # Under pipelining another micro-batch may have come by before this one is computed again.
             self.router.tokens = tokens
             output = MoELayer.forward(self, hidden)
-            # Release what the dispatcher keeps of the forward pass: by way of autograd it leads to Megatron's
-            # gradient hooks, which hold the model: a cycle through C++ that outlives the worker's `close`.
+            # Release what the dispatcher keeps of the forward pass: autograd and Megatron's gradient hooks
+            # hold the model by it, in a cycle through C++ that outlives the worker's `close`.
             kept: dict[str, Any] = self.token_dispatcher.__dict__
             for name, value in list(kept.items()):
                 if isinstance(value, Tensor) and value.requires_grad:

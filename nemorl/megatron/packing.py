@@ -129,10 +129,7 @@ class Span:
     largest_start: int = 0
 
     def sees(self, queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
-        """True if queries of the span see keys of the row, [rows, 1, queries, keys] or [queries, keys].
-
-        Padding is at the end of a row, where no real query attends.
-        """
+        """True if queries of the span see keys of the row, [rows, 1, queries, keys] or [queries, keys]."""
         places = torch.arange(queries.start, queries.stop, device=device)
         key_places = torch.arange(keys.start, keys.stop, device=device)
         if self.starts is not None:
@@ -227,10 +224,7 @@ def packed_layout(
     local_rotary: Angles | None = None,
     share: ContextShare = ContextShare(),
 ) -> PackedLayout:
-    """Layout of sequences laid end to end; neighbors should be of similar length (sort them).
-
-    `lengths` are multiples of `share.num_chunks`; the angles are those of the rank's own tokens.
-    """
+    """Layout of sequences laid end to end, sorted by length: `lengths`, multiples of `share.num_chunks`."""
     device = rotary[0].device
     cu_seqlens = _starts(lengths, device)
     buckets = _buckets(lengths, share, device) if kernel is None else []
@@ -353,7 +347,7 @@ class MicroBatchMaker:
         self.rotary: RotaryTable = rotary(shape.rope)
         # Of the layers with a window, where theirs is another.
         self.local_rotary: RotaryTable | None = rotary(shape.local_rope) if shape.local_rope else None
-        self.kernel = packed_attention_kernel(kernels.attention)
+        self.device, self.kernel = device, packed_attention_kernel(kernels.attention)
         # The number of a rank's tokens is padded to a multiple of this.
         self.multiple = layout.tensor_parallel_size if layout.sequence_parallel else 1
         self.share = ContextShare(
@@ -361,7 +355,6 @@ class MicroBatchMaker:
             parallel_state.get_context_parallel_world_size(),
             parallel_state.get_context_parallel_group(),
         )
-        self.device = device
         self.routes = shape.moe is not None
 
     def make(self, batch: PackedBatch, sequences: list[int]) -> MicroBatch:
@@ -414,7 +407,7 @@ class MicroBatchMaker:
 def _routing(
     batch: PackedBatch, padded: list[int], real: Tensor, held: Tensor, device: torch.device
 ) -> TokenRouting:
-    """For a rank's tokens `held`, [n] places in the padded sequences; `real` [N] are those of the batch."""
+    """`held` [n] are the places of the rank's tokens in the padded sequences, `real` [N] the batch's."""
     size = sum(padded)
     lengths = torch.tensor([*batch.lengths, *[1] * (len(padded) - batch.num_sequences)])
     sequence = torch.repeat_interleave(torch.arange(len(padded)), torch.tensor(padded))

@@ -54,8 +54,7 @@ def join(
     """Meet the other processes and make Megatron's groups in its order tp, cp, ep, dp, pp.
 
     `rendezvous` is a file of this machine, such as `file:///dev/shm/run/policy`, or a store such as
-    `tcp://10.0.0.1:29500/policy`, whose path keeps groups apart. A collective that takes longer than
-    `deadline_seconds` fails on every rank.
+    `tcp://10.0.0.1:29500/policy`, whose path keeps groups apart. A collective fails after `deadline_seconds`.
     """
     if world_size != layout.world_size:
         raise ValueError(

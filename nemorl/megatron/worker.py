@@ -37,10 +37,7 @@ from .schedule import Pipeline, logprob_gap, over_data_parallel, sum_over_data_p
 
 
 class PolicyWorker:
-    """One rank of a model: its weights and optimizer, and what it computes on a batch.
-
-    Methods are collective where they do not say otherwise: all ranks call them, in the same order.
-    """
+    """One rank of a model. Methods are collective where they do not say otherwise: all ranks call them."""
 
     def __init__(
         self,
@@ -58,16 +55,13 @@ class PolicyWorker:
         trains: bool = True,
         load: bool = False,
     ) -> None:
-        """Join the other ranks at `rendezvous` (see `parallel.join`) and build the model.
-
-        With `load` it has the weights of `config.model_path`, else none before `load_hf`.
-        """
+        """Join the other ranks at `rendezvous`; without `load` the model has no weights before `load_hf`."""
         if threads is not None:
             torch.set_num_threads(threads)
-        self._config = config
         self._kind: DeviceKind = device
         self.device = select_device(device, rank)
-        self._keep_reference = keep_reference
+        self._config, self._keep_reference = config, keep_reference
+        self._seed = seed  # of adapters and heads that no folder holds
         self._shape = load_shape(config.model_path, config.head)
         self._installed = Installed.find()
         check_optimizer(config.optimizer, self._installed)
@@ -78,7 +72,6 @@ class PolicyWorker:
             activation=self._shape.activation,
             installed=self._installed,
         )
-        self._seed = seed  # of adapters and heads that no folder holds
         parallel.join(
             config.layout,
             rank=rank,
@@ -124,10 +117,7 @@ class PolicyWorker:
         }
 
     def load_hf(self, folder: Path) -> None:
-        """Read this rank's part of a Hugging Face folder; it also becomes the reference when one is kept.
-
-        A resumed run calls this first, for the reference and for weights that are frozen.
-        """
+        """Read this rank's part of a Hugging Face folder; it also becomes the reference when one is kept."""
         weights = HfFolder(folder)
         there = weights.names()
         # A scalar head that the folder lacks, as a language model's does, begins at zero.
@@ -159,9 +149,8 @@ class PolicyWorker:
 
     def merged_parameters(self) -> Mapping[str, Tensor]:
         """The weights that engines sample with: `parameters`, with adapters added when one is asked for."""
-        if self._adapters is None:
-            return self.parameters()
-        return self._adapters.merged(self.parameters())
+        parameters = self.parameters()
+        return parameters if self._adapters is None else self._adapters.merged(parameters)
 
     def decoding_copy(self, max_kv_tokens: int) -> DecodingCopy:
         """This rank's part in sampling with the weights in place; layouts without CP and VPP have one."""
@@ -273,9 +262,9 @@ class PolicyWorker:
     def compute_logprobs(
         self, micro_batches: list[list[int]], *, old: bool, reference: bool, entropy: bool = False
     ) -> losses.LogprobStats:
-        """Fill `old_logprobs` (of the current weights) and `reference_logprobs`, where the mask is set.
+        """Fill `old_logprobs` (with `entropy` also `old_entropies`) and `reference_logprobs`.
 
-        With `old` and `entropy` also `old_entropies`. The gap to the engine's logprobs is 0 without `old`.
+        Both where the mask is set. The gap to the engine's logprobs is 0 without `old`.
         """
         batch, made = self._prepared("compute_logprobs", micro_batches, head="lm")
         if reference:
