@@ -59,16 +59,12 @@ class Pipeline:
             if metrics is None:
                 text = text.new_empty(int(length))
             metrics = json.loads(bytes(_from_last_stage(text).tolist()))
-        sums, maxima = metrics
-        return sums, maxima
+        return metrics[0], metrics[1]
 
     def outputs(
         self, batch: PackedBatch, made: Sequence[MicroBatch], *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Logprobs, or a scalar head's values, and entropies if requested: [N] on the CPU.
-
-        0 in sequences that are in no micro-batch, and logprobs and entropies also outside the loss mask.
-        """
+        """Logprobs or a scalar head's values, and entropies if requested: [N] on the CPU, or 0."""
 
         def score(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
             return policy.score(hidden, micro, self._temperature, entropy=entropy)
@@ -76,7 +72,7 @@ class Pipeline:
         values = self._over_batch(batch, made, score, [torch.empty(0)] * (2 if entropy else 1))
         return values[0], values[1] if entropy else None
 
-    def top(self, batch: PackedBatch, made: Sequence[MicroBatch], k: int) -> tuple[Tensor, Tensor]:
+    def top(self, batch: PackedBatch, made: Sequence[MicroBatch], k: int) -> list[Tensor]:
         """Ids [N, k] int32 and logprobs [N, k] of the likeliest tokens where the mask is set, on the CPU."""
 
         def top(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -84,8 +80,7 @@ class Pipeline:
             return ids.int(), logprobs
 
         like = [torch.empty(0, k, dtype=torch.int32), torch.empty(0, k)]
-        ids, logprobs = self._over_batch(batch, made, top, like)
-        return ids, logprobs
+        return self._over_batch(batch, made, top, like)
 
     def _run(self, made: Sequence[MicroBatch], compute: Compute, *, backward: bool = False) -> list[Any]:
         """Results of `compute` for each micro-batch on ranks of the last stage, nothing elsewhere."""
@@ -113,8 +108,7 @@ class Pipeline:
                 data_iterator=iterators if len(chunks) > 1 else iterators[0],
                 model=chunks,
                 num_microbatches=len(made),
-                # Stages exchange the real number of tokens (variable_seq_lengths).
-                seq_length=1,
+                seq_length=1,  # stages exchange the real number of tokens (variable_seq_lengths)
                 micro_batch_size=1,
                 forward_only=not backward,
                 collect_non_loss_data=not backward,

@@ -150,7 +150,7 @@ class PolicyWorker:
     def merged_parameters(self) -> Mapping[str, Tensor]:
         """The weights that engines sample with: `parameters`, with adapters added when one is asked for."""
         parameters = self.parameters()
-        return parameters if self._adapters is None else self._adapters.merged(parameters)
+        return self._adapters.merged(parameters) if self._adapters else parameters
 
     def decoding_copy(self, max_kv_tokens: int) -> DecodingCopy:
         """This rank's part in sampling with the weights in place; layouts without CP and VPP have one."""
@@ -199,8 +199,6 @@ class PolicyWorker:
         if self._optimizer is None:
             raise RuntimeError("this model was started without training: it has no optimizer")
         return self._optimizer
-
-    # The batch
 
     def load_trajectories(self, shard: Shard) -> None:
         """Pack and keep this rank's trajectories; `shard.stores` are the lists themselves. Not collective."""
@@ -257,15 +255,10 @@ class PolicyWorker:
         """[S] a number for each sequence of this data-parallel rank. Not collective."""
         return metric(self.batch).tolist()
 
-    # Computation
-
     def compute_logprobs(
         self, micro_batches: list[list[int]], *, old: bool, reference: bool, entropy: bool = False
     ) -> losses.LogprobStats:
-        """Fill `old_logprobs` (with `entropy` also `old_entropies`) and `reference_logprobs`.
-
-        Both where the mask is set. The gap to the engine's logprobs is 0 without `old`.
-        """
+        """Fill `old_logprobs`, `old_entropies` and `reference_logprobs`; the gap to the engine's if `old`."""
         batch, made = self._prepared("compute_logprobs", micro_batches, head="lm")
         if reference:
             made_of = made
