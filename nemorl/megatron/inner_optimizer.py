@@ -41,9 +41,8 @@ class HostAdam(torch.optim.Optimizer):
 
     The gradient comes down and the weight goes up by way of two pinned buffers as large as the largest
     parameter; the states are ordinary memory, as torch rounds pinned memory up to powers of two. Megatron's
-    HybridDeviceOptimizer would keep a float32 copy of the weights on the device too.
-
-    `param_groups` are assigned by the caller, and every parameter is allocated before the first step.
+    HybridDeviceOptimizer would keep a float32 copy of the weights on the device too. `param_groups` are
+    assigned by the caller, and every parameter is allocated before the first step.
     """
 
     def __init__(self, config: AdamConfig, kind: DeviceKind) -> None:
@@ -285,8 +284,7 @@ class NarrowShard(HeldShard):
         return (getattr(state, "_data", state) for state in states)  # of one in FP8 its bytes
 
 
-# FP8 as Transformer Engine's Adam is asked for it.
-_TYPES = {**DTYPES, "float16": torch.float16, "fp8": torch.uint8}
+_TYPES = {**DTYPES, "float16": torch.float16, "fp8": torch.uint8}  # as Transformer Engine's Adam takes them
 
 
 def build_optimizer(
@@ -296,10 +294,7 @@ def build_optimizer(
     trained: TrainedWeights,
     parameters: Mapping[str, Tensor],
 ) -> tuple[Any, dict[str, MainShard]]:
-    """Megatron's optimizer of `parameters`, and what this rank updates of each.
-
-    Moments are allocated, so that a checkpoint can be read into them.
-    """
+    """Megatron's optimizer of `parameters`, its moments allocated, and what this rank updates of each."""
     optimizer = config.optimizer
     adam = optimizer if isinstance(optimizer, AdamConfig) else AdamConfig()
     megatron = MegatronOptimizerConfig(
@@ -319,8 +314,7 @@ def build_optimizer(
         store_param_remainders=False,
         **{name: _TYPES[getattr(adam, name)] for name in adam.narrow_fields},  # else float32
     )
-    # Megatron then leaves the float32 weights to the inner optimizer, and gives it gradients of their own
-    # type as `decoupled_grad`.
+    # Megatron then leaves the float32 weights to the inner optimizer, which it gives `decoupled_grad`.
     megatron.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = _holds_weights(config)
     # Megatron's own overrides (no weight decay for norms and biases), and none for routers that stay.
     overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(megatron)
@@ -341,8 +335,7 @@ def build_optimizer(
         inner = part.optimizer
         is_torch_adam = isinstance(inner, torch.optim.AdamW)
         for group in inner.param_groups:
-            # 0 for norms and biases, else 1; Megatron leaves the product to the scheduler.
-            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
+            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]  # 0 for norms and biases
             if is_torch_adam:
                 # One pass over memory instead of about ten; a CPU feels it most.
                 group["fused"], group["foreach"] = True, False
@@ -378,8 +371,7 @@ def _replace_inner(
         case _:  # or it would be trained by Adam
             raise AssertionError(f"{type(optimizer).__name__} has no inner optimizer: construct it here")
     if inner is not None:
-        # Assigned, as Megatron does: in float32 the shards are views of the weights, which torch takes for
-        # non-leaves.
+        # Assigned, as Megatron does: in float32 the shards are views of the weights, for torch non-leaves.
         inner.param_groups = [{**group, **inner.defaults} for group in distributed.optimizer.param_groups]
         distributed.optimizer = inner
     kind = MainShard

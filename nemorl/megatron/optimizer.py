@@ -2,13 +2,12 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, UntypedStorage
 
 from nemorl.config.policy import OffloadConfig, PolicyConfig, ScheduleConfig
@@ -18,7 +17,7 @@ from nemorl.models.layout import chunk_prefix
 from .checkpoint_files import WEIGHT, Shard
 from .device import DeviceKind, finish_copies, host_buffer, release_memory
 from .inner_optimizer import build_optimizer
-from .model import local_name
+from .model import PolicyParallel, local_name
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +62,7 @@ class PolicyOptimizer:
     """Steps Megatron's optimizer unless the gradients are not finite, or all 0."""
 
     def __init__(
-        self,
-        config: PolicyConfig,
-        chunks: Sequence[DistributedDataParallel],
-        device: DeviceKind,
-        trained: TrainedWeights,
+        self, config: PolicyConfig, chunks: list[PolicyParallel], device: DeviceKind, trained: TrainedWeights
     ) -> None:
         self._config, self._chunks = config, chunks
         self.name = config.optimizer.name
@@ -161,10 +156,7 @@ class PolicyOptimizer:
 
 
 class Offload:
-    """Takes memory from the device and gives it back, to the bit.
-
-    It moves storages, as parameters, gradients and float32 weights are views of a few large buffers.
-    """
+    """Moves storages off the device and back, to the bit: all parameters and gradients are views of a few."""
 
     def __init__(self, kind: DeviceKind) -> None:
         self._kind = kind
@@ -178,15 +170,12 @@ class Offload:
 
     def out(
         self,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: list[PolicyParallel],
         optimizer: PolicyOptimizer | None,
         reference: Iterable[Tensor],
         config: OffloadConfig,
     ) -> int:
-        """Move what `config` says; returns the bytes that this frees.
-
-        Gradients are freed with the optimizer's state. What it shares with the weights goes with the weights.
-        """
+        """Move what `config` says, and free gradients with the optimizer's state; returns the bytes freed."""
         self.require_back()
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         modules = [chunk.module for chunk in chunks]
