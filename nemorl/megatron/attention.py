@@ -32,10 +32,7 @@ Grads = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 @dataclass(frozen=True)
 class DenseKernel:
-    """Rows of equal length on a CPU: query [rows, heads, n, dim], key and value [rows, heads, m, dim].
-
-    Attention without sinks, like `PackedKernel`; lse has the shape of the output without the last dimension.
-    """
+    """Attention without sinks on a CPU: query [rows, heads, n, dim], key and value [rows, heads, m, dim]."""
 
     sees: Tensor | None  # bool, broadcast to [rows, heads, n, m]; None is causal with n = m
     scale: float | None
@@ -87,7 +84,7 @@ class _AttendWithSinks(torch.autograd.Function):
     def forward(
         ctx: Any, kernel: DenseKernel | PackedKernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
     ) -> Tensor:
-        out, lse = kernel.forward(query, key, value)
+        out, lse = kernel.forward(query, key, value)  # lse without the last dimension of the output
         sinks = sinks.float()
         tokens = torch.sigmoid(lse - sinks)  # what is left for them
         out = out * tokens.unsqueeze(-1).type_as(out)
@@ -145,8 +142,8 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         """A query sees `window` tokens, itself included, or all before it.
 
-        `softmax_scale` is 1 / sqrt(dim) if None. `rotates` is False where queries and keys come with their
-        positions; `local_rope` takes the layout's second angles. `sinks` adds a parameter for each head.
+        `rotates` is False where queries and keys come with their positions; `local_rope` takes the layout's
+        second angles. `sinks` adds a parameter for each head.
         """
         super().__init__()
         self.softmax_scale, self.layer_number, self.window = softmax_scale, layer_number, window
@@ -265,10 +262,9 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedLayout | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Queries and keys [N, heads, dim + rotary dim] and values [N, heads, value dim], this rank's heads.
+        """Queries, keys [N, heads, dim + rotary dim] and values [N, heads, value dim] of this rank's heads.
 
-        `hidden_states` [N, 1, H], of N / TP tokens under sequence parallelism. The two latents of Megatron's
-        sparse attention are not given.
+        `hidden_states` [N, 1, H], of N / TP tokens under sequence parallelism.
         """
         assert packed_seq_params is not None, "tokens come packed"
         assert packed_seq_params.rotary is not None, "a packed layout carries its rotary angles"

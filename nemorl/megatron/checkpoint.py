@@ -102,8 +102,7 @@ def load(
 ) -> None:
     """Take a state that was saved under any layout; under the same layout the run continues bit by bit.
 
-    Frozen parameters of which it has no weights stay as they are. Raises `UnfitCheckpoint` for another model
-    or optimizer than the one that was saved.
+    Raises `UnfitCheckpoint` for another model or optimizer than the one that was saved.
     """
     saved = files.SavedState(folder, trained)
     if saved.states != optimizer.state_names:
@@ -118,7 +117,7 @@ def load(
     for name, parts in by_param.items():
         parameter = parameters[name]
         if name not in optimizer.trained and not all(saved.holds(part.name) for part in parts):
-            continue
+            continue  # it is frozen, and stays as it is
         for state in optimizer.states_of(name):
             # Rows that pad the vocabulary are in no slice; they are and stay zero.
             values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
@@ -128,7 +127,7 @@ def load(
             optimizer.set_shard(name, state, values.flatten())
     optimizer.resume(OptimizerProgress(**saved.progress))
     if saved.layout == place.layout:
-        # Another layout has other processes; the model draws nothing at random, so nothing hangs on it.
+        # Another layout has other processes; the model draws nothing at random.
         device.restore_random_states(kind, load_file(_random_file(folder, dist.get_rank())))
 
 
@@ -146,10 +145,7 @@ class UnfitMegatronCheckpoint(RunError, ValueError):
 
 
 def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
-    """Write `out` with the weights of a training state in the policy's precision, adapters merged into them.
-
-    The whole model lies in this process's memory meanwhile. Raises FileExistsError where `out` exists.
-    """
+    """Write `out` as `export_hf`, the whole model in memory. Raises FileExistsError where `out` exists."""
     shape = load_shape(config.model_path, config.head)
     folder = begin_folder(out)
     try:
@@ -174,8 +170,7 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
     `out` exists.
     """
     shape = load_shape(like)
-    # Read in float32, into which every type goes without a loss.
-    config = PolicyConfig.model_validate({"model_path": like, "precision": "float32"})
+    config = PolicyConfig.model_validate({"model_path": like, "precision": "float32"})  # exact for every type
     dtype: torch.dtype = getattr(torch, shape.torch_dtype)
     count = 0
     tracker = source / _TRACKER
@@ -215,10 +210,8 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
 
 
 def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
-    """A model's shards as `dist_checkpointing` takes them, under the names of Transformer Engine's layers.
-
-    Layers of equal structure are stacked to one tensor, as Megatron-LM does it.
-    """
+    """A model's shards as `dist_checkpointing` takes them, under the names of Transformer Engine's layers."""
+    # Layers of equal structure are stacked to one tensor, as Megatron-LM does it.
     kinds = {shape.is_moe(layer) for layer in range(shape.num_layers)}
     if len(kinds) == 1:
         model.config.moe_layer_freq = 1

@@ -116,10 +116,8 @@ class SavedState:
     def __init__(self, folder: Path, trained: TrainedWeights) -> None:
         self.folder = folder
         index = json.loads((folder / INDEX).read_text())
-        if index["format"] != FORMAT:
-            raise UnfitCheckpoint(
-                f"{folder / INDEX} is of format {index['format']}; this version reads {FORMAT}"
-            )
+        if (found := index["format"]) != FORMAT:
+            raise UnfitCheckpoint(f"{folder / INDEX} is of format {found}; this version reads {FORMAT}")
         here, there = trained.tensors(), index["tensors"]
         for name in here.keys() | there.keys():
             if tuple(there.get(name, ())) != here.get(name, ()):
@@ -127,7 +125,6 @@ class SavedState:
                     f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} "
                     "in the model of policy.model_path with policy.lora as it is"
                 )
-        # With the same tensors both have adapters, or neither.
         if trained.lora and index["adapter_scale"] != trained.lora.scale:
             raise UnfitCheckpoint(
                 f"{folder} holds adapters that were trained with alpha / rank = {index['adapter_scale']:g}; "

@@ -95,9 +95,9 @@ class CheckpointStore:
         return temporary
 
     def commit(self, step: int, metrics: Mapping[str, float], records: Iterable[FileRecord] = ()) -> Path:
-        """Make what was written the checkpoint of the step: checksums, flush to disk, rename.
+        """Make what was written the checkpoint: checksums (of `records`, or read), flush to disk, rename.
 
-        Files without `records` are read. Raises `CorruptCheckpoint` where one differs from its record.
+        Raises `CorruptCheckpoint` where a file differs from its record.
         """
         temporary, final = self.temporary(step), self.path(step)
         known = {record.path: record for record in records}

@@ -53,13 +53,11 @@ class CachedModel:
         self.cache = KVCache(max_tokens, packing.EMPTY_PLACES)
         self._model, self._maker, self._device = model, maker, maker.device
         self._vocab_size, self._kept_experts = vocab_size, kept_experts
-        self._is_first = parallel_state.is_pipeline_first_stage()
         self._is_last = parallel_state.is_pipeline_last_stage()
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[CachedPrompt]) -> Tensor | None:
         """Fill the rows of the prompts; logits [prompts, vocabulary] after each, on the last stage."""
-        # Neighbors are of similar length.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
         lengths = [len(prompts[i].tokens) for i in order]
         tokens = torch.cat([torch.as_tensor(prompts[i].tokens, dtype=torch.int64) for i in order])
@@ -104,7 +102,7 @@ class CachedModel:
         model, config = self._model, self._model.config
         stages = parallel_state.get_pipeline_model_parallel_group()
         step = self._input(tokens, positions, cached, lengths)
-        if not self._is_first:
+        if not parallel_state.is_pipeline_first_stage():
             shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
             size = (step.tokens.numel() // shares, 1, config.hidden_size)
             received = torch.empty(size, dtype=config.params_dtype, device=self._device)

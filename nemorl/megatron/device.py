@@ -22,7 +22,6 @@ DeviceKind = Literal["cpu", "cuda"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# Modules that pass device="cuda" to a tensor factory on the paths that we use.
 _MODULES_THAT_NAME_CUDA = (
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.optimizer",
@@ -33,9 +32,9 @@ _FACTORIES = ("zeros", "ones", "empty", "tensor")
 
 
 def select_device(kind: DeviceKind, rank: int) -> torch.device:
-    """The device of a process, made current: the only GPU it sees (Ray's choice), or the one of its rank.
+    """The device of a process, made current: the only GPU it sees, the one of its rank, or the CPU.
 
-    On a CPU Megatron is patched to use it. Raises `RuntimeError` when CUDA is requested and not available.
+    Raises `RuntimeError` when CUDA is requested and not available.
     """
     # Megatron overlaps tensor-parallel communication in the order of its issue, and warns if this is not set.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -55,10 +55,7 @@ def hf_weights(checkpoint: Path, config: PolicyConfig) -> Iterator[tuple[str, to
 
 
 def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, in the policy's precision.
-
-    Raises as `export_hf`, and `UnsupportedModel` where no adapters were trained.
-    """
+    """Write PEFT's two files; raises as `export_hf`, and `UnsupportedModel` if no adapters were trained."""
     if config.lora is None:
         raise UnsupportedModel(
             f"{checkpoint} holds whole weights, since policy.lora is null in its run: leave out --adapter"
@@ -75,8 +72,7 @@ def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     folder = begin_folder(out)
     try:
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        # PEFT's `LoraConfig`; what is left out has its default there.
-        description = {
+        description = {  # PEFT's `LoraConfig`; what is left out has its default there
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM" if shape.head == "lm" else "SEQ_CLS",
             "base_model_name_or_path": str(config.model_path),

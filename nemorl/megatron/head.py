@@ -147,9 +147,7 @@ def _shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temp
     return logits.sub_(largest.unsqueeze(1))
 
 
-def _reduce(
-    shifted: Tensor, ids: Tensor, shard: VocabularyShard, needs_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _reduce(shifted: Tensor, ids: Tensor, shard: VocabularyShard, needs_entropy: bool) -> tuple[Tensor, ...]:
     """Log of the sum of the exponentials [m], logprobs [m, C] and entropies [m] (0 unless needed)."""
     exponentials = shifted.exp()
     column, is_mine = _local_columns(ids, shard)

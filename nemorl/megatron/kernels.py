@@ -6,7 +6,7 @@
 | layers | Transformer Engine's linears and norms, Megatron's local ones |
 | optimizer | Transformer Engine's `FusedAdam`, apex's, torch's fused `AdamW`: Megatron looks in this order |
 | gradients | apex's `fused_weight_gradient_mlp_cuda` adds a weight's gradient to its float32 sum in one go |
-| activation | SwiGLU as one kernel, which Triton compiles |
+| activation | SwiGLU as one kernel, which Triton compiles; Megatron has no fused form of others |
 
 The attention is ours also between Transformer Engine's linears, whose `DotProductAttention` needs Megatron to
 rotate queries and keys. Ours computes the same for every family, window, sink and context-parallel layout.
@@ -116,7 +116,6 @@ def choose(
         attention="torch_buckets" if precision == "float32" else attention,  # no other kernel takes float32
         layers="transformer_engine" if requested != "local" and TRANSFORMER_ENGINE in installed else "local",
         fused_gradients=FUSED_WEIGHT_GRADIENT in installed,
-        # Megatron has fused forms of a few activations only.
         fused_activation=activation == "silu" and TRITON in installed and installed.compiler,
     )
 
@@ -124,9 +123,8 @@ def choose(
 def check_optimizer(optimizer: OptimizerConfig, installed: Installed) -> None:
     """Raise `KernelsNotFound` where `optimizer` names types that only an Adam takes that is not here."""
     if optimizer.narrow_fields and TRANSFORMER_ENGINE not in installed:
-        named = ", ".join(
-            f"policy.optimizer.{name} is {getattr(optimizer, name)}" for name in optimizer.narrow_fields
-        )
+        fields = optimizer.narrow_fields
+        named = ", ".join(f"policy.optimizer.{name} is {getattr(optimizer, name)}" for name in fields)
         raise KernelsNotFound(
             f"{named}, which Transformer Engine's Adam takes, but the package transformer_engine cannot be "
             "imported here: install it, or set float32"

@@ -67,8 +67,7 @@ class AdapterBranch(torch.nn.Module):
         super().__init__()
         self.enabled = True
         self._rows, self._groups, self._scale = rows, groups, scale
-        # From `A x` of this rank's columns or tokens to that of the tokens of its output; the last sums the
-        # ranks' gradients in backward.
+        # From `A x` of this rank's columns or tokens to that of its output's; the last sums gradients.
         self._exchange = {
             (True, True): tensor_parallel.reduce_scatter_to_sequence_parallel_region,
             (True, False): tensor_parallel.reduce_from_tensor_model_parallel_region,

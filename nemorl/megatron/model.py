@@ -1,7 +1,4 @@
-"""The policy's model: Megatron's GPTModel with our norms, core attention, router and deferred logits.
-
-Layers are Megatron's local ones or those of Transformer Engine.
-"""
+"""The policy's model: Megatron's GPTModel with our norms, core attention, router and deferred logits."""
 
 import re
 from collections.abc import Callable
@@ -74,8 +71,7 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> Mod
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=shape.moe.num_experts if shape.moe and shape.is_moe(layer) else None,
             moe_grouped_gemm=True,
-            # Latent attention always has its norms, and the specification has to be asked for them.
-            qk_layernorm=shape.qk_norm or latent,
+            qk_layernorm=shape.qk_norm or latent,  # latent attention always has its norms
             multi_latent_attention=latent,
         )
         attention = spec.submodules.self_attention.submodules
@@ -206,20 +202,18 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Micro-batches differ in length, and losses are sums: see schedule.py.
-        variable_seq_lengths=True,
+        variable_seq_lengths=True,  # micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, dense models included
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=True,  # losses are sums: see schedule.py
         finalize_model_grads_func=finalize_sums,
         use_cpu_initialization=kind == "cpu",
         cuda_graph_scope=[],
-        # Weights are always loaded.
-        perform_initialization=False,
+        perform_initialization=False,  # weights are always loaded
         transformer_impl=kernels.layers,
         moe_grouped_gemm=kernels.layers == "transformer_engine",
         gradient_accumulation_fusion=kernels.fused_gradients,
         bias_activation_fusion=kernels.fused_activation,
-        # Rotation and softmax are our attention's, and without dropout and bias there is nothing to fuse.
+        # Rotation and softmax are our attention's, and there is no dropout.
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -237,10 +231,7 @@ _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelL
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage of a policy, or one of its runs of layers under VPP.
-
-    `forward` ends at the hidden states; `score` turns those of the last stage into logprobs.
-    """
+    """One pipeline stage of a policy, or one of its runs of layers under VPP."""
 
     def __init__(
         self, config: TransformerConfig, shape: ModelShape, policy: PolicyConfig, chunk: int
@@ -418,9 +409,8 @@ def _of_whole_batch(values: Tensor, places: Tensor, micro: MicroBatch) -> Tensor
     return tensor_parallel.reduce_from_tensor_model_parallel_region(spread, group=group)  # type: ignore[no-any-return]
 
 
-# Families name parameters as Megatron's local layers do. Transformer Engine's layers (megatron-core 0.16.1)
-# have the same tensors under other names: a norm before one matrix belongs to the module of that matrix, and
-# the experts of a layer are one module.
+# From names of Transformer Engine's layers (megatron-core 0.16.1), where a norm before one matrix belongs to
+# the matrix's module and the experts of a layer are one module, to those of Megatron's local layers.
 _RULES = (
     (r"\.self_attention\.linear_qkv\.layer_norm_weight$", ".input_layernorm.weight"),
     (r"\.mlp\.linear_fc1\.layer_norm_weight$", ".pre_mlp_layernorm.weight"),

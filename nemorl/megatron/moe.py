@@ -123,7 +123,7 @@ class Routers:
             router.balance_loss = torch.zeros_like(router.balance_loss)
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """Metrics of the step, equal on all ranks; each holds other tokens or other layers."""
+        """Metrics of the step, equal on all ranks."""
         counts = torch.zeros(self._num_layers, self._num_experts, dtype=torch.float64, device=device)
         balance = torch.zeros((), dtype=torch.float64, device=device)
         for router in self._routers:
@@ -154,7 +154,7 @@ def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_router_topk": moe.top_k,
         "moe_router_score_function": moe.scores,
-        # A softmax over the chosen experts' logits is the normalized softmax over all.
+        # Else over the chosen experts' logits, which is the normalized softmax over all.
         "moe_router_pre_softmax": moe.scores == "softmax" and not moe.normalize,
         "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1 else None,
         "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
@@ -219,8 +219,8 @@ class ExpertLayer(MoELayer):
             # Under pipelining another micro-batch may have come by before this one is computed again.
             self.router.tokens = tokens
             output = MoELayer.forward(self, hidden)
-            # Release what the dispatcher keeps of the forward pass: autograd and Megatron's gradient hooks
-            # hold the model by it, in a cycle through C++ that outlives the worker's `close`.
+            # Release what the dispatcher keeps of the forward pass: it leads, by autograd and Megatron's
+            # gradient hooks, to the model: a cycle through C++ that outlives the worker's `close`.
             kept: dict[str, Any] = self.token_dispatcher.__dict__
             for name, value in list(kept.items()):
                 if isinstance(value, Tensor) and value.requires_grad:

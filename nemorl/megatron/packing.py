@@ -88,8 +88,6 @@ class TokenRouting:
 
     def part(self, rank: int, size: int) -> "TokenRouting":
         """A tensor-parallel rank's tokens under sequence parallelism."""
-        if size == 1:
-            return self
         experts = None if self.experts is None else self.experts.chunk(size)[rank]
         is_real, sequence = self.is_real.chunk(size)[rank], self.sequence.chunk(size)[rank]
         return TokenRouting(is_real, sequence, self.balance, experts, self.chosen)
@@ -170,10 +168,7 @@ class NextTokens:
 
 @dataclass
 class CachedPass:
-    """Access of a forward pass to the cache: it stores new keys and values and, in a step, reads them.
-
-    They are kept rotated and, under MLA, projected up, so that one cache serves every family.
-    """
+    """Access of a forward pass to the cache: it stores new keys and values and, in a step, reads them."""
 
     cache: KVCache
     sources: Tensor  # [m] packed tokens whose keys and values are kept; one may be kept in several rows
@@ -181,7 +176,7 @@ class CachedPass:
     step: NextTokens | None  # None: prompts, whose tokens see one another only
 
     def keep(self, layer: int, *values: Tensor) -> None:
-        """Store keys and values of a layer's packed tokens [N, kv_heads, dim], or their experts."""
+        """Store a layer's keys, rotated, and values [N, kv_heads, dim] of packed tokens, or their experts."""
         self.cache.keep(layer, self.slots, *(value.index_select(0, self.sources) for value in values))
 
     def attend(
@@ -345,7 +340,6 @@ class MicroBatchMaker:
         length, dtype = config.max_sequence_length, DTYPES[config.precision]
         rotary = partial(RotaryTable, shape.rotary_dim, max_positions=length, dtype=dtype, device=device)
         self.rotary: RotaryTable = rotary(shape.rope)
-        # Of the layers with a window, where theirs is another.
         self.local_rotary: RotaryTable | None = rotary(shape.local_rope) if shape.local_rope else None
         self.device, self.kernel = device, packed_attention_kernel(kernels.attention)
         # The number of a rank's tokens is padded to a multiple of this.

@@ -22,7 +22,6 @@ from nemorl.config.policy import LayoutConfig
 from .device import DeviceKind
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
-_ADDRESS = slice(20, 24)  # in the kernel's answer
 
 
 def _interface_towards(host: str, port: int) -> str | None:
@@ -33,7 +32,7 @@ def _interface_towards(host: str, port: int) -> str | None:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(way, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[_ADDRESS]) == own:
+                if socket.inet_ntoa(answer[20:24]) == own:
                     return name
     return None
 
