@@ -1,16 +1,14 @@
 """Core attention over packed sequences, which Megatron's own `DotProductAttention` refuses.
 
-It runs a variable-length kernel where the device has one, else dense buckets of sequences of similar length,
-and applies the rotary embedding, since packed positions are known once for all layers. Under context
-parallelism a rank has the queries of its share of every sequence, and collects the other ranks' keys and
+It runs a variable-length kernel where the device has one, else dense buckets of sequences of similar length.
+Under context parallelism a rank has the queries of its share of every sequence, and collects all keys and
 values.
 
 Sinks: a learned logit s per head, to which a query may turn instead of to any token. With the logits S of a
 query, a token's share is exp(S) / (exp(s) + sum exp(S)): that of the softmax without the sink, times
-sigmoid(lse - s), where lse = log sum exp(S). Flash attention returns lse with its output, and its backward
-pass recomputes the shares as exp(S - lse). Given log(exp(lse) + exp(s)) in its place, and the output with the
-sink, it therefore computes the gradients with the sink. The sink's own is the share it takes, times what it
-would add to the output (nothing) less the output.
+sigmoid(lse - s), where lse = log sum exp(S). Flash attention's backward pass recomputes the shares as
+exp(S - lse): given log(exp(lse) + exp(s)) for lse, and the output with the sink, it computes the gradients
+with the sink. The sink's own is its share, times what it adds to the output (nothing) less the output.
 """
 
 from dataclasses import dataclass
@@ -29,14 +27,12 @@ from torch import Tensor
 from .device import KernelRows, window_size
 from .packing import Bucket, PackedLayout
 
+Grads = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+
 
 @dataclass(frozen=True)
 class DenseKernel:
-    """Rows of equal length on a CPU: query [rows, heads, n, dim], key and value [rows, heads, m, dim].
-
-    As `PackedKernel`, attention without sinks: `forward` gives the output and lse, of its shape without the
-    last dimension, and `backward` the gradients of query, key and value.
-    """
+    """Attention without sinks on a CPU: query [rows, heads, n, dim], key and value [rows, heads, m, dim]."""
 
     sees: Tensor | None  # bool, broadcast to [rows, heads, n, m]; None is causal with n = m
     scale: float | None
@@ -45,12 +41,10 @@ class DenseKernel:
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return forward(query, key, value, 0.0, self.sees is None, **self._options(query))  # type: ignore[no-any-return]
 
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        causal, options = self.sees is None, self._options(query)
-        return backward(grad, query, key, value, out, lse, 0.0, causal, **options)  # type: ignore[no-any-return]
+        causal, options = self.sees is None, self._options(q)
+        return backward(grad, q, k, v, out, lse, 0.0, causal, **options)  # type: ignore[no-any-return]
 
     def _options(self, query: Tensor) -> dict[str, Any]:
         mask = None
@@ -75,28 +69,22 @@ class PackedKernel:
         )
         return out, lse.t()
 
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.torch_attn._varlen_attn_backward(  # type: ignore[no-any-return]
-            *(grad.contiguous(), query, key, value, out, lse.t().contiguous(), *self.rows),
+            *(grad.contiguous(), q, k, v, out, lse.t().contiguous(), *self.rows),
             *(self.window is None, no_dropout, self.scale, list(window_size(self.window))),
         )
 
 
-Kernel = DenseKernel | PackedKernel
+class _AttendWithSinks(torch.autograd.Function):
+    """Output of a kernel with sinks that broadcast to its lse: [heads, 1] dense, [heads] packed."""
 
-
-def attend(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-    """Output of the kernel with sinks that broadcast to its lse: [heads, 1] dense, [heads] packed."""
-    return _Attend.apply(kernel, query, key, value, sinks)  # type: ignore[no-any-return]
-
-
-class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
-        out, lse = kernel.forward(query, key, value)
+    def forward(
+        ctx: Any, kernel: DenseKernel | PackedKernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
+    ) -> Tensor:
+        out, lse = kernel.forward(query, key, value)  # lse without the last dimension of the output
         sinks = sinks.float()
         tokens = torch.sigmoid(lse - sinks)  # what is left for them
         out = out * tokens.unsqueeze(-1).type_as(out)
@@ -154,15 +142,12 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         """A query sees `window` tokens, itself included, or all before it.
 
-        `softmax_scale` is 1 / sqrt(dim) if None. `rotates` is False where queries and keys come with their
-        positions; `local_rope` takes the layout's second angles. `sinks` adds a parameter for each head.
+        `rotates` is False where queries and keys come with their positions; `local_rope` takes the layout's
+        second angles. `sinks` adds a parameter for each head.
         """
         super().__init__()
-        self.softmax_scale = softmax_scale
-        self.layer_number = layer_number
-        self.window = window
-        self.rotates = rotates
-        self.local_rope = local_rope
+        self.softmax_scale, self.layer_number, self.window = softmax_scale, layer_number, window
+        self.rotates, self.local_rope = rotates, local_rope
         self.softmax_offset: torch.nn.Parameter | None = None  # Megatron's name for the sinks
         if sinks:
             assert config is not None, "a layer with sinks is made from Megatron's config"
@@ -175,15 +160,7 @@ class PackedAttention(torch.nn.Module):
             self.softmax_offset.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None,
-        *,
-        attn_mask_type: Any,
-        attention_bias: None = None,
-        packed_seq_params: PackedLayout,
+        self, query: Tensor, key: Tensor, value: Tensor, *_: None, packed_seq_params: PackedLayout, **__: Any
     ) -> Tensor:
         """`query` [N, heads, dim], `key` [N, kv_heads, dim], `value` [N, kv_heads, d] -> [N, heads * d]."""
         layout = packed_seq_params
@@ -196,7 +173,7 @@ class PackedAttention(torch.nn.Module):
             both = tensor_parallel.gather_from_sequence_parallel_region(
                 torch.cat((key, value), -1), group=layout.share.group
             ).index_select(0, layout.key_order)
-            key, value = both[..., : key.shape[-1]], both[..., key.shape[-1] :]
+            key, value = both.split((key.shape[-1], value.shape[-1]), -1)
         width = value.shape[-1]
         # Kernels require values as wide as keys; columns of zeros give columns of zeros.
         value = F.pad(value, (0, key.shape[-1] - width))
@@ -211,7 +188,7 @@ class PackedAttention(torch.nn.Module):
             if layout.kernel_keys is not None:
                 key, value = (x.index_select(0, layout.kernel_keys) for x in (key, value))
             if sinks is not None:
-                out = attend(PackedKernel(rows, scale, window), query, key, value, sinks)
+                out = _AttendWithSinks.apply(PackedKernel(rows, scale, window), query, key, value, sinks)
             else:
                 out = layout.kernel(query, key, value, rows, scale, window)
         else:
@@ -220,16 +197,13 @@ class PackedAttention(torch.nn.Module):
         return out[..., :width].flatten(1)  # of [N, heads, dim]
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
-        """[tokens of the bucket, heads, dim]
-
-        Blocks of queries are taken with no more keys than they see. The rows of one rank that holds whole
-        sequences begin with their first query, so without a window the causal mask is all the mask there is.
-        """
+        """[tokens of the bucket, heads, dim], by blocks of queries with no more keys than they see."""
         q, k, v = bucket.queries.dense(query), bucket.keys.dense(key), bucket.keys.dense(value)
         window = self.window if self.window is not None and self.window < k.shape[2] else None
         parts = []
         for span in bucket.spans:
             if window is None and span.starts is None:
+                # Rows begin with their first query, so the causal mask is all the mask there is.
                 of_span = q[:, :, span.first : span.first + span.length]
                 parts.append(self._masked(of_span, k, v, None))
                 continue
@@ -253,7 +227,8 @@ class PackedAttention(torch.nn.Module):
             )
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        return attend(DenseKernel(sees, self.softmax_scale), q, k, v, self.softmax_offset.unsqueeze(1))
+        kernel = DenseKernel(sees, self.softmax_scale)
+        return _AttendWithSinks.apply(kernel, q, k, v, self.softmax_offset.unsqueeze(1))  # type: ignore[no-any-return]
 
 
 # DeepSeek's norms of the latents have this epsilon whatever `rms_norm_eps` says; transformers follows it.
@@ -266,9 +241,6 @@ if not isinstance(multi_latent_attention.TELinear, type):
 
 class LatentAttention(MLASelfAttention):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over packed tokens, with our rotary angles.
-
-    Queries, and keys and values together, pass through a narrow latent that is normed. Keys have two parts:
-    one of each head, from the latent, and one that positions turn and that all heads share.
 
     Megatron's own forward pass turns positions by the place in the packed batch, and without sequence
     parallelism it does not sum the gradient of the shared key over the tensor-parallel ranks.
@@ -290,10 +262,9 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedLayout | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """Queries and keys [N, heads, dim + rotary dim] and values [N, heads, value dim], this rank's heads.
+        """Queries, keys [N, heads, dim + rotary dim] and values [N, heads, value dim] of this rank's heads.
 
-        `hidden_states` [N, 1, H], of N / TP tokens under sequence parallelism. The two latents of Megatron's
-        sparse attention are not given.
+        `hidden_states` [N, 1, H], of N / TP tokens under sequence parallelism.
         """
         assert packed_seq_params is not None, "tokens come packed"
         assert packed_seq_params.rotary is not None, "a packed layout carries its rotary angles"
@@ -317,20 +288,15 @@ class LatentAttention(MLASelfAttention):
     def _project_up(
         self, query_input: Tensor, latent: Tensor, shared_key: Tensor, *angles: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of this rank's heads, from what is narrow."""
-        config = self.config
+        config, heads = self.config, (self.num_attention_heads_per_partition, -1)
         project = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
-        query = self._heads(project(query_input)[0])
+        query = project(query_input)[0].squeeze(1).unflatten(-1, heads)
         plain, positioned = query.split((config.qk_head_dim, config.qk_pos_emb_head_dim), -1)
-        both = self._heads(self.linear_kv_up_proj(latent)[0])
+        both = self.linear_kv_up_proj(latent)[0].squeeze(1).unflatten(-1, heads)
         key, value = both.split((config.qk_head_dim, config.v_head_dim), -1)
         turned = _rotate_pairs(shared_key, angles).expand(-1, key.shape[1], -1)
         query = torch.cat((plain, _rotate_pairs(positioned, angles)), -1)
         return query, torch.cat((key, turned), -1), value.contiguous()
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """[N, 1, heads * dim] -> [N, heads, dim]."""
-        return x.view(x.shape[0], self.num_attention_heads_per_partition, -1)
 
     def _own_tokens(self, latent: Tensor) -> Tensor:
         """This rank's tokens: the projections up collect those of all ranks."""

@@ -1,11 +1,7 @@
 """Saving and loading one rank's training state: weights, optimizer, schedule, random generators.
 
-Saving is a snapshot, a copy in host memory where training continues meanwhile, and its writing.
-
 Also import from and export to megatron-core's own checkpoints (`dist_checkpointing`), as Megatron-LM has
-them: weights only, named as Transformer Engine's layers name them; the files load under any layout. Reading
-one unpickles its metadata (in megatron-core), which runs whatever code it contains; only `import_megatron`
-reads one.
+them: weights only, named as Transformer Engine's layers name them; the files load under any layout.
 """
 
 import shutil
@@ -35,26 +31,9 @@ from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
-from . import parallel
-from .checkpoint_files import (
-    WEIGHT,
-    SavedState,
-    Shard,
-    UnfitCheckpoint,
-    write_index,
-    write_safetensors,
-    write_state,
-)
+from . import checkpoint_files as files
+from . import device, parallel
 from .checkpoint_store import FileRecord, writing
-from .device import (
-    DeviceKind,
-    building,
-    finish_copies,
-    host_buffer,
-    random_states,
-    restore_random_states,
-    select_device,
-)
 from .export import hf_weights
 from .kernels import Kernels
 from .model import PolicyModel, transformer_config
@@ -63,38 +42,38 @@ from .optimizer import OptimizerProgress, PolicyOptimizer
 
 @dataclass(frozen=True)
 class Snapshot:
-    states: Mapping[str, Mapping[str, Shard]]  # by state (weights, moments) and parameter
+    states: Mapping[str, Mapping[str, files.Shard]]  # by state (weights, moments) and parameter
     random: Mapping[str, Tensor]
     progress: OptimizerProgress
 
     @classmethod
-    def of(cls, optimizer: PolicyOptimizer, device: DeviceKind) -> "Snapshot":
+    def of(cls, optimizer: PolicyOptimizer, kind: device.DeviceKind) -> "Snapshot":
         """References to the tensors, valid until the next step."""
         states = {
             state: {name: shard for name, shard in optimizer.shards(state).items() if shard.is_first}
             for state in optimizer.state_names
         }
-        return cls(states, random_states(device), replace(optimizer.progress))
+        return cls(states, device.random_states(kind), replace(optimizer.progress))
 
 
 class SnapshotCopier:
     """Copies snapshots aside, into memory that it keeps: fresh memory would cost more than the copying."""
 
-    def __init__(self, device: DeviceKind) -> None:
-        self._device = device
+    def __init__(self, kind: device.DeviceKind) -> None:
+        self._kind = kind
         self._buffers: dict[tuple[str, str], Tensor] = {}  # by state and parameter
 
     @torch.no_grad()
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """The same in host memory, valid until the next copy."""
-        states: dict[str, dict[str, Shard]] = {state: {} for state in snapshot.states}
+        states: dict[str, dict[str, files.Shard]] = {state: {} for state in snapshot.states}
         for state, shards in snapshot.states.items():
             for name, shard in shards.items():
                 if (state, name) not in self._buffers:
-                    self._buffers[state, name] = host_buffer(self._device, shard.values)
+                    self._buffers[state, name] = device.host_buffer(self._kind, shard.values)
                 copy = self._buffers[state, name].copy_(shard.values, non_blocking=True)
                 states[state][name] = replace(shard, values=copy)
-        finish_copies(self._device)
+        device.finish_copies(self._kind)
         return replace(snapshot, states=states)
 
 
@@ -105,10 +84,10 @@ def save(
     rank = dist.get_rank()
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    records = [write_state(folder, state, rank, shards) for state, shards in snapshot.states.items()]
-    records.append(write_safetensors(_random_file(folder, rank), snapshot.random, {}))
+    records = [files.write_state(folder, state, rank, shards) for state, shards in snapshot.states.items()]
+    records.append(files.write_safetensors(_random_file(folder, rank), snapshot.random, {}))
     if rank == 0:
-        write_index(folder, trained, layout, snapshot.states, asdict(snapshot.progress))
+        files.write_index(folder, trained, layout, list(snapshot.states), asdict(snapshot.progress))
     return tuple(records)
 
 
@@ -119,17 +98,15 @@ def load(
     place: PolicyRank,
     parameters: Mapping[str, Tensor],
     optimizer: PolicyOptimizer,
-    device: DeviceKind,
+    kind: device.DeviceKind,
 ) -> None:
     """Take a state that was saved under any layout; under the same layout the run continues bit by bit.
 
-    Frozen parameters of which it has no weights stay as they are.
-
-    Raises `UnfitCheckpoint` for another model, or another optimizer than the one that was saved.
+    Raises `UnfitCheckpoint` for another model or optimizer than the one that was saved.
     """
-    saved = SavedState(folder, trained)
+    saved = files.SavedState(folder, trained)
     if saved.states != optimizer.state_names:
-        raise UnfitCheckpoint(
+        raise files.UnfitCheckpoint(
             f"{folder} holds the optimizer states {', '.join(saved.states)}; policy.optimizer "
             f"{optimizer.name!r} requires {', '.join(optimizer.state_names)}: resume with the optimizer the "
             "run began with"
@@ -140,18 +117,18 @@ def load(
     for name, parts in by_param.items():
         parameter = parameters[name]
         if name not in optimizer.trained and not all(saved.holds(part.name) for part in parts):
-            continue
+            continue  # it is frozen, and stays as it is
         for state in optimizer.states_of(name):
             # Rows that pad the vocabulary are in no slice; they are and stay zero.
             values = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             saved.fill(state, {name: values}, parts)
-            if state == WEIGHT:
+            if state == files.WEIGHT:
                 parameter.copy_(values)
             optimizer.set_shard(name, state, values.flatten())
     optimizer.resume(OptimizerProgress(**saved.progress))
     if saved.layout == place.layout:
-        # Another layout has other processes; the model draws nothing at random, so nothing hangs on it.
-        restore_random_states(device, load_file(_random_file(folder, dist.get_rank())))
+        # Another layout has other processes; the model draws nothing at random.
+        device.restore_random_states(kind, load_file(_random_file(folder, dist.get_rank())))
 
 
 def _random_file(folder: Path, rank: int) -> Path:
@@ -168,15 +145,11 @@ class UnfitMegatronCheckpoint(RunError, ValueError):
 
 
 def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
-    """Write `out` with the weights of a training state in the policy's precision, adapters merged into them.
-
-    The whole model lies in this process's memory meanwhile. Raises FileExistsError where `out` exists.
-    """
+    """Write `out` as `export_hf`, the whole model in memory. Raises FileExistsError where `out` exists."""
     shape = load_shape(config.model_path, config.head)
     folder = begin_folder(out)
     try:
-        with _whole_model(shape, config) as model:
-            weights, boxes = model.weights(), _boxes(shape)
+        with _whole_model(shape, config) as (model, weights, boxes):
             for name, tensor in hf_weights(checkpoint, config):
                 for part in boxes[name]:
                     local_view(weights, part).copy_(tensor.view(part.shape)[part.box])
@@ -192,12 +165,12 @@ def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
 def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
     """Write a Hugging Face folder `out` from a checkpoint of megatron-core of the model in the folder `like`.
 
-    Runs code that the checkpoint contains (see above). config.json, its type of weights and the tokenizer
-    come from `like`. Raises `UnfitMegatronCheckpoint`, and FileExistsError where `out` exists.
+    Runs code that the checkpoint contains: megatron-core unpickles its metadata. config.json, its type of
+    weights and the tokenizer come from `like`. Raises `UnfitMegatronCheckpoint`, and FileExistsError where
+    `out` exists.
     """
     shape = load_shape(like)
-    # Read in float32, into which every type goes without a loss.
-    config = PolicyConfig.model_validate({"model_path": like, "precision": "float32"})
+    config = PolicyConfig.model_validate({"model_path": like, "precision": "float32"})  # exact for every type
     dtype: torch.dtype = getattr(torch, shape.torch_dtype)
     count = 0
     tracker = source / _TRACKER
@@ -209,7 +182,7 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
             f"{source} is no checkpoint of megatron-core's dist_checkpointing (no metadata.json): name a "
             f"folder that holds one, or {_TRACKER}"
         )
-    with HfFolderWriter(out, like) as writer, _whole_model(shape, config) as model:
+    with HfFolderWriter(out, like) as writer, _whole_model(shape, config) as (model, weights, boxes):
         try:
             state = dist_checkpointing.load(sharded_state(model, shape), str(source))
         except (CheckpointException, CheckpointingException) as error:
@@ -222,7 +195,6 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
                 f"{source} does not hold the model that --like names: name the folder it was trained from. "
                 f"Megatron says: {text}"
             ) from reason
-        weights, boxes = model.weights(), _boxes(shape)
         for name, weight in weights.items():
             weight.copy_(state[name])
         buffers = dict(model.named_buffers())  # a router's bias keeps its own type
@@ -238,10 +210,8 @@ def import_megatron(source: Path, out: Path, like: Path) -> ImportedModel:
 
 
 def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
-    """A model's shards as `dist_checkpointing` takes them, under the names of Transformer Engine's layers.
-
-    Layers of equal structure are stacked to one tensor, as Megatron-LM does it.
-    """
+    """A model's shards as `dist_checkpointing` takes them, under the names of Transformer Engine's layers."""
+    # Layers of equal structure are stacked to one tensor, as Megatron-LM does it.
     kinds = {shape.is_moe(layer) for layer in range(shape.num_layers)}
     if len(kinds) == 1:
         model.config.moe_layer_freq = 1
@@ -260,27 +230,21 @@ def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
 
 
 @contextmanager
-def _whole_model(shape: ModelShape, config: PolicyConfig) -> Iterator[PolicyModel]:
-    alone = config.model_copy(update={"layout": LayoutConfig(), "lora": None})
-    select_device("cpu", 0)
-    with tempfile.TemporaryDirectory(prefix="nemorl-whole-") as rendezvous:
-        parallel.join(
-            alone.layout,
-            rank=0,
-            world_size=1,
-            rendezvous=f"file://{rendezvous}/meet",
-            device="cpu",
-            deadline_seconds=600,
-        )
-        try:
-            with building("cpu"):
-                yield PolicyModel(transformer_config(shape, alone, "cpu", Kernels()), shape, alone, 0)
-        finally:
-            parallel.leave()
-
-
-def _boxes(shape: ModelShape) -> dict[str, list[TensorSlice]]:
+def _whole_model(
+    shape: ModelShape, config: PolicyConfig
+) -> Iterator[tuple[PolicyModel, dict[str, Tensor], dict[str, list[TensorSlice]]]]:
+    """An undivided model, its weights by Megatron's names, and the boxes in them by Hugging Face's."""
     boxes: dict[str, list[TensorSlice]] = defaultdict(list)
     for part in policy_slices(shape, PolicyRank()):
         boxes[part.name].append(part)
-    return boxes
+    alone = config.model_copy(update={"layout": LayoutConfig(), "lora": None})
+    device.select_device("cpu", 0)
+    with tempfile.TemporaryDirectory(prefix="nemorl-whole-") as folder:
+        file = f"file://{folder}/meet"
+        parallel.join(alone.layout, rank=0, world_size=1, rendezvous=file, device="cpu", deadline_seconds=600)
+        try:
+            with device.building("cpu"):
+                model = PolicyModel(transformer_config(shape, alone, "cpu", Kernels()), shape, alone, 0)
+                yield model, model.weights(), boxes
+        finally:
+            parallel.leave()

@@ -5,15 +5,12 @@
                                      optimizer): of each local parameter the run of elements that it updates
     random_<rank>.safetensors        states of the random generators
 
-A rank's parameters are described in HF coordinates (PEFT's, for adapters) by `TrainedWeights`, those of the
-writing layout as well as those of the reading one, so reading is copying boxes, whatever the two layouts are.
+`TrainedWeights` describes the parameters of the writing and of the reading layout in HF coordinates (PEFT's,
+for adapters), so reading is copying boxes.
 
-Why not Megatron's `dist_checkpointing`: it reads its metadata by `pickle.load`, so opening another person's
-checkpoint runs their code; it starts a manager process and forks writers inside the worker; and its
-distributed optimizer formats know Adam's states only. Seen with megatron-core 0.16.1.
-
-Safetensors files are written in pieces: the library's `save_file` makes the whole file in memory first, under
-the interpreter's lock, which would slow the training meanwhile.
+Megatron's `dist_checkpointing` reads its metadata by `pickle.load`, so opening another person's checkpoint
+runs their code; it forks writers inside the worker, and its distributed optimizer formats support Adam's
+states only (megatron-core 0.16.1).
 """
 
 import hashlib
@@ -44,22 +41,19 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", t
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a file and flush it to disk; the record's checksum is of what was to be written.
+    """Write a file in pieces and flush it to disk; the record's checksum is of what was to be written.
 
-    Raises `UnwritableCheckpoint` naming the file where the disk is full or refuses it.
+    The library's `save_file` makes the whole file in memory first, under the interpreter's lock, which would
+    slow the training meanwhile. Raises `UnwritableCheckpoint` where the disk is full or refuses the file.
     """
     # The format allows no gaps; the widest types first leaves every tensor aligned.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     encoded = len(encoded).to_bytes(8, "little") + encoded
@@ -102,19 +96,15 @@ def write_state(folder: Path, state: str, rank: int, shards: Mapping[str, Shard]
 
 
 def write_index(
-    folder: Path,
-    trained: TrainedWeights,
-    layout: LayoutConfig,
-    states: Iterable[str],
-    progress: Mapping[str, int],
+    folder: Path, trained: TrainedWeights, layout: LayoutConfig, states: list[str], progress: dict[str, int]
 ) -> None:
     index = {
         "format": FORMAT,
         "layout": layout.model_dump(),
         "tensors": trained.tensors(),
         "adapter_scale": trained.lora.scale if trained.lora else None,
-        "states": list(states),
-        "progress": dict(progress),
+        "states": states,
+        "progress": progress,
     }
     with writing(folder / INDEX):
         (folder / INDEX).write_text(json.dumps(index))
@@ -126,10 +116,8 @@ class SavedState:
     def __init__(self, folder: Path, trained: TrainedWeights) -> None:
         self.folder = folder
         index = json.loads((folder / INDEX).read_text())
-        if index["format"] != FORMAT:
-            raise UnfitCheckpoint(
-                f"{folder / INDEX} is of format {index['format']}; this version reads {FORMAT}"
-            )
+        if (found := index["format"]) != FORMAT:
+            raise UnfitCheckpoint(f"{folder / INDEX} is of format {found}; this version reads {FORMAT}")
         here, there = trained.tensors(), index["tensors"]
         for name in here.keys() | there.keys():
             if tuple(there.get(name, ())) != here.get(name, ()):
@@ -137,7 +125,6 @@ class SavedState:
                     f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} "
                     "in the model of policy.model_path with policy.lora as it is"
                 )
-        # With the same tensors both have adapters, or neither.
         if trained.lora and index["adapter_scale"] != trained.lora.scale:
             raise UnfitCheckpoint(
                 f"{folder} holds adapters that were trained with alpha / rank = {index['adapter_scale']:g}; "
@@ -185,12 +172,11 @@ class SavedState:
         """A whole tensor, float32, by Hugging Face's name or an adapter's by PEFT's."""
         extents = self._sources[name][0][0].shape
         whole = torch.empty(extents)
-        box = TensorSlice(name, extents, (0,) * len(extents), extents, name, 0, whole.stride())
-        self.fill(WEIGHT, {name: whole}, [box])
+        self.fill(WEIGHT, {name: whole}, [TensorSlice.whole(name, extents)])
         return whole
 
     def _read_parameter(self, state: str, ranks: tuple[int, ...], name: str) -> Tensor:
-        """One local parameter [its elements], put together from the shares of the ranks that held it."""
+        """[elements of a local parameter] from the shares of the ranks that held it."""
         shards: dict[int, Tensor] = {}
         for rank in ranks:
             start = self._starts(state, rank).get(name)

@@ -1,10 +1,8 @@
-"""Checkpoints on disk: complete or absent, verified before they are used, and deleted by age.
+"""Checkpoints on disk: complete or absent, verified before they are used. Imports no torch.
 
-    <folder>/step_00000040/            a checkpoint; whatever the writers put there, and
-    <folder>/step_00000040/manifest.json   size and SHA-256 of every file, the step and its metrics
-    <folder>/.step_00000040.tmp/       one that is being written, or was when the run died
-
-Driver side; imports no torch.
+<folder>/step_00000040/            a checkpoint; whatever the writers put there, and
+<folder>/step_00000040/manifest.json   size and SHA-256 of every file, the step and its metrics
+<folder>/.step_00000040.tmp/       one that is being written, or was when the run died
 """
 
 import hashlib
@@ -15,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -97,10 +95,9 @@ class CheckpointStore:
         return temporary
 
     def commit(self, step: int, metrics: Mapping[str, float], records: Iterable[FileRecord] = ()) -> Path:
-        """Make what was written the checkpoint of the step: checksums, flush to disk, rename.
+        """Make what was written the checkpoint: checksums (of `records`, or read), flush to disk, rename.
 
-        `records` are those of files whose writers have made them, and flushed the files; others are read.
-        Raises `CorruptCheckpoint` where a file is not as its record says.
+        Raises `CorruptCheckpoint` where a file differs from its record.
         """
         temporary, final = self.temporary(step), self.path(step)
         known = {record.path: record for record in records}
@@ -132,11 +129,7 @@ class CheckpointStore:
         return self.folder / f".step_{step:08d}.tmp"
 
     def latest_valid(self) -> Found | None:
-        """Return the newest complete checkpoint, or None.
-
-        Corrupt checkpoints are logged and renamed, since they would otherwise count among those that `prune`
-        keeps.
-        """
+        """Return the newest complete checkpoint, or None. Corrupt ones are logged and renamed."""
         skipped: list[str] = []
         for step in sorted(self.steps(), reverse=True):
             path = self.path(step)
@@ -145,7 +138,7 @@ class CheckpointStore:
             except CorruptCheckpoint as damage:
                 logger.warning("checkpoint of step %d is not used: %s", step, damage)
                 skipped.append(str(damage))
-                aside = path.with_name(f"{path.name}.corrupt")
+                aside = path.with_name(f"{path.name}.corrupt")  # or `prune` would count it
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
             else:
@@ -176,12 +169,10 @@ class CheckpointStore:
         """Step with the best recorded value of a metric; the newest of equals."""
         values: list[tuple[float, int]] = []
         for step in self.steps():
-            try:
-                metrics = Manifest.read(self.path(step)).metrics
-            except CorruptCheckpoint:
-                continue
-            if math.isfinite(metrics.get(metric, math.nan)):
-                values.append((metrics[metric] if higher_is_better else -metrics[metric], step))
+            with suppress(CorruptCheckpoint):
+                value = Manifest.read(self.path(step)).metrics.get(metric, math.nan)
+                if math.isfinite(value):
+                    values.append((value if higher_is_better else -value, step))
         return max(values)[1] if values else None
 
 
@@ -211,7 +202,7 @@ def _record(path: Path, base: Path) -> FileRecord:
 
 
 def _flush(path: Path) -> None:
-    """Put the file, or the entries of the folder, on disk before the rename says that they are."""
+    """Put the file, or the entries of the folder, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,7 @@
 """The policy's own model as a generator: prompts are read into a cache, then one token a step for all rows.
 
-Every rank of a data-parallel copy makes the same calls with the same numbers. Its leader, the first
-tensor-parallel rank of the last stage, where the logits are, has the requests; it broadcasts what to compute
-to the others as integers, step by step, until the end of the stage.
+The leader of a data-parallel copy, the first tensor-parallel rank of the last stage, has the requests. It
+broadcasts what to compute to the other ranks as integers, step by step, until the end of the stage.
 
 Copies that share experts exchange tokens in every layer with experts, so none can pass through the model
 alone: before each pass their leaders agree that there is one, and who has nothing to do passes padding along.
@@ -26,9 +25,9 @@ from torch import Tensor
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.kv_cache import KVCache
 
-from .cache import EMPTY_PLACES, EXPERTS, CachedPass, NextTokens
+from . import packing
+from .head import columns_of_all_ranks
 from .model import PolicyModel
-from .packing import MicroBatchMaker, ModelInput, PackedLayout, TokenRouting, packed_layout
 
 
 @dataclass(frozen=True)
@@ -45,25 +44,20 @@ class CachedModel:
     def __init__(
         self,
         model: PolicyModel,
-        maker: MicroBatchMaker,
+        maker: packing.MicroBatchMaker,
         vocab_size: int,
         max_tokens: int,
         kept_experts: tuple[int, int] | None = None,
     ) -> None:
         """`max_tokens`: rows times the longest; `kept_experts` (MoE layers, top_k): choices to keep."""
-        self.cache = KVCache(max_tokens, EMPTY_PLACES)
-        self._kept_experts = kept_experts
-        self._vocab_size = vocab_size
-        self._model = model
-        self._maker = maker
-        self._device = maker.device
-        self._is_first = parallel_state.is_pipeline_first_stage()
+        self.cache = KVCache(max_tokens, packing.EMPTY_PLACES)
+        self._model, self._maker, self._device = model, maker, maker.device
+        self._vocab_size, self._kept_experts = vocab_size, kept_experts
         self._is_last = parallel_state.is_pipeline_last_stage()
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[CachedPrompt]) -> Tensor | None:
         """Fill the rows of the prompts; logits [prompts, vocabulary] after each, on the last stage."""
-        # Neighbors are of similar length.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
         lengths = [len(prompts[i].tokens) for i in order]
         tokens = torch.cat([torch.as_tensor(prompts[i].tokens, dtype=torch.int64) for i in order])
@@ -76,7 +70,7 @@ class CachedModel:
                 rows.append(torch.full((length,), row))
         kept = torch.cat(sources)
         slots = self.cache.slots(torch.cat(rows), positions[kept])
-        cached = CachedPass(self.cache, kept.to(self._device), slots.to(self._device), step=None)
+        cached = packing.CachedPass(self.cache, kept.to(self._device), slots.to(self._device), step=None)
         hidden = self._run(tokens, positions, cached, lengths)
         if hidden is None:
             return None
@@ -89,9 +83,9 @@ class CachedModel:
         """The next token of the rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
         n, places = len(tokens), torch.tensor(positions)
         rows, num_places = torch.arange(n), self.cache.places_read(max(positions) + 1)
-        step = NextTokens(places.to(self._device), num_places, self._model.config.params_dtype)
+        step = packing.NextTokens(places.to(self._device), num_places, self._model.config.params_dtype)
         slots = self.cache.slots(rows, places).to(self._device)
-        cached = CachedPass(self.cache, rows.to(self._device), slots, step)
+        cached = packing.CachedPass(self.cache, rows.to(self._device), slots, step)
         hidden = self._run(torch.tensor(tokens), places, cached, None)
         return None if hidden is None else self._logits(hidden[:n])
 
@@ -102,13 +96,13 @@ class CachedModel:
         self._run(nothing, nothing, None, [])
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, cached: CachedPass | None, lengths: list[int] | None
+        self, tokens: Tensor, positions: Tensor, cached: packing.CachedPass | None, lengths: list[int] | None
     ) -> Tensor | None:
         """Hidden states [n, H] behind the last stage. `lengths` of prompts; None for single tokens."""
         model, config = self._model, self._model.config
         stages = parallel_state.get_pipeline_model_parallel_group()
         step = self._input(tokens, positions, cached, lengths)
-        if not self._is_first:
+        if not parallel_state.is_pipeline_first_stage():
             shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
             size = (step.tokens.numel() // shares, 1, config.hidden_size)
             received = torch.empty(size, dtype=config.params_dtype, device=self._device)
@@ -118,7 +112,7 @@ class CachedModel:
         if not self._is_last:
             dist.send(hidden, parallel_state.get_pipeline_model_parallel_next_rank(), group=stages)
         if cached is not None and self._kept_experts is not None:
-            cached.keep(EXPERTS, self._chosen_experts(step, self._kept_experts))
+            cached.keep(packing.EXPERTS, self._chosen_experts(step, self._kept_experts))
         if not self._is_last:
             return None
         if config.sequence_parallel:
@@ -126,8 +120,8 @@ class CachedModel:
         return hidden.squeeze(1)  # type: ignore[no-any-return]
 
     def _input(
-        self, tokens: Tensor, positions: Tensor, cached: CachedPass | None, lengths: list[int] | None
-    ) -> ModelInput:
+        self, tokens: Tensor, positions: Tensor, cached: packing.CachedPass | None, lengths: list[int] | None
+    ) -> packing.ModelInput:
         """Append the padding that sequence parallelism requires, as a separate sequence."""
         maker, n = self._maker, len(tokens)
         missing = -n % maker.multiple if n else maker.multiple
@@ -135,18 +129,18 @@ class CachedModel:
         rotary = maker.rotary.at(positions)
         local = maker.local_rotary.at(positions) if maker.local_rotary else None
         if lengths is None:
-            layout = PackedLayout(rotary=rotary, local_rotary=local)
+            layout = packing.PackedLayout(rotary=rotary, local_rotary=local)
         else:
-            layout = packed_layout(lengths + [missing] * (missing > 0), rotary, maker.kernel, local)
+            layout = packing.packed_layout(lengths + [missing] * (missing > 0), rotary, maker.kernel, local)
         layout.cached = cached
         if maker.routes:
             places = torch.arange(n + missing, device=self._device)
             chosen: dict[int, Tensor] | None = None if self._kept_experts is None else {}
-            balance = rotary[0].new_zeros(1)
-            layout.routing = TokenRouting(places < n, torch.zeros_like(places), balance, chosen=chosen)
-        return ModelInput(tokens.unsqueeze(0), positions.unsqueeze(0), layout)
+            sequence, balance = torch.zeros_like(places), rotary[0].new_zeros(1)
+            layout.routing = packing.TokenRouting(places < n, sequence, balance, chosen=chosen)
+        return packing.ModelInput(tokens.unsqueeze(0), positions.unsqueeze(0), layout)
 
-    def _chosen_experts(self, step: ModelInput, size: tuple[int, int]) -> Tensor:
+    def _chosen_experts(self, step: packing.ModelInput, size: tuple[int, int]) -> Tensor:
         """[n, MoE layers, top_k] of all tokens and layers, which are spread over the ranks of the copy."""
         assert step.layout.routing is not None
         experts = torch.full((step.tokens.numel(), *size), -1, dtype=torch.int32, device=self._device)
@@ -161,12 +155,7 @@ class CachedModel:
     def _logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] float32 of hidden states [n, H], on all tensor-parallel ranks."""
         logits = torch.mm(hidden, self._model.output_weight().t())
-        group = self._model.vocabulary.group
-        if group is not None:
-            parts = [torch.empty_like(logits) for _ in range(group.size())]
-            dist.all_gather(parts, logits, group=group)
-            logits = torch.cat(parts, -1)
-        return logits[:, : self._vocab_size].float()
+        return columns_of_all_ranks(logits, self._model.vocabulary)[:, : self._vocab_size].float()
 
 
 # Followers wait in a collective, which has a deadline: their leader broadcasts at least this often.
@@ -205,10 +194,8 @@ class _State(IntEnum):
 def copy_leaders(layout: LayoutConfig) -> tuple[int, ...]:
     """The rank that leads each data-parallel copy."""
     first = layout.stage_size * (layout.pipeline_parallel_size - 1)
-    return tuple(
-        first + layout.tensor_parallel_size * layout.context_parallel_size * copy
-        for copy in range(layout.data_parallel_size)
-    )
+    size = layout.tensor_parallel_size * layout.context_parallel_size
+    return tuple(range(first, first + size * layout.data_parallel_size, size))
 
 
 def copies_that_share_experts(layout: LayoutConfig) -> int:
@@ -291,10 +278,6 @@ class LeaderCache:
     def __init__(self, copy: DecodingCopy) -> None:
         self._copy = copy
 
-    @property
-    def num_tokens(self) -> int:
-        return self._copy.cache.num_tokens
-
     def fits(self, rows: int, length: int) -> bool:
         return self._copy.cache.fits(rows, length)
 
@@ -307,7 +290,7 @@ class LeaderCache:
             self._copy.command(_Order.COPY_ROWS, [length, *sources, *targets])
 
     def release(self) -> None:
-        if self.num_tokens:
+        if self._copy.cache.num_tokens:
             self._copy.command(_Order.RELEASE)
 
 
@@ -316,13 +299,16 @@ class LeadingRunner:
 
     def __init__(self, copy: DecodingCopy, prefill_tokens: int) -> None:
         """`prefill_tokens`: of the prompts of one pass, where one alone has not more."""
-        self.cache = LeaderCache(copy)
-        self._copy = copy
-        self._prefill_tokens = prefill_tokens
+        self.cache, self._copy, self._prefill_tokens = LeaderCache(copy), copy, prefill_tokens
         self._last_order = time.monotonic()
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        return [row for batch in self._batches(prompts) for row in self._pass(_Order.PREFILL, _packed(batch))]
+        batches: list[list[Prompt]] = []
+        for prompt in prompts:
+            if not batches or sum(len(p.tokens) for p in (*batches[-1], prompt)) > self._prefill_tokens:
+                batches.append([])
+            batches[-1].append(prompt)
+        return [row for batch in batches for row in self._pass(_Order.PREFILL, _packed(batch))]
 
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(hidden))
@@ -332,7 +318,7 @@ class LeadingRunner:
 
     def experts(self, row: int, first: int, end: int) -> NDArray[np.int16]:
         """[end - first, MoE layers, top_k] of the tokens at these positions of a row, where they are kept."""
-        return self._copy.cache.tokens(EXPERTS, row, first, end)[0].cpu().numpy().copy()
+        return self._copy.cache.tokens(packing.EXPERTS, row, first, end)[0].cpu().numpy().copy()
 
     def rest(self) -> float:
         """Let the other copies work while this one has nothing to do; seconds until the next rest."""
@@ -364,16 +350,6 @@ class LeadingRunner:
         if time.monotonic() - self._last_order >= HEARTBEAT_SECONDS:
             self._copy.command(_Order.HEARTBEAT)
             self._last_order = time.monotonic()
-
-    def _batches(self, prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-        batch: list[Prompt] = []
-        for prompt in prompts:
-            if batch and sum(len(p.tokens) for p in (*batch, prompt)) > self._prefill_tokens:
-                yield batch
-                batch = []
-            batch.append(prompt)
-        if batch:
-            yield batch
 
 
 def _packed(prompts: Sequence[Prompt]) -> list[int]:

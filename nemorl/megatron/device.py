@@ -1,9 +1,8 @@
 """The device: the only module that asks about CUDA.
 
-Megatron names CUDA where a dense GPT model, its optimizer and its pipeline reach. For a CPU functions of
-`torch.cuda` that would raise without a GPU are replaced for the process, a few modules that create tensors
-with `device="cuda"` get a view of `torch` that creates them on the CPU, and two methods of `Tensor` are
-replaced while a model is built (`building`). A global `TorchFunctionMode` would slow every operation.
+For a CPU functions of `torch.cuda` that would raise without a GPU are replaced, modules of Megatron that pass
+`device="cuda"` get a view of `torch` that creates tensors on the CPU, and while a model is built two methods
+of `Tensor` are replaced. A global `TorchFunctionMode` would slow every operation.
 """
 
 import importlib
@@ -15,6 +14,7 @@ from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .kernels import AttentionName
 
@@ -22,7 +22,6 @@ DeviceKind = Literal["cpu", "cuda"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# Modules that pass device="cuda" to a tensor factory on the paths that we use.
 _MODULES_THAT_NAME_CUDA = (
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.optimizer",
@@ -33,10 +32,9 @@ _FACTORIES = ("zeros", "ones", "empty", "tensor")
 
 
 def select_device(kind: DeviceKind, rank: int) -> torch.device:
-    """The device of a process, made current; on a CPU Megatron is patched to use it.
+    """The device of a process, made current: the only GPU it sees, the one of its rank, or the CPU.
 
-    A process that sees one GPU takes it (Ray sets CUDA_VISIBLE_DEVICES); one that sees all of a node's GPUs
-    takes the one of its rank. Raises `RuntimeError` when CUDA is requested and not available.
+    Raises `RuntimeError` when CUDA is requested and not available.
     """
     # Megatron overlaps tensor-parallel communication in the order of its issue, and warns if this is not set.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -65,17 +63,14 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
 class KernelRows(NamedTuple):
     """Rows of queries and of the keys that they look at; the last query of a row sees its last key."""
 
-    cu_queries: torch.Tensor  # [rows + 1] int32
-    cu_keys: torch.Tensor
+    cu_queries: Tensor  # [rows + 1] int32
+    cu_keys: Tensor
     max_queries: int
     max_keys: int
 
 
-# (query, key, value, rows, scale, window) -> causal attention within each row; `window` is how many tokens
-# are seen, itself included, or None for all
-AttentionKernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, KernelRows, float | None, int | None], torch.Tensor
-]
+# (query, key, value, rows, scale, window) -> causal attention within each row; `window` as in PackedAttention
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, KernelRows, float | None, int | None], Tensor]
 
 
 def packed_attention_kernel(name: AttentionName) -> AttentionKernel | None:
@@ -104,10 +99,10 @@ def building(kind: DeviceKind) -> Iterator[None]:
     if kind == "cuda":
         yield
         return
-    tensor: Any = torch.Tensor
+    tensor: Any = Tensor
     cuda, type_ = tensor.cuda, tensor.type
 
-    def type_as_on_a_gpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def type_as_on_a_gpu(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = type_(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
@@ -119,21 +114,19 @@ def building(kind: DeviceKind) -> Iterator[None]:
         tensor.cuda, tensor.type = cuda, type_
 
 
-def random_states(kind: DeviceKind) -> dict[str, torch.Tensor]:
+def random_states(kind: DeviceKind) -> dict[str, Tensor]:
     """States of the random generators of this process, as byte tensors."""
     states = {"cpu": torch.get_rng_state()}
-    if kind == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    return states | ({"cuda": torch.cuda.get_rng_state()} if kind == "cuda" else {})
 
 
-def restore_random_states(kind: DeviceKind, states: dict[str, torch.Tensor]) -> None:
+def restore_random_states(kind: DeviceKind, states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if kind == "cuda":
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def host_buffer(kind: DeviceKind, like: torch.Tensor) -> torch.Tensor:
+def host_buffer(kind: DeviceKind, like: Tensor) -> Tensor:
     """Memory of the host for a copy of a tensor; pinned where the copy comes from a GPU."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=kind == "cuda")
 
@@ -158,7 +151,7 @@ class _TorchOnCpu(types.ModuleType):
         return partial(_create_on_cpu, value) if name in _FACTORIES else value
 
 
-def _create_on_cpu(factory: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+def _create_on_cpu(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     if str(kwargs.get("device", "")).startswith("cuda"):
         kwargs["device"] = "cpu"
     return factory(*args, **kwargs)
@@ -191,12 +184,12 @@ def _patch_megatron_for_cpu() -> None:
     dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _counts_on_cpu
 
 
-def _uneven_gather(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _uneven_gather(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """gloo gathers only tensors of equal size: pad those that expert tensor parallelism gathers unevenly."""
 
     def gather_along_first_dim(
-        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
-    ) -> torch.Tensor:
+        tensor: Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
         if group.size() == 1 or sizes is None or len(set(sizes)) == 1:
             return gather(tensor, group, sizes, use_global_buffer)
         padded = _padded(tensor, max(sizes))
@@ -207,12 +200,12 @@ def _uneven_gather(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return gather_along_first_dim
 
 
-def _uneven_reduce_scatter(reduce_scatter: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _uneven_reduce_scatter(reduce_scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The reverse of `_uneven_gather`, for its gradient and for the experts' outputs."""
 
     def reduce_scatter_along_first_dim(
-        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
-    ) -> torch.Tensor:
+        tensor: Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> Tensor:
         if group.size() == 1 or sizes is None or len(set(sizes)) == 1:
             return reduce_scatter(tensor, group, sizes, use_global_buffer)
         parts = [_padded(part, max(sizes)) for part in tensor.split(list(sizes))]
@@ -223,8 +216,7 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., torch.Tensor]) -> Calla
     return reduce_scatter_along_first_dim
 
 
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """`tensor` [n, ...] with zeros behind it, [rows, ...]."""
+def _padded(tensor: Tensor, rows: int) -> Tensor:
     return torch.cat((tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])))
 
 
@@ -232,7 +224,6 @@ def _counts_on_cpu(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
     """Replaces copies from device to host: the counts are on the host and are needed as numpy arrays."""
     if point == self.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
-            counts = getattr(self, name)
-            if isinstance(counts, torch.Tensor):
+            if isinstance(counts := getattr(self, name), Tensor):
                 setattr(self, name, counts.numpy())
     return tokens_per_expert

@@ -1,7 +1,4 @@
-"""A checkpoint's weights as a Hugging Face folder, and its adapters as one that PEFT and engines load.
-
-Needs neither the checkpoint's processes nor Megatron.
-"""
+"""A checkpoint's weights as a Hugging Face folder, and its adapters as PEFT's, without Megatron."""
 
 import json
 import shutil
@@ -13,13 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.models.adapters import (
-    PEFT_PREFIX,
-    TrainedWeights,
-    adapted_projections,
-    adapter_tensors,
-    peft_names,
-)
+from nemorl.models import adapters
 from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import HfFolderWriter, begin_folder, complete_folder
@@ -45,8 +36,9 @@ def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
 def hf_weights(checkpoint: Path, config: PolicyConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of `export_hf`, in turn, in the shapes of the Hugging Face folder."""
     shape = load_shape(config.model_path, config.head)
-    trained = TrainedWeights(shape, config.lora)
-    buffers = hf_tensors(shape).keys() - TrainedWeights(shape).tensors().keys()  # kept in their own type
+    trained = adapters.TrainedWeights(shape, config.lora)
+    # Kept in their own type.
+    buffers = hf_tensors(shape).keys() - adapters.TrainedWeights(shape).tensors().keys()
     frozen = cache(lambda: HfFolder(config.model_path))  # read only where something is
     held, saved, dtype = trained.tensors(), SavedState(checkpoint, trained), DTYPES[config.precision]
     for name, extents in hf_tensors(shape).items():
@@ -54,9 +46,8 @@ def hf_weights(checkpoint: Path, config: PolicyConfig) -> Iterator[tuple[str, to
             tensor = saved.hf_tensor(name).view(extents).to(dtype)
         else:
             tensor = frozen().tensor(name, extents)
-            if name not in buffers:
-                tensor = tensor.to(dtype)
-        names = peft_names(name)
+            tensor = tensor if name in buffers else tensor.to(dtype)
+        names = adapters.peft_names(name)
         if config.lora is not None and names.a in held:
             a, b = (saved.hf_tensor(matrix).to(dtype) for matrix in (names.a, names.b))
             merge_adapter(tensor, a, b, config.lora.scale)
@@ -64,36 +55,31 @@ def hf_weights(checkpoint: Path, config: PolicyConfig) -> Iterator[tuple[str, to
 
 
 def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, in the policy's precision.
-
-    Raises FileExistsError where `out` exists, `UnfitCheckpoint` for a checkpoint of another model, and
-    `UnsupportedModel` where no adapters were trained.
-    """
+    """Write PEFT's two files; raises as `export_hf`, and `UnsupportedModel` if no adapters were trained."""
     if config.lora is None:
         raise UnsupportedModel(
             f"{checkpoint} holds whole weights, since policy.lora is null in its run: leave out --adapter"
         )
     shape = load_shape(config.model_path, config.head)
-    trained = TrainedWeights(shape, config.lora)
+    trained = adapters.TrainedWeights(shape, config.lora)
     saved, dtype = SavedState(checkpoint, trained), DTYPES[config.precision]
-    adapters = adapter_tensors(shape, config.lora)
+    of_adapters = adapters.adapter_tensors(shape, config.lora)
     # A head is no adapter: PEFT keeps it whole.
     tensors = {
-        name if name in adapters else PEFT_PREFIX + name: saved.hf_tensor(name).to(dtype)
+        name if name in of_adapters else adapters.PEFT_PREFIX + name: saved.hf_tensor(name).to(dtype)
         for name in trained.tensors()
     }
     folder = begin_folder(out)
     try:
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        # PEFT's `LoraConfig`; what is left out has its default there.
-        description = {
+        description = {  # PEFT's `LoraConfig`; what is left out has its default there
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM" if shape.head == "lm" else "SEQ_CLS",
             "base_model_name_or_path": str(config.model_path),
             "r": config.lora.rank,
             "lora_alpha": config.lora.alpha,
             "lora_dropout": 0.0,
-            "target_modules": list(adapted_projections(shape, config.lora)),
+            "target_modules": list(adapters.adapted_projections(shape, config.lora)),
             "modules_to_save": None if shape.head == "lm" else ["score"],
             "bias": "none",
             "fan_in_fan_out": False,

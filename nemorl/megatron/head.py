@@ -1,7 +1,6 @@
 """From hidden states to logprobs and entropies, vocab-parallel and in chunks: a batch's logits never exist.
 
-With logits `z` (already divided by the temperature) over the whole vocabulary, spread over the TP ranks by
-columns:
+With logits `z`, divided by the temperature, whose columns are spread over the TP ranks:
 
     logprob of token i:  z_i - lse(z)      d/dz_j of sum_i g_i logprob_i: sum_i g_i 1[j = i] - p_j sum_i g_i
     entropy:             lse(z) - sum_j p_j z_j                   d/dz_j: -p_j (z_j - lse(z) + entropy)
@@ -25,32 +24,12 @@ PADDING_LOGIT = -1e30
 class VocabularyShard:
     """The columns of the vocabulary that this rank's output weight holds, and who holds the others."""
 
-    start: int  # first column of this rank
-    num_real: int  # columns of this rank that are tokens; the rest pad the vocabulary
+    start: int  # first column
+    num_real: int  # columns that are tokens; the rest pad the vocabulary
     group: dist.ProcessGroup | None  # tensor-parallel ranks; None when this rank holds all columns
 
 
 def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    shard: VocabularyShard,
-    *,
-    temperature: float,
-    chunk_tokens: int,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Logprobs of `labels` [M] and, if asked for, entropies [M]; float32, equal on all tensor-parallel ranks.
-
-    `hidden` [M, H] predicts the labels; `weight` [V / TP, H]. Of `hidden` each rank gets the gradient of its
-    own columns only: the caller sums it over the tensor-parallel ranks.
-    """
-    ids = labels.unsqueeze(1)
-    logprobs, entropies = _Logprobs.apply(hidden, weight, ids, shard, temperature, chunk_tokens, entropy)
-    return logprobs.squeeze(1), entropies if entropy else None
-
-
-def logprobs_at(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
@@ -58,14 +37,15 @@ def logprobs_at(
     *,
     temperature: float,
     chunk_tokens: int,
-) -> tuple[Tensor, Tensor]:
-    """Logprobs of `ids` [M, C] and the entropies [M], float32, equal on all tensor-parallel ranks.
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Logprobs of `ids` [M, C], a token once or more in a row, and, if asked for, entropies [M], in float32.
 
-    A token may occur several times in a row of `ids`. Gradients, as those of `token_logprobs`, go through the
-    logprobs alone: the entropies are metrics.
+    Equal on all tensor-parallel ranks. `hidden` [M, H] predicts the ids; `weight` [V / TP, H]. Of `hidden`
+    each rank gets the gradient of its own columns only: the caller sums it over the tensor-parallel ranks.
     """
-    logprobs, entropies = _Logprobs.apply(hidden, weight, ids, shard, temperature, chunk_tokens, True)
-    return logprobs, entropies.detach()
+    logprobs, entropies = _Logprobs.apply(hidden, weight, ids, shard, temperature, chunk_tokens, entropy)
+    return logprobs, entropies if entropy else None
 
 
 @torch.no_grad()
@@ -74,8 +54,7 @@ def top_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Ids [M, k] int64 of the likeliest tokens after each hidden state [M, H], and logprobs [M, k] float32.
 
-    Of the whole vocabulary, likeliest first, equal on all tensor-parallel ranks. `weight` [V / TP, H]; k is
-    at most the number of tokens. Of tokens of one logprob at the end of the list any may be there.
+    Likeliest first, equal on all tensor-parallel ranks. `weight` [V / TP, H]; k is at most V without padding.
     """
     ids = hidden.new_zeros((hidden.shape[0], k), dtype=torch.int64)
     logprobs = torch.zeros_like(ids, dtype=torch.float32)
@@ -83,7 +62,8 @@ def top_logprobs(
         shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
         log_sum = _sum_over_ranks(shifted.exp().sum(-1), shard).log()
         values, columns = shifted.topk(min(k, shifted.shape[1]), dim=-1)
-        values, columns = _of_all_ranks(values, shard), _of_all_ranks(columns + shard.start, shard)
+        values = columns_of_all_ranks(values, shard)
+        columns = columns_of_all_ranks(columns + shard.start, shard)
         values, places = values.topk(k, dim=-1)
         ids[rows] = columns.gather(1, places)
         logprobs[rows] = values - log_sum.unsqueeze(1)
@@ -167,9 +147,7 @@ def _shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temp
     return logits.sub_(largest.unsqueeze(1))
 
 
-def _reduce(
-    shifted: Tensor, ids: Tensor, shard: VocabularyShard, needs_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _reduce(shifted: Tensor, ids: Tensor, shard: VocabularyShard, needs_entropy: bool) -> tuple[Tensor, ...]:
     """Log of the sum of the exponentials [m], logprobs [m, C] and entropies [m] (0 unless needed)."""
     exponentials = shifted.exp()
     column, is_mine = _local_columns(ids, shard)
@@ -191,10 +169,7 @@ def _grad_logits(
     of_entropies: tuple[Tensor, Tensor] | None,
     shard: VocabularyShard,
 ) -> Tensor:
-    """Gradient [m, V / TP] of the (temperature-divided) logits, in the memory of `shifted`.
-
-    `of_entropies` are the entropies [m] and their gradient [m].
-    """
+    """Gradient [m, V / TP] of the logits, in the memory of `shifted`; entropies come with their gradient."""
     log_p = shifted.sub_(log_sum.unsqueeze(1))
     of_all = grad_logprobs.sum(-1, keepdim=True)
     if of_entropies is None:
@@ -209,7 +184,7 @@ def _grad_logits(
 
 
 def _sum_over_ranks(values: Tensor, shard: VocabularyShard) -> Tensor:
-    """The sum over the tensor-parallel ranks; may be `values` itself, changed."""
+    """`values` itself, changed."""
     if shard.group is not None:
         dist.all_reduce(values, group=shard.group)
     return values
@@ -222,7 +197,7 @@ def _local_columns(ids: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]
     return torch.where(is_mine, local, 0), is_mine
 
 
-def _of_all_ranks(values: Tensor, shard: VocabularyShard) -> Tensor:
+def columns_of_all_ranks(values: Tensor, shard: VocabularyShard) -> Tensor:
     """[m, n * TP] from the [m, n] of each rank."""
     if shard.group is None:
         return values

@@ -39,18 +39,15 @@ from .device import DTYPES, DeviceKind, building, finish_copies, host_buffer
 class HostAdam(torch.optim.Optimizer):
     """AdamW that keeps float32 weights and moments in host memory and takes the step on the CPU.
 
-    Parameter by parameter the gradient comes down, torch's fused AdamW goes over it, and the weight goes up
-    in the model's precision, by way of two pinned buffers as large as the largest parameter; the states are
-    ordinary memory, as torch rounds pinned memory up to powers of two. Megatron's HybridDeviceOptimizer would
-    keep a float32 copy of the weights on the device too.
-
-    `param_groups` are assigned by the caller, and every parameter is allocated before the first step.
+    The gradient comes down and the weight goes up by way of two pinned buffers as large as the largest
+    parameter; the states are ordinary memory, as torch rounds pinned memory up to powers of two. Megatron's
+    HybridDeviceOptimizer would keep a float32 copy of the weights on the device too. `param_groups` are
+    assigned by the caller, and every parameter is allocated before the first step.
     """
 
     def __init__(self, config: AdamConfig, kind: DeviceKind) -> None:
         super().__init__([torch.zeros(())], {"lr": config.lr, "weight_decay": config.weight_decay, "step": 0})
-        self._config = config
-        self._kind: DeviceKind = kind
+        self._config, self._kind = config, kind
         # Of one parameter, on the way from and to a GPU.
         self._gradient, self._weight = torch.empty(0), torch.empty(0)
 
@@ -161,22 +158,15 @@ def matrices(trained: TrainedWeights, place: PolicyRank, *, of_experts: bool) ->
     return found
 
 
-def _group_of(is_expert: bool) -> dist.ProcessGroup:
-    if is_expert:
-        return parallel_state.get_expert_tensor_parallel_group()  # type: ignore[no-any-return]
-    return parallel_state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
-
-
 class Muon(torch.optim.Optimizer):
     """Moves matrices by their orthogonalized momentum, and all else as AdamW does.
 
     Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the size of a step is
     matched to AdamW's (Liu et al. 2025, arXiv 2502.16982), so that both share one rate and weight decay.
 
-    A matrix is one of the Hugging Face checkpoint, whole, so every layout takes the same step: those that
-    Megatron fuses (q, k and v; gate and up) are orthogonalized apart, and one that tensor parallelism divides
-    is put together first. Every data-parallel rank holds the whole state. `param_groups` are assigned by the
-    caller; the moments lie in `state` before the first step.
+    A matrix is one of the Hugging Face checkpoint, so every layout takes the same step: those that Megatron
+    fuses (q, k and v; gate and up) are orthogonalized apart, and one that tensor parallelism divides is put
+    together first. `param_groups` are assigned by the caller; `state` has the moments before the first step.
     """
 
     def __init__(
@@ -184,9 +174,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """`groups` gives each parameter with matrices the group of ranks that share them."""
         super().__init__([torch.zeros(())], {"lr": config.lr, "weight_decay": config.weight_decay, "step": 0})
-        self._config = config
-        self._matrices = matrices_of
-        self._groups = groups
+        self._config, self._matrices, self._groups = config, matrices_of, groups
 
     def moments(self, param: Tensor) -> tuple[str, ...]:
         return ("momentum_buffer",) if param in self._matrices else ("exp_avg", "exp_avg_sq")
@@ -234,7 +222,7 @@ class MainShard:
 
     @property
     def gradient(self) -> Tensor:
-        """Return the gradient of this step, set by `prepare_grads` of Megatron's optimizer."""
+        """The gradient of this step, set by `prepare_grads` of Megatron's optimizer."""
         assert self.param.grad is not None
         return self.param.grad
 
@@ -296,8 +284,7 @@ class NarrowShard(HeldShard):
         return (getattr(state, "_data", state) for state in states)  # of one in FP8 its bytes
 
 
-# FP8 as Transformer Engine's Adam is asked for it.
-_TYPES = {**DTYPES, "float16": torch.float16, "fp8": torch.uint8}
+_TYPES = {**DTYPES, "float16": torch.float16, "fp8": torch.uint8}  # as Transformer Engine's Adam takes them
 
 
 def build_optimizer(
@@ -307,10 +294,7 @@ def build_optimizer(
     trained: TrainedWeights,
     parameters: Mapping[str, Tensor],
 ) -> tuple[Any, dict[str, MainShard]]:
-    """Megatron's optimizer of `parameters`, and what this rank updates of each.
-
-    Moments are allocated, so that a checkpoint can be read into them.
-    """
+    """Megatron's optimizer of `parameters`, its moments allocated, and what this rank updates of each."""
     optimizer = config.optimizer
     adam = optimizer if isinstance(optimizer, AdamConfig) else AdamConfig()
     megatron = MegatronOptimizerConfig(
@@ -330,8 +314,7 @@ def build_optimizer(
         store_param_remainders=False,
         **{name: _TYPES[getattr(adam, name)] for name in adam.narrow_fields},  # else float32
     )
-    # Megatron then leaves the float32 weights to the inner optimizer, and gives it gradients of their own
-    # type as `decoupled_grad`.
+    # Megatron then leaves the float32 weights to the inner optimizer, which it gives `decoupled_grad`.
     megatron.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = _holds_weights(config)
     # Megatron's own overrides (no weight decay for norms and biases), and none for routers that stay.
     overrides: dict[ParamKey, ParamGroupOverride] = get_standard_config_overrides(megatron)
@@ -345,14 +328,14 @@ def build_optimizer(
     # One for the ordinary parameters and, where there are any, one for the experts.
     for part in whole.chained_optimizers:
         if isinstance(optimizer, MuonConfig):
-            shards |= _replace_by_muon(config, optimizer, part, trained, parameters)
+            rank = policy_rank(config.layout, dist.get_rank())
+            shards |= _replace_by_muon(optimizer, rank, part, trained, parameters)
         else:
             shards |= _replace_inner(config, part, device, parameters)
         inner = part.optimizer
         is_torch_adam = isinstance(inner, torch.optim.AdamW)
         for group in inner.param_groups:
-            # 0 for norms and biases, else 1; Megatron leaves the product to the scheduler.
-            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
+            group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]  # 0 for norms and biases
             if is_torch_adam:
                 # One pass over memory instead of about ten; a CPU feels it most.
                 group["fused"], group["foreach"] = True, False
@@ -388,8 +371,7 @@ def _replace_inner(
         case _:  # or it would be trained by Adam
             raise AssertionError(f"{type(optimizer).__name__} has no inner optimizer: construct it here")
     if inner is not None:
-        # Assigned, as Megatron does: in float32 the shards are views of the weights, which torch takes for
-        # non-leaves.
+        # Assigned, as Megatron does: in float32 the shards are views of the weights, for torch non-leaves.
         inner.param_groups = [{**group, **inner.defaults} for group in distributed.optimizer.param_groups]
         distributed.optimizer = inner
     kind = MainShard
@@ -406,33 +388,26 @@ def _replace_inner(
 
 
 def _replace_by_muon(
-    config: PolicyConfig,
-    muon_config: MuonConfig,
-    ordinary: Any,
-    trained: TrainedWeights,
-    parameters: Mapping[str, Tensor],
+    config: MuonConfig, rank: PolicyRank, part: Any, trained: TrainedWeights, parameters: Mapping[str, Tensor]
 ) -> dict[str, MainShard]:
     """Replace the AdamW in an ordinary optimizer of Megatron's, which keeps parameters whole."""
-    place = policy_rank(config.layout, dist.get_rank())
-    mains = {main for group in ordinary.optimizer.param_groups for main in group["params"]}
+    mains = {main for group in part.optimizer.param_groups for main in group["params"]}
     theirs = {
         name: (main, not getattr(parameter, "allreduce", True))
         for name, parameter in parameters.items()
         if (main := getattr(parameter, "main_param", parameter)) in mains
     }
-    found = {e: matrices(trained, place, of_experts=e) for e in {e for _, e in theirs.values()}}
-    muon = Muon(
-        muon_config,
-        {main: found[e][name] for name, (main, e) in theirs.items() if name in found[e]},
-        {main: _group_of(e) for main, e in theirs.values()},
-    )
-    muon.param_groups = [{**group, **muon.defaults} for group in ordinary.optimizer.param_groups]
-    ordinary.optimizer = muon
-    shards = {}
-    for name, (main, is_expert) in theirs.items():
-        if is_expert:
-            copy = parallel_state.get_expert_data_parallel_rank()
-        else:
-            copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        shards[name] = MainShard(0, main, muon, is_first=copy == 0)
-    return shards
+    found = {e: matrices(trained, rank, of_experts=e) for e in {e for _, e in theirs.values()}}
+    with_matrices = {main: found[e][name] for name, (main, e) in theirs.items() if name in found[e]}
+    tensor_parallel = parallel_state.get_tensor_model_parallel_group()
+    of_experts = parallel_state.get_expert_tensor_parallel_group()
+    groups = {main: of_experts if is_expert else tensor_parallel for main, is_expert in theirs.values()}
+    muon = Muon(config, with_matrices, groups)
+    muon.param_groups = [{**group, **muon.defaults} for group in part.optimizer.param_groups]
+    part.optimizer = muon
+    copy = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    copy_of_experts = parallel_state.get_expert_data_parallel_rank()
+    return {
+        name: MainShard(0, main, muon, is_first=(copy_of_experts if is_expert else copy) == 0)
+        for name, (main, is_expert) in theirs.items()
+    }

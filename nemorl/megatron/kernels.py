@@ -1,4 +1,4 @@
-"""Kernels of a policy, chosen from what is requested and what is installed. Imports no torch.
+"""Kernels of a policy, chosen from the requested and the installed ones. Imports no torch.
 
 | what | fastest first |
 |---|---|
@@ -6,11 +6,10 @@
 | layers | Transformer Engine's linears and norms, Megatron's local ones |
 | optimizer | Transformer Engine's `FusedAdam`, apex's, torch's fused `AdamW`: Megatron looks in this order |
 | gradients | apex's `fused_weight_gradient_mlp_cuda` adds a weight's gradient to its float32 sum in one go |
-| activation | SwiGLU as one kernel, which Triton compiles |
+| activation | SwiGLU as one kernel, which Triton compiles; Megatron has no fused form of others |
 
-The attention is ours also between Transformer Engine's linears: its `DotProductAttention` needs Megatron to
-rotate queries and keys, and picks a back end by version, shape and environment variables. Ours computes the
-same for every family, window and sink, under context parallelism too, and is what the CPU tests.
+The attention is ours also between Transformer Engine's linears, whose `DotProductAttention` needs Megatron to
+rotate queries and keys. Ours computes the same for every family, window, sink and context-parallel layout.
 """
 
 import importlib
@@ -36,13 +35,7 @@ FLASH_ATTENTION = "flash_attn"
 FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
 TRITON = "triton"
 # The part of a library that is used; what PyPI calls apex is another project, which has no optimizers.
-_MODULES = {
-    TRANSFORMER_ENGINE: "transformer_engine.pytorch",
-    APEX: "apex.optimizers",
-    FLASH_ATTENTION: "flash_attn",
-    FUSED_WEIGHT_GRADIENT: "fused_weight_gradient_mlp_cuda",
-    TRITON: "triton",
-}
+_PARTS = {TRANSFORMER_ENGINE: ".pytorch", APEX: ".optimizers"}
 
 
 @dataclass(frozen=True)
@@ -56,10 +49,10 @@ class Installed:
     def find(cls) -> "Installed":
         """The libraries of this process; one whose import fails counts as missing."""
         found = {}
-        for name, module in _MODULES.items():
+        for name in (TRANSFORMER_ENGINE, APEX, FLASH_ATTENTION, FUSED_WEIGHT_GRADIENT, TRITON):
             # An import fails where it is missing, or built for another torch or a CUDA that is not here.
             with suppress(ImportError, OSError):
-                importlib.import_module(module)
+                importlib.import_module(name + _PARTS.get(name, ""))
                 found[name] = str(getattr(importlib.import_module(name), "__version__", ""))
         headers = Path(sysconfig.get_path("include"), "Python.h").exists()
         return cls(found, compiler=headers and any(map(shutil.which, ("cc", "gcc", "clang"))))
@@ -110,10 +103,7 @@ def choose(
     activation: str,
     installed: Installed,
 ) -> Kernels:
-    """The kernels of a policy on a device of this kind.
-
-    Raises `KernelsNotFound` where `requested` is `transformer_engine` and it cannot be had.
-    """
+    """The kernels of a policy; raises `KernelsNotFound` without the Transformer Engine that is requested."""
     if requested == "transformer_engine" and (kind == "cpu" or TRANSFORMER_ENGINE not in installed):
         why = "the package transformer_engine cannot be imported here"
         if kind == "cpu":
@@ -121,16 +111,11 @@ def choose(
         raise KernelsNotFound(f"policy.kernels is transformer_engine, but {why}: set it to auto")
     if kind == "cpu":
         return Kernels()
-    attention: AttentionName = "torch_varlen"
-    if precision == "float32":  # no variable-length kernel takes it
-        attention = "torch_buckets"
-    elif FLASH_ATTENTION in installed:
-        attention = "flash_attn"
+    attention: AttentionName = "flash_attn" if FLASH_ATTENTION in installed else "torch_varlen"
     return Kernels(
-        attention=attention,
+        attention="torch_buckets" if precision == "float32" else attention,  # no other kernel takes float32
         layers="transformer_engine" if requested != "local" and TRANSFORMER_ENGINE in installed else "local",
         fused_gradients=FUSED_WEIGHT_GRADIENT in installed,
-        # Megatron has fused forms of a few activations only.
         fused_activation=activation == "silu" and TRITON in installed and installed.compiler,
     )
 
@@ -138,9 +123,8 @@ def choose(
 def check_optimizer(optimizer: OptimizerConfig, installed: Installed) -> None:
     """Raise `KernelsNotFound` where `optimizer` names types that only an Adam takes that is not here."""
     if optimizer.narrow_fields and TRANSFORMER_ENGINE not in installed:
-        named = ", ".join(
-            f"policy.optimizer.{name} is {getattr(optimizer, name)}" for name in optimizer.narrow_fields
-        )
+        fields = optimizer.narrow_fields
+        named = ", ".join(f"policy.optimizer.{name} is {getattr(optimizer, name)}" for name in fields)
         raise KernelsNotFound(
             f"{named}, which Transformer Engine's Adam takes, but the package transformer_engine cannot be "
             "imported here: install it, or set float32"
@@ -171,7 +155,7 @@ def _missing(library: str, installed: Installed, kind: Device) -> str:
 
 
 def recompute_notes(shape: ModelShape, recompute: RecomputeConfig, layers: LayerKernels) -> dict[str, str]:
-    """A line for a run's header where something that is asked for has nothing to do."""
+    """A line for a run's header where what is asked for has no effect."""
     asked = isinstance(recompute, SelectiveRecompute) and "layernorm" in recompute.modules
     if not (asked and layers == "transformer_engine" and norms_are_fused(shape)):
         return {}

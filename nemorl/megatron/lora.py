@@ -6,13 +6,11 @@ Tensor parallelism divides what the weight's own division divides, and communica
 
     W by rows (column-parallel):     A copied, B by rows;     A x is gathered under sequence parallelism
     W by columns (row-parallel):     A by columns, B copied;  A x is summed (and scattered)
-
-Several HF matrices may lie in one weight (q, k and v; gate and up); each has its own pair.
 """
 
 import hashlib
 import math
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +18,6 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
 from nemorl.config.policy import LoraConfig
@@ -35,13 +32,10 @@ from nemorl.models.tensors import local_view, merge_adapter
 class _Matrix:
     """An HF matrix, or some of its rows, in a weight, and its pair if it has one."""
 
+    projection: str
     part: TensorSlice  # of the weight
     a: TensorSlice | None
     b: TensorSlice | None
-
-    @property
-    def projection(self) -> str:
-        return projection_of(self.part.name)
 
 
 class Adapter(torch.nn.Module):
@@ -54,9 +48,10 @@ class Adapter(torch.nn.Module):
 
 
 class AdapterBranch(torch.nn.Module):
-    """The adapters of one weight; one that is divided by columns `sums_input` over the ranks.
+    """The adapters of a weight, in which several HF matrices may lie (q, k and v; gate and up).
 
-    `rows` are the HF matrices in the weight, each with its rows in one of the weight's `groups` (of heads).
+    `rows` are these, each with its rows in one of the weight's `groups` (of heads). A weight that is divided
+    by columns `sums_input` over the ranks.
     """
 
     def __init__(
@@ -72,8 +67,7 @@ class AdapterBranch(torch.nn.Module):
         super().__init__()
         self.enabled = True
         self._rows, self._groups, self._scale = rows, groups, scale
-        # From `A x` of this rank's columns or tokens to that of the tokens of its output; the last sums the
-        # ranks' gradients in backward.
+        # From `A x` of this rank's columns or tokens to that of its output's; the last sums gradients.
         self._exchange = {
             (True, True): tensor_parallel.reduce_scatter_to_sequence_parallel_region,
             (True, False): tensor_parallel.reduce_from_tensor_model_parallel_region,
@@ -85,7 +79,7 @@ class AdapterBranch(torch.nn.Module):
             self.add_module(name, adapter)
             # Mark parameters that are shards (the norm sums them) and those whose gradients are partial.
             shard, dim, copy = (adapter.a, 1, adapter.b) if sums_input else (adapter.b, 0, adapter.a)
-            set_tensor_model_parallel_attributes(shard, True, dim, 1)
+            tensor_parallel.set_tensor_model_parallel_attributes(shard, True, dim, 1)
             # Under sequence parallelism a rank multiplies the copied one with its own tokens only.
             copy.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
@@ -94,10 +88,8 @@ class AdapterBranch(torch.nn.Module):
         adapters = [getattr(self, name) for name in self._names]
         low = x @ torch.cat([adapter.a for adapter in adapters]).t() * self._scale
         parts = self._exchange(low).split([adapter.a.shape[0] for adapter in adapters], dim=-1)
-        added = {
-            name: part @ adapter.b.t()
-            for name, part, adapter in zip(self._names, parts, adapters, strict=True)
-        }
+        pairs = zip(self._names, parts, adapters, strict=True)
+        added = {name: part @ adapter.b.t() for name, part, adapter in pairs}
         groups = [
             added[name].unflatten(-1, (self._groups, count))
             if name in added
@@ -116,7 +108,8 @@ class Adapters:
         matrices: dict[str, list[_Matrix]] = defaultdict(list)
         for part in policy_slices(shape, rank):
             names = adapter_params(part.param, part.name)
-            matrices[part.param].append(_Matrix(part, pairs.get(names.a), pairs.get(names.b)))
+            matrix = _Matrix(projection_of(part.name), part, pairs.get(names.a), pairs.get(names.b))
+            matrices[part.param].append(matrix)
         self._weights = {param: found for param, found in matrices.items() if any(m.a for m in found)}
         self._branches: list[AdapterBranch] = []
 
@@ -148,13 +141,10 @@ class Adapters:
         return {"adapters": f"rank {self._lora.rank}, alpha {self._lora.alpha:g}, on {targets}"}
 
     def draw(self, parameters: Mapping[str, Tensor], seed: int) -> None:
-        """Draw the first values as PEFT does, A uniform (Kaiming's for leaky ReLUs of slope sqrt(5)), B zero.
-
-        Each A is drawn whole, from the seed and its name: no layout has other values.
-        """
+        """Draw the first values as PEFT does: A uniform (Kaiming's for leaky ReLUs of slope sqrt(5)), B 0."""
         for part in self.slices:
             values = torch.zeros(part.shape)
-            if part.name.endswith(".lora_A.weight"):
+            if part.name.endswith(".lora_A.weight"):  # drawn whole, so that no layout has other values
                 digest = hashlib.sha256(f"{seed} {part.name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
                 bound = 1 / math.sqrt(part.shape[1])
@@ -177,35 +167,29 @@ class Adapters:
         return _Merged(parameters, self._weights, self._lora.scale)
 
 
-class _Merged(Mapping[str, Tensor]):
+class _Merged(UserDict[str, Tensor]):
     """Keeps the last weight that was merged: its parts are requested in turn."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], weights: Mapping[str, Sequence[_Matrix]], scale: float
     ) -> None:
-        self._parameters, self._weights, self._scale = parameters, weights, scale
-        self._last: tuple[str, Tensor] | None = None
+        super().__init__(parameters)
+        self._weights, self._scale = weights, scale
+        self._last: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._weights:
-            return self._parameters[name]
-        if self._last is None or self._last[0] != name:
-            self._last = None  # before the next one takes memory
-            merged = {name: self._parameters[name].clone()}
+            return self.data[name]
+        if name not in self._last:
+            self._last = {}  # before the next one takes memory
+            merged = {name: self.data[name].clone()}
             for matrix in self._weights[name]:
                 if matrix.a is not None and matrix.b is not None:
                     first = matrix.part.start[0] - matrix.b.start[0]
-                    b = self._parameters[matrix.b.param][first : first + matrix.part.size[0]]
-                    weight = local_view(merged, matrix.part)
-                    merge_adapter(weight, self._parameters[matrix.a.param], b, self._scale)
-            self._last = name, merged[name]
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
+                    b = self.data[matrix.b.param][first : first + matrix.part.size[0]]
+                    merge_adapter(local_view(merged, matrix.part), self.data[matrix.a.param], b, self._scale)
+            self._last = merged
+        return self._last[name]
 
 
 def _add_branch(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -1,9 +1,4 @@
-"""The policy's model: Megatron's GPTModel with our norms, attention, router and deferred logits.
-
-Layers are Megatron's local ones or those of Transformer Engine, whose linears and norms hold the same tensors
-under other names. The core attention (see kernels.py), the norms behind attention and MLP and the routing are
-ours in both.
-"""
+"""The policy's model: Megatron's GPTModel with our norms, core attention, router and deferred logits."""
 
 import re
 from collections.abc import Callable
@@ -12,25 +7,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core import distributed, parallel_state, tensor_parallel
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -42,7 +23,7 @@ from nemorl.models.shape import ModelShape
 
 from .attention import LatentAttention, PackedAttention
 from .device import DTYPES, DeviceKind, building
-from .head import VocabularyShard, logprobs_at, token_logprobs, top_logprobs
+from .head import VocabularyShard, token_logprobs, top_logprobs
 from .kernels import Kernels
 from .lora import Adapters
 from .moe import ExpertLayer, RoutedLayer, expert_arguments
@@ -80,22 +61,17 @@ class NormedAdd(torch.nn.Module):
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """A function of (output, bias), the residual stream and the dropout, of which there is none."""
-        return self._add
-
-    def _add(self, output: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
-        normed: Tensor = self.norm(output[0])
-        return residual + normed
+        return lambda output, residual, dropout: residual + self.norm(output[0])
 
 
 def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> ModuleSpec:
     norm, latent = _norm(shape), shape.mla is not None
     spec: ModuleSpec
     if config.transformer_impl == "transformer_engine":
-        spec = get_gpt_layer_with_transformer_engine_spec(
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=shape.moe.num_experts if shape.moe and shape.is_moe(layer) else None,
             moe_grouped_gemm=True,
-            # Latent attention always has its norms, and the specification has to be asked for them.
-            qk_layernorm=shape.qk_norm or latent,
+            qk_layernorm=shape.qk_norm or latent,  # latent attention always has its norms
             multi_latent_attention=latent,
         )
         attention = spec.submodules.self_attention.submodules
@@ -103,7 +79,7 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape, layer: int) -> Mod
             # Megatron would copy these to all tensor-parallel ranks here and divide them in local layers.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = TEColumnParallelLinear
     else:
-        spec = get_gpt_layer_local_spec(
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
             qk_layernorm=shape.qk_norm, multi_latent_attention=latent, normalization="RMSNorm"
         )
         attention = spec.submodules.self_attention.submodules
@@ -226,20 +202,18 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Micro-batches differ in length, and losses are sums: see schedule.py.
-        variable_seq_lengths=True,
+        variable_seq_lengths=True,  # micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, dense models included
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=True,  # losses are sums: see schedule.py
         finalize_model_grads_func=finalize_sums,
         use_cpu_initialization=kind == "cpu",
         cuda_graph_scope=[],
-        # Weights are always loaded.
-        perform_initialization=False,
+        perform_initialization=False,  # weights are always loaded
         transformer_impl=kernels.layers,
         moe_grouped_gemm=kernels.layers == "transformer_engine",
         gradient_accumulation_fusion=kernels.fused_gradients,
         bias_activation_fusion=kernels.fused_activation,
-        # Rotation and softmax are our attention's, and without dropout and bias there is nothing to fuse.
+        # Rotation and softmax are our attention's, and there is no dropout.
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -249,7 +223,7 @@ def transformer_config(
 
 def finalize_sums(models: list[Any], num_tokens: Tensor | None, **groups: Any) -> None:
     """Megatron's reduction of gradients over DP, SP and tied embeddings, not divided by a token count."""
-    finalize_model_grads(models, None, **groups)
+    distributed.finalize_model_grads(models, None, **groups)
 
 
 # Dimension of the weight that tensor parallelism divides.
@@ -257,11 +231,7 @@ _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelL
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage of a policy, or one of its runs of layers under VPP.
-
-    `forward` ends at the hidden states; `score` turns those of the last stage into logprobs. Position
-    embeddings are rotary and in the attention, hence `none` here.
-    """
+    """One pipeline stage of a policy, or one of its runs of layers under VPP."""
 
     def __init__(
         self, config: TransformerConfig, shape: ModelShape, policy: PolicyConfig, chunk: int
@@ -280,7 +250,7 @@ class PolicyModel(GPTModel):
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
             share_embeddings_and_output_weights=shape.tied_embeddings and shape.head == "lm",
-            position_embedding_type="none",
+            position_embedding_type="none",  # rotary, in the attention
             vp_stage=chunk if policy.layout.virtual_pipeline_parallel_size > 1 else None,
         )
         self.embedding_scale = shape.embedding_scale
@@ -304,7 +274,7 @@ class PolicyModel(GPTModel):
             for kind, dim in _SHARDED_DIM.items():
                 weight = module.weight if isinstance(module, kind) else None
                 if weight is not None and not hasattr(weight, "tensor_model_parallel"):
-                    set_tensor_model_parallel_attributes(weight, True, dim, 1)
+                    tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
         # Rows that pad the vocabulary are never loaded; uninitialised memory there may be NaN.
         for name, parameter in self.named_parameters():
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -326,47 +296,41 @@ class PolicyModel(GPTModel):
         self,
         hidden: Tensor,
         micro: MicroBatch,
-        *,
         temperature: float,
+        *,
         entropy: bool,
         candidates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Logprobs [N] and entropies [N] of the micro-batch, 0 where its loss mask is False.
 
         With `candidates` [N, C] the logprobs are [N, 1 + C], of the token itself and of these in its place,
-        and the entropies have no gradient. With a scalar head its values [N], of all tokens, alone.
-
-        Under context parallelism all ranks get the values of all: each then computes the same loss, and takes
-        from its gradient the part of its own tokens.
+        and the entropies have no gradient. With a scalar head its values [N], of all tokens, alone. Under
+        context parallelism all ranks get the values of all.
         """
         if self.scalar_head is not None:
             values = self.scalar_head(hidden).index_select(0, micro.local_positions)
             return _of_whole_batch(values, micro.own, micro), None
         hidden = self._predicting(hidden, micro)
-        labels = micro.batch.tokens.index_select(0, micro.labels)
-        shared: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self.chunk_tokens}
-        entropies: Tensor | None
-        if candidates is None:
-            logprobs, entropies = token_logprobs(
-                hidden, self.output_weight(), labels, self.vocabulary, entropy=entropy, **shared
-            )
-        else:
-            ids = torch.cat((labels.unsqueeze(1), candidates.index_select(0, micro.labels)), dim=1)
-            logprobs, entropies = logprobs_at(hidden, self.output_weight(), ids, self.vocabulary, **shared)
-        if entropies is not None:
+        ids = micro.batch.tokens.index_select(0, micro.labels).unsqueeze(1)
+        if candidates is not None:
+            ids = torch.cat((ids, candidates.index_select(0, micro.labels)), dim=1)
+        logprobs, entropies = token_logprobs(
+            *(hidden, self.output_weight(), ids, self.vocabulary),
+            temperature=temperature,
+            chunk_tokens=self.chunk_tokens,
+            entropy=entropy or candidates is not None,
+        )
+        if entropies is not None:  # with candidates a metric only
+            entropies = entropies if candidates is None else entropies.detach()
             entropies = _of_whole_batch(entropies, micro.labels, micro)
+        logprobs = logprobs.squeeze(1) if candidates is None else logprobs
         return _of_whole_batch(logprobs, micro.labels, micro), entropies
 
     def top(self, hidden: Tensor, micro: MicroBatch, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Ids [N, k] of the likeliest tokens at each place and their logprobs [N, k]; 0 outside the mask."""
-        ids, logprobs = top_logprobs(
-            self._predicting(hidden, micro),
-            self.output_weight(),
-            k,
-            self.vocabulary,
-            temperature=temperature,
-            chunk_tokens=self.chunk_tokens,
-        )
+        options: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self.chunk_tokens}
+        hidden = self._predicting(hidden, micro)
+        ids, logprobs = top_logprobs(hidden, self.output_weight(), k, self.vocabulary, **options)
         return _of_whole_batch(ids, micro.labels, micro), _of_whole_batch(logprobs, micro.labels, micro)
 
     def _predicting(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
@@ -391,7 +355,7 @@ class PolicyModel(GPTModel):
         return self.output_layer.weight  # type: ignore[no-any-return]
 
 
-class PolicyParallel(DistributedDataParallel):
+class PolicyParallel(distributed.DistributedDataParallel):
     """Megatron's data parallelism, which copies nothing where there is one rank."""
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -419,12 +383,9 @@ def build_model(
     *,
     trains: bool = True,
 ) -> list[PolicyParallel]:
-    """This rank's runs of layers, one, or several under VPP, with room for gradients if it trains.
-
-    With adapters only these have gradients. Weights are not loaded yet.
-    """
+    """This rank's runs of layers, one, or several under VPP; weights are not loaded yet."""
     config = transformer_config(shape, policy, kind, kernels)
-    ddp_config = DistributedDataParallelConfig(
+    ddp_config = distributed.DistributedDataParallelConfig(
         use_distributed_optimizer=policy.optimizer.is_sharded,
         grad_reduce_in_fp32=policy.optimizer.gradient_bytes == 4,
         overlap_grad_reduce=False,
@@ -448,10 +409,8 @@ def _of_whole_batch(values: Tensor, places: Tensor, micro: MicroBatch) -> Tensor
     return tensor_parallel.reduce_from_tensor_model_parallel_region(spread, group=group)  # type: ignore[no-any-return]
 
 
-# Families name parameters as Megatron's local layers do. Transformer Engine's layers (megatron-core 0.16.1,
-# `models/gpt/gpt_layer_specs.py` and `extensions/transformer_engine_spec_provider.py`) have the same tensors
-# under other names: a norm before one matrix belongs to the module of that matrix, and the experts of a layer
-# are one module. Each of their names has exactly one place among the local ones.
+# From names of Transformer Engine's layers (megatron-core 0.16.1), where a norm before one matrix belongs to
+# the matrix's module and the experts of a layer are one module, to those of Megatron's local layers.
 _RULES = (
     (r"\.self_attention\.linear_qkv\.layer_norm_weight$", ".input_layernorm.weight"),
     (r"\.mlp\.linear_fc1\.layer_norm_weight$", ".pre_mlp_layernorm.weight"),

@@ -7,14 +7,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
-from torch.nn import Module
 
 from nemorl.config.policy import MoeConfig, PolicyConfig
 from nemorl.models.shape import ModelShape
@@ -38,14 +36,12 @@ class _Choice:
 
 
 class PolicyRouter(TopKRouter):
-    """Megatron's router with the four things that reinforcement learning asks of it.
+    """Megatron's router, with frozen weights (`freeze`) and counts of each expert's tokens.
 
-    - `freeze` keeps its weights; gradients go through them to what is below.
     - Choices of `TokenRouting.experts` take the place of its own (routing replay, arXiv 2510.11370); the
       experts' weights are those of the current router.
     - The balance loss is the sequence-wise one of DeepSeek-V3 (arXiv 2412.19437), whose sum depends on no
       micro-batches and ranks: for a sequence of T tokens, E / (top_k T^2) * sum_i counts_i * sum_t p_ti.
-    - It counts the tokens of each expert in forward passes that a backward pass follows.
     """
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
@@ -94,21 +90,19 @@ class PolicyRouter(TopKRouter):
             p = scores / scores.sum(-1, keepdim=True)
         else:
             p = torch.softmax(logits.float(), -1)
-        size = (len(tokens.balance), self.num_experts)
-        of_rank = torch.zeros(size, device=p.device)
+        of_rank = torch.zeros(len(tokens.balance), self.num_experts, device=p.device)
         counts = of_rank.index_add(0, tokens.sequence, counted.float())
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts, group=self.tp_cp_group)
         sums = of_rank.index_add(0, tokens.sequence, p * tokens.is_real.unsqueeze(1))
         by_sequence = (counts * sums).sum(1) * tokens.balance
-        loss: Tensor = by_sequence.sum() * (self.num_experts / self.topk)
-        return loss
+        return by_sequence.sum() * (self.num_experts / self.topk)  # type: ignore[no-any-return]
 
 
 class Routers:
     """All routers of a rank, over one optimizer step after another."""
 
-    def __init__(self, modules: Iterable[Module], shape: ModelShape, config: MoeConfig) -> None:
+    def __init__(self, modules: Iterable[torch.nn.Module], shape: ModelShape, config: MoeConfig) -> None:
         assert shape.moe is not None, "a model without experts has no routers"
         self._config = config
         self._num_layers, self._num_experts = shape.num_moe_layers, shape.moe.num_experts
@@ -129,7 +123,7 @@ class Routers:
             router.balance_loss = torch.zeros_like(router.balance_loss)
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """Metrics of the step, equal on all ranks; each holds other tokens or other layers."""
+        """Metrics of the step, equal on all ranks."""
         counts = torch.zeros(self._num_layers, self._num_experts, dtype=torch.float64, device=device)
         balance = torch.zeros((), dtype=torch.float64, device=device)
         for router in self._routers:
@@ -160,7 +154,7 @@ def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
         "moe_router_topk": moe.top_k,
         "moe_router_score_function": moe.scores,
-        # A softmax over the chosen experts' logits is the normalized softmax over all.
+        # Else over the chosen experts' logits, which is the normalized softmax over all.
         "moe_router_pre_softmax": moe.scores == "softmax" and not moe.normalize,
         "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1 else None,
         "moe_router_num_groups": moe.num_groups if moe.num_groups > 1 else None,
@@ -201,14 +195,14 @@ class ExpertLayer(MoELayer):
         # Experts are divided, reduced and counted over their own groups, whatever the layout. Megatron takes
         # them for ordinary parameters when EP is 1, so that with TP of 2 and ETP of 1 their gradients are not
         # summed over the TP ranks; and it sums the biases of different experts over the TP ranks under SP.
-        experts: Module = self.experts
+        experts: torch.nn.Module = self.experts
         for parameter in experts.parameters():
             marks: Any = parameter
             marks.allreduce = False
             marks.sequence_parallel = False
             marks.tensor_model_parallel = True  # no TP rank holds a copy: the gradient norm counts each
         for module in experts.modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+            if isinstance(module, (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)):
                 # The dispatcher has moved the tokens already. Without this, a bias is added in place to a
                 # view of what a collective of one rank returned, which autograd refuses.
                 module.explicit_expert_comm = True
@@ -217,9 +211,7 @@ class ExpertLayer(MoELayer):
         super().set_layer_number(layer_number)
         self.router.moe_layer = sum(self.config.moe_layer_freq[: layer_number - 1])
 
-    def forward(
-        self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: None = None
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[n, 1, H] -> [n, 1, H] and no bias; of n tokens of this rank."""
         tokens = self.tokens
 
@@ -227,8 +219,8 @@ class ExpertLayer(MoELayer):
             # Under pipelining another micro-batch may have come by before this one is computed again.
             self.router.tokens = tokens
             output = MoELayer.forward(self, hidden)
-            # Release what the dispatcher keeps of the forward pass: by way of autograd it leads to Megatron's
-            # gradient hooks, which hold the model: a cycle through C++ that outlives the worker's `close`.
+            # Release what the dispatcher keeps of the forward pass: it leads, by autograd and Megatron's
+            # gradient hooks, to the model: a cycle through C++ that outlives the worker's `close`.
             kept: dict[str, Any] = self.token_dispatcher.__dict__
             for name, value in list(kept.items()):
                 if isinstance(value, Tensor) and value.requires_grad:

@@ -2,43 +2,33 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor, UntypedStorage
 
-from nemorl.config.policy import (
-    ConstantSchedule,
-    InverseSqrtSchedule,
-    OffloadConfig,
-    PolicyConfig,
-    ScheduleConfig,
-)
+from nemorl.config.policy import OffloadConfig, PolicyConfig, ScheduleConfig
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.layout import chunk_prefix
 
 from .checkpoint_files import WEIGHT, Shard
 from .device import DeviceKind, finish_copies, host_buffer, release_memory
 from .inner_optimizer import build_optimizer
-from .model import local_name
+from .model import PolicyParallel, local_name
 
 logger = logging.getLogger(__name__)
 
 
 def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Rate of the `update`-th optimizer step, counted from 1.
-
-    Linear warm-up reaches the peak at step `warmup_steps`; a decay leaves it `stable_steps` later and reaches
-    `min_lr` at step `decay_steps`.
-    """
+    """Rate of the `update`-th optimizer step, counted from 1; warm-up reaches the peak at `warmup_steps`."""
     if update <= schedule.warmup_steps:
         return peak * update / schedule.warmup_steps
-    if isinstance(schedule, ConstantSchedule):
+    if schedule.name == "constant":
         return peak
-    if isinstance(schedule, InverseSqrtSchedule):
+    if schedule.name == "inverse_sqrt":
         return max(schedule.min_lr, peak * math.sqrt(schedule.warmup_steps / update))
     if update >= schedule.decay_steps:
         return schedule.min_lr
@@ -62,7 +52,7 @@ class StepResult:
 
 @dataclass
 class OptimizerProgress:
-    """State of the schedule and the guard; part of a checkpoint."""
+    """State of the schedule and of the guard against skipped steps; part of a checkpoint."""
 
     updates: int = 0  # optimizer steps that changed the weights
     skipped_in_a_row: int = 0
@@ -72,15 +62,10 @@ class PolicyOptimizer:
     """Steps Megatron's optimizer unless the gradients are not finite, or all 0."""
 
     def __init__(
-        self,
-        config: PolicyConfig,
-        chunks: Sequence[DistributedDataParallel],
-        device: DeviceKind,
-        trained: TrainedWeights,
+        self, config: PolicyConfig, chunks: list[PolicyParallel], device: DeviceKind, trained: TrainedWeights
     ) -> None:
-        self._config = config
+        self._config, self._chunks = config, chunks
         self.name = config.optimizer.name
-        self._chunks = chunks
         self.progress = OptimizerProgress()
         # The float32 weights and the optimizer's own tensors, as a checkpoint names them.
         self.state_names = (WEIGHT, *config.optimizer.moments)
@@ -100,11 +85,9 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def step(self) -> StepResult:
-        """One update from the gradients in the model's buffers.
+        """One update from the gradients in the model's buffers; none if their norm is 0 or not finite.
 
-        A norm that is not finite leaves weights and state untouched, on all ranks, and so does a norm of 0:
-        momentum and weight decay would move the weights though there was nothing to learn from. Raises
-        `TooManySkippedSteps` after more than `policy.max_skipped_steps` of the former in a row.
+        Raises `TooManySkippedSteps` after more than `policy.max_skipped_steps` of the latter in a row.
         """
         lr = learning_rate(self.progress.updates + 1, self._config.optimizer.lr, self._config.schedule)
         self.megatron.prepare_grads()
@@ -112,11 +95,8 @@ class PolicyOptimizer:
         if not math.isfinite(norm):
             self.progress.skipped_in_a_row += 1
             row, most = self.progress.skipped_in_a_row, self._config.max_skipped_steps
-            logger.warning(
-                "optimizer step skipped: the gradient norm is %s (%d in a row, "
-                "policy.max_skipped_steps is %d)",
-                *(norm, row, most),
-            )
+            counts = f"{row} in a row, policy.max_skipped_steps is {most}"
+            logger.warning("optimizer step skipped: the gradient norm is %s (%s)", norm, counts)
             if row > most:
                 raise TooManySkippedSteps(
                     f"the gradient norm was not finite in {row} optimizer steps in a row "
@@ -124,7 +104,7 @@ class PolicyOptimizer:
                     "rewards and logprobs of these steps for infinities"
                 )
             return StepResult(norm, lr, skipped=True)
-        if norm == 0:
+        if norm == 0:  # momentum and weight decay would move the weights without anything to learn from
             return StepResult(norm, lr, empty=True)
         if self._config.max_grad_norm is not None and norm > self._config.max_grad_norm:
             coefficient = self._config.max_grad_norm / (torch.tensor(norm) + 1e-6)
@@ -176,11 +156,7 @@ class PolicyOptimizer:
 
 
 class Offload:
-    """Takes memory from the device and gives it back, to the bit.
-
-    Everything moves by storage: Megatron's parameters and gradients, and in float32 the optimizer's weights,
-    are views of a few large buffers, so tensors stay as they are and get their memory back behind them.
-    """
+    """Moves storages off the device and back, to the bit: all parameters and gradients are views of a few."""
 
     def __init__(self, kind: DeviceKind) -> None:
         self._kind = kind
@@ -194,25 +170,17 @@ class Offload:
 
     def out(
         self,
-        chunks: Sequence[DistributedDataParallel],
+        chunks: list[PolicyParallel],
         optimizer: PolicyOptimizer | None,
         reference: Iterable[Tensor],
         config: OffloadConfig,
     ) -> int:
-        """Move weights, and free gradients and move the optimizer's state, as `config` says.
-
-        Returns the bytes that this frees. What weights and optimizer share goes with the weights.
-        """
+        """Move what `config` says, and free gradients with the optimizer's state; returns the bytes freed."""
         self.require_back()
         buffers = [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        weights = self._storages(
-            [
-                *(p.data for chunk in chunks for p in chunk.module.parameters()),
-                *(b for chunk in chunks for b in chunk.module.buffers()),
-                *(buffer.param_data for buffer in buffers),
-                *reference,
-            ]
-        )
+        modules = [chunk.module for chunk in chunks]
+        tensors = chain(*(m.parameters() for m in modules), *(m.buffers() for m in modules))
+        weights = self._storages([*tensors, *(buffer.param_data for buffer in buffers), *reference])
         moving = list(weights.values()) if config.weights else []
         if config.optimizer:
             states = self._storages(optimizer.device_tensors() if optimizer else ())

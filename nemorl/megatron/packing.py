@@ -8,16 +8,17 @@ from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.packed import PackedBatch
+from nemorl.models.kv_cache import KVCache
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
 
-from .cache import CachedPass
 from .device import DTYPES, AttentionKernel, KernelRows, packed_attention_kernel
 from .kernels import Kernels
 
@@ -28,6 +29,11 @@ Angles = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, dim]
 SIMILAR = 0.75
 # Below this many tokens the launches always cost more than the padding.
 SHORT = 32
+
+# Before its first token a row of the cache has an empty place, whose key gives the logit 0, to which a layer
+# with sinks adds the sink.
+EMPTY_PLACES = 1
+EXPERTS = -1  # in the place of a layer
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class ContextShare:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of a sequence, all equally long: its length has to be a multiple of this."""
+        """Chunks of a sequence, all equally long."""
         return 2 * self.size if self.size > 1 else 1
 
     @property
@@ -56,11 +62,10 @@ class ContextShare:
         """[tokens / size] Positions of the rank's tokens in concatenated sequences of `lengths`."""
         if self.size == 1:
             return torch.arange(sum(lengths))
-        parts, start = [], 0
-        for length in lengths:
+        parts = []
+        for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
             chunk = length // self.num_chunks
             parts += [torch.arange(chunk) + start + number * chunk for number in self.chunks]
-            start += length
         return torch.cat(parts)
 
     def order(self, lengths: Sequence[int]) -> Tensor:
@@ -83,8 +88,6 @@ class TokenRouting:
 
     def part(self, rank: int, size: int) -> "TokenRouting":
         """A tensor-parallel rank's tokens under sequence parallelism."""
-        if size == 1:
-            return self
         experts = None if self.experts is None else self.experts.chunk(size)[rank]
         is_real, sequence = self.is_real.chunk(size)[rank], self.sequence.chunk(size)[rank]
         return TokenRouting(is_real, sequence, self.balance, experts, self.chosen)
@@ -124,10 +127,7 @@ class Span:
     largest_start: int = 0
 
     def sees(self, queries: range, keys: range, window: int | None, device: torch.device) -> Tensor:
-        """True if queries of the span see keys of the row, [rows, 1, queries, keys] or [queries, keys].
-
-        Padding is at the end of a row, where no real query attends.
-        """
+        """True if queries of the span see keys of the row, [rows, 1, queries, keys] or [queries, keys]."""
         places = torch.arange(queries.start, queries.stop, device=device)
         key_places = torch.arange(keys.start, keys.stop, device=device)
         if self.starts is not None:
@@ -142,6 +142,57 @@ class Bucket:
     queries: Rows
     keys: Rows
     spans: tuple[Span, ...]
+
+
+@dataclass
+class NextTokens:
+    """The places that the next token of each row 0..n-1 sees; the same for all layers of a window."""
+
+    positions: Tensor  # [n] of the tokens in their sequences
+    places: int  # that are read
+    dtype: torch.dtype
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> Tensor:
+        """[n, 1, 1, places] to be added to the logits; -inf also at the empty place."""
+        if window not in self._masks:
+            own = self.positions.unsqueeze(1)
+            position = torch.arange(self.places, device=own.device) - EMPTY_PLACES
+            sees = (position >= 0) & (position <= own)
+            if window is not None:
+                sees &= position > own - window
+            mask = torch.zeros(sees.shape, device=own.device, dtype=self.dtype)
+            self._masks[window] = mask.masked_fill_(~sees, -torch.inf)[:, None, None]
+        return self._masks[window]
+
+
+@dataclass
+class CachedPass:
+    """Access of a forward pass to the cache: it stores new keys and values and, in a step, reads them."""
+
+    cache: KVCache
+    sources: Tensor  # [m] packed tokens whose keys and values are kept; one may be kept in several rows
+    slots: Tensor  # [m] where
+    step: NextTokens | None  # None: prompts, whose tokens see one another only
+
+    def keep(self, layer: int, *values: Tensor) -> None:
+        """Store a layer's keys, rotated, and values [N, kv_heads, dim] of packed tokens, or their experts."""
+        self.cache.keep(layer, self.slots, *(value.index_select(0, self.sources) for value in values))
+
+    def attend(
+        self, layer: int, query: Tensor, scale: float | None, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
+        """[N, heads, dim] of the next tokens' queries; 0 for those that pad. `sinks` [heads]."""
+        assert self.step is not None, "prompts attend to themselves"
+        n = len(self.step.positions)
+        key, value = self.cache.read(layer, n, self.step.places)
+        heads = query[:n].unflatten(1, (key.shape[1], -1))  # [n, kv_heads, queries of each, dim]
+        mask = self.step.mask(window)
+        if sinks is not None:
+            mask = mask.repeat(1, *heads.shape[1:3], 1)
+            mask[..., 0] = sinks.to(mask.dtype).view(heads.shape[1:3])
+        out = F.scaled_dot_product_attention(heads, key, value, mask, scale=scale).flatten(1, 2)
+        return F.pad(out, (0, 0, 0, 0, 0, len(query) - n))
 
 
 @dataclass
@@ -168,10 +219,7 @@ def packed_layout(
     local_rotary: Angles | None = None,
     share: ContextShare = ContextShare(),
 ) -> PackedLayout:
-    """Layout of sequences laid end to end; neighbors should be of similar length (sort them).
-
-    `lengths` are multiples of `share.num_chunks`; the angles are those of the rank's own tokens.
-    """
+    """Layout of sequences laid end to end, sorted by length: `lengths`, multiples of `share.num_chunks`."""
     device = rotary[0].device
     cu_seqlens = _starts(lengths, device)
     buckets = _buckets(lengths, share, device) if kernel is None else []
@@ -202,6 +250,7 @@ def packed_layout(
 
 
 def _buckets(lengths: Sequence[int], share: ContextShare, device: torch.device) -> list[Bucket]:
+    """Put neighbors together while the shortest has enough of the length of the longest."""
     bounds, low, high = [0], lengths[0], lengths[0]
     for i, length in enumerate(lengths):
         low, high = min(low, length), max(high, length)
@@ -288,17 +337,11 @@ class MicroBatchMaker:
         self, shape: ModelShape, config: PolicyConfig, kernels: Kernels, device: torch.device
     ) -> None:
         layout = config.layout
-        rotary = partial(
-            RotaryTable,
-            shape.rotary_dim,
-            max_positions=config.max_sequence_length,
-            dtype=DTYPES[config.precision],
-            device=device,
-        )
+        length, dtype = config.max_sequence_length, DTYPES[config.precision]
+        rotary = partial(RotaryTable, shape.rotary_dim, max_positions=length, dtype=dtype, device=device)
         self.rotary: RotaryTable = rotary(shape.rope)
-        # Of the layers with a window, where theirs is another.
         self.local_rotary: RotaryTable | None = rotary(shape.local_rope) if shape.local_rope else None
-        self.kernel = packed_attention_kernel(kernels.attention)
+        self.device, self.kernel = device, packed_attention_kernel(kernels.attention)
         # The number of a rank's tokens is padded to a multiple of this.
         self.multiple = layout.tensor_parallel_size if layout.sequence_parallel else 1
         self.share = ContextShare(
@@ -306,7 +349,6 @@ class MicroBatchMaker:
             parallel_state.get_context_parallel_world_size(),
             parallel_state.get_context_parallel_group(),
         )
-        self.device = device
         self.routes = shape.moe is not None
 
     def make(self, batch: PackedBatch, sequences: list[int]) -> MicroBatch:
@@ -359,7 +401,7 @@ class MicroBatchMaker:
 def _routing(
     batch: PackedBatch, padded: list[int], real: Tensor, held: Tensor, device: torch.device
 ) -> TokenRouting:
-    """For a rank's tokens `held`, [n] places in the padded sequences; `real` [N] are those of the batch."""
+    """`held` [n] are the places of the rank's tokens in the padded sequences, `real` [N] the batch's."""
     size = sum(padded)
     lengths = torch.tensor([*batch.lengths, *[1] * (len(padded) - batch.num_sequences)])
     sequence = torch.repeat_interleave(torch.arange(len(padded)), torch.tensor(padded))

@@ -22,7 +22,6 @@ from nemorl.config.policy import LayoutConfig
 from .device import DeviceKind
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
-_ADDRESS = slice(20, 24)  # in the kernel's answer
 
 
 def _interface_towards(host: str, port: int) -> str | None:
@@ -33,7 +32,7 @@ def _interface_towards(host: str, port: int) -> str | None:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(way, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[_ADDRESS]) == own:
+                if socket.inet_ntoa(answer[20:24]) == own:
                     return name
     return None
 
@@ -54,8 +53,7 @@ def join(
     """Meet the other processes and make Megatron's groups in its order tp, cp, ep, dp, pp.
 
     `rendezvous` is a file of this machine, such as `file:///dev/shm/run/policy`, or a store such as
-    `tcp://10.0.0.1:29500/policy`, whose path keeps groups apart. A collective that takes longer than
-    `deadline_seconds` fails on every rank.
+    `tcp://10.0.0.1:29500/policy`, whose path keeps groups apart. A collective fails after `deadline_seconds`.
     """
     if world_size != layout.world_size:
         raise ValueError(

@@ -2,12 +2,11 @@
 
 Losses are plain sums (`PackedBatch.weights` carries the division by global counts), so gradients are sums
 over micro-batches and data-parallel ranks: `calculate_per_token_loss` and `model.finalize_sums` keep Megatron
-from dividing. Logprobs and metrics are broadcast from the last stage to all stages.
+from dividing.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,23 +36,43 @@ class Pipeline:
 
     def run_loss(self, made: Sequence[MicroBatch], loss: Loss, *, backward: bool) -> Metrics:
         """The loss's metrics over all micro-batches; with `backward` also its gradients."""
-        return self._global_metrics(self._run(made, partial(self._apply, loss), backward=backward))
+
+        def apply(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
+            candidates = loss.candidates(micro.batch) if isinstance(loss, CandidateLoss) else None
+            outputs, entropy = policy.score(
+                hidden, micro, self._temperature, entropy=loss.needs_entropy, candidates=candidates
+            )
+            return loss(micro.batch, outputs, entropy)
+
+        outputs = self._run(made, apply, backward=backward)
+        metrics: Any = None
+        if parallel_state.is_pipeline_last_stage():
+            metrics = (
+                _over_data_parallel([o.sums for o in outputs], torch.sum, dist.ReduceOp.SUM),
+                _over_data_parallel([o.maxima for o in outputs], torch.amax, dist.ReduceOp.MAX),
+            )
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            # As JSON: `broadcast_object_list` would pickle it.
+            text = torch.frombuffer(bytearray(json.dumps(metrics), "utf-8"), dtype=torch.uint8)
+            text = text.to(self._device)
+            length = _from_last_stage(torch.tensor([len(text)], device=self._device))
+            if metrics is None:
+                text = text.new_empty(int(length))
+            metrics = json.loads(bytes(_from_last_stage(text).tolist()))
+        return metrics[0], metrics[1]
 
     def outputs(
         self, batch: PackedBatch, made: Sequence[MicroBatch], *, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Logprobs, or a scalar head's values, and entropies if requested: [N] on the CPU.
-
-        0 in sequences that are in no micro-batch, and logprobs and entropies also outside the loss mask.
-        """
+        """Logprobs or a scalar head's values, and entropies if requested: [N] on the CPU, or 0."""
 
         def score(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
-            return policy.score(hidden, micro, temperature=self._temperature, entropy=entropy)
+            return policy.score(hidden, micro, self._temperature, entropy=entropy)
 
         values = self._over_batch(batch, made, score, [torch.empty(0)] * (2 if entropy else 1))
         return values[0], values[1] if entropy else None
 
-    def top(self, batch: PackedBatch, made: Sequence[MicroBatch], k: int) -> tuple[Tensor, Tensor]:
+    def top(self, batch: PackedBatch, made: Sequence[MicroBatch], k: int) -> list[Tensor]:
         """Ids [N, k] int32 and logprobs [N, k] of the likeliest tokens where the mask is set, on the CPU."""
 
         def top(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -61,18 +80,7 @@ class Pipeline:
             return ids.int(), logprobs
 
         like = [torch.empty(0, k, dtype=torch.int32), torch.empty(0, k)]
-        ids, logprobs = self._over_batch(batch, made, top, like)
-        return ids, logprobs
-
-    def _apply(self, loss: Loss, policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
-        outputs, entropy = policy.score(
-            hidden,
-            micro,
-            temperature=self._temperature,
-            entropy=loss.needs_entropy,
-            candidates=loss.candidates(micro.batch) if isinstance(loss, CandidateLoss) else None,
-        )
-        return loss(micro.batch, outputs, entropy)
+        return self._over_batch(batch, made, top, like)
 
     def _run(self, made: Sequence[MicroBatch], compute: Compute, *, backward: bool = False) -> list[Any]:
         """Results of `compute` for each micro-batch on ranks of the last stage, nothing elsewhere."""
@@ -100,8 +108,7 @@ class Pipeline:
                 data_iterator=iterators if len(chunks) > 1 else iterators[0],
                 model=chunks,
                 num_microbatches=len(made),
-                # Stages exchange the real number of tokens (variable_seq_lengths).
-                seq_length=1,
+                seq_length=1,  # stages exchange the real number of tokens (variable_seq_lengths)
                 micro_batch_size=1,
                 forward_only=not backward,
                 collect_non_loss_data=not backward,
@@ -123,24 +130,6 @@ class Pipeline:
             values[places] = _from_last_stage(flat).cpu()
             laid_out.append(values)
         return laid_out
-
-    def _global_metrics(self, outputs: list[LossOutput]) -> Metrics:
-        metrics: Any = None
-        if parallel_state.is_pipeline_last_stage():
-            metrics = (
-                _over_data_parallel([o.sums for o in outputs], torch.sum, dist.ReduceOp.SUM),
-                _over_data_parallel([o.maxima for o in outputs], torch.amax, dist.ReduceOp.MAX),
-            )
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            # As JSON: `broadcast_object_list` would pickle it.
-            text = torch.frombuffer(bytearray(json.dumps(metrics), "utf-8"), dtype=torch.uint8)
-            text = text.to(self._device)
-            length = _from_last_stage(torch.tensor([len(text)], device=self._device))
-            if metrics is None:
-                text = text.new_empty(int(length))
-            metrics = json.loads(bytes(_from_last_stage(text).tolist()))
-        sums, maxima = metrics
-        return sums, maxima
 
 
 def micro_batches_in_a_row(num_micro_batches: int, stages: int) -> int:
@@ -167,9 +156,7 @@ def _from_last_stage(values: Tensor) -> Tensor:
     return values
 
 
-def _over_data_parallel(
-    metrics: list[dict[str, Tensor]], reduce: Any, op: dist.ReduceOp.RedOpType
-) -> dict[str, float]:
+def _over_data_parallel(metrics: list[dict[str, Tensor]], reduce: Any, op: Any) -> dict[str, float]:
     names = sorted(metrics[0])
     if not names:
         return {}

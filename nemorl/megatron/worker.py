@@ -14,24 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.data.losses import (
-    Evaluation,
-    LogprobStats,
-    Loss,
-    SequenceMetric,
-    TokenEstimator,
-    TrainStats,
-    UpdateLoss,
-    ValueStats,
-)
-from nemorl.data.packed import (
-    PackedBatch,
-    pack_examples,
-    pack_trajectories,
-    with_compared,
-    with_likelihood,
-    with_turns,
-)
+from nemorl.data import losses, packed
 from nemorl.data.shards import ColumnShard, Field, Shard, TokenArray, rows_of, with_rows
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
@@ -54,10 +37,7 @@ from .schedule import Pipeline, logprob_gap, over_data_parallel, sum_over_data_p
 
 
 class PolicyWorker:
-    """One rank of a model: its weights and optimizer, and what it computes on a batch.
-
-    Methods are collective where they do not say otherwise: all ranks call them, in the same order.
-    """
+    """One rank of a model. Methods are collective where they do not say otherwise: all ranks call them."""
 
     def __init__(
         self,
@@ -75,16 +55,13 @@ class PolicyWorker:
         trains: bool = True,
         load: bool = False,
     ) -> None:
-        """Join the other ranks at `rendezvous` (see `parallel.join`) and build the model.
-
-        With `load` it has the weights of `config.model_path`, else none before `load_hf`.
-        """
+        """Join the other ranks at `rendezvous`; without `load` the model has no weights before `load_hf`."""
         if threads is not None:
             torch.set_num_threads(threads)
-        self._config = config
         self._kind: DeviceKind = device
         self.device = select_device(device, rank)
-        self._keep_reference = keep_reference
+        self._config, self._keep_reference = config, keep_reference
+        self._seed = seed  # of adapters and heads that no folder holds
         self._shape = load_shape(config.model_path, config.head)
         self._installed = Installed.find()
         check_optimizer(config.optimizer, self._installed)
@@ -95,7 +72,6 @@ class PolicyWorker:
             activation=self._shape.activation,
             installed=self._installed,
         )
-        self._seed = seed  # of adapters and heads that no folder holds
         parallel.join(
             config.layout,
             rank=rank,
@@ -119,7 +95,7 @@ class PolicyWorker:
         self._offload = Offload(device)
         self._copier = checkpoint.SnapshotCopier(device)
         self._copy: checkpoint.Snapshot | None = None
-        self._batch: PackedBatch | None = None
+        self._batch: packed.PackedBatch | None = None
         if load:
             self.load_hf(config.model_path)
         # Engines take weights with adapters in them, or adapters: what one does not ask for is not computed.
@@ -141,10 +117,7 @@ class PolicyWorker:
         }
 
     def load_hf(self, folder: Path) -> None:
-        """Read this rank's part of a Hugging Face folder; it also becomes the reference when one is kept.
-
-        A resumed run calls this first, for the reference and for weights that are frozen.
-        """
+        """Read this rank's part of a Hugging Face folder; it also becomes the reference when one is kept."""
         weights = HfFolder(folder)
         there = weights.names()
         # A scalar head that the folder lacks, as a language model's does, begins at zero.
@@ -176,9 +149,8 @@ class PolicyWorker:
 
     def merged_parameters(self) -> Mapping[str, Tensor]:
         """The weights that engines sample with: `parameters`, with adapters added when one is asked for."""
-        if self._adapters is None:
-            return self.parameters()
-        return self._adapters.merged(self.parameters())
+        parameters = self.parameters()
+        return self._adapters.merged(parameters) if self._adapters else parameters
 
     def decoding_copy(self, max_kv_tokens: int) -> DecodingCopy:
         """This rank's part in sampling with the weights in place; layouts without CP and VPP have one."""
@@ -228,22 +200,20 @@ class PolicyWorker:
             raise RuntimeError("this model was started without training: it has no optimizer")
         return self._optimizer
 
-    # The batch
-
     def load_trajectories(self, shard: Shard) -> None:
         """Pack and keep this rank's trajectories; `shard.stores` are the lists themselves. Not collective."""
-        batch = pack_trajectories(shard.rows(), shard.advantages, shard.weights)
+        batch = packed.pack_trajectories(shard.rows(), shard.advantages, shard.weights)
         if shard.likelihood is not None:
-            batch = with_likelihood(batch, shard.likelihood)
+            batch = packed.with_likelihood(batch, shard.likelihood)
         if shard.rewards is not None:
-            batch = with_turns(batch, shard.rows(), shard.rewards)
-        self.load_batch(batch if shard.compared is None else with_compared(batch, shard.compared))
+            batch = packed.with_turns(batch, shard.rows(), shard.rewards)
+        self.load_batch(batch if shard.compared is None else packed.with_compared(batch, shard.compared))
 
     def load_examples(self, shard: Shard) -> None:
         """Pack and keep this rank's examples. Not collective."""
-        self.load_batch(pack_examples(shard.rows(), shard.weights, shard.compared))
+        self.load_batch(packed.pack_examples(shard.rows(), shard.weights, shard.compared))
 
-    def load_batch(self, batch: PackedBatch) -> None:
+    def load_batch(self, batch: packed.PackedBatch) -> None:
         """Keep this data-parallel rank's sequences; all its TP and PP ranks are given the same."""
         check_batch(batch, self._config.max_sequence_length)
         if not self._config.moe.router_replay:
@@ -257,7 +227,7 @@ class PolicyWorker:
 
     def take_advantages(self, shard: Shard) -> None:
         """Replace the advantages of the loaded batch. Not collective."""
-        batch = pack_trajectories(shard.rows(), shard.advantages, shard.weights)
+        batch = packed.pack_trajectories(shard.rows(), shard.advantages, shard.weights)
         self._batch = replace(self.batch, advantages=batch.advantages)
 
     def share(self, required: bool, field: Field) -> list[TokenArray] | None:
@@ -269,31 +239,26 @@ class PolicyWorker:
         self._batch = with_rows(self.batch, field, shard.rows())
 
     def fill(
-        self, sequences: list[int], compute: Callable[[PackedBatch, list[int]], Mapping[str, Tensor]]
+        self, sequences: list[int], compute: Callable[[packed.PackedBatch, list[int]], Mapping[str, Tensor]]
     ) -> None:
         """Fill the fields that `compute` returns for these sequences of the batch. Not collective."""
         if sequences:
             self._batch = replace(self.batch, **compute(self.batch, sequences))
 
-    def estimate(self, estimator: TokenEstimator) -> dict[str, float]:
+    def estimate(self, estimator: losses.TokenEstimator) -> dict[str, float]:
         """Fill `advantages`, and `returns` for a critic; metrics of the estimator."""
         estimated = estimator(self.batch, partial(sum_over_data_parallel, device=self.device))
         self._batch = replace(self.batch, advantages=estimated.advantages, returns=estimated.returns)
         return estimated.metrics
 
-    def sequence_metrics(self, metric: SequenceMetric) -> list[float]:
+    def sequence_metrics(self, metric: losses.SequenceMetric) -> list[float]:
         """[S] a number for each sequence of this data-parallel rank. Not collective."""
         return metric(self.batch).tolist()
 
-    # Computation
-
     def compute_logprobs(
         self, micro_batches: list[list[int]], *, old: bool, reference: bool, entropy: bool = False
-    ) -> LogprobStats:
-        """Fill `old_logprobs` (of the current weights) and `reference_logprobs`, where the mask is set.
-
-        With `old` and `entropy` also `old_entropies`. The gap to the engine's logprobs is 0 without `old`.
-        """
+    ) -> losses.LogprobStats:
+        """Fill `old_logprobs`, `old_entropies` and `reference_logprobs`; the gap to the engine's if `old`."""
         batch, made = self._prepared("compute_logprobs", micro_batches, head="lm")
         if reference:
             made_of = made
@@ -308,7 +273,7 @@ class PolicyWorker:
         self._batch = batch
         return logprob_gap(batch, batch.old_logprobs if old else None, self.device)
 
-    def compute_values(self, micro_batches: list[list[int]]) -> ValueStats:
+    def compute_values(self, micro_batches: list[list[int]]) -> losses.ValueStats:
         """Fill `values` of these sequences: what the scalar head says after each token."""
         batch, made = self._prepared("compute_values", micro_batches, head="scalar")
         self._batch = replace(batch, values=self._pipeline.outputs(batch, made)[0])
@@ -320,21 +285,21 @@ class PolicyWorker:
         ids, logprobs = self._pipeline.top(batch, made, min(k, self._shape.vocab_size))
         self._batch = replace(batch, top_ids=ids, top_logprobs=logprobs)
 
-    def train(self, micro_batches: list[list[int]], loss: Loss) -> TrainStats:
+    def train(self, micro_batches: list[list[int]], loss: losses.Loss) -> losses.TrainStats:
         """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""
         head = "lm" if loss.needs_entropy else None
         batch, made = self._prepared("a loss that needs the entropy", micro_batches, head=head)
         if self._routers is not None:
             self._routers.begin_step((micro.layout.routing for micro in made), self.device)
         self.optimizer.zero_grad()
-        if isinstance(loss, UpdateLoss):
+        if isinstance(loss, losses.UpdateLoss):
             minibatch = batch.select([sequence for micro in micro_batches for sequence in micro])
             loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
         sums, maxima = self._pipeline.run_loss(made, loss, backward=True)
         step = self.optimizer.step()
         counts = [sum(m.batch.num_tokens for m in made), sum(m.num_computed for m in made)]
         num_tokens, num_computed = sum_over_data_parallel(torch.tensor(counts), self.device).tolist()
-        return TrainStats(
+        return losses.TrainStats(
             sums=sums,
             maxima=maxima,
             **asdict(step),
@@ -343,11 +308,11 @@ class PolicyWorker:
             experts=None if self._routers is None else self._routers.metrics(self.device),
         )
 
-    def evaluate(self, micro_batches: list[list[int]], loss: Loss) -> Evaluation:
+    def evaluate(self, micro_batches: list[list[int]], loss: losses.Loss) -> losses.Evaluation:
         """The loss of these sequences under the current weights, which do not change."""
         head = "lm" if loss.needs_entropy else None
         _, made = self._prepared("a loss that needs the entropy", micro_batches, head=head)
-        return Evaluation(*self._pipeline.run_loss(made, loss, backward=False))
+        return losses.Evaluation(*self._pipeline.run_loss(made, loss, backward=False))
 
     def sequence_logprobs(self, micro_batches: list[list[int]], *, reference: bool) -> list[float]:
         """[S] sums of the logprobs of each sequence's masked tokens; 0 for sequences that are not named."""
@@ -357,14 +322,14 @@ class PolicyWorker:
         return [float(part.double().sum()) for part in logprobs.split(batch.lengths)]
 
     @property
-    def batch(self) -> PackedBatch:
+    def batch(self) -> packed.PackedBatch:
         if self._batch is None:
             raise RuntimeError("no batch was loaded: call load_batch before compute_logprobs and train")
         return self._batch
 
     def _prepared(
         self, method: str, micro_batches: list[list[int]], *, head: str | None
-    ) -> tuple[PackedBatch, list[MicroBatch]]:
+    ) -> tuple[packed.PackedBatch, list[MicroBatch]]:
         self._offload.require_back()
         if head not in (None, self._shape.head):
             raise RuntimeError(

@@ -18,8 +18,8 @@ from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import PackedBatch
 from nemorl.generation.megatron_engine import PolicySampler
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
-from nemorl.megatron.cache import EMPTY_PLACES
 from nemorl.megatron.decode import CachedModel, CachedPrompt, DecodingCopy, copy_leaders
+from nemorl.megatron.packing import EMPTY_PLACES
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.kv_cache import KVCache
 from nemorl.trajectories import Int16Array

@@ -23,17 +23,17 @@ def main(tokens: int, vocabulary: int, chunk: int, mode: str) -> int:
     learns = mode != "logprobs"
     hidden = torch.randn(tokens, HIDDEN, requires_grad=learns)
     weight = torch.randn(vocabulary, HIDDEN, requires_grad=learns)
-    labels = torch.randint(0, vocabulary, (tokens,))
+    ids = torch.randint(0, vocabulary, (tokens, 1))
     options = {"temperature": 1.0, "chunk_tokens": chunk, "entropy": mode == "entropy"}
     if learns:  # where they are added up is there before; Megatron has its buffers
         hidden.grad, weight.grad = torch.ones_like(hidden), torch.ones_like(weight)
     with torch.no_grad():  # code and buffers that libraries load with the first product
-        token_logprobs(hidden[:8], weight[:8], labels[:8] % 8, VocabularyShard(0, 8, None), **options)
+        token_logprobs(hidden[:8], weight[:8], ids[:8] % 8, VocabularyShard(0, 8, None), **options)
     before = memory("VmRSS")
     logprobs, entropies = token_logprobs(
         hidden,
         weight,
-        labels,
+        ids,
         VocabularyShard(0, vocabulary, None),
         **options,
     )

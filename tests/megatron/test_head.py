@@ -7,10 +7,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemorl.megatron.head import VocabularyShard, token_logprobs
+from nemorl.megatron import head
+from nemorl.megatron.head import VocabularyShard
 
 TOKENS, HIDDEN, VOCABULARY, PADDED = 13, 8, 21, 24
 WHOLE = VocabularyShard(start=0, num_real=VOCABULARY, group=None)
+
+
+def token_logprobs(hidden, weight, labels, shard, **options):
+    """Of one id for each hidden state."""
+    logprobs, entropies = head.token_logprobs(hidden, weight, labels[:, None], shard, **options)
+    return logprobs.squeeze(1), entropies
 
 
 def inputs():

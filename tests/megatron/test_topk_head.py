@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemorl.megatron.head import VocabularyShard, logprobs_at, top_logprobs
+from nemorl.megatron.head import VocabularyShard, token_logprobs, top_logprobs
 from tests.megatron.topk_cases import heads_over_ranks
 
 TOKENS, HIDDEN, VOCABULARY, PADDED = 13, 8, 21, 24
@@ -25,18 +25,17 @@ def log_softmax(hidden, weight, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk_tokens", [4, 100])
-def test_logprobs_at_equal_log_softmax_with_its_gradient(chunk_tokens, temperature):
+def test_logprobs_of_several_tokens_equal_log_softmax_with_its_gradient(chunk_tokens, temperature):
     hidden, weight, ids, grads = inputs()
     exact = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     log_p = log_softmax(*exact, temperature)
     (grads * log_p.gather(1, ids)).sum().backward()
     hidden.requires_grad_()
     weight.requires_grad_()
-    found, entropies = logprobs_at(
-        hidden, weight, ids, WHOLE, temperature=temperature, chunk_tokens=chunk_tokens
+    found, entropies = token_logprobs(
+        hidden, weight, ids, WHOLE, temperature=temperature, chunk_tokens=chunk_tokens, entropy=True
     )
     (grads * found).sum().backward()
-    assert not entropies.requires_grad
     expected = (log_p.gather(1, ids), -(log_p.exp() * log_p).sum(-1), exact[0].grad, exact[1].grad)
     for mine, its in zip((found, entropies, hidden.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(mine.double(), its, atol=2e-5, rtol=1e-5)
@@ -54,10 +53,11 @@ def test_top_is_that_of_the_whole_distribution(k):
 def test_nothing_to_score():
     hidden, weight, *_ = inputs()
     nothing = torch.zeros((0, 4), dtype=torch.long)
-    found, entropies = logprobs_at(hidden[:0], weight, nothing, WHOLE, temperature=1.0, chunk_tokens=4)
+    options = {"temperature": 1.0, "chunk_tokens": 4}
+    found, entropies = token_logprobs(hidden[:0], weight, nothing, WHOLE, **options, entropy=True)
     assert found.shape == (0, 4)
     assert entropies.shape == (0,)
-    assert top_logprobs(hidden[:0], weight, 2, WHOLE, temperature=1.0, chunk_tokens=4)[0].shape == (0, 2)
+    assert top_logprobs(hidden[:0], weight, 2, WHOLE, **options)[0].shape == (0, 2)
 
 
 def test_two_ranks_agree_with_one(pool):

@@ -10,7 +10,7 @@ from torch import Tensor
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.packed import PackedBatch
-from nemorl.megatron.head import VocabularyShard, logprobs_at, top_logprobs
+from nemorl.megatron.head import VocabularyShard, token_logprobs, top_logprobs
 from tests.megatron.cases import partition, share, start_worker
 
 
@@ -35,14 +35,15 @@ def heads_over_ranks(
         own = weight[start : start + columns].clone().requires_grad_()
         mine = hidden.clone().requires_grad_()
         options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 4}
-        found, entropies = logprobs_at(mine, own, ids, shard, **options)
+        found, entropies = token_logprobs(mine, own, ids, shard, **options, entropy=True)
         (grads * found).sum().backward()
         top_ids, top = top_logprobs(hidden, own, k, shard, **options)
         assert mine.grad is not None
         assert own.grad is not None
+        assert entropies is not None
         return {
             "logprobs": found.detach(),
-            "entropies": entropies,
+            "entropies": entropies.detach(),
             "hidden_grad": mine.grad,
             "weight_grad": own.grad,
             "top_ids": top_ids,
