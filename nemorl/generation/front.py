@@ -3,8 +3,7 @@
     StepDriver      an engine that is stepped: one thread runs it, everything else is posted to that thread
     RequestDriver   an engine that samples request by request: one task for each, in the event loop
 
-Reports travel in batches: what has come since the caller last looked is one item of its stream, so that
-tokens never pass through the event loop one by one.
+Reports travel in batches, so that tokens never pass through the event loop one by one.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ class ReportStream:
         self._news = asyncio.Event()
 
     def put(self, reports: Sequence[Report], error: Exception | None = None) -> None:
-        """Add reports, in the order in which they were made; the stream ends with an `error` after them."""
+        """Add reports in the order in which they were made; an `error` ends the stream after them."""
         if not self._loop.is_closed():  # a closed loop has no reader
             self._loop.call_soon_threadsafe(self._add, reports, error)
 
@@ -57,17 +56,9 @@ class ReportStream:
 class EngineFront(ABC):
     """An engine as its callers see it. The coroutines belong to one event loop."""
 
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """Version of the weights that sample."""
-
     @abstractmethod
     async def submit(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
-        """Start requests together, in order, and send their reports to `stream`.
-
-        Raises RequestRefused, with none of them started, and EngineFailed.
-        """
+        """Start requests that report to `stream`. Raises RequestRefused, with none started; EngineFailed."""
 
     @abstractmethod
     async def abandon(self, stream: ReportStream) -> None:
@@ -97,11 +88,9 @@ class EngineFront(ABC):
     ) -> AsyncGenerator[Sequence[Report], None]:
         """All reports since the last item: completions, refusals, and progress where a request asks for it.
 
-        Raises RequestRefused, with no request started, if one can never be served, and EngineFailed if the
-        engine fails. A caller that stops reading ends what is left.
+        Raises as `submit`, and EngineFailed if the engine fails later. A caller that stops ends what is left.
         """
-        stream = ReportStream()
-        unanswered = len(requests)
+        stream, unanswered = ReportStream(), len(requests)
         try:
             await self.submit(requests, stream)
             while unanswered:

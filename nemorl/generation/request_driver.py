@@ -23,13 +23,13 @@ _RESUME_SECONDS = 5.0  # to resume an engine that could not be paused
 
 @dataclass(frozen=True)
 class Chunk:
-    """What an engine sampled for one request since its last chunk. `n` tokens."""
+    """What an engine sampled for one request since its last chunk, as in `Progress`. `n` tokens."""
 
     tokens: Sequence[int]  # [n]
-    logprobs: Sequence[float]  # [n] of the distribution sampled
-    versions: Sequence[int]  # [n] weights that sampled each
+    logprobs: Sequence[float]  # [n]
+    versions: Sequence[int]  # [n]
     stop: StopReason | None = None  # of the last chunk
-    routed_experts: Int16Array | None = None  # rows that are new; see `Completion`
+    routed_experts: Int16Array | None = None
 
 
 class AsyncEngine(Protocol):
@@ -155,7 +155,6 @@ class RequestDriver(EngineFront):
             sequence.task.add_done_callback(partial(self._finish, sequence))
 
     async def abandon(self, stream: ReportStream) -> None:
-        """End what is in flight for a stream, and return when its ids are free again."""
         ending = [sequence.task for sequence in self._sequences.values() if sequence.stream is stream]
         for task in ending:
             task.cancel()
