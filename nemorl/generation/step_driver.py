@@ -192,9 +192,9 @@ class StepDriver(EngineFront):
     def _send(self, reports: Sequence[Report]) -> None:
         by_stream: dict[ReportStream, list[Report]] = {}
         for report in reports:
-            running = isinstance(report, Progress)
-            stream = self._streams[report.id] if running else self._streams.pop(report.id)
-            by_stream.setdefault(stream, []).append(report)
+            by_stream.setdefault(self._streams[report.id], []).append(report)
+            if not isinstance(report, Progress):
+                del self._streams[report.id]
         for stream, batch in by_stream.items():
             stream.put(batch)
 
