@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from nemorl.trajectories import Float32Array, Int16Array, Int32Array, StopReason
+from nemorl.trajectories import Int16Array, StopReason
 
 from .types import Completion, GenerationRequest, Progress, RequestRefused
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens included."""
+Decode = Callable[[Sequence[int]], str]  # special tokens included
 
 _CONTEXT_TOKENS = 5  # of the prompt: what a tokenizer does at the start of a text must not hit sampled tokens
 _INCOMPLETE = "\ufffd"  # what a decoder shows for the bytes of an incomplete character
@@ -66,23 +65,22 @@ class TokenBuffer:
         )
 
     def take_progress(self, request_id: str) -> Progress:
-        report = Progress(request_id, *self._arrays(self._num_reported), self._rows(self._experts_reported))
+        report = self._from(self._num_reported, self._experts_reported, request_id)
         self._num_reported, self._experts_reported = len(self.tokens), len(self.experts)
         return report
 
     def complete(self, request_id: str, stop: StopReason, seconds: float) -> Completion:
-        return Completion(request_id, *self._arrays(0), stop, seconds, self._rows(0))
+        p = self._from(0, 0, request_id)
+        return Completion(p.id, p.tokens, p.logprobs, p.versions, stop, seconds, p.routed_experts)
 
-    def _arrays(self, first: int) -> tuple[Int32Array, Float32Array, Int32Array]:
-        return (
-            np.array(self.tokens[first:], np.int32),
-            np.array(self.logprobs[first:], np.float32),
-            np.array(self.versions[first:], np.int32),
+    def _from(self, token: int, experts: int, request_id: str) -> Progress:
+        return Progress(
+            request_id,
+            np.array(self.tokens[token:], np.int32),
+            np.array(self.logprobs[token:], np.float32),
+            np.array(self.versions[token:], np.int32),
+            np.concatenate(self.experts[experts:]) if len(self.experts) > experts else None,
         )
-
-    def _rows(self, first: int) -> Int16Array | None:
-        new = self.experts[first:]
-        return np.concatenate(new) if new else None
 
 
 class TextDecoder:
@@ -191,9 +189,8 @@ def engine_seed(request: GenerationRequest) -> int:
 
 def load_decoder(tokenizer_path: Path) -> Decode | None:
     """Tokens to text by the folder's `tokenizer.json`; None without one."""
-    # Without transformers, which would cost every engine seconds and 400 MB.
     file = tokenizer_path / "tokenizer.json"
     if not file.exists():
         return None
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = Tokenizer.from_file(str(file))  # transformers would cost every engine seconds and 400 MB
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))
