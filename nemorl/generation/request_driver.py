@@ -114,17 +114,12 @@ class _Sequence:
     began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[StopReason] = field(init=False)  # answers the request when it has ended
 
-    def end(self, stop: StopReason) -> None:
-        seconds = time.monotonic() - self.began
-        self.stream.put([self.sampled.complete(self.request.id, stop, seconds)])
-
 
 class RequestDriver(EngineFront):
     """Runs every request as a task over an `AsyncEngine`. Belongs to one event loop."""
 
     def __init__(self, engine: AsyncEngine, name: str) -> None:
-        self._engine = engine
-        self.name = name
+        self._engine, self.name = engine, name
         self._sequences: dict[str, _Sequence] = {}
         self._running: set[str] = set()  # ids that have passed the gate
         self._gate, self._idle = asyncio.Event(), asyncio.Event()  # requests may start; nothing runs
@@ -213,10 +208,8 @@ class RequestDriver(EngineFront):
                 async with asyncio.timeout(seconds):
                     await stack.enter_async_context(self.paused(drain=drain))
             except TimeoutError as error:
-                raise RefitDeadline(
-                    f"refit to version {version}: {self.name} did not pause within {seconds:g} s "
-                    "(cluster.deadlines.refit)"
-                ) from error
+                late = f"{self.name} did not pause within {seconds:g} s (cluster.deadlines.refit)"
+                raise RefitDeadline(f"refit to version {version}: {late}") from error
             yield
 
     def fail(self, error: Exception) -> None:
@@ -257,16 +250,16 @@ class RequestDriver(EngineFront):
         )
 
     def _finish(self, sequence: _Sequence, task: asyncio.Task[StopReason]) -> None:
-        if task.cancelled():
-            sequence.end(StopReason.ABORT)
-        elif isinstance(error := task.exception(), RequestRefused):
-            sequence.stream.put([Refusal(sequence.request.id, str(error))])  # as servers do
+        name, error = sequence.request.id, None if task.cancelled() else task.exception()
+        if isinstance(error, RequestRefused):
+            sequence.stream.put([Refusal(name, str(error))])  # as servers do
         elif error:
             self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
-            sequence.end(task.result())
-        del self._sequences[sequence.request.id]
-        self._running.discard(sequence.request.id)
+            stop = StopReason.ABORT if task.cancelled() else task.result()
+            sequence.stream.put([sequence.sampled.complete(name, stop, time.monotonic() - sequence.began)])
+        del self._sequences[name]
+        self._running.discard(name)
         if not self._running:
             self._idle.set()
 

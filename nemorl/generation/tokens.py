@@ -144,32 +144,26 @@ class RequestLimits:
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestRefused, with the limit that the request breaks."""
-        prompt, name = request.prompt, f"request {request.id!r}"
-        if len(prompt) == 0 or request.max_new_tokens < 1:
-            raise RequestRefused(
-                f"{name} has {len(prompt)} prompt tokens and max_new_tokens={request.max_new_tokens}; both"
-                " must be at least 1"
-            )
-        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            raise RequestRefused(
-                f"{name} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has"
-                f" {self.vocab_size}: is the tokenizer another model's?"
-            )
-        if len(prompt) >= self.max_sequence_length:
-            raise RequestRefused(
-                f"{name} has a prompt of {len(prompt)} tokens, which leaves nothing to sample below"
+        prompt, new, longest = request.prompt, request.max_new_tokens, self.max_tokens(request)
+        if len(prompt) == 0 or new < 1:
+            problem = f"has {len(prompt)} prompt tokens and max_new_tokens={new}; both must be at least 1"
+        elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            problem = f"has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has"
+            problem += f" {self.vocab_size}: is the tokenizer another model's?"
+        elif len(prompt) >= self.max_sequence_length:
+            problem = f"has a prompt of {len(prompt)} tokens, which leaves nothing to sample below"
+            problem += (
                 f" policy.max_sequence_length={self.max_sequence_length}; shorten it or raise the limit"
             )
-        if self.max_tokens(request) > self.max_kv_tokens:
-            raise RequestRefused(
-                f"{name} may grow to {self.max_tokens(request)} tokens, and the KV cache holds"
-                f" generation.max_kv_tokens={self.max_kv_tokens}; raise it or lower max_new_tokens"
-            )
-        if request.stop_strings and self.decode is None:
-            raise RequestRefused(
-                f"{name} has stop strings, and there is no tokenizer.json to decode with; save the tokenizer"
-                " in the fast format or use stop_token_ids"
-            )
+        elif longest > self.max_kv_tokens:
+            problem = f"may grow to {longest} tokens, and the KV cache holds"
+            problem += f" generation.max_kv_tokens={self.max_kv_tokens}; raise it or lower max_new_tokens"
+        elif request.stop_strings and self.decode is None:
+            problem = "has stop strings, and there is no tokenizer.json to decode with; save the tokenizer in"
+            problem += " the fast format or use stop_token_ids"
+        else:
+            return
+        raise RequestRefused(f"request {request.id!r} {problem}")
 
     def stop_finder(self, request: GenerationRequest) -> StopStringFinder | None:
         """None without stop strings; one may begin in tokens that another replica sampled."""

@@ -56,10 +56,8 @@ def engine_arguments(config: TrtllmGenerationConfig, options: EngineOptions) -> 
     }
     if config.in_flight_updates:  # of a step that overlaps with the next one no count has the tokens
         arguments["disable_overlap_scheduler"] = True
-    for name in ("moe_tensor_parallel_size", "moe_expert_parallel_size"):
-        if (size := getattr(config, name)) is not None:
-            arguments[name] = size
-    return arguments
+    names = ("moe_tensor_parallel_size", "moe_expert_parallel_size")
+    return arguments | {name: size for name in names if (size := getattr(config, name)) is not None}
 
 
 def sampling_params(request: GenerationRequest, max_sequence_length: int) -> SamplingParams:
