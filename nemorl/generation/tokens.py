@@ -151,10 +151,9 @@ class RequestLimits:
             problem = f"has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has"
             problem += f" {self.vocab_size}: is the tokenizer another model's?"
         elif len(prompt) >= self.max_sequence_length:
-            problem = f"has a prompt of {len(prompt)} tokens, which leaves nothing to sample below"
-            problem += (
-                f" policy.max_sequence_length={self.max_sequence_length}; shorten it or raise the limit"
-            )
+            limit = f"policy.max_sequence_length={self.max_sequence_length}"
+            problem = f"has a prompt of {len(prompt)} tokens, which leaves nothing to sample below {limit};"
+            problem += " shorten it or raise the limit"
         elif longest > self.max_kv_tokens:
             problem = f"may grow to {longest} tokens, and the KV cache holds"
             problem += f" generation.max_kv_tokens={self.max_kv_tokens}; raise it or lower max_new_tokens"
