@@ -14,16 +14,7 @@ import numpy as np
 from nemorl.trajectories import StopReason
 
 from .tokens import TokenBuffer
-from .types import (
-    Completion,
-    GenerationRequest,
-    NoReplicaLeft,
-    Progress,
-    Refusal,
-    ReplicaLost,
-    Report,
-    RequestRefused,
-)
+from .types import Completion, GenerationRequest, NoReplicaLeft, Progress, ReplicaLost, Report, RequestRefused
 
 OnProgress = Callable[[Progress], None]
 
@@ -79,17 +70,17 @@ class _Flight:
 
     def take(self, report: Report) -> None:
         """Keep what was sampled since the last report; answer with what ends the request."""
-        if isinstance(report, Refusal):
-            self.fail(RequestRefused(report.reason))
-            return
         if isinstance(report, Progress):
             progress = report
-        else:  # it has all tokens of this replica again
+        elif isinstance(report, Completion):  # it has all tokens of this replica again
             new, experts = slice(self.num_new, None), report.routed_experts
             if experts is not None:
                 experts = experts[self.sampled.num_expert_rows - self.num_rows_kept :]
             values = report.tokens[new], report.logprobs[new], report.versions[new]
             progress = Progress(report.id, *values, experts)
+        else:
+            self.fail(RequestRefused(report.reason))
+            return
         self.sampled.add(progress)
         if self.on_progress is not None:
             self.on_progress(progress)

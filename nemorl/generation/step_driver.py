@@ -11,15 +11,7 @@ from typing import Any, TypeVar
 
 from .batching import BatchingEngine
 from .front import EngineFront, PauseMode, ReportStream
-from .types import (
-    EngineFailed,
-    EngineHealth,
-    EngineStats,
-    GenerationRequest,
-    Progress,
-    Report,
-    RequestRefused,
-)
+from .types import EngineFailed, EngineHealth, EngineStats, GenerationRequest, Report, RequestRefused
 
 T = TypeVar("T")
 
@@ -134,7 +126,7 @@ class StepDriver(EngineFront):
             self._send(self._engine.expire())
         else:
             self._send(self._engine.step(admit=not self._draining))
-            self._send(self._engine.take_progress())
+            self._send(self._engine.take_progress(), ended=False)
             self._last_step = time.monotonic()
             if self._draining and self._engine.num_running == 0:
                 self._set_paused(True)
@@ -189,11 +181,11 @@ class StepDriver(EngineFront):
     def _is_ending(self) -> bool:
         return self._leaving.is_set() or self._closing.is_set()
 
-    def _send(self, reports: Sequence[Report]) -> None:
+    def _send(self, reports: Sequence[Report], *, ended: bool = True) -> None:
         by_stream: dict[ReportStream, list[Report]] = {}
         for report in reports:
             by_stream.setdefault(self._streams[report.id], []).append(report)
-            if not isinstance(report, Progress):
+            if ended:
                 del self._streams[report.id]
         for stream, batch in by_stream.items():
             stream.put(batch)
