@@ -229,11 +229,6 @@ class ActiveSequence:
     def num_tokens(self) -> int:
         return len(self.request.prompt) + len(self.sampled)
 
-    @property
-    def position(self) -> int:
-        """Position of the next token among all sampled for the request, on this replica or before."""
-        return self.request.sampled_before + len(self.sampled)
-
     def append(self, token: int, logprob: float, version: int, now: float) -> StopReason | None:
         """Take a sampled token; the stop reason if the sequence ends with it."""
         self.sampled.append(token, logprob, version)
@@ -446,7 +441,7 @@ class BatchingEngine:
         self, sequences: Sequence[ActiveSequence], sampler: Sampler, logits: Tensor
     ) -> list[Completion]:
         """Draw each sequence's next token; the completions of those that end with it."""
-        sampled = sampler(logits, [sequence.position for sequence in sequences])
+        sampled = sampler(logits, [s.request.sampled_before + len(s.sampled) for s in sequences])
         now = self._clock()
         completions = []
         rows = zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True)

@@ -19,6 +19,7 @@ from .tokens import TokenBuffer
 from .types import EngineFailed, EngineHealth, EngineStats, GenerationRequest, Refusal, RequestRefused
 
 _RESUME_SECONDS = 5.0  # to resume an engine that could not be paused
+_Switch = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,7 @@ class AsyncEngine(Protocol):
 class PauseLock:
     """Keeps an engine paused while anyone holds it. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        freeze: Callable[[], Awaitable[None]],
-        thaw: Callable[[], Awaitable[None]],
-        fail: Callable[[Exception], None],
-    ) -> None:
+    def __init__(self, freeze: _Switch, thaw: _Switch, fail: Callable[[Exception], None]) -> None:
         """`fail` is called for an engine that cannot be resumed."""
         self._freeze, self._thaw, self._fail = freeze, thaw, fail
         self.holders: set[object] = set()  # the engine is paused or pausing while there are any

@@ -4,7 +4,7 @@ The arguments of vLLM's `AsyncEngineArgs` are read from its installed source: im
 """
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib import metadata
@@ -85,18 +85,11 @@ def installed_version() -> str | None:
     return None
 
 
-def problems(
-    experiment: Experiment,
-    shape: ModelShape,
-    version: Callable[[], str | None] = installed_version,
-    *,
-    installed: bool = True,
-) -> Iterator[Problem]:
+def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> Iterator[Problem]:
     """`installed` also asks the package of this machine."""
     config = experiment.generation
-    if not isinstance(config, VllmGenerationConfig):
-        return
-    if installed and version() is None:
+    assert isinstance(config, VllmGenerationConfig)
+    if installed and installed_version() is None:
         how = "`pip install vllm` with a GPU, `make` without one (docs/vllm.md), or take the back end torch"
         fix = f"vLLM is not installed here: {how}"
         yield Problem("generation.backend", "vllm", fix)
