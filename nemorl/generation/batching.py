@@ -24,6 +24,7 @@ from .types import Completion, EngineStats, GenerationRequest, Progress, Request
 
 _FIRST_CANDIDATES = 1024  # tokens looked at before the whole vocabulary is sorted
 _CANDIDATE_GROWTH = 8
+_PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
 
 
 class Sampled(NamedTuple):
@@ -163,9 +164,6 @@ def _cumulative(probabilities: Tensor) -> Tensor:
     return probabilities.cumsum(-1, dtype=dtype)
 
 
-_PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
-
-
 class RowCache(Protocol):
     """Keys and values of running sequences, in rows."""
 
@@ -240,11 +238,7 @@ class ActiveSequence:
 
 
 class Scheduler:
-    """A waiting line and the rows of the running batch.
-
-    Admission is strictly by arrival, so a large request is served as soon as it fits, and with room for all
-    the tokens that a sequence may reach, so a running one is never evicted.
-    """
+    """A waiting line and the rows of the running batch. Admission is strictly by arrival."""
 
     def __init__(self, max_rows: int, fits: Callable[[int, int], bool]) -> None:
         self._max_rows = max_rows
@@ -261,7 +255,6 @@ class Scheduler:
         return len(self._rows) - self._rows.count(None)
 
     def running(self) -> Iterator[tuple[int, ActiveSequence]]:
-        """Every running sequence with its row, by row."""
         return ((row, sequence) for row, sequence in enumerate(self._rows) if sequence is not None)
 
     def add(self, sequence: ActiveSequence) -> None:
@@ -275,7 +268,7 @@ class Scheduler:
         admitted = []
         while self._waiting and running < self._max_rows:
             longest = max(longest, self._waiting[0].max_tokens)
-            if not self._fits(max(running + 1, len(self._rows)), longest):
+            if not self._fits(max(running + 1, len(self._rows)), longest):  # so that no one is evicted later
                 break
             sequence = self._waiting.popleft()
             if not free:
@@ -338,7 +331,6 @@ class BatchingEngine:
         self._stats = EngineStats()
 
     def weights_changed(self, version: int) -> None:
-        """From the next step on, weights of `version` sample."""
         self.version = version
         for _, sequence in self._scheduler.running():
             sequence.prompt_hidden = None  # no sequence may start from a prompt that the old weights read
@@ -474,10 +466,7 @@ class BatchingEngine:
         sequence.sampled.experts.append(self._experts(row, first, sequence.num_tokens - 1))
 
     def take_progress(self) -> list[Progress]:
-        """Progress of the running sequences, once one of them has as much as its request asks for.
-
-        Those that are half-way there report with it, since a message costs more than its tokens.
-        """
+        """Progress of running sequences, once one has as much as its request asks for, and others half."""
         shares = [
             (sequence.sampled.num_unreported / sequence.request.progress_tokens, sequence)
             for _, sequence in self._scheduler.running()

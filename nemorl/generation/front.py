@@ -1,9 +1,7 @@
 """The interface of every engine process, which two drivers implement.
 
-    StepDriver      an engine that is stepped: one thread runs it, everything else is posted to that thread
-    RequestDriver   an engine that samples request by request: one task for each, in the event loop
-
-Reports travel in batches, so that tokens never pass through the event loop one by one.
+StepDriver      an engine that is stepped: one thread runs it, everything else is posted to that thread
+RequestDriver   an engine that samples request by request: one task for each, in the event loop
 """
 
 import asyncio
@@ -13,16 +11,13 @@ from typing import Literal
 
 from .types import EngineHealth, EngineStats, GenerationRequest, Progress, Report
 
+# `wait`: running sequences finish first, waiting ones keep waiting; `keep`: all freeze in place and continue
+# after `resume`; `abort`: all end with what they have.
 PauseMode = Literal["wait", "keep", "abort"]
-"""What happens to sequences in flight when an engine pauses.
-
-`wait`: running ones finish first, waiting ones keep waiting; `keep`: all freeze in place and continue after
-`resume`; `abort`: all end with what they have.
-"""
 
 
 class ReportStream:
-    """Reports on their way to the event loop that made the stream; written from any thread."""
+    """Reports on their way, in batches, to the event loop that made the stream; written from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -86,10 +81,7 @@ class EngineFront(ABC):
     async def generate_batches(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[Sequence[Report], None]:
-        """All reports since the last item: completions, refusals, and progress where a request asks for it.
-
-        Raises as `submit`, and EngineFailed if the engine fails later. A caller that stops ends what is left.
-        """
+        """All reports since the last item. Raises as `submit`; a caller that stops ends what is left."""
         stream, unanswered = ReportStream(), len(requests)
         try:
             await self.submit(requests, stream)

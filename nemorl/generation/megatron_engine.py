@@ -75,7 +75,6 @@ class SamplingPolicyWorker(PolicyWorker):
             )
 
     def serve(self, version: int) -> None:
-        """Sample with the current weights, which are of `version`, until the leaders' samplers stop."""
         if self.sampler is None:
             self._decoding.follow()
         else:

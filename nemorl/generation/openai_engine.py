@@ -24,8 +24,7 @@ _STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "tool_calls": St
 class OpenAIBackend:
     """An `AsyncEngine` that asks a server. It gets no weights: all tokens have version 0.
 
-    With `token_ids` prompts go as ids, and `return_token_ids`, which vLLM's server and ours know, asks for
-    those of the answer. Without, text goes both ways and is encoded here: for evaluation only.
+    Without `token_ids` text goes both ways and is encoded here: for evaluation only.
     """
 
     version = 0
@@ -71,7 +70,7 @@ class OpenAIBackend:
             # Filters also where they change nothing: vLLM's server defaults to generation_config.json.
             return body | {
                 "logprobs": 0,
-                "return_token_ids": True,
+                "return_token_ids": True,  # vLLM's server and ours know it
                 "stop_token_ids": sorted(request.stop_token_ids),
                 "top_k": sampling.top_k or -1,
                 "min_p": sampling.min_p,

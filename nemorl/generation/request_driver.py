@@ -177,10 +177,7 @@ class RequestDriver(EngineFront):
 
     @asynccontextmanager
     async def paused(self, *, drain: bool) -> AsyncIterator[None]:
-        """No step runs while the block does: sequences in flight have ended (`drain`) or stay in the engine.
-
-        An engine that was paused before stays paused after it. Blocks may overlap.
-        """
+        """No step runs while the block does, which may overlap: sequences have ended (`drain`) or stay."""
         self._num_blocks += 1
         self._set_gate()
         try:

@@ -50,7 +50,6 @@ class _Flight:
 
     @property
     def num_new(self) -> int:
-        """Tokens that the replica it was on has reported."""
         return len(self.sampled) - self.num_kept
 
     def remaining(self, progress_tokens: int) -> GenerationRequest:
@@ -179,10 +178,9 @@ class Router:
         self._members[replica.name] = _Member(replica)
 
     async def generate(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> Completion:
-        """Sample one turn; `on_progress` receives its tokens as they come, each once.
+        """Sample one turn; `on_progress` receives each token once. Raises RequestRefused and NoReplicaLeft.
 
-        Raises RequestRefused and NoReplicaLeft. A request that was on `MAX_LOSSES` replicas when they were
-        lost is answered with what it has and stop reason `error`.
+        After `MAX_LOSSES` lost replicas it is answered with what it has and stop reason `error`.
         """
         if request.id in self._waiting:
             raise ValueError(f"a request named {request.id} is under way already")

@@ -17,10 +17,7 @@ T = TypeVar("T")
 
 
 class StepDriver(EngineFront):
-    """Steps an engine in the thread that calls `run`; all other methods post to it, or wait for one.
-
-    An error in the thread ends the engine for good and is what every caller gets.
-    """
+    """Steps an engine in the thread that calls `run`; all else is posted to it. An error ends the engine."""
 
     def __init__(self, engine: BatchingEngine, name: str, rest: Callable[[], float] | None = None) -> None:
         """`rest` is called while there is nothing to step; it returns the seconds until its next call."""

@@ -1,7 +1,6 @@
 """The embedded engine: a compact decoder in plain torch, continuous batching over it, and its process.
 
-The network is of the Llama, Qwen2 and Qwen3 families. One forward pass takes `N` packed tokens of any
-sequences: a prefill attends within its prompts, a decoding step to the cache.
+One forward pass takes `N` packed tokens: a prefill attends within its prompts, a decoding step to the cache.
 """
 
 import asyncio
@@ -49,10 +48,7 @@ class Attention(Protocol):
 
 
 class PrefillAttention:
-    """Causal attention within `prompts` right-padded to one length; keys and values go to the cache.
-
-    The causal mask alone keeps padding out; what it leaves in the cache is overwritten before it is seen.
-    """
+    """Causal attention within `prompts` right-padded to one length; what padding leaves is never read."""
 
     def __init__(self, cache: KVCache, prompts: int, length: int, rows: Tensor, owners: Tensor) -> None:
         """The cache row `rows[i]` gets the keys and values of prompt `owners[i]`, both [R]."""
@@ -264,12 +260,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def commit(self) -> None:
-        """From the next step on, run with a copy of the staging parameters."""
         self._decoder = Decoder(self._shape, self._staging, self._table)
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Fill the cache rows of `prompts`; the hidden state [hidden] of each prompt's last token."""
         hidden: dict[Prompt, Tensor] = {}
         by_length = sorted(prompts, key=lambda prompt: prompt.padded_length)
         for length, same in groupby(by_length, key=lambda prompt: prompt.padded_length):

@@ -35,7 +35,6 @@ _STOPS = {
 
 
 def engine_arguments(config: TrtllmGenerationConfig, options: EngineOptions) -> dict[str, Any]:
-    """For `AsyncLLM`."""
     arguments: dict[str, Any] = {
         "model": str(options.model_path),
         "backend": "pytorch",

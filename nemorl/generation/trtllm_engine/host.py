@@ -176,10 +176,9 @@ class TrtllmHost(RequestDriver):
             return dict.fromkeys(names, torch.device("cpu"))
         here = {str(get_device_uuid(index)): index for index in range(torch.cuda.device_count())}
         if missing := sorted(set(names) - here.keys()):
-            raise RefitFailed(
-                f"{self.name} has workers on GPUs that its process does not see ({', '.join(missing)})"
-                ": place them on one machine, or set generation.weight_delivery to workers"
-            )
+            problem = f"{self.name} has workers on GPUs that its process does not see ({', '.join(missing)})"
+            fix = "place them on one machine, or set generation.weight_delivery to workers"
+            raise RefitFailed(f"{problem}: {fix}")
         return {name: torch.device("cuda", here[name]) for name in names}
 
     def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
@@ -264,7 +263,6 @@ class NemorlExtension(WorkerExtension):
         control.__exit__(None, None, None)
 
     def nemorl_load(self, handles: Mapping[str, Any]) -> None:
-        """Take some whole HF tensors by their handles, while the engine is held."""
         if self._nemorl_control is None:
             raise RuntimeError("weights came while the engine was sampling: hold it first")
         self._nemorl_unfinished = True

@@ -42,10 +42,8 @@ class ExpertRows:
         self._num_seen = 0  # rows taken or waiting
 
     def take(self, chunks: Sequence[NDArray[Any]], num_tokens: int) -> Int16Array | None:
-        """New rows [m, layers with experts, experts of a token] of the sequence's first `num_tokens` tokens.
-
-        `chunks` are all that came so far, [rows, layers, experts of a token] each.
-        """
+        """New rows [m, layers with experts, experts of a token] of the first `num_tokens` tokens."""
+        # `chunks` are all that came so far, [rows, layers, experts of a token] each.
         new, self._chunks = chunks[self._chunks :], len(chunks)
         return self._ready(new, num_tokens)
 
@@ -169,7 +167,6 @@ class VllmBackend:
         self.version = version
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Answers of every worker's extension, by rank."""
         return list(await self._running.collective_rpc(method, args=args))
 
     async def sleep(self, level: int) -> None:

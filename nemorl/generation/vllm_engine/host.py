@@ -94,10 +94,7 @@ class VllmHost(RequestDriver):
         lora: LoraConfig | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """With `lora` the engine keeps the weights of the model's folder and receives adapters.
-
-        `gpus`: those that the engine sees, of its ranks first, if they are not those of this process.
-        """
+        """With `lora` the engine receives adapters only. `gpus` are those that it sees, if not this process's."""
         from nemorl.cluster.runtime import hold, remove_abandoned  # and Ray, which vLLM's workers do without
 
         remove_abandoned(Path(tempfile.gettempdir()), FOLDERS, remove_folder)
@@ -237,7 +234,6 @@ class VllmHost(RequestDriver):
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """Remove what vLLM's processes leave behind when they are killed."""
         remove_folder(self._folder)
         self._folder_lock.close()
         if self._rendezvous is not None:

@@ -18,7 +18,6 @@ from nemorl.models.shape import ModelShape
 from nemorl.plan.memory import ITEM_SIZE, ProcessMemory, buckets_bytes, sampling_bytes
 
 _RUNTIME = 600_000_000  # bytes of each process with its imports, as measured on a CPU
-_CLASSES = ("EngineArgs", "AsyncEngineArgs")
 _KINDS = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
 
 
@@ -49,7 +48,7 @@ def engine_arguments() -> Mapping[str, ast.expr]:
     return {
         field.target.id: field.annotation
         for node in module.body
-        if isinstance(node, ast.ClassDef) and node.name in _CLASSES
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }

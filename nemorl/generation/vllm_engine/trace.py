@@ -17,7 +17,7 @@ from nemorl.models.slices import TensorSlice
 
 
 class NotABox(ValueError):
-    """A view whose elements are no box of the tensor it looks at."""
+    """A view whose elements are no box of the tensor it looks at: every second row, say."""
 
 
 class Box(NamedTuple):
@@ -29,10 +29,7 @@ class Box(NamedTuple):
 
 
 def box_of(whole: Tensor, view: Tensor, strides: tuple[int, ...]) -> Box:
-    """The box of a contiguous tensor that a view shows, which is copied to memory with `strides`.
-
-    Transposed views, slices and flattened axes are boxes. Raises NotABox for others: every second row, say.
-    """
+    """The box of a contiguous tensor that a view shows, copied to memory with `strides`. Raises NotABox."""
     shape = tuple(whole.shape)
     own = contiguous_strides(shape)
     start, left = [], int(view.storage_offset())
@@ -66,11 +63,6 @@ class LoaderTrace:
     slices: tuple[TensorSlice, ...]  # one for each copy
     unclear: Mapping[str, str]  # parameters that were filled in another way, and why that cannot be followed
 
-    def sources(self, parameters: Iterable[str]) -> tuple[str, ...]:
-        """HF tensors of which some part lands in one of the parameters."""
-        names = set(parameters)
-        return tuple(dict.fromkeys(part.name for part in self.slices if part.param in names))
-
 
 def trace_loader(
     load: Callable[[Iterable[tuple[str, Tensor]]], Any],
@@ -78,10 +70,7 @@ def trace_loader(
     parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> LoaderTrace:
-    """Run `load` over memory-less HF tensors of a checkpoint in `dtype`; parameters keep their values.
-
-    Raises whatever the loader raises for tensors that it must look into.
-    """
+    """Run `load` over memory-less HF tensors; parameters keep their values. Raises what the loader raises."""
     recorder = _Recorder(parameters)
     with torch.no_grad(), recorder:
         load(recorder.feed(tensors, dtype))

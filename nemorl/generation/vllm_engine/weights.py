@@ -170,8 +170,9 @@ def layout_of(learned: Learned, tensors: Shapes, update: Update) -> WorkerLayout
         return WorkerLayout(_whole_slices(tensors, tensors), tuple(tensors))
     if learned.problem is not None:
         raise Untraceable(f"{learned.problem}. Set generation.update to reload")
-    direct = (part for part in learned.trace.slices if part.param not in learned.changed)
-    whole = learned.trace.sources(learned.changed)
+    slices, changed = learned.trace.slices, learned.changed
+    direct = (part for part in slices if part.param not in changed)
+    whole = tuple(dict.fromkeys(part.name for part in slices if part.param in changed))
     return WorkerLayout((*direct, *_whole_slices(tensors, whole)), whole, learned.changed)
 
 
@@ -219,7 +220,6 @@ class WorkerWeights:
 
 
 def _shared(model: nn.Module) -> set[tuple[str, ...]]:
-    """Names of parameters that are one."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(storage_of(parameter), []).append(name)

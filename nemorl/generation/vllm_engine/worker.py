@@ -71,10 +71,7 @@ class VllmWorkerExtension:
     """The names begin with `nemorl_`, because vLLM refuses those that its worker has."""
 
     def nemorl_open(self: Any, update: Update, owner: int, lora: str | None) -> str:
-        """Get ready; JSON with the processes of worker and engine, the layout, and why some come by reload.
-
-        The engine belongs to the process `owner`. With `lora`, a `LoraConfig`, adapters come alone.
-        """
+        """Get ready in the engine of process `owner`. With `lora`, a `LoraConfig`, adapters come alone."""
         rendezvous = Path(self.distributed_init_method.removeprefix("file://"))
         # By pidfd: a number may be another process's by then, as the parent of an orphan is.
         watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
