@@ -94,7 +94,7 @@ class VllmHost(RequestDriver):
         lora: LoraConfig | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """With `lora` the engine receives adapters only. `gpus` are those that it sees, if not this process's."""
+        """With `lora` the engine receives adapters only; `gpus` it sees, unless it sees this process's."""
         from nemorl.cluster.runtime import hold, remove_abandoned  # and Ray, which vLLM's workers do without
 
         remove_abandoned(Path(tempfile.gettempdir()), FOLDERS, remove_folder)
