@@ -73,7 +73,7 @@ class Sampler:
         """Draw from `logits` [n, vocabulary], float32; `positions[i]` counts row i's sampled tokens so far.
 
         Logprobs are of the distribution after temperature and filters; of a greedy row, which draws from a
-        point mass, of the unfiltered one at temperature 1. Raises FloatingPointError for infinite logits.
+        point mass, of the unfiltered one at temperature 1. Raises FloatingPointError for logits not finite.
         """
         if not logits.amax(-1).isfinite().all():
             raise FloatingPointError(

@@ -177,7 +177,7 @@ class RequestDriver(EngineFront):
 
     @asynccontextmanager
     async def paused(self, *, drain: bool) -> AsyncIterator[None]:
-        """No step runs while the block does, which may overlap: sequences have ended (`drain`) or stay."""
+        """No step runs in the block, sequences have ended (`drain`) or stay frozen. Blocks may overlap."""
         self._num_blocks += 1
         self._set_gate()
         try:

@@ -239,9 +239,8 @@ class ModelRunner:
     ) -> None:
         self.cache = KVCache(max_kv_tokens)
         self._shape, self._device, self._dtype = shape, device, dtype
-        rope = shape.rope
         self._table = RotaryTable(
-            shape.head_dim, rope, max_positions=max_positions, dtype=dtype, device=device
+            shape.head_dim, shape.rope, max_positions=max_positions, dtype=dtype, device=device
         )
         self._parameters = decoder_parameters(shape)
         self._staging = {p.name: torch.zeros(p.shape, device=device, dtype=dtype) for p in self._parameters}
