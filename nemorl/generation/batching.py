@@ -2,9 +2,8 @@
 
 waiting line ──▶ Scheduler (rows of the cache) ──▶ Runner (network) ──▶ Sampler ──▶ completions
 
-The embedded engine and the policy itself sample with it, each with its own network (`Runner`) and cache.
-Every draw is the inverse of a cumulative distribution at one uniform number, and that number is a hash of the
-request's seed and the token's position: neither the batch nor what was drawn before changes it.
+Every draw inverts a cumulative distribution at a uniform number, a hash of the request's seed and the token's
+position: neither the batch nor what was drawn before changes it.
 """
 
 import time
@@ -25,6 +24,7 @@ from .types import Completion, EngineStats, GenerationRequest, Progress, Request
 
 _FIRST_CANDIDATES = 1024  # tokens looked at before the whole vocabulary is sorted
 _CANDIDATE_GROWTH = 8
+_PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
 
 
 class Sampled(NamedTuple):
@@ -49,17 +49,15 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Sampler:
-    """Samples for a fixed sequence of rows."""
+    """Samples for a fixed sequence of rows, each with its entry of `params` and `seeds`."""
 
     def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> None:
-        """`params` and `seeds` have one entry per row; seeds count modulo 2^64."""
         self._device = device
         self._seeds = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
-        temperatures = [p.temperature or 1.0 for p in params]
+        temperatures = [[p.temperature or 1.0] for p in params]
         self._temperatures: Tensor | None = None  # [n, 1]
-        if any(temperature != 1.0 for temperature in temperatures):
-            self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1)
-
+        if any(temperature != [1.0] for temperature in temperatures):
+            self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
         rows: dict[str, list[int]] = {"greedy": [], "filtered": [], "plain": []}
         for row, p in enumerate(params):
             filtered = p.top_k is not None or p.top_p < 1 or p.min_p > 0
@@ -69,15 +67,13 @@ class Sampler:
             "filtered": _Filters([params[row] for row in rows["filtered"]], device).draw,
             "plain": _draw_plain,
         }
-        # A way to draw, and the rows that are drawn so.
         self._groups = [(draws[way], torch.tensor(of, device=device)) for way, of in rows.items() if of]
 
     def __call__(self, logits: Tensor, positions: Sequence[int]) -> Sampled:
         """Draw from `logits` [n, vocabulary], float32; `positions[i]` counts row i's sampled tokens so far.
 
-        The logprobs are those of the distribution after temperature and filters. A greedy row draws from a
-        point mass; its logprob is that of the unfiltered distribution at temperature 1, which says more.
-        Raises FloatingPointError for logits that are not numbers.
+        Logprobs are of the distribution after temperature and filters; of a greedy row, which draws from a
+        point mass, of the unfiltered one at temperature 1. Raises FloatingPointError for logits not finite.
         """
         if not logits.amax(-1).isfinite().all():
             raise FloatingPointError(
@@ -112,13 +108,10 @@ class _Filters:
     """Top-k, top-p and min-p of some rows; a filter that is off keeps everything."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
-
         self._has_top_k = torch.tensor([[p.top_k is not None] for p in params], device=device)
         self._top_k = torch.tensor([[p.top_k or 0] for p in params], device=device)
-        self._top_p = column([p.top_p for p in params])
-        self._log_min_p = column([p.min_p for p in params]).log()
+        self._top_p = torch.tensor([[p.top_p] for p in params], dtype=torch.float32, device=device)
+        self._log_min_p = torch.tensor([[p.min_p] for p in params], dtype=torch.float32, device=device).log()
         self._candidates = max([_FIRST_CANDIDATES, *(p.top_k or 0 for p in params)])
 
     def draw(self, logits: Tensor, uniforms: Tensor) -> Sampled:
@@ -141,10 +134,7 @@ class _Filters:
         return sampled
 
     def _keep(self, ranked: Tensor, logsumexp: Tensor, rows: Tensor) -> Tensor:
-        """Mask [n, k] of the prefix of each row that stays of `ranked` [n, k], logits in descending order.
-
-        `logsumexp` [n, 1] is that of the whole row; `rows` [n] says whose filters count.
-        """
+        """Mask [n, k] of what stays of `ranked` [n, k], in descending order; `logsumexp` [n, 1] is of all."""
         has_top_k, top_p = self._has_top_k[rows], self._top_p[rows]
         by_rank = (torch.arange(ranked.shape[1], device=ranked.device) < self._top_k[rows]) | ~has_top_k
         # Top-p acts on what top-k left, renormalised.
@@ -168,14 +158,10 @@ def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _cumulative(probabilities: Tensor) -> Tensor:
-    """Cumulative sums over the last dimension that never decrease."""
     # The CPU adds one by one in double and rounds at the end; a GPU adds in a tree, which in single precision
     # could decrease by an ulp and let a token of probability zero be drawn.
     dtype = torch.float32 if probabilities.device.type == "cpu" else torch.float64
     return probabilities.cumsum(-1, dtype=dtype)
-
-
-_PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
 
 
 class RowCache(Protocol):
@@ -209,8 +195,7 @@ class Runner(Protocol):
     """The network with its cache: turns tokens into logits."""
 
     @property
-    def cache(self) -> RowCache:
-        """Where keys and values stay."""
+    def cache(self) -> RowCache: ...
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """Fill the cache rows of `prompts`; for each the input of `logits`."""
@@ -242,16 +227,6 @@ class ActiveSequence:
     def num_tokens(self) -> int:
         return len(self.request.prompt) + len(self.sampled)
 
-    @property
-    def position(self) -> int:
-        """Position of the next token among all sampled for the request, on this replica or before."""
-        return self.request.sampled_before + len(self.sampled)
-
-    @property
-    def num_unreported(self) -> int:
-        """Sampled tokens that no report has carried; 0 for a request without progress."""
-        return self.sampled.num_unreported if self.request.progress_tokens else 0
-
     def append(self, token: int, logprob: float, version: int, now: float) -> StopReason | None:
         """Take a sampled token; the stop reason if the sequence ends with it."""
         self.sampled.append(token, logprob, version)
@@ -263,11 +238,7 @@ class ActiveSequence:
 
 
 class Scheduler:
-    """A waiting line and the rows of the running batch.
-
-    Admission is strictly by arrival: no later one passes the first in line, so a large request is served as
-    soon as it fits. There is room for all the tokens a sequence may reach, so a running one is never evicted.
-    """
+    """A waiting line and the rows of the running batch. Admission is strictly by arrival."""
 
     def __init__(self, max_rows: int, fits: Callable[[int, int], bool]) -> None:
         self._max_rows = max_rows
@@ -281,14 +252,9 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return sum(1 for _ in self.running())
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
+        return len(self._rows) - self._rows.count(None)
 
     def running(self) -> Iterator[tuple[int, ActiveSequence]]:
-        """Every running sequence with its row, by row."""
         return ((row, sequence) for row, sequence in enumerate(self._rows) if sequence is not None)
 
     def add(self, sequence: ActiveSequence) -> None:
@@ -302,7 +268,7 @@ class Scheduler:
         admitted = []
         while self._waiting and running < self._max_rows:
             longest = max(longest, self._waiting[0].max_tokens)
-            if not self._fits(max(running + 1, len(self._rows)), longest):
+            if not self._fits(max(running + 1, len(self._rows)), longest):  # so that no one is evicted later
                 break
             sequence = self._waiting.popleft()
             if not free:
@@ -340,10 +306,9 @@ class Scheduler:
 class BatchingEngine:
     """The synchronous core: requests go in by `add`, a `step` samples one token for every running sequence.
 
-    What is sampled for a request depends on its prompt, its parameters, its seed and the weights; who shares
-    the batch changes it by rounding at most, and where oneDNN computes, not at all. A sequence whose weights
-    change in flight keeps the keys and values it has. Nothing ends a turn but what its request names: the
-    model's own end token is for the caller to pass. Not thread-safe.
+    Who shares the batch changes what is sampled for a request by rounding at most, and where oneDNN computes,
+    not at all. A sequence whose weights change in flight keeps its keys and values. Nothing ends a turn but
+    what its request names, not even the model's own end token. Not thread-safe.
     """
 
     def __init__(
@@ -359,15 +324,13 @@ class BatchingEngine:
         """`experts` of a cache row, from a position to before another, where they are to be returned."""
         self.version = 0  # of the weights that sample
         self._runner, self._limits = runner, limits
-        self._device, self._clock = device, clock
-        self._experts = experts
+        self._device, self._clock, self._experts = device, clock, experts
         self._scheduler = Scheduler(max_batch_size, runner.cache.fits)
         self._sequences: dict[str, ActiveSequence] = {}
         self._sampler: Sampler | None = None  # of the running batch; None when its members changed
         self._stats = EngineStats()
 
     def weights_changed(self, version: int) -> None:
-        """From the next step on, weights of `version` sample."""
         self.version = version
         for _, sequence in self._scheduler.running():
             sequence.prompt_hidden = None  # no sequence may start from a prompt that the old weights read
@@ -390,12 +353,8 @@ class BatchingEngine:
         self._limits.check(request)
         if request.id in self._sequences:
             raise RequestRefused(f"request {request.id!r} is in flight already; ids must be unique")
-        sequence = ActiveSequence(
-            request,
-            arrival=self._clock(),
-            max_tokens=self._limits.max_tokens(request),
-            stop_strings=self._limits.stop_finder(request),
-        )
+        finder = self._limits.stop_finder(request)
+        sequence = ActiveSequence(request, self._clock(), self._limits.max_tokens(request), finder)
         self._sequences[request.id] = sequence
         self._scheduler.add(sequence)
 
@@ -417,28 +376,24 @@ class BatchingEngine:
         return completions + self._advance()
 
     def _admit(self) -> list[Completion]:
-        """Let waiting sequences join, and sample their first tokens.
-
-        Each distinct prompt is read once at most; one that a running sequence has is copied from its row.
-        """
+        """Let waiting sequences join, and sample their first tokens; no prompt is read twice."""
         admitted = self._scheduler.admit()
         if not admitted:
             return []
         self._sampler = None
-        running = list(self._scheduler.running())
-        cache = self._runner.cache
-        cache.reserve(self._scheduler.num_rows, max(s.num_tokens for _, s in running))
+        running, cache = list(self._scheduler.running()), self._runner.cache
+        cache.reserve(running[-1][0] + 1, max(s.num_tokens for _, s in running))
 
         donors = {s.prompt_key: (row, s) for row, s in running if s.prompt_hidden is not None}
         copies: list[tuple[int, int, int]] = []  # row copied from, row copied to, tokens
         fresh: dict[bytes, list[tuple[int, ActiveSequence]]] = {}
         for row, sequence in admitted:
-            if sequence.prompt_key not in donors:
+            if sequence.prompt_key in donors:
+                donor_row, donor = donors[sequence.prompt_key]
+                copies.append((donor_row, row, len(sequence.request.prompt)))
+                sequence.prompt_hidden = donor.prompt_hidden
+            else:
                 fresh.setdefault(sequence.prompt_key, []).append((row, sequence))
-                continue
-            donor_row, donor = donors[sequence.prompt_key]
-            copies.append((donor_row, row, len(sequence.request.prompt)))
-            sequence.prompt_hidden = donor.prompt_hidden
         if copies:
             sources, targets, lengths = zip(*copies, strict=True)
             cache.copy_rows(sources, targets, max(lengths))
@@ -478,7 +433,7 @@ class BatchingEngine:
         self, sequences: Sequence[ActiveSequence], sampler: Sampler, logits: Tensor
     ) -> list[Completion]:
         """Draw each sequence's next token; the completions of those that end with it."""
-        sampled = sampler(logits, [sequence.position for sequence in sequences])
+        sampled = sampler(logits, [s.request.sampled_before + len(s.sampled) for s in sequences])
         now = self._clock()
         completions = []
         rows = zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True)
@@ -511,14 +466,15 @@ class BatchingEngine:
         sequence.sampled.experts.append(self._experts(row, first, sequence.num_tokens - 1))
 
     def take_progress(self) -> list[Progress]:
-        """Progress of the running sequences, once one of them has as much as its request asks for.
-
-        Those that are half-way there report with it, since a message costs more than its tokens.
-        """
-        sequences = [s for _, s in self._scheduler.running() if s.num_unreported]
-        if not any(s.num_unreported >= s.request.progress_tokens for s in sequences):
+        """Progress of running sequences, once one has as much as its request asks for, and others half."""
+        shares = [
+            (sequence.sampled.num_unreported / sequence.request.progress_tokens, sequence)
+            for _, sequence in self._scheduler.running()
+            if sequence.request.progress_tokens
+        ]
+        if all(share < 1 for share, _ in shares):
             return []
-        due = [s for s in sequences if 2 * s.num_unreported >= s.request.progress_tokens]
+        due = [sequence for share, sequence in shares if share >= 0.5]
         for sequence in due:
             self._take_experts(sequence)
         return [sequence.sampled.take_progress(sequence.request.id) for sequence in due]

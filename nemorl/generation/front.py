@@ -1,10 +1,7 @@
 """The interface of every engine process, which two drivers implement.
 
-    StepDriver      an engine that is stepped: one thread runs it, everything else is posted to that thread
-    RequestDriver   an engine that samples request by request: one task for each, in the event loop
-
-Reports travel in batches: what has come since the caller last looked is one item of its stream, so that
-tokens never pass through the event loop one by one.
+StepDriver      an engine that is stepped: one thread runs it, everything else is posted to that thread
+RequestDriver   an engine that samples request by request: one task for each, in the event loop
 """
 
 import asyncio
@@ -14,16 +11,13 @@ from typing import Literal
 
 from .types import EngineHealth, EngineStats, GenerationRequest, Progress, Report
 
+# `wait`: running sequences finish first, waiting ones keep waiting; `keep`: all freeze in place and continue
+# after `resume`; `abort`: all end with what they have.
 PauseMode = Literal["wait", "keep", "abort"]
-"""What happens to sequences in flight when an engine pauses.
-
-`wait`: running ones finish first, waiting ones keep waiting; `keep`: all freeze in place and continue after
-`resume`; `abort`: all end with what they have.
-"""
 
 
 class ReportStream:
-    """Reports on their way to the event loop that made the stream; written from any thread."""
+    """Reports on their way, in batches, to the event loop that made the stream; written from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -32,7 +26,7 @@ class ReportStream:
         self._news = asyncio.Event()
 
     def put(self, reports: Sequence[Report], error: Exception | None = None) -> None:
-        """Add reports, in the order in which they were made; the stream ends with an `error` after them."""
+        """Add reports in the order in which they were made; an `error` ends the stream after them."""
         if not self._loop.is_closed():  # a closed loop has no reader
             self._loop.call_soon_threadsafe(self._add, reports, error)
 
@@ -57,17 +51,9 @@ class ReportStream:
 class EngineFront(ABC):
     """An engine as its callers see it. The coroutines belong to one event loop."""
 
-    @property
-    @abstractmethod
-    def version(self) -> int:
-        """Version of the weights that sample."""
-
     @abstractmethod
     async def submit(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
-        """Start requests together, in order, and send their reports to `stream`.
-
-        Raises RequestRefused, with none of them started, and EngineFailed.
-        """
+        """Start requests that report to `stream`. Raises RequestRefused, with none started; EngineFailed."""
 
     @abstractmethod
     async def abandon(self, stream: ReportStream) -> None:
@@ -95,13 +81,8 @@ class EngineFront(ABC):
     async def generate_batches(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[Sequence[Report], None]:
-        """All reports since the last item: completions, refusals, and progress where a request asks for it.
-
-        Raises RequestRefused, with no request started, if one can never be served, and EngineFailed if the
-        engine fails. A caller that stops reading ends what is left.
-        """
-        stream = ReportStream()
-        unanswered = len(requests)
+        """All reports since the last item. Raises as `submit`; a caller that stops ends what is left."""
+        stream, unanswered = ReportStream(), len(requests)
         try:
             await self.submit(requests, stream)
             while unanswered:

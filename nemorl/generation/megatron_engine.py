@@ -1,7 +1,6 @@
 """The policy's own processes as a generation back end.
 
-callers ─▶ EngineFront ─▶ StepDriver, in the thread that serves ─▶ BatchingEngine ─▶ LeadingRunner
-        ─▶ all ranks of the copy
+callers ─▶ StepDriver, in the thread that serves ─▶ BatchingEngine ─▶ LeadingRunner ─▶ all ranks of the copy
 """
 
 from pathlib import Path
@@ -35,21 +34,14 @@ class PolicySampler(StepDriver):
     ) -> None:
         """In the process that leads `copy`; `name` is its name in errors."""
         vocabulary, decode = load_shape(policy.model_path).vocab_size, load_decoder(tokenizer_path)
-        self._runner = LeadingRunner(copy, prefill_tokens=policy.micro_batch_tokens)
-        engine = BatchingEngine(
-            self._runner,
-            RequestLimits(vocabulary, policy.max_sequence_length, config.max_kv_tokens, decode),
-            max_batch_size=config.max_batch_size,
-            device=device,
-            experts=self._runner.experts if policy.moe.router_replay else None,
-        )
-        super().__init__(engine, name, rest=self._runner.rest)
+        runner = self._runner = LeadingRunner(copy, prefill_tokens=policy.micro_batch_tokens)
+        limits = RequestLimits(vocabulary, policy.max_sequence_length, config.max_kv_tokens, decode)
+        rows, experts = config.max_batch_size, runner.experts if policy.moe.router_replay else None
+        engine = BatchingEngine(runner, limits, max_batch_size=rows, device=device, experts=experts)
+        super().__init__(engine, name, rest=runner.rest)
 
     def serve(self, version: int) -> None:
-        """Sample in this thread with the weights in place, which are of `version`, until `stop`.
-
-        What is still in flight then stays where it is until the next stage. Raises what ends the engine.
-        """
+        """Sample in this thread with the weights in place, which are of `version`, until `stop`."""
         self._engine.weights_changed(version)
         self.run()
         if not self._engine.num_running:
@@ -58,10 +50,7 @@ class PolicySampler(StepDriver):
 
 
 class SamplingPolicyWorker(PolicyWorker):
-    """A policy rank whose data-parallel copy samples while `serve` runs.
-
-    The leader's `sampler` answers requests in the process's event loop; the other ranks follow it.
-    """
+    """A policy rank whose data-parallel copy samples while `serve` runs: the leader has the `sampler`."""
 
     def __init__(
         self,
@@ -86,7 +75,6 @@ class SamplingPolicyWorker(PolicyWorker):
             )
 
     def serve(self, version: int) -> None:
-        """Sample with the current weights, which are of `version`, until the leaders' samplers stop."""
         if self.sampler is None:
             self._decoding.follow()
         else:

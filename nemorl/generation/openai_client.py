@@ -43,22 +43,18 @@ class OpenAIClient:
         if api_key_env:
             key = os.environ.get(api_key_env, "").strip()
             if not key:
-                raise MissingKey(
-                    f"{key_field} = {api_key_env}: this environment variable is not set, or empty; it holds "
-                    "the key of the server"
-                )
+                problem = "this environment variable is not set, or empty; it holds the key of the server"
+                raise MissingKey(f"{key_field} = {api_key_env}: {problem}")
             self._headers["Authorization"] = f"Bearer {key}"
-        self._max_retries = max_retries
-        self._first_wait = first_wait_seconds
+        self._max_retries, self._first_wait = max_retries, first_wait_seconds
         self._places = asyncio.Semaphore(max_concurrent)
         self._http: aiohttp.ClientSession | None = None
         self._num_retries = 0
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON that the server answers. The caller sets the deadline (`asyncio.timeout`).
+        """The JSON that the server answers; the caller sets the deadline (`asyncio.timeout`).
 
-        Raises RequestRefused when the server will not have the request, and EngineFailed when it does not
-        answer after all retries.
+        Raises RequestRefused as the server does, and EngineFailed when it does not answer after all retries.
         """
         async with self._places:
             for attempt in range(self._max_retries + 1):
@@ -69,9 +65,8 @@ class OpenAIClient:
                     last = failure
                 if attempt < self._max_retries:
                     await asyncio.sleep(self._wait(attempt, last.retry_after))
-        raise EngineFailed(
-            f"{self.base_url}{path} has not answered in {self._max_retries + 1} attempts; the last: {last}"
-        )
+        attempts = f"{self._max_retries + 1} attempts; the last: {last}"
+        raise EngineFailed(f"{self.base_url}{path} has not answered in {attempts}")
 
     async def chat(self, model: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text of one answer to a conversation, for judges. Raises like `post`."""
@@ -80,9 +75,8 @@ class OpenAIClient:
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:
-            raise EngineFailed(
-                f"{self.base_url}/chat/completions answered without a message: {_cut(str(answer))}"
-            ) from error
+            problem = f"answered without a message: {_cut(str(answer))}"
+            raise EngineFailed(f"{self.base_url}/chat/completions {problem}") from error
 
     def take_retries(self) -> int:
         retries, self._num_retries = self._num_retries, 0
@@ -95,11 +89,9 @@ class OpenAIClient:
     async def _attempt(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         url = f"{self.base_url}{path}"
         if self._http is None:
-            # The whole of a request has the caller's deadline.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-            self._http = aiohttp.ClientSession(
-                headers=self._headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-            )
+            connector = aiohttp.TCPConnector(limit=0)
+            self._http = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
         try:
             async with self._http.post(url, json=dict(body)) as response:
                 if response.status == 200:
@@ -107,11 +99,13 @@ class OpenAIClient:
                     if not isinstance(answer, dict):
                         raise RequestRefused(f"{url} answered what is no JSON object")
                     return answer
-                message = _message(await response.text())
+                text = await response.text()
+                with suppress(ValueError, KeyError, TypeError):  # OpenAI's shape, or any other
+                    text = str(json.loads(text)["error"]["message"])
+                problem = f"status {response.status}: {_cut(text)}"
                 if response.status in _PASSING:
-                    retry_after = response.headers.get("Retry-After", "")
-                    raise _Passing(f"status {response.status}: {message}", retry_after)
-                raise RequestRefused(f"{url} answered status {response.status}: {message}")
+                    raise _Passing(problem, response.headers.get("Retry-After", ""))
+                raise RequestRefused(f"{url} answered {problem}")
         except RequestRefused:
             raise
         except (aiohttp.ClientError, ConnectionError, TimeoutError, ValueError) as error:
@@ -130,12 +124,6 @@ class _Passing(Exception):
     def __init__(self, message: str, retry_after: str = "") -> None:
         super().__init__(message)
         self.retry_after = retry_after
-
-
-def _message(text: str) -> str:
-    with suppress(ValueError, KeyError, TypeError):  # OpenAI's shape, or any other
-        text = str(json.loads(text)["error"]["message"])
-    return _cut(text)
 
 
 def _cut(text: str) -> str:

@@ -17,16 +17,14 @@ from .types import EngineFailed, EngineHealth, EngineOptions, EngineStats, Gener
 
 Encode = Callable[[str], list[int]]
 
-_ANY_TOKEN = 2**31  # above all ids that fit a request
+_ANY_TOKEN = 2**31  # above all ids that fit a request: the server checks its vocabulary
 _STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "tool_calls": StopReason.STOP}
 
 
 class OpenAIBackend:
     """An `AsyncEngine` that asks a server. It gets no weights: all tokens have version 0.
 
-    With `token_ids` prompts go as ids, and `return_token_ids`, which vLLM's server and ours know, asks for
-    those of the answer. Without, text goes both ways and is encoded here: for evaluation only, where tokens
-    and logprobs are not trained on.
+    Without `token_ids` text goes both ways and is encoded here: for evaluation only.
     """
 
     version = 0
@@ -41,7 +39,6 @@ class OpenAIBackend:
     ) -> None:
         self._config, self._client = config, client
         self._encode, self._decode = encode, decode
-        # The server checks its vocabulary.
         self._limits = RequestLimits(_ANY_TOKEN, max_sequence_length, max_sequence_length, decode)
 
     def check(self, request: GenerationRequest) -> None:
@@ -70,11 +67,10 @@ class OpenAIBackend:
         if request.stop_strings:
             body["stop"] = list(request.stop_strings)
         if self._config.token_ids:
-            # Filters also where they change nothing: vLLM's server takes what is not said from the model's
-            # generation_config.json.
+            # Filters also where they change nothing: vLLM's server defaults to generation_config.json.
             return body | {
                 "logprobs": 0,
-                "return_token_ids": True,
+                "return_token_ids": True,  # vLLM's server and ours know it
                 "stop_token_ids": sorted(request.stop_token_ids),
                 "top_k": sampling.top_k or -1,
                 "min_p": sampling.min_p,
@@ -118,9 +114,7 @@ class OpenAIHost(RequestDriver):
         """Connects with the first request. Raises MissingKey, or EngineFailed without a tokenizer."""
         file = options.tokenizer_path / "tokenizer.json"
         if not file.is_file():
-            raise EngineFailed(
-                f"{options.tokenizer_path} holds no tokenizer.json, which text is encoded with"
-            )
+            raise EngineFailed(f"{file.parent} holds no tokenizer.json, which text is encoded with")
         tokenizer = Tokenizer.from_file(str(file))
         self._client = OpenAIClient(
             config.base_url,
@@ -138,8 +132,7 @@ class OpenAIHost(RequestDriver):
         super().__init__(backend, f"generation client {options.rank} of {config.base_url}")
 
     def health(self) -> EngineHealth:
-        # An answer comes in one piece, so a long one does not mean that the engine hangs: a server that
-        # hangs is noticed by the deadlines of requests.
+        # An answer comes in one piece; a server that hangs is noticed by the deadlines of requests.
         return replace(super().health(), seconds_since_step=0.0)
 
     async def stats(self) -> EngineStats:

@@ -19,17 +19,18 @@ from .tokens import TokenBuffer
 from .types import EngineFailed, EngineHealth, EngineStats, GenerationRequest, Refusal, RequestRefused
 
 _RESUME_SECONDS = 5.0  # to resume an engine that could not be paused
+_Switch = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What an engine sampled for one request since its last chunk. `n` tokens."""
+    """What an engine sampled for one request since its last chunk, as in `Progress`. `n` tokens."""
 
     tokens: Sequence[int]  # [n]
-    logprobs: Sequence[float]  # [n] of the distribution sampled
-    versions: Sequence[int]  # [n] weights that sampled each
+    logprobs: Sequence[float]  # [n]
+    versions: Sequence[int]  # [n]
     stop: StopReason | None = None  # of the last chunk
-    routed_experts: Int16Array | None = None  # rows that are new; see `Completion`
+    routed_experts: Int16Array | None = None
 
 
 class AsyncEngine(Protocol):
@@ -53,12 +54,7 @@ class AsyncEngine(Protocol):
 class PauseLock:
     """Keeps an engine paused while anyone holds it. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        freeze: Callable[[], Awaitable[None]],
-        thaw: Callable[[], Awaitable[None]],
-        fail: Callable[[Exception], None],
-    ) -> None:
+    def __init__(self, freeze: _Switch, thaw: _Switch, fail: Callable[[Exception], None]) -> None:
         """`fail` is called for an engine that cannot be resumed."""
         self._freeze, self._thaw, self._fail = freeze, thaw, fail
         self.holders: set[object] = set()  # the engine is paused or pausing while there are any
@@ -114,17 +110,12 @@ class _Sequence:
     began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[StopReason] = field(init=False)  # answers the request when it has ended
 
-    def end(self, stop: StopReason) -> None:
-        seconds = time.monotonic() - self.began
-        self.stream.put([self.sampled.complete(self.request.id, stop, seconds)])
-
 
 class RequestDriver(EngineFront):
     """Runs every request as a task over an `AsyncEngine`. Belongs to one event loop."""
 
     def __init__(self, engine: AsyncEngine, name: str) -> None:
-        self._engine = engine
-        self.name = name
+        self._engine, self.name = engine, name
         self._sequences: dict[str, _Sequence] = {}
         self._running: set[str] = set()  # ids that have passed the gate
         self._gate, self._idle = asyncio.Event(), asyncio.Event()  # requests may start; nothing runs
@@ -155,7 +146,6 @@ class RequestDriver(EngineFront):
             sequence.task.add_done_callback(partial(self._finish, sequence))
 
     async def abandon(self, stream: ReportStream) -> None:
-        """End what is in flight for a stream, and return when its ids are free again."""
         ending = [sequence.task for sequence in self._sequences.values() if sequence.stream is stream]
         for task in ending:
             task.cancel()
@@ -187,10 +177,7 @@ class RequestDriver(EngineFront):
 
     @asynccontextmanager
     async def paused(self, *, drain: bool) -> AsyncIterator[None]:
-        """No step runs while the block does: sequences in flight have ended (`drain`) or stay in the engine.
-
-        An engine that was paused before stays paused after it. Blocks may overlap.
-        """
+        """No step runs in the block, sequences have ended (`drain`) or stay frozen. Blocks may overlap."""
         self._num_blocks += 1
         self._set_gate()
         try:
@@ -214,10 +201,8 @@ class RequestDriver(EngineFront):
                 async with asyncio.timeout(seconds):
                     await stack.enter_async_context(self.paused(drain=drain))
             except TimeoutError as error:
-                raise RefitDeadline(
-                    f"refit to version {version}: {self.name} did not pause within {seconds:g} s "
-                    "(cluster.deadlines.refit)"
-                ) from error
+                late = f"{self.name} did not pause within {seconds:g} s (cluster.deadlines.refit)"
+                raise RefitDeadline(f"refit to version {version}: {late}") from error
             yield
 
     def fail(self, error: Exception) -> None:
@@ -258,16 +243,16 @@ class RequestDriver(EngineFront):
         )
 
     def _finish(self, sequence: _Sequence, task: asyncio.Task[StopReason]) -> None:
-        if task.cancelled():
-            sequence.end(StopReason.ABORT)
-        elif isinstance(error := task.exception(), RequestRefused):
-            sequence.stream.put([Refusal(sequence.request.id, str(error))])  # as servers do
+        name, error = sequence.request.id, None if task.cancelled() else task.exception()
+        if isinstance(error, RequestRefused):
+            sequence.stream.put([Refusal(name, str(error))])  # as servers do
         elif error:
             self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         else:
-            sequence.end(task.result())
-        del self._sequences[sequence.request.id]
-        self._running.discard(sequence.request.id)
+            stop = StopReason.ABORT if task.cancelled() else task.result()
+            sequence.stream.put([sequence.sampled.complete(name, stop, time.monotonic() - sequence.began)])
+        del self._sequences[name]
+        self._running.discard(name)
         if not self._running:
             self._idle.set()
 

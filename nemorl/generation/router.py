@@ -14,23 +14,13 @@ import numpy as np
 from nemorl.trajectories import StopReason
 
 from .tokens import TokenBuffer
-from .types import (
-    Completion,
-    GenerationRequest,
-    NoReplicaLeft,
-    Progress,
-    Refusal,
-    ReplicaLost,
-    Report,
-    RequestRefused,
-)
+from .types import Completion, GenerationRequest, NoReplicaLeft, Progress, ReplicaLost, Report, RequestRefused
 
 OnProgress = Callable[[Progress], None]
 
 # Conversations whose replica is remembered; a forgotten one loses its prefix cache, nothing else.
 REMEMBERED_CONVERSATIONS = 65536
-# A request that was on this number of replicas when they were lost may be what kills them.
-MAX_LOSSES = 2
+MAX_LOSSES = 2  # a request that was on this number of replicas when they were lost may be what kills them
 _MIN_SECONDS = 0.001  # of a request that moves when its deadline has passed: it ends where it arrives
 
 log = logging.getLogger(__name__)
@@ -46,13 +36,12 @@ class _Flight:
     losses: int = 0  # of the replicas that it was on
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
     began: float = field(default_factory=time.monotonic)
-    # Tokens and rows of experts from before the replica it is on now.
-    num_kept: int = 0
-    num_rows_kept: int = 0
+    num_kept: int = 0  # tokens from before the replica it is on now
+    num_rows_kept: int = 0  # the same of rows of experts
 
     @property
     def cost(self) -> int:
-        """What it is to a replica, in tokens."""
+        """Tokens that it may have at most."""
         return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
@@ -61,7 +50,6 @@ class _Flight:
 
     @property
     def num_new(self) -> int:
-        """Tokens that the replica it was on has reported."""
         return len(self.sampled) - self.num_kept
 
     def remaining(self, progress_tokens: int) -> GenerationRequest:
@@ -81,20 +69,17 @@ class _Flight:
 
     def take(self, report: Report) -> None:
         """Keep what was sampled since the last report; answer with what ends the request."""
-        if isinstance(report, Refusal):
-            self.fail(RequestRefused(report.reason))
-            return
         if isinstance(report, Progress):
             progress = report
-        else:  # it has all tokens of this replica again
-            known, experts = self.num_new, report.routed_experts
-            progress = Progress(
-                report.id,
-                report.tokens[known:],
-                report.logprobs[known:],
-                report.versions[known:],
-                None if experts is None else experts[self.sampled.num_expert_rows - self.num_rows_kept :],
-            )
+        elif isinstance(report, Completion):  # it has all tokens of this replica again
+            new, experts = slice(self.num_new, None), report.routed_experts
+            if experts is not None:
+                experts = experts[self.sampled.num_expert_rows - self.num_rows_kept :]
+            values = report.tokens[new], report.logprobs[new], report.versions[new]
+            progress = Progress(report.id, *values, experts)
+        else:
+            self.fail(RequestRefused(report.reason))
+            return
         self.sampled.add(progress)
         if self.on_progress is not None:
             self.on_progress(progress)
@@ -115,8 +100,8 @@ class _Flight:
 class Replica:
     """An engine. `generate` yields completions, refusals of single requests and progress, in any order.
 
-    It raises RequestRefused for requests that can never be served (then none of the call has begun) and
-    ReplicaLost, or anything else, when no more answers will come. `abort` is for callers that have left.
+    It raises RequestRefused if one can never be served (then none has begun), and ReplicaLost, or anything
+    else, when no more answers will come. `abort` is for callers that have left.
     """
 
     name: str
@@ -152,10 +137,8 @@ class _Member:
 class Router:
     """Spreads requests over replicas by outstanding tokens; a conversation stays where it began.
 
-    Requests made in one tick of the event loop travel in one call per replica, so that a thousand turn loops
-    do not make a thousand remote calls. What a lost replica leaves continues on others: the tokens that were
-    reported are kept, with their logprobs and versions, and the rest is drawn from the same seeds. Belongs to
-    one event loop.
+    Requests made in one tick of the event loop, to which it belongs, travel in one call per replica. What a
+    lost replica leaves continues on others: reported tokens are kept, and the rest has the same seeds.
     """
 
     def __init__(self, replicas: Sequence[Replica], progress_tokens: int = 64) -> None:
@@ -170,7 +153,7 @@ class Router:
 
     @property
     def outstanding_tokens(self) -> list[int]:
-        """For each living replica the tokens of its unanswered requests: prompts, and the most to sample."""
+        """Of each living replica, the tokens that its unanswered requests may have at most."""
         return [member.outstanding_tokens for member in self._members.values()]
 
     @property
@@ -182,7 +165,6 @@ class Router:
         return list(self._members)
 
     def lost_replicas(self) -> dict[str, str]:
-        """The cause of each loss by the replica's name."""
         return dict(self.lost)
 
     def take_metrics(self) -> RouterMetrics:
@@ -196,10 +178,9 @@ class Router:
         self._members[replica.name] = _Member(replica)
 
     async def generate(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> Completion:
-        """Sample one turn; `on_progress` receives its tokens as they come, each once.
+        """Sample one turn; `on_progress` receives each token once. Raises RequestRefused and NoReplicaLeft.
 
-        Raises RequestRefused for what can never be served, and NoReplicaLeft. A request that was under way on
-        several replicas when they were lost is answered with what it has and stop reason `error`.
+        After `MAX_LOSSES` lost replicas it is answered with what it has and stop reason `error`.
         """
         if request.id in self._waiting:
             raise ValueError(f"a request named {request.id} is under way already")
@@ -266,7 +247,6 @@ class Router:
                         member.flights[report.id].take(report)
 
     def _close(self, member: _Member, flights: Sequence[_Flight], stream: asyncio.Task[None]) -> None:
-        """See to what a finished stream left without an answer."""
         member.streams.discard(stream)
         if stream.cancelled():
             return

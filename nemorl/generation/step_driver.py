@@ -6,35 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from .batching import BatchingEngine
 from .front import EngineFront, PauseMode, ReportStream
-from .types import (
-    Completion,
-    EngineFailed,
-    EngineHealth,
-    EngineStats,
-    GenerationRequest,
-    Report,
-    RequestRefused,
-)
+from .types import EngineFailed, EngineHealth, EngineStats, GenerationRequest, Report, RequestRefused
 
 T = TypeVar("T")
 
 
 class StepDriver(EngineFront):
-    """Steps an engine in the thread that calls `run`; all other methods post to that thread.
-
-    An error in the thread ends the engine for good and is what every caller gets. While no thread runs it,
-    callers wait.
-    """
+    """Steps an engine in the thread that calls `run`; all else is posted to it. An error ends the engine."""
 
     def __init__(self, engine: BatchingEngine, name: str, rest: Callable[[], float] | None = None) -> None:
         """`rest` is called while there is nothing to step; it returns the seconds until its next call."""
-        self._engine = engine
-        self._name = name
-        self._rest = rest
+        self._engine, self._name, self._rest = engine, name, rest
         self._rest_seconds: float | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, ReportStream] = {}  # of each request in flight
@@ -64,15 +51,11 @@ class StepDriver(EngineFront):
         """Let `run` return after the current step; what is in flight stays in the engine."""
         await self.call(self._leaving.set)
 
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
     async def submit(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
         await self.call(lambda: self._add(requests, stream))
 
     async def abandon(self, stream: ReportStream) -> None:
-        """End what is in flight for a stream. Does not wait: requests posted later come later."""
+        # Does not wait: requests posted later come later.
         if self._failure is None:
             self.post(lambda: self._abort([name for name, other in self._streams.items() if other is stream]))
 
@@ -87,7 +70,7 @@ class StepDriver(EngineFront):
         await asyncio.wrap_future(self._post(lambda paused: self._pause(mode, paused)))
 
     async def resume(self) -> None:
-        await self.call(self._resume)
+        await self.call(lambda: self._set_paused(False))
 
     async def stats(self) -> EngineStats:
         return await self.call(self._engine.take_stats)
@@ -137,14 +120,13 @@ class StepDriver(EngineFront):
         if self._is_ending():
             return
         if self._paused:
-            self._deliver(self._engine.expire())
+            self._send(self._engine.expire())
         else:
-            self._deliver(self._engine.step(admit=not self._draining))
-            self._send(self._engine.take_progress())
+            self._send(self._engine.step(admit=not self._draining))
+            self._send(self._engine.take_progress(), ended=False)
             self._last_step = time.monotonic()
             if self._draining and self._engine.num_running == 0:
-                self._paused = True
-                self._finish_draining()
+                self._set_paused(True)
         if self._rest is not None and (self._paused or self._engine.num_running == 0):
             self._rest_seconds = self._rest()
 
@@ -167,20 +149,16 @@ class StepDriver(EngineFront):
             return commands
 
     def _add(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
-        joined: list[str] = []
-        try:
+        with ExitStack() as refused:
             for request in requests:
                 self._engine.add(request)
-                joined.append(request.id)
-        except RequestRefused:
-            for request_id in joined:
-                self._engine.abort(request_id)
-            raise
-        self._streams.update(dict.fromkeys(joined, stream))
+                refused.callback(self._engine.abort, request.id)
+            refused.pop_all()
+        self._streams |= {request.id: stream for request in requests}
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         ended = [self._engine.abort(request_id) for request_id in request_ids]
-        self._deliver([completion for completion in ended if completion is not None])
+        self._send([completion for completion in ended if completion is not None])
 
     def _pause(self, mode: PauseMode, paused: Future[None]) -> None:
         self._draining.append(paused)
@@ -188,31 +166,24 @@ class StepDriver(EngineFront):
             return
         if mode == "abort":
             self._abort(list(self._streams))
-        self._paused = True
-        self._finish_draining()
+        self._set_paused(True)
 
-    def _resume(self) -> None:
-        self._paused = False
-        self._finish_draining()
-
-    def _finish_draining(self) -> None:
-        """Complete every pause that waits for running sequences: there is nothing more to wait for."""
-        draining, self._draining = self._draining, []
-        for drained in draining:
+    def _set_paused(self, paused: bool) -> None:
+        """Pause or resume, which completes every pause that waits for running sequences."""
+        self._paused = paused
+        for drained in self._draining:
             drained.set_result(None)
+        self._draining.clear()
 
     def _is_ending(self) -> bool:
         return self._leaving.is_set() or self._closing.is_set()
 
-    def _deliver(self, completions: Sequence[Completion]) -> None:
-        self._send(completions)
-        for completion in completions:
-            del self._streams[completion.id]
-
-    def _send(self, reports: Sequence[Report]) -> None:
+    def _send(self, reports: Sequence[Report], *, ended: bool = True) -> None:
         by_stream: dict[ReportStream, list[Report]] = {}
         for report in reports:
             by_stream.setdefault(self._streams[report.id], []).append(report)
+            if ended:
+                del self._streams[report.id]
         for stream, batch in by_stream.items():
             stream.put(batch)
 

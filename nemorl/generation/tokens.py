@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from nemorl.trajectories import Float32Array, Int16Array, Int32Array, StopReason
+from nemorl.trajectories import Int16Array, StopReason
 
 from .types import Completion, GenerationRequest, Progress, RequestRefused
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens included."""
+Decode = Callable[[Sequence[int]], str]  # special tokens included
 
 _CONTEXT_TOKENS = 5  # of the prompt: what a tokenizer does at the start of a text must not hit sampled tokens
 _INCOMPLETE = "\ufffd"  # what a decoder shows for the bytes of an incomplete character
@@ -66,23 +65,22 @@ class TokenBuffer:
         )
 
     def take_progress(self, request_id: str) -> Progress:
-        report = Progress(request_id, *self._arrays(self._num_reported), self._rows(self._experts_reported))
+        report = self._from(self._num_reported, self._experts_reported, request_id)
         self._num_reported, self._experts_reported = len(self.tokens), len(self.experts)
         return report
 
     def complete(self, request_id: str, stop: StopReason, seconds: float) -> Completion:
-        return Completion(request_id, *self._arrays(0), stop, seconds, self._rows(0))
+        p = self._from(0, 0, request_id)
+        return Completion(p.id, p.tokens, p.logprobs, p.versions, stop, seconds, p.routed_experts)
 
-    def _arrays(self, first: int) -> tuple[Int32Array, Float32Array, Int32Array]:
-        return (
-            np.array(self.tokens[first:], np.int32),
-            np.array(self.logprobs[first:], np.float32),
-            np.array(self.versions[first:], np.int32),
+    def _from(self, token: int, experts: int, request_id: str) -> Progress:
+        return Progress(
+            request_id,
+            np.array(self.tokens[token:], np.int32),
+            np.array(self.logprobs[token:], np.float32),
+            np.array(self.versions[token:], np.int32),
+            np.concatenate(self.experts[experts:]) if len(self.experts) > experts else None,
         )
-
-    def _rows(self, first: int) -> Int16Array | None:
-        new = self.experts[first:]
-        return np.concatenate(new) if new else None
 
 
 class TextDecoder:
@@ -146,32 +144,25 @@ class RequestLimits:
 
     def check(self, request: GenerationRequest) -> None:
         """Raise RequestRefused, with the limit that the request breaks."""
-        prompt, name = request.prompt, f"request {request.id!r}"
-        if len(prompt) == 0 or request.max_new_tokens < 1:
-            raise RequestRefused(
-                f"{name} has {len(prompt)} prompt tokens and max_new_tokens={request.max_new_tokens}; both"
-                " must be at least 1"
-            )
-        if prompt.min() < 0 or prompt.max() >= self.vocab_size:
-            raise RequestRefused(
-                f"{name} has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has"
-                f" {self.vocab_size}: is the tokenizer another model's?"
-            )
-        if len(prompt) >= self.max_sequence_length:
-            raise RequestRefused(
-                f"{name} has a prompt of {len(prompt)} tokens, which leaves nothing to sample below"
-                f" policy.max_sequence_length={self.max_sequence_length}; shorten it or raise the limit"
-            )
-        if self.max_tokens(request) > self.max_kv_tokens:
-            raise RequestRefused(
-                f"{name} may grow to {self.max_tokens(request)} tokens, and the KV cache holds"
-                f" generation.max_kv_tokens={self.max_kv_tokens}; raise it or lower max_new_tokens"
-            )
-        if request.stop_strings and self.decode is None:
-            raise RequestRefused(
-                f"{name} has stop strings, and there is no tokenizer.json to decode with; save the tokenizer"
-                " in the fast format or use stop_token_ids"
-            )
+        prompt, new, longest = request.prompt, request.max_new_tokens, self.max_tokens(request)
+        if len(prompt) == 0 or new < 1:
+            problem = f"has {len(prompt)} prompt tokens and max_new_tokens={new}; both must be at least 1"
+        elif prompt.min() < 0 or prompt.max() >= self.vocab_size:
+            problem = f"has token ids from {prompt.min()} to {prompt.max()}; the model's vocabulary has"
+            problem += f" {self.vocab_size}: is the tokenizer another model's?"
+        elif len(prompt) >= self.max_sequence_length:
+            limit = f"policy.max_sequence_length={self.max_sequence_length}"
+            problem = f"has a prompt of {len(prompt)} tokens, which leaves nothing to sample below {limit};"
+            problem += " shorten it or raise the limit"
+        elif longest > self.max_kv_tokens:
+            problem = f"may grow to {longest} tokens, and the KV cache holds"
+            problem += f" generation.max_kv_tokens={self.max_kv_tokens}; raise it or lower max_new_tokens"
+        elif request.stop_strings and self.decode is None:
+            problem = "has stop strings, and there is no tokenizer.json to decode with; save the tokenizer in"
+            problem += " the fast format or use stop_token_ids"
+        else:
+            return
+        raise RequestRefused(f"request {request.id!r} {problem}")
 
     def stop_finder(self, request: GenerationRequest) -> StopStringFinder | None:
         """None without stop strings; one may begin in tokens that another replica sampled."""
@@ -191,9 +182,8 @@ def engine_seed(request: GenerationRequest) -> int:
 
 def load_decoder(tokenizer_path: Path) -> Decode | None:
     """Tokens to text by the folder's `tokenizer.json`; None without one."""
-    # Without transformers, which would cost every engine seconds and 400 MB.
     file = tokenizer_path / "tokenizer.json"
     if not file.exists():
         return None
-    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer = Tokenizer.from_file(str(file))  # transformers would cost every engine seconds and 400 MB
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))

@@ -32,13 +32,10 @@ class GenerationRequest:
     stop_strings: tuple[str, ...] = ()
     deadline_seconds: float = 600.0  # from arrival; past it the turn ends with `abort`
     conversation: str = ""  # turns of one conversation share it, so that a router keeps them on one replica
-    # Report what was sampled whenever about this many tokens more are there; 0 never does.
-    progress_tokens: int = 0
-    # Tokens at the end of `prompt` that another replica sampled for this request before it was lost. Draws
-    # and stop strings continue from there.
+    progress_tokens: int = 0  # report whenever about this many tokens more are sampled; 0 never does
+    # Tokens at the end of `prompt` that a lost replica sampled: draws and stop strings continue from there.
     sampled_before: int = 0
-    # Position of the first token whose experts an engine returns, if it returns any: those before are known.
-    routed_experts_from: int = 0
+    routed_experts_from: int = 0  # position of the first token whose experts an engine returns, if any
 
 
 @dataclass(frozen=True)
@@ -51,17 +48,14 @@ class Completion:
     versions: Int32Array  # [n] weights that sampled each token
     stop: StopReason
     seconds: float = 0.0  # from arrival to the last token
-    # [m, layers with experts, experts of a token] what the routers chose when each token was read, prompt
-    # included, from position `routed_experts_from` on as far as is known: the last token was not read yet
+    # [m, layers with experts, experts of a token] chosen when each token was read, from `routed_experts_from`
+    # on, prompt included; the last token was not read yet
     routed_experts: Int16Array | None = None
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What was sampled for a request since its last report. `n` tokens, which its completion has again.
-
-    Used for streaming, and to continue where a replica died.
-    """
+    """What was sampled for a request since its last report. `n` tokens, which its completion has again."""
 
     id: str
     tokens: Int32Array  # [n]
@@ -78,8 +72,7 @@ class Refusal:
     reason: str
 
 
-Report = Completion | Progress | Refusal
-"""An item of an engine's stream; an engine without progress gives completions only, and refusals at most."""
+Report = Completion | Progress | Refusal  # an item of an engine's stream
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of an engine's process, of whatever back end, besides its section of the configuration."""
+    """Options of an engine's process besides its section of the configuration."""
 
     model_path: Path
     tokenizer_path: Path
@@ -122,7 +115,7 @@ class EngineStats:
 
 
 class RequestRefused(ValueError):
-    """A request that can never be served; the sentence says which limit it breaks."""
+    """A request that can never be served; the message names the limit that it breaks."""
 
 
 class EngineFailed(RuntimeError):

@@ -117,7 +117,7 @@ def test_weights_are_swapped_whole_while_sequences_run(make_worker, monkeypatch)
         return await running
 
     changed = asyncio.run(main())
-    assert worker.version == 5
+    assert worker.health().version == 5
     for name, completion in changed.items():
         assert completion.versions.tolist() == [0] * 11 + [5] * 19  # the first step samples two tokens
         assert completion.tokens[:11].tolist() == undisturbed[name].tokens[:11].tolist()

@@ -1,13 +1,14 @@
 """What a vLLM engine cannot be started with, and what its processes hold."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
 from nemorl.cluster.placement import worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.errors import ConfigError, Problem
-from nemorl.generation.vllm_engine.plan import problems as vllm_problems
+from nemorl.generation.vllm_engine import plan
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape, MoeShape
 from nemorl.plan.memory import ProcessMemory, estimate_memory
@@ -25,7 +26,12 @@ SHARED = [
 
 def problems(configure: Configure, *overrides: str, version: str | None = "0.32") -> list[Problem]:
     experiment = configure(VLLM, *overrides)
-    return list(vllm_problems(experiment, shape_of(experiment), lambda: version))
+    return vllm_problems(experiment, shape_of(experiment), version)
+
+
+def vllm_problems(experiment: Experiment, shape: ModelShape, version: str | None = "0.32") -> list[Problem]:
+    with mock.patch.object(plan, "installed_version", return_value=version):
+        return list(plan.problems(experiment, shape, installed=True))
 
 
 def shape_of(experiment: Experiment, head_dim: int = 32) -> ModelShape:
@@ -61,7 +67,7 @@ def test_an_engine_that_is_not_installed_is_refused(configure: Configure) -> Non
 def test_heads_that_the_kernels_of_a_cpu_lack_are_refused_there(configure: Configure) -> None:
     for overrides, refused in (((), ["policy.model_path"]), ((GPUS,), [])):
         experiment = configure(VLLM, *overrides)
-        found = list(vllm_problems(experiment, shape_of(experiment, head_dim=24), lambda: "0.32"))
+        found = vllm_problems(experiment, shape_of(experiment, head_dim=24))
         assert [problem.field for problem in found] == refused
 
 
@@ -71,7 +77,7 @@ def test_adapters_next_to_experts_require_gpus(configure: Configure) -> None:
             VLLM, "generation.adapters=separate", "policy.lora={rank: 8, alpha: 16}", *overrides
         )
         mixture = replace(shape_of(experiment), moe=MoeShape(num_experts=4, top_k=2, ffn_hidden_size=8))
-        found = list(vllm_problems(experiment, mixture, lambda: "0.32"))
+        found = vllm_problems(experiment, mixture)
         assert [problem.field for problem in found] == refused
 
 
@@ -79,7 +85,7 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
     experiment = configure(VLLM)
     long = experiment.policy.model_copy(update={"max_sequence_length": 10**9})
     changed = experiment.model_copy(update={"policy": long})
-    found = vllm_problems(changed, shape_of(experiment), lambda: "0.32")
+    found = vllm_problems(changed, shape_of(experiment))
     assert [problem.field for problem in found] == ["generation.kv_cache_gigabytes"]
 
 

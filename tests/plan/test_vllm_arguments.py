@@ -6,9 +6,8 @@ import sys
 import pytest
 
 from nemorl.generation.vllm_engine.plan import argument_problems, engine_arguments
-from nemorl.generation.vllm_engine.plan import problems as vllm_problems
 from tests.plan.conftest import Configure
-from tests.plan.test_vllm import VLLM, shape_of
+from tests.plan.test_vllm import VLLM, shape_of, vllm_problems
 from tests.vllm_there import require_vllm
 
 
@@ -37,7 +36,7 @@ def test_what_vllm_takes_passes() -> None:
 def test_the_check_of_an_experiment_names_them(configure: Configure) -> None:
     require_vllm()
     experiment = configure(VLLM, "generation.vllm_kwargs={sed: 1}")
-    found = list(vllm_problems(experiment, shape_of(experiment), lambda: "0.32"))
+    found = vllm_problems(experiment, shape_of(experiment))
     assert [problem.field for problem in found] == ["generation.vllm_kwargs.sed"]
 
 

@@ -1,10 +1,6 @@
 """The embedded engine: a compact decoder in plain torch, continuous batching over it, and its process.
 
-The network is of the Llama, Qwen2 and Qwen3 families. One forward pass takes `N` packed tokens of any
-sequences: a prefill attends within its prompts, a decoding step to the cache.
-
-Sequences in flight continue with new weights and keep their keys and values; pause with `wait` before an
-update for sequences of one version, with `keep` to hold sampling still while weights travel.
+One forward pass takes `N` packed tokens: a prefill attends within its prompts, a decoding step to the cache.
 """
 
 import asyncio
@@ -37,8 +33,7 @@ from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitDeadline, RefitSession
 
 _QUERY_MULTIPLE = 4  # query rows of one kernel call; see `DecodeAttention`
-# Rows of `x` are padded to a multiple of this by the callers: with fewer or ragged rows the CPU libraries
-# take other kernels, whose sums round otherwise, and a sequence would then depend on who shares its batch.
+# With ragged rows the CPU libraries take kernels that round otherwise: a sequence would depend on its batch.
 ROW_MULTIPLE = 4
 _TYPICAL_ROWS = 16  # what the packed layout is chosen for; any number of rows works
 _PREFILL_TOKENS = 2048  # of one forward pass, padding included; bounds the activations
@@ -53,14 +48,10 @@ class Attention(Protocol):
 
 
 class PrefillAttention:
-    """Causal attention within `prompts` right-padded to one length; keys and values go to the cache.
-
-    `owners[i]` is the prompt whose keys and values the cache row `rows[i]` gets. The causal mask alone keeps
-    padding out; what it leaves in the cache is overwritten before a step can see it.
-    """
+    """Causal attention within `prompts` right-padded to one length; what padding leaves is never read."""
 
     def __init__(self, cache: KVCache, prompts: int, length: int, rows: Tensor, owners: Tensor) -> None:
-        """`rows` and `owners` are [R]."""
+        """The cache row `rows[i]` gets the keys and values of prompt `owners[i]`, both [R]."""
         self._cache, self._prompts, self._owners = cache, prompts, owners
         self._kept = min(length, cache.length)  # padding may reach beyond the rows
         self._slots = cache.slots(rows[:, None], torch.arange(self._kept, device=rows.device)).flatten()
@@ -78,9 +69,8 @@ class PrefillAttention:
 class DecodeAttention:
     """One new token for each of the cache rows 0..n-1, attending to its row up to itself.
 
-    The query heads that share a key-value head are the query rows of one kernel call, so grouped-query
-    attention needs no copy of the keys. They are padded to a multiple of four: with fewer, the CPU kernel's
-    rounding depends on the other rows of the batch.
+    The query heads that share a key-value head are the query rows of one kernel call, padded to a multiple of
+    four: with fewer, the CPU kernel's rounding depends on the other rows of the batch.
     """
 
     def __init__(self, cache: KVCache, positions: Tensor, longest: int, dtype: torch.dtype) -> None:
@@ -150,7 +140,6 @@ def decoder_parameters(shape: ModelShape) -> list[Parameter]:
     hidden, ffn, head_dim = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
     query, key_value = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
     projections = (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value))
-    # Each parameter of a layer, and its HF tensors with their shapes.
     of_layer: dict[str, dict[str, tuple[int, ...]]] = {
         "attention_norm.weight": {"input_layernorm.weight": (hidden,)},
         "qkv.weight": {f"self_attn.{name}.weight": (rows, hidden) for name, rows in projections},
@@ -249,8 +238,7 @@ class ModelRunner:
         dtype: torch.dtype,
     ) -> None:
         self.cache = KVCache(max_kv_tokens)
-        self._shape = shape
-        self._device, self._dtype = device, dtype
+        self._shape, self._device, self._dtype = shape, device, dtype
         self._table = RotaryTable(
             shape.head_dim, shape.rope, max_positions=max_positions, dtype=dtype, device=device
         )
@@ -271,12 +259,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def commit(self) -> None:
-        """From the next step on, run with a copy of the staging parameters."""
         self._decoder = Decoder(self._shape, self._staging, self._table)
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Fill the cache rows of `prompts`; the hidden state [hidden] of each prompt's last token."""
         hidden: dict[Prompt, Tensor] = {}
         by_length = sorted(prompts, key=lambda prompt: prompt.padded_length)
         for length, same in groupby(by_length, key=lambda prompt: prompt.padded_length):
@@ -291,13 +277,9 @@ class ModelRunner:
         tokens = np.zeros((len(batch), length), dtype=np.int64)
         for index, prompt in enumerate(batch):
             tokens[index, : len(prompt.tokens)] = prompt.tokens
-        attention = PrefillAttention(
-            self.cache,
-            len(batch),
-            length,
-            rows=self._indices([row for prompt in batch for row in prompt.rows]),
-            owners=self._indices([index for index, prompt in enumerate(batch) for _ in prompt.rows]),
-        )
+        rows = self._indices([row for prompt in batch for row in prompt.rows])
+        owners = self._indices([index for index, prompt in enumerate(batch) for _ in prompt.rows])
+        attention = PrefillAttention(self.cache, len(batch), length, rows, owners)
         positions = torch.arange(length).repeat(len(batch))
         hidden = self._hidden(torch.from_numpy(tokens).flatten(), positions, attention)
         last = [index * length + len(prompt.tokens) - 1 for index, prompt in enumerate(batch)]
@@ -305,17 +287,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """One step of the cache rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
         padding = [0] * (-len(tokens) % ROW_MULTIPLE)
         attention = DecodeAttention(self.cache, self._indices(positions), max(positions) + 1, self._dtype)
-        hidden = self._hidden(
-            torch.tensor([*tokens, *padding]), torch.tensor([*positions, *padding]), attention
-        )
-        return self._network.logits(hidden)[: len(tokens)]
+        padded, at = torch.tensor([*tokens, *padding]), torch.tensor([*positions, *padding])
+        return self._network.logits(self._hidden(padded, at, attention))[: len(tokens)]
 
     @torch.inference_mode()
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
-        """Logits [n, vocabulary] of `n` hidden states from `prefill`."""
         rows = torch.stack(list(hidden))
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE))
         return self._network.logits(padded)[: len(rows)]
@@ -347,20 +325,10 @@ class TorchEngine(BatchingEngine):
         decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.model = ModelRunner(
-            shape,
-            max_kv_tokens=config.max_kv_tokens,
-            max_positions=max_sequence_length,
-            device=device,
-            dtype=dtype,
-        )
-        super().__init__(
-            self.model,
-            RequestLimits(shape.vocab_size, max_sequence_length, config.max_kv_tokens, decode),
-            max_batch_size=config.max_batch_size,
-            device=device,
-            clock=clock,
-        )
+        kv, length, rows = config.max_kv_tokens, max_sequence_length, config.max_batch_size
+        self.model = ModelRunner(shape, max_kv_tokens=kv, max_positions=length, device=device, dtype=dtype)
+        limits = RequestLimits(shape.vocab_size, length, kv, decode)
+        super().__init__(self.model, limits, max_batch_size=rows, device=device, clock=clock)
 
     def commit(self, version: int) -> None:
         """Sample with the staged weights of `model` from the next step on."""
@@ -405,7 +373,6 @@ class TorchHost(StepDriver):
         return (await asyncio.to_thread(self._receiver.begin(session)),)
 
     async def commit_weights(self, version: int) -> None:
-        """Sample with what was received, from a step on; raises RefitDeadline for an engine that hangs."""
         await asyncio.to_thread(self._receiver.commit, version)
 
     def abandon_refit(self) -> None:
@@ -429,7 +396,6 @@ class TorchHost(StepDriver):
             swap.result(seconds)
         except TimeoutError as error:
             swap.cancel()
-            raise RefitDeadline(
-                f"refit to version {version}: generation rank {self._options.rank} has received the weights, "
-                f"and its engine has not taken them within {seconds:g} s (cluster.deadlines.refit)"
-            ) from error
+            who = f"refit to version {version}: generation rank {self._options.rank}"
+            problem = f"has received the weights, and its engine has not taken them within {seconds:g} s"
+            raise RefitDeadline(f"{who} {problem} (cluster.deadlines.refit)") from error

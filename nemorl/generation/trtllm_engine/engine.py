@@ -35,7 +35,6 @@ _STOPS = {
 
 
 def engine_arguments(config: TrtllmGenerationConfig, options: EngineOptions) -> dict[str, Any]:
-    """For `AsyncLLM`."""
     arguments: dict[str, Any] = {
         "model": str(options.model_path),
         "backend": "pytorch",
@@ -54,19 +53,15 @@ def engine_arguments(config: TrtllmGenerationConfig, options: EngineOptions) -> 
         "ray_worker_extension_cls": _EXTENSION,
         **config.trtllm_kwargs,
     }
-    if config.in_flight_updates:
-        # A step that overlaps with the next one has tokens that no count knows of when an update comes.
+    if config.in_flight_updates:  # of a step that overlaps with the next one no count has the tokens
         arguments["disable_overlap_scheduler"] = True
-    for name in ("moe_tensor_parallel_size", "moe_expert_parallel_size"):
-        if (size := getattr(config, name)) is not None:
-            arguments[name] = size
-    return arguments
+    names = ("moe_tensor_parallel_size", "moe_expert_parallel_size")
+    return arguments | {name: size for name in names if (size := getattr(config, name)) is not None}
 
 
 def sampling_params(request: GenerationRequest, max_sequence_length: int) -> SamplingParams:
     """A request's own. Stop strings are looked for by us: the engine would look for them as token ids."""
-    sampling = request.sampling
-    greedy = sampling.temperature == 0
+    sampling, greedy = request.sampling, request.sampling.temperature == 0
     return SamplingParams(
         max_tokens=min(request.max_new_tokens, max_sequence_length - len(request.prompt)),
         temperature=sampling.temperature,
@@ -117,7 +112,7 @@ class _Flight:
 
 
 class TrtllmEngine:
-    """One engine with all its workers. Belongs to one event loop; `start` comes first."""
+    """One engine with all its workers. Belongs to one event loop."""
 
     def __init__(
         self, config: TrtllmGenerationConfig, limits: RequestLimits, name: str, arguments: Mapping[str, Any]
@@ -133,14 +128,11 @@ class TrtllmEngine:
         self.limits.check(request)
 
     async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Chunks of a request; closing the generator before its end aborts it.
-
-        What the engine says is wrong with this request alone ends it with stop reason `error`.
-        """
-        prompt = {"prompt_token_ids": request.prompt.tolist()}
+        """Chunks of a request; an error of this request alone ends it with stop reason `error`."""
         output, stop = None, None
         try:
             params = sampling_params(request, self.limits.max_sequence_length)
+            prompt = {"prompt_token_ids": request.prompt.tolist()}
             output = self.llm.generate_async(prompt, params, streaming=True)
             flight = _Flight([(0, self.version)], finder=self.limits.stop_finder(request))
             self._flights[output.request_id] = flight
@@ -173,27 +165,19 @@ class TrtllmEngine:
         """What is sampled after the engine's pause comes from weights of `version`."""
         self.version = version
         for number, flight in self._flights.items():
-            # A request that is not active has all its tokens from before, or none: what it had sampled has
-            # come while the engine was paused.
+            # What a request that is not active had sampled has come while the engine was paused.
             flight.versions.append((self._counts.get(number, flight.received), version))
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """A method on every worker; answers by rank. Raises EngineFailed, which names dead ranks."""
         try:
-            answers: list[Any] = await self.llm.collective_rpc(method, args=args)
+            return list(await self.llm.collective_rpc(method, args=args))
         except Exception as error:
+            ranks = range(self.config.ranks_per_replica)
+            asked = (self.llm.collective_rpc("nemorl_device", unique_reply_rank=rank) for rank in ranks)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            dead = [str(rank) for rank in ranks if isinstance(answers[rank], BaseException)]
+            failed = f"worker{'s' * (len(dead) > 1)} of rank {', '.join(dead)} of {len(ranks)} died"
             cause = getattr(error, "cause", error)  # Ray's wrapping has the complete stack
-            raise EngineFailed(
-                f"{self.name}: {await self._who_failed()} in {method}: {type(cause).__name__}: {cause}"
-            ) from error
-        return answers
-
-    async def _who_failed(self) -> str:
-        """The workers that do not answer any more, or all, where they do."""
-        count = self.config.ranks_per_replica
-        asked = (self.llm.collective_rpc("nemorl_device", unique_reply_rank=rank) for rank in range(count))
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        dead = [rank for rank, answer in enumerate(answers) if isinstance(answer, BaseException)]
-        if not dead:
-            return "its workers failed"
-        return f"worker{'s' * (len(dead) > 1)} of rank {', '.join(map(str, dead))} of {count} died"
+            problem = f"{failed if dead else 'its workers failed'} in {method}"
+            raise EngineFailed(f"{self.name}: {problem}: {type(cause).__name__}: {cause}") from error

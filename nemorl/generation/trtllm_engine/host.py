@@ -4,8 +4,7 @@ handles    exchange ──▶ host memory (sampling continues) ──commit: CUD
 workers    exchange ──▶ a receiver in every worker (engine paused) ──▶ its loader; commit: the final None
 
 Workers take weights through their own `update_weights`: handles `{gpu: [(name, (rebuild, arguments)), ...]}`
-and, when all have come, None. It is called undecorated: the engine is held once around a whole update, since
-between two calls it would step with half of the weights.
+and, when all have come, None. It is called undecorated, since the engine is held around a whole update.
 """
 
 import asyncio
@@ -78,10 +77,9 @@ class TrtllmHost(RequestDriver):
         """Whole tensors: once for the replica, or once for each of its workers."""
         if self._config.weight_delivery == "handles":
             return (self._receiver.describe(),)
-        batch = self._config.bucket_megabytes * 2**20
-        return tuple(
-            await self._trtllm.call("nemorl_describe", self._tensors, self._dtypes, self._device, batch)
-        )
+        size = self._config.bucket_megabytes * 2**20
+        arguments = (self._tensors, self._dtypes, self._device, size)
+        return tuple(await self._trtllm.call("nemorl_describe", *arguments))
 
     async def prepare_refit(self, parts: tuple[Part, ...]) -> None:
         if self._config.weight_delivery == "handles":
@@ -90,14 +88,13 @@ class TrtllmHost(RequestDriver):
             await self._trtllm.call("nemorl_prepare", parts)
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
-        """The replica's side of a refit; with `workers` the engine is paused from here to the commit."""
         if self._config.weight_delivery == "handles":
             return (await asyncio.to_thread(self._receiver.begin(session)),)
+        # The engine is paused from here to the commit.
         await self._update.enter_async_context(self._paused_for(session.version))
         return tuple(await self._trtllm.call("nemorl_receive", session))
 
     async def commit_weights(self, version: int) -> None:
-        """Put the received weights into use. Raises `RefitFailed`; the engine ends if weights are corrupt."""
         if self._config.weight_delivery == "handles":
             await asyncio.to_thread(self._receiver.commit, version)
             return
@@ -165,10 +162,8 @@ class TrtllmHost(RequestDriver):
                     await self._trtllm.call("nemorl_load", _handles(copies))
                 await self._trtllm.call("nemorl_finish", self._config.recompute_kv_cache)
             except Exception as error:
-                problem = (
-                    f"{self.name} did not finish its update to version {version}: its weights are "
-                    "of two versions until a complete refit"
-                )
+                unfinished = f"{self.name} did not finish its update to version {version}"
+                problem = f"{unfinished}: its weights are of two versions until a complete refit"
                 self.fail(EngineFailed(problem))
                 await self._trtllm.call("nemorl_give_up")
                 raise RefitFailed(f"refit to version {version}: {error}; {problem}") from error
@@ -181,10 +176,9 @@ class TrtllmHost(RequestDriver):
             return dict.fromkeys(names, torch.device("cpu"))
         here = {str(get_device_uuid(index)): index for index in range(torch.cuda.device_count())}
         if missing := sorted(set(names) - here.keys()):
-            raise RefitFailed(
-                f"{self.name} has workers on GPUs that its process does not see ({', '.join(missing)})"
-                ": place them on one machine, or set generation.weight_delivery to workers"
-            )
+            problem = f"{self.name} has workers on GPUs that its process does not see ({', '.join(missing)})"
+            fix = "place them on one machine, or set generation.weight_delivery to workers"
+            raise RefitFailed(f"{problem}: {fix}")
         return {name: torch.device("cuda", here[name]) for name in names}
 
     def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
@@ -192,7 +186,7 @@ class TrtllmHost(RequestDriver):
         return self.paused_for(version, drain=drain, seconds=self._commit_seconds)
 
     async def _keep_watch(self) -> None:
-        """Notice workers that die; calls wait their turn behind whatever a worker does."""
+        # Notices workers that die; calls wait their turn behind whatever a worker does.
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             try:
@@ -240,10 +234,7 @@ _DEVICE_ARGUMENT = 6  # of a rebuild function's arguments; the worker puts its o
 
 
 class NemorlExtension(WorkerExtension):
-    """Methods of a worker, one at a time in its main thread. Their prefix keeps them apart from its own.
-
-    `engine` is its PyExecutor, `device_id` its GPU, `global_rank` its rank.
-    """
+    """Methods of a worker, in its main thread. `engine` is its PyExecutor, `device_id` its GPU."""
 
     _nemorl_control: Any = None  # held while it is there
     _nemorl_unfinished = False  # weights have been loaded since the last None
@@ -266,15 +257,12 @@ class NemorlExtension(WorkerExtension):
     def nemorl_release(self) -> None:
         """Step again. Raises RuntimeError for an update that never came to its end."""
         if self._nemorl_unfinished:
-            raise RuntimeError(
-                "new weights were loaded and the final None did not follow, so the model is half prepared: "
-                "finish the update or give it up"
-            )
+            half = "new weights were loaded and the final None did not follow, so the model is half prepared"
+            raise RuntimeError(f"{half}: finish the update or give it up")
         control, self._nemorl_control = self._nemorl_control, None
         control.__exit__(None, None, None)
 
     def nemorl_load(self, handles: Mapping[str, Any]) -> None:
-        """Take some whole HF tensors by their handles, while the engine is held."""
         if self._nemorl_control is None:
             raise RuntimeError("weights came while the engine was sampling: hold it first")
         self._nemorl_unfinished = True
@@ -300,9 +288,9 @@ class NemorlExtension(WorkerExtension):
     ) -> ReceiverLayout:
         """Become a receiver of whole tensors on this worker's device, which is of `kind`."""
         device = torch.device(kind, self.device_id) if kind == "cuda" else torch.device(kind)
-        receiver = self._nemorl_receiver = WholeTensorReceiver(
-            tensors, dtypes, _OwnLoader(self), device=device, batch_bytes=batch_bytes
-        )
+        loader = _OwnLoader(self)
+        receiver = WholeTensorReceiver(tensors, dtypes, loader, device=device, batch_bytes=batch_bytes)
+        self._nemorl_receiver = receiver
         return receiver.describe()
 
     def nemorl_prepare(self, parts: tuple[Part, ...]) -> None:

@@ -24,12 +24,9 @@ def installed_version() -> str | None:
 
 
 def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> Iterator[Problem]:
-    """Packages of an engine that this installation does not bring; a run on other machines may have them."""
     if installed and "RAY_ADDRESS" not in os.environ and installed_version() is None:
-        fix = (
-            "the package tensorrt_llm is not installed: start from NVIDIA's TensorRT-LLM container "
-            "(docs/trtllm.md), or take another generation.backend"
-        )
+        fix = "the package tensorrt_llm is not installed: start from NVIDIA's TensorRT-LLM container"
+        fix += " (docs/trtllm.md), or take another generation.backend"
         yield Problem("generation.backend", "trtllm", fix)
 
 

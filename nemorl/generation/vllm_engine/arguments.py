@@ -9,19 +9,14 @@ from nemorl.config.policy import LoraConfig
 from nemorl.generation.tokens import engine_seed
 from nemorl.generation.types import EngineOptions, GenerationRequest
 
-# In the environment of workers whose linear layers must keep weights as they were loaded.
-PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"
-# In the environment of workers that learn, as they load the model, where shards of weights belong.
-LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"
+PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"  # linear layers must keep weights as they were loaded
+LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"  # learn, while loading, where shards of weights belong
 EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
 _BATCHED_TOKENS = 2048  # of a step, on a CPU
 
 
 def environment(config: VllmGenerationConfig, options: EngineOptions, sockets: Path) -> dict[str, str]:
-    """Variables that must be set before vLLM is imported; its processes inherit them.
-
-    `sockets` is the folder of the sockets between its processes.
-    """
+    """Variables to set before vLLM is imported, for all its processes; `sockets` is for their sockets."""
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
         "VLLM_NO_USAGE_STATS": "1",
@@ -52,10 +47,7 @@ def engine_arguments(
     lora: LoraConfig | None = None,
     projections: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """For `AsyncEngineArgs`; `vllm_kwargs` come last and win.
-
-    With `lora` the engine computes adapters of these `projections` on top of its weights.
-    """
+    """For `AsyncEngineArgs`; with `lora` the engine computes adapters of these `projections`."""
     device = options.device
     arguments: dict[str, Any] = {
         "model": str(options.model_path),

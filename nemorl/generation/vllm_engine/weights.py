@@ -4,9 +4,8 @@
     reloaded   whole tensors, for modules that compute with memory of their own -> vLLM's own loader
     adapters   a policy's LoRA, which vLLM computes on top of weights that stay as they are
 
-The layout is learned while the model is loaded: after its weights are there, and before post-processing
-replaces or changes parameters, or keeps copies of them, for kernels that require another order. Writing into
-such a parameter would not be seen, or would be wrong, so modules that post-processing touched are reloaded.
+The layout is learned when weights are loaded, before post-processing replaces, changes or copies parameters
+for its kernels. Writing into these would not be seen, or would be wrong, so their modules are reloaded.
 """
 
 import logging
@@ -28,7 +27,8 @@ from .trace import LoaderTrace, storage_of, trace_loader, uncovered
 
 _CHUNK = 1 << 20
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by element size
-_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type)
+# Modules are looked at one by one.
+_PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type, nn.Module)
 _DEEPEST = 4  # objects in objects that are looked into
 
 
@@ -44,8 +44,7 @@ def touched_by(process: Callable[[], None], model: nn.Module) -> dict[str, str]:
     changed: dict[str, str] = {}
     for name, module in model.named_modules():
         states, attributes = before.get(name, ({}, {}))
-        reason = _difference(module, states, attributes)
-        if reason is not None:
+        if (reason := _difference(module, states, attributes)) is not None:
             own = {*states, *dict(module.named_parameters(recurse=False))}
             changed |= {f"{name}.{parameter}".lstrip("."): reason for parameter in own}
     return changed
@@ -57,9 +56,8 @@ def _difference(
     now = _states(module)
     if now.keys() != states.keys():
         return "post-processing gave the module other parameters"
-    for name, state in now.items():
-        if state != states[name]:
-            return f"post-processing changed {name}"
+    if changed := [name for name, state in now.items() if state != states[name]]:
+        return f"post-processing changed {changed[0]}"
     own = {storage_of(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
     for name, value in _attributes(module).items():
         if attributes.get(name) is not value and _other_memory(value, own, _DEEPEST):
@@ -87,11 +85,7 @@ def _other_memory(value: object, own: set[int], depth: int) -> bool:
         return False
     if isinstance(value, Tensor):
         return value.numel() > 1 and storage_of(value) not in own
-    if isinstance(value, nn.Module):
-        return False  # it is looked at separately
-    if depth == 0:
-        return True
-    return any(_other_memory(part, own, depth - 1) for part in _parts(value))
+    return depth == 0 or any(_other_memory(part, own, depth - 1) for part in _parts(value))
 
 
 def _parts(value: object) -> list[Any]:
@@ -120,13 +114,8 @@ def _digest(parameter: Tensor) -> int:
     return total
 
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Names and shapes of a checkpoint's tensors."""
-Reload = Callable[[Iterable[tuple[str, Tensor]]], Any]
-
-WHOLE = "whole:"
-"""Before the HF name of a tensor that is delivered whole: the name of the memory it waits in."""
-
+Shapes = Mapping[str, tuple[int, ...]]  # of a checkpoint's tensors
+WHOLE = "whole:"  # before the HF name of a tensor that is delivered whole: the name of the memory it waits in
 _RELOADER = "vllm.model_executor.model_loader.reload"
 
 
@@ -145,7 +134,6 @@ def learn(model: nn.Module, tensors: Shapes, process: Callable[[], None]) -> Lea
     """Trace the loader of a model that is loaded, and watch what `process`, the post-processing, changes."""
     load: Any = model.load_weights
     targets = _targets(model)
-    problem = None
     try:
         trace = trace_loader(load, tensors, targets, next(iter(targets.values())).dtype)
         problem = next((f"{name}: {reason}" for name, reason in trace.unclear.items()), None)
@@ -155,10 +143,8 @@ def learn(model: nn.Module, tensors: Shapes, process: Callable[[], None]) -> Lea
     apart = _shared(model)
     changed = touched_by(process, model)
     if tied := _shared(model) - apart:
-        problem = (
-            f"vLLM has tied {' and '.join(sorted(tied)[0])}, which the checkpoint keeps apart with equal "
-            "values; training would part them"
-        )
+        names = " and ".join(sorted(tied)[0])
+        problem = f"vLLM has tied {names}, which the checkpoint keeps apart; training would part them"
     if problem is None:  # check that what is to be written is covered; buffers count if some of one is loaded
         loaded = {part.param for part in trace.slices}
         targets = parameters_of(model) | {n: b for n, b in model.named_buffers() if n in loaded}
@@ -166,10 +152,8 @@ def learn(model: nn.Module, tensors: Shapes, process: Callable[[], None]) -> Lea
         direct = LoaderTrace(tuple(part for part in trace.slices if part.param in writable), {})
         if wrong := uncovered(direct, writable):
             name, reason = next(iter(wrong.items()))
-            problem = (
-                f"{len(wrong)} of {len(writable)} parameters cannot be written in shards, first {name}: "
-                f"{reason}"
-            )
+            counts = f"{len(wrong)} of {len(writable)} parameters"
+            problem = f"{counts} cannot be written in shards, first {name}: {reason}"
     return Learned(trace, changed, problem)
 
 
@@ -186,8 +170,9 @@ def layout_of(learned: Learned, tensors: Shapes, update: Update) -> WorkerLayout
         return WorkerLayout(_whole_slices(tensors, tensors), tuple(tensors))
     if learned.problem is not None:
         raise Untraceable(f"{learned.problem}. Set generation.update to reload")
-    direct = (part for part in learned.trace.slices if part.param not in learned.changed)
-    whole = learned.trace.sources(learned.changed)
+    slices, changed = learned.trace.slices, learned.changed
+    direct = (part for part in slices if part.param not in changed)
+    whole = tuple(dict.fromkeys(part.name for part in slices if part.param in changed))
     return WorkerLayout((*direct, *_whole_slices(tensors, whole)), whole, learned.changed)
 
 
@@ -197,7 +182,7 @@ class WorkerWeights:
 
     model: nn.Module
     layout: WorkerLayout
-    reload: Reload
+    reload: Callable[[Iterable[tuple[str, Tensor]]], Any]
     in_place: bool
     dtype: torch.dtype  # of tensors that are delivered whole
     _tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -214,7 +199,6 @@ class WorkerWeights:
         return self._tensors
 
     def commit(self) -> None:
-        """Take into use what was written: no step of the engine runs meanwhile."""
         tensors = self.tensors()
         if not self.in_place:
             own = _targets(self.model)
@@ -225,8 +209,7 @@ class WorkerWeights:
             _forget_kernels(self.model)
             logger = logging.getLogger(_RELOADER)
             level = logger.level
-            if self.layout.reasons:
-                # Layers for which nothing comes keep what they have, of which it would warn one by one.
+            if self.layout.reasons:  # it would warn of every layer for which nothing comes
                 logger.setLevel(logging.ERROR)
             try:
                 with torch.no_grad():
@@ -237,7 +220,6 @@ class WorkerWeights:
 
 
 def _shared(model: nn.Module) -> set[tuple[str, ...]]:
-    """Names of parameters that are one."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(storage_of(parameter), []).append(name)
@@ -255,10 +237,7 @@ def _targets(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _forget_kernels(model: nn.Module) -> None:
-    """Have the loader make the kernels of experts on a CPU again: only then vLLM 0.32 packs experts.
-
-    Nothing on a CPU has captured where the old ones lie.
-    """
+    """Have the loader make the kernels of experts on a CPU again: only then vLLM 0.32 packs experts."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
@@ -313,10 +292,7 @@ class Unadaptable(ValueError):
 
 @dataclass
 class WorkerAdapters:
-    """Held by a worker whose engine was started with `enable_lora`; at first they add nothing.
-
-    `tensors` (in PEFT's names) is what an exchange writes; `commit` makes it the adapter in use.
-    """
+    """Held by a worker whose engine was started with `enable_lora`, as `WorkerWeights`; names are PEFT's."""
 
     model: nn.Module
     lora: LoraConfig
@@ -333,7 +309,7 @@ class WorkerAdapters:
         return self._tensors
 
     def commit(self) -> None:
-        """Take into use what was written: no step of the engine runs meanwhile. Raises Unadaptable."""
+        """Raises Unadaptable."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
         from vllm.model_executor.models.utils import is_pp_missing_parameter
@@ -356,10 +332,8 @@ class WorkerAdapters:
             places |= {f"{parent}.{part}" for part in manager.packed_modules_mapping.get(own, [own])}
         lost = [n for n in adapter.loras if n not in places and not is_pp_missing_parameter(n, model)]
         if lost:
-            raise Unadaptable(
-                f"vLLM's {type(model).__name__} has no place for {len(lost)} adapters, first that of "
-                f"{lost[0]}. Set generation.adapters to merged"
-            )
+            problem = f"vLLM's {type(model).__name__} has no place for {len(lost)} adapters, first that of"
+            raise Unadaptable(f"{problem} {lost[0]}. Set generation.adapters to merged")
         manager.remove_adapter(ADAPTER_ID)
         manager.add_adapter(adapter)
         manager.activate_adapter(ADAPTER_ID)

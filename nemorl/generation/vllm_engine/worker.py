@@ -1,8 +1,7 @@
 """Extension of vLLM's worker class: the receiving side of the weight exchange, in every worker process.
 
-vLLM names it by `worker_extension_cls` and imports it before the model is loaded. Its methods are called by
-`collective_rpc` with texts and numbers, JSON where it is more; a refit runs in a thread next to the engine's
-steps, and its report goes to the socket of the process that asked.
+vLLM imports it before the model is loaded (`worker_extension_cls`), and `collective_rpc` calls its methods
+with texts and numbers. A refit runs in a thread next to the steps; its report goes to a socket.
 """
 
 import ctypes
@@ -12,13 +11,13 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vllm import _custom_ops
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import base_loader
@@ -50,10 +49,7 @@ def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch
 
 
 def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
-    """Kill the engine when the replica's process has ended, and remove its files: nothing else would.
-
-    Both are pidfds: a number may be another process's by then, as the parent of an orphan is.
-    """
+    """Kill the engine when the replica's process has ended, and remove its files; both are pidfds."""
     select.select([owner], [], [])
     remove_folder(Path(os.environ["VLLM_RPC_BASE_PATH"]))
     rendezvous.unlink(missing_ok=True)
@@ -64,8 +60,7 @@ def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
 # A worker whose engine was killed ends too. Linux only, as vLLM's workers are.
 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 if os.environ.get(PLAIN_WEIGHTS):
-    # oneDNN's linear layers keep a packed copy and drop the weights, into which nothing could be written; so
-    # do the kernels that take small matrices in bfloat16 on CPUs with AMX.
+    # oneDNN's linear layers drop the weights for a packed copy, as do AMX kernels for small matrices.
     _custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 if os.environ.get(LEARNED_LAYOUT):
@@ -76,12 +71,9 @@ class VllmWorkerExtension:
     """The names begin with `nemorl_`, because vLLM refuses those that its worker has."""
 
     def nemorl_open(self: Any, update: Update, owner: int, lora: str | None) -> str:
-        """Get ready; JSON with the processes of worker and engine, the layout, and why some come by reload.
-
-        `owner` is the process to which the engine belongs. With `lora`, a `LoraConfig`, adapters come alone:
-        at first those that add nothing are in use.
-        """
+        """Get ready in the engine of process `owner`. With `lora`, a `LoraConfig`, adapters come alone."""
         rendezvous = Path(self.distributed_init_method.removeprefix("file://"))
+        # By pidfd: a number may be another process's by then, as the parent of an orphan is.
         watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
         threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
         runner, dtype = self.model_runner, self.model_runner.model_config.dtype
@@ -92,11 +84,9 @@ class VllmWorkerExtension:
         if lora is None:
             layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape), update)
             slices, reasons = layout.slices, layout.reasons
-
-            def reload(weights: Iterable[tuple[str, Tensor]]) -> None:
-                runner.reload_weights(weights_iterator=weights)
-
-            held = WorkerWeights(model, layout, reload, in_place, dtype)
+            held = WorkerWeights(
+                model, layout, lambda new: runner.reload_weights(weights_iterator=new), in_place, dtype
+            )
         else:
             config = LoraConfig.model_validate_json(lora)
             shapes = adapter_tensors(shape, config)
@@ -105,26 +95,19 @@ class VllmWorkerExtension:
             held.commit()  # adapters that add nothing yet
             compute_one_adapter()
         self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
-        return json.dumps(
-            {
-                "process": os.getpid(),
-                "engine": os.getppid(),
-                "meeting": str(rendezvous),
-                "layout": LAYOUT.dump_python(self.nemorl.describe(), mode="json"),
-                "reasons": dict(reasons),
-            }
-        )
+        layout_json = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
+        processes = {"process": os.getpid(), "engine": os.getppid(), "meeting": str(rendezvous)}
+        return json.dumps({**processes, "layout": layout_json, "reasons": dict(reasons)})
 
     def nemorl_prepare(self: Any, parts: str) -> None:
         self.nemorl.prepare(PARTS.validate_json(parts)[self.rank])
 
     def nemorl_receive(self: Any, session: str, reports: str) -> None:
         """Begin to receive; the report, or the error, goes to the socket at `reports`."""
-        receive = self.nemorl.begin(SESSION.validate_json(session))
-        self.nemorl_receiving = threading.Thread(
-            target=_receive, args=(receive, self.rank, reports), name="weight receiver", daemon=True
-        )
-        self.nemorl_receiving.start()
+        work = (self.nemorl.begin(SESSION.validate_json(session)), self.rank, reports)
+        receiving = threading.Thread(target=_receive, args=work, name="weight receiver", daemon=True)
+        self.nemorl_receiving = receiving
+        receiving.start()
 
     def nemorl_commit(self: Any, version: int) -> None:
         self.nemorl.commit(version)
