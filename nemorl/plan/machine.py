@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemorl.config.algorithm import OfflineBase
-from nemorl.config.experiment import Experiment
+from nemorl.config.experiment import Experiment, field_value
 from nemorl.config.facts import models_of
 from nemorl.errors import Problem, Problems
 
@@ -161,13 +161,13 @@ def _blamed(
     group, part = max(sizes, key=lambda key: sizes[key])
     process = next(process for process in processes if process.group == group)
     field, fix = _remedy(experiment, process, part)
-    value: object = experiment
-    for step in field.split("."):
-        value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
-    if field.endswith(".model_path"):
-        value = str(value or experiment.policy.model_path)
+    if field.endswith(".model_path"):  # a section without one has the policy's
+        paths = {f"{model.section}.model_path": model.config.model_path for model in models_of(experiment)}
+        value = str(paths[field])
     elif field == "policy.layout":
         value = experiment.policy.layout.name
+    else:
+        value = field_value(dict(experiment), field)
     share = f"{_gigabytes(sizes[group, part])} of it are for the {part.replace('_', ' ')}"
     return Problem(field, value, f"{problem}: {share} of the {group} processes; {fix}")
 
