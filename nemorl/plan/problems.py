@@ -63,7 +63,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     """
     policy, generation, algorithm = experiment.policy, experiment.generation, experiment.algorithm
     samples = algorithm.generates or not training
-    problems = list(file_problems(experiment, machine.same_packages))
+    problems = list(file_problems(experiment, machine.same_packages, training=training))
     if is_this_machine(experiment, machine):
         # Threads beyond the cores wait for each other, and some thousands cannot be started.
         fields = ("generation.threads", "cluster.policy_threads")
@@ -193,7 +193,7 @@ def _layout_problems(experiment: Experiment, shape: ModelShape) -> Problems:
         yield Problem("policy.recompute.modules", list(modules), fix)
 
 
-def file_problems(experiment: Experiment, packages: bool = True) -> Problems:
+def file_problems(experiment: Experiment, packages: bool = True, *, training: bool = True) -> Problems:
     """Everything that is missing besides the config.json of the model; `packages` looks at those here too."""
     policy, data = experiment.policy, experiment.data
     model, tokenizer = policy.model_path, policy.tokenizer
@@ -226,6 +226,7 @@ def file_problems(experiment: Experiment, packages: bool = True) -> Problems:
     generation = experiment.generation
     sections: dict[str, object] = {"generation": generation, "generation.endpoint": generation.endpoint}
     sections |= {f"rewards.{place}": reward for place, reward in enumerate(experiment.rewards)}
+    sections |= {f"teachers.{name}": one for name, one in experiment.teachers.items() if training}
     for section, config in sections.items():
         variable = getattr(config, "api_key_env", None)
         if variable and not os.environ.get(variable, "").strip():
