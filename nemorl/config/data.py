@@ -124,16 +124,9 @@ class StepsDataset(Config):
     """Put after each step; empty where steps are single tokens."""
 
 
-DatasetConfig = Annotated[
-    JsonlDataset
-    | ReasoningGymDataset
-    | ArithmeticDataset
-    | ConversationsDataset
-    | PreferenceDataset
-    | FeedbackDataset
-    | StepsDataset,
-    Field(discriminator="name"),
-]
+_Tasks = JsonlDataset | ReasoningGymDataset | ArithmeticDataset
+_Examples = ConversationsDataset | PreferenceDataset | FeedbackDataset | StepsDataset
+DatasetConfig = Annotated[_Tasks | _Examples, Field(discriminator="name")]
 
 
 class DataConfig(Config):

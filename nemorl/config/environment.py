@@ -132,16 +132,9 @@ class CustomEnvConfig(EnvBase):
             return {}
 
 
-EnvConfig = Annotated[
-    SingleTurnEnvConfig
-    | MathEnvConfig
-    | ReasoningGymEnvConfig
-    | CalculatorEnvConfig
-    | ChainedSumsEnvConfig
-    | CustomEnvConfig,
-    Variants(SingleTurnEnvConfig),
-]
-
+_OneTurn = SingleTurnEnvConfig | MathEnvConfig | ReasoningGymEnvConfig
+_SeveralTurns = CalculatorEnvConfig | ChainedSumsEnvConfig
+EnvConfig = Annotated[_OneTurn | _SeveralTurns | CustomEnvConfig, Variants(SingleTurnEnvConfig)]
 
 Signature = Literal["trl", "verl", "openrlhf"]
 

@@ -535,11 +535,6 @@ class TorchGenerationConfig(GenerationBase):
     """Tokens the KV cache of one engine holds; requests wait for room."""
 
 
-GenerationConfig = Annotated[
-    TorchGenerationConfig
-    | MegatronGenerationConfig
-    | OpenAIGenerationConfig
-    | VllmGenerationConfig
-    | TrtllmGenerationConfig,
-    Variants(TorchGenerationConfig, by="backend"),
-]
+_BuiltIn = TorchGenerationConfig | MegatronGenerationConfig
+_External = OpenAIGenerationConfig | VllmGenerationConfig | TrtllmGenerationConfig
+GenerationConfig = Annotated[_BuiltIn | _External, Variants(TorchGenerationConfig, by="backend")]

@@ -39,15 +39,6 @@ from .online import OnlineConfig as OnlineConfig
 from .online import SequenceMaskConfig as SequenceMaskConfig
 from .online import TruncatedCorrectionConfig as TruncatedCorrectionConfig
 
-AlgorithmConfig = Annotated[
-    OnlineConfig
-    | IterativePreferenceConfig
-    | RejectionSamplingConfig
-    | OnPolicyDistillationConfig
-    | SftConfig
-    | DistillationConfig
-    | PreferenceConfig
-    | KtoConfig
-    | RewardModelConfig,
-    Field(discriminator="name"),
-]
+_Online = OnlineConfig | IterativePreferenceConfig | RejectionSamplingConfig | OnPolicyDistillationConfig
+_Offline = SftConfig | DistillationConfig | PreferenceConfig | KtoConfig | RewardModelConfig
+AlgorithmConfig = Annotated[_Online | _Offline, Field(discriminator="name")]

@@ -228,18 +228,10 @@ class CustomAdvantageConfig(AdvantageBase):
     """Keyword arguments bound to the function."""
 
 
-OfGroupsConfig = (
-    GroupAdvantageConfig
-    | ReinforceAdvantageConfig
-    | GroupThenBatchAdvantageConfig
-    | RemaxAdvantageConfig
-    | OptimalBaselineAdvantageConfig
-    | GpgAdvantageConfig
-    | GdpoAdvantageConfig
-    | PassAtKAdvantageConfig
-    | TurnAdvantageConfig
-    | CustomAdvantageConfig
-)
+_WithMean = GroupAdvantageConfig | ReinforceAdvantageConfig | GroupThenBatchAdvantageConfig
+_WithBaseline = _WithMean | RemaxAdvantageConfig | OptimalBaselineAdvantageConfig | GpgAdvantageConfig
+_Other = GdpoAdvantageConfig | PassAtKAdvantageConfig | TurnAdvantageConfig | CustomAdvantageConfig
+OfGroupsConfig = _WithBaseline | _Other
 OfTokensConfig = GaeConfig | TurnGaeConfig | BiLevelGaeConfig | TokenReturnsConfig
 
 AdvantageConfig = Annotated[OfGroupsConfig | OfTokensConfig, Variants(GroupAdvantageConfig)]

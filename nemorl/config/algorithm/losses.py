@@ -183,19 +183,9 @@ class CustomLossConfig(PolicyLossBase):
     metrics: ClassVar[frozenset[str]] = _RATIO
 
 
-PolicyLossConfig = Annotated[
-    ClipLossConfig
-    | GspoLossConfig
-    | GspoTokenLossConfig
-    | GmpoLossConfig
-    | CispoLossConfig
-    | SapoLossConfig
-    | ReinforceLossConfig
-    | ClipCovLossConfig
-    | KlCovLossConfig
-    | CustomLossConfig,
-    Variants(ClipLossConfig),
-]
+_Clipped = ClipLossConfig | GspoLossConfig | GspoTokenLossConfig | GmpoLossConfig | CispoLossConfig
+_Other = SapoLossConfig | ReinforceLossConfig | ClipCovLossConfig | KlCovLossConfig | CustomLossConfig
+PolicyLossConfig = Annotated[_Clipped | _Other, Variants(ClipLossConfig)]
 
 
 class CriticLearningConfig(Config):

@@ -111,15 +111,8 @@ class AnchoredLossConfig(PairLossBase):
     """`zero` if chosen answers are better than the policy's, `down` if they are worse."""
 
 
-PairLossConfig = Annotated[
-    LogisticLossConfig
-    | RobustLossConfig
-    | SquaredLossConfig
-    | HingeLossConfig
-    | OddsRatioLossConfig
-    | AnchoredLossConfig,
-    Variants(LogisticLossConfig),
-]
+_Margin = LogisticLossConfig | RobustLossConfig | SquaredLossConfig | HingeLossConfig
+PairLossConfig = Annotated[_Margin | OddsRatioLossConfig | AnchoredLossConfig, Variants(LogisticLossConfig)]
 
 
 PREFERENCE_PRESETS = {
