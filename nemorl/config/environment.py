@@ -145,7 +145,6 @@ class RewardBase(Config):
     call_metrics: ClassVar[tuple[str, ...]] = ("errors", "seconds", "waiting", "retries")
     """Metrics of its calls: `reward_KIND/NAME`."""
     named_by: ClassVar[str] = "kind"  # the field that it is called by where it has no name
-
     kind: str
     """The kind of reward."""
     name: str | None = Field(None, min_length=1)
@@ -173,7 +172,6 @@ class RewardBase(Config):
 class FunctionRewardConfig(RewardBase):
     call_metrics: ClassVar[tuple[str, ...]] = ("errors", "seconds", "waiting")  # no call is retried
     named_by: ClassVar[str] = "function"
-
     kind: Literal["function"] = "function"
     """A function of the answers of a group, or of one answer."""
     function: str = Field(min_length=1)

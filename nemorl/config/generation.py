@@ -170,14 +170,13 @@ class MegatronGenerationConfig(GenerationBase):
     docs/megatron_generation.md.
     """
 
+    returns_experts: ClassVar[bool] = True
+    has_engines: ClassVar[bool] = False
     backend: Literal["megatron"]
     max_batch_size: int = Field(64, ge=1)
     """Sequences that one data-parallel copy of the policy decodes together; more wait."""
     max_kv_tokens: int = Field(65536, ge=1)
     """Tokens the KV cache of one copy holds while it samples; requests wait for room."""
-
-    returns_experts: ClassVar[bool] = True
-    has_engines: ClassVar[bool] = False
 
     @check
     def _settings_of_engines(self) -> Problems:
@@ -196,7 +195,6 @@ class OpenAIGenerationConfig(GenerationBase):
 
     host_class = "nemorl.generation.openai_engine:OpenAIHost"
     takes_weights = False
-
     backend: Literal["openai"]
     base_url: str = Field(min_length=1)
     """Address of the server up to and with `/v1`."""
@@ -272,7 +270,6 @@ class TrtllmGenerationConfig(GenerationBase):
     plan_module = "nemorl.generation.trtllm_engine.plan"
     package = "tensorrt_llm"
     workers_hold_gpus = True
-
     backend: Literal["trtllm"]
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that share every layer of one engine."""
@@ -390,10 +387,8 @@ class VllmGenerationConfig(GenerationBase):
     plan_module = "nemorl.generation.vllm_engine.plan"
     package = "vllm"
     cache_field = "kv_cache_gigabytes"
-
     batch_field: ClassVar[str] = "max_num_seqs"
     returns_experts: ClassVar[bool] = True
-
     backend: Literal["vllm"]
     tensor_parallel_size: int = Field(1, ge=1)
     """Processes over which each layer of an engine is split."""
@@ -527,7 +522,6 @@ class TorchGenerationConfig(GenerationBase):
 
     host_class = "nemorl.generation.torch_engine.engine:TorchHost"
     plan_module = "nemorl.generation.torch_engine.plan"
-
     backend: Literal["torch"] = "torch"
     max_batch_size: int = Field(64, ge=1)
     """Sequences decoded together; more wait."""

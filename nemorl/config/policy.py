@@ -120,6 +120,7 @@ class SgdConfig(OptimizerBase):
 class MuonConfig(OptimizerBase):
     """Matrices by Muon; embedding, head, norms and biases by AdamW; one rate and weight decay for all."""
 
+    is_sharded: ClassVar[bool] = False
     name: Literal["muon"]
     lr: float = Field(gt=0)
     """Peak learning rate; the steps are as large as AdamW's of this rate."""
@@ -135,8 +136,6 @@ class MuonConfig(OptimizerBase):
     """Decay of the second moment, of parameters that are not matrices."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
-
-    is_sharded: ClassVar[bool] = False
 
     @property
     def moments(self) -> tuple[str, ...]:

@@ -37,7 +37,6 @@ class TokenAdvantageBase(AdvantageBase):
     per_token: ClassVar[bool] = True
     per_turn: ClassVar[bool] = True
     needs_values: ClassVar[bool] = True
-
     whiten: bool = True
     """Shift and scale the advantages to mean 0 and variance 1 over the sampled tokens of the batch."""
 
@@ -90,7 +89,6 @@ class TokenReturnsConfig(TokenAdvantageBase):
     """The sum of rewards from each token on, without a critic (REINFORCE++, arXiv 2501.03262)."""
 
     needs_values: ClassVar[bool] = False
-
     name: Literal["token_returns"]
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount from one sampled token to the next."""
@@ -103,7 +101,6 @@ class GroupAdvantageConfig(AdvantageBase):
     """The mean of the group is the baseline (Shao et al. 2024, arXiv 2402.03300)."""
 
     needs_group: ClassVar[bool] = True
-
     name: Literal["group"] = "group"
     normalize: bool = True
     """Divide by the standard deviation of the group (unbiased)."""
@@ -139,7 +136,6 @@ class GroupThenBatchAdvantageConfig(AdvantageBase):
     """The group's mean is the baseline, the batch the scale (REINFORCE++-baseline, arXiv 2501.03262)."""
 
     needs_group: ClassVar[bool] = True
-
     name: Literal["group_then_batch"]
     over: Over = "tokens"
     """Mean and standard deviation of the batch are over sampled tokens, or over trajectories."""
@@ -151,7 +147,6 @@ class RemaxAdvantageConfig(AdvantageBase):
     """The reward of a greedy sample of the same task is the baseline (Li et al. 2023, arXiv 2310.10505)."""
 
     needs_greedy_sample: ClassVar[bool] = True
-
     name: Literal["remax"]
 
 
@@ -159,7 +154,6 @@ class OptimalBaselineAdvantageConfig(AdvantageBase):
     """The group's mean weighted by length, which has the least variance (OPO, arXiv 2505.23585)."""
 
     needs_group: ClassVar[bool] = True
-
     name: Literal["opo"]
 
 
@@ -167,7 +161,6 @@ class GpgAdvantageConfig(AdvantageBase):
     """The group's mean, scaled up for groups without a signal (GPG, arXiv 2504.02546)."""
 
     needs_group: ClassVar[bool] = True
-
     name: Literal["gpg"]
     normalize: bool = False
     """Divide by the standard deviation of the group (unbiased) as well."""
@@ -180,7 +173,6 @@ class GdpoAdvantageConfig(AdvantageBase):
 
     needs_group: ClassVar[bool] = True
     uses_reward_sum: ClassVar[bool] = False
-
     name: Literal["gdpo"]
     whiten_batch: bool = True
     """Shift and scale the sums to mean 0 and variance 1 over the trajectories of the batch."""
@@ -193,7 +185,6 @@ class PassAtKAdvantageConfig(AdvantageBase):
 
     needs_group: ClassVar[bool] = True
     uses_reward_sum: ClassVar[bool] = False
-
     name: Literal["pass_at_k"]
     k: int = Field(4, ge=1)
     """Samples of which one has to pass."""
@@ -206,7 +197,6 @@ class TurnAdvantageConfig(AdvantageBase):
 
     needs_group: ClassVar[bool] = True
     per_turn: ClassVar[bool] = True
-
     name: Literal["turn"]
     outcome_weight: float = Field(1.0, ge=0)
     """Weight of the outcome's advantage in the turns before the last one."""

@@ -28,7 +28,6 @@ class LossValidationConfig(ValidationConfig):
     unused_reason: ClassVar[str] = (
         "algorithm.validation.generate is false, so nothing is sampled; set it to true, or remove this"
     )
-
     generate: bool = False
     """Also sample the validation tasks and score the samples."""
 
@@ -49,7 +48,6 @@ class OfflineBase(AlgorithmBase):
     """Examples in their order, a batch in each step."""
 
     takes_margins: ClassVar[bool] = False  # of pairs, if its loss uses them
-
     batch_size: int = Field(ge=1)
     """Examples of one step (pairs, if the data are pairs); an epoch has as many steps as batches fit."""
     validation: LossValidationConfig = LossValidationConfig()
@@ -104,7 +102,6 @@ class PreferenceConfig(OfflineBase):
     takes_margins: ClassVar[bool] = True
     sequences_per_unit: ClassVar[int] = 2
     presets: ClassVar[Mapping[str, Preset]] = PREFERENCE_PRESETS
-
     name: PreferenceName
     loss: PairLossConfig = LogisticLossConfig()
     """The loss of a pair."""
@@ -240,7 +237,6 @@ class ProcessLossConfig(Config):
     of_steps: ClassVar[bool] = True
     metrics: ClassVar[frozenset[str]] = frozenset(_STEP_METRICS)
     scale_of_margins: ClassVar[float] = 0.0
-
     name: Literal["process"]
     aggregation: Literal["step-mean", "answer-mean"] = "step-mean"
     """The mean over all steps of a batch, or over its answers of the mean over the steps of each."""
@@ -255,7 +251,6 @@ class RewardModelValidationConfig(LossValidationConfig):
     """Loss and accuracy on the validation data."""
 
     unused_reason: ClassVar[str] = "a reward model samples nothing; remove this"
-
     generate: Literal[False] = False
     """A model with a scalar head samples nothing."""
 
@@ -265,7 +260,6 @@ class RewardModelConfig(OfflineBase):
 
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
     takes_margins: ClassVar[bool] = True
-
     name: Literal["reward_model"]
     loss: RewardLossConfig = BradleyTerryLossConfig()
     """The loss of scores."""

@@ -21,7 +21,6 @@ class EntropyBonusConfig(Config):
     """A fixed weight, for each token as the loss weighs it."""
 
     metrics: ClassVar[frozenset[str]] = frozenset()
-
     name: Literal["bonus"] = "bonus"
     coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy that is added to the objective."""
@@ -31,7 +30,6 @@ class AdaptiveEntropyConfig(Config):
     """A weight that grows while the entropy is below a target (Skywork-OR1, He et al. 2025, 2505.22312)."""
 
     metrics: ClassVar[frozenset[str]] = frozenset({"entropy/coefficient"})
-
     name: Literal["adaptive"]
     target: float = Field(0.2, gt=0)
     """Mean entropy per token, in nats, below which the bonus is added."""
@@ -121,7 +119,6 @@ class OnlineBase(AlgorithmBase):
 
     online: ClassVar[bool] = True
     needs_unfiltered_samples: ClassVar[bool] = True  # the engine's logprobs of sampled tokens are used
-
     num_prompts_per_step: int = Field(ge=1)
     """Tasks sampled in a step."""
     num_generations_per_prompt: int = Field(ge=1)
@@ -194,6 +191,10 @@ class SequenceMaskConfig(Config):
 class CorrectionBase(Config):
     """What all corrections share."""
 
+    weighs: ClassVar[bool] = True  # tokens or sequences get weights
+    bounds_leave_out: ClassVar[bool] = False  # weights out of bounds become 0
+    weight_metric: ClassVar[str] = "correction/masked"  # share of weights out of bounds
+
     form: Literal["decoupled", "bypass"] = "decoupled"
     """Three policies, whose old one the trainer computes, or two: the engine's logprobs are the old ones."""
     sequence_mask: SequenceMaskConfig | None = None
@@ -203,10 +204,6 @@ class CorrectionBase(Config):
     divisor: Literal["all", "kept"] = "all"
     """What divides the loss: all sampled tokens, also those left out, which keep divergence and entropy; or,
     as in verl, those that the bounds of `mis` and `icepop` and `sequence_mask` keep: others have no term."""
-
-    weighs: ClassVar[bool] = True  # tokens or sequences get weights
-    bounds_leave_out: ClassVar[bool] = False  # weights out of bounds become 0
-    weight_metric: ClassVar[str] = "correction/masked"  # share of weights out of bounds
 
     @property
     def leaves_out(self) -> bool:
@@ -264,14 +261,14 @@ class CorrectionBase(Config):
 class NoCorrectionConfig(CorrectionBase):
     """No weights."""
 
-    name: Literal["none"] = "none"
-
     weighs: ClassVar[bool] = False
+    name: Literal["none"] = "none"
 
 
 class TruncatedCorrectionConfig(CorrectionBase):
     """Truncated importance sampling: weights are cut to the bounds."""
 
+    weight_metric: ClassVar[str] = "correction/truncated"
     name: Literal["tis"]
     level: Level = "token"
     """The weight is of a token, of its sequence (product), or of its sequence's geometric mean."""
@@ -280,25 +277,23 @@ class TruncatedCorrectionConfig(CorrectionBase):
     high: float = Field(2.0, gt=0)
     """Larger weights become this."""
 
-    weight_metric: ClassVar[str] = "correction/truncated"
-
 
 class MaskedCorrectionConfig(CorrectionBase):
     """Masked importance sampling: leave out tokens or sequences of large weight."""
 
+    low: ClassVar[float] = 0.0  # no lower bound
+    bounds_leave_out: ClassVar[bool] = True
     name: Literal["mis"]
     level: Level = "token"
     """The weight is of a token, of its sequence (product), or of its sequence's geometric mean."""
     high: float = Field(2.0, gt=0)
     """Larger weights become 0."""
 
-    low: ClassVar[float] = 0.0  # no lower bound
-    bounds_leave_out: ClassVar[bool] = True
-
 
 class IcePopCorrectionConfig(CorrectionBase):
     """IcePop: leave out small and large weights (Ling Team 2025, arXiv 2510.18855)."""
 
+    bounds_leave_out: ClassVar[bool] = True
     name: Literal["icepop"]
     level: Level = "token"
     """The weight is of a token, of its sequence (product), or of its sequence's geometric mean."""
@@ -306,8 +301,6 @@ class IcePopCorrectionConfig(CorrectionBase):
     """Smaller weights become 0."""
     high: float = Field(5.0, gt=0)
     """Larger weights become 0."""
-
-    bounds_leave_out: ClassVar[bool] = True
 
 
 CorrectionConfig = Annotated[
@@ -385,7 +378,6 @@ class OnlineConfig(OnlineBase):
 
     presets: ClassVar[Mapping[str, Preset]] = PRESETS
     reference_field: ClassVar[str | None] = "algorithm.kl.coefficient"
-
     name: OnlineName
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps that share the batch of one step; divides the number of trajectories."""

@@ -18,7 +18,6 @@ class PairLossBase(Config):
 
     needs_sft: ClassVar[bool] = False  # unstable without a cross entropy of the chosen answers
     uses_reference: ClassVar[bool] = True  # unless its field `reference` is false
-
     beta: float = Field(0.1, gt=0)
     """Scale of differences of logprobs; of losses with a reference, the weight of staying near it."""
     logprobs: Literal["sum", "mean"] = "sum"
@@ -93,7 +92,6 @@ class OddsRatioLossConfig(PairLossBase):
 
     needs_sft: ClassVar[bool] = True
     uses_reference: ClassVar[bool] = False
-
     name: Literal["odds_ratio"]
     logprobs: Literal["mean"] = "mean"
     """Odds are of the mean."""
