@@ -195,6 +195,7 @@ class OpenAIGenerationConfig(GenerationBase):
 
     host_class = "nemorl.generation.openai_engine:OpenAIHost"
     takes_weights = False
+    ranks_per_replica: ClassVar[int] = 0  # no device and no engine process of the run
     backend: Literal["openai"]
     base_url: str = Field(min_length=1)
     """Address of the server up to and with `/v1`."""
@@ -213,10 +214,6 @@ class OpenAIGenerationConfig(GenerationBase):
     def host(self) -> str:
         """The server's machine; empty where the address names none."""
         return server_host(self.base_url)
-
-    @property
-    def ranks_per_replica(self) -> int:
-        return 0  # no device and no engine process of the run
 
     @check
     def _settings_of_engines(self) -> Problems:

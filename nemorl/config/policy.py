@@ -63,6 +63,7 @@ class OptimizerBase(Config):
 class AdamConfig(OptimizerBase):
     """Types other than float32 use Megatron's precision-aware optimizer: Transformer Engine's Adam."""
 
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     name: Literal["adam"] = "adam"
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
@@ -87,10 +88,6 @@ class AdamConfig(OptimizerBase):
     """Type in which gradients are summed over micro-batches and data-parallel copies."""
 
     @property
-    def moments(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    @property
     def kernel(self) -> str | None:
         return "torch AdamW in host memory" if self.on_host else None
 
@@ -100,6 +97,7 @@ class AdamConfig(OptimizerBase):
 
 
 class SgdConfig(OptimizerBase):
+    kernel: ClassVar[str | None] = "torch SGD"
     name: Literal["sgd"]
     lr: float = Field(gt=0)
     """Peak learning rate."""
@@ -112,15 +110,14 @@ class SgdConfig(OptimizerBase):
     def moments(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
-    @property
-    def kernel(self) -> str | None:
-        return "torch SGD"
-
 
 class MuonConfig(OptimizerBase):
     """Matrices by Muon; embedding, head, norms and biases by AdamW; one rate and weight decay for all."""
 
     is_sharded: ClassVar[bool] = False
+    moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    num_moments: ClassVar[int] = 2  # of parameters that are not matrices
+    kernel: ClassVar[str | None] = "Muon on matrices, torch AdamW on the rest"
     name: Literal["muon"]
     lr: float = Field(gt=0)
     """Peak learning rate; the steps are as large as AdamW's of this rate."""
@@ -136,18 +133,6 @@ class MuonConfig(OptimizerBase):
     """Decay of the second moment, of parameters that are not matrices."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        return ("momentum_buffer", "exp_avg", "exp_avg_sq")
-
-    @property
-    def kernel(self) -> str | None:
-        return "Muon on matrices, torch AdamW on the rest"
-
-    @property
-    def num_moments(self) -> int:
-        return 2  # of parameters that are not matrices
 
 
 OptimizerConfig = Annotated[AdamConfig | SgdConfig | MuonConfig, Variants(AdamConfig)]

@@ -110,7 +110,7 @@ class PickedBase(OnlineBase):
     """Algorithms that select one or two samples of each task by their reward."""
 
     needs_unfiltered_samples: ClassVar[bool] = False
-    trained_metrics: ClassVar[set[str]] = SFT_METRICS
+    trained_metrics: ClassVar[frozenset[str]] = SFT_METRICS
     num_generations_per_prompt: int = Field(ge=2)
     """Samples of each task, from which one or two are selected by their reward."""
     num_epochs: int = Field(1, ge=1)
@@ -130,7 +130,7 @@ class IterativePreferenceConfig(PickedBase):
     2024, arXiv 2405.07863). A task whose samples have equal rewards has none.
     """
 
-    trained_metrics: ClassVar[set[str]] = PAIR_METRICS
+    trained_metrics: ClassVar[frozenset[str]] = PAIR_METRICS
     sequences_per_unit: ClassVar[int] = 2
     name: Literal["iterative_dpo"]
     loss: PairLossConfig = LogisticLossConfig()

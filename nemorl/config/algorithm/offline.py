@@ -12,14 +12,15 @@ from .base import Aggregation, AlgorithmBase, Preset, ValidationConfig
 from .pair_losses import PREFERENCE_PRESETS, LogisticLossConfig, PairLossConfig
 
 _OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "cons_at_k", "pass_reward", "sampling")
-_REWARD_METRICS = {"rewards/margin", "rewards/accuracy"}
+_REWARD_METRICS = frozenset({"rewards/margin", "rewards/accuracy"})
 PAIR_METRICS = _REWARD_METRICS | {
     *("loss/total", "loss/preference", "loss/sft", "rewards/chosen", "rewards/rejected"),
     *("logprobs/chosen", "logprobs/rejected"),
 }
-SFT_METRICS = {"loss/sft", "nll"}
+SFT_METRICS = frozenset({"loss/sft", "nll"})
 PAIRS = "pairs of answers", ("preference", "arithmetic")
-_STEP_METRICS = {"loss/total", "accuracy", "score/margin"}
+_JUDGED = "judged answers", ("feedback", "preference", "arithmetic")
+_STEP_METRICS = frozenset({"loss/total", "accuracy", "score/margin"})
 
 
 class LossValidationConfig(ValidationConfig):
@@ -76,7 +77,7 @@ class OfflineBase(AlgorithmBase):
     @property
     def margin_scale(self) -> float:
         """Weight of the margins of the data in its loss."""
-        return 0.0
+        return getattr(getattr(self, "loss", None), "margin_scale", 0.0)
 
     @property
     def generates(self) -> bool:
@@ -102,6 +103,8 @@ class PreferenceConfig(OfflineBase):
     takes_margins: ClassVar[bool] = True
     sequences_per_unit: ClassVar[int] = 2
     presets: ClassVar[Mapping[str, Preset]] = PREFERENCE_PRESETS
+    learns_from: ClassVar[tuple[str, tuple[str, ...]]] = PAIRS
+    loss_metrics: ClassVar[frozenset[str]] = PAIR_METRICS
     name: PreferenceName
     loss: PairLossConfig = LogisticLossConfig()
     """The loss of a pair."""
@@ -110,18 +113,6 @@ class PreferenceConfig(OfflineBase):
     reference: ReferenceTime = "precomputed"
     """Compute the reference's logprobs once, before the first step, and keep their sums in the run folder; or
     keep its weights, and compute them in every step."""
-
-    @property
-    def learns_from(self) -> tuple[str, tuple[str, ...]]:
-        return PAIRS
-
-    @property
-    def loss_metrics(self) -> frozenset[str]:
-        return frozenset(PAIR_METRICS)
-
-    @property
-    def margin_scale(self) -> float:
-        return self.loss.scale_of_margins
 
     @property
     def keeps_reference(self) -> bool:
@@ -157,6 +148,11 @@ class KtoConfig(OfflineBase):
     prompts with answers to other prompts.
     """
 
+    learns_from: ClassVar[tuple[str, tuple[str, ...]]] = _JUDGED
+    loss_metrics: ClassVar[frozenset[str]] = _REWARD_METRICS | {
+        *("loss/preference", "kl/reference"),
+        *("examples/desirable", "rewards/desirable", "rewards/undesirable"),
+    }
     name: Literal["kto"]
     batch_size: int = Field(ge=2)
     """Examples of one step; each prompt is also joined to another's answer."""
@@ -179,15 +175,6 @@ class KtoConfig(OfflineBase):
     def precomputes_reference(self) -> bool:
         return self.reference == "precomputed"
 
-    @property
-    def learns_from(self) -> tuple[str, tuple[str, ...]]:
-        return "judged answers", ("feedback", "preference", "arithmetic")
-
-    @property
-    def loss_metrics(self) -> frozenset[str]:
-        examples = {"examples/desirable", "rewards/desirable", "rewards/undesirable"}
-        return frozenset({"loss/preference", "kl/reference", *examples, *_REWARD_METRICS})
-
     @check
     def _some_answer_counts(self) -> Problems:
         if self.desirable_weight == self.undesirable_weight == 0:
@@ -199,18 +186,17 @@ class RewardLossBase(Config):
     """Losses of two answers' scores; the score of an answer is that of its last token."""
 
     of_steps: ClassVar[bool] = False  # judged steps of one answer, not two answers
-    metrics: ClassVar[frozenset[str]] = frozenset(
-        {*_STEP_METRICS, "loss/preference", "loss/center", "score/chosen", "score/rejected"}
-    )
+    metrics: ClassVar[frozenset[str]] = _STEP_METRICS | {
+        *("loss/preference", "loss/center", "score/chosen", "score/rejected")
+    }
+    center_coefficient: float = Field(0.0, ge=0)
+    """Weight of `(chosen + rejected)^2`, which keeps scores around 0 (Eisenstein et al. 2023, arXiv
+    2312.09244)."""
 
     @property
     def scale_of_margins(self) -> float:
         """Weight of the margins of the data; 0 if they are not used."""
         return getattr(self, "margin_scale", 0.0)
-
-    center_coefficient: float = Field(0.0, ge=0)
-    """Weight of `(chosen + rejected)^2`, which keeps scores around 0 (Eisenstein et al. 2023, arXiv
-    2312.09244)."""
 
 
 class BradleyTerryLossConfig(RewardLossBase):
@@ -235,8 +221,7 @@ class ProcessLossConfig(Config):
     """
 
     of_steps: ClassVar[bool] = True
-    metrics: ClassVar[frozenset[str]] = frozenset(_STEP_METRICS)
-    scale_of_margins: ClassVar[float] = 0.0
+    metrics: ClassVar[frozenset[str]] = _STEP_METRICS
     name: Literal["process"]
     aggregation: Literal["step-mean", "answer-mean"] = "step-mean"
     """The mean over all steps of a batch, or over its answers of the mean over the steps of each."""
@@ -278,14 +263,11 @@ class RewardModelConfig(OfflineBase):
     def loss_metrics(self) -> frozenset[str]:
         return self.loss.metrics
 
-    @property
-    def margin_scale(self) -> float:
-        return self.loss.scale_of_margins
-
 
 class SftConfig(OfflineBase):
     """Supervised fine-tuning on the answers of the training tasks, or on every turn of conversations."""
 
+    loss_metrics: ClassVar[frozenset[str]] = SFT_METRICS
     name: Literal["sft"]
     train_on: Literal["completion", "all"] = "completion"
     """Train on the tokens of the assistant, or on all tokens."""
@@ -293,7 +275,3 @@ class SftConfig(OfflineBase):
     """How per-token losses are aggregated."""
     validation: SampledValidationConfig = SampledValidationConfig()
     """Measuring on `data.validation`: the loss where it has answers, and samples."""
-
-    @property
-    def loss_metrics(self) -> frozenset[str]:
-        return frozenset(SFT_METRICS)

@@ -28,11 +28,6 @@ class PairLossBase(Config):
         """True if logprobs are relative to the reference."""
         return getattr(self, "reference", self.uses_reference)
 
-    @property
-    def scale_of_margins(self) -> float:
-        """Weight of the margins of the data; 0 if they are not used."""
-        return getattr(self, "margin_scale", 0.0)
-
 
 class LogisticLossConfig(PairLossBase):
     """`-log sigmoid(beta delta - gamma)` (DPO, Rafailov et al. 2023, arXiv 2305.18290).
