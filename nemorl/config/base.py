@@ -74,11 +74,8 @@ def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Pro
     if isinstance(value, Config):
         for problem in value.problems(sections):
             yield replace(problem, field=f"{path}.{problem.field}")
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from problems_in(item, f"{path}.{index}", sections)
-    elif isinstance(value, dict):
-        for key, item in value.items():
+    elif isinstance(value, tuple | dict):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from problems_in(item, f"{path}.{key}", sections)
 
 
@@ -105,10 +102,7 @@ class NotImported(Exception):
 
 
 def function_at(path: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names.
-
-    Raises NotImported, and NemorlError if the user's module raises it.
-    """
+    """The function `package.module:function`. Raises NotImported, and NemorlError if the module raises it."""
     module, _, attribute = path.partition(":")
     try:
         function = getattr(import_module(module), attribute, None)
@@ -122,9 +116,9 @@ def function_at(path: str) -> Callable[..., Any]:
 
 
 def call_within(seconds: float, function: Callable[[], Any]) -> Any:
-    """Return what code of the user's returns, or raise what it raises, as an Exception.
+    """Return what code of the user's returns, or raise what it raises, or TimeoutError.
 
-    Raises TimeoutError after `seconds`. The call runs in a daemon thread, which is left behind when it hangs.
+    The call runs in a daemon thread, which is left behind when it hangs.
     """
     outcome: futures.Future[Any] = futures.Future()
 

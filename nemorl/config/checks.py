@@ -298,10 +298,15 @@ def _is_measured(field: str, metric: str, algorithm: AlgorithmConfig, known: fro
         yield Problem(field, metric, fix)
 
 
+def did_you_mean(given: str, known: Sequence[str]) -> str:
+    """A question for the closest of the known names, to put before further text; empty if none is close."""
+    close = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean `{close[0]}`? " if close else ""
+
+
 def suggestion(given: str, known: Sequence[str]) -> str:
     """The closest of the known names, or all of them."""
-    close = difflib.get_close_matches(given, known, n=1)
-    return f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known) or 'none'}"
+    return did_you_mean(given, known).rstrip() or f"there are {', '.join(known) or 'none'}"
 
 
 # Processes and devices: auxiliary models, GPUs for all, labels of nodes, servers that workers reach.

@@ -20,16 +20,11 @@ def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
         yield "data.validation", data.validation
 
 
-def held_out(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    """Each dataset that is only measured, with the path of its section."""
-    yield from ((f"data.{field}", dataset) for field, dataset in data.held_out)
-
-
 def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str, DatasetConfig]]:
     """The datasets whose tasks the environment gets: offline algorithms train without it."""
     if algorithm.online:
         yield "data.train", data.train
-    yield from held_out(data)
+    yield from data.held_out
 
 
 def server_urls(generation: GenerationConfig, rewards: Rewards, teachers: Teachers) -> dict[str, str]:

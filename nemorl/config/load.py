@@ -3,7 +3,6 @@
 file and its `defaults:`  ->  overrides  ->  types  ->  derived fields  ->  checks
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pydantic_core import ErrorDetails
 from nemorl.errors import ABSENT, ConfigError, Problem
 
 from .base import Config
-from .checks import check_sections
+from .checks import check_sections, did_you_mean
 from .experiment import Experiment, derived_fields, with_derived_fields
 from .schema import common_fields, common_fields_of_named, describe, help_text, locate, names, tag
 from .type_errors import expectation
@@ -83,7 +82,7 @@ def _problem(details: ErrorDetails) -> Problem:
 
 
 def _describe_choice(given: str, known: list[str]) -> str:
-    return f"unknown value; {_did_you_mean(given, known)}expected one of {_listed(known)}"
+    return f"unknown value; {did_you_mean(given, known)}expected one of {_listed(known)}"
 
 
 def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
@@ -103,13 +102,8 @@ def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
     elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name} - {dotted(path)})
     nearby = [place for place in elsewhere if place.startswith(f"{path[0]}.")]
     elsewhere = (nearby or elsewhere)[:_MAX_NAMED]
-    suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else _did_you_mean(name, known)
+    suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else did_you_mean(name, known)
     return f"unknown field; {suggestion or f'the fields here are {_listed(known)}'}".rstrip()
-
-
-def _did_you_mean(given: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(given, known, n=1)
-    return f"did you mean `{close[0]}`? " if close else ""
 
 
 def _listed(items: Iterable[str]) -> str:

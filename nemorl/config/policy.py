@@ -41,14 +41,12 @@ class OptimizerBase(Config):
 
     @property
     def state_is_on_host(self) -> bool:
-        """True if the state is in host memory."""
         return getattr(self, "on_host", False)
 
     @property
     def narrow_fields(self) -> tuple[str, ...]:
         """Its fields that name another type than float32."""
-        types = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
-        return tuple(name for name in types if getattr(self, name, "float32") != "float32")
+        return tuple(name for name, value in self if name.endswith("_dtype") and value != "float32")
 
     @property
     def gradient_bytes(self) -> int:
@@ -184,19 +182,6 @@ def decay_problems(section: str, optimizer: OptimizerConfig, schedule: ScheduleC
         yield Problem("schedule.min_lr", lowest, fix)
 
 
-def narrow_type_problems(optimizer: OptimizerConfig, precision: str, cluster: ClusterConfig) -> Problems:
-    """Types of fewer bits require Transformer Engine's Adam: GPUs, bfloat16 and state on the device."""
-    reason = ""
-    if cluster.gpus_per_node == 0:
-        reason = "cluster.gpus_per_node is 0, and Transformer Engine's Adam, which takes this, requires GPUs"
-    elif precision == "float32":
-        reason = "policy.precision is float32, which has no use for it"
-    elif optimizer.state_is_on_host:
-        reason = "policy.optimizer.on_host is true, and the Adam of the host takes float32 only"
-    for field in optimizer.narrow_fields if reason else ():
-        yield Problem(f"optimizer.{field}", getattr(optimizer, field), f"{reason}; set this to float32")
-
-
 class TokenizerConfig(Config):
     path: Path | None = None
     """Folder of the tokenizer; the model's own folder when not given."""
@@ -240,7 +225,6 @@ class LayoutConfig(Config):
 
     @property
     def world_size(self) -> int:
-        """Processes of the policy."""
         return self.pipeline_parallel_size * self.stage_size
 
     @property
@@ -251,7 +235,6 @@ class LayoutConfig(Config):
 
     @property
     def stage_size(self) -> int:
-        """Processes of one pipeline stage."""
         return self.tensor_parallel_size * self.context_parallel_size * self.data_parallel_size
 
 
@@ -304,7 +287,6 @@ class LoraConfig(Config):
 
     @property
     def scale(self) -> float:
-        """Of the adapters' part."""
         return self.alpha / self.rank
 
 
@@ -374,16 +356,31 @@ class PolicyConfig(Config):
     """What leaves the device while generation has it."""
 
     @check
-    def _micro_batch_holds_sequence(self) -> Problems:
-        yield from micro_batch_problems(self.micro_batch_tokens, self.max_sequence_length)
+    def micro_batch_holds_sequence(self) -> Problems:
+        """A sequence is never cut to fit a pass."""
+        if self.micro_batch_tokens < self.max_sequence_length:
+            least = f"policy.max_sequence_length, {self.max_sequence_length}"
+            fix = f"one pass must hold a complete conversation; set it to at least {least}"
+            yield Problem("micro_batch_tokens", self.micro_batch_tokens, fix)
 
     @check
     def _decay_goes_down(self) -> Problems:
         yield from decay_problems("policy", self.optimizer, self.schedule)
 
     @check
-    def _narrow_types_have_a_kernel(self, cluster: ClusterConfig) -> Problems:
-        yield from narrow_type_problems(self.optimizer, self.precision, cluster)
+    def narrow_types_have_a_kernel(self, cluster: ClusterConfig) -> Problems:
+        """Types of fewer bits require Transformer Engine's Adam: GPUs, bfloat16 and state on the device."""
+        reason, optimizer = "", self.optimizer
+        if cluster.gpus_per_node == 0:
+            reason = (
+                "cluster.gpus_per_node is 0, and Transformer Engine's Adam, which takes this, requires GPUs"
+            )
+        elif self.precision == "float32":
+            reason = "policy.precision is float32, which has no use for it"
+        elif optimizer.state_is_on_host:
+            reason = "policy.optimizer.on_host is true, and the Adam of the host takes float32 only"
+        for field in optimizer.narrow_fields if reason else ():
+            yield Problem(f"optimizer.{field}", getattr(optimizer, field), f"{reason}; set this to float32")
 
     @check
     def _kernels_have_gpus(self, cluster: ClusterConfig) -> Problems:
@@ -419,11 +416,3 @@ class PolicyConfig(Config):
         if self.lora is not None and largest is not None and self.lora.rank > largest:
             fix = f"the engine takes at most {largest}; lower it, or set generation.adapters to merged"
             yield Problem("lora.rank", self.lora.rank, fix)
-
-
-def micro_batch_problems(micro_batch_tokens: int, max_sequence_length: int) -> Problems:
-    """A sequence is never cut to fit a pass."""
-    if micro_batch_tokens < max_sequence_length:
-        least = f"policy.max_sequence_length, {max_sequence_length}"
-        fix = f"one pass must hold a complete conversation; set it to at least {least}"
-        yield Problem("micro_batch_tokens", micro_batch_tokens, fix)

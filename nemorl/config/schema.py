@@ -84,11 +84,8 @@ def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Confi
 
 def describe(prefix: str = "") -> list[FieldHelp]:
     """All fields below a section, in the order of the schema; all of them for the empty prefix."""
-    return [
-        field
-        for field in _everything()
-        if not prefix or field.path == prefix or field.path.startswith(f"{prefix}.")
-    ]
+    start = f"{prefix}." if prefix else ""
+    return [field for field in _everything() if f"{field.path}.".startswith(start)]
 
 
 def section_help(section: str) -> str:

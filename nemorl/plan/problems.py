@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from nemorl.config.base import call_within
 from nemorl.config.data import DataConfig, DatasetConfig, ReasoningGymDataset
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, held_out, models_of, server_urls
+from nemorl.config.facts import ModelSpec, models_of, server_urls
 from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem, Problems
@@ -212,7 +212,7 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
     elif data.chat and folder.is_dir() and not has_chat_template(folder):
         fix = "set this to false for plain text, or name one in policy.tokenizer.chat_template"
         yield Problem("data.chat", True, f"the tokenizer in {folder} has no chat template: {fix}")
-    for path, dataset in (("data.train", data.train), *held_out(data)):
+    for path, dataset in (("data.train", data.train), *data.held_out):
         file = getattr(dataset, "path", None)
         if file is not None:
             yield from _json_lines(path, dataset, file, data)
