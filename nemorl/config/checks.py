@@ -79,22 +79,17 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
 
 
 @check
-def turn_fits_sequence(
+def turn_and_cache_fit_sequence(
     policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
 ) -> Problems:
-    if algorithm.generates and generation.max_new_tokens >= policy.max_sequence_length:
-        limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
+    if not algorithm.generates:
+        return
+    limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
+    if generation.max_new_tokens >= policy.max_sequence_length:
         fix = f"a turn leaves no room for its prompt in {limit}; lower this or raise that"
         yield Problem("generation.max_new_tokens", generation.max_new_tokens, fix)
-
-
-@check
-def cache_holds_sequence(
-    policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
-) -> Problems:
     tokens = getattr(generation, "max_kv_tokens", None)
-    if algorithm.generates and tokens is not None and tokens < policy.max_sequence_length:
-        limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
+    if tokens is not None and tokens < policy.max_sequence_length:
         fix = f"the cache must hold a complete conversation; set it to at least {limit}"
         yield Problem("generation.max_kv_tokens", tokens, fix)
 
@@ -119,15 +114,12 @@ def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Pr
 
 
 @check
-def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Problems:
+def samples_can_be_learned_from(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Problems:
+    """They differ, and are of the complete distribution, as the trainer's logprobs are."""
     if algorithm.online and generation.sampling.temperature == 0:
         fix = "greedy samples of a task are all the same, with nothing to learn from; set it to more than 0"
         yield Problem("generation.sampling.temperature", 0.0, f"{fix} (for validation 0 is allowed)")
 
-
-@check
-def training_is_unfiltered(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Problems:
-    """The trainer's logprobs are of the complete distribution, so samples must come from it."""
     if isinstance(algorithm, OnlineBase) and algorithm.needs_unfiltered_samples:
         reason = "training supports the unfiltered distribution only; remove it here (validation may have it)"
         names = ("top_k", "top_p", "min_p")
@@ -156,12 +148,6 @@ def data_fits_the_algorithm(data: DataConfig, algorithm: AlgorithmConfig) -> Pro
     if isinstance(data.train, JsonlDataset) and data.train.answer_key is None and "jsonl" in names:
         fix = f"`{algorithm.name}` learns the answers; set it to the key that holds them"
         yield Problem("data.train.answer_key", None, fix)
-
-
-@check
-def margins_are_used(data: DataConfig, algorithm: AlgorithmConfig) -> Problems:
-    if not isinstance(algorithm, OfflineBase):
-        return
     scale = algorithm.margin_scale
     for path, dataset in datasets(data):
         key = dataset.margin_key if isinstance(dataset, PreferenceDataset) else None
@@ -233,20 +219,14 @@ def reward_names_differ(env: EnvConfig, rewards: Rewards) -> Problems:
 
 
 @check
-def several_rewards_to_normalize(algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards) -> Problems:
-    if isinstance(algorithm, OnlineConfig) and isinstance(algorithm.advantage, GdpoAdvantageConfig):
-        names = reward_names(env, rewards)
-        if len(names) == 1:
-            fix = f"it normalizes several rewards, and there is only `{names[0]}`; add one, or use `group`"
-            yield Problem("algorithm.advantage.name", "gdpo", fix)
-
-
-@check
-def filtered_reward_exists(algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards) -> Problems:
-    if not isinstance(algorithm, OnlineBase) or algorithm.filters.reward is None:
+def rewards_of_the_algorithm_exist(algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards) -> Problems:
+    if not isinstance(algorithm, OnlineBase):
         return
     name, known = algorithm.filters.reward, sorted(reward_names(env, rewards))
-    if name not in known:
+    if isinstance(getattr(algorithm, "advantage", None), GdpoAdvantageConfig) and len(known) == 1:
+        fix = f"it normalizes several rewards, and there is only `{known[0]}`; add one, or use `group`"
+        yield Problem("algorithm.advantage.name", "gdpo", fix)
+    if name is not None and name not in known:
         yield Problem("algorithm.filters.reward", name, f"unknown reward; {suggestion(name, known)}")
 
 

@@ -261,13 +261,10 @@ class JudgeRewardConfig(ServiceRewardBase):
             yield Problem("prompt", self.prompt, f"{ranks}, so {other} is not replaced; use {shown}")
 
     @check
-    def _scores_are_ordered(self) -> Problems:
+    def _scores_can_be_read(self) -> Problems:
         if self.max_score <= self.min_score:
             fix = f"it is worth 1 and min_score, {self.min_score:g}, is worth 0; set it to more than that"
             yield Problem("max_score", self.max_score, fix)
-
-    @check
-    def _pattern_can_be_read(self) -> Problems:
         if self.parser != "regex":
             reason = "parser is `json`, which does not use it; set that to regex, or remove this"
             yield from self.without_effect(("pattern",), reason)

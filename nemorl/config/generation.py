@@ -344,30 +344,26 @@ class TrtllmGenerationConfig(GenerationBase):
 
 
 # Arguments of AsyncLLM that follow from other fields.
-TRTLLM_DERIVED_ARGUMENTS = frozenset(
-    {
-        *("model", "backend", "dtype", "orchestrator_type", "ray_worker_extension_cls"),
-        *("skip_tokenizer_init", "tensor_parallel_size", "pipeline_parallel_size"),
-        *("moe_tensor_parallel_size", "moe_expert_parallel_size", "max_batch_size", "max_num_tokens"),
-        *("max_seq_len", "max_input_len", "kv_cache_config", "sleep_config", "placement_groups"),
-        *("placement_bundle_indices", "per_worker_gpu_share", "disable_overlap_scheduler"),
-    }
-)
+TRTLLM_DERIVED_ARGUMENTS = {
+    *("model", "backend", "dtype", "orchestrator_type", "ray_worker_extension_cls", "skip_tokenizer_init"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "moe_tensor_parallel_size"),
+    *("moe_expert_parallel_size", "max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"),
+    *("kv_cache_config", "sleep_config", "placement_groups", "placement_bundle_indices"),
+    *("per_worker_gpu_share", "disable_overlap_scheduler"),
+}
 # Arguments of AsyncEngineArgs that follow from other fields.
-VLLM_DERIVED_ARGUMENTS = frozenset(
-    {
-        *("model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs"),
-        *("max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size", "quantization"),
-        *("distributed_executor_backend", "gpu_memory_utilization", "kv_cache_memory_bytes"),
-        *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
-        *("data_parallel_size", "enable_sleep_mode", "enable_chunked_prefill"),
-        *("enable_return_routed_experts", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
-        *("lora_dtype", "lora_target_modules"),
-    }
-)
+VLLM_DERIVED_ARGUMENTS = {
+    *("model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs"),
+    *("max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size", "quantization"),
+    *("distributed_executor_backend", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+    *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
+    *("data_parallel_size", "enable_sleep_mode", "enable_chunked_prefill"),
+    *("enable_return_routed_experts", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
+    *("lora_dtype", "lora_target_modules"),
+}
 
 
-def _derived_arguments(engine: str, derived: frozenset[str], given: dict[str, Any]) -> Problems:
+def _derived_arguments(engine: str, derived: set[str], given: dict[str, Any]) -> Problems:
     for name in sorted(derived & given.keys()):
         fix = f"this argument follows from other fields of the experiment (docs/{engine}.md); remove it"
         yield Problem(f"{engine}_kwargs.{name}", given[name], fix)

@@ -253,13 +253,12 @@ def load_experiment(
 class _Dumper(yaml.SafeDumper):
     """Quotes strings with characters that the reader takes for the end of a line."""
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = '"' if set(data) & set("\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
-def _quoted_where_broken(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    breaks = any(character in text for character in "\x85\u2028\u2029")
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
 
-
-_Dumper.add_representer(str, _quoted_where_broken)
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def to_yaml(experiment: Experiment) -> str:

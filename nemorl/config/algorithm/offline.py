@@ -123,13 +123,10 @@ class PreferenceConfig(OfflineBase):
         return self.loss.keeps_reference and self.reference == "precomputed"
 
     @check
-    def _reference_is_used(self) -> Problems:
+    def _settings_suit_the_loss(self) -> Problems:
         if not self.loss.keeps_reference:
             reason = f"the loss `{self.loss.name}` has no reference here; remove this"
             yield from self.without_effect(("reference",), reason)
-
-    @check
-    def _loss_has_its_sft_term(self) -> Problems:
         yield from sft_problems(self.loss, self.sft_coefficient)
 
 

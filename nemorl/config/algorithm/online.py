@@ -160,12 +160,9 @@ class OnlineBase(AlgorithmBase):
         return False
 
     @check
-    def _no_staleness_yet(self) -> Problems:
+    def _settings_have_an_effect(self) -> Problems:
         reason = "this release samples with the newest weights only; set it to 0"
         yield from self.without_effect(("max_staleness",), reason)
-
-    @check
-    def _groups_can_vary(self) -> Problems:
         if self.num_generations_per_prompt == 1:
             reason = "in a group of one all rewards are equal; raise num_generations_per_prompt, or remove it"
             names = ("drop_equal_rewards", "keep_most_varied")
@@ -485,21 +482,18 @@ class OnlineConfig(OnlineBase):
                 yield Problem(f"kl.{name}", value, fix)
 
     @check
-    def _loss_can_act(self) -> Problems:
-        decoupled = self.correction.form == "decoupled"
-        if self.loss.acts_from_second_update and decoupled and self.updates_per_step == 1:
-            fix = f"`{self.loss.name}` has no gradient in the first update of a step; set it to 2 or more"
-            yield Problem("num_minibatches", self.num_minibatches, fix)
-        if self.loss.per_sequence and self.advantage.per_turn:
-            fix = f"`{self.advantage.name}` has several advantages in a sequence; use `gspo_token` or `clip`"
-            yield Problem("loss.name", self.loss.name, fix)
-
-    @check
-    def _correction_fits_the_loss(self) -> Problems:
-        """In the bypass form a ratio corrects already; without one there must be something else to do."""
+    def _loss_fits_the_other_parts(self) -> Problems:
         correction, loss = self.correction, self.loss
-        if correction.form == "decoupled":
+        decoupled = correction.form == "decoupled"
+        if loss.acts_from_second_update and decoupled and self.updates_per_step == 1:
+            fix = f"`{loss.name}` has no gradient in the first update of a step; set it to 2 or more"
+            yield Problem("num_minibatches", self.num_minibatches, fix)
+        if loss.per_sequence and self.advantage.per_turn:
+            fix = f"`{self.advantage.name}` has several advantages in a sequence; use `gspo_token` or `clip`"
+            yield Problem("loss.name", loss.name, fix)
+        if decoupled:
             return
+        # In the bypass form a ratio corrects already; without one there must be something else to do.
         if correction.weighs and not correction.bounds_leave_out and loss.has_ratio:
             ratio = f"the ratio of `{loss.name}` is relative to the engine, and weighs each token"
             fix = f"in the bypass form {ratio}; use `mis` or `icepop`, or form `decoupled`"
