@@ -110,7 +110,6 @@ Teachers = dict[str, TeacherConfig]
 
 
 def teachers_held(teachers: Mapping[str, TeacherConfig]) -> dict[str, ModelTeacherConfig]:
-    """The teachers that are models in processes of the run."""
     return {name: one for name, one in teachers.items() if isinstance(one, ModelTeacherConfig)}
 
 

@@ -16,8 +16,6 @@ from .policy import LayoutConfig, NoRecompute, PolicyConfig, TokenizerConfig
 
 
 class EnvBase(Config):
-    """Facts about all environments."""
-
     factory_path: ClassVar[str]  # `module:class` of an EnvironmentFactory that takes this section
     dataset: ClassVar[str | None] = None  # name of the only datasets that it supports; None supports all
     needs_answer: ClassVar[bool] = False  # of each task
@@ -28,7 +26,6 @@ class EnvBase(Config):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weights of the environment's rewards, by name."""
         weight = getattr(self, "weight", None)
         return {} if weight is None else {self.name: weight}
 
@@ -140,8 +137,6 @@ Signature = Literal["trl", "verl", "openrlhf"]
 
 
 class RewardBase(Config):
-    """Fields of all rewards."""
-
     call_metrics: ClassVar[tuple[str, ...]] = ("errors", "seconds", "waiting", "retries")
     """Metrics of its calls: `reward_KIND/NAME`."""
     named_by: ClassVar[str] = "kind"  # the field that it is called by where it has no name
@@ -183,8 +178,6 @@ class FunctionRewardConfig(RewardBase):
 
 
 class ServiceRewardBase(RewardBase):
-    """A reward by HTTP."""
-
     url: str = Field(min_length=1)
     """Address of the server up to and with `/v1`; for vLLM's `/classify` without it."""
     model: str = Field(min_length=1)

@@ -69,7 +69,6 @@ def derived_fields(sections: Mapping[str, Any]) -> dict[str, str]:
 
 
 def with_derived_fields(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections with their derived fields, except those that were set."""
     result = dict(sections)
     for field in derived_fields(sections):
         result = _with_true(result, field.split("."))
@@ -92,7 +91,6 @@ def _with_true(section: Any, path: Sequence[str]) -> Any:
 
 
 def field_value(sections: Mapping[str, Any], field: str) -> Any:
-    """The value of a field by its path."""
     value: Any = sections
     for step in field.split("."):
         if isinstance(value, Config):

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from .algorithm import AlgorithmConfig
 from .algorithm.online import REFIT_METRICS
-from .auxiliary import EndpointTeacherConfig, Teachers, auxiliary_models, used_models
+from .auxiliary import Teachers, auxiliary_models, used_models
 from .data import DataConfig, DatasetConfig
-from .environment import EnvConfig, Rewards, ServiceRewardBase
+from .environment import EnvConfig, Rewards
 from .experiment import Experiment
-from .generation import GenerationConfig, OpenAIGenerationConfig
+from .generation import GenerationConfig
 from .policy import PolicyConfig
 
 
@@ -27,18 +27,20 @@ def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str
     yield from data.held_out
 
 
+def server_sections(generation: GenerationConfig, rewards: Rewards, teachers: Teachers) -> dict[str, object]:
+    """The sections that may name a server, by their path."""
+    sections: dict[str, object] = {"generation": generation}
+    sections |= {f"teachers.{name}": teacher for name, teacher in teachers.items()}
+    return sections | {f"rewards.{index}": reward for index, reward in enumerate(rewards)}
+
+
 def server_urls(generation: GenerationConfig, rewards: Rewards, teachers: Teachers) -> dict[str, str]:
     """The addresses of servers that workers send requests to, by field."""
-    urls: dict[str, str] = {}
-    if isinstance(generation, OpenAIGenerationConfig):
-        urls["generation.base_url"] = generation.base_url
-    for name, teacher in teachers.items():
-        if isinstance(teacher, EndpointTeacherConfig):
-            urls[f"teachers.{name}.base_url"] = teacher.base_url
-    for index, reward in enumerate(rewards):
-        if isinstance(reward, ServiceRewardBase):
-            urls[f"rewards.{index}.url"] = reward.url
-    return urls
+    sections = server_sections(generation, rewards, teachers).items()
+    urls = {
+        f"{path}.{name}": getattr(one, name, "") for path, one in sections for name in ("base_url", "url")
+    }
+    return {field: url for field, url in urls.items() if url}
 
 
 def reward_weights(env: EnvConfig, rewards: Rewards) -> dict[str, float]:

@@ -21,8 +21,6 @@ _REPLAY = "policy.moe.router_replay"
 
 
 class EndpointConfig(Config):
-    """Access to the engines over HTTP."""
-
     host: str = "127.0.0.1"
     """Address to listen on; one that other machines reach requires `api_key_env`."""
     port: int = Field(8000, ge=0, le=65535)
@@ -67,8 +65,6 @@ class SamplingConfig(Config):
 
 
 class GenerationBase(Config):
-    """Fields of all back ends, and facts about each."""
-
     returns_experts: ClassVar[bool] = False  # with each token, for `policy.moe.router_replay`
     has_engines: ClassVar[bool] = True  # in separate processes; otherwise the policy's processes sample
     takes_weights: ClassVar[bool] = True  # refits reach the engine

@@ -19,8 +19,6 @@ _TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 class OptimizerBase(Config):
-    """Facts about an optimizer that the trainer and the memory plan need."""
-
     is_sharded: ClassVar[bool] = True
     """Data-parallel copies update different runs of elements, instead of complete parameters."""
 

@@ -190,7 +190,6 @@ def _words(annotation: Any) -> str:
 
 
 def _is_default(variant: type[Config]) -> bool:
-    """True for the variant that a section without its name has."""
     key = tag(variant)
     return key in variant.model_fields and not variant.model_fields[key].is_required()
 

@@ -37,7 +37,6 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """The machine this runs on, within the limits of its container."""
     shared = Path("/dev/shm")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # A container's limit is a huge number, or the word `max`, where there is none.

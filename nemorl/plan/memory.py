@@ -219,7 +219,6 @@ def kept_elements(
 
 
 def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
-    """A hidden state, of which sequence parallelism gives each rank a part."""
     return shape.hidden_size // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
 
 

@@ -21,19 +21,13 @@ from urllib.parse import urlsplit
 from nemorl.config.base import call_within
 from nemorl.config.data import DataConfig, DatasetConfig, ReasoningGymDataset
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, models_of, server_urls
+from nemorl.config.facts import ModelSpec, models_of, server_sections, server_urls
 from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem, Problems
+from nemorl.models import hf_config
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
-from nemorl.models.hf_config import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    STORED_DTYPES,
-    BrokenModelFolder,
-    UnsupportedModel,
-    indexed_files,
-)
+from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout import SCALAR_HEAD, hf_tensors
 from nemorl.models.layout_rules import layout_problems, moe_problems, norms_are_fused, recompute_problems
 from nemorl.models.registry import load_shape
@@ -223,11 +217,9 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
         yield Problem("logger.tensorboard", True, fix)
     if "RAY_ADDRESS" in os.environ:  # processes of another Ray have variables of their own
         return
-    generation = experiment.generation
-    sections: dict[str, object] = {"generation": generation, "generation.endpoint": generation.endpoint}
-    sections |= {f"rewards.{place}": reward for place, reward in enumerate(experiment.rewards)}
-    sections |= {f"teachers.{name}": one for name, one in experiment.teachers.items() if training}
-    for section, config in sections.items():
+    teachers = experiment.teachers if training else {}
+    sections = server_sections(experiment.generation, experiment.rewards, teachers)
+    for section, config in (sections | {"generation.endpoint": experiment.generation.endpoint}).items():
         variable = getattr(config, "api_key_env", None)
         if variable and not os.environ.get(variable, "").strip():
             fix = "this environment variable is not set, or empty; it holds the key: set it"
@@ -241,16 +233,16 @@ def weight_problems(
 
     A scalar head may be missing, and begins at zero, unless `trained_head`.
     """
-    single = model / SINGLE_FILE
-    if not any((model / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
-        yield f"the folder holds no weights; it requires {SINGLE_FILE} or {INDEX_FILE}"
+    single = model / hf_config.SINGLE_FILE
+    if not any((model / name).is_file() for name in (hf_config.SINGLE_FILE, hf_config.INDEX_FILE)):
+        yield f"the folder holds no weights; it requires {hf_config.SINGLE_FILE} or {hf_config.INDEX_FILE}"
         return
     try:
         expected = hf_tensors(load_shape(model, head))
     except (BrokenModelFolder, UnsupportedModel):
         return
     try:
-        files = indexed_files(model)
+        files = hf_config.indexed_files(model)
         headers = {
             file: _header(file) for file in dict.fromkeys([single] if files is None else files.values())
         }
@@ -272,9 +264,10 @@ def weight_problems(
             problem = f"{name} has the shape {tensor['shape']}, and {says} {list(expected[name])}"
             yield f"{problem}: take a folder where both are of one model"
             break
+    dtypes = hf_config.STORED_DTYPES
     for name, tensor in here.items():
-        if tensor["dtype"] not in STORED_DTYPES:
-            problem = f"{name} is of type {tensor['dtype']}, and weights may be {', '.join(STORED_DTYPES)}"
+        if tensor["dtype"] not in dtypes:
+            problem = f"{name} is of type {tensor['dtype']}, and weights may be {', '.join(dtypes)}"
             yield f"{problem}: take the model's unquantised weights"
             break
 
@@ -351,7 +344,6 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def _tokenizer_fix(folder: Path, where: str = "") -> str | None:
-    """Why a folder has no usable tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         return f"the folder holds no tokenizer.json: name a folder that does{where}"
     if not isinstance(_fields(folder / "tokenizer.json").get("model"), dict):

@@ -490,7 +490,7 @@ def test_the_keys_of_judges_and_of_teachers_must_be_there(
     )
 
     found = [problem.field for problem in file_problems(experiment)]
-    assert found == ["rewards.0.api_key_env", "teachers.main.api_key_env"]
+    assert found == ["teachers.main.api_key_env", "rewards.0.api_key_env"]
     # An evaluation starts no teacher.
     found = [problem.field for problem in file_problems(experiment, training=False)]
     assert found == ["rewards.0.api_key_env"]

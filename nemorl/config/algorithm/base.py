@@ -69,7 +69,6 @@ class ValidationConfig(Config):
 
     @property
     def scheduled(self) -> bool:
-        """True if training validates at all."""
         return self.period is not None or self.at_start or self.at_end
 
     def metrics(self, prefix: str, rewards: Iterable[str]) -> Iterator[str]:
@@ -135,7 +134,6 @@ class AlgorithmBase(Config):
 
     @property
     def metrics(self) -> frozenset[str]:
-        """Names of the metrics that a step of training produces."""
         return frozenset(
             {
                 *("grad_norm", "lr", "skipped_updates", "updates/all", "updates/skipped", "updates/empty"),
@@ -186,7 +184,6 @@ class AlgorithmBase(Config):
 
     @property
     def keeps_critic(self) -> bool:
-        """True if a critic is trained too."""
         return getattr(self, "critic", None) is not None
 
     @property

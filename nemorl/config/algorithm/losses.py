@@ -14,8 +14,6 @@ _CLIPPED = frozenset({"clip_fraction/low", "clip_fraction/high"})
 
 
 class PolicyLossBase(Config):
-    """Fields of all losses of a policy, and facts about each as attributes of its class."""
-
     has_ratio: ClassVar[bool] = True  # compares the policy with the one before the updates
     selects_tokens: ClassVar[bool] = False  # among all tokens of an update, before its micro-batches
     per_sequence: ClassVar[bool] = False  # its formula has one advantage for a sequence

@@ -39,8 +39,6 @@ class LossValidationConfig(ValidationConfig):
 
 
 class SampledValidationConfig(LossValidationConfig):
-    """The loss of the validation data, and samples of its tasks."""
-
     generate: bool = True
     """Sample the validation tasks and score the samples; false computes the loss only."""
 
@@ -76,7 +74,6 @@ class OfflineBase(AlgorithmBase):
 
     @property
     def margin_scale(self) -> float:
-        """Weight of the margins of the data in its loss."""
         return getattr(getattr(self, "loss", None), "margin_scale", 0.0)
 
     @property
@@ -192,7 +189,6 @@ class RewardLossBase(Config):
 
     @property
     def scale_of_margins(self) -> float:
-        """Weight of the margins of the data; 0 if they are not used."""
         return getattr(self, "margin_scale", 0.0)
 
 

@@ -82,12 +82,10 @@ class FiltersConfig(Config):
 
     @property
     def active(self) -> bool:
-        """True if any sample is left out of training."""
         return self.drops_groups or self.keep_most_varied is not None or self.drop_truncated
 
     @property
     def metrics(self) -> Iterator[str]:
-        """Names of the metrics that the filters produce."""
         if self.active:
             yield from ("filters/sampled", "filters/kept")
         if self.drop_equal_rewards:
@@ -151,7 +149,6 @@ class OnlineBase(AlgorithmBase):
 
     @property
     def trajectories_per_step(self) -> int:
-        """Sequences that a step samples."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @property
@@ -186,8 +183,6 @@ class SequenceMaskConfig(Config):
 
 
 class CorrectionBase(Config):
-    """What all corrections share."""
-
     weighs: ClassVar[bool] = True  # tokens or sequences get weights
     bounds_leave_out: ClassVar[bool] = False  # weights out of bounds become 0
     weight_metric: ClassVar[str] = "correction/masked"  # share of weights out of bounds
@@ -219,7 +214,6 @@ class CorrectionBase(Config):
 
     @property
     def metrics(self) -> Iterator[str]:
-        """Names of the metrics that the correction produces."""
         if self.weighs:
             yield from (self.weight_metric, "correction/ratio_mean", "correction/ratio_max")
         if self.sequence_mask is not None:
@@ -325,7 +319,6 @@ class KLConfig(Config):
 
     @property
     def active(self) -> bool:
-        """True if there is a reference."""
         return self.coefficient > 0
 
     @check
@@ -424,7 +417,6 @@ class OnlineConfig(OnlineBase):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a step."""
         return self.num_minibatches * self.num_epochs
 
     @property
@@ -458,7 +450,6 @@ class OnlineConfig(OnlineBase):
 
     @property
     def described_trajectories(self) -> str:
-        """For messages."""
         return (
             f"{self.trajectories_per_step} trajectories "
             f"({self.num_prompts_per_step} prompts x {self.num_generations_per_prompt} generations)"
