@@ -18,10 +18,9 @@ Key = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # a name that the use
 
 
 def check(function: Check) -> Check:
-    """Mark a function of `checks`, or a method of a section, as a check.
+    """Mark a function of `checks`, or a method of a section, whose fields are relative to it, as a check.
 
-    Its parameters name sections of the experiment. It runs when these are valid, and yields their problems;
-    the fields that a method yields are relative to its section.
+    Its parameters name sections of the experiment; it runs when these are valid.
     """
     function.__dict__["is_check"] = True
     return function

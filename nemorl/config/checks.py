@@ -1,7 +1,6 @@
 """Checks between sections of an experiment; those of one section are methods of its class.
 
 The parameter `auxiliary` are the models that have a section, by its path; `sections` are all valid ones.
-`nemorl.plan.problems` has the checks that need the model or the machine.
 """
 
 import difflib
@@ -26,7 +25,7 @@ from .data import DataConfig, JsonlDataset, PreferenceDataset
 from .environment import CalculatorEnvConfig, EnvConfig, Rewards, SingleTurnEnvConfig
 from .experiment import derived_fields, field_value
 from .facts import acted_on, datasets, group_name, metric_names, reward_names, server_urls
-from .generation import GenerationConfig, is_loopback, server_host
+from .generation import ADAPTER_RANKS, GenerationConfig, is_loopback, server_host
 from .policy import PolicyConfig
 from .run import CheckpointingConfig, ClusterConfig
 
@@ -92,6 +91,14 @@ def turn_and_cache_fit_sequence(
     if tokens is not None and tokens < policy.max_sequence_length:
         fix = f"the cache must hold a complete conversation; set it to at least {limit}"
         yield Problem("generation.max_kv_tokens", tokens, fix)
+
+
+@check
+def adapters_fit_the_engine(policy: PolicyConfig, generation: GenerationConfig) -> Problems:
+    separate, largest = getattr(generation, "adapters", "merged") == "separate", ADAPTER_RANKS[-1]
+    if policy.lora is not None and separate and policy.lora.rank > largest:
+        fix = f"the engine takes at most {largest}; lower it, or set generation.adapters to merged"
+        yield Problem("policy.lora.rank", policy.lora.rank, fix)
 
 
 @check
@@ -300,10 +307,7 @@ def gpus_for_all_processes(
     algorithm: AlgorithmConfig,
     auxiliary: Auxiliary,
 ) -> Problems:
-    """With GPUs every process of a model has one, and every engine that does not share the policy's.
-
-    Whether the machines have these GPUs is not known here; what is refused fits nowhere.
-    """
+    """With GPUs every process of a model has one, and every engine that does not share the policy's."""
     engines = 0
     if algorithm.generates and generation.has_engines and not generation.shares_devices:
         engines = generation.replicas * generation.ranks_per_replica

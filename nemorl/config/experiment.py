@@ -50,15 +50,13 @@ class Experiment(Config):
 
 
 def derived_fields(sections: Mapping[str, Any]) -> dict[str, str]:
-    """The fields, true, that follow from others in these sections of an experiment, with the reason.
-
-    Engines that share the policy's GPUs need the memory of the models there.
-    """
+    """The fields, true, that follow from others in these sections of an experiment, with the reason."""
     if not {"generation", "cluster", "algorithm", "policy"} <= sections.keys():
         return {}
     shared = sections["generation"].shares_devices and sections["cluster"].gpus_per_node
     if not (shared and sections["algorithm"].generates):
         return {}
+    # Engines that share the policy's GPUs need the memory of the models there.
     fields = ["policy.offload.weights", "policy.offload.optimizer"]
     for path, model in auxiliary_models(sections).items():
         if model.devices == "policy":

@@ -56,10 +56,7 @@ def reward_names(env: EnvConfig, rewards: Rewards) -> list[str]:
 def metric_names(
     algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig | None = None
 ) -> frozenset[str]:
-    """Names of all metrics that a step of the run may have, collected from the sections that produce them.
-
-    Without `data` those of `data.validation`.
-    """
+    """Names of all metrics that a step of the run may have; without `data` those of `data.validation`."""
     names = set(algorithm.metrics)
     scored = reward_names(env, rewards)
     if algorithm.online:

@@ -108,11 +108,6 @@ class GenerationBase(Config):
     """An OpenAI-compatible HTTP server over the engines while the run lasts; none when not given."""
 
     @property
-    def max_adapter_rank(self) -> int | None:
-        """Largest rank of adapters that the engine computes; None if it receives merged weights."""
-        return None
-
-    @property
     def shares_devices(self) -> bool:
         """True if engines share the policy's devices and sleep while it trains."""
         return getattr(self, "colocated", False)
@@ -205,11 +200,6 @@ class OpenAIGenerationConfig(GenerationBase):
     """Concurrent requests of each replica; more wait."""
     max_retries: int = Field(6, ge=0)
     """Retries of a request after status 429, 5xx or a broken connection; counted in the metrics."""
-
-    @property
-    def host(self) -> str:
-        """The server's machine; empty where the address names none."""
-        return server_host(self.base_url)
 
     @check
     def _settings_of_engines(self) -> Problems:
@@ -410,10 +400,6 @@ class VllmGenerationConfig(GenerationBase):
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, passed as they are where it has them."""
 
-    @property
-    def max_adapter_rank(self) -> int | None:
-        return ADAPTER_RANKS[-1] if self.adapters == "separate" else None
-
     def update_on(self, device: Literal["cpu", "cuda"]) -> Update:
         """What `update` resolves to: host memory has room for a second copy, a GPU mostly has none."""
         if self.update != "auto":
@@ -448,9 +434,7 @@ class VllmGenerationConfig(GenerationBase):
 
     @check
     def _limits_of_a_cpu(self, cluster: ClusterConfig, policy: PolicyConfig) -> Problems:
-        """Of vLLM 0.32: a second stage fails at its first token, a prompt of a request with a seed cannot be
-        read in parts, and methods that quantize while loading require CUDA.
-        """
+        """Of vLLM 0.32; a prompt of a request with a seed cannot be read in parts."""
         if cluster.gpus_per_node:
             return
         tokens, length = self.max_num_batched_tokens, policy.max_sequence_length

@@ -262,10 +262,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def to_yaml(experiment: Experiment) -> str:
-    """The complete experiment, defaults included, as a file that `load_experiment` reads back.
-
-    Derived fields have their reason as a comment.
-    """
+    """The experiment with its defaults as a file; derived fields have their reason as a comment."""
     tree = experiment.model_dump(mode="json")  # whose types turn paths into strings
     lines = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31).splitlines(True)
     origins = parse_document("".join(lines), "").origins

@@ -289,10 +289,7 @@ class LoraConfig(Config):
 
 
 class OffloadConfig(Config):
-    """What leaves the device while generation has it, for policies that share their devices with engines.
-
-    With `generation.colocated` on GPUs both follow and need not be set.
-    """
+    """What leaves the device while generation has it; both follow from `generation.colocated` on GPUs."""
 
     weights: bool = False
     """Move the weights (and the reference's) to host memory while generation has its copy."""
@@ -301,10 +298,7 @@ class OffloadConfig(Config):
 
 
 class MoeConfig(Config):
-    """Training of models with experts.
-
-    The bias that balances the choice of experts in DeepSeek-V3 is not changed: it has no gradient.
-    """
+    """Training of models with experts; DeepSeek-V3's bias that balances them has no gradient."""
 
     freeze_router: bool = False
     """Freeze the router's weights; everything else is trained."""
@@ -407,10 +401,3 @@ class PolicyConfig(Config):
         if self.offload.weights:
             fix = f"{name} samples with these weights; set it to false, {other}"
             yield Problem("offload.weights", True, fix)
-
-    @check
-    def _adapters_fit_the_engine(self, generation: "GenerationConfig") -> Problems:
-        largest = generation.max_adapter_rank
-        if self.lora is not None and largest is not None and self.lora.rank > largest:
-            fix = f"the engine takes at most {largest}; lower it, or set generation.adapters to merged"
-            yield Problem("lora.rank", self.lora.rank, fix)

@@ -58,10 +58,7 @@ def names(variant: type[Config]) -> tuple[str, ...]:
 
 
 def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Config], ...]]:
-    """The path, as it is written, of a location of pydantic's, and the section classes it may have.
-
-    Pydantic puts the name of a union's variant into its locations.
-    """
+    """The path of a location of pydantic's, which also names variants, and the classes it may have."""
     sections: tuple[type[Config], ...] = (Experiment,)
     path: FieldPath = ()
     is_key = False  # of a mapping of sections

@@ -73,10 +73,7 @@ _ON_CPUS = ("driver", "rollout", "endpoint")
 
 
 def is_this_machine(experiment: Experiment, machine: Machine) -> bool:
-    """True if the run is for this machine: neither for a cluster, nor for GPUs where it has none.
-
-    The nodes of a job count as this machine.
-    """
+    """True unless the run is for a cluster (other than the job's nodes), or for GPUs and there are none."""
     here = bool(machine.nodes) or not _elsewhere(experiment)
     return here and bool(machine.gpus or not experiment.cluster.gpus_per_node)
 

@@ -83,8 +83,7 @@ def estimate_memory(
 ) -> tuple[ProcessMemory, ...]:
     """Every group of processes that the run starts; without `training` a policy only where it samples.
 
-    `auxiliary` are the further models that it starts. Layouts must divide the models (see
-    `nemorl.plan.problems`).
+    `auxiliary` are the further models that it starts. Layouts must divide the models.
     """
     generation, policy = experiment.generation, experiment.policy
     store = experiment.cluster.object_store_megabytes * 2**20

@@ -22,7 +22,7 @@ from nemorl.config.base import call_within
 from nemorl.config.data import DataConfig, DatasetConfig, ReasoningGymDataset
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, models_of, server_sections, server_urls
-from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig
+from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig, server_host
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem, Problems
 from nemorl.models import hf_config
@@ -51,10 +51,7 @@ class Plan:
 
 
 def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True) -> Plan:
-    """Look at the model folder, the files and the machine; `training=False` plans an evaluation.
-
-    There a policy is started only if it samples without an engine.
-    """
+    """Look at the model folder, the files and the machine; `training=False` plans an evaluation."""
     policy, generation, algorithm = experiment.policy, experiment.generation, experiment.algorithm
     samples = algorithm.generates or not training
     problems = list(file_problems(experiment, machine.same_packages, training=training))
@@ -229,17 +226,14 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
 def weight_problems(
     model: Path, head: Literal["lm", "scalar"] = "lm", *, trained_head: bool = False
 ) -> Iterator[str]:
-    """What is wrong with the weights; nothing where config.json is wrong, which is reported elsewhere.
-
-    A scalar head may be missing, and begins at zero, unless `trained_head`.
-    """
+    """What is wrong with the weights; a scalar head may be missing (it begins at 0) unless `trained_head`."""
     single = model / hf_config.SINGLE_FILE
     if not any((model / name).is_file() for name in (hf_config.SINGLE_FILE, hf_config.INDEX_FILE)):
         yield f"the folder holds no weights; it requires {hf_config.SINGLE_FILE} or {hf_config.INDEX_FILE}"
         return
     try:
         expected = hf_tensors(load_shape(model, head))
-    except (BrokenModelFolder, UnsupportedModel):
+    except (BrokenModelFolder, UnsupportedModel):  # reported elsewhere
         return
     try:
         files = hf_config.indexed_files(model)
@@ -273,11 +267,7 @@ def weight_problems(
 
 
 def _header(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Header of a safetensors file that is as long as it says. Raises `BrokenModelFolder`.
-
-    The file begins with the header's length (8 bytes, little-endian) and the header, JSON: name to dtype,
-    shape and place.
-    """
+    """Header of a safetensors file, JSON after its length in 8 bytes. Raises `BrokenModelFolder`."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -415,14 +405,11 @@ def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Problems:
 
 
 def address_problems(generation: GenerationConfig, endpoint: EndpointConfig | None) -> Problems:
-    """Addresses that this machine cannot find, or where it cannot listen as `endpoint` has it.
-
-    Nothing is sent; the port is free again afterwards.
-    """
-    if isinstance(generation, OpenAIGenerationConfig) and generation.host:
-        problem = _unknown(generation.host)
-        if problem is not None:
-            fix = f"this machine finds no address of {generation.host} ({problem}); correct the name"
+    """Addresses that this machine cannot find, or where it cannot listen; nothing is sent."""
+    if isinstance(generation, OpenAIGenerationConfig):
+        host = server_host(generation.base_url)
+        if host and (problem := _unknown(host)) is not None:
+            fix = f"this machine finds no address of {host} ({problem}); correct the name"
             yield Problem("generation.base_url", generation.base_url, fix)
     if endpoint is None:
         return

@@ -1,8 +1,4 @@
-"""`algorithm`: what is optimized.
-
-Its `name` selects one: a preset of the online parts or of the losses of pairs (`PRESETS`), or an algorithm
-that learns from data.
-"""
+"""`algorithm`: what is optimized. Its `name` is a preset, or an algorithm that learns from data."""
 
 from typing import Annotated
 

@@ -1,8 +1,4 @@
-"""How good a trajectory, a turn or a token was compared with what could be expected.
-
-An estimator compares trajectories of a group or a batch, or it computes an advantage for each token, from the
-values of a critic or from the rewards after the token.
-"""
+"""Estimators of advantages: of trajectories compared with others, or of each token; and their algorithms."""
 
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -406,8 +406,8 @@ class OnlineConfig(OnlineBase):
             *(("kl/reference",) if self.kl.active else ()),
             *(("loss/likelihood",) if self.likelihood.coefficient > 0 else ()),
             *(("top_entropy_fraction",) if self.loss.selects_by_entropy else ()),
-            *(of_token_advantages if self.estimates_tokens else ()),
-            *(of_reward if self.estimates_tokens or self.kl_in_reward else ()),
+            *(of_token_advantages if self.advantage.per_token else ()),
+            *(of_reward if self.advantage.per_token or self.kl_in_reward else ()),
             *(self.critic.metrics if self.critic is not None else ()),
         }
 
@@ -427,11 +427,6 @@ class OnlineConfig(OnlineBase):
     @property
     def greedy_baseline(self) -> bool:
         return self.advantage.needs_greedy_sample
-
-    @property
-    def estimates_tokens(self) -> bool:
-        """True if policy workers compute an advantage for each token."""
-        return self.advantage.per_token
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -511,7 +506,7 @@ class OnlineConfig(OnlineBase):
             name = self.advantage.name
             fix = f"`{name}` does not use the sum of rewards; set it to loss, or use another advantage"
             yield Problem("kl.placement", "reward", fix)
-        if self.filters.drop_truncated and not self.estimates_tokens:
+        if self.filters.drop_truncated and not self.advantage.per_token:
             fix = "dropped trajectories have no divergence for their reward; remove it, or use placement loss"
             yield Problem("filters.drop_truncated", True, fix)
 
