@@ -43,6 +43,7 @@ def check_sections(sections: Mapping[str, object]) -> list[Problem]:
 
 
 Auxiliary = dict[str, ModelGroupConfig]
+Sections = Mapping[str, object]
 
 # Batches, lengths and sampling: what must divide or fit into what.
 
@@ -255,34 +256,23 @@ def validation_has_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Proble
 
 
 @check
-def best_checkpoint_is_measured(
-    checkpointing: CheckpointingConfig,
-    algorithm: AlgorithmConfig,
-    env: EnvConfig,
-    rewards: Rewards,
-    data: DataConfig,
+def named_metrics_are_measured(
+    algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig, sections: Sections
 ) -> Problems:
-    if checkpointing.metric is not None and checkpointing.enabled:
-        known = metric_names(algorithm, env, rewards, data)
-        yield from _is_measured("checkpointing.metric", checkpointing.metric, algorithm, known)
-
-
-@check
-def early_stop_is_measured(
-    algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig
-) -> Problems:
+    """The metrics of the best checkpoint and of the early stop."""
+    checkpointing, named = sections.get("checkpointing"), {}
+    if isinstance(checkpointing, CheckpointingConfig) and checkpointing.enabled:
+        named["checkpointing.metric"] = checkpointing.metric
     if algorithm.early_stop is not None:
-        known = metric_names(algorithm, env, rewards, data)
-        yield from _is_measured("algorithm.early_stop.metric", algorithm.early_stop.metric, algorithm, known)
-
-
-def _is_measured(field: str, metric: str, algorithm: AlgorithmConfig, known: frozenset[str]) -> Problems:
-    if metric.startswith("validation/") and algorithm.validation.period is None:
-        fix = "only validation measures it; set algorithm.validation.period"
-        yield Problem(field, metric, fix)
-    elif metric not in known:
-        fix = f"unknown metric of this run; {suggestion(metric, sorted(known))}"
-        yield Problem(field, metric, fix)
+        named["algorithm.early_stop.metric"] = algorithm.early_stop.metric
+    known = sorted(metric_names(algorithm, env, rewards, data))
+    for field, metric in named.items():
+        if metric is None:
+            continue
+        if metric.startswith("validation/") and algorithm.validation.period is None:
+            yield Problem(field, metric, "only validation measures it; set algorithm.validation.period")
+        elif metric not in known:
+            yield Problem(field, metric, f"unknown metric of this run; {suggestion(metric, known)}")
 
 
 def did_you_mean(given: str, known: Sequence[str]) -> str:
@@ -417,7 +407,7 @@ def reward_models_run_while_sampling(algorithm: AlgorithmConfig, auxiliary: Auxi
 
 
 @check
-def shared_devices_are_freed(sections: Mapping[str, object]) -> Problems:
+def shared_devices_are_freed(sections: Sections) -> Problems:
     """Engines on the policy's GPUs need the memory of the models there, which they have unless it is set."""
     for field in derived_fields(sections):
         if not field_value(sections, field):

@@ -244,9 +244,8 @@ class JudgeRewardConfig(ServiceRewardBase):
 
     @check
     def _prompt_shows_the_answers(self) -> Problems:
-        shown, other = "{completion}", "{completions}"
-        if self.ranks_groups:
-            shown, other = other, shown
+        forms = ["{completion}", "{completions}"]
+        shown, other = forms[::-1] if self.ranks_groups else forms
         ranks = f"ranks_groups is {str(self.ranks_groups).lower()}"
         if shown not in self.prompt:
             yield Problem("prompt", self.prompt, f"{ranks}, and {shown} is missing; add it")

@@ -1,7 +1,6 @@
 """`generation`: the engine that samples, and how; one section class for each back end. Imports no engine."""
 
 import ipaddress
-import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -115,8 +114,7 @@ class GenerationBase(Config):
     @property
     def ranks_per_replica(self) -> int:
         """Devices of one engine, or its processes on a CPU."""
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-        return math.prod(getattr(self, name, 1) for name in sizes)
+        return getattr(self, "tensor_parallel_size", 1) * getattr(self, "pipeline_parallel_size", 1)
 
     def host_options(self, policy: PolicyConfig) -> dict[str, object]:
         """Arguments of `host_class` that other engines' hosts do not have."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # sections that depend on this module
     from .generation import GenerationConfig
 
 MomentType = Literal["float32", "bfloat16", "float16", "fp8"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 _TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
@@ -236,9 +237,6 @@ class LayoutConfig(Config):
         return self.tensor_parallel_size * self.context_parallel_size * self.data_parallel_size
 
 
-RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
-
-
 class NoRecompute(Config):
     name: Literal["none"] = "none"
     """All activations are kept for the backward pass."""
@@ -262,12 +260,10 @@ class FullRecompute(Config):
 
 RecomputeConfig = Annotated[NoRecompute | SelectiveRecompute | FullRecompute, Variants(NoRecompute)]
 
-
 _Attention = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
 _LatentAttention = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 _Mlp = Literal["gate_proj", "up_proj", "down_proj"]
 Projection = Literal[_Attention, _Mlp, _LatentAttention, "all-linear"]
-
 
 _one_or_more = BeforeValidator(lambda names: (names,) if isinstance(names, str) else names)
 

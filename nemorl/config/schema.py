@@ -19,7 +19,6 @@ from .experiment import Experiment
 from .yaml import VARIANT_KEYS, FieldPath, Tree, dotted
 
 _MAX_NAMES = 4  # of one variant, where it is called by them
-_KEY = "NAME"  # for the keys of a mapping, which the user chooses
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def _fields(section: type[Config], path: FieldPath) -> Iterator[FieldHelp]:
         if get_origin(field.annotation) is tuple:
             here = (*here, 0)
         if get_origin(field.annotation) is dict:
-            here = (*here, _KEY)
+            here = (*here, "NAME")  # which the user chooses
         yield from _fields(below[0], here) if len(below) == 1 else _fields_of_union(below, here)
 
 

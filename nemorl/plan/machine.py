@@ -15,7 +15,6 @@ from nemorl.errors import Problem, Problems
 from .memory import MEMORY_PARTS, ON_HOST, ProcessMemory, buckets_bytes
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_NVIDIA_SMI_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,7 @@ def read_machine() -> Machine:
 def nvidia_smi(*options: str) -> str:
     """Output of the driver's own tool; empty where it is not installed or does not answer."""
     try:
-        answer = subprocess.run(
-            ["nvidia-smi", *options], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS
-        )
+        answer = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout if answer.returncode == 0 else ""
@@ -67,9 +64,6 @@ def parse_gpus(listed: str) -> tuple[Gpu, ...]:
     """Lines such as `NVIDIA H100 80GB HBM3, 81559`, memory in MiB; unified-memory devices name no number."""
     rows = [line.rpartition(",") for line in listed.splitlines()]
     return tuple(Gpu(name.strip(), int(size) * 2**20) for name, _, size in rows if size.strip().isdecimal())
-
-
-_ON_CPUS = ("driver", "rollout", "endpoint")
 
 
 def is_this_machine(experiment: Experiment, machine: Machine) -> bool:
@@ -104,7 +98,7 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
     gpu = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
     room = f"the {gpu.name} has {_gigabytes(gpu.memory_bytes)}"
     for process in processes:
-        if process.group not in _ON_CPUS and process.on_device > gpu.memory_bytes:
+        if process.group not in ("driver", "rollout", "endpoint") and process.on_device > gpu.memory_bytes:
             problem = f"a {process.group} process needs about {_gigabytes(process.on_device)}, and {room}"
             yield _blamed(experiment, (process,), problem, on_device=True)
 

@@ -18,6 +18,7 @@ PAIR_METRICS = _REWARD_METRICS | {
     *("logprobs/chosen", "logprobs/rejected"),
 }
 SFT_METRICS = frozenset({"loss/sft", "nll"})
+ReferenceTime = Literal["precomputed", "live"]
 PAIRS = "pairs of answers", ("preference", "arithmetic")
 _JUDGED = "judged answers", ("feedback", "preference", "arithmetic")
 _STEP_METRICS = frozenset({"loss/total", "accuracy", "score/margin"})
@@ -89,9 +90,6 @@ if TYPE_CHECKING:
     PreferenceName = str
 else:
     PreferenceName = Literal[tuple(PREFERENCE_PRESETS)]
-
-
-ReferenceTime = Literal["precomputed", "live"]
 
 
 class PreferenceConfig(OfflineBase):

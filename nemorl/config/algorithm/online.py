@@ -141,10 +141,8 @@ class OnlineBase(AlgorithmBase):
             *("time/generation", "time/environment", "time/loading", "time/logprobs"),
             *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted")),
             *("generation/restarts_failed", "generation/requests_moved", "generation/tokens_kept"),
-            *("generation/requests_failed", "generation/retries"),
-            *("logprob_gap/mean", "logprob_gap/max"),
-            *REFIT_METRICS,
-            *self.filters.metrics,
+            *("generation/requests_failed", "generation/retries", "logprob_gap/mean", "logprob_gap/max"),
+            *(*REFIT_METRICS, *self.filters.metrics),
         }
 
     @property
@@ -168,7 +166,6 @@ class OnlineBase(AlgorithmBase):
 
 REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
 POLICY_METRICS = ("loss/total", "entropy", "logprob_gap/k1", "logprob_gap/k3")
-
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -230,21 +227,17 @@ class CorrectionBase(Config):
         low, high = getattr(self, "low", 0.0), getattr(self, "high", 1.0)
         if low >= high:
             yield Problem("low", low, f"it must be less than algorithm.correction.high, {high:g}")
-        elif low > 1:
-            fix = "set it to at most 1, the weight of a token on which engine and trainer agree"
-            yield Problem("low", low, fix)
-        elif high < 1:
-            fix = "set it to at least 1, the weight of a token on which engine and trainer agree"
-            yield Problem("high", high, fix)
+        elif low > 1 or high < 1:
+            field, value, bound = ("low", low, "at most") if low > 1 else ("high", high, "at least")
+            fix = f"set it to {bound} 1, the weight of a token on which engine and trainer agree"
+            yield Problem(field, value, fix)
 
     @check
     def _divisor_differs(self) -> Problems:
-        if self.divisor == "all":
-            return
-        if self.form == "bypass":
+        if self.divisor == "kept" and self.form == "bypass":
             fix = "in the bypass form only the update shows what is left out; use `all`, or form `decoupled`"
             yield Problem("divisor", "kept", fix)
-        elif not self.leaves_out:
+        elif self.divisor == "kept" and not self.leaves_out:
             fix = "no token is left out; remove this, use `mis` or `icepop`, or set sequence_mask"
             yield Problem("divisor", "kept", fix)
 
@@ -394,8 +387,7 @@ class OnlineConfig(OnlineBase):
 
     @property
     def metrics(self) -> frozenset[str]:
-        of_token_advantages = ("advantage/mean", "advantage/std")
-        of_reward = ("kl/penalty", "time/advantages")
+        per_token = self.advantage.per_token
         return super().metrics | {
             *POLICY_METRICS,
             "loss/policy",
@@ -406,8 +398,8 @@ class OnlineConfig(OnlineBase):
             *(("kl/reference",) if self.kl.active else ()),
             *(("loss/likelihood",) if self.likelihood.coefficient > 0 else ()),
             *(("top_entropy_fraction",) if self.loss.selects_by_entropy else ()),
-            *(of_token_advantages if self.advantage.per_token else ()),
-            *(of_reward if self.advantage.per_token or self.kl_in_reward else ()),
+            *(("advantage/mean", "advantage/std") if per_token else ()),
+            *(("kl/penalty", "time/advantages") if per_token or self.kl_in_reward else ()),
             *(self.critic.metrics if self.critic is not None else ()),
         }
 

@@ -107,7 +107,6 @@ class AnchoredLossConfig(PairLossBase):
 _Margin = LogisticLossConfig | RobustLossConfig | SquaredLossConfig | HingeLossConfig
 PairLossConfig = Annotated[_Margin | OddsRatioLossConfig | AnchoredLossConfig, Variants(LogisticLossConfig)]
 
-
 PREFERENCE_PRESETS = {
     "dpo": preset("Direct preference optimization", "2305.18290", loss="logistic"),
     "cdpo": preset(
