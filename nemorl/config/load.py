@@ -113,9 +113,8 @@ def _listed(items: Iterable[str]) -> str:
 def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     """Lay `a.b=value` pairs over a document; of two for one field the later wins.
 
-    The value is YAML: `null`, `true`, `1e-6`, `[1, 2]`, `{name: sgd, lr: 0.1}`. A number in the path is an
-    index of a list, `rewards.0.weight=2`. All pairs together are one layer, so their order does not matter
-    if one of them changes the variant of a section. Raises `ConfigError`.
+    The value is YAML; a number in the path is an index of a list. All pairs together are one layer, so their
+    order does not matter if one of them changes the variant of a section. Raises `ConfigError`.
     """
     layer: Tree = {}
     origins: dict[FieldPath, str] = {}
@@ -176,9 +175,8 @@ def _refuse_unknown_indexes(base: object, over: object, path: FieldPath) -> None
 def read_document(file: Path, heirs: tuple[Path, ...] = ()) -> Document:
     """A file with everything it inherits; `heirs` are the files that led to it, the requested one first.
 
-    `defaults:` is a path or a list of paths, relative to the file that has it. They are read depth-first;
-    later ones win over earlier ones, and the file itself over all (see `yaml.merged` and `common_fields`).
-    Raises `ConfigError`: a file that is missing or unreadable, invalid YAML, circular inheritance.
+    `defaults:` are read depth-first; later ones win over earlier ones, and the file itself over all. Raises
+    `ConfigError`: a file that is missing or unreadable, invalid YAML, circular inheritance.
     """
     own = parse_document(_text(file, heirs), str(file))
     named = own.tree.pop(DEFAULTS, [])
@@ -225,8 +223,7 @@ def load_experiment(
 ) -> Experiment:
     """Read and check an experiment file, with `a.b=value` overrides from the command line.
 
-    Raises `ConfigError` with all problems at once: those of types, the checks of valid sections, and, if all
-    types are right, `further_checks` outside the configuration (see `nemorl.plan.problems`).
+    Raises `ConfigError` with all problems at once; `further_checks`, of model and machine, need valid types.
     """
     document = apply_overrides(read_document(path), overrides)
     problems = list(document.problems)

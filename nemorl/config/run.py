@@ -55,9 +55,8 @@ class ClusterConfig(Config):
     @property
     def strategy(self) -> str:
         """Ray's strategy that `placement` resolves to."""
-        if self.placement != "auto":
-            return self.placement
-        return "STRICT_PACK" if self.num_nodes == 1 else "PACK"
+        automatic = "STRICT_PACK" if self.num_nodes == 1 else "PACK"
+        return automatic if self.placement == "auto" else self.placement
 
     @check
     def _domains_have_several_nodes(self) -> Problems:

@@ -69,11 +69,7 @@ def is_written(tree: Any, path: FieldPath) -> bool:
 
 
 def parse_document(text: str, source: str) -> Document:
-    """Read a YAML mapping; an empty text is an empty mapping.
-
-    Raises `ConfigError` naming `source` and the line: syntax, tabs, duplicate keys, other keys than strings,
-    unknown tags, a top level other than a mapping.
-    """
+    """Read a YAML mapping, empty for an empty text. Raises `ConfigError` naming `source` and the line."""
     reader = _Reader(text, source)
     root = reader.root()
     if root is None:
@@ -194,9 +190,8 @@ def all_of_the_same_variant(path: FieldPath, base: Tree, over: Tree) -> Tree:
 def merged(base: Tree, over: Tree, staying: Staying = all_of_the_same_variant, path: FieldPath = ()) -> Tree:
     """Lay `over` over `base`, without changing either; `path` is theirs in the experiment.
 
-    Sections (mappings) merge key by key, after `staying` has selected what remains of the lower one; all
-    other values, lists included, are replaced. A mapping of numbers laid over a list (`rewards.0.weight=2`)
-    changes those items.
+    Mappings merge key by key, after `staying` has selected what remains of the lower one; other values are
+    replaced. A mapping of numbers laid over a list (`rewards.0.weight=2`) changes those items.
     """
     below = staying(path, base, over)
     return below | {

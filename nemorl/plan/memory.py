@@ -1,8 +1,7 @@
 """Memory of each process of an experiment: exact for weights, an estimate for the rest.
 
 Activations count the inputs of matrix products and what attention, activation functions and norms keep; what
-is small compared with these (angles, masks, routing) is left out. Parameters are counted from the family's
-rules, without listing a rank's slices.
+is small compared with these (angles, masks, routing) is left out.
 """
 
 import importlib

@@ -1,7 +1,4 @@
-"""Problems of an experiment with its model, its files and this machine, found before a process starts.
-
-Imports no torch. Weights are judged by their headers alone.
-"""
+"""Problems of an experiment with its model, its files and this machine, without torch; weights by headers."""
 
 import difflib
 import errno
@@ -115,18 +112,16 @@ def auxiliary_models(
             refused.append(problem)
         if model.scores:
             continue
-        sizes = shape.vocab_size, of_policy.vocab_size
-        if sizes[0] < sizes[1]:
-            fix = f"its vocabulary of {sizes[0]} tokens lacks some of the policy's {sizes[1]}"
-        elif experiment.algorithm.keeps_teachers and sizes[0] != sizes[1]:
+        size, of_its = of_policy.vocab_size, shape.vocab_size
+        if of_its < size or (experiment.algorithm.keeps_teachers and of_its != size):
             same = "a teacher and the policy must have the same tokens"
-            fix = f"{same}, and it has {sizes[0]} and the policy {sizes[1]}"
-        else:
-            if path != experiment.policy.model_path:
-                refused += tokenizer_problems(experiment, section, path)
-            continue
-        fix = f"{fix}: name a model with the policy's tokenizer"
-        refused.append(Problem(f"{section}.model_path", str(path), fix))
+            fix = f"{same}, and it has {of_its} and the policy {size}"
+            if of_its < size:
+                fix = f"its vocabulary of {of_its} tokens lacks some of the policy's {size}"
+            fix = f"{fix}: name a model with the policy's tokenizer"
+            refused.append(Problem(f"{section}.model_path", str(path), fix))
+        elif path != experiment.policy.model_path:
+            refused += tokenizer_problems(experiment, section, path)
     return found, refused
 
 
@@ -296,11 +291,7 @@ def head_problems(model: Path) -> Problems:
 
 
 def tokenizer_problems(experiment: Experiment, section: str, model: Path) -> Problems:
-    """A model of other tokens than the policy's would read other texts, whatever the size of its vocabulary.
-
-    Tokens that were added to both vocabularies may differ: models of one family often name their special
-    ones differently. A folder without a tokenizer is not compared.
-    """
+    """A model of other tokens than the policy's would read other texts; added (special) tokens may differ."""
     policy = experiment.policy.tokenizer.path or experiment.policy.model_path
     of_policy, added_here = _tokens(policy / "tokenizer.json")
     of_model, added_there = _tokens(model / "tokenizer.json")
