@@ -36,13 +36,7 @@ def variants(annotation: Any) -> tuple[type[Config], ...]:
     """The section classes that a field of this type may have: none for a plain value, several for a union."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return (annotation,)
-    if get_origin(annotation) is Annotated:
-        return variants(get_args(annotation)[0])
-    if get_origin(annotation) is dict:
-        return variants(get_args(annotation)[1])
-    if get_origin(annotation) in (Union, types.UnionType, tuple):
-        return tuple(variant for part in get_args(annotation) for variant in variants(part))
-    return ()
+    return tuple(variant for part in get_args(annotation) for variant in variants(part))
 
 
 def tag(variant: type[Config]) -> str:

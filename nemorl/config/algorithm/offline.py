@@ -1,7 +1,7 @@
 """Algorithms that learn from data: supervised fine-tuning, preferences, reward models."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -86,12 +86,6 @@ class OfflineBase(AlgorithmBase):
         return self.batch_size
 
 
-if TYPE_CHECKING:
-    PreferenceName = str
-else:
-    PreferenceName = Literal[tuple(PREFERENCE_PRESETS)]
-
-
 class PreferenceConfig(OfflineBase):
     """Raise the chosen answer of a pair over the rejected one."""
 
@@ -100,7 +94,7 @@ class PreferenceConfig(OfflineBase):
     presets: ClassVar[Mapping[str, Preset]] = PREFERENCE_PRESETS
     learns_from: ClassVar[tuple[str, tuple[str, ...]]] = PAIRS
     loss_metrics: ClassVar[frozenset[str]] = PAIR_METRICS
-    name: PreferenceName
+    name: Literal[tuple(PREFERENCE_PRESETS)]  # type: ignore[valid-type]
     loss: PairLossConfig = LogisticLossConfig()
     """The loss of a pair."""
     sft_coefficient: float = Field(0.0, ge=0)

@@ -4,7 +4,7 @@ docs/off_policy.md has the formulas of `correction` and `kl`.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -350,18 +350,13 @@ class LikelihoodConfig(Config):
 
 PRESETS = dict(sorted((advantages.PRESETS | losses.PRESETS).items()))  # the named online algorithms
 
-if TYPE_CHECKING:
-    OnlineName = str
-else:
-    OnlineName = Literal[tuple(PRESETS)]
-
 
 class OnlineConfig(OnlineBase):
     """Sample, score, train, update the weights."""
 
     presets: ClassVar[Mapping[str, Preset]] = PRESETS
     reference_field: ClassVar[str | None] = "algorithm.kl.coefficient"
-    name: OnlineName
+    name: Literal[tuple(PRESETS)]  # type: ignore[valid-type]
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps that share the batch of one step; divides the number of trajectories."""
     num_epochs: int = Field(1, ge=1)
