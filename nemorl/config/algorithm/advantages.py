@@ -235,10 +235,10 @@ PRESETS = {
         **_PPO,
     ),
     "gdpo": online_preset("Group-decoupled normalization of several rewards", "2601.05242", "gdpo"),
-    "gpg": online_preset("Group policy gradient", "2504.02546", "gpg", loss="reinforce"),
+    "gpg": online_preset("Group policy gradient", "2504.02546", "gpg", "reinforce"),
     "grpo": online_preset("Group relative policy optimization", "2402.03300"),
     "mt_grpo": online_preset("GRPO with an advantage for each turn", "2505.11821", "turn"),
-    "opo": online_preset("On-policy RL with the optimal baseline", "2505.23585", "opo", loss=_REINFORCE),
+    "opo": online_preset("On-policy RL with the optimal baseline", "2505.23585", "opo", _REINFORCE),
     "pass_at_k": online_preset("Training on pass@k", "2508.10751", "pass_at_k"),
     "ppo": online_preset("Proximal policy optimization with a critic", "1707.06347", "gae", **_PPO),
     "reinforce": online_preset(
@@ -256,9 +256,7 @@ PRESETS = {
     "reinforce_plus_plus_baseline": online_preset(
         "REINFORCE++ with the mean of a group as the baseline", "2501.03262", "group_then_batch"
     ),
-    "remax": online_preset(
-        "REINFORCE, a greedy answer as the baseline", "2310.10505", "remax", loss=_REINFORCE
-    ),
+    "remax": online_preset("REINFORCE, a greedy answer as the baseline", "2310.10505", "remax", _REINFORCE),
     "rloo": online_preset(
         "REINFORCE, the others of the group as the baseline",
         "2402.14740",

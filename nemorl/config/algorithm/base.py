@@ -29,19 +29,20 @@ class Preset:
 Part = str | dict[str, Any]  # the name of a section's variant, or its fields
 
 
-def preset(title: str, paper: str, **parts: Any) -> Preset:
+def preset(title: str, paper: str, loss: Part, advantage: Part = "", **parts: Any) -> Preset:
     """A row: `paper` may be the number of arXiv, and a loss or an advantage its name alone."""
-    for name in ("advantage", "loss"):
-        if isinstance(parts.get(name), str):
-            parts[name] = {"name": parts[name]}
-    return Preset(title, paper if "/" in paper else f"https://arxiv.org/abs/{paper}", parts)
+    given = {"advantage": advantage, "loss": loss}
+    settings = {
+        name: {"name": part} if isinstance(part, str) else part for name, part in given.items() if part
+    }
+    return Preset(title, paper if "/" in paper else f"https://arxiv.org/abs/{paper}", settings | parts)
 
 
 def online_preset(
     title: str, paper: str, advantage: Part = "group", loss: Part = "clip", **parts: Any
 ) -> Preset:
     """A row of an online algorithm, whose advantage and loss are GRPO's unless given."""
-    return preset(title, paper, advantage=advantage, loss=loss, **parts)
+    return preset(title, paper, loss, advantage, **parts)
 
 
 class ValidationConfig(Config):
