@@ -222,17 +222,16 @@ OfTokensConfig = GaeConfig | TurnGaeConfig | BiLevelGaeConfig | TokenReturnsConf
 
 AdvantageConfig = Annotated[OfGroupsConfig | OfTokensConfig, Variants(GroupAdvantageConfig)]
 
-_KL_IN_REWARD = {"estimator": "k1", "placement": "reward"}
-_PPO: dict[str, dict[str, Any]] = {"kl": _KL_IN_REWARD, "critic": {}}
+_KL = {"estimator": "k1", "placement": "reward"}
+_PPO: dict[str, dict[str, Any]] = {"kl": _KL, "critic": {}}
+_TWO_LEVELS = {"name": "bi_level_gae", "turn_gamma": 0.95}
+_LEAVE_ONE_OUT = {"name": "group", "normalize": False, "leave_one_out": True}
 _REINFORCE = {"name": "reinforce", "aggregation": "seq-mean-token-sum"}
 
 # The named algorithms that are an advantage with a common loss.
 PRESETS = {
     "bi_level_gae": online_preset(
-        "PPO with GAE over turns and over their tokens",
-        "2510.16907",
-        advantage={"name": "bi_level_gae", "turn_gamma": 0.95},
-        **_PPO,
+        "PPO with GAE over turns and over their tokens", "2510.16907", _TWO_LEVELS, **_PPO
     ),
     "gdpo": online_preset("Group-decoupled normalization of several rewards", "2601.05242", "gdpo"),
     "gpg": online_preset("Group policy gradient", "2504.02546", "gpg", "reinforce"),
@@ -248,20 +247,14 @@ PRESETS = {
         loss=_REINFORCE,
     ),
     "reinforce_plus_plus": online_preset(
-        "REINFORCE with returns of tokens, whitened over the batch",
-        "2501.03262",
-        advantage="token_returns",
-        kl=_KL_IN_REWARD,
+        "REINFORCE with returns of tokens, whitened over the batch", "2501.03262", "token_returns", kl=_KL
     ),
     "reinforce_plus_plus_baseline": online_preset(
         "REINFORCE++ with the mean of a group as the baseline", "2501.03262", "group_then_batch"
     ),
     "remax": online_preset("REINFORCE, a greedy answer as the baseline", "2310.10505", "remax", _REINFORCE),
     "rloo": online_preset(
-        "REINFORCE, the others of the group as the baseline",
-        "2402.14740",
-        advantage={"name": "group", "normalize": False, "leave_one_out": True},
-        loss=_REINFORCE,
+        "REINFORCE, the others of the group as the baseline", "2402.14740", _LEAVE_ONE_OUT, _REINFORCE
     ),
     "turn_gae": online_preset("PPO over turns", "1506.02438", "turn_gae", **_PPO),
     "vapo": online_preset(

@@ -195,35 +195,29 @@ class CriticLearningConfig(Config):
 
 
 # The named algorithms whose loss, or choice of samples, is their own; their advantage is GRPO's.
+_CLIP_HIGHER = {"name": "clip", "clip_high": 0.28}
+_UNSCALED = {"name": "group", "normalize": False}
+_UNBIASED = {"name": "clip", "aggregation": FIXED_LENGTH}
+_KL_COV = {"name": "kl_cov", "fraction": 0.002}
+_DYNAMIC_SAMPLING = {"drop_equal_rewards": True, "refill": {"max_batches": 10}}
+_MOST_VARIED = {"keep_most_varied": 0.25}
 PRESETS = {
     "cispo": online_preset("Clipped importance sampling weights (MiniMax-M1)", "2506.13585", loss="cispo"),
     "clip_cov": online_preset("Covariance clipping against entropy collapse", "2505.22617", loss="clip_cov"),
     "dapo": online_preset(
-        "Decoupled clip and dynamic sampling",
-        "2503.14476",
-        loss={"name": "clip", "clip_high": 0.28},
-        filters={"drop_equal_rewards": True, "refill": {"max_batches": 10}},
+        "Decoupled clip and dynamic sampling", "2503.14476", loss=_CLIP_HIGHER, filters=_DYNAMIC_SAMPLING
     ),
     "dr_grpo": online_preset(
-        "GRPO done right: no bias by length or by difficulty",
-        "2503.20783",
-        advantage={"name": "group", "normalize": False},
-        loss={"name": "clip", "aggregation": FIXED_LENGTH},
+        "GRPO done right: no bias by length or by difficulty", "2503.20783", _UNSCALED, _UNBIASED
     ),
     "gmpo": online_preset("Geometric mean policy optimization", "2507.20673", loss="gmpo"),
     "gspo": online_preset("Group sequence policy optimization", "2507.18071", loss="gspo"),
     "gspo_token": online_preset("GSPO with advantages of tokens", "2507.18071", loss="gspo_token"),
     "kl_cov": online_preset(
-        "Covariance-held tokens against entropy collapse",
-        "2505.22617",
-        loss={"name": "kl_cov", "fraction": 0.002},
-        num_minibatches=8,
+        "Covariance-held tokens against entropy collapse", "2505.22617", loss=_KL_COV, num_minibatches=8
     ),
     "sapo": online_preset("Soft adaptive policy optimization", "2511.20347", loss="sapo"),
     "starpo_s": online_preset(
-        "Agents on the most uncertain tasks",
-        "2504.20073",
-        loss={"name": "clip", "clip_high": 0.28},
-        filters={"keep_most_varied": 0.25},
+        "Agents on the most uncertain tasks", "2504.20073", loss=_CLIP_HIGHER, filters=_MOST_VARIED
     ),
 }

@@ -107,38 +107,21 @@ class AnchoredLossConfig(PairLossBase):
 _Margin = LogisticLossConfig | RobustLossConfig | SquaredLossConfig | HingeLossConfig
 PairLossConfig = Annotated[_Margin | OddsRatioLossConfig | AnchoredLossConfig, Variants(LogisticLossConfig)]
 
+_SMOOTHED = {"name": "logistic", "label_smoothing": 0.1}
+_CALIBRATION = {"name": "hinge", "reference": False, "beta": 1.0}
+_MEANS = {"name": "logistic", "reference": False, "logprobs": "mean", "beta": 2.0, "gamma": 1.0}
+_PLAIN = {"name": "logistic", "reference": False}
+_DOWN = {"name": "anchored", "anchor": "down"}
 PREFERENCE_PRESETS = {
     "dpo": preset("Direct preference optimization", "2305.18290", "logistic"),
-    "cdpo": preset(
-        "Conservative DPO: labels may be wrong",
-        "https://ericmitchell.ai/cdpo.pdf",
-        {"name": "logistic", "label_smoothing": 0.1},
-    ),
+    "cdpo": preset("Conservative DPO: labels may be wrong", "https://ericmitchell.ai/cdpo.pdf", _SMOOTHED),
     "robust_dpo": preset("DPO, unbiased under wrong labels", "2403.00409", "robust"),
     "ipo": preset("Identity preference optimization", "2310.12036", "squared"),
     "hinge": preset("Hinge loss relative to a reference (RSO)", "2309.06657", "hinge"),
-    "slic": preset(
-        "Sequence likelihood calibration",
-        "2305.10425",
-        {"name": "hinge", "reference": False, "beta": 1.0},
-        sft_coefficient=0.1,
-    ),
-    "simpo": preset(
-        "Simple preference optimization: means, no reference",
-        "2405.14734",
-        {"name": "logistic", "reference": False, "logprobs": "mean", "beta": 2.0, "gamma": 1.0},
-    ),
-    "cpo": preset(
-        "Contrastive preference optimization",
-        "2401.08417",
-        {"name": "logistic", "reference": False},
-        sft_coefficient=1.0,
-    ),
+    "slic": preset("Sequence likelihood calibration", "2305.10425", _CALIBRATION, sft_coefficient=0.1),
+    "simpo": preset("Simple preference optimization: means, no reference", "2405.14734", _MEANS),
+    "cpo": preset("Contrastive preference optimization", "2401.08417", _PLAIN, sft_coefficient=1.0),
     "orpo": preset("Odds ratio preference optimization", "2403.07691", "odds_ratio", sft_coefficient=1.0),
     "apo_zero": preset("Anchored: chosen answers are better than the policy's", "2408.06266", "anchored"),
-    "apo_down": preset(
-        "Anchored: chosen answers are worse than the policy's",
-        "2408.06266",
-        {"name": "anchored", "anchor": "down"},
-    ),
+    "apo_down": preset("Anchored: chosen answers are worse than the policy's", "2408.06266", _DOWN),
 }
