@@ -80,10 +80,7 @@ def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Pro
 
 @dataclass(frozen=True)
 class Variants:
-    """Annotation of a union of sections, discriminated by the field `by`; without it a section is `default`.
-
-    Without a default `optimizer: {lr: 1e-5}` would be refused for not repeating the default's name.
-    """
+    """Annotation of a union of sections that differ by the field `by`; a section without it is `default`."""
 
     default: type[Config]
     by: str = "name"
@@ -115,10 +112,7 @@ def function_at(path: str) -> Callable[..., Any]:
 
 
 def call_within(seconds: float, function: Callable[[], Any]) -> Any:
-    """Return what code of the user's returns, or raise what it raises, or TimeoutError.
-
-    The call runs in a daemon thread, which is left behind when it hangs.
-    """
+    """Call code of the user's. Raises what it raises, and TimeoutError, with its thread left behind."""
     outcome: futures.Future[Any] = futures.Future()
 
     def run() -> None:

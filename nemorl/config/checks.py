@@ -29,8 +29,11 @@ from .generation import ADAPTER_RANKS, GenerationConfig, is_loopback, server_hos
 from .policy import PolicyConfig
 from .run import CheckpointingConfig, ClusterConfig
 
+Auxiliary = dict[str, ModelGroupConfig]
+Sections = Mapping[str, object]
 
-def check_sections(sections: Mapping[str, object]) -> list[Problem]:
+
+def check_sections(sections: Sections) -> list[Problem]:
     """All problems of these sections and between them; others of the experiment are not valid."""
     known = {**sections, "sections": sections}
     if {"critic", "reference", "teachers", "rewards"} <= sections.keys():
@@ -41,9 +44,6 @@ def check_sections(sections: Mapping[str, object]) -> list[Problem]:
     checks = [value for value in globals().values() if getattr(value, "is_check", False)]
     return [*problems, *run_checks(checks, known)]
 
-
-Auxiliary = dict[str, ModelGroupConfig]
-Sections = Mapping[str, object]
 
 # Batches, lengths and sampling: what must divide or fit into what.
 

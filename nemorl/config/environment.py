@@ -104,9 +104,6 @@ class ChainedSumsEnvConfig(EnvBase):
         return super().reward_weights | {"chained_sums_turn": self.turn_weight}
 
 
-FACTORY_SECONDS = 30.0  # most that the constructor of a custom factory may take
-
-
 class CustomEnvConfig(EnvBase):
     """A custom environment (docs/environments.md)."""
 
@@ -124,7 +121,7 @@ class CustomEnvConfig(EnvBase):
     def reward_weights(self) -> dict[str, float]:
         """Weights that the factory declares; empty if it cannot be constructed, which `check` reports."""
         try:
-            return dict(call_within(FACTORY_SECONDS, self.make_factory).reward_weights)
+            return dict(call_within(30.0, self.make_factory).reward_weights)
         except Exception:  # noqa: BLE001  code of the user's
             return {}
 

@@ -44,7 +44,6 @@ def server_urls(generation: GenerationConfig, rewards: Rewards, teachers: Teache
 
 
 def reward_weights(env: EnvConfig, rewards: Rewards) -> dict[str, float]:
-    """The factor of each reward in the sum, by its name in metrics."""
     return env.reward_weights | {reward.metric: reward.weight for reward in rewards}
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # algorithms have a section of this module, the sampling of t
     from .algorithm import AlgorithmConfig
 
 _REPLAY = "policy.moe.router_replay"
+ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
 
 
 class EndpointConfig(Config):
@@ -153,11 +154,8 @@ class GenerationBase(Config):
             yield Problem("transport", "cuda_ipc", fix)
 
 
-class MegatronGenerationConfig(GenerationBase):
-    """The policy samples in its own processes: no engines, no second copy of weights, no refit.
-
-    docs/megatron_generation.md.
-    """
+class MegatronGenerationConfig(GenerationBase):  # docs/megatron_generation.md
+    """The policy samples in its own processes: no engines, no second copy of weights, no refit."""
 
     returns_experts: ClassVar[bool] = True
     has_engines: ClassVar[bool] = False
@@ -226,9 +224,6 @@ class OpenAIGenerationConfig(GenerationBase):
             others = "use a server that returns them (vLLM's, `nemorl serve`) and set this to true"
             fix = f"training needs token ids and logprobs, not only text; {others}"
             yield Problem("token_ids", False, f"{fix}, or use this one with `nemorl eval`")
-
-
-ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
 
 
 def server_host(url: str) -> str:

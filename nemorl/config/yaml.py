@@ -18,6 +18,7 @@ FieldPath = tuple[str | int, ...]
 Tree = dict[str, object]
 
 _TAG = "tag:yaml.org,2002:"
+_REFERENCE = re.compile(r"\$\{\s*[A-Za-z_][\w.]*\s*\}")  # `${a.b}`, once the value of another field
 
 
 class _Loader(yaml.SafeLoader):
@@ -87,9 +88,6 @@ def parse_value(text: str, source: str, path: FieldPath) -> object:
     if reader.problems:
         raise ConfigError(source, reader.problems)
     return value
-
-
-_REFERENCE = re.compile(r"\$\{\s*[A-Za-z_][\w.]*\s*\}")  # `${a.b}`, once the value of another field
 
 
 class _Reader:

@@ -21,8 +21,6 @@ ORDER = (
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """One layout, and what it costs."""
-
     layout: LayoutConfig
     memory: ProcessMemory  # of the fullest rank
     fits: bool | None  # None where the memory of a device is not known

@@ -101,7 +101,6 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
         if process.group not in ("driver", "rollout", "endpoint") and process.on_device > gpu.memory_bytes:
             problem = f"a {process.group} process needs about {_gigabytes(process.on_device)}, and {room}"
             yield _blamed(experiment, (process,), problem, on_device=True)
-
     # In a refit, and until the policy leaves, a GPU has what both keep, without what they compute with.
     colocated = experiment.generation.shares_devices
     kept = [p.between_steps for p in processes if p.group in ("policy", "generation")]
@@ -110,7 +109,6 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
         spread = "spread the policy over more processes (policy.layout)"
         fix = f"{spread}, raise generation.tensor_parallel_size, or set this to false"
         yield Problem("generation.colocated", True, f"in a refit a GPU keeps {keeps}, and {room}: {fix}")
-
     # While one of the models on the policy's devices computes, the others keep what they do not leave. Reward
     # models compute while something is sampled, while engines are awake.
     residents = {m.name: m for m in models_of(experiment) if m.name == "policy" or m.on_policy_devices}

@@ -35,8 +35,6 @@ from .memory import ProcessMemory, estimate_memory
 
 _SCALAR_HEAD = SCALAR_HEAD.tensors[0].name
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_FIRST_TASK_SECONDS = 60.0
-_CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -388,7 +386,7 @@ def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Problems:
         return
     made = partial(reasoning_gym.create_dataset, name, size=dataset.size, seed=dataset.seed)
     try:
-        call_within(_FIRST_TASK_SECONDS, lambda: made(**dataset.options)[0])
+        call_within(60.0, lambda: made(**dataset.options)[0])
     except Exception as error:  # noqa: BLE001  a dataset's own code, with checks by assert
         problem = f"the dataset {name} does not accept these options ({type(error).__name__}: {error})"
         fix = f"see the fields of its {DATASETS[name][1].__name__}"
@@ -450,7 +448,7 @@ def server_problems(experiment: Experiment) -> Problems:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
             if parts.hostname:
-                socket.create_connection((parts.hostname, port), _CONNECT_SECONDS).close()
+                socket.create_connection((parts.hostname, port), timeout=5.0).close()
         except OSError as error:
             problem = error.strerror or str(error)
             yield Problem(field, url, f"this machine cannot connect to it ({problem}); start the server")

@@ -9,10 +9,10 @@ from nemorl.errors import Problems
 
 from .base import online_preset
 
+Over = Literal["tokens", "trajectories"]
+
 
 class AdvantageBase(Config):
-    """Facts about an estimator; each is an attribute of its class."""
-
     per_token: ClassVar[bool] = False  # policy workers compute an advantage for each token
     per_turn: ClassVar[bool] = False  # tokens of different turns have different advantages
     needs_values: ClassVar[bool] = False  # of a critic, at each token
@@ -28,8 +28,6 @@ class AdvantageBase(Config):
 
 
 class TokenAdvantageBase(AdvantageBase):
-    """Estimators over the sampled tokens of a trajectory."""
-
     per_token: ClassVar[bool] = True
     per_turn: ClassVar[bool] = True
     needs_values: ClassVar[bool] = True
@@ -88,9 +86,6 @@ class TokenReturnsConfig(TokenAdvantageBase):
     name: Literal["token_returns"]
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount from one sampled token to the next."""
-
-
-Over = Literal["tokens", "trajectories"]
 
 
 class GroupAdvantageConfig(AdvantageBase):

@@ -108,8 +108,6 @@ class EarlyStopConfig(Config):
 
 
 class AlgorithmBase(Config):
-    """Fields of all algorithms, and facts about each that other parts need."""
-
     presets: ClassVar[Mapping[str, Preset]] = {}  # that its name may be one of
     head: ClassVar[Literal["lm", "scalar"]] = "lm"  # of the model that it trains
     online: ClassVar[bool] = False  # training itself samples
@@ -157,7 +155,6 @@ class AlgorithmBase(Config):
 
     @property
     def allows_staleness(self) -> bool:
-        """True if it may sample while the policy trains."""
         return getattr(self, "max_staleness", 0) > 0
 
     @property

@@ -45,8 +45,6 @@ class SampledValidationConfig(LossValidationConfig):
 
 
 class OfflineBase(AlgorithmBase):
-    """Examples in their order, a batch in each step."""
-
     takes_margins: ClassVar[bool] = False  # of pairs, if its loss uses them
     batch_size: int = Field(ge=1)
     """Examples of one step (pairs, if the data are pairs); an epoch has as many steps as batches fit."""
@@ -218,8 +216,6 @@ RewardLossConfig = Annotated[
 
 
 class RewardModelValidationConfig(LossValidationConfig):
-    """Loss and accuracy on the validation data."""
-
     unused_reason: ClassVar[str] = "a reward model samples nothing; remove this"
     generate: Literal[False] = False
     """A model with a scalar head samples nothing."""

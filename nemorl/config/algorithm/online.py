@@ -1,7 +1,4 @@
-"""Algorithms that learn from what the policy samples: one section, of which each algorithm is a preset.
-
-docs/off_policy.md has the formulas of `correction` and `kl`.
-"""
+"""Algorithms that learn from what the policy samples: one section, of which each algorithm is a preset."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
@@ -113,8 +110,6 @@ class FiltersConfig(Config):
 
 
 class OnlineBase(AlgorithmBase):
-    """Sample groups, train on them, update the engines' weights."""
-
     online: ClassVar[bool] = True
     needs_unfiltered_samples: ClassVar[bool] = True  # the engine's logprobs of sampled tokens are used
     num_prompts_per_step: int = Field(ge=1)
@@ -179,7 +174,7 @@ class SequenceMaskConfig(Config):
     """A sequence counts when the mean ratio is at most this."""
 
 
-class CorrectionBase(Config):
+class CorrectionBase(Config):  # docs/off_policy.md has the formulas
     weighs: ClassVar[bool] = True  # tokens or sequences get weights
     bounds_leave_out: ClassVar[bool] = False  # weights out of bounds become 0
     weight_metric: ClassVar[str] = "correction/masked"  # share of weights out of bounds

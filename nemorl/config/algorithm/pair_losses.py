@@ -14,8 +14,6 @@ from .base import preset
 
 
 class PairLossBase(Config):
-    """Fields of all losses of pairs, and facts about each."""
-
     needs_sft: ClassVar[bool] = False  # unstable without a cross entropy of the chosen answers
     uses_reference: ClassVar[bool] = True  # unless its field `reference` is false
     beta: float = Field(0.1, gt=0)
