@@ -16,6 +16,8 @@ from .run import ClusterConfig
 if TYPE_CHECKING:  # algorithms have a section of this module, the sampling of their validation
     from .algorithm import AlgorithmConfig
 
+Update = Literal["staged", "in_place", "reload"]  # of the weights in vLLM
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM reserves for adapters
 _REPLAY = "policy.moe.router_replay"
 ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
 
@@ -346,10 +348,6 @@ def _derived_arguments(engine: str, derived: set[str], given: dict[str, Any]) ->
     for name in sorted(derived & given.keys()):
         fix = f"this argument follows from other fields of the experiment (docs/{engine}.md); remove it"
         yield Problem(f"{engine}_kwargs.{name}", given[name], fix)
-
-
-Update = Literal["staged", "in_place", "reload"]
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM reserves for adapters
 
 
 class VllmGenerationConfig(GenerationBase):

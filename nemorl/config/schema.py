@@ -18,6 +18,7 @@ from .base import Config
 from .experiment import Experiment
 from .yaml import VARIANT_KEYS, FieldPath, Tree, dotted
 
+_PLAIN_TYPES = {int: "integer", float: "number", str: "string", bool: "true or false", Path: "path"}
 _MAX_NAMES = 4  # of one variant, where it is called by them
 
 
@@ -158,9 +159,6 @@ def type_text(field: FieldInfo) -> str:
     ]
     words, *rest = _words(field.annotation).split(" or null")
     return " ".join([words, ", ".join(bounds)]).strip() + (" or null" if rest else "")
-
-
-_PLAIN_TYPES = {int: "integer", float: "number", str: "string", bool: "true or false", Path: "path"}
 
 
 def _words(annotation: Any) -> str:

@@ -16,7 +16,9 @@ from nemorl.errors import ABSENT, ConfigError, Problem
 
 FieldPath = tuple[str | int, ...]
 Tree = dict[str, object]
-
+VARIANT_KEYS = ("kind", "name", "backend")  # the fields that select the variant of a section
+Staying = Callable[[FieldPath, Tree, Tree], Tree]
+"""What remains of the section at a path when another is laid over it."""
 _TAG = "tag:yaml.org,2002:"
 _REFERENCE = re.compile(r"\$\{\s*[A-Za-z_][\w.]*\s*\}")  # `${a.b}`, once the value of another field
 
@@ -170,13 +172,6 @@ def _explained(error: yaml.MarkedYAMLError) -> str:
         return "a second `:` or a wrong indent; put the value into quotes, or align the keys"
     context = f"{error.context}, " if error.context else ""
     return f"invalid YAML: {context}{problem}"
-
-
-# The fields that select the variant of a section.
-VARIANT_KEYS = ("kind", "name", "backend")
-
-Staying = Callable[[FieldPath, Tree, Tree], Tree]
-"""What remains of the section at a path when another is laid over it."""
 
 
 def all_of_the_same_variant(path: FieldPath, base: Tree, over: Tree) -> Tree:

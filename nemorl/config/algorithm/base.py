@@ -14,6 +14,7 @@ from nemorl.errors import Problem, Problems
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
 ]
+Part = str | dict[str, Any]  # the name of a section's variant, or its fields
 FIXED_LENGTH = "seq-mean-token-sum-norm"  # which divides by a length that must be given
 
 
@@ -24,9 +25,6 @@ class Preset:
     title: str  # short, as the paper calls it
     paper: str  # a link
     settings: dict[str, Any]
-
-
-Part = str | dict[str, Any]  # the name of a section's variant, or its fields
 
 
 def preset(title: str, paper: str, loss: Part, advantage: Part = "", **parts: Any) -> Preset:

@@ -13,6 +13,10 @@ from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageC
 from .base import AlgorithmBase, Preset
 from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
+REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
+POLICY_METRICS = ("loss/total", "entropy", "logprob_gap/k1", "logprob_gap/k3")
+Level = Literal["token", "sequence", "geometric"]
+
 
 class EntropyBonusConfig(Config):
     """A fixed weight, for each token as the loss weighs it."""
@@ -157,12 +161,6 @@ class OnlineBase(AlgorithmBase):
             reason = "in a group of one all rewards are equal; raise num_generations_per_prompt, or remove it"
             names = ("drop_equal_rewards", "keep_most_varied")
             yield from self.filters.without_effect(names, reason, "filters.")
-
-
-REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
-POLICY_METRICS = ("loss/total", "entropy", "logprob_gap/k1", "logprob_gap/k3")
-
-Level = Literal["token", "sequence", "geometric"]
 
 
 class SequenceMaskConfig(Config):
