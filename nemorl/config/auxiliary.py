@@ -22,8 +22,6 @@ from .policy import (
     RecomputeConfig,
     ScheduleConfig,
     decay_problems,
-    micro_batch_problems,
-    narrow_type_problems,
 )
 from .run import ClusterConfig
 
@@ -49,8 +47,8 @@ class ModelGroupConfig(Config):
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
         """The section of a policy with which the processes of the group are started."""
-        names = ("model_path", "layout", "precision", "micro_batch_tokens")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        names = {"model_path", "layout", "precision", "micro_batch_tokens"}
+        given = {name: value for name, value in self if name in names and value is not None}
         return policy.model_copy(update={**given, "offload": self.offload, "moe": MoeConfig(), "lora": None})
 
     @check
@@ -68,7 +66,7 @@ class ModelGroupConfig(Config):
     @check
     def _micro_batch_holds_sequence(self, policy: PolicyConfig) -> Problems:
         if self.micro_batch_tokens is not None:
-            yield from micro_batch_problems(self.micro_batch_tokens, policy.max_sequence_length)
+            yield from self.worker_config(policy).micro_batch_holds_sequence()
 
 
 class ReferenceConfig(ModelGroupConfig):
@@ -112,7 +110,6 @@ Teachers = dict[str, TeacherConfig]
 
 
 def teachers_held(teachers: Mapping[str, TeacherConfig]) -> dict[str, ModelTeacherConfig]:
-    """The teachers that are models in processes of the run."""
     return {name: one for name, one in teachers.items() if isinstance(one, ModelTeacherConfig)}
 
 
@@ -141,7 +138,7 @@ class CriticConfig(ModelGroupConfig):
 
     @check
     def _narrow_types_have_a_kernel(self, policy: PolicyConfig, cluster: ClusterConfig) -> Problems:
-        yield from narrow_type_problems(self.optimizer, self.precision or policy.precision, cluster)
+        yield from self.worker_config(policy).narrow_types_have_a_kernel(cluster)
 
 
 def auxiliary_models(sections: Mapping[str, Any]) -> dict[str, ModelGroupConfig]:

@@ -18,10 +18,9 @@ Key = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # a name that the use
 
 
 def check(function: Check) -> Check:
-    """Mark a function of `checks`, or a method of a section, as a check.
+    """Mark a function of `checks`, or a method of a section, whose fields are relative to it, as a check.
 
-    Its parameters name sections of the experiment. It runs when these are valid, and yields their problems;
-    the fields that a method yields are relative to its section.
+    Its parameters name sections of the experiment; it runs when these are valid.
     """
     function.__dict__["is_check"] = True
     return function
@@ -74,20 +73,14 @@ def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Pro
     if isinstance(value, Config):
         for problem in value.problems(sections):
             yield replace(problem, field=f"{path}.{problem.field}")
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from problems_in(item, f"{path}.{index}", sections)
-    elif isinstance(value, dict):
-        for key, item in value.items():
+    elif isinstance(value, tuple | dict):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from problems_in(item, f"{path}.{key}", sections)
 
 
 @dataclass(frozen=True)
 class Variants:
-    """Annotation of a union of sections, discriminated by the field `by`; without it a section is `default`.
-
-    Without a default `optimizer: {lr: 1e-5}` would be refused for not repeating the default's name.
-    """
+    """Annotation of a union of sections that differ by the field `by`; a section without it is `default`."""
 
     default: type[Config]
     by: str = "name"
@@ -105,10 +98,7 @@ class NotImported(Exception):
 
 
 def function_at(path: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names.
-
-    Raises NotImported, and NemorlError if the user's module raises it.
-    """
+    """The function `package.module:function`. Raises NotImported, and NemorlError if the module raises it."""
     module, _, attribute = path.partition(":")
     try:
         function = getattr(import_module(module), attribute, None)
@@ -122,10 +112,7 @@ def function_at(path: str) -> Callable[..., Any]:
 
 
 def call_within(seconds: float, function: Callable[[], Any]) -> Any:
-    """Return what code of the user's returns, or raise what it raises, as an Exception.
-
-    Raises TimeoutError after `seconds`. The call runs in a daemon thread, which is left behind when it hangs.
-    """
+    """Call code of the user's. Raises what it raises, and TimeoutError, with its thread left behind."""
     outcome: futures.Future[Any] = futures.Future()
 
     def run() -> None:

@@ -1,7 +1,6 @@
 """Checks between sections of an experiment; those of one section are methods of its class.
 
 The parameter `auxiliary` are the models that have a section, by its path; `sections` are all valid ones.
-`nemorl.plan.problems` has the checks that need the model or the machine.
 """
 
 import difflib
@@ -26,12 +25,15 @@ from .data import DataConfig, JsonlDataset, PreferenceDataset
 from .environment import CalculatorEnvConfig, EnvConfig, Rewards, SingleTurnEnvConfig
 from .experiment import derived_fields, field_value
 from .facts import acted_on, datasets, group_name, metric_names, reward_names, server_urls
-from .generation import GenerationConfig, is_loopback, server_host
+from .generation import ADAPTER_RANKS, GenerationConfig, is_loopback, server_host
 from .policy import PolicyConfig
 from .run import CheckpointingConfig, ClusterConfig
 
+Auxiliary = dict[str, ModelGroupConfig]
+Sections = Mapping[str, object]
 
-def check_sections(sections: Mapping[str, object]) -> list[Problem]:
+
+def check_sections(sections: Sections) -> list[Problem]:
     """All problems of these sections and between them; others of the experiment are not valid."""
     known = {**sections, "sections": sections}
     if {"critic", "reference", "teachers", "rewards"} <= sections.keys():
@@ -42,8 +44,6 @@ def check_sections(sections: Mapping[str, object]) -> list[Problem]:
     checks = [value for value in globals().values() if getattr(value, "is_check", False)]
     return [*problems, *run_checks(checks, known)]
 
-
-Auxiliary = dict[str, ModelGroupConfig]
 
 # Batches, lengths and sampling: what must divide or fit into what.
 
@@ -79,24 +79,27 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
 
 
 @check
-def turn_fits_sequence(
+def turn_and_cache_fit_sequence(
     policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
 ) -> Problems:
-    if algorithm.generates and generation.max_new_tokens >= policy.max_sequence_length:
-        limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
+    if not algorithm.generates:
+        return
+    limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
+    if generation.max_new_tokens >= policy.max_sequence_length:
         fix = f"a turn leaves no room for its prompt in {limit}; lower this or raise that"
         yield Problem("generation.max_new_tokens", generation.max_new_tokens, fix)
+    tokens = getattr(generation, "max_kv_tokens", None)
+    if tokens is not None and tokens < policy.max_sequence_length:
+        fix = f"the cache must hold a complete conversation; set it to at least {limit}"
+        yield Problem("generation.max_kv_tokens", tokens, fix)
 
 
 @check
-def cache_holds_sequence(
-    policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
-) -> Problems:
-    tokens = getattr(generation, "max_kv_tokens", None)
-    if algorithm.generates and tokens is not None and tokens < policy.max_sequence_length:
-        limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
-        fix = f"the cache must hold a complete conversation; set it to at least {limit}"
-        yield Problem("generation.max_kv_tokens", tokens, fix)
+def adapters_fit_the_engine(policy: PolicyConfig, generation: GenerationConfig) -> Problems:
+    separate, largest = getattr(generation, "adapters", "merged") == "separate", ADAPTER_RANKS[-1]
+    if policy.lora is not None and separate and policy.lora.rank > largest:
+        fix = f"the engine takes at most {largest}; lower it, or set generation.adapters to merged"
+        yield Problem("policy.lora.rank", policy.lora.rank, fix)
 
 
 @check
@@ -119,15 +122,12 @@ def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Pr
 
 
 @check
-def training_explores(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Problems:
+def samples_can_be_learned_from(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Problems:
+    """They differ, and are of the complete distribution, as the trainer's logprobs are."""
     if algorithm.online and generation.sampling.temperature == 0:
         fix = "greedy samples of a task are all the same, with nothing to learn from; set it to more than 0"
         yield Problem("generation.sampling.temperature", 0.0, f"{fix} (for validation 0 is allowed)")
 
-
-@check
-def training_is_unfiltered(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Problems:
-    """The trainer's logprobs are of the complete distribution, so samples must come from it."""
     if isinstance(algorithm, OnlineBase) and algorithm.needs_unfiltered_samples:
         reason = "training supports the unfiltered distribution only; remove it here (validation may have it)"
         names = ("top_k", "top_p", "min_p")
@@ -156,12 +156,6 @@ def data_fits_the_algorithm(data: DataConfig, algorithm: AlgorithmConfig) -> Pro
     if isinstance(data.train, JsonlDataset) and data.train.answer_key is None and "jsonl" in names:
         fix = f"`{algorithm.name}` learns the answers; set it to the key that holds them"
         yield Problem("data.train.answer_key", None, fix)
-
-
-@check
-def margins_are_used(data: DataConfig, algorithm: AlgorithmConfig) -> Problems:
-    if not isinstance(algorithm, OfflineBase):
-        return
     scale = algorithm.margin_scale
     for path, dataset in datasets(data):
         key = dataset.margin_key if isinstance(dataset, PreferenceDataset) else None
@@ -233,20 +227,14 @@ def reward_names_differ(env: EnvConfig, rewards: Rewards) -> Problems:
 
 
 @check
-def several_rewards_to_normalize(algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards) -> Problems:
-    if isinstance(algorithm, OnlineConfig) and isinstance(algorithm.advantage, GdpoAdvantageConfig):
-        names = reward_names(env, rewards)
-        if len(names) == 1:
-            fix = f"it normalizes several rewards, and there is only `{names[0]}`; add one, or use `group`"
-            yield Problem("algorithm.advantage.name", "gdpo", fix)
-
-
-@check
-def filtered_reward_exists(algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards) -> Problems:
-    if not isinstance(algorithm, OnlineBase) or algorithm.filters.reward is None:
+def rewards_of_the_algorithm_exist(algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards) -> Problems:
+    if not isinstance(algorithm, OnlineBase):
         return
     name, known = algorithm.filters.reward, sorted(reward_names(env, rewards))
-    if name not in known:
+    if isinstance(getattr(algorithm, "advantage", None), GdpoAdvantageConfig) and len(known) == 1:
+        fix = f"it normalizes several rewards, and there is only `{known[0]}`; add one, or use `group`"
+        yield Problem("algorithm.advantage.name", "gdpo", fix)
+    if name is not None and name not in known:
         yield Problem("algorithm.filters.reward", name, f"unknown reward; {suggestion(name, known)}")
 
 
@@ -268,40 +256,34 @@ def validation_has_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Proble
 
 
 @check
-def best_checkpoint_is_measured(
-    checkpointing: CheckpointingConfig,
-    algorithm: AlgorithmConfig,
-    env: EnvConfig,
-    rewards: Rewards,
-    data: DataConfig,
+def named_metrics_are_measured(
+    algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig, sections: Sections
 ) -> Problems:
-    if checkpointing.metric is not None and checkpointing.enabled:
-        known = metric_names(algorithm, env, rewards, data)
-        yield from _is_measured("checkpointing.metric", checkpointing.metric, algorithm, known)
-
-
-@check
-def early_stop_is_measured(
-    algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig
-) -> Problems:
+    """The metrics of the best checkpoint and of the early stop."""
+    checkpointing, named = sections.get("checkpointing"), {}
+    if isinstance(checkpointing, CheckpointingConfig) and checkpointing.enabled:
+        named["checkpointing.metric"] = checkpointing.metric
     if algorithm.early_stop is not None:
-        known = metric_names(algorithm, env, rewards, data)
-        yield from _is_measured("algorithm.early_stop.metric", algorithm.early_stop.metric, algorithm, known)
+        named["algorithm.early_stop.metric"] = algorithm.early_stop.metric
+    known = sorted(metric_names(algorithm, env, rewards, data))
+    for field, metric in named.items():
+        if metric is None:
+            continue
+        if metric.startswith("validation/") and algorithm.validation.period is None:
+            yield Problem(field, metric, "only validation measures it; set algorithm.validation.period")
+        elif metric not in known:
+            yield Problem(field, metric, f"unknown metric of this run; {suggestion(metric, known)}")
 
 
-def _is_measured(field: str, metric: str, algorithm: AlgorithmConfig, known: frozenset[str]) -> Problems:
-    if metric.startswith("validation/") and algorithm.validation.period is None:
-        fix = "only validation measures it; set algorithm.validation.period"
-        yield Problem(field, metric, fix)
-    elif metric not in known:
-        fix = f"unknown metric of this run; {suggestion(metric, sorted(known))}"
-        yield Problem(field, metric, fix)
+def did_you_mean(given: str, known: Sequence[str]) -> str:
+    """A question for the closest of the known names, to put before further text; empty if none is close."""
+    close = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean `{close[0]}`? " if close else ""
 
 
 def suggestion(given: str, known: Sequence[str]) -> str:
     """The closest of the known names, or all of them."""
-    close = difflib.get_close_matches(given, known, n=1)
-    return f"did you mean `{close[0]}`?" if close else f"there are {', '.join(known) or 'none'}"
+    return did_you_mean(given, known).rstrip() or f"there are {', '.join(known) or 'none'}"
 
 
 # Processes and devices: auxiliary models, GPUs for all, labels of nodes, servers that workers reach.
@@ -315,10 +297,7 @@ def gpus_for_all_processes(
     algorithm: AlgorithmConfig,
     auxiliary: Auxiliary,
 ) -> Problems:
-    """With GPUs every process of a model has one, and every engine that does not share the policy's.
-
-    Whether the machines have these GPUs is not known here; what is refused fits nowhere.
-    """
+    """With GPUs every process of a model has one, and every engine that does not share the policy's."""
     engines = 0
     if algorithm.generates and generation.has_engines and not generation.shares_devices:
         engines = generation.replicas * generation.ranks_per_replica
@@ -428,7 +407,7 @@ def reward_models_run_while_sampling(algorithm: AlgorithmConfig, auxiliary: Auxi
 
 
 @check
-def shared_devices_are_freed(sections: Mapping[str, object]) -> Problems:
+def shared_devices_are_freed(sections: Sections) -> Problems:
     """Engines on the policy's GPUs need the memory of the models there, which they have unless it is set."""
     for field in derived_fields(sections):
         if not field_value(sections, field):

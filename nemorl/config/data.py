@@ -124,16 +124,9 @@ class StepsDataset(Config):
     """Put after each step; empty where steps are single tokens."""
 
 
-DatasetConfig = Annotated[
-    JsonlDataset
-    | ReasoningGymDataset
-    | ArithmeticDataset
-    | ConversationsDataset
-    | PreferenceDataset
-    | FeedbackDataset
-    | StepsDataset,
-    Field(discriminator="name"),
-]
+_Tasks = JsonlDataset | ReasoningGymDataset | ArithmeticDataset
+_Examples = ConversationsDataset | PreferenceDataset | FeedbackDataset | StepsDataset
+DatasetConfig = Annotated[_Tasks | _Examples, Field(discriminator="name")]
 
 
 class DataConfig(Config):
@@ -154,10 +147,11 @@ class DataConfig(Config):
 
     @property
     def held_out(self) -> Iterator[tuple[str, DatasetConfig]]:
-        """Each dataset that is only measured, with its field."""
+        """Each dataset that is only measured, with the path of its section."""
         if self.validation is not None:
-            yield "validation", self.validation
-        yield from ((f"validation_sets.{name}", dataset) for name, dataset in self.validation_sets.items())
+            yield "data.validation", self.validation
+        for name, dataset in self.validation_sets.items():
+            yield f"data.validation_sets.{name}", dataset
 
     @check
     def _prompts_are_complete(self) -> Problems:
@@ -172,7 +166,8 @@ class DataConfig(Config):
     def _validation_shares_no_task(self) -> Problems:
         """Tasks of training say nothing about what was learned."""
         train_file = getattr(self.train, "path", None)
-        for field, dataset in self.held_out:
+        for path, dataset in self.held_out:
+            field = path.removeprefix("data.")
             if train_file is not None and train_file == getattr(dataset, "path", None):
                 yield Problem(f"{field}.path", str(train_file), "training reads the same file; use another")
             match self.train, dataset:

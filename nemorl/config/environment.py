@@ -16,8 +16,6 @@ from .policy import LayoutConfig, NoRecompute, PolicyConfig, TokenizerConfig
 
 
 class EnvBase(Config):
-    """Facts about all environments."""
-
     factory_path: ClassVar[str]  # `module:class` of an EnvironmentFactory that takes this section
     dataset: ClassVar[str | None] = None  # name of the only datasets that it supports; None supports all
     needs_answer: ClassVar[bool] = False  # of each task
@@ -28,7 +26,6 @@ class EnvBase(Config):
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weights of the environment's rewards, by name."""
         weight = getattr(self, "weight", None)
         return {} if weight is None else {self.name: weight}
 
@@ -107,9 +104,6 @@ class ChainedSumsEnvConfig(EnvBase):
         return super().reward_weights | {"chained_sums_turn": self.turn_weight}
 
 
-FACTORY_SECONDS = 30.0  # most that the constructor of a custom factory may take
-
-
 class CustomEnvConfig(EnvBase):
     """A custom environment (docs/environments.md)."""
 
@@ -127,32 +121,22 @@ class CustomEnvConfig(EnvBase):
     def reward_weights(self) -> dict[str, float]:
         """Weights that the factory declares; empty if it cannot be constructed, which `check` reports."""
         try:
-            return dict(call_within(FACTORY_SECONDS, self.make_factory).reward_weights)
+            return dict(call_within(30.0, self.make_factory).reward_weights)
         except Exception:  # noqa: BLE001  code of the user's
             return {}
 
 
-EnvConfig = Annotated[
-    SingleTurnEnvConfig
-    | MathEnvConfig
-    | ReasoningGymEnvConfig
-    | CalculatorEnvConfig
-    | ChainedSumsEnvConfig
-    | CustomEnvConfig,
-    Variants(SingleTurnEnvConfig),
-]
-
+_OneTurn = SingleTurnEnvConfig | MathEnvConfig | ReasoningGymEnvConfig
+_SeveralTurns = CalculatorEnvConfig | ChainedSumsEnvConfig
+EnvConfig = Annotated[_OneTurn | _SeveralTurns | CustomEnvConfig, Variants(SingleTurnEnvConfig)]
 
 Signature = Literal["trl", "verl", "openrlhf"]
 
 
 class RewardBase(Config):
-    """Fields of all rewards."""
-
     call_metrics: ClassVar[tuple[str, ...]] = ("errors", "seconds", "waiting", "retries")
     """Metrics of its calls: `reward_KIND/NAME`."""
     named_by: ClassVar[str] = "kind"  # the field that it is called by where it has no name
-
     kind: str
     """The kind of reward."""
     name: str | None = Field(None, min_length=1)
@@ -180,7 +164,6 @@ class RewardBase(Config):
 class FunctionRewardConfig(RewardBase):
     call_metrics: ClassVar[tuple[str, ...]] = ("errors", "seconds", "waiting")  # no call is retried
     named_by: ClassVar[str] = "function"
-
     kind: Literal["function"] = "function"
     """A function of the answers of a group, or of one answer."""
     function: str = Field(min_length=1)
@@ -192,8 +175,6 @@ class FunctionRewardConfig(RewardBase):
 
 
 class ServiceRewardBase(RewardBase):
-    """A reward by HTTP."""
-
     url: str = Field(min_length=1)
     """Address of the server up to and with `/v1`; for vLLM's `/classify` without it."""
     model: str = Field(min_length=1)
@@ -260,9 +241,8 @@ class JudgeRewardConfig(ServiceRewardBase):
 
     @check
     def _prompt_shows_the_answers(self) -> Problems:
-        shown, other = "{completion}", "{completions}"
-        if self.ranks_groups:
-            shown, other = other, shown
+        forms = ["{completion}", "{completions}"]
+        shown, other = forms[::-1] if self.ranks_groups else forms
         ranks = f"ranks_groups is {str(self.ranks_groups).lower()}"
         if shown not in self.prompt:
             yield Problem("prompt", self.prompt, f"{ranks}, and {shown} is missing; add it")
@@ -270,13 +250,10 @@ class JudgeRewardConfig(ServiceRewardBase):
             yield Problem("prompt", self.prompt, f"{ranks}, so {other} is not replaced; use {shown}")
 
     @check
-    def _scores_are_ordered(self) -> Problems:
+    def _scores_can_be_read(self) -> Problems:
         if self.max_score <= self.min_score:
             fix = f"it is worth 1 and min_score, {self.min_score:g}, is worth 0; set it to more than that"
             yield Problem("max_score", self.max_score, fix)
-
-    @check
-    def _pattern_can_be_read(self) -> Problems:
         if self.parser != "regex":
             reason = "parser is `json`, which does not use it; set that to regex, or remove this"
             yield from self.without_effect(("pattern",), reason)

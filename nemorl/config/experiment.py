@@ -50,15 +50,13 @@ class Experiment(Config):
 
 
 def derived_fields(sections: Mapping[str, Any]) -> dict[str, str]:
-    """The fields, true, that follow from others in these sections of an experiment, with the reason.
-
-    Engines that share the policy's GPUs need the memory of the models there.
-    """
+    """The fields, true, that follow from others in these sections of an experiment, with the reason."""
     if not {"generation", "cluster", "algorithm", "policy"} <= sections.keys():
         return {}
     shared = sections["generation"].shares_devices and sections["cluster"].gpus_per_node
     if not (shared and sections["algorithm"].generates):
         return {}
+    # Engines that share the policy's GPUs need the memory of the models there.
     fields = ["policy.offload.weights", "policy.offload.optimizer"]
     for path, model in auxiliary_models(sections).items():
         if model.devices == "policy":
@@ -69,7 +67,6 @@ def derived_fields(sections: Mapping[str, Any]) -> dict[str, str]:
 
 
 def with_derived_fields(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections with their derived fields, except those that were set."""
     result = dict(sections)
     for field in derived_fields(sections):
         result = _with_true(result, field.split("."))
@@ -92,7 +89,6 @@ def _with_true(section: Any, path: Sequence[str]) -> Any:
 
 
 def field_value(sections: Mapping[str, Any], field: str) -> Any:
-    """The value of a field by its path."""
     value: Any = sections
     for step in field.split("."):
         if isinstance(value, Config):

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from .algorithm import AlgorithmConfig
 from .algorithm.online import REFIT_METRICS
-from .auxiliary import EndpointTeacherConfig, Teachers, auxiliary_models, used_models
+from .auxiliary import Teachers, auxiliary_models, used_models
 from .data import DataConfig, DatasetConfig
-from .environment import EnvConfig, Rewards, ServiceRewardBase
+from .environment import EnvConfig, Rewards
 from .experiment import Experiment
-from .generation import GenerationConfig, OpenAIGenerationConfig
+from .generation import GenerationConfig
 from .policy import PolicyConfig
 
 
@@ -20,34 +20,30 @@ def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
         yield "data.validation", data.validation
 
 
-def held_out(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    """Each dataset that is only measured, with the path of its section."""
-    yield from ((f"data.{field}", dataset) for field, dataset in data.held_out)
-
-
 def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str, DatasetConfig]]:
     """The datasets whose tasks the environment gets: offline algorithms train without it."""
     if algorithm.online:
         yield "data.train", data.train
-    yield from held_out(data)
+    yield from data.held_out
+
+
+def server_sections(generation: GenerationConfig, rewards: Rewards, teachers: Teachers) -> dict[str, object]:
+    """The sections that may name a server, by their path."""
+    sections: dict[str, object] = {"generation": generation}
+    sections |= {f"teachers.{name}": teacher for name, teacher in teachers.items()}
+    return sections | {f"rewards.{index}": reward for index, reward in enumerate(rewards)}
 
 
 def server_urls(generation: GenerationConfig, rewards: Rewards, teachers: Teachers) -> dict[str, str]:
     """The addresses of servers that workers send requests to, by field."""
-    urls: dict[str, str] = {}
-    if isinstance(generation, OpenAIGenerationConfig):
-        urls["generation.base_url"] = generation.base_url
-    for name, teacher in teachers.items():
-        if isinstance(teacher, EndpointTeacherConfig):
-            urls[f"teachers.{name}.base_url"] = teacher.base_url
-    for index, reward in enumerate(rewards):
-        if isinstance(reward, ServiceRewardBase):
-            urls[f"rewards.{index}.url"] = reward.url
-    return urls
+    sections = server_sections(generation, rewards, teachers).items()
+    urls = {
+        f"{path}.{name}": getattr(one, name, "") for path, one in sections for name in ("base_url", "url")
+    }
+    return {field: url for field, url in urls.items() if url}
 
 
 def reward_weights(env: EnvConfig, rewards: Rewards) -> dict[str, float]:
-    """The factor of each reward in the sum, by its name in metrics."""
     return env.reward_weights | {reward.metric: reward.weight for reward in rewards}
 
 
@@ -59,10 +55,7 @@ def reward_names(env: EnvConfig, rewards: Rewards) -> list[str]:
 def metric_names(
     algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig | None = None
 ) -> frozenset[str]:
-    """Names of all metrics that a step of the run may have, collected from the sections that produce them.
-
-    Without `data` those of `data.validation`.
-    """
+    """Names of all metrics that a step of the run may have; without `data` those of `data.validation`."""
     names = set(algorithm.metrics)
     scored = reward_names(env, rewards)
     if algorithm.online:

@@ -1,7 +1,6 @@
 """`generation`: the engine that samples, and how; one section class for each back end. Imports no engine."""
 
 import ipaddress
-import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -17,12 +16,13 @@ from .run import ClusterConfig
 if TYPE_CHECKING:  # algorithms have a section of this module, the sampling of their validation
     from .algorithm import AlgorithmConfig
 
+Update = Literal["staged", "in_place", "reload"]  # of the weights in vLLM
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM reserves for adapters
 _REPLAY = "policy.moe.router_replay"
+ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
 
 
 class EndpointConfig(Config):
-    """Access to the engines over HTTP."""
-
     host: str = "127.0.0.1"
     """Address to listen on; one that other machines reach requires `api_key_env`."""
     port: int = Field(8000, ge=0, le=65535)
@@ -67,8 +67,6 @@ class SamplingConfig(Config):
 
 
 class GenerationBase(Config):
-    """Fields of all back ends, and facts about each."""
-
     returns_experts: ClassVar[bool] = False  # with each token, for `policy.moe.router_replay`
     has_engines: ClassVar[bool] = True  # in separate processes; otherwise the policy's processes sample
     takes_weights: ClassVar[bool] = True  # refits reach the engine
@@ -112,11 +110,6 @@ class GenerationBase(Config):
     """An OpenAI-compatible HTTP server over the engines while the run lasts; none when not given."""
 
     @property
-    def max_adapter_rank(self) -> int | None:
-        """Largest rank of adapters that the engine computes; None if it receives merged weights."""
-        return None
-
-    @property
     def shares_devices(self) -> bool:
         """True if engines share the policy's devices and sleep while it trains."""
         return getattr(self, "colocated", False)
@@ -124,8 +117,7 @@ class GenerationBase(Config):
     @property
     def ranks_per_replica(self) -> int:
         """Devices of one engine, or its processes on a CPU."""
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-        return math.prod(getattr(self, name, 1) for name in sizes)
+        return getattr(self, "tensor_parallel_size", 1) * getattr(self, "pipeline_parallel_size", 1)
 
     def host_options(self, policy: PolicyConfig) -> dict[str, object]:
         """Arguments of `host_class` that other engines' hosts do not have."""
@@ -164,20 +156,16 @@ class GenerationBase(Config):
             yield Problem("transport", "cuda_ipc", fix)
 
 
-class MegatronGenerationConfig(GenerationBase):
-    """The policy samples in its own processes: no engines, no second copy of weights, no refit.
+class MegatronGenerationConfig(GenerationBase):  # docs/megatron_generation.md
+    """The policy samples in its own processes: no engines, no second copy of weights, no refit."""
 
-    docs/megatron_generation.md.
-    """
-
+    returns_experts: ClassVar[bool] = True
+    has_engines: ClassVar[bool] = False
     backend: Literal["megatron"]
     max_batch_size: int = Field(64, ge=1)
     """Sequences that one data-parallel copy of the policy decodes together; more wait."""
     max_kv_tokens: int = Field(65536, ge=1)
     """Tokens the KV cache of one copy holds while it samples; requests wait for room."""
-
-    returns_experts: ClassVar[bool] = True
-    has_engines: ClassVar[bool] = False
 
     @check
     def _settings_of_engines(self) -> Problems:
@@ -196,7 +184,7 @@ class OpenAIGenerationConfig(GenerationBase):
 
     host_class = "nemorl.generation.openai_engine:OpenAIHost"
     takes_weights = False
-
+    ranks_per_replica: ClassVar[int] = 0  # no device and no engine process of the run
     backend: Literal["openai"]
     base_url: str = Field(min_length=1)
     """Address of the server up to and with `/v1`."""
@@ -210,15 +198,6 @@ class OpenAIGenerationConfig(GenerationBase):
     """Concurrent requests of each replica; more wait."""
     max_retries: int = Field(6, ge=0)
     """Retries of a request after status 429, 5xx or a broken connection; counted in the metrics."""
-
-    @property
-    def host(self) -> str:
-        """The server's machine; empty where the address names none."""
-        return server_host(self.base_url)
-
-    @property
-    def ranks_per_replica(self) -> int:
-        return 0  # no device and no engine process of the run
 
     @check
     def _settings_of_engines(self) -> Problems:
@@ -249,9 +228,6 @@ class OpenAIGenerationConfig(GenerationBase):
             yield Problem("token_ids", False, f"{fix}, or use this one with `nemorl eval`")
 
 
-ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
-
-
 def server_host(url: str) -> str:
     """The machine that an address names; empty if none."""
     try:
@@ -272,7 +248,6 @@ class TrtllmGenerationConfig(GenerationBase):
     plan_module = "nemorl.generation.trtllm_engine.plan"
     package = "tensorrt_llm"
     workers_hold_gpus = True
-
     backend: Literal["trtllm"]
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs that share every layer of one engine."""
@@ -350,37 +325,29 @@ class TrtllmGenerationConfig(GenerationBase):
 
 
 # Arguments of AsyncLLM that follow from other fields.
-TRTLLM_DERIVED_ARGUMENTS = frozenset(
-    {
-        *("model", "backend", "dtype", "orchestrator_type", "ray_worker_extension_cls"),
-        *("skip_tokenizer_init", "tensor_parallel_size", "pipeline_parallel_size"),
-        *("moe_tensor_parallel_size", "moe_expert_parallel_size", "max_batch_size", "max_num_tokens"),
-        *("max_seq_len", "max_input_len", "kv_cache_config", "sleep_config", "placement_groups"),
-        *("placement_bundle_indices", "per_worker_gpu_share", "disable_overlap_scheduler"),
-    }
-)
+TRTLLM_DERIVED_ARGUMENTS = {
+    *("model", "backend", "dtype", "orchestrator_type", "ray_worker_extension_cls", "skip_tokenizer_init"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "moe_tensor_parallel_size"),
+    *("moe_expert_parallel_size", "max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"),
+    *("kv_cache_config", "sleep_config", "placement_groups", "placement_bundle_indices"),
+    *("per_worker_gpu_share", "disable_overlap_scheduler"),
+}
 # Arguments of AsyncEngineArgs that follow from other fields.
-VLLM_DERIVED_ARGUMENTS = frozenset(
-    {
-        *("model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs"),
-        *("max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size", "quantization"),
-        *("distributed_executor_backend", "gpu_memory_utilization", "kv_cache_memory_bytes"),
-        *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
-        *("data_parallel_size", "enable_sleep_mode", "enable_chunked_prefill"),
-        *("enable_return_routed_experts", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
-        *("lora_dtype", "lora_target_modules"),
-    }
-)
+VLLM_DERIVED_ARGUMENTS = {
+    *("model", "tokenizer", "skip_tokenizer_init", "dtype", "max_model_len", "max_num_seqs"),
+    *("max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size", "quantization"),
+    *("distributed_executor_backend", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+    *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
+    *("data_parallel_size", "enable_sleep_mode", "enable_chunked_prefill"),
+    *("enable_return_routed_experts", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
+    *("lora_dtype", "lora_target_modules"),
+}
 
 
-def _derived_arguments(engine: str, derived: frozenset[str], given: dict[str, Any]) -> Problems:
+def _derived_arguments(engine: str, derived: set[str], given: dict[str, Any]) -> Problems:
     for name in sorted(derived & given.keys()):
         fix = f"this argument follows from other fields of the experiment (docs/{engine}.md); remove it"
         yield Problem(f"{engine}_kwargs.{name}", given[name], fix)
-
-
-Update = Literal["staged", "in_place", "reload"]
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM reserves for adapters
 
 
 class VllmGenerationConfig(GenerationBase):
@@ -390,10 +357,8 @@ class VllmGenerationConfig(GenerationBase):
     plan_module = "nemorl.generation.vllm_engine.plan"
     package = "vllm"
     cache_field = "kv_cache_gigabytes"
-
     batch_field: ClassVar[str] = "max_num_seqs"
     returns_experts: ClassVar[bool] = True
-
     backend: Literal["vllm"]
     tensor_parallel_size: int = Field(1, ge=1)
     """Processes over which each layer of an engine is split."""
@@ -425,10 +390,6 @@ class VllmGenerationConfig(GenerationBase):
     `update: reload`, or not at all with `adapters: separate`."""
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, passed as they are where it has them."""
-
-    @property
-    def max_adapter_rank(self) -> int | None:
-        return ADAPTER_RANKS[-1] if self.adapters == "separate" else None
 
     def update_on(self, device: Literal["cpu", "cuda"]) -> Update:
         """What `update` resolves to: host memory has room for a second copy, a GPU mostly has none."""
@@ -464,9 +425,7 @@ class VllmGenerationConfig(GenerationBase):
 
     @check
     def _limits_of_a_cpu(self, cluster: ClusterConfig, policy: PolicyConfig) -> Problems:
-        """Of vLLM 0.32: a second stage fails at its first token, a prompt of a request with a seed cannot be
-        read in parts, and methods that quantize while loading require CUDA.
-        """
+        """Of vLLM 0.32; a prompt of a request with a seed cannot be read in parts."""
         if cluster.gpus_per_node:
             return
         tokens, length = self.max_num_batched_tokens, policy.max_sequence_length
@@ -527,7 +486,6 @@ class TorchGenerationConfig(GenerationBase):
 
     host_class = "nemorl.generation.torch_engine.engine:TorchHost"
     plan_module = "nemorl.generation.torch_engine.plan"
-
     backend: Literal["torch"] = "torch"
     max_batch_size: int = Field(64, ge=1)
     """Sequences decoded together; more wait."""
@@ -535,11 +493,6 @@ class TorchGenerationConfig(GenerationBase):
     """Tokens the KV cache of one engine holds; requests wait for room."""
 
 
-GenerationConfig = Annotated[
-    TorchGenerationConfig
-    | MegatronGenerationConfig
-    | OpenAIGenerationConfig
-    | VllmGenerationConfig
-    | TrtllmGenerationConfig,
-    Variants(TorchGenerationConfig, by="backend"),
-]
+_BuiltIn = TorchGenerationConfig | MegatronGenerationConfig
+_External = OpenAIGenerationConfig | VllmGenerationConfig | TrtllmGenerationConfig
+GenerationConfig = Annotated[_BuiltIn | _External, Variants(TorchGenerationConfig, by="backend")]

@@ -3,7 +3,6 @@
 file and its `defaults:`  ->  overrides  ->  types  ->  derived fields  ->  checks
 """
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pydantic_core import ErrorDetails
 from nemorl.errors import ABSENT, ConfigError, Problem
 
 from .base import Config
-from .checks import check_sections
+from .checks import check_sections, did_you_mean
 from .experiment import Experiment, derived_fields, with_derived_fields
 from .schema import common_fields, common_fields_of_named, describe, help_text, locate, names, tag
 from .type_errors import expectation
@@ -83,7 +82,7 @@ def _problem(details: ErrorDetails) -> Problem:
 
 
 def _describe_choice(given: str, known: list[str]) -> str:
-    return f"unknown value; {_did_you_mean(given, known)}expected one of {_listed(known)}"
+    return f"unknown value; {did_you_mean(given, known)}expected one of {_listed(known)}"
 
 
 def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
@@ -103,13 +102,8 @@ def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
     elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name} - {dotted(path)})
     nearby = [place for place in elsewhere if place.startswith(f"{path[0]}.")]
     elsewhere = (nearby or elsewhere)[:_MAX_NAMED]
-    suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else _did_you_mean(name, known)
+    suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else did_you_mean(name, known)
     return f"unknown field; {suggestion or f'the fields here are {_listed(known)}'}".rstrip()
-
-
-def _did_you_mean(given: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(given, known, n=1)
-    return f"did you mean `{close[0]}`? " if close else ""
 
 
 def _listed(items: Iterable[str]) -> str:
@@ -119,9 +113,8 @@ def _listed(items: Iterable[str]) -> str:
 def apply_overrides(document: Document, overrides: Sequence[str]) -> Document:
     """Lay `a.b=value` pairs over a document; of two for one field the later wins.
 
-    The value is YAML: `null`, `true`, `1e-6`, `[1, 2]`, `{name: sgd, lr: 0.1}`. A number in the path is an
-    index of a list, `rewards.0.weight=2`. All pairs together are one layer, so their order does not matter
-    if one of them changes the variant of a section. Raises `ConfigError`.
+    The value is YAML; a number in the path is an index of a list. All pairs together are one layer, so their
+    order does not matter if one of them changes the variant of a section. Raises `ConfigError`.
     """
     layer: Tree = {}
     origins: dict[FieldPath, str] = {}
@@ -182,9 +175,8 @@ def _refuse_unknown_indexes(base: object, over: object, path: FieldPath) -> None
 def read_document(file: Path, heirs: tuple[Path, ...] = ()) -> Document:
     """A file with everything it inherits; `heirs` are the files that led to it, the requested one first.
 
-    `defaults:` is a path or a list of paths, relative to the file that has it. They are read depth-first;
-    later ones win over earlier ones, and the file itself over all (see `yaml.merged` and `common_fields`).
-    Raises `ConfigError`: a file that is missing or unreadable, invalid YAML, circular inheritance.
+    `defaults:` are read depth-first; later ones win over earlier ones, and the file itself over all. Raises
+    `ConfigError`: a file that is missing or unreadable, invalid YAML, circular inheritance.
     """
     own = parse_document(_text(file, heirs), str(file))
     named = own.tree.pop(DEFAULTS, [])
@@ -231,8 +223,7 @@ def load_experiment(
 ) -> Experiment:
     """Read and check an experiment file, with `a.b=value` overrides from the command line.
 
-    Raises `ConfigError` with all problems at once: those of types, the checks of valid sections, and, if all
-    types are right, `further_checks` outside the configuration (see `nemorl.plan.problems`).
+    Raises `ConfigError` with all problems at once; `further_checks`, of model and machine, need valid types.
     """
     document = apply_overrides(read_document(path), overrides)
     problems = list(document.problems)
@@ -259,20 +250,16 @@ def load_experiment(
 class _Dumper(yaml.SafeDumper):
     """Quotes strings with characters that the reader takes for the end of a line."""
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = '"' if set(data) & set("\x85\u2028\u2029") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
-def _quoted_where_broken(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    breaks = any(character in text for character in "\x85\u2028\u2029")
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
 
-
-_Dumper.add_representer(str, _quoted_where_broken)
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def to_yaml(experiment: Experiment) -> str:
-    """The complete experiment, defaults included, as a file that `load_experiment` reads back.
-
-    Derived fields have their reason as a comment.
-    """
+    """The experiment with its defaults as a file; derived fields have their reason as a comment."""
     tree = experiment.model_dump(mode="json")  # whose types turn paths into strings
     lines = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**31).splitlines(True)
     origins = parse_document("".join(lines), "").origins

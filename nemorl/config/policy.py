@@ -15,12 +15,11 @@ if TYPE_CHECKING:  # sections that depend on this module
     from .generation import GenerationConfig
 
 MomentType = Literal["float32", "bfloat16", "float16", "fp8"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 _TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 class OptimizerBase(Config):
-    """Facts about an optimizer that the trainer and the memory plan need."""
-
     is_sharded: ClassVar[bool] = True
     """Data-parallel copies update different runs of elements, instead of complete parameters."""
 
@@ -41,14 +40,12 @@ class OptimizerBase(Config):
 
     @property
     def state_is_on_host(self) -> bool:
-        """True if the state is in host memory."""
         return getattr(self, "on_host", False)
 
     @property
     def narrow_fields(self) -> tuple[str, ...]:
         """Its fields that name another type than float32."""
-        types = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype", "main_grads_dtype")
-        return tuple(name for name in types if getattr(self, name, "float32") != "float32")
+        return tuple(name for name, value in self if name.endswith("_dtype") and value != "float32")
 
     @property
     def gradient_bytes(self) -> int:
@@ -63,6 +60,7 @@ class OptimizerBase(Config):
 class AdamConfig(OptimizerBase):
     """Types other than float32 use Megatron's precision-aware optimizer: Transformer Engine's Adam."""
 
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     name: Literal["adam"] = "adam"
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
@@ -87,10 +85,6 @@ class AdamConfig(OptimizerBase):
     """Type in which gradients are summed over micro-batches and data-parallel copies."""
 
     @property
-    def moments(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    @property
     def kernel(self) -> str | None:
         return "torch AdamW in host memory" if self.on_host else None
 
@@ -100,6 +94,7 @@ class AdamConfig(OptimizerBase):
 
 
 class SgdConfig(OptimizerBase):
+    kernel: ClassVar[str | None] = "torch SGD"
     name: Literal["sgd"]
     lr: float = Field(gt=0)
     """Peak learning rate."""
@@ -112,14 +107,14 @@ class SgdConfig(OptimizerBase):
     def moments(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
-    @property
-    def kernel(self) -> str | None:
-        return "torch SGD"
-
 
 class MuonConfig(OptimizerBase):
     """Matrices by Muon; embedding, head, norms and biases by AdamW; one rate and weight decay for all."""
 
+    is_sharded: ClassVar[bool] = False
+    moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    num_moments: ClassVar[int] = 2  # of parameters that are not matrices
+    kernel: ClassVar[str | None] = "Muon on matrices, torch AdamW on the rest"
     name: Literal["muon"]
     lr: float = Field(gt=0)
     """Peak learning rate; the steps are as large as AdamW's of this rate."""
@@ -135,20 +130,6 @@ class MuonConfig(OptimizerBase):
     """Decay of the second moment, of parameters that are not matrices."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
-
-    is_sharded: ClassVar[bool] = False
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        return ("momentum_buffer", "exp_avg", "exp_avg_sq")
-
-    @property
-    def kernel(self) -> str | None:
-        return "Muon on matrices, torch AdamW on the rest"
-
-    @property
-    def num_moments(self) -> int:
-        return 2  # of parameters that are not matrices
 
 
 OptimizerConfig = Annotated[AdamConfig | SgdConfig | MuonConfig, Variants(AdamConfig)]
@@ -200,19 +181,6 @@ def decay_problems(section: str, optimizer: OptimizerConfig, schedule: ScheduleC
         yield Problem("schedule.min_lr", lowest, fix)
 
 
-def narrow_type_problems(optimizer: OptimizerConfig, precision: str, cluster: ClusterConfig) -> Problems:
-    """Types of fewer bits require Transformer Engine's Adam: GPUs, bfloat16 and state on the device."""
-    reason = ""
-    if cluster.gpus_per_node == 0:
-        reason = "cluster.gpus_per_node is 0, and Transformer Engine's Adam, which takes this, requires GPUs"
-    elif precision == "float32":
-        reason = "policy.precision is float32, which has no use for it"
-    elif optimizer.state_is_on_host:
-        reason = "policy.optimizer.on_host is true, and the Adam of the host takes float32 only"
-    for field in optimizer.narrow_fields if reason else ():
-        yield Problem(f"optimizer.{field}", getattr(optimizer, field), f"{reason}; set this to float32")
-
-
 class TokenizerConfig(Config):
     path: Path | None = None
     """Folder of the tokenizer; the model's own folder when not given."""
@@ -256,7 +224,6 @@ class LayoutConfig(Config):
 
     @property
     def world_size(self) -> int:
-        """Processes of the policy."""
         return self.pipeline_parallel_size * self.stage_size
 
     @property
@@ -267,11 +234,7 @@ class LayoutConfig(Config):
 
     @property
     def stage_size(self) -> int:
-        """Processes of one pipeline stage."""
         return self.tensor_parallel_size * self.context_parallel_size * self.data_parallel_size
-
-
-RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
 
 
 class NoRecompute(Config):
@@ -297,12 +260,10 @@ class FullRecompute(Config):
 
 RecomputeConfig = Annotated[NoRecompute | SelectiveRecompute | FullRecompute, Variants(NoRecompute)]
 
-
 _Attention = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
 _LatentAttention = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 _Mlp = Literal["gate_proj", "up_proj", "down_proj"]
 Projection = Literal[_Attention, _Mlp, _LatentAttention, "all-linear"]
-
 
 _one_or_more = BeforeValidator(lambda names: (names,) if isinstance(names, str) else names)
 
@@ -320,15 +281,11 @@ class LoraConfig(Config):
 
     @property
     def scale(self) -> float:
-        """Of the adapters' part."""
         return self.alpha / self.rank
 
 
 class OffloadConfig(Config):
-    """What leaves the device while generation has it, for policies that share their devices with engines.
-
-    With `generation.colocated` on GPUs both follow and need not be set.
-    """
+    """What leaves the device while generation has it; both follow from `generation.colocated` on GPUs."""
 
     weights: bool = False
     """Move the weights (and the reference's) to host memory while generation has its copy."""
@@ -337,10 +294,7 @@ class OffloadConfig(Config):
 
 
 class MoeConfig(Config):
-    """Training of models with experts.
-
-    The bias that balances the choice of experts in DeepSeek-V3 is not changed: it has no gradient.
-    """
+    """Training of models with experts; DeepSeek-V3's bias that balances them has no gradient."""
 
     freeze_router: bool = False
     """Freeze the router's weights; everything else is trained."""
@@ -390,16 +344,31 @@ class PolicyConfig(Config):
     """What leaves the device while generation has it."""
 
     @check
-    def _micro_batch_holds_sequence(self) -> Problems:
-        yield from micro_batch_problems(self.micro_batch_tokens, self.max_sequence_length)
+    def micro_batch_holds_sequence(self) -> Problems:
+        """A sequence is never cut to fit a pass."""
+        if self.micro_batch_tokens < self.max_sequence_length:
+            least = f"policy.max_sequence_length, {self.max_sequence_length}"
+            fix = f"one pass must hold a complete conversation; set it to at least {least}"
+            yield Problem("micro_batch_tokens", self.micro_batch_tokens, fix)
 
     @check
     def _decay_goes_down(self) -> Problems:
         yield from decay_problems("policy", self.optimizer, self.schedule)
 
     @check
-    def _narrow_types_have_a_kernel(self, cluster: ClusterConfig) -> Problems:
-        yield from narrow_type_problems(self.optimizer, self.precision, cluster)
+    def narrow_types_have_a_kernel(self, cluster: ClusterConfig) -> Problems:
+        """Types of fewer bits require Transformer Engine's Adam: GPUs, bfloat16 and state on the device."""
+        reason, optimizer = "", self.optimizer
+        if cluster.gpus_per_node == 0:
+            reason = (
+                "cluster.gpus_per_node is 0, and Transformer Engine's Adam, which takes this, requires GPUs"
+            )
+        elif self.precision == "float32":
+            reason = "policy.precision is float32, which has no use for it"
+        elif optimizer.state_is_on_host:
+            reason = "policy.optimizer.on_host is true, and the Adam of the host takes float32 only"
+        for field in optimizer.narrow_fields if reason else ():
+            yield Problem(f"optimizer.{field}", getattr(optimizer, field), f"{reason}; set this to float32")
 
     @check
     def _kernels_have_gpus(self, cluster: ClusterConfig) -> Problems:
@@ -428,18 +397,3 @@ class PolicyConfig(Config):
         if self.offload.weights:
             fix = f"{name} samples with these weights; set it to false, {other}"
             yield Problem("offload.weights", True, fix)
-
-    @check
-    def _adapters_fit_the_engine(self, generation: "GenerationConfig") -> Problems:
-        largest = generation.max_adapter_rank
-        if self.lora is not None and largest is not None and self.lora.rank > largest:
-            fix = f"the engine takes at most {largest}; lower it, or set generation.adapters to merged"
-            yield Problem("lora.rank", self.lora.rank, fix)
-
-
-def micro_batch_problems(micro_batch_tokens: int, max_sequence_length: int) -> Problems:
-    """A sequence is never cut to fit a pass."""
-    if micro_batch_tokens < max_sequence_length:
-        least = f"policy.max_sequence_length, {max_sequence_length}"
-        fix = f"one pass must hold a complete conversation; set it to at least {least}"
-        yield Problem("micro_batch_tokens", micro_batch_tokens, fix)

@@ -8,8 +8,6 @@ from nemorl.errors import Problem, Problems
 
 from .base import Config, check
 
-_NODE_LABEL = "ray.io/node-id"
-
 
 class DeadlineConfig(Config):
     """Seconds a stage may take before the run stops and names the process it waits for."""
@@ -57,14 +55,13 @@ class ClusterConfig(Config):
     @property
     def strategy(self) -> str:
         """Ray's strategy that `placement` resolves to."""
-        if self.placement != "auto":
-            return self.placement
-        return "STRICT_PACK" if self.num_nodes == 1 else "PACK"
+        automatic = "STRICT_PACK" if self.num_nodes == 1 else "PACK"
+        return automatic if self.placement == "auto" else self.placement
 
     @check
     def _domains_have_several_nodes(self) -> Problems:
         for group, label in self.topology.items():
-            if label == _NODE_LABEL:
+            if label == "ray.io/node-id":
                 fix = "every node has another value of it; set cluster.placement to STRICT_PACK instead"
                 yield Problem(f"topology.{group}", label, fix)
 

@@ -18,8 +18,8 @@ from .base import Config
 from .experiment import Experiment
 from .yaml import VARIANT_KEYS, FieldPath, Tree, dotted
 
+_PLAIN_TYPES = {int: "integer", float: "number", str: "string", bool: "true or false", Path: "path"}
 _MAX_NAMES = 4  # of one variant, where it is called by them
-_KEY = "NAME"  # for the keys of a mapping, which the user chooses
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,7 @@ def variants(annotation: Any) -> tuple[type[Config], ...]:
     """The section classes that a field of this type may have: none for a plain value, several for a union."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return (annotation,)
-    if get_origin(annotation) is Annotated:
-        return variants(get_args(annotation)[0])
-    if get_origin(annotation) is dict:
-        return variants(get_args(annotation)[1])
-    if get_origin(annotation) in (Union, types.UnionType, tuple):
-        return tuple(variant for part in get_args(annotation) for variant in variants(part))
-    return ()
+    return tuple(variant for part in get_args(annotation) for variant in variants(part))
 
 
 def tag(variant: type[Config]) -> str:
@@ -58,10 +52,7 @@ def names(variant: type[Config]) -> tuple[str, ...]:
 
 
 def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Config], ...]]:
-    """The path, as it is written, of a location of pydantic's, and the section classes it may have.
-
-    Pydantic puts the name of a union's variant into its locations.
-    """
+    """The path of a location of pydantic's, which also names variants, and the classes it may have."""
     sections: tuple[type[Config], ...] = (Experiment,)
     path: FieldPath = ()
     is_key = False  # of a mapping of sections
@@ -84,11 +75,8 @@ def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Confi
 
 def describe(prefix: str = "") -> list[FieldHelp]:
     """All fields below a section, in the order of the schema; all of them for the empty prefix."""
-    return [
-        field
-        for field in _everything()
-        if not prefix or field.path == prefix or field.path.startswith(f"{prefix}.")
-    ]
+    start = f"{prefix}." if prefix else ""
+    return [field for field in _everything() if f"{field.path}.".startswith(start)]
 
 
 def section_help(section: str) -> str:
@@ -116,7 +104,7 @@ def _fields(section: type[Config], path: FieldPath) -> Iterator[FieldHelp]:
         if get_origin(field.annotation) is tuple:
             here = (*here, 0)
         if get_origin(field.annotation) is dict:
-            here = (*here, _KEY)
+            here = (*here, "NAME")  # which the user chooses
         yield from _fields(below[0], here) if len(below) == 1 else _fields_of_union(below, here)
 
 
@@ -173,9 +161,6 @@ def type_text(field: FieldInfo) -> str:
     return " ".join([words, ", ".join(bounds)]).strip() + (" or null" if rest else "")
 
 
-_PLAIN_TYPES = {int: "integer", float: "number", str: "string", bool: "true or false", Path: "path"}
-
-
 def _words(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -193,7 +178,6 @@ def _words(annotation: Any) -> str:
 
 
 def _is_default(variant: type[Config]) -> bool:
-    """True for the variant that a section without its name has."""
     key = tag(variant)
     return key in variant.model_fields and not variant.model_fields[key].is_required()
 

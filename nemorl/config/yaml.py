@@ -16,8 +16,11 @@ from nemorl.errors import ABSENT, ConfigError, Problem
 
 FieldPath = tuple[str | int, ...]
 Tree = dict[str, object]
-
+VARIANT_KEYS = ("kind", "name", "backend")  # the fields that select the variant of a section
+Staying = Callable[[FieldPath, Tree, Tree], Tree]
+"""What remains of the section at a path when another is laid over it."""
 _TAG = "tag:yaml.org,2002:"
+_REFERENCE = re.compile(r"\$\{\s*[A-Za-z_][\w.]*\s*\}")  # `${a.b}`, once the value of another field
 
 
 class _Loader(yaml.SafeLoader):
@@ -69,11 +72,7 @@ def is_written(tree: Any, path: FieldPath) -> bool:
 
 
 def parse_document(text: str, source: str) -> Document:
-    """Read a YAML mapping; an empty text is an empty mapping.
-
-    Raises `ConfigError` naming `source` and the line: syntax, tabs, duplicate keys, other keys than strings,
-    unknown tags, a top level other than a mapping.
-    """
+    """Read a YAML mapping, empty for an empty text. Raises `ConfigError` naming `source` and the line."""
     reader = _Reader(text, source)
     root = reader.root()
     if root is None:
@@ -91,9 +90,6 @@ def parse_value(text: str, source: str, path: FieldPath) -> object:
     if reader.problems:
         raise ConfigError(source, reader.problems)
     return value
-
-
-_REFERENCE = re.compile(r"\$\{\s*[A-Za-z_][\w.]*\s*\}")  # `${a.b}`, once the value of another field
 
 
 class _Reader:
@@ -178,13 +174,6 @@ def _explained(error: yaml.MarkedYAMLError) -> str:
     return f"invalid YAML: {context}{problem}"
 
 
-# The fields that select the variant of a section.
-VARIANT_KEYS = ("kind", "name", "backend")
-
-Staying = Callable[[FieldPath, Tree, Tree], Tree]
-"""What remains of the section at a path when another is laid over it."""
-
-
 def all_of_the_same_variant(path: FieldPath, base: Tree, over: Tree) -> Tree:
     """Nothing if both name their variant, and not the same one; else everything."""
     changes = any(key in base and key in over and base[key] != over[key] for key in VARIANT_KEYS)
@@ -194,9 +183,8 @@ def all_of_the_same_variant(path: FieldPath, base: Tree, over: Tree) -> Tree:
 def merged(base: Tree, over: Tree, staying: Staying = all_of_the_same_variant, path: FieldPath = ()) -> Tree:
     """Lay `over` over `base`, without changing either; `path` is theirs in the experiment.
 
-    Sections (mappings) merge key by key, after `staying` has selected what remains of the lower one; all
-    other values, lists included, are replaced. A mapping of numbers laid over a list (`rewards.0.weight=2`)
-    changes those items.
+    Mappings merge key by key, after `staying` has selected what remains of the lower one; other values are
+    replaced. A mapping of numbers laid over a list (`rewards.0.weight=2`) changes those items.
     """
     below = staying(path, base, over)
     return below | {

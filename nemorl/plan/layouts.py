@@ -21,8 +21,6 @@ ORDER = (
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """One layout, and what it costs."""
-
     layout: LayoutConfig
     memory: ProcessMemory  # of the fullest rank
     fits: bool | None  # None where the memory of a device is not known
@@ -33,10 +31,7 @@ class LayoutChoice:
 def list_layouts(
     experiment: Experiment, shape: ModelShape, num_devices: int, memory_bytes: int | None
 ) -> list[LayoutChoice]:
-    """Every layout of evenly filled stages that uses all GPUs, in the order of `ORDER`.
-
-    Under tensor parallelism sequence parallelism is always on: it sends as much and keeps less.
-    """
+    """Every layout of evenly filled stages that uses all GPUs, in the order of `ORDER`."""
     algorithm, choices = experiment.algorithm, []
     for layout in _layouts(shape, num_devices):
         policy = experiment.policy.model_copy(update={"layout": layout})
@@ -77,7 +72,7 @@ def _layouts(shape: ModelShape, num_devices: int) -> Iterator[LayoutConfig]:
                 for chunks, (experts, expert_tensor) in itertools.product(chunk_counts, expert_sizes):
                     yield LayoutConfig(
                         tensor_parallel_size=tensor,
-                        sequence_parallel=tensor > 1,
+                        sequence_parallel=tensor > 1,  # sends as much and keeps less
                         pipeline_parallel_size=stages,
                         virtual_pipeline_parallel_size=chunks,
                         context_parallel_size=context,

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemorl.config.algorithm import OfflineBase
-from nemorl.config.experiment import Experiment
+from nemorl.config.experiment import Experiment, field_value
 from nemorl.config.facts import models_of
 from nemorl.errors import Problem, Problems
 
 from .memory import MEMORY_PARTS, ON_HOST, ProcessMemory, buckets_bytes
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_NVIDIA_SMI_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """The machine this runs on, within the limits of its container."""
     shared = Path("/dev/shm")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # A container's limit is a huge number, or the word `max`, where there is none.
@@ -56,9 +54,7 @@ def read_machine() -> Machine:
 def nvidia_smi(*options: str) -> str:
     """Output of the driver's own tool; empty where it is not installed or does not answer."""
     try:
-        answer = subprocess.run(
-            ["nvidia-smi", *options], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS
-        )
+        answer = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout if answer.returncode == 0 else ""
@@ -70,14 +66,8 @@ def parse_gpus(listed: str) -> tuple[Gpu, ...]:
     return tuple(Gpu(name.strip(), int(size) * 2**20) for name, _, size in rows if size.strip().isdecimal())
 
 
-_ON_CPUS = ("driver", "rollout", "endpoint")
-
-
 def is_this_machine(experiment: Experiment, machine: Machine) -> bool:
-    """True if the run is for this machine: neither for a cluster, nor for GPUs where it has none.
-
-    The nodes of a job count as this machine.
-    """
+    """True unless the run is for a cluster (other than the job's nodes), or for GPUs and there are none."""
     here = bool(machine.nodes) or not _elsewhere(experiment)
     return here and bool(machine.gpus or not experiment.cluster.gpus_per_node)
 
@@ -108,10 +98,9 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
     gpu = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
     room = f"the {gpu.name} has {_gigabytes(gpu.memory_bytes)}"
     for process in processes:
-        if process.group not in _ON_CPUS and process.on_device > gpu.memory_bytes:
+        if process.group not in ("driver", "rollout", "endpoint") and process.on_device > gpu.memory_bytes:
             problem = f"a {process.group} process needs about {_gigabytes(process.on_device)}, and {room}"
             yield _blamed(experiment, (process,), problem, on_device=True)
-
     # In a refit, and until the policy leaves, a GPU has what both keep, without what they compute with.
     colocated = experiment.generation.shares_devices
     kept = [p.between_steps for p in processes if p.group in ("policy", "generation")]
@@ -120,7 +109,6 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
         spread = "spread the policy over more processes (policy.layout)"
         fix = f"{spread}, raise generation.tensor_parallel_size, or set this to false"
         yield Problem("generation.colocated", True, f"in a refit a GPU keeps {keeps}, and {room}: {fix}")
-
     # While one of the models on the policy's devices computes, the others keep what they do not leave. Reward
     # models compute while something is sampled, while engines are awake.
     residents = {m.name: m for m in models_of(experiment) if m.name == "policy" or m.on_policy_devices}
@@ -161,13 +149,13 @@ def _blamed(
     group, part = max(sizes, key=lambda key: sizes[key])
     process = next(process for process in processes if process.group == group)
     field, fix = _remedy(experiment, process, part)
-    value: object = experiment
-    for step in field.split("."):
-        value = value.get(step) if isinstance(value, dict) else getattr(value, step, None)
-    if field.endswith(".model_path"):
-        value = str(value or experiment.policy.model_path)
+    if field.endswith(".model_path"):  # a section without one has the policy's
+        paths = {f"{model.section}.model_path": model.config.model_path for model in models_of(experiment)}
+        value = str(paths[field])
     elif field == "policy.layout":
         value = experiment.policy.layout.name
+    else:
+        value = field_value(dict(experiment), field)
     share = f"{_gigabytes(sizes[group, part])} of it are for the {part.replace('_', ' ')}"
     return Problem(field, value, f"{problem}: {share} of the {group} processes; {fix}")
 

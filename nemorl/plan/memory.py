@@ -1,8 +1,7 @@
 """Memory of each process of an experiment: exact for weights, an estimate for the rest.
 
 Activations count the inputs of matrix products and what attention, activation functions and norms keep; what
-is small compared with these (angles, masks, routing) is left out. Parameters are counted from the family's
-rules, without listing a rank's slices.
+is small compared with these (angles, masks, routing) is left out.
 """
 
 import importlib
@@ -27,13 +26,11 @@ _ROLLOUT_RUNTIME = 500_000_000
 _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 
 _FLOAT32 = 4
-_INT16 = 2
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
 # A chunk of logits and its exponentials (or gradient), as measured: docs/memory.md.
 _CHUNK_COPIES = 2
 # An engine's logits of a step, the sampled distribution and its sorted copy.
 _SAMPLING_COPIES = 3
-_BUCKETS = 2
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,7 @@ def estimate_memory(
 ) -> tuple[ProcessMemory, ...]:
     """Every group of processes that the run starts; without `training` a policy only where it samples.
 
-    `auxiliary` are the further models that it starts. Layouts must divide the models (see
-    `nemorl.plan.problems`).
+    `auxiliary` are the further models that it starts. Layouts must divide the models.
     """
     generation, policy = experiment.generation, experiment.policy
     store = experiment.cluster.object_store_megabytes * 2**20
@@ -158,8 +154,8 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         own_heads = -(-heads // layout.tensor_parallel_size)
         cache = 2 * len(stage_layers(shape.num_layers, layout, stage)) * own_heads * dim * cached * item
         if policy.moe.router_replay and shape.moe is not None:
-            # The choices of all routers, which every rank keeps with its keys.
-            cache += _INT16 * shape.num_moe_layers * shape.moe.top_k * cached
+            # The choices of all routers, of 2 bytes, which every rank keeps with its keys.
+            cache += 2 * shape.num_moe_layers * shape.moe.top_k * cached
 
     return ProcessMemory(
         "policy",
@@ -185,8 +181,8 @@ def sampling_bytes(sequences: int, shape: ModelShape) -> int:
 
 
 def buckets_bytes(generation: GenerationConfig, weights: int) -> int:
-    """Buckets of a process that sends or receives weights; one is no larger than what the process holds."""
-    return _BUCKETS * min(generation.bucket_megabytes * 2**20, weights)
+    """The two buckets of a process that sends or receives weights; none is larger than what it holds."""
+    return 2 * min(generation.bucket_megabytes * 2**20, weights)
 
 
 def kept_elements(
@@ -219,7 +215,6 @@ def kept_elements(
 
 
 def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
-    """A hidden state, of which sequence parallelism gives each rank a part."""
     return shape.hidden_size // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
 
 

@@ -1,7 +1,4 @@
-"""Problems of an experiment with its model, its files and this machine, found before a process starts.
-
-Imports no torch. Weights are judged by their headers alone.
-"""
+"""Problems of an experiment with its model, its files and this machine, without torch; weights by headers."""
 
 import difflib
 import errno
@@ -21,19 +18,13 @@ from urllib.parse import urlsplit
 from nemorl.config.base import call_within
 from nemorl.config.data import DataConfig, DatasetConfig, ReasoningGymDataset
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, held_out, models_of, server_urls
-from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig
+from nemorl.config.facts import ModelSpec, models_of, server_sections, server_urls
+from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig, server_host
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem, Problems
+from nemorl.models import hf_config
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
-from nemorl.models.hf_config import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    STORED_DTYPES,
-    BrokenModelFolder,
-    UnsupportedModel,
-    indexed_files,
-)
+from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout import SCALAR_HEAD, hf_tensors
 from nemorl.models.layout_rules import layout_problems, moe_problems, norms_are_fused, recompute_problems
 from nemorl.models.registry import load_shape
@@ -44,8 +35,6 @@ from .memory import ProcessMemory, estimate_memory
 
 _SCALAR_HEAD = SCALAR_HEAD.tensors[0].name
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_FIRST_TASK_SECONDS = 60.0
-_CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -57,13 +46,10 @@ class Plan:
 
 
 def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True) -> Plan:
-    """Look at the model folder, the files and the machine; `training=False` plans an evaluation.
-
-    There a policy is started only if it samples without an engine.
-    """
+    """Look at the model folder, the files and the machine; `training=False` plans an evaluation."""
     policy, generation, algorithm = experiment.policy, experiment.generation, experiment.algorithm
     samples = algorithm.generates or not training
-    problems = list(file_problems(experiment, machine.same_packages))
+    problems = list(file_problems(experiment, machine.same_packages, training=training))
     if is_this_machine(experiment, machine):
         # Threads beyond the cores wait for each other, and some thousands cannot be started.
         fields = ("generation.threads", "cluster.policy_threads")
@@ -124,18 +110,16 @@ def auxiliary_models(
             refused.append(problem)
         if model.scores:
             continue
-        sizes = shape.vocab_size, of_policy.vocab_size
-        if sizes[0] < sizes[1]:
-            fix = f"its vocabulary of {sizes[0]} tokens lacks some of the policy's {sizes[1]}"
-        elif experiment.algorithm.keeps_teachers and sizes[0] != sizes[1]:
+        size, of_its = of_policy.vocab_size, shape.vocab_size
+        if of_its < size or (experiment.algorithm.keeps_teachers and of_its != size):
             same = "a teacher and the policy must have the same tokens"
-            fix = f"{same}, and it has {sizes[0]} and the policy {sizes[1]}"
-        else:
-            if path != experiment.policy.model_path:
-                refused += tokenizer_problems(experiment, section, path)
-            continue
-        fix = f"{fix}: name a model with the policy's tokenizer"
-        refused.append(Problem(f"{section}.model_path", str(path), fix))
+            fix = f"{same}, and it has {of_its} and the policy {size}"
+            if of_its < size:
+                fix = f"its vocabulary of {of_its} tokens lacks some of the policy's {size}"
+            fix = f"{fix}: name a model with the policy's tokenizer"
+            refused.append(Problem(f"{section}.model_path", str(path), fix))
+        elif path != experiment.policy.model_path:
+            refused += tokenizer_problems(experiment, section, path)
     return found, refused
 
 
@@ -193,7 +177,7 @@ def _layout_problems(experiment: Experiment, shape: ModelShape) -> Problems:
         yield Problem("policy.recompute.modules", list(modules), fix)
 
 
-def file_problems(experiment: Experiment, packages: bool = True) -> Problems:
+def file_problems(experiment: Experiment, packages: bool = True, *, training: bool = True) -> Problems:
     """Everything that is missing besides the config.json of the model; `packages` looks at those here too."""
     policy, data = experiment.policy, experiment.data
     model, tokenizer = policy.model_path, policy.tokenizer
@@ -212,7 +196,7 @@ def file_problems(experiment: Experiment, packages: bool = True) -> Problems:
     elif data.chat and folder.is_dir() and not has_chat_template(folder):
         fix = "set this to false for plain text, or name one in policy.tokenizer.chat_template"
         yield Problem("data.chat", True, f"the tokenizer in {folder} has no chat template: {fix}")
-    for path, dataset in (("data.train", data.train), *held_out(data)):
+    for path, dataset in (("data.train", data.train), *data.held_out):
         file = getattr(dataset, "path", None)
         if file is not None:
             yield from _json_lines(path, dataset, file, data)
@@ -223,10 +207,9 @@ def file_problems(experiment: Experiment, packages: bool = True) -> Problems:
         yield Problem("logger.tensorboard", True, fix)
     if "RAY_ADDRESS" in os.environ:  # processes of another Ray have variables of their own
         return
-    generation = experiment.generation
-    sections: dict[str, object] = {"generation": generation, "generation.endpoint": generation.endpoint}
-    sections |= {f"rewards.{place}": reward for place, reward in enumerate(experiment.rewards)}
-    for section, config in sections.items():
+    teachers = experiment.teachers if training else {}
+    sections = server_sections(experiment.generation, experiment.rewards, teachers)
+    for section, config in (sections | {"generation.endpoint": experiment.generation.endpoint}).items():
         variable = getattr(config, "api_key_env", None)
         if variable and not os.environ.get(variable, "").strip():
             fix = "this environment variable is not set, or empty; it holds the key: set it"
@@ -236,20 +219,17 @@ def file_problems(experiment: Experiment, packages: bool = True) -> Problems:
 def weight_problems(
     model: Path, head: Literal["lm", "scalar"] = "lm", *, trained_head: bool = False
 ) -> Iterator[str]:
-    """What is wrong with the weights; nothing where config.json is wrong, which is reported elsewhere.
-
-    A scalar head may be missing, and begins at zero, unless `trained_head`.
-    """
-    single = model / SINGLE_FILE
-    if not any((model / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
-        yield f"the folder holds no weights; it requires {SINGLE_FILE} or {INDEX_FILE}"
+    """What is wrong with the weights; a scalar head may be missing (it begins at 0) unless `trained_head`."""
+    single = model / hf_config.SINGLE_FILE
+    if not any((model / name).is_file() for name in (hf_config.SINGLE_FILE, hf_config.INDEX_FILE)):
+        yield f"the folder holds no weights; it requires {hf_config.SINGLE_FILE} or {hf_config.INDEX_FILE}"
         return
     try:
         expected = hf_tensors(load_shape(model, head))
-    except (BrokenModelFolder, UnsupportedModel):
+    except (BrokenModelFolder, UnsupportedModel):  # reported elsewhere
         return
     try:
-        files = indexed_files(model)
+        files = hf_config.indexed_files(model)
         headers = {
             file: _header(file) for file in dict.fromkeys([single] if files is None else files.values())
         }
@@ -271,19 +251,16 @@ def weight_problems(
             problem = f"{name} has the shape {tensor['shape']}, and {says} {list(expected[name])}"
             yield f"{problem}: take a folder where both are of one model"
             break
+    dtypes = hf_config.STORED_DTYPES
     for name, tensor in here.items():
-        if tensor["dtype"] not in STORED_DTYPES:
-            problem = f"{name} is of type {tensor['dtype']}, and weights may be {', '.join(STORED_DTYPES)}"
+        if tensor["dtype"] not in dtypes:
+            problem = f"{name} is of type {tensor['dtype']}, and weights may be {', '.join(dtypes)}"
             yield f"{problem}: take the model's unquantised weights"
             break
 
 
 def _header(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """Header of a safetensors file that is as long as it says. Raises `BrokenModelFolder`.
-
-    The file begins with the header's length (8 bytes, little-endian) and the header, JSON: name to dtype,
-    shape and place.
-    """
+    """Header of a safetensors file, JSON after its length in 8 bytes. Raises `BrokenModelFolder`."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -312,11 +289,7 @@ def head_problems(model: Path) -> Problems:
 
 
 def tokenizer_problems(experiment: Experiment, section: str, model: Path) -> Problems:
-    """A model of other tokens than the policy's would read other texts, whatever the size of its vocabulary.
-
-    Tokens that were added to both vocabularies may differ: models of one family often name their special
-    ones differently. A folder without a tokenizer is not compared.
-    """
+    """A model of other tokens than the policy's would read other texts; added (special) tokens may differ."""
     policy = experiment.policy.tokenizer.path or experiment.policy.model_path
     of_policy, added_here = _tokens(policy / "tokenizer.json")
     of_model, added_there = _tokens(model / "tokenizer.json")
@@ -350,7 +323,6 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def _tokenizer_fix(folder: Path, where: str = "") -> str | None:
-    """Why a folder has no usable tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         return f"the folder holds no tokenizer.json: name a folder that does{where}"
     if not isinstance(_fields(folder / "tokenizer.json").get("model"), dict):
@@ -414,7 +386,7 @@ def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Problems:
         return
     made = partial(reasoning_gym.create_dataset, name, size=dataset.size, seed=dataset.seed)
     try:
-        call_within(_FIRST_TASK_SECONDS, lambda: made(**dataset.options)[0])
+        call_within(60.0, lambda: made(**dataset.options)[0])
     except Exception as error:  # noqa: BLE001  a dataset's own code, with checks by assert
         problem = f"the dataset {name} does not accept these options ({type(error).__name__}: {error})"
         fix = f"see the fields of its {DATASETS[name][1].__name__}"
@@ -422,14 +394,11 @@ def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Problems:
 
 
 def address_problems(generation: GenerationConfig, endpoint: EndpointConfig | None) -> Problems:
-    """Addresses that this machine cannot find, or where it cannot listen as `endpoint` has it.
-
-    Nothing is sent; the port is free again afterwards.
-    """
-    if isinstance(generation, OpenAIGenerationConfig) and generation.host:
-        problem = _unknown(generation.host)
-        if problem is not None:
-            fix = f"this machine finds no address of {generation.host} ({problem}); correct the name"
+    """Addresses that this machine cannot find, or where it cannot listen; nothing is sent."""
+    if isinstance(generation, OpenAIGenerationConfig):
+        host = server_host(generation.base_url)
+        if host and (problem := _unknown(host)) is not None:
+            fix = f"this machine finds no address of {host} ({problem}); correct the name"
             yield Problem("generation.base_url", generation.base_url, fix)
     if endpoint is None:
         return
@@ -479,7 +448,7 @@ def server_problems(experiment: Experiment) -> Problems:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)
             if parts.hostname:
-                socket.create_connection((parts.hostname, port), _CONNECT_SECONDS).close()
+                socket.create_connection((parts.hostname, port), timeout=5.0).close()
         except OSError as error:
             problem = error.strerror or str(error)
             yield Problem(field, url, f"this machine cannot connect to it ({problem}); start the server")

@@ -478,6 +478,27 @@ def test_a_key_that_is_named_must_be_there(
     assert not list(file_problems(experiment))
 
 
+def test_the_keys_of_judges_and_of_teachers_must_be_there(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("A_KEY", raising=False)
+    judge = "{kind: judge, url: 'http://h/v1', model: m, prompt: '{completion}', api_key_env: A_KEY}"
+    experiment = configure(
+        f"rewards=[{judge}]",
+        "teachers={main: {kind: endpoint, base_url: 'http://h/v1', model: m, api_key_env: A_KEY}}",
+        "algorithm.name=on_policy_distillation",
+    )
+
+    found = [problem.field for problem in file_problems(experiment)]
+    assert found == ["teachers.main.api_key_env", "rewards.0.api_key_env"]
+    # An evaluation starts no teacher.
+    found = [problem.field for problem in file_problems(experiment, training=False)]
+    assert found == ["rewards.0.api_key_env"]
+
+    monkeypatch.setenv("A_KEY", "secret")
+    assert not list(file_problems(experiment))
+
+
 def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape, shape_from_config
-from nemorl.plan.machine import Gpu, Machine
+from nemorl.plan.machine import Gpu, Machine, memory_problems
 from nemorl.plan.memory import ProcessMemory
 from nemorl.plan.problems import plan_run
 from tests.plan.conftest import Configure
@@ -154,6 +154,18 @@ def test_a_reward_model_has_a_trained_head_and_a_tokenizer(
     found = plan_run(configure(f"rewards=[{{kind: local_model, model_path: {taste}}}]"), ROOMY).problems
     assert [v.field for v in found] == (["rewards.0.model_path"] if fix else [])
     assert all(fix in problem.fix for problem in found)
+
+
+def test_a_reward_model_that_is_too_large_is_named_with_its_own_path(
+    configure: Configure, tmp_path: Path
+) -> None:
+    taste = write_reward_model(tmp_path / "taste")
+    experiment = configure(f"rewards=[{{kind: local_model, model_path: {taste}}}]")
+    processes = [ProcessMemory("policy", 1, weights=10**9), ProcessMemory("reward_0", 1, weights=10**10)]
+
+    (problem,) = memory_problems(experiment, processes, replace(ROOMY, memory_bytes=10**10))
+
+    assert (problem.field, problem.value) == ("rewards.0.model_path", str(taste))
 
 
 def test_a_reward_model_finds_room_next_to_engines_that_are_awake(

@@ -1,8 +1,4 @@
-"""`algorithm`: what is optimized.
-
-Its `name` selects one: a preset of the online parts or of the losses of pairs (`PRESETS`), or an algorithm
-that learns from data.
-"""
+"""`algorithm`: what is optimized. Its `name` is a preset, or an algorithm that learns from data."""
 
 from typing import Annotated
 
@@ -39,15 +35,6 @@ from .online import OnlineConfig as OnlineConfig
 from .online import SequenceMaskConfig as SequenceMaskConfig
 from .online import TruncatedCorrectionConfig as TruncatedCorrectionConfig
 
-AlgorithmConfig = Annotated[
-    OnlineConfig
-    | IterativePreferenceConfig
-    | RejectionSamplingConfig
-    | OnPolicyDistillationConfig
-    | SftConfig
-    | DistillationConfig
-    | PreferenceConfig
-    | KtoConfig
-    | RewardModelConfig,
-    Field(discriminator="name"),
-]
+_Online = OnlineConfig | IterativePreferenceConfig | RejectionSamplingConfig | OnPolicyDistillationConfig
+_Offline = SftConfig | DistillationConfig | PreferenceConfig | KtoConfig | RewardModelConfig
+AlgorithmConfig = Annotated[_Online | _Offline, Field(discriminator="name")]

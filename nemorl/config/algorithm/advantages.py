@@ -1,8 +1,4 @@
-"""How good a trajectory, a turn or a token was compared with what could be expected.
-
-An estimator compares trajectories of a group or a batch, or it computes an advantage for each token, from the
-values of a critic or from the rewards after the token.
-"""
+"""Estimators of advantages: of trajectories compared with others, or of each token; and their algorithms."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,10 +9,10 @@ from nemorl.errors import Problems
 
 from .base import online_preset
 
+Over = Literal["tokens", "trajectories"]
+
 
 class AdvantageBase(Config):
-    """Facts about an estimator; each is an attribute of its class."""
-
     per_token: ClassVar[bool] = False  # policy workers compute an advantage for each token
     per_turn: ClassVar[bool] = False  # tokens of different turns have different advantages
     needs_values: ClassVar[bool] = False  # of a critic, at each token
@@ -32,12 +28,9 @@ class AdvantageBase(Config):
 
 
 class TokenAdvantageBase(AdvantageBase):
-    """Estimators over the sampled tokens of a trajectory."""
-
     per_token: ClassVar[bool] = True
     per_turn: ClassVar[bool] = True
     needs_values: ClassVar[bool] = True
-
     whiten: bool = True
     """Shift and scale the advantages to mean 0 and variance 1 over the sampled tokens of the batch."""
 
@@ -90,20 +83,15 @@ class TokenReturnsConfig(TokenAdvantageBase):
     """The sum of rewards from each token on, without a critic (REINFORCE++, arXiv 2501.03262)."""
 
     needs_values: ClassVar[bool] = False
-
     name: Literal["token_returns"]
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount from one sampled token to the next."""
-
-
-Over = Literal["tokens", "trajectories"]
 
 
 class GroupAdvantageConfig(AdvantageBase):
     """The mean of the group is the baseline (Shao et al. 2024, arXiv 2402.03300)."""
 
     needs_group: ClassVar[bool] = True
-
     name: Literal["group"] = "group"
     normalize: bool = True
     """Divide by the standard deviation of the group (unbiased)."""
@@ -139,7 +127,6 @@ class GroupThenBatchAdvantageConfig(AdvantageBase):
     """The group's mean is the baseline, the batch the scale (REINFORCE++-baseline, arXiv 2501.03262)."""
 
     needs_group: ClassVar[bool] = True
-
     name: Literal["group_then_batch"]
     over: Over = "tokens"
     """Mean and standard deviation of the batch are over sampled tokens, or over trajectories."""
@@ -151,7 +138,6 @@ class RemaxAdvantageConfig(AdvantageBase):
     """The reward of a greedy sample of the same task is the baseline (Li et al. 2023, arXiv 2310.10505)."""
 
     needs_greedy_sample: ClassVar[bool] = True
-
     name: Literal["remax"]
 
 
@@ -159,7 +145,6 @@ class OptimalBaselineAdvantageConfig(AdvantageBase):
     """The group's mean weighted by length, which has the least variance (OPO, arXiv 2505.23585)."""
 
     needs_group: ClassVar[bool] = True
-
     name: Literal["opo"]
 
 
@@ -167,7 +152,6 @@ class GpgAdvantageConfig(AdvantageBase):
     """The group's mean, scaled up for groups without a signal (GPG, arXiv 2504.02546)."""
 
     needs_group: ClassVar[bool] = True
-
     name: Literal["gpg"]
     normalize: bool = False
     """Divide by the standard deviation of the group (unbiased) as well."""
@@ -180,7 +164,6 @@ class GdpoAdvantageConfig(AdvantageBase):
 
     needs_group: ClassVar[bool] = True
     uses_reward_sum: ClassVar[bool] = False
-
     name: Literal["gdpo"]
     whiten_batch: bool = True
     """Shift and scale the sums to mean 0 and variance 1 over the trajectories of the batch."""
@@ -193,7 +176,6 @@ class PassAtKAdvantageConfig(AdvantageBase):
 
     needs_group: ClassVar[bool] = True
     uses_reward_sum: ClassVar[bool] = False
-
     name: Literal["pass_at_k"]
     k: int = Field(4, ge=1)
     """Samples of which one has to pass."""
@@ -206,7 +188,6 @@ class TurnAdvantageConfig(AdvantageBase):
 
     needs_group: ClassVar[bool] = True
     per_turn: ClassVar[bool] = True
-
     name: Literal["turn"]
     outcome_weight: float = Field(1.0, ge=0)
     """Weight of the outcome's advantage in the turns before the last one."""
@@ -228,39 +209,30 @@ class CustomAdvantageConfig(AdvantageBase):
     """Keyword arguments bound to the function."""
 
 
-OfGroupsConfig = (
-    GroupAdvantageConfig
-    | ReinforceAdvantageConfig
-    | GroupThenBatchAdvantageConfig
-    | RemaxAdvantageConfig
-    | OptimalBaselineAdvantageConfig
-    | GpgAdvantageConfig
-    | GdpoAdvantageConfig
-    | PassAtKAdvantageConfig
-    | TurnAdvantageConfig
-    | CustomAdvantageConfig
-)
+_WithMean = GroupAdvantageConfig | ReinforceAdvantageConfig | GroupThenBatchAdvantageConfig
+_WithBaseline = _WithMean | RemaxAdvantageConfig | OptimalBaselineAdvantageConfig | GpgAdvantageConfig
+_Other = GdpoAdvantageConfig | PassAtKAdvantageConfig | TurnAdvantageConfig | CustomAdvantageConfig
+OfGroupsConfig = _WithBaseline | _Other
 OfTokensConfig = GaeConfig | TurnGaeConfig | BiLevelGaeConfig | TokenReturnsConfig
 
 AdvantageConfig = Annotated[OfGroupsConfig | OfTokensConfig, Variants(GroupAdvantageConfig)]
 
-_KL_IN_REWARD = {"estimator": "k1", "placement": "reward"}
-_PPO: dict[str, dict[str, Any]] = {"kl": _KL_IN_REWARD, "critic": {}}
+_KL = {"estimator": "k1", "placement": "reward"}
+_PPO: dict[str, dict[str, Any]] = {"kl": _KL, "critic": {}}
+_TWO_LEVELS = {"name": "bi_level_gae", "turn_gamma": 0.95}
+_LEAVE_ONE_OUT = {"name": "group", "normalize": False, "leave_one_out": True}
 _REINFORCE = {"name": "reinforce", "aggregation": "seq-mean-token-sum"}
 
 # The named algorithms that are an advantage with a common loss.
 PRESETS = {
     "bi_level_gae": online_preset(
-        "PPO with GAE over turns and over their tokens",
-        "2510.16907",
-        advantage={"name": "bi_level_gae", "turn_gamma": 0.95},
-        **_PPO,
+        "PPO with GAE over turns and over their tokens", "2510.16907", _TWO_LEVELS, **_PPO
     ),
     "gdpo": online_preset("Group-decoupled normalization of several rewards", "2601.05242", "gdpo"),
-    "gpg": online_preset("Group policy gradient", "2504.02546", "gpg", loss="reinforce"),
+    "gpg": online_preset("Group policy gradient", "2504.02546", "gpg", "reinforce"),
     "grpo": online_preset("Group relative policy optimization", "2402.03300"),
     "mt_grpo": online_preset("GRPO with an advantage for each turn", "2505.11821", "turn"),
-    "opo": online_preset("On-policy RL with the optimal baseline", "2505.23585", "opo", loss=_REINFORCE),
+    "opo": online_preset("On-policy RL with the optimal baseline", "2505.23585", "opo", _REINFORCE),
     "pass_at_k": online_preset("Training on pass@k", "2508.10751", "pass_at_k"),
     "ppo": online_preset("Proximal policy optimization with a critic", "1707.06347", "gae", **_PPO),
     "reinforce": online_preset(
@@ -270,22 +242,14 @@ PRESETS = {
         loss=_REINFORCE,
     ),
     "reinforce_plus_plus": online_preset(
-        "REINFORCE with returns of tokens, whitened over the batch",
-        "2501.03262",
-        advantage="token_returns",
-        kl=_KL_IN_REWARD,
+        "REINFORCE with returns of tokens, whitened over the batch", "2501.03262", "token_returns", kl=_KL
     ),
     "reinforce_plus_plus_baseline": online_preset(
         "REINFORCE++ with the mean of a group as the baseline", "2501.03262", "group_then_batch"
     ),
-    "remax": online_preset(
-        "REINFORCE, a greedy answer as the baseline", "2310.10505", "remax", loss=_REINFORCE
-    ),
+    "remax": online_preset("REINFORCE, a greedy answer as the baseline", "2310.10505", "remax", _REINFORCE),
     "rloo": online_preset(
-        "REINFORCE, the others of the group as the baseline",
-        "2402.14740",
-        advantage={"name": "group", "normalize": False, "leave_one_out": True},
-        loss=_REINFORCE,
+        "REINFORCE, the others of the group as the baseline", "2402.14740", _LEAVE_ONE_OUT, _REINFORCE
     ),
     "turn_gae": online_preset("PPO over turns", "1506.02438", "turn_gae", **_PPO),
     "vapo": online_preset(

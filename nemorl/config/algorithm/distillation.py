@@ -18,7 +18,6 @@ class ReverseKlLossConfig(Config):
 
     metrics: ClassVar[frozenset[str]] = frozenset({"distillation/reverse_kl"})
     top_k: ClassVar[None] = None  # compares the sampled token alone
-
     name: Literal["reverse_kl"] = "reverse_kl"
 
 
@@ -26,7 +25,6 @@ class TopLossBase(Config):
     """Losses over the teacher's most likely tokens."""
 
     metrics: ClassVar[frozenset[str]] = frozenset({"distillation/forward_kl", "distillation/covered"})
-
     tokens: int = Field(32, ge=1)
     """Their number at each position, at most the vocabulary."""
     rest: Literal["one_outcome", "leave_out"] = "one_outcome"
@@ -51,7 +49,6 @@ class JsdLossConfig(TopLossBase):
     """
 
     metrics: ClassVar[frozenset[str]] = TopLossBase.metrics | {"distillation/jsd"}
-
     name: Literal["jsd"]
     beta: float = Field(0.5, gt=0, lt=1)
     """Divided by `beta (1 - beta)` it converges to the forward KL as beta goes to 0, to the reverse for 1."""
@@ -67,7 +64,6 @@ class OnPolicyDistillationConfig(OnlineBase):
     """The policy samples and teachers score its tokens; rewards are metrics only."""
 
     keeps_teachers: ClassVar[bool] = True
-
     name: Literal["on_policy_distillation"]
     loss: DistillationLossConfig = ReverseKlLossConfig()
     """The divergence of policy and teacher."""
@@ -93,7 +89,6 @@ class DistillationConfig(OfflineBase):
     """The answers of the training data, with the teacher's distribution at each of their tokens."""
 
     keeps_teachers: ClassVar[bool] = True
-
     name: Literal["distillation"]
     loss: TopLossConfig = ForwardKlLossConfig(name="forward_kl")
     """The divergence of policy and teacher."""
@@ -115,8 +110,7 @@ class PickedBase(OnlineBase):
     """Algorithms that select one or two samples of each task by their reward."""
 
     needs_unfiltered_samples: ClassVar[bool] = False
-    trained_metrics: ClassVar[set[str]] = SFT_METRICS
-
+    trained_metrics: ClassVar[frozenset[str]] = SFT_METRICS
     num_generations_per_prompt: int = Field(ge=2)
     """Samples of each task, from which one or two are selected by their reward."""
     num_epochs: int = Field(1, ge=1)
@@ -136,9 +130,8 @@ class IterativePreferenceConfig(PickedBase):
     2024, arXiv 2405.07863). A task whose samples have equal rewards has none.
     """
 
-    trained_metrics: ClassVar[set[str]] = PAIR_METRICS
+    trained_metrics: ClassVar[frozenset[str]] = PAIR_METRICS
     sequences_per_unit: ClassVar[int] = 2
-
     name: Literal["iterative_dpo"]
     loss: PairLossConfig = LogisticLossConfig()
     """The loss of a pair; its margin is the difference of the rewards."""

@@ -14,7 +14,11 @@ _CLIPPED = frozenset({"clip_fraction/low", "clip_fraction/high"})
 
 
 class PolicyLossBase(Config):
-    """Fields of all losses of a policy, and facts about each as attributes of its class."""
+    has_ratio: ClassVar[bool] = True  # compares the policy with the one before the updates
+    selects_tokens: ClassVar[bool] = False  # among all tokens of an update, before its micro-batches
+    per_sequence: ClassVar[bool] = False  # its formula has one advantage for a sequence
+    acts_from_second_update: ClassVar[bool] = False  # of a step; without gradient at the old policy
+    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED  # that it produces, besides `loss/policy`
 
     aggregation: Aggregation = "token-mean"
     """How per-token losses are aggregated; sums are divided by counts of the whole batch."""
@@ -23,12 +27,6 @@ class PolicyLossBase(Config):
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
     """Share of an update's tokens, those of the highest entropy, that have a loss; Wang et al. 2025 (arXiv
     2506.01939) use 0.2. Less than 1 requires a forward pass before the updates."""
-
-    has_ratio: ClassVar[bool] = True  # compares the policy with the one before the updates
-    selects_tokens: ClassVar[bool] = False  # among all tokens of an update, before its micro-batches
-    per_sequence: ClassVar[bool] = False  # its formula has one advantage for a sequence
-    acts_from_second_update: ClassVar[bool] = False  # of a step; without gradient at the old policy
-    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED  # that it produces, besides `loss/policy`
 
     @property
     def selects_by_entropy(self) -> bool:
@@ -48,6 +46,7 @@ class PolicyLossBase(Config):
 class ClipLossConfig(PolicyLossBase):
     """PPO's clipped surrogate per token (Schulman et al. 2017, arXiv 1707.06347)."""
 
+    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"clip_fraction/dual"}
     name: Literal["clip"] = "clip"
     clip_low: float = Field(0.2, ge=0, lt=1)
     """The ratio is clipped below 1 - clip_low."""
@@ -56,12 +55,11 @@ class ClipLossConfig(PolicyLossBase):
     dual_clip: float | None = Field(None, gt=1)
     """Upper bound of the ratio where the advantage is negative (Ye et al. 2020, 1912.09729)."""
 
-    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"clip_fraction/dual"}
-
 
 class GspoLossConfig(PolicyLossBase):
     """One ratio for a sequence, the geometric mean of its tokens' (Zheng et al. 2025, arXiv 2507.18071)."""
 
+    per_sequence: ClassVar[bool] = True
     name: Literal["gspo"]
     aggregation: Aggregation = "seq-mean-token-mean"
     """How per-token losses are aggregated; each sequence has the same weight, as it has one ratio."""
@@ -69,8 +67,6 @@ class GspoLossConfig(PolicyLossBase):
     """The sequence's ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0)
     """The sequence's ratio is clipped above 1 + clip_high."""
-
-    per_sequence: ClassVar[bool] = True
 
 
 class GspoTokenLossConfig(PolicyLossBase):
@@ -88,6 +84,7 @@ class GspoTokenLossConfig(PolicyLossBase):
 class GmpoLossConfig(PolicyLossBase):
     """Geometric mean of clipped ratios (Zhao et al. 2025, arXiv 2507.20673)."""
 
+    per_sequence: ClassVar[bool] = True
     name: Literal["gmpo"]
     aggregation: Aggregation = "seq-mean-token-mean"
     """How per-token losses are aggregated; each sequence has the same weight, as it has one ratio."""
@@ -95,8 +92,6 @@ class GmpoLossConfig(PolicyLossBase):
     """The logarithm of a token's ratio is clipped below -clip_low."""
     clip_high: float = Field(0.4, ge=0)
     """The logarithm of a token's ratio is clipped above clip_high."""
-
-    per_sequence: ClassVar[bool] = True
 
 
 class CispoLossConfig(PolicyLossBase):
@@ -112,6 +107,7 @@ class CispoLossConfig(PolicyLossBase):
 class SapoLossConfig(PolicyLossBase):
     """A sigmoid gate instead of clipping (Gao et al. 2025, arXiv 2511.20347)."""
 
+    metrics: ClassVar[frozenset[str]] = _RATIO
     name: Literal["sapo"]
     aggregation: Aggregation = "seq-mean-token-mean"
     """How per-token losses are aggregated; each sequence has the same weight, as in the paper."""
@@ -120,21 +116,20 @@ class SapoLossConfig(PolicyLossBase):
     temperature_negative: float = Field(1.05, gt=0)
     """The same elsewhere; larger ones let the gradient fade faster with distance."""
 
-    metrics: ClassVar[frozenset[str]] = _RATIO
-
 
 class ReinforceLossConfig(PolicyLossBase):
     """`-A log p` (Williams 1992): no ratio and no clipping, as in RLOO, ReMax, OPO and GPG."""
 
-    name: Literal["reinforce"]
-
     has_ratio: ClassVar[bool] = False
     metrics: ClassVar[frozenset[str]] = frozenset()
+    name: Literal["reinforce"]
 
 
 class ClipCovLossConfig(PolicyLossBase):
     """PPO's loss without some tokens of high covariance (Cui et al. 2025, arXiv 2505.22617)."""
 
+    selects_tokens: ClassVar[bool] = True
+    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"selected_fraction"}
     name: Literal["clip_cov"]
     clip_low: float = Field(0.2, ge=0, lt=1)
     """The ratio is clipped below 1 - clip_low."""
@@ -147,9 +142,6 @@ class ClipCovLossConfig(PolicyLossBase):
     covariance_high: float = 5.0
     """Only tokens whose covariance of logprob and advantage is at most this are left out."""
 
-    selects_tokens: ClassVar[bool] = True
-    metrics: ClassVar[frozenset[str]] = _RATIO | _CLIPPED | {"selected_fraction"}
-
     @check
     def _bounds_are_in_order(self) -> Problems:
         if self.covariance_low >= self.covariance_high:
@@ -160,42 +152,30 @@ class ClipCovLossConfig(PolicyLossBase):
 class KlCovLossConfig(PolicyLossBase):
     """Tokens of the highest covariance are held near the old policy (arXiv 2505.22617)."""
 
+    selects_tokens: ClassVar[bool] = True
+    acts_from_second_update: ClassVar[bool] = True
+    metrics: ClassVar[frozenset[str]] = _RATIO | {"selected_fraction"}
     name: Literal["kl_cov"]
     fraction: float = Field(2e-4, gt=0, le=1)
     """Tokens of an update that are held."""
     coefficient: float = Field(1.0, gt=0)
     """Weight of their distance from the old policy."""
 
-    selects_tokens: ClassVar[bool] = True
-    acts_from_second_update: ClassVar[bool] = True
-    metrics: ClassVar[frozenset[str]] = _RATIO | {"selected_fraction"}
-
 
 class CustomLossConfig(PolicyLossBase):
     """A custom function (docs/algorithms.md)."""
 
+    metrics: ClassVar[frozenset[str]] = _RATIO
     name: Literal["custom"]
     function: str = Field(pattern=r"^[\w.]+:\w+$")
     """`package.module:function`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments bound to the function."""
 
-    metrics: ClassVar[frozenset[str]] = _RATIO
 
-
-PolicyLossConfig = Annotated[
-    ClipLossConfig
-    | GspoLossConfig
-    | GspoTokenLossConfig
-    | GmpoLossConfig
-    | CispoLossConfig
-    | SapoLossConfig
-    | ReinforceLossConfig
-    | ClipCovLossConfig
-    | KlCovLossConfig
-    | CustomLossConfig,
-    Variants(ClipLossConfig),
-]
+_Clipped = ClipLossConfig | GspoLossConfig | GspoTokenLossConfig | GmpoLossConfig | CispoLossConfig
+_Other = SapoLossConfig | ReinforceLossConfig | ClipCovLossConfig | KlCovLossConfig | CustomLossConfig
+PolicyLossConfig = Annotated[_Clipped | _Other, Variants(ClipLossConfig)]
 
 
 class CriticLearningConfig(Config):
@@ -205,7 +185,6 @@ class CriticLearningConfig(Config):
             *("critic/clip_fraction", "critic/explained_variance", "critic/grad_norm", "critic/lr"),
         }
     )
-
     value_clip: float | None = Field(0.2, gt=0)
     """Clip values to this distance from those before the step, and use the larger error (PPO); null clips
     nothing."""
@@ -216,35 +195,29 @@ class CriticLearningConfig(Config):
 
 
 # The named algorithms whose loss, or choice of samples, is their own; their advantage is GRPO's.
+_CLIP_HIGHER = {"name": "clip", "clip_high": 0.28}
+_UNSCALED = {"name": "group", "normalize": False}
+_UNBIASED = {"name": "clip", "aggregation": FIXED_LENGTH}
+_KL_COV = {"name": "kl_cov", "fraction": 0.002}
+_DYNAMIC_SAMPLING = {"drop_equal_rewards": True, "refill": {"max_batches": 10}}
+_MOST_VARIED = {"keep_most_varied": 0.25}
 PRESETS = {
     "cispo": online_preset("Clipped importance sampling weights (MiniMax-M1)", "2506.13585", loss="cispo"),
     "clip_cov": online_preset("Covariance clipping against entropy collapse", "2505.22617", loss="clip_cov"),
     "dapo": online_preset(
-        "Decoupled clip and dynamic sampling",
-        "2503.14476",
-        loss={"name": "clip", "clip_high": 0.28},
-        filters={"drop_equal_rewards": True, "refill": {"max_batches": 10}},
+        "Decoupled clip and dynamic sampling", "2503.14476", loss=_CLIP_HIGHER, filters=_DYNAMIC_SAMPLING
     ),
     "dr_grpo": online_preset(
-        "GRPO done right: no bias by length or by difficulty",
-        "2503.20783",
-        advantage={"name": "group", "normalize": False},
-        loss={"name": "clip", "aggregation": FIXED_LENGTH},
+        "GRPO done right: no bias by length or by difficulty", "2503.20783", _UNSCALED, _UNBIASED
     ),
     "gmpo": online_preset("Geometric mean policy optimization", "2507.20673", loss="gmpo"),
     "gspo": online_preset("Group sequence policy optimization", "2507.18071", loss="gspo"),
     "gspo_token": online_preset("GSPO with advantages of tokens", "2507.18071", loss="gspo_token"),
     "kl_cov": online_preset(
-        "Covariance-held tokens against entropy collapse",
-        "2505.22617",
-        loss={"name": "kl_cov", "fraction": 0.002},
-        num_minibatches=8,
+        "Covariance-held tokens against entropy collapse", "2505.22617", loss=_KL_COV, num_minibatches=8
     ),
     "sapo": online_preset("Soft adaptive policy optimization", "2511.20347", loss="sapo"),
     "starpo_s": online_preset(
-        "Agents on the most uncertain tasks",
-        "2504.20073",
-        loss={"name": "clip", "clip_high": 0.28},
-        filters={"keep_most_varied": 0.25},
+        "Agents on the most uncertain tasks", "2504.20073", loss=_CLIP_HIGHER, filters=_MOST_VARIED
     ),
 }

@@ -1,7 +1,7 @@
 """Algorithms that learn from data: supervised fine-tuning, preferences, reward models."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,14 +12,16 @@ from .base import Aggregation, AlgorithmBase, Preset, ValidationConfig
 from .pair_losses import PREFERENCE_PRESETS, LogisticLossConfig, PairLossConfig
 
 _OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "cons_at_k", "pass_reward", "sampling")
-_REWARD_METRICS = {"rewards/margin", "rewards/accuracy"}
+_REWARD_METRICS = frozenset({"rewards/margin", "rewards/accuracy"})
 PAIR_METRICS = _REWARD_METRICS | {
     *("loss/total", "loss/preference", "loss/sft", "rewards/chosen", "rewards/rejected"),
     *("logprobs/chosen", "logprobs/rejected"),
 }
-SFT_METRICS = {"loss/sft", "nll"}
+SFT_METRICS = frozenset({"loss/sft", "nll"})
+ReferenceTime = Literal["precomputed", "live"]
 PAIRS = "pairs of answers", ("preference", "arithmetic")
-_STEP_METRICS = {"loss/total", "accuracy", "score/margin"}
+_JUDGED = "judged answers", ("feedback", "preference", "arithmetic")
+_STEP_METRICS = frozenset({"loss/total", "accuracy", "score/margin"})
 
 
 class LossValidationConfig(ValidationConfig):
@@ -28,7 +30,6 @@ class LossValidationConfig(ValidationConfig):
     unused_reason: ClassVar[str] = (
         "algorithm.validation.generate is false, so nothing is sampled; set it to true, or remove this"
     )
-
     generate: bool = False
     """Also sample the validation tasks and score the samples."""
 
@@ -39,17 +40,12 @@ class LossValidationConfig(ValidationConfig):
 
 
 class SampledValidationConfig(LossValidationConfig):
-    """The loss of the validation data, and samples of its tasks."""
-
     generate: bool = True
     """Sample the validation tasks and score the samples; false computes the loss only."""
 
 
 class OfflineBase(AlgorithmBase):
-    """Examples in their order, a batch in each step."""
-
     takes_margins: ClassVar[bool] = False  # of pairs, if its loss uses them
-
     batch_size: int = Field(ge=1)
     """Examples of one step (pairs, if the data are pairs); an epoch has as many steps as batches fit."""
     validation: LossValidationConfig = LossValidationConfig()
@@ -77,8 +73,7 @@ class OfflineBase(AlgorithmBase):
 
     @property
     def margin_scale(self) -> float:
-        """Weight of the margins of the data in its loss."""
-        return 0.0
+        return getattr(getattr(self, "loss", None), "margin_scale", 0.0)
 
     @property
     def generates(self) -> bool:
@@ -89,23 +84,15 @@ class OfflineBase(AlgorithmBase):
         return self.batch_size
 
 
-if TYPE_CHECKING:
-    PreferenceName = str
-else:
-    PreferenceName = Literal[tuple(PREFERENCE_PRESETS)]
-
-
-ReferenceTime = Literal["precomputed", "live"]
-
-
 class PreferenceConfig(OfflineBase):
     """Raise the chosen answer of a pair over the rejected one."""
 
     takes_margins: ClassVar[bool] = True
     sequences_per_unit: ClassVar[int] = 2
     presets: ClassVar[Mapping[str, Preset]] = PREFERENCE_PRESETS
-
-    name: PreferenceName
+    learns_from: ClassVar[tuple[str, tuple[str, ...]]] = PAIRS
+    loss_metrics: ClassVar[frozenset[str]] = PAIR_METRICS
+    name: Literal[tuple(PREFERENCE_PRESETS)]  # type: ignore[valid-type]
     loss: PairLossConfig = LogisticLossConfig()
     """The loss of a pair."""
     sft_coefficient: float = Field(0.0, ge=0)
@@ -113,18 +100,6 @@ class PreferenceConfig(OfflineBase):
     reference: ReferenceTime = "precomputed"
     """Compute the reference's logprobs once, before the first step, and keep their sums in the run folder; or
     keep its weights, and compute them in every step."""
-
-    @property
-    def learns_from(self) -> tuple[str, tuple[str, ...]]:
-        return PAIRS
-
-    @property
-    def loss_metrics(self) -> frozenset[str]:
-        return frozenset(PAIR_METRICS)
-
-    @property
-    def margin_scale(self) -> float:
-        return self.loss.scale_of_margins
 
     @property
     def keeps_reference(self) -> bool:
@@ -135,13 +110,10 @@ class PreferenceConfig(OfflineBase):
         return self.loss.keeps_reference and self.reference == "precomputed"
 
     @check
-    def _reference_is_used(self) -> Problems:
+    def _settings_suit_the_loss(self) -> Problems:
         if not self.loss.keeps_reference:
             reason = f"the loss `{self.loss.name}` has no reference here; remove this"
             yield from self.without_effect(("reference",), reason)
-
-    @check
-    def _loss_has_its_sft_term(self) -> Problems:
         yield from sft_problems(self.loss, self.sft_coefficient)
 
 
@@ -160,6 +132,11 @@ class KtoConfig(OfflineBase):
     prompts with answers to other prompts.
     """
 
+    learns_from: ClassVar[tuple[str, tuple[str, ...]]] = _JUDGED
+    loss_metrics: ClassVar[frozenset[str]] = _REWARD_METRICS | {
+        *("loss/preference", "kl/reference"),
+        *("examples/desirable", "rewards/desirable", "rewards/undesirable"),
+    }
     name: Literal["kto"]
     batch_size: int = Field(ge=2)
     """Examples of one step; each prompt is also joined to another's answer."""
@@ -182,15 +159,6 @@ class KtoConfig(OfflineBase):
     def precomputes_reference(self) -> bool:
         return self.reference == "precomputed"
 
-    @property
-    def learns_from(self) -> tuple[str, tuple[str, ...]]:
-        return "judged answers", ("feedback", "preference", "arithmetic")
-
-    @property
-    def loss_metrics(self) -> frozenset[str]:
-        examples = {"examples/desirable", "rewards/desirable", "rewards/undesirable"}
-        return frozenset({"loss/preference", "kl/reference", *examples, *_REWARD_METRICS})
-
     @check
     def _some_answer_counts(self) -> Problems:
         if self.desirable_weight == self.undesirable_weight == 0:
@@ -202,18 +170,16 @@ class RewardLossBase(Config):
     """Losses of two answers' scores; the score of an answer is that of its last token."""
 
     of_steps: ClassVar[bool] = False  # judged steps of one answer, not two answers
-    metrics: ClassVar[frozenset[str]] = frozenset(
-        {*_STEP_METRICS, "loss/preference", "loss/center", "score/chosen", "score/rejected"}
-    )
-
-    @property
-    def scale_of_margins(self) -> float:
-        """Weight of the margins of the data; 0 if they are not used."""
-        return getattr(self, "margin_scale", 0.0)
-
+    metrics: ClassVar[frozenset[str]] = _STEP_METRICS | {
+        *("loss/preference", "loss/center", "score/chosen", "score/rejected")
+    }
     center_coefficient: float = Field(0.0, ge=0)
     """Weight of `(chosen + rejected)^2`, which keeps scores around 0 (Eisenstein et al. 2023, arXiv
     2312.09244)."""
+
+    @property
+    def scale_of_margins(self) -> float:
+        return getattr(self, "margin_scale", 0.0)
 
 
 class BradleyTerryLossConfig(RewardLossBase):
@@ -238,9 +204,7 @@ class ProcessLossConfig(Config):
     """
 
     of_steps: ClassVar[bool] = True
-    metrics: ClassVar[frozenset[str]] = frozenset(_STEP_METRICS)
-    scale_of_margins: ClassVar[float] = 0.0
-
+    metrics: ClassVar[frozenset[str]] = _STEP_METRICS
     name: Literal["process"]
     aggregation: Literal["step-mean", "answer-mean"] = "step-mean"
     """The mean over all steps of a batch, or over its answers of the mean over the steps of each."""
@@ -252,10 +216,7 @@ RewardLossConfig = Annotated[
 
 
 class RewardModelValidationConfig(LossValidationConfig):
-    """Loss and accuracy on the validation data."""
-
     unused_reason: ClassVar[str] = "a reward model samples nothing; remove this"
-
     generate: Literal[False] = False
     """A model with a scalar head samples nothing."""
 
@@ -265,7 +226,6 @@ class RewardModelConfig(OfflineBase):
 
     head: ClassVar[Literal["lm", "scalar"]] = "scalar"
     takes_margins: ClassVar[bool] = True
-
     name: Literal["reward_model"]
     loss: RewardLossConfig = BradleyTerryLossConfig()
     """The loss of scores."""
@@ -284,14 +244,11 @@ class RewardModelConfig(OfflineBase):
     def loss_metrics(self) -> frozenset[str]:
         return self.loss.metrics
 
-    @property
-    def margin_scale(self) -> float:
-        return self.loss.scale_of_margins
-
 
 class SftConfig(OfflineBase):
     """Supervised fine-tuning on the answers of the training tasks, or on every turn of conversations."""
 
+    loss_metrics: ClassVar[frozenset[str]] = SFT_METRICS
     name: Literal["sft"]
     train_on: Literal["completion", "all"] = "completion"
     """Train on the tokens of the assistant, or on all tokens."""
@@ -299,7 +256,3 @@ class SftConfig(OfflineBase):
     """How per-token losses are aggregated."""
     validation: SampledValidationConfig = SampledValidationConfig()
     """Measuring on `data.validation`: the loss where it has answers, and samples."""
-
-    @property
-    def loss_metrics(self) -> frozenset[str]:
-        return frozenset(SFT_METRICS)

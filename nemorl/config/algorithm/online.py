@@ -1,10 +1,7 @@
-"""Algorithms that learn from what the policy samples: one section, of which each algorithm is a preset.
-
-docs/off_policy.md has the formulas of `correction` and `kl`.
-"""
+"""Algorithms that learn from what the policy samples: one section, of which each algorithm is a preset."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -16,12 +13,15 @@ from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageC
 from .base import AlgorithmBase, Preset
 from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
+REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
+POLICY_METRICS = ("loss/total", "entropy", "logprob_gap/k1", "logprob_gap/k3")
+Level = Literal["token", "sequence", "geometric"]
+
 
 class EntropyBonusConfig(Config):
     """A fixed weight, for each token as the loss weighs it."""
 
     metrics: ClassVar[frozenset[str]] = frozenset()
-
     name: Literal["bonus"] = "bonus"
     coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy that is added to the objective."""
@@ -31,7 +31,6 @@ class AdaptiveEntropyConfig(Config):
     """A weight that grows while the entropy is below a target (Skywork-OR1, He et al. 2025, 2505.22312)."""
 
     metrics: ClassVar[frozenset[str]] = frozenset({"entropy/coefficient"})
-
     name: Literal["adaptive"]
     target: float = Field(0.2, gt=0)
     """Mean entropy per token, in nats, below which the bonus is added."""
@@ -84,12 +83,10 @@ class FiltersConfig(Config):
 
     @property
     def active(self) -> bool:
-        """True if any sample is left out of training."""
         return self.drops_groups or self.keep_most_varied is not None or self.drop_truncated
 
     @property
     def metrics(self) -> Iterator[str]:
-        """Names of the metrics that the filters produce."""
         if self.active:
             yield from ("filters/sampled", "filters/kept")
         if self.drop_equal_rewards:
@@ -117,11 +114,8 @@ class FiltersConfig(Config):
 
 
 class OnlineBase(AlgorithmBase):
-    """Sample groups, train on them, update the engines' weights."""
-
     online: ClassVar[bool] = True
     needs_unfiltered_samples: ClassVar[bool] = True  # the engine's logprobs of sampled tokens are used
-
     num_prompts_per_step: int = Field(ge=1)
     """Tasks sampled in a step."""
     num_generations_per_prompt: int = Field(ge=1)
@@ -146,15 +140,12 @@ class OnlineBase(AlgorithmBase):
             *("time/generation", "time/environment", "time/loading", "time/logprobs"),
             *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted")),
             *("generation/restarts_failed", "generation/requests_moved", "generation/tokens_kept"),
-            *("generation/requests_failed", "generation/retries"),
-            *("logprob_gap/mean", "logprob_gap/max"),
-            *REFIT_METRICS,
-            *self.filters.metrics,
+            *("generation/requests_failed", "generation/retries", "logprob_gap/mean", "logprob_gap/max"),
+            *(*REFIT_METRICS, *self.filters.metrics),
         }
 
     @property
     def trajectories_per_step(self) -> int:
-        """Sequences that a step samples."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @property
@@ -163,23 +154,13 @@ class OnlineBase(AlgorithmBase):
         return False
 
     @check
-    def _no_staleness_yet(self) -> Problems:
+    def _settings_have_an_effect(self) -> Problems:
         reason = "this release samples with the newest weights only; set it to 0"
         yield from self.without_effect(("max_staleness",), reason)
-
-    @check
-    def _groups_can_vary(self) -> Problems:
         if self.num_generations_per_prompt == 1:
             reason = "in a group of one all rewards are equal; raise num_generations_per_prompt, or remove it"
             names = ("drop_equal_rewards", "keep_most_varied")
             yield from self.filters.without_effect(names, reason, "filters.")
-
-
-REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
-POLICY_METRICS = ("loss/total", "entropy", "logprob_gap/k1", "logprob_gap/k3")
-
-
-Level = Literal["token", "sequence", "geometric"]
 
 
 class SequenceMaskConfig(Config):
@@ -191,8 +172,10 @@ class SequenceMaskConfig(Config):
     """A sequence counts when the mean ratio is at most this."""
 
 
-class CorrectionBase(Config):
-    """What all corrections share."""
+class CorrectionBase(Config):  # docs/off_policy.md has the formulas
+    weighs: ClassVar[bool] = True  # tokens or sequences get weights
+    bounds_leave_out: ClassVar[bool] = False  # weights out of bounds become 0
+    weight_metric: ClassVar[str] = "correction/masked"  # share of weights out of bounds
 
     form: Literal["decoupled", "bypass"] = "decoupled"
     """Three policies, whose old one the trainer computes, or two: the engine's logprobs are the old ones."""
@@ -203,10 +186,6 @@ class CorrectionBase(Config):
     divisor: Literal["all", "kept"] = "all"
     """What divides the loss: all sampled tokens, also those left out, which keep divergence and entropy; or,
     as in verl, those that the bounds of `mis` and `icepop` and `sequence_mask` keep: others have no term."""
-
-    weighs: ClassVar[bool] = True  # tokens or sequences get weights
-    bounds_leave_out: ClassVar[bool] = False  # weights out of bounds become 0
-    weight_metric: ClassVar[str] = "correction/masked"  # share of weights out of bounds
 
     @property
     def leaves_out(self) -> bool:
@@ -225,7 +204,6 @@ class CorrectionBase(Config):
 
     @property
     def metrics(self) -> Iterator[str]:
-        """Names of the metrics that the correction produces."""
         if self.weighs:
             yield from (self.weight_metric, "correction/ratio_mean", "correction/ratio_max")
         if self.sequence_mask is not None:
@@ -242,21 +220,17 @@ class CorrectionBase(Config):
         low, high = getattr(self, "low", 0.0), getattr(self, "high", 1.0)
         if low >= high:
             yield Problem("low", low, f"it must be less than algorithm.correction.high, {high:g}")
-        elif low > 1:
-            fix = "set it to at most 1, the weight of a token on which engine and trainer agree"
-            yield Problem("low", low, fix)
-        elif high < 1:
-            fix = "set it to at least 1, the weight of a token on which engine and trainer agree"
-            yield Problem("high", high, fix)
+        elif low > 1 or high < 1:
+            field, value, bound = ("low", low, "at most") if low > 1 else ("high", high, "at least")
+            fix = f"set it to {bound} 1, the weight of a token on which engine and trainer agree"
+            yield Problem(field, value, fix)
 
     @check
     def _divisor_differs(self) -> Problems:
-        if self.divisor == "all":
-            return
-        if self.form == "bypass":
+        if self.divisor == "kept" and self.form == "bypass":
             fix = "in the bypass form only the update shows what is left out; use `all`, or form `decoupled`"
             yield Problem("divisor", "kept", fix)
-        elif not self.leaves_out:
+        elif self.divisor == "kept" and not self.leaves_out:
             fix = "no token is left out; remove this, use `mis` or `icepop`, or set sequence_mask"
             yield Problem("divisor", "kept", fix)
 
@@ -264,14 +238,14 @@ class CorrectionBase(Config):
 class NoCorrectionConfig(CorrectionBase):
     """No weights."""
 
-    name: Literal["none"] = "none"
-
     weighs: ClassVar[bool] = False
+    name: Literal["none"] = "none"
 
 
 class TruncatedCorrectionConfig(CorrectionBase):
     """Truncated importance sampling: weights are cut to the bounds."""
 
+    weight_metric: ClassVar[str] = "correction/truncated"
     name: Literal["tis"]
     level: Level = "token"
     """The weight is of a token, of its sequence (product), or of its sequence's geometric mean."""
@@ -280,25 +254,23 @@ class TruncatedCorrectionConfig(CorrectionBase):
     high: float = Field(2.0, gt=0)
     """Larger weights become this."""
 
-    weight_metric: ClassVar[str] = "correction/truncated"
-
 
 class MaskedCorrectionConfig(CorrectionBase):
     """Masked importance sampling: leave out tokens or sequences of large weight."""
 
+    low: ClassVar[float] = 0.0  # no lower bound
+    bounds_leave_out: ClassVar[bool] = True
     name: Literal["mis"]
     level: Level = "token"
     """The weight is of a token, of its sequence (product), or of its sequence's geometric mean."""
     high: float = Field(2.0, gt=0)
     """Larger weights become 0."""
 
-    low: ClassVar[float] = 0.0  # no lower bound
-    bounds_leave_out: ClassVar[bool] = True
-
 
 class IcePopCorrectionConfig(CorrectionBase):
     """IcePop: leave out small and large weights (Ling Team 2025, arXiv 2510.18855)."""
 
+    bounds_leave_out: ClassVar[bool] = True
     name: Literal["icepop"]
     level: Level = "token"
     """The weight is of a token, of its sequence (product), or of its sequence's geometric mean."""
@@ -306,8 +278,6 @@ class IcePopCorrectionConfig(CorrectionBase):
     """Smaller weights become 0."""
     high: float = Field(5.0, gt=0)
     """Larger weights become 0."""
-
-    bounds_leave_out: ClassVar[bool] = True
 
 
 CorrectionConfig = Annotated[
@@ -335,7 +305,6 @@ class KLConfig(Config):
 
     @property
     def active(self) -> bool:
-        """True if there is a reference."""
         return self.coefficient > 0
 
     @check
@@ -374,19 +343,13 @@ class LikelihoodConfig(Config):
 
 PRESETS = dict(sorted((advantages.PRESETS | losses.PRESETS).items()))  # the named online algorithms
 
-if TYPE_CHECKING:
-    OnlineName = str
-else:
-    OnlineName = Literal[tuple(PRESETS)]
-
 
 class OnlineConfig(OnlineBase):
     """Sample, score, train, update the weights."""
 
     presets: ClassVar[Mapping[str, Preset]] = PRESETS
     reference_field: ClassVar[str | None] = "algorithm.kl.coefficient"
-
-    name: OnlineName
+    name: Literal[tuple(PRESETS)]  # type: ignore[valid-type]
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps that share the batch of one step; divides the number of trajectories."""
     num_epochs: int = Field(1, ge=1)
@@ -412,8 +375,7 @@ class OnlineConfig(OnlineBase):
 
     @property
     def metrics(self) -> frozenset[str]:
-        of_token_advantages = ("advantage/mean", "advantage/std")
-        of_reward = ("kl/penalty", "time/advantages")
+        per_token = self.advantage.per_token
         return super().metrics | {
             *POLICY_METRICS,
             "loss/policy",
@@ -424,8 +386,8 @@ class OnlineConfig(OnlineBase):
             *(("kl/reference",) if self.kl.active else ()),
             *(("loss/likelihood",) if self.likelihood.coefficient > 0 else ()),
             *(("top_entropy_fraction",) if self.loss.selects_by_entropy else ()),
-            *(of_token_advantages if self.estimates_tokens else ()),
-            *(of_reward if self.estimates_tokens or self.kl_in_reward else ()),
+            *(("advantage/mean", "advantage/std") if per_token else ()),
+            *(("kl/penalty", "time/advantages") if per_token or self.kl_in_reward else ()),
             *(self.critic.metrics if self.critic is not None else ()),
         }
 
@@ -435,7 +397,6 @@ class OnlineConfig(OnlineBase):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a step."""
         return self.num_minibatches * self.num_epochs
 
     @property
@@ -446,11 +407,6 @@ class OnlineConfig(OnlineBase):
     @property
     def greedy_baseline(self) -> bool:
         return self.advantage.needs_greedy_sample
-
-    @property
-    def estimates_tokens(self) -> bool:
-        """True if policy workers compute an advantage for each token."""
-        return self.advantage.per_token
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -469,7 +425,6 @@ class OnlineConfig(OnlineBase):
 
     @property
     def described_trajectories(self) -> str:
-        """For messages."""
         return (
             f"{self.trajectories_per_step} trajectories "
             f"({self.num_prompts_per_step} prompts x {self.num_generations_per_prompt} generations)"
@@ -493,21 +448,18 @@ class OnlineConfig(OnlineBase):
                 yield Problem(f"kl.{name}", value, fix)
 
     @check
-    def _loss_can_act(self) -> Problems:
-        decoupled = self.correction.form == "decoupled"
-        if self.loss.acts_from_second_update and decoupled and self.updates_per_step == 1:
-            fix = f"`{self.loss.name}` has no gradient in the first update of a step; set it to 2 or more"
-            yield Problem("num_minibatches", self.num_minibatches, fix)
-        if self.loss.per_sequence and self.advantage.per_turn:
-            fix = f"`{self.advantage.name}` has several advantages in a sequence; use `gspo_token` or `clip`"
-            yield Problem("loss.name", self.loss.name, fix)
-
-    @check
-    def _correction_fits_the_loss(self) -> Problems:
-        """In the bypass form a ratio corrects already; without one there must be something else to do."""
+    def _loss_fits_the_other_parts(self) -> Problems:
         correction, loss = self.correction, self.loss
-        if correction.form == "decoupled":
+        decoupled = correction.form == "decoupled"
+        if loss.acts_from_second_update and decoupled and self.updates_per_step == 1:
+            fix = f"`{loss.name}` has no gradient in the first update of a step; set it to 2 or more"
+            yield Problem("num_minibatches", self.num_minibatches, fix)
+        if loss.per_sequence and self.advantage.per_turn:
+            fix = f"`{self.advantage.name}` has several advantages in a sequence; use `gspo_token` or `clip`"
+            yield Problem("loss.name", loss.name, fix)
+        if decoupled:
             return
+        # In the bypass form a ratio corrects already; without one there must be something else to do.
         if correction.weighs and not correction.bounds_leave_out and loss.has_ratio:
             ratio = f"the ratio of `{loss.name}` is relative to the engine, and weighs each token"
             fix = f"in the bypass form {ratio}; use `mis` or `icepop`, or form `decoupled`"
@@ -534,7 +486,7 @@ class OnlineConfig(OnlineBase):
             name = self.advantage.name
             fix = f"`{name}` does not use the sum of rewards; set it to loss, or use another advantage"
             yield Problem("kl.placement", "reward", fix)
-        if self.filters.drop_truncated and not self.estimates_tokens:
+        if self.filters.drop_truncated and not self.advantage.per_token:
             fix = "dropped trajectories have no divergence for their reward; remove it, or use placement loss"
             yield Problem("filters.drop_truncated", True, fix)
 

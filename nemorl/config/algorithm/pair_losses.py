@@ -14,11 +14,8 @@ from .base import preset
 
 
 class PairLossBase(Config):
-    """Fields of all losses of pairs, and facts about each."""
-
     needs_sft: ClassVar[bool] = False  # unstable without a cross entropy of the chosen answers
     uses_reference: ClassVar[bool] = True  # unless its field `reference` is false
-
     beta: float = Field(0.1, gt=0)
     """Scale of differences of logprobs; of losses with a reference, the weight of staying near it."""
     logprobs: Literal["sum", "mean"] = "sum"
@@ -28,11 +25,6 @@ class PairLossBase(Config):
     def keeps_reference(self) -> bool:
         """True if logprobs are relative to the reference."""
         return getattr(self, "reference", self.uses_reference)
-
-    @property
-    def scale_of_margins(self) -> float:
-        """Weight of the margins of the data; 0 if they are not used."""
-        return getattr(self, "margin_scale", 0.0)
 
 
 class LogisticLossConfig(PairLossBase):
@@ -93,7 +85,6 @@ class OddsRatioLossConfig(PairLossBase):
 
     needs_sft: ClassVar[bool] = True
     uses_reference: ClassVar[bool] = False
-
     name: Literal["odds_ratio"]
     logprobs: Literal["mean"] = "mean"
     """Odds are of the mean."""
@@ -111,53 +102,24 @@ class AnchoredLossConfig(PairLossBase):
     """`zero` if chosen answers are better than the policy's, `down` if they are worse."""
 
 
-PairLossConfig = Annotated[
-    LogisticLossConfig
-    | RobustLossConfig
-    | SquaredLossConfig
-    | HingeLossConfig
-    | OddsRatioLossConfig
-    | AnchoredLossConfig,
-    Variants(LogisticLossConfig),
-]
+_Margin = LogisticLossConfig | RobustLossConfig | SquaredLossConfig | HingeLossConfig
+PairLossConfig = Annotated[_Margin | OddsRatioLossConfig | AnchoredLossConfig, Variants(LogisticLossConfig)]
 
-
+_SMOOTHED = {"name": "logistic", "label_smoothing": 0.1}
+_CALIBRATION = {"name": "hinge", "reference": False, "beta": 1.0}
+_MEANS = {"name": "logistic", "reference": False, "logprobs": "mean", "beta": 2.0, "gamma": 1.0}
+_PLAIN = {"name": "logistic", "reference": False}
+_DOWN = {"name": "anchored", "anchor": "down"}
 PREFERENCE_PRESETS = {
-    "dpo": preset("Direct preference optimization", "2305.18290", loss="logistic"),
-    "cdpo": preset(
-        "Conservative DPO: labels may be wrong",
-        "https://ericmitchell.ai/cdpo.pdf",
-        loss={"name": "logistic", "label_smoothing": 0.1},
-    ),
-    "robust_dpo": preset("DPO, unbiased under wrong labels", "2403.00409", loss="robust"),
-    "ipo": preset("Identity preference optimization", "2310.12036", loss="squared"),
-    "hinge": preset("Hinge loss relative to a reference (RSO)", "2309.06657", loss="hinge"),
-    "slic": preset(
-        "Sequence likelihood calibration",
-        "2305.10425",
-        loss={"name": "hinge", "reference": False, "beta": 1.0},
-        sft_coefficient=0.1,
-    ),
-    "simpo": preset(
-        "Simple preference optimization: means, no reference",
-        "2405.14734",
-        loss={"name": "logistic", "reference": False, "logprobs": "mean", "beta": 2.0, "gamma": 1.0},
-    ),
-    "cpo": preset(
-        "Contrastive preference optimization",
-        "2401.08417",
-        loss={"name": "logistic", "reference": False},
-        sft_coefficient=1.0,
-    ),
-    "orpo": preset(
-        "Odds ratio preference optimization", "2403.07691", loss="odds_ratio", sft_coefficient=1.0
-    ),
-    "apo_zero": preset(
-        "Anchored: chosen answers are better than the policy's", "2408.06266", loss="anchored"
-    ),
-    "apo_down": preset(
-        "Anchored: chosen answers are worse than the policy's",
-        "2408.06266",
-        loss={"name": "anchored", "anchor": "down"},
-    ),
+    "dpo": preset("Direct preference optimization", "2305.18290", "logistic"),
+    "cdpo": preset("Conservative DPO: labels may be wrong", "https://ericmitchell.ai/cdpo.pdf", _SMOOTHED),
+    "robust_dpo": preset("DPO, unbiased under wrong labels", "2403.00409", "robust"),
+    "ipo": preset("Identity preference optimization", "2310.12036", "squared"),
+    "hinge": preset("Hinge loss relative to a reference (RSO)", "2309.06657", "hinge"),
+    "slic": preset("Sequence likelihood calibration", "2305.10425", _CALIBRATION, sft_coefficient=0.1),
+    "simpo": preset("Simple preference optimization: means, no reference", "2405.14734", _MEANS),
+    "cpo": preset("Contrastive preference optimization", "2401.08417", _PLAIN, sft_coefficient=1.0),
+    "orpo": preset("Odds ratio preference optimization", "2403.07691", "odds_ratio", sft_coefficient=1.0),
+    "apo_zero": preset("Anchored: chosen answers are better than the policy's", "2408.06266", "anchored"),
+    "apo_down": preset("Anchored: chosen answers are worse than the policy's", "2408.06266", _DOWN),
 }
