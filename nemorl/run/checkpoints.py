@@ -172,10 +172,7 @@ class Checkpoints:
 
 
 def export_checkpoint(
-    checkpoint: Path,
-    out: Path,
-    form: Literal["hf", "adapter", "megatron"] = "hf",
-    model: str = "policy",
+    checkpoint: Path, out: Path, form: Literal["hf", "adapter", "megatron"] = "hf", model: str = "policy"
 ) -> None:
     """Write the weights of a checkpoint of a run folder as a Hugging Face folder, its adapters as PEFT keeps
     them, or a checkpoint of megatron-core. Of several models that learn, `model` is one. Raises NemorlError.

@@ -129,10 +129,7 @@ def validation_sets(experiment: Experiment) -> dict[str, int]:
 
 
 async def validate(
-    session: Session,
-    experiment: Experiment,
-    sets: Mapping[str, int],
-    on_finished: OnFinished = ignore,
+    session: Session, experiment: Experiment, sets: Mapping[str, int], on_finished: OnFinished = ignore
 ) -> tuple[dict[str, float], list[GroupSummary]]:
     """Sample the sets in sequence, with the weights that generation holds; metrics and all groups."""
     config = experiment.algorithm.validation
