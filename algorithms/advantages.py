@@ -17,20 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm.advantages import (
-    CustomAdvantageConfig,
-    GdpoAdvantageConfig,
-    GpgAdvantageConfig,
-    GroupAdvantageConfig,
-    GroupThenBatchAdvantageConfig,
-    OfGroupsConfig,
-    OptimalBaselineAdvantageConfig,
-    Over,
-    PassAtKAdvantageConfig,
-    ReinforceAdvantageConfig,
-    RemaxAdvantageConfig,
-    TurnAdvantageConfig,
-)
+from nemorl.config.algorithm import advantages as configs
 from nemorl.config.base import Config
 from nemorl.data.packed import Advantage
 from nemorl.rollout.collector import GroupSummary
@@ -66,7 +53,7 @@ def relative(values: Tensor, epsilon: float | None, *, leave_one_out: bool = Fal
     return centered if epsilon is None else centered / (values.std() + epsilon)
 
 
-def group_relative(groups: Sequence[GroupSummary], config: GroupAdvantageConfig) -> list[list[float]]:
+def group_relative(groups: Sequence[GroupSummary], config: configs.GroupAdvantageConfig) -> list[list[float]]:
     """`A = (r - mean) / (std + epsilon)` with the mean and the unbiased standard deviation of the group.
 
     Shao et al. 2024, arXiv 2402.03300; without `normalize` it is Dr. GRPO's (Liu et al. 2025,
@@ -105,7 +92,7 @@ def optimal_baseline(groups: Sequence[GroupSummary]) -> list[list[float]]:
     return advantages
 
 
-def gpg(groups: Sequence[GroupSummary], config: GpgAdvantageConfig) -> list[list[float]]:
+def gpg(groups: Sequence[GroupSummary], config: configs.GpgAdvantageConfig) -> list[list[float]]:
     """`A = alpha (r - mean)` with `alpha = B / (B - M)`, where M of the B groups have equal rewards.
 
     GPG, Chu et al. 2025, arXiv 2504.02546: groups without a gradient do not thin out that of the
@@ -117,7 +104,7 @@ def gpg(groups: Sequence[GroupSummary], config: GpgAdvantageConfig) -> list[list
     return [(alpha * relative(rewards(group), epsilon)).tolist() for group in groups]
 
 
-def pass_at_k(groups: Sequence[GroupSummary], config: PassAtKAdvantageConfig) -> list[list[float]]:
+def pass_at_k(groups: Sequence[GroupSummary], config: configs.PassAtKAdvantageConfig) -> list[list[float]]:
     """The expectation of GRPO's advantage when each k of the group's n trajectories are rewarded as one.
 
     Chen et al. 2025, arXiv 2508.10751. With n- trajectories that do not pass, `R = 1 - C(n-, k) / C(n, k)` is
@@ -140,7 +127,7 @@ def pass_at_k(groups: Sequence[GroupSummary], config: PassAtKAdvantageConfig) ->
     return advantages
 
 
-def reinforce(groups: Sequence[GroupSummary], config: ReinforceAdvantageConfig) -> list[list[float]]:
+def reinforce(groups: Sequence[GroupSummary], config: configs.ReinforceAdvantageConfig) -> list[list[float]]:
     """The reward; less the mean of the batch; or that over the batch's standard deviation as well.
 
     Williams 1992, "Simple statistical gradient-following algorithms", with a constant baseline.
@@ -155,7 +142,7 @@ def reinforce(groups: Sequence[GroupSummary], config: ReinforceAdvantageConfig) 
 
 
 def group_then_batch(
-    groups: Sequence[GroupSummary], config: GroupThenBatchAdvantageConfig
+    groups: Sequence[GroupSummary], config: configs.GroupThenBatchAdvantageConfig
 ) -> list[list[float]]:
     """`A = (r - mean of the group)`, then `(A - mean) / (std + epsilon)` over the batch.
 
@@ -167,7 +154,7 @@ def group_then_batch(
 
 
 def gdpo(
-    groups: Sequence[GroupSummary], config: GdpoAdvantageConfig, reward_weights: Mapping[str, float]
+    groups: Sequence[GroupSummary], config: configs.GdpoAdvantageConfig, reward_weights: Mapping[str, float]
 ) -> list[list[float]]:
     """Each reward separately as in GRPO, then summed by its weight, then whitened over the batch.
 
@@ -206,7 +193,7 @@ def _mean(values: Tensor, counts: Tensor) -> Tensor:
     return (counts * values).sum() / counts.sum().clamp(min=1)
 
 
-def _counts(groups: Sequence[GroupSummary], over: Over) -> Tensor:
+def _counts(groups: Sequence[GroupSummary], over: configs.Over) -> Tensor:
     """How often each trajectory counts: [S] float64."""
     tokens = _flat([sampled_tokens(group) for group in groups])
     return tokens if over == "tokens" else torch.ones_like(tokens)
@@ -221,7 +208,7 @@ def _grouped(values: Tensor, groups: Sequence[GroupSummary]) -> list[list[float]
 
 
 def turn_relative(
-    groups: Sequence[GroupSummary], config: TurnAdvantageConfig
+    groups: Sequence[GroupSummary], config: configs.TurnAdvantageConfig
 ) -> list[list[tuple[float, ...]]]:
     """One advantage for each turn of each trajectory.
 
@@ -267,20 +254,20 @@ Estimator = Callable[[Sequence[GroupSummary]], Sequence[Sequence[Advantage]]]
 
 # From a config and the weights of the rewards.
 _ESTIMATORS: Mapping[type[Config], Callable[[Any, Mapping[str, float]], Estimator]] = {
-    GroupAdvantageConfig: lambda config, _: partial(group_relative, config=config),
-    RemaxAdvantageConfig: lambda *_: remax,
-    OptimalBaselineAdvantageConfig: lambda *_: optimal_baseline,
-    GpgAdvantageConfig: lambda config, _: partial(gpg, config=config),
-    PassAtKAdvantageConfig: lambda config, _: partial(pass_at_k, config=config),
-    ReinforceAdvantageConfig: lambda config, _: partial(reinforce, config=config),
-    GroupThenBatchAdvantageConfig: lambda config, _: partial(group_then_batch, config=config),
-    GdpoAdvantageConfig: lambda config, weights: partial(gdpo, config=config, reward_weights=weights),
-    TurnAdvantageConfig: lambda config, _: partial(turn_relative, config=config),
-    CustomAdvantageConfig: lambda config, _: own_advantages(config),
+    configs.GroupAdvantageConfig: lambda config, _: partial(group_relative, config=config),
+    configs.RemaxAdvantageConfig: lambda *_: remax,
+    configs.OptimalBaselineAdvantageConfig: lambda *_: optimal_baseline,
+    configs.GpgAdvantageConfig: lambda config, _: partial(gpg, config=config),
+    configs.PassAtKAdvantageConfig: lambda config, _: partial(pass_at_k, config=config),
+    configs.ReinforceAdvantageConfig: lambda config, _: partial(reinforce, config=config),
+    configs.GroupThenBatchAdvantageConfig: lambda config, _: partial(group_then_batch, config=config),
+    configs.GdpoAdvantageConfig: lambda config, weights: partial(gdpo, config=config, reward_weights=weights),
+    configs.TurnAdvantageConfig: lambda config, _: partial(turn_relative, config=config),
+    configs.CustomAdvantageConfig: lambda config, _: own_advantages(config),
 }
 
 
-def estimator(config: OfGroupsConfig, reward_weights: Mapping[str, float]) -> Estimator:
+def estimator(config: configs.OfGroupsConfig, reward_weights: Mapping[str, float]) -> Estimator:
     """From groups to the advantages of their trajectories; `reward_weights` are of the rewards by name.
 
     Raises CustomFunctionError if a function of the user's cannot be found.

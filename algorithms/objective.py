@@ -277,7 +277,7 @@ class Corrected:
 
 @torch.no_grad()
 def correct(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, config: CorrectionConfig, *, has_ratio: bool
+    batch: PackedBatch, logprobs: Tensor, old: Tensor, config: CorrectionConfig, has_ratio: bool = True
 ) -> Corrected | None:
     """Weights for a loss of `logprobs` [N] whose ratio, if it `has_ratio`, is taken against `old` [N].
 
@@ -334,7 +334,6 @@ def kept(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
     That is known before the updates of a step; `off_policy_threshold` looks at the current policy.
     """
     assert batch.old_logprobs is not None, "a mask of tokens requires old logprobs"
-    old = batch.old_logprobs
     of_old = config.model_copy(update={"off_policy_threshold": None})
-    corrected = correct(batch, old, old, of_old, has_ratio=True)
+    corrected = correct(batch, batch.old_logprobs, batch.old_logprobs, of_old)
     return batch.loss_mask if corrected is None else batch.loss_mask & (corrected.weight > 0)

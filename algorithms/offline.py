@@ -20,15 +20,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from nemorl.config.algorithm import (
-    Aggregation,
-    DistillationConfig,
-    KtoConfig,
-    OfflineBase,
-    PreferenceConfig,
-    RewardModelConfig,
-    SftConfig,
-)
+from nemorl.config import algorithm as configs
 from nemorl.config.data import DatasetConfig
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
@@ -138,33 +130,33 @@ class Objective:
     # Of a step with this number of units; the divergence of `contrast`'s sequences is 0 if there are none.
     loss: Callable[[int, float], Loss]
     metrics: Callable[[Mapping[str, float], Mapping[str, float]], dict[str, float]] = finish_metrics
-    aggregation: Aggregation = "token-mean"  # of weights; tokens of rejected answers do not count
+    aggregation: configs.Aggregation = "token-mean"  # of weights; tokens of rejected answers do not count
     # Sequences on which the divergence of the policy from the reference is estimated before the step.
     contrast: Callable[[Sequence[Unit]], list[Example]] = lambda units: []
 
 
-def objective_of(config: OfflineBase) -> Objective:
+def objective_of(config: configs.OfflineBase) -> Objective:
     match config:
-        case SftConfig():
+        case configs.SftConfig():
             return Objective(lambda *_: CrossEntropyLoss(), aggregation=config.aggregation)
-        case DistillationConfig():
+        case configs.DistillationConfig():
             return Objective(lambda *_: distillation_loss(config.loss), aggregation=config.aggregation)
-        case PreferenceConfig():
+        case configs.PreferenceConfig():
             return Objective(
                 lambda pairs, _: PreferenceLoss(config.loss, pairs, config.sft_coefficient),
                 lambda sums, _: means_over("pairs", sums),
             )
-        case KtoConfig():
+        case configs.KtoConfig():
             return Objective(
                 partial(KtoLoss, config),
                 lambda sums, _: kto_metrics(sums),
                 contrast=prompts_with_next_answers,
             )
-    assert isinstance(config, RewardModelConfig)
+    assert isinstance(config, configs.RewardModelConfig)
     loss = config.loss
     if loss.name == "process":
         by_answer = loss.aggregation == "answer-mean"
-        aggregation: Aggregation = "seq-mean-token-mean" if by_answer else "token-mean"
+        aggregation: configs.Aggregation = "seq-mean-token-mean" if by_answer else "token-mean"
         return Objective(lambda *_: StepLoss(), lambda sums, _: score_metrics(sums), aggregation)
     return Objective(lambda pairs, _: ScorePairLoss(loss, pairs), lambda sums, _: score_metrics(sums))
 
@@ -180,7 +172,7 @@ class OfflineData:
     held_out: Sequence[Unit]  # of the validation data; empty without any
 
     def compared(
-        self, order: TaskOrder, config: OfflineBase, position: int, num_steps: int
+        self, order: TaskOrder, config: configs.OfflineBase, position: int, num_steps: int
     ) -> Iterator[Example]:
         """The sequences that `num_steps` steps from `position`, and a validation, compare with a reference.
 
@@ -198,7 +190,7 @@ class OfflineData:
 
 @dataclass
 class OfflineAlgorithm:
-    config: OfflineBase
+    config: configs.OfflineBase
     objective: Objective
     session: Session
     data: OfflineData
@@ -284,7 +276,7 @@ class OfflineAlgorithm:
         ]
 
 
-def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineData:
+def load_offline_data(experiment: Experiment, config: configs.OfflineBase) -> OfflineData:
     """Read and encode the training and validation data. Raises DatasetError and ExampleError."""
     data, tokenizer = experiment.data, load_tokenizer(experiment.policy)
     encoder = Encoder(tokenizer, prompts_of(tokenizer, data.chat), experiment.policy.max_sequence_length)
@@ -297,26 +289,26 @@ def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineDat
 
 
 def _units(
-    experiment: Experiment, config: OfflineBase, dataset: DatasetConfig, encoder: Encoder
+    experiment: Experiment, config: configs.OfflineBase, dataset: DatasetConfig, encoder: Encoder
 ) -> Sequence[Unit]:
     data = experiment.data
     match config:
-        case SftConfig():
+        case configs.SftConfig():
             dialogues = load_dialogues(dataset, data)
             return [Unit((example,)) for example in encoder.dialogues(dialogues, config.train_on)]
-        case DistillationConfig():
+        case configs.DistillationConfig():
             examples = encoder.dialogues(load_dialogues(dataset, data), config.train_on)
             tasks, teachers = load_tasks(dataset, data), list(experiment.teachers)
             names = teachers_of_tasks(tasks, config.teacher_key, teachers)
             return [Unit((e,), teacher=name) for e, name in zip(examples, names, strict=True)]
-        case KtoConfig():
+        case configs.KtoConfig():
             feedback = load_feedback(dataset, data)
             answers = encoder.feedback(feedback)
             return [
                 Unit((example,), (1.0 if one.good else -1.0,))
                 for example, one in zip(answers, feedback, strict=True)
             ]
-        case RewardModelConfig() if config.loss.of_steps:
+        case configs.RewardModelConfig() if config.loss.of_steps:
             return [Unit((example,)) for example in encoder.steps(load_steps(dataset, data))]
     pairs = load_pairs(dataset, data)
     return [

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from nemorl.config.algorithm import KLConfig
-from nemorl.config.algorithm.advantages import (
-    BiLevelGaeConfig,
-    GaeConfig,
-    TokenAdvantageBase,
-    TokenReturnsConfig,
-    TurnGaeConfig,
-)
+from nemorl.config.algorithm import advantages as configs
 from nemorl.data.losses import TokenEstimate
 from nemorl.data.packed import PackedBatch
 
@@ -111,7 +105,7 @@ def bi_level_gae(
     values: Tensor,
     turns: Tensor,
     is_sampled: Tensor,
-    config: BiLevelGaeConfig,
+    config: configs.BiLevelGaeConfig,
 ) -> Tensor:
     """Advantages [S, L] of turns, and inside each turn of its tokens (VAGEN, arXiv 2510.16907).
 
@@ -166,7 +160,7 @@ class SequenceKL:
 class TokenEstimator:
     """The estimator that a config names; see `nemorl.data.losses.TokenEstimator`."""
 
-    config: TokenAdvantageBase
+    config: configs.TokenAdvantageBase
     kl: KLConfig | None  # where it is taken from the rewards
 
     def __call__(self, batch: PackedBatch, sum_over_ranks: SumOverRanks) -> TokenEstimate:
@@ -200,18 +194,18 @@ class TokenEstimator:
     ) -> tuple[Tensor, Tensor | None]:
         """Advantages and what the critic learns, both [S, L]."""
         config = self.config
-        if isinstance(config, TokenReturnsConfig):
+        if isinstance(config, configs.TokenReturnsConfig):
             return discounted_sums(rewards - penalties, config.gamma), None
         assert tokens.batch.values is not None, "these advantages require a critic's values"
         # Of the state in which each token is chosen; no sequence begins with a sampled token.
         values = tokens.table(tokens.batch.values.roll(1))
         is_sampled = tokens.table(tokens.batch.loss_mask).bool()
-        if isinstance(config, TurnGaeConfig):
+        if isinstance(config, configs.TurnGaeConfig):
             return turn_gae(rewards - penalties, values, tokens.turns, is_sampled, config.gamma, config.lam)
-        if isinstance(config, BiLevelGaeConfig):
+        if isinstance(config, configs.BiLevelGaeConfig):
             advantages = bi_level_gae(rewards, penalties, values, tokens.turns, is_sampled, config)
             return advantages, advantages + values
-        assert isinstance(config, GaeConfig), f"`{config}` estimates no advantages of tokens"
+        assert isinstance(config, configs.GaeConfig), f"`{config}` estimates no advantages of tokens"
         lam: Tensor | float = config.lam
         if config.length_adaptive_alpha is not None:
             lam = length_adaptive_lambda(tokens.lengths, config.length_adaptive_alpha)

@@ -16,14 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from nemorl.config import environment as configs
 from nemorl.config.base import call_within
-from nemorl.config.environment import (
-    FunctionRewardConfig,
-    JudgeRewardConfig,
-    ModelRewardConfig,
-    RewardConfig,
-    Signature,
-)
 from nemorl.trajectories import Conversation, Message, StopReason, Task, Trajectory, Turn
 
 from .find import RewardError, find_reward
@@ -32,7 +26,7 @@ from .scored import Answers, Columns, Failed, Score, Scored, Scorer, ScoringMetr
 log = logging.getLogger(__name__)
 
 
-def given_columns(signature: Signature, answers: Answers) -> Columns:
+def given_columns(signature: configs.Signature, answers: Answers) -> Columns:
     """Columns that a function of this signature may be given, a list each with one entry an answer.
 
     verl's ground truth is the column `reward_model`'s, where the data are verl's, else the task's answer;
@@ -56,7 +50,7 @@ def given_columns(signature: Signature, answers: Answers) -> Columns:
 class FunctionReward(Scorer):
     """Calls the function once for a group, or, with verl's signature, once for each answer."""
 
-    def __init__(self, config: FunctionRewardConfig, seconds: float) -> None:
+    def __init__(self, config: configs.FunctionRewardConfig, seconds: float) -> None:
         """Raises RewardError when the function cannot be found or called."""
         super().__init__(config, seconds)
         self._arguments = config.arguments
@@ -130,7 +124,9 @@ async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
     return await asyncio.wrap_future(answer)
 
 
-def smoke_test_reward(config: FunctionRewardConfig, task: Task, chat: bool, seconds: float) -> str | None:
+def smoke_test_reward(
+    config: configs.FunctionRewardConfig, task: Task, chat: bool, seconds: float
+) -> str | None:
     """Call a function on scripted answers to `task`, for `seconds` each. Return why it scores none, if so.
 
     One group has the expected answer and an empty one, another the expected answer twice.
@@ -184,7 +180,7 @@ class Rewards:
 
     def __init__(
         self,
-        configs: Sequence[RewardConfig],
+        configs: Sequence[configs.RewardConfig],
         environment_weights: dict[str, float],
         chat: bool,
         seconds: float,
@@ -244,12 +240,12 @@ class Rewards:
         return sum(self._weights[name] * value for name, value in rewards.items())
 
 
-def _scorer(config: RewardConfig, seconds: float) -> Scorer:
-    if isinstance(config, FunctionRewardConfig):
+def _scorer(config: configs.RewardConfig, seconds: float) -> Scorer:
+    if isinstance(config, configs.FunctionRewardConfig):
         return FunctionReward(config, seconds)
     from .services import JudgeReward, ModelServiceReward  # with aiohttp
 
-    if isinstance(config, JudgeRewardConfig):
+    if isinstance(config, configs.JudgeRewardConfig):
         return JudgeReward(config, seconds)
-    assert isinstance(config, ModelRewardConfig), "a session gives models of the run's own an address"
+    assert isinstance(config, configs.ModelRewardConfig), "a session gives models of the run's own an address"
     return ModelServiceReward(config, seconds)

@@ -19,47 +19,24 @@ from nemorl.cluster.group import Worker, WorkerGroup
 from nemorl.config.facts import ModelSpec
 from nemorl.config.run import DeadlineConfig
 from nemorl.errors import RunError
+from nemorl.generation import types
 from nemorl.generation.router import Replica, RouterMetrics
-from nemorl.generation.types import (
-    EngineHealth,
-    EngineStats,
-    GenerationRequest,
-    ReplicaLost,
-    Report,
-    RequestRefused,
-)
 from nemorl.models.registry import load_shape
 from nemorl.rollout.collector import GroupAssignment, GroupSummary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nemorl.data.losses import (
-        Evaluation,
-        LogprobStats,
-        Loss,
-        SequenceMetric,
-        TokenEstimator,
-        TrainStats,
-        ValueStats,
-    )
-    from nemorl.data.shards import BatchPlan, Column, Field, SequencePlace
+    from nemorl.data import losses, shards
     from nemorl.megatron.checkpoint_store import FileRecord
     from nemorl.serve.app import Listening
-    from nemorl.weights.messages import (
-        Part,
-        ReceiveReport,
-        ReceiverLayout,
-        RefitSession,
-        SenderLayout,
-        SendReport,
-    )
+    from nemorl.weights import messages
 
 # Beyond a deadline that the processes keep themselves, and whose error says what did not finish.
 GRACE_SECONDS = 30.0
 _ABORT_SECONDS = 30.0
 _ABANDON_SECONDS = 30.0
-_REFUSED = f"{RequestRefused.__module__}.{RequestRefused.__qualname__}"
+_REFUSED = f"{types.RequestRefused.__module__}.{types.RequestRefused.__qualname__}"
 
 
 class DeviceScheduler:
@@ -108,7 +85,7 @@ class ModelHandle:
         self._hidden_size = load_shape(spec.config.model_path, spec.config.head).hidden_size
         self._deadlines = deadlines
         self._offloaded = False
-        self._batch: BatchPlan | None = None
+        self._batch: shards.BatchPlan | None = None
 
     # Devices
 
@@ -149,14 +126,14 @@ class ModelHandle:
         return self.batch.packing_metrics()
 
     @property
-    def batch(self) -> "BatchPlan":
+    def batch(self) -> "shards.BatchPlan":
         if self._batch is None:
             raise RuntimeError("no batch is loaded: call load first")
         return self._batch
 
     async def load(
         self,
-        sequences: "Sequence[SequencePlace]",
+        sequences: "Sequence[shards.SequencePlace]",
         *,
         kind: Literal["trajectories", "examples"],
         num_minibatches: int = 1,
@@ -171,12 +148,12 @@ class ModelHandle:
         shards = self._batch.shards(sequences)
         await self._call(method, shards=shards, stage="loading a batch", resolve=True)
 
-    async def take_advantages(self, sequences: "Sequence[SequencePlace]") -> None:
+    async def take_advantages(self, sequences: "Sequence[shards.SequencePlace]") -> None:
         """Replace the advantages of the loaded batch, which is of these sequences."""
         shards = self.batch.shards(sequences)
         await self._call("take_advantages", shards=shards, stage="advantages", resolve=True)
 
-    async def share(self, field: "Field") -> "Column":
+    async def share(self, field: "shards.Field") -> "shards.Column":
         """A field of the loaded batch, for another group that has loaded the same sequences."""
         mesh = self.group.mesh
         shares = [rank in mesh.output_ranks for rank in range(mesh.world_size)]
@@ -185,17 +162,17 @@ class ModelHandle:
         )
         return self.batch.column(stores)
 
-    async def take(self, field: "Field", column: "Column") -> None:
+    async def take(self, field: "shards.Field", column: "shards.Column") -> None:
         """Fill a field of the loaded batch with what another group has shared."""
         shards = self.batch.column_shards(column)
         await self._call("take", field, shards=shards, stage=field, resolve=True)
 
-    async def estimate(self, estimator: "TokenEstimator") -> dict[str, float]:
+    async def estimate(self, estimator: "losses.TokenEstimator") -> dict[str, float]:
         """Compute the batch's `advantages`, and `returns` for a critic; metrics of the estimator."""
         metrics: list[dict[str, float]] = await self._call("estimate", estimator, stage="advantages")
         return metrics[0]
 
-    async def sequence_metrics(self, metric: "SequenceMetric") -> list[float]:
+    async def sequence_metrics(self, metric: "losses.SequenceMetric") -> list[float]:
         """A number for each loaded sequence, in the order of `load`."""
         values = await self._call("sequence_metrics", metric, stage="advantages", outputs="output_ranks")
         return self.batch.in_order(values)
@@ -213,18 +190,18 @@ class ModelHandle:
 
     # Computation
 
-    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> "LogprobStats":
+    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> "losses.LogprobStats":
         """Compute the batch's `old_logprobs` and `reference_logprobs`, which stay on the workers.
 
         With `entropy` also `old_entropies`, which belong to the old logprobs.
         """
         fields = {"old": old, "reference": reference, "entropy": entropy}
-        stats: LogprobStats = (await self._forward("compute_logprobs", stage="logprobs", **fields))[0]
+        stats: losses.LogprobStats = (await self._forward("compute_logprobs", stage="logprobs", **fields))[0]
         return stats
 
-    async def values(self) -> "ValueStats":
+    async def values(self) -> "losses.ValueStats":
         """Compute the batch's `values`, of a critic; they stay on the workers until they are shared."""
-        stats: ValueStats = (await self._forward("compute_values", stage="values"))[0]
+        stats: losses.ValueStats = (await self._forward("compute_values", stage="values"))[0]
         return stats
 
     async def top(self, k: int) -> None:
@@ -243,17 +220,19 @@ class ModelHandle:
         await self.onload()
         return await self._call(method, *args, shards=self.batch.micro_batches, **options)
 
-    async def train(self, loss: "Loss", minibatch: int = 0) -> "TrainStats":
+    async def train(self, loss: "losses.Loss", minibatch: int = 0) -> "losses.TrainStats":
         await self.onload()
         shards, seconds = self.batch.minibatches[minibatch], self._deadlines.training
-        stats: list[TrainStats]
+        stats: list[losses.TrainStats]
         stats = await self._call("train", loss, shards=shards, stage="training", seconds=seconds)
         return stats[0]
 
-    async def evaluate(self, loss: "Loss") -> "Evaluation":
+    async def evaluate(self, loss: "losses.Loss") -> "losses.Evaluation":
         """The loss of the complete loaded batch under the current weights."""
         seconds = self._deadlines.training
-        found: list[Evaluation] = await self._forward("evaluate", loss, stage="validation", seconds=seconds)
+        found: list[losses.Evaluation] = await self._forward(
+            "evaluate", loss, stage="validation", seconds=seconds
+        )
         return found[0]
 
     # Sampling, by a policy without engines
@@ -365,7 +344,9 @@ class EngineHandle:
     def as_replica(self) -> Replica:
         return Replica(self.name, self.generate, self.abort)
 
-    async def generate(self, requests: list[GenerationRequest]) -> AsyncGenerator[Sequence[Report], None]:
+    async def generate(
+        self, requests: list[types.GenerationRequest]
+    ) -> AsyncGenerator[Sequence[types.Report], None]:
         """Reports of these requests as they come. Raises RequestRefused or ReplicaLost."""
         # What was sampled together travels together: an item of a stream costs Ray about a millisecond.
         seconds = max(request.deadline_seconds for request in requests) + GRACE_SECONDS
@@ -376,19 +357,19 @@ class EngineHandle:
                     yield batch
         except ClusterError as error:
             if isinstance(error, WorkerFailed) and error.kind == _REFUSED:
-                raise RequestRefused(error.message) from error
-            raise ReplicaLost(str(error)) from error
+                raise types.RequestRefused(error.message) from error
+            raise types.ReplicaLost(str(error)) from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.worker.call("abort", request_ids, stage="abort", seconds=_ABORT_SECONDS)
 
-    async def health(self, seconds: float) -> EngineHealth:
+    async def health(self, seconds: float) -> types.EngineHealth:
         """State of the engine. Raises what ended it."""
-        health: EngineHealth = await self.worker.call("health", stage="health check", seconds=seconds)
+        health: types.EngineHealth = await self.worker.call("health", stage="health check", seconds=seconds)
         return health
 
-    async def stats(self, seconds: float) -> EngineStats:
-        stats: EngineStats = await self.worker.call("stats", stage="metrics", seconds=seconds)
+    async def stats(self, seconds: float) -> types.EngineStats:
+        stats: types.EngineStats = await self.worker.call("stats", stage="metrics", seconds=seconds)
         return stats
 
     async def sleep(self, level: int, seconds: float) -> None:
@@ -413,13 +394,13 @@ class _WeightSide:
 
 
 class PolicySenders(_WeightSide):
-    async def describe(self) -> "Sequence[SenderLayout]":
+    async def describe(self) -> "Sequence[messages.SenderLayout]":
         return await self._call("sender.describe")
 
-    async def prepare(self, parts: "Sequence[Part]") -> None:
+    async def prepare(self, parts: "Sequence[messages.Part]") -> None:
         await self._call("sender.prepare", shards=parts, axis="rank")
 
-    async def send(self, session: "RefitSession") -> "Sequence[SendReport]":
+    async def send(self, session: "messages.RefitSession") -> "Sequence[messages.SendReport]":
         return await self._call("sender.send", session)
 
 
@@ -429,19 +410,19 @@ class GenerationReceivers(_WeightSide):
 
     _ranks: list[int] = field(default_factory=list)  # of each replica, after `describe`
 
-    async def describe(self) -> "Sequence[ReceiverLayout]":
-        layouts: list[tuple[ReceiverLayout, ...]] = await self._call("describe_weights")
+    async def describe(self) -> "Sequence[messages.ReceiverLayout]":
+        layouts: list[tuple[messages.ReceiverLayout, ...]] = await self._call("describe_weights")
         self._ranks[:] = map(len, layouts)
         return [layout for of_replica in layouts for layout in of_replica]
 
-    async def prepare(self, parts: "Sequence[Part]") -> None:
+    async def prepare(self, parts: "Sequence[messages.Part]") -> None:
         """Give every replica its ranks' parts of the plan."""
         left = iter(parts)
         of_replicas = [tuple(itertools.islice(left, count)) for count in self._ranks]
         await self._call("prepare_refit", shards=of_replicas, axis="rank")
 
-    async def receive(self, session: "RefitSession") -> "Sequence[ReceiveReport]":
-        reports: list[tuple[ReceiveReport, ...]] = await self._call("receive_weights", session)
+    async def receive(self, session: "messages.RefitSession") -> "Sequence[messages.ReceiveReport]":
+        reports: list[tuple[messages.ReceiveReport, ...]] = await self._call("receive_weights", session)
         return [report for of_replica in reports for report in of_replica]
 
     async def commit(self, version: int) -> None:

@@ -31,15 +31,7 @@ from nemorl.serve.app import answering
 from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
 from nemorl.weights.process_group import served_store
 
-from .handles import (
-    EngineHandle,
-    GenerationReceivers,
-    ModelHandle,
-    PolicySenders,
-    RolloutHandle,
-    RouterHandle,
-    TrainedModels,
-)
+from . import handles
 from .scoring import RewardScorer, reporting_failures, reward_by_url, reward_routes
 from .supervisor import ReplicaSupervisor
 
@@ -50,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Session:
     """The started processes. Parts that the run does not need are missing."""
 
-    models: dict[str, ModelHandle] = field(default_factory=dict)  # by name; the policy is among them
+    models: dict[str, handles.ModelHandle] = field(default_factory=dict)  # by name; the policy is among them
     rollout: Sequence[RunGroups] = ()
     exchange: WeightExchange | None = None
     replicas: ReplicaSupervisor | None = None  # of engines
@@ -59,19 +51,19 @@ class Session:
     nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: the processes on each
 
     @property
-    def learner(self) -> ModelHandle:
+    def learner(self) -> handles.ModelHandle:
         return self.model("policy")
 
     @property
-    def trained(self) -> TrainedModels:
-        return TrainedModels({name: model for name, model in self.models.items() if model.trains})
+    def trained(self) -> handles.TrainedModels:
+        return handles.TrainedModels({name: model for name, model in self.models.items() if model.trains})
 
     @property
     def models_share_devices(self) -> bool:
         """True if another model is on the policy's devices, so that they cannot compute at the same time."""
         return len({id(model.devices) for model in self.models.values()}) < len(self.models)
 
-    def model(self, name: str) -> ModelHandle:
+    def model(self, name: str) -> handles.ModelHandle:
         """A model of `nemorl.config.facts.models_of` by its name, such as `critic`."""
         assert name in self.models, f"this session was started without a {name}"
         return self.models[name]
@@ -201,14 +193,14 @@ class Starter:
         rendezvous = self._rendezvous(*(spec.name for spec in specs))
         at_once = [spec.name for spec in specs if not spec.on_policy_devices]
         threads = self.placement.threads(self.experiment.cluster.policy_threads, *at_once)
-        handles = await asyncio.gather(*(self._start_model(spec, rendezvous, threads) for spec in specs))
-        for spec, handle in zip(specs, handles, strict=True):
+        started = await asyncio.gather(*(self._start_model(spec, rendezvous, threads) for spec in specs))
+        for spec, handle in zip(specs, started, strict=True):
             self.session.models[spec.name] = handle
             if spec.on_policy_devices:
                 handle.devices = self.session.learner.devices
                 handle.devices.tenants.append(handle)
 
-    async def model(self, spec: ModelSpec) -> ModelHandle:
+    async def model(self, spec: ModelSpec) -> handles.ModelHandle:
         threads = self.placement.threads(self.experiment.cluster.policy_threads, spec.name)
         return await self._start_model(spec, self._rendezvous(spec.name), threads)
 
@@ -218,7 +210,7 @@ class Starter:
         self.stack.callback(lambda: store)
         return address
 
-    async def _start_model(self, spec: ModelSpec, rendezvous: str, threads: int) -> ModelHandle:
+    async def _start_model(self, spec: ModelSpec, rendezvous: str, threads: int) -> handles.ModelHandle:
         experiment, layout = self.experiment, spec.config.layout
         algorithm, deadlines = experiment.algorithm, experiment.cluster.deadlines
         is_policy = spec.name == "policy"
@@ -242,7 +234,7 @@ class Starter:
             shared["tokenizer_path"] = (spec.config.tokenizer.path or spec.config.model_path).absolute()
         kwargs = [{**shared, "rank": rank} for rank in range(layout.world_size)]
         group = await self._start(spec.name, target, kwargs, threads=threads, mesh=Mesh.of(layout))
-        return ModelHandle(group, spec, deadlines)
+        return handles.ModelHandle(group, spec, deadlines)
 
     async def engines(self, gpus: Sequence[tuple[str, ...]] = ()) -> ReplicaSupervisor:
         """The engines; `gpus` are those of the policy's ranks whose devices they share, if any.
@@ -296,13 +288,15 @@ class Starter:
             targets = [engine.as_replica() for engine in replicas.engines]
             kwargs = [{"experiment": self.experiment, "engines": targets}]
             host = "nemorl.session.endpoints:EndpointHost"
-            endpoint = RouterHandle(await self._start("endpoint", host, kwargs, threads=1, concurrent=True))
+            endpoint = handles.RouterHandle(
+                await self._start("endpoint", host, kwargs, threads=1, concurrent=True)
+            )
             replicas.connect(endpoint)
             await open_endpoint(endpoint, self.experiment)
-        replicas.connect(RouterHandle(await self.rollout(replicas.engines)))
+        replicas.connect(handles.RouterHandle(await self.rollout(replicas.engines)))
         replicas.start_watch()
 
-    async def rollout(self, engines: Sequence[EngineHandle]) -> WorkerGroup:
+    async def rollout(self, engines: Sequence[handles.EngineHandle]) -> WorkerGroup:
         """The rollout workers over these engines, and the reward models that they call."""
         rewards, environment = await self.reward_models()
         experiment = self.experiment.model_copy(update={"rewards": rewards})
@@ -316,7 +310,7 @@ class Starter:
             environment=environment,
         )
         seconds = experiment.cluster.deadlines.generation
-        self.session.rollout = [RolloutHandle(worker, seconds).run_groups for worker in group.workers]
+        self.session.rollout = [handles.RolloutHandle(worker, seconds).run_groups for worker in group.workers]
         return group
 
     async def reward_models(self) -> tuple[tuple[RewardConfig, ...], dict[str, str]]:
@@ -353,8 +347,8 @@ class Starter:
             host=ray.util.get_node_ip_address(),
         )
         # The groups' own deadline comes later, so that the rank that waits can say for whom.
-        senders = PolicySenders(policy, seconds + 10)
-        receivers = GenerationReceivers(generation, seconds + 10)
+        senders = handles.PolicySenders(policy, seconds + 10)
+        receivers = handles.GenerationReceivers(generation, seconds + 10)
         return WeightExchange(senders, receivers, config.bucket_megabytes * 2**20, seconds, options)
 
     async def _start(
@@ -380,7 +374,7 @@ class Starter:
         return group
 
 
-async def open_endpoint(endpoint: RouterHandle, experiment: Experiment) -> None:
+async def open_endpoint(endpoint: handles.RouterHandle, experiment: Experiment) -> None:
     """Start the endpoint and log its address. A key generated for this run is in its folder and in no log."""
     at = await endpoint.listen(experiment.cluster.deadlines.start)
     if not at.generated:
