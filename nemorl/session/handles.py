@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from nemorl.serve.app import Listening
     from nemorl.weights import messages
 
-# Beyond a deadline that the processes keep themselves, and whose error says what did not finish.
-GRACE_SECONDS = 30.0
+BatchKind = Literal["trajectories", "examples"]
+
+GRACE_SECONDS = 30.0  # beyond a deadline that the processes keep themselves, whose error names what is late
 _ABORT_SECONDS = 30.0
 _ABANDON_SECONDS = 30.0
 _REFUSED = f"{types.RequestRefused.__module__}.{types.RequestRefused.__qualname__}"
@@ -87,8 +88,6 @@ class ModelHandle:
         self._offloaded = False
         self._batch: shards.BatchPlan | None = None
 
-    # Devices
-
     async def offload(self) -> None:
         """Free device memory as far as the model's `offload` says; does nothing if that was done."""
         if (self._config.offload.weights or self._config.offload.optimizer) and not self._offloaded:
@@ -119,8 +118,6 @@ class ModelHandle:
         seconds = self._deadlines.logprobs if seconds is None else seconds
         return await self.group.call(method, *args, seconds=seconds, **options)
 
-    # Batches
-
     def packing_metrics(self) -> dict[str, float]:
         """How evenly the loaded batch is spread, and how full its micro-batches are."""
         return self.batch.packing_metrics()
@@ -132,26 +129,20 @@ class ModelHandle:
         return self._batch
 
     async def load(
-        self,
-        sequences: "Sequence[shards.SequencePlace]",
-        *,
-        kind: Literal["trajectories", "examples"],
-        num_minibatches: int = 1,
+        self, sequences: "Sequence[shards.SequencePlace]", *, kind: BatchKind, num_minibatches: int = 1
     ) -> None:
         """Lay a batch over the data-parallel ranks; every rank fetches its sequences and keeps them."""
         from nemorl.data.shards import plan_sequences
 
-        self._batch = plan_sequences(
-            sequences, self._config, self._hidden_size, self.group.mesh.data, num_minibatches
-        )
+        data, size = self.group.mesh.data, self._hidden_size
+        self._batch = plan_sequences(sequences, self._config, size, data, num_minibatches)
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
-        shards = self._batch.shards(sequences)
-        await self._call(method, shards=shards, stage="loading a batch", resolve=True)
+        await self._call(method, shards=self._batch.shards(sequences), stage="loading a batch", resolve=True)
 
     async def take_advantages(self, sequences: "Sequence[shards.SequencePlace]") -> None:
         """Replace the advantages of the loaded batch, which is of these sequences."""
-        shards = self.batch.shards(sequences)
-        await self._call("take_advantages", shards=shards, stage="advantages", resolve=True)
+        of_ranks = self.batch.shards(sequences)
+        await self._call("take_advantages", shards=of_ranks, stage="advantages", resolve=True)
 
     async def share(self, field: "shards.Field") -> "shards.Column":
         """A field of the loaded batch, for another group that has loaded the same sequences."""
@@ -188,8 +179,6 @@ class ModelHandle:
         of_rank, seconds = partial(compute, seconds=seconds), seconds + GRACE_SECONDS
         await self._call("fill", of_rank, shards=numbers, axis="rank", stage=stage, seconds=seconds)
 
-    # Computation
-
     async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> "losses.LogprobStats":
         """Compute the batch's `old_logprobs` and `reference_logprobs`, which stay on the workers.
 
@@ -210,10 +199,8 @@ class ModelHandle:
 
     async def sequence_logprobs(self, *, reference: bool) -> list[float]:
         """The summed logprobs, or the reference's, of each sequence, in the order of `load`."""
-        sums = await self._forward(
-            "sequence_logprobs", stage="logprobs", outputs="output_ranks", reference=reference
-        )
-        return self.batch.in_order(sums)
+        options = {"outputs": "output_ranks", "reference": reference}
+        return self.batch.in_order(await self._forward("sequence_logprobs", stage="logprobs", **options))
 
     async def _forward(self, method: str, *args: Any, **options: Any) -> list[Any]:
         """Run a method over all micro-batches of the loaded batch."""
@@ -229,17 +216,13 @@ class ModelHandle:
 
     async def evaluate(self, loss: "losses.Loss") -> "losses.Evaluation":
         """The loss of the complete loaded batch under the current weights."""
-        seconds = self._deadlines.training
-        found: list[losses.Evaluation] = await self._forward(
-            "evaluate", loss, stage="validation", seconds=seconds
-        )
+        deadline = {"stage": "validation", "seconds": self._deadlines.training}
+        found: list[losses.Evaluation] = await self._forward("evaluate", loss, **deadline)
         return found[0]
-
-    # Sampling, by a policy without engines
 
     @property
     def samplers(self) -> "list[EngineHandle]":
-        """The leader of each data-parallel copy, which answers requests."""
+        """The leader of each data-parallel copy of a policy without engines, which answers requests."""
         leaders = (self.group.workers[rank] for rank in self.group.mesh.output_ranks)
         return [EngineHandle(replace(leader, prefix="sampler.")) for leader in leaders]
 
@@ -257,8 +240,6 @@ class ModelHandle:
                 await asyncio.gather(*stops)
             await serving
 
-    # Checkpoints
-
     async def save(self, folder: Path) -> "list[FileRecord]":
         """Write model, optimizer, schedule and random states into a folder."""
         await self.onload()
@@ -274,12 +255,10 @@ class ModelHandle:
         return await self._checkpoint("write_copy", folder.absolute(), background=True)
 
     async def restore(self, folder: Path) -> None:
-        """Load what `save` wrote."""
         await self.onload()
         await self._checkpoint("load_checkpoint", folder.absolute())
 
     async def _checkpoint(self, method: str, *args: Path, background: bool = False) -> "list[FileRecord]":
-        """Files that the ranks have written, if any."""
         seconds = self._deadlines.checkpoint
         records = await self._call(method, *args, stage="checkpoint", seconds=seconds, background=background)
         return [record for of_rank in records for record in of_rank or ()]
@@ -287,10 +266,7 @@ class ModelHandle:
 
 @dataclass(frozen=True)
 class TrainedModels:
-    """All models of a run that train, in one checkpoint, which holds all of them or does not exist.
-
-    The policy's files are in the checkpoint's folder itself, those of others in folders of their names.
-    """
+    """All models of a run that train, in one checkpoint, which holds all of them or does not exist."""
 
     models: Mapping[str, ModelHandle]
 
@@ -319,6 +295,7 @@ class TrainedModels:
 
 
 def folder_of(checkpoint: Path, name: str) -> Path:
+    """The folder of a model's files: for the policy the checkpoint itself, for others one of their name."""
     return checkpoint if name == "policy" else checkpoint / name
 
 
@@ -348,7 +325,7 @@ class EngineHandle:
         self, requests: list[types.GenerationRequest]
     ) -> AsyncGenerator[Sequence[types.Report], None]:
         """Reports of these requests as they come. Raises RequestRefused or ReplicaLost."""
-        # What was sampled together travels together: an item of a stream costs Ray about a millisecond.
+        # In batches, since an item of a stream costs Ray about a millisecond.
         seconds = max(request.deadline_seconds for request in requests) + GRACE_SECONDS
         batches = self.worker.stream("generate_batches", requests, stage="generation", seconds=seconds)
         try:
@@ -416,7 +393,6 @@ class GenerationReceivers(_WeightSide):
         return [layout for of_replica in layouts for layout in of_replica]
 
     async def prepare(self, parts: "Sequence[messages.Part]") -> None:
-        """Give every replica its ranks' parts of the plan."""
         left = iter(parts)
         of_replicas = [tuple(itertools.islice(left, count)) for count in self._ranks]
         await self._call("prepare_refit", shards=of_replicas, axis="rank")
@@ -426,7 +402,6 @@ class GenerationReceivers(_WeightSide):
         return [report for of_replica in reports for report in of_replica]
 
     async def commit(self, version: int) -> None:
-        """Make what was received the weights in use, on every rank."""
         await self._call("commit_weights", version)
 
     async def abandon(self) -> None:
@@ -463,10 +438,8 @@ class RolloutHandle:
 
     async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
         """Summaries as the groups end; they refer to the trajectories, which stay in the object store."""
-        seconds = self.deadline_seconds
-        pairs = self.worker.stream(
-            "stream_groups", assignments, stage="generation", seconds=seconds, pairs=True
-        )
+        stage, seconds = "generation", self.deadline_seconds
+        pairs = self.worker.stream("stream_groups", assignments, stage=stage, seconds=seconds, pairs=True)
         async with aclosing(pairs):
             async for reference, summary in pairs:
                 yield replace(summary, reference=reference)
