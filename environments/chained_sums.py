@@ -31,9 +31,8 @@ class ChainedSumsEnvironment(Environment):
         """The task's own opening. Raises ValueError for a task that is no sum."""
         found = _SUM.fullmatch(str(task.columns.get("prompt")))
         if found is None:
-            raise ValueError(
-                f"task {task.index} is no sum such as 12+34=: set `data` to an arithmetic dataset"
-            )
+            fix = "set `data` to an arithmetic dataset"
+            raise ValueError(f"task {task.index} is no sum such as 12+34=: {fix}")
         self._numbers = self._sum = (found[1], found[2])
         self._asked = 1
         return task.messages

@@ -80,8 +80,7 @@ def verify_answer(expected: str, text: str) -> float:
 def _step(function: Callable[..., T], *arguments: object, **options: object) -> T | None:
     """Call math-verify; None if it is interrupted after STEP_SECONDS of processor time.
 
-    Its own limits are seconds of the clock, in which a loaded machine may compute nothing. A timer of
-    processor time raises its exception instead. Parse and verify catch it, and verify tries its next pair.
+    Its own limits are seconds of the clock, in which a loaded machine may compute nothing.
     """
     from math_verify import grader, parser
     from math_verify.errors import TimeoutException

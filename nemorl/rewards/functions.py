@@ -6,7 +6,7 @@ end token included; results of tools are not among them. All penalties lie betwe
 between -1/2 and 1/2.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from nemorl.environments.tags import last_tagged
 
@@ -20,9 +20,7 @@ def exact_match(
 
     With `tag`, the text inside the last `<tag>...</tag>` is compared, and a missing one is worth 0.
     """
-    texts: Iterable[str | None] = map(last_text, completions)
-    if tag is not None:
-        texts = (last_tagged(last_text(completion), tag) for completion in completions)
+    texts = [text if tag is None else last_tagged(text, tag) for text in map(last_text, completions)]
     return [
         None if expected is None else float(text is not None and text.strip() == expected.strip())
         for text, expected in zip(texts, answer, strict=True)
@@ -38,12 +36,8 @@ def format_tags(completions: Sequence[Completion], tag: str = "answer") -> list[
     rewards = []
     for text in map(last_text, completions):
         inner, closed, after = text.partition(opening)[2].partition(closing)
-        kept = (
-            text.count(opening) == 1,
-            text.count(closing) == 1,
-            bool(closed and inner.strip()),
-            bool(closed) and not after.strip(),
-        )
+        kept = [text.count(opening) == 1, text.count(closing) == 1]
+        kept += [bool(closed and inner.strip()), bool(closed) and not after.strip()]
         rewards.append(sum(kept) / len(kept))
     return rewards
 

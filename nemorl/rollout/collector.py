@@ -72,11 +72,9 @@ class SampleText:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """One sampled group. `reference` is what `store` gave for its list of trajectories."""
-
     group: int
     task_index: int
-    reference: Any
+    reference: Any  # what `store` gave for its list of trajectories
     trajectories: tuple[TrajectorySummary, ...]
     texts: tuple[SampleText, ...] = ()
     greedy: TrajectorySummary | None = None  # the additional greedy sample; not in the list
@@ -119,9 +117,7 @@ async def last_answer(conversation: Conversation, environments: object) -> str |
     if (read := getattr(environments, "answer_in", None)) is not None:
         answer = await read(answer)
     answer = " ".join((answer or "").split())
-    if len(answer) > _MAX_LENGTH:
-        return hashlib.sha256(answer.encode()).hexdigest()
-    return answer or None
+    return hashlib.sha256(answer.encode()).hexdigest() if len(answer) > _MAX_LENGTH else answer or None
 
 
 RunGroups = Callable[[list[GroupAssignment]], AsyncIterator[GroupSummary]]
@@ -132,8 +128,7 @@ class RolloutFailed(RunError):
     """Groups that will not come; the message names them and their workers."""
 
 
-def ignore(finished: int) -> None:
-    """For a caller that does not count them."""
+def ignore(finished: int) -> None: ...
 
 
 class Dispatcher:
@@ -182,13 +177,11 @@ class Dispatcher:
         except TimeoutError as error:
             if not timeout.expired():  # a worker's own
                 raise
-            waiting = (
-                f"worker {w}: groups {_ids(sorted(ids))}" for w, ids in enumerate(self._waiting) if ids
-            )
+            late = (f"worker {w}: groups {_ids(sorted(ids))}" for w, ids in enumerate(self._waiting) if ids)
             raise RolloutFailed(
                 f"sampling: {len(self._finished)} of {count} groups finished within {self._seconds:g} s "
                 "(`cluster.deadlines.generation`); waiting for "
-                f"{'; '.join(waiting) or 'no group: too few were started'}"
+                f"{'; '.join(late) or 'no group: too few were started'}"
             ) from error
         taken, self._finished = self._finished[:count], self._finished[count:]
         return sorted(taken, key=lambda summary: summary.group)
@@ -217,10 +210,7 @@ def _ids(groups: Sequence[int]) -> str:
 
 
 class TaskOrder:
-    """Task index of every global position 0, 1, 2, …; each epoch visits every task once.
-
-    A run keeps its place in the data as one position: the order needs no state of its own.
-    """
+    """Task index of every global position 0, 1, 2, …; each epoch visits every task once. It has no state."""
 
     def __init__(self, num_tasks: int, seed: int, shuffle: bool) -> None:
         if num_tasks < 1:
@@ -269,7 +259,7 @@ class Collector:
         version: int = 0,
         refill: Refill | None = None,
     ) -> None:
-        """`seconds` bounds `next_batch`, with `refill` the wait for each group.
+        """Bound `next_batch`, with `refill` the wait for each group, by `seconds`.
 
         A checkpoint left the data at `position` after `version` steps.
         """
@@ -352,7 +342,7 @@ async def sample_validation(
 ) -> list[GroupSummary]:
     """Sample the first `num_tasks` validation tasks, in order; `num_texts` of them come with a text.
 
-    Seeds depend on the task alone, so two validations differ only by the weights. Raises like `next_batch`.
+    Seeds depend on the task alone. Raises like `next_batch`.
     """
     dispatcher = Dispatcher(workers, seconds)
     dispatcher.start(

@@ -1,7 +1,4 @@
-"""Rollout worker: samples groups, scores them, keeps the trajectories and returns summaries.
-
-`RayRolloutWorker` samples from engines in other processes, through a router.
-"""
+"""Rollout worker: samples groups, scores them, keeps the trajectories and returns summaries."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -32,23 +29,17 @@ class RolloutWorker:
 
         Raises DatasetError, TokenizerError or RewardError.
         """
-        self._seed = experiment.seed
-        self._store = store
-        data = experiment.data
+        self._seed, self._store, data = experiment.seed, store, experiment.data
         self._tasks = load_tasks(data.train, data)
-        held_out = {} if data.validation is None else {"": data.validation}
-        self._held_out = {
-            name: load_tasks(dataset, data) for name, dataset in (held_out | data.validation_sets).items()
-        }
+        held_out = ({} if data.validation is None else {"": data.validation}) | data.validation_sets
+        self._held_out = {name: load_tasks(dataset, data) for name, dataset in held_out.items()}
         sampling, validation = experiment.generation.sampling, experiment.algorithm.validation
         self._votes = bool(validation.cons_at_k)
         self._sampling = {False: _params(sampling), True: _params(validation.sampling or sampling)}
         self._tokenizer = load_tokenizer(experiment.policy)
         self._environments: EnvironmentFactory = experiment.env.make_factory()
-        deadlines = experiment.cluster.deadlines
-        self._rewards = Rewards(
-            experiment.rewards, self._environments.reward_weights, data.chat, deadlines.environment
-        )
+        deadlines, weights = experiment.cluster.deadlines, self._environments.reward_weights
+        self._rewards = Rewards(experiment.rewards, weights, data.chat, deadlines.environment)
         limits = TurnLimits(
             max_sequence_length=experiment.policy.max_sequence_length,
             max_new_tokens=experiment.generation.max_new_tokens,
@@ -114,7 +105,7 @@ def _params(config: SamplingConfig) -> SamplingParams:
 
 
 class RayRolloutWorker(RolloutWorker):
-    """Hosted by an actor whose methods run in an event loop."""
+    """In an actor whose methods run in an event loop; samples from engines in other processes."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
         self.router = Router(list(engines))

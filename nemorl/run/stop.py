@@ -72,11 +72,8 @@ class StopRequest:
         if self.signal is not None:
             self.immediate = True
         elif self._stepping:
-            logger.warning(
-                "%s received: cancelling the step if it is sampling, finishing it otherwise; "
-                "a second signal ends the run immediately",
-                number.name,
-            )
+            effect = "cancelling the step if it is sampling, finishing it otherwise"
+            logger.warning("%s received: %s; a second signal ends the run immediately", number.name, effect)
         self.signal = self.signal or number
         self._requested.set()
         if self.immediate or not self._stepping:
@@ -108,7 +105,5 @@ class EarlyStop:
 
     def __str__(self) -> str:
         assert self.config is not None
-        return (
-            f"early stop: {self.config.metric} has not improved on {self.best} in {self.waited} measurements "
-            "(algorithm.early_stop)"
-        )
+        waited = f"has not improved on {self.best} in {self.waited} measurements"
+        return f"early stop: {self.config.metric} {waited} (algorithm.early_stop)"

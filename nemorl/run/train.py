@@ -59,10 +59,8 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(work)
     except asyncio.CancelledError:
-        raise RunError(
-            "Terminated immediately by a signal; all processes have ended. Continue a run from its newest "
-            "checkpoint with --resume."
-        ) from None
+        fix = "Continue a run from its newest checkpoint with --resume."
+        raise RunError(f"Terminated immediately by a signal; all processes have ended. {fix}") from None
 
 
 def train(experiment: Experiment, resume: bool = False) -> RunResult:
@@ -70,18 +68,14 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
     check_trackers(experiment.logger)
     store = CheckpointStore(experiment.run_dir / "checkpoints")
     found = store.latest_valid() if resume else None
-    if resume and found is None and store.corrupt():
-        raise RunError(
-            f"No complete checkpoint in {store.folder} (corrupt: {', '.join(store.corrupt())}). "
-            "To start over, delete the run folder or set another run_dir."
-        )
+    if resume and found is None and (corrupt := store.corrupt()):
+        problem = f"No complete checkpoint in {store.folder} (corrupt: {', '.join(corrupt)})."
+        raise RunError(f"{problem} To start over, delete the run folder or set another run_dir.")
     if found is not None and (fix := fix_if_complete(experiment, found)):
         return _finish_complete_run(experiment, found, fix)
-    yaml = to_yaml(experiment)
-    if resume:
-        folder = RunFolder.resume(experiment.run_dir, yaml, found.step if found else None)
-    else:
-        folder = RunFolder.create(experiment.run_dir, yaml)
+    run_dir, yaml = experiment.run_dir, to_yaml(experiment)
+    step = found.step if found else None
+    folder = RunFolder.resume(run_dir, yaml, step) if resume else RunFolder.create(run_dir, yaml)
     with Observer(folder, experiment.logger, total_steps=experiment.algorithm.num_steps) as observer:
         return run_to_end(_train(experiment, observer, store, found))
 

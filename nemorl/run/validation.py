@@ -43,11 +43,8 @@ def validation_metrics(
         tasks = zip(groups, passed, strict=True)
         shares[f"cons@{k}"] = [cons_at_k(group.trajectories, of_task, k) for group, of_task in tasks]
     rewards = [fmean(t.reward for t in group.trajectories) for group in groups]
-    metrics = {
-        "reward": fmean(rewards),
-        **_bounds("reward", normal_interval(rewards)),
-        **means_by_name(members),
-    }
+    metrics = {"reward": fmean(rewards), **_bounds("reward", normal_interval(rewards))}
+    metrics |= means_by_name(members)
     for name, of_tasks in shares.items():
         metrics |= {name: fmean(of_tasks), **_bounds(name, wilson_interval(of_tasks))}
     metrics["length"] = fmean(t.num_sampled for t in members)
@@ -118,9 +115,9 @@ def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
 
 
 def validation_sets(experiment: Experiment) -> dict[str, int]:
-    """The number of tasks of each of `data.validation_sets`; the name of `data.validation` is empty.
+    """The number of tasks of each of `data.validation_sets`, and under "" of `data.validation`.
 
-    Reads the whole datasets, so ask once a run. Raises DatasetError.
+    Reads the whole datasets. Raises DatasetError.
     """
     config, data = experiment.algorithm.validation, experiment.data
     datasets = {} if data.validation is None else {"": data.validation}
@@ -136,14 +133,10 @@ async def validate(
     metrics: dict[str, float] = {}
     sampled: list[GroupSummary] = []
     for name, num_tasks in sets.items():
+        samples, seconds = config.num_generations_per_prompt, experiment.cluster.deadlines.generation
+        texts = experiment.logger.samples_per_step
         groups = await sample_validation(
-            session.rollout,
-            num_tasks,
-            config.num_generations_per_prompt,
-            experiment.cluster.deadlines.generation,
-            num_texts=experiment.logger.samples_per_step,
-            on_finished=on_finished,
-            of_set=name,
+            session.rollout, num_tasks, samples, seconds, texts, on_finished, name
         )
         metrics |= validation_metrics(groups, config, f"validation/{name}" if name else "validation")
         sampled += groups

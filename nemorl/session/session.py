@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -64,7 +63,6 @@ class Session:
         return len({id(model.devices) for model in self.models.values()}) < len(self.models)
 
     def model(self, name: str) -> handles.ModelHandle:
-        """A model of `nemorl.config.facts.models_of` by its name, such as `critic`."""
         assert name in self.models, f"this session was started without a {name}"
         return self.models[name]
 
@@ -92,10 +90,8 @@ class Session:
                         raise
                     logger.warning("retrying weight update to version %d: %s", version, error)
             self.version = version
-        return {
-            "refit/gigabytes": stats.num_bytes / 1e9,
-            "refit/gigabytes_per_second": stats.gigabytes_per_second,
-        }
+        speed = stats.gigabytes_per_second
+        return {"refit/gigabytes": stats.num_bytes / 1e9, "refit/gigabytes_per_second": speed}
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
@@ -261,12 +257,11 @@ class Starter:
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
             for kwargs, bundle in zip(ranks, self.placement.bundles["generation"], strict=True):
                 kwargs["bundle"] = bundle
-        if gpus:
-            hosts = zip(ranks, self.placement.host_ranks("generation"), strict=True)
-            for number, (kwargs, shared_with) in enumerate(hosts):
-                here = self.placement.on_node_of("generation", number, "policy")
-                others = [rank for rank in here if rank not in shared_with]
-                kwargs["gpus"] = tuple(name for rank in (*shared_with, *others) for name in gpus[rank])
+        for number, shared_with in enumerate(self.placement.host_ranks("generation") if gpus else ()):
+            here = self.placement.on_node_of("generation", number, "policy")
+            others = [rank for rank in here if rank not in shared_with]
+            visible = tuple(name for rank in (*shared_with, *others) for name in gpus[rank])
+            ranks[number]["gpus"] = visible
         group = await self._start(
             "generation", config.host_class, ranks, threads=threads, concurrent=True, environment=environment
         )
@@ -283,14 +278,13 @@ class Starter:
         await replicas.sleep()
 
     async def callers(self, replicas: ReplicaSupervisor) -> None:
-        """The processes that send requests to the engines: the endpoint, if any, and the rollout workers."""
+        """Start what sends requests to the engines: the endpoint, if any, and the rollout workers."""
         if self.experiment.generation.endpoint is not None:
             targets = [engine.as_replica() for engine in replicas.engines]
             kwargs = [{"experiment": self.experiment, "engines": targets}]
             host = "nemorl.session.endpoints:EndpointHost"
-            endpoint = handles.RouterHandle(
-                await self._start("endpoint", host, kwargs, threads=1, concurrent=True)
-            )
+            group = await self._start("endpoint", host, kwargs, threads=1, concurrent=True)
+            endpoint = handles.RouterHandle(group)
             replicas.connect(endpoint)
             await open_endpoint(endpoint, self.experiment)
         replicas.connect(handles.RouterHandle(await self.rollout(replicas.engines)))
@@ -301,14 +295,8 @@ class Starter:
         rewards, environment = await self.reward_models()
         experiment = self.experiment.model_copy(update={"rewards": rewards})
         kwargs = {"experiment": experiment, "engines": [engine.as_replica() for engine in engines]}
-        group = await self._start(
-            "rollout",
-            "nemorl.rollout.worker:RayRolloutWorker",
-            [kwargs] * experiment.cluster.rollout_workers,
-            threads=1,
-            concurrent=True,
-            environment=environment,
-        )
+        ranks, host = [kwargs] * experiment.cluster.rollout_workers, "nemorl.rollout.worker:RayRolloutWorker"
+        group = await self._start("rollout", host, ranks, threads=1, concurrent=True, environment=environment)
         seconds = experiment.cluster.deadlines.generation
         self.session.rollout = [handles.RolloutHandle(worker, seconds).run_groups for worker in group.workers]
         return group
@@ -355,19 +343,11 @@ class Starter:
         self, name: str, target: str, kwargs: Sequence[dict[str, Any]], **options: Any
     ) -> WorkerGroup:
         """Start a group, which ends with the stack, by the error that ends it, if any."""
-        group = await WorkerGroup.start(
-            name,
-            target,
-            kwargs,
-            placement=self.placement,
-            run_dir=self.experiment.run_dir,
-            deadline_seconds=self.experiment.cluster.deadlines.start,
-            **options,
-        )
+        options |= {"placement": self.placement, "run_dir": self.experiment.run_dir}
+        seconds = self.experiment.cluster.deadlines.start
+        group = await WorkerGroup.start(name, target, kwargs, deadline_seconds=seconds, **options)
 
-        async def end(
-            kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-        ) -> None:
+        async def end(_kind: object, error: BaseException | None, _trace: object) -> None:
             await group.shutdown(after=error)
 
         self.stack.push_async_exit(end)
@@ -375,7 +355,7 @@ class Starter:
 
 
 async def open_endpoint(endpoint: handles.RouterHandle, experiment: Experiment) -> None:
-    """Start the endpoint and log its address. A key generated for this run is in its folder and in no log."""
+    """Start the endpoint and log its address. A key generated for this run is in its folder, in no log."""
     at = await endpoint.listen(experiment.cluster.deadlines.start)
     if not at.generated:
         logger.warning("the engines answer at %s", at.url)
