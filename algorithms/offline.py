@@ -2,9 +2,6 @@
 
     order ─examples─▶ [divergence] ─▶ load ─▶ [teachers] [reference] ─▶ train
 
-Supervised fine-tuning, distillation, preferences and reward models differ in their `Objective`: the loss and
-its metrics.
-
 `ReferenceSums` are the reference's logprobs of complete answers, computed once with the weights that a run
 starts from and kept in a file of the run folder: a sum for each sequence, all that losses of pairs and of
 single answers need. The reference's weights then need no memory.
@@ -15,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -45,20 +42,15 @@ FILE = "reference_logprobs.json"
 _AT_A_TIME = 512  # sequences of one call, so that progress shows
 
 
+@dataclass(frozen=True)
 class ReferenceSums:
-    """Sums by the content of sequences."""
-
-    def __init__(self, sums: dict[str, float] | None = None) -> None:
-        self._sums = sums or {}
+    sums: Mapping[str, float] = field(default_factory=dict)  # by the content of sequences
 
     def of(self, example: Example) -> float | None:
-        """The sum of the reference's logprobs of the trained tokens; 0 for an example without any.
-
-        None if no sums were computed.
-        """
-        if not self._sums:
+        """Sum over the trained tokens, 0 of an example without any; None if no sums were computed."""
+        if not self.sums:
             return None
-        return self._sums[_key(example)] if example.num_trained else 0.0
+        return self.sums[_key(example)] if example.num_trained else 0.0
 
 
 async def reference_sums(
@@ -71,8 +63,7 @@ async def reference_sums(
 ) -> ReferenceSums:
     """Read what the run folder holds, and compute the rest with the weights that the policy has now.
 
-    Call it before the policy learns or restores anything. `examples` is called twice and gives the same;
-    they need not all be in memory. `multiple` is that of `OfflineAlgorithm`.
+    Call it before the policy learns or restores anything. `examples` is called twice and gives the same.
     """
     required = {_key(example) for example in examples() if example.num_trained}
     file = run_dir / FILE
@@ -107,10 +98,8 @@ def _once(keys: set[str], examples: Iterable[Example]) -> Iterator[tuple[str, Ex
 
 
 def _key(example: Example) -> str:
-    content = hashlib.blake2b(digest_size=16)
-    content.update(example.tokens.tobytes())
-    content.update(example.loss_mask.tobytes())
-    return content.hexdigest()
+    content = example.tokens.tobytes() + example.loss_mask.tobytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -147,11 +136,8 @@ def objective_of(config: configs.OfflineBase) -> Objective:
                 lambda sums, _: means_over("pairs", sums),
             )
         case configs.KtoConfig():
-            return Objective(
-                partial(KtoLoss, config),
-                lambda sums, _: kto_metrics(sums),
-                contrast=prompts_with_next_answers,
-            )
+            loss_of, metrics = partial(KtoLoss, config), lambda sums, _: kto_metrics(sums)
+            return Objective(loss_of, metrics, contrast=prompts_with_next_answers)
     assert isinstance(config, configs.RewardModelConfig)
     loss = config.loss
     if loss.name == "process":
@@ -174,10 +160,7 @@ class OfflineData:
     def compared(
         self, order: TaskOrder, config: configs.OfflineBase, position: int, num_steps: int
     ) -> Iterator[Example]:
-        """The sequences that `num_steps` steps from `position`, and a validation, compare with a reference.
-
-        These are the trained ones and those they are contrasted with; a sequence may come several times.
-        """
+        """The sequences that `num_steps` steps from `position` and a validation compare with a reference."""
         objective, size = objective_of(config), config.batch_size
         drawn = [order.task_index(place) for place in range(position, position + num_steps * size)]
         needed = [*(self.units[index] for index in sorted(set(drawn))), *self.held_out]
@@ -202,7 +185,7 @@ class OfflineAlgorithm:
     teachers: Teachers | None = None  # of distillation
 
     async def step(self, number: int) -> dict[str, float]:
-        """One update; returns its metrics. `number` only matters for algorithms that sample."""
+        """One update; returns its metrics."""
         positions = range(self.position, self.position + self.config.batch_size)
         units = [self.data.units[self.order.task_index(position)] for position in positions]
         learner = self.session.learner
@@ -224,9 +207,8 @@ class OfflineAlgorithm:
             evaluation = await self.session.learner.evaluate(loss)
         metrics = self.objective.metrics(evaluation.sums, evaluation.maxima)
         total = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in metrics)
-        return {"validation/loss": metrics.pop(total)} | {
-            f"validation/{name}": value for name, value in metrics.items()
-        }
+        loss_value = metrics.pop(total)
+        return {"validation/loss": loss_value, **{f"validation/{name}": v for name, v in metrics.items()}}
 
     async def _load(self, units: Sequence[Unit]) -> tuple[Loss, dict[str, float]]:
         """Load the units with the reference and the teachers; returns their loss and `kl/reference`."""
@@ -303,14 +285,10 @@ def _units(
             return [Unit((e,), teacher=name) for e, name in zip(examples, names, strict=True)]
         case configs.KtoConfig():
             feedback = load_feedback(dataset, data)
-            answers = encoder.feedback(feedback)
-            return [
-                Unit((example,), (1.0 if one.good else -1.0,))
-                for example, one in zip(answers, feedback, strict=True)
-            ]
+            labeled = zip(encoder.feedback(feedback), feedback, strict=True)
+            return [Unit((example,), (1.0 if one.good else -1.0,)) for example, one in labeled]
         case configs.RewardModelConfig() if config.loss.of_steps:
             return [Unit((example,)) for example in encoder.steps(load_steps(dataset, data))]
     pairs = load_pairs(dataset, data)
-    return [
-        Unit(both, (1.0, -1.0), pair.margin) for both, pair in zip(encoder.pairs(pairs), pairs, strict=True)
-    ]
+    encoded = zip(encoder.pairs(pairs), pairs, strict=True)
+    return [Unit(both, (1.0, -1.0), pair.margin) for both, pair in encoded]
