@@ -56,8 +56,6 @@ def best_of(groups: Sequence[GroupSummary], min_reward: float | None = None) -> 
 
 @dataclass
 class BestOfNUpdate:
-    """The update of iterative preference optimization and of rejection sampling."""
-
     config: IterativePreferenceConfig | RejectionSamplingConfig
     multiple: int  # of units into which a batch is laid over ranks and stages
 

@@ -119,7 +119,6 @@ class DistillationUpdate:
     multiple: int  # of sequences into which a batch is laid over ranks and stages
 
     def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
-        """One update over every trajectory that trains."""
         members = [(group, t) for group in groups for t in group.trajectories]
         sampled = [t.num_sampled if t.trains else 0 for _, t in members]
         weights = sequence_weights(sampled, self.config.aggregation).tolist()

@@ -96,6 +96,5 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def _without(group: GroupSummary, leaves_out: Callable[[TrajectorySummary], bool]) -> GroupSummary:
-    """The group, of which these trajectories do not train."""
     members = (replace(t, trains=t.trains and not leaves_out(t)) for t in group.trajectories)
     return replace(group, trajectories=tuple(members))

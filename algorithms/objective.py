@@ -177,7 +177,6 @@ def engine_gap(batch: PackedBatch, logprobs: Tensor) -> tuple[Metrics, Metrics]:
 def loss_output(
     loss: Tensor, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor] | None = None
 ) -> LossOutput:
-    """The output of a loss with its metrics, scalars that are detached here."""
     metrics = ({name: v.detach().float() for name, v in each.items()} for each in (sums, maxima or {}))
     return LossOutput(loss, *metrics)
 

@@ -185,7 +185,6 @@ class OfflineAlgorithm:
     teachers: Teachers | None = None  # of distillation
 
     async def step(self, number: int) -> dict[str, float]:
-        """One update; returns its metrics."""
         positions = range(self.position, self.position + self.config.batch_size)
         units = [self.data.units[self.order.task_index(position)] for position in positions]
         learner = self.session.learner

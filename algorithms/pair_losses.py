@@ -136,15 +136,12 @@ class PreferenceLoss:
 
 @dataclass(frozen=True)
 class KtoLoss:
-    """The mean loss of the examples."""
-
     config: KtoConfig
     num_examples: int  # of the whole optimizer step
     divergence: float  # of the policy from the reference, in nats an answer; counts from 0 on
     needs_entropy: bool = False
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Needs `labels` and `reference_logprobs`, of which sums over answers count."""
         assert batch.reference_logprobs is not None, "KTO requires the reference's logprobs"
         config, labels = self.config, sequence_labels(batch)  # [S]
         relative = totals(logprobs - batch.reference_logprobs, batch)
@@ -187,7 +184,6 @@ class ScorePairLoss:
     needs_entropy: bool = False
 
     def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Needs `units` and `labels`."""
         pairs, scores = find_pairs(batch), values[batch.cu_seqlens[1:].long() - 1]  # [S]
         chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
         ahead = chosen - rejected - self.config.scale_of_margins * pairs.margins

@@ -165,7 +165,6 @@ class PolicyGradientUpdate:
     def _weights(
         self, sampled: Sequence[int], aggregation: Aggregation, length: int | None = None
     ) -> list[float]:
-        """Weights by the counts of each optimizer step's own part of the batch."""
         parts = self._minibatches(sampled)
         return [weight for part in parts for weight in sequence_weights(part, aggregation, length).tolist()]
 

@@ -32,8 +32,6 @@ from .objective import TokenLoss, bounded_exp, log_ratio, loss_output, sequence_
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a micro-batch as the built-in losses see them."""
-
     batch: PackedBatch
     logprobs: Tensor  # [N] of the policy that learns
     old: Tensor  # [N] of the policy that the ratio is relative to; no gradient
@@ -405,7 +403,6 @@ class ValueLoss:
     needs_entropy: bool = False
 
     def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Needs `values`, those before the step, and `returns`."""
         assert batch.values is not None, "the value loss requires the values before the step"
         assert batch.returns is not None, "the value loss requires returns"
         mask, returns, clip = batch.loss_mask, batch.returns, self.config.value_clip

@@ -28,8 +28,6 @@ from nemorl.trajectories import Conversation, StopReason, Trajectory
 
 @dataclass(frozen=True)
 class GroupAssignment:
-    """Sample one task several times."""
-
     group: int  # unique among training groups of a run, and among validation groups of one validation
     task_index: int  # in the training or the validation dataset
     num_samples: int
@@ -41,8 +39,6 @@ class GroupAssignment:
 
 @dataclass(frozen=True)
 class TrajectorySummary:
-    """All that the driver knows of one trajectory."""
-
     row: int  # place in the list behind the group's reference
     reward: float  # the weighted sum
     rewards: dict[str, float]  # by name, before weights; absent = not applicable
@@ -62,8 +58,6 @@ class TrajectorySummary:
 
 @dataclass(frozen=True)
 class SampleText:
-    """One trajectory as text, special tokens included."""
-
     row: int
     prompt: str
     completion: str

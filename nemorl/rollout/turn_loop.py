@@ -149,8 +149,6 @@ class ConversationFailed(RuntimeError):
 
 
 class TurnLoop:
-    """Runs conversations; holds what they share."""
-
     def __init__(self, generator: Generator, tokenizer: Tokenizer, prompts: Prompts, limits: TurnLimits):
         self._generator, self._limits = generator, limits
         self._tokenizer, self._prompts = tokenizer, prompts

@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Records one run and decides which step is its last."""
-
     def __init__(
         self,
         experiment: Experiment,

@@ -95,7 +95,6 @@ class ModelHandle:
             await self.group.call("offload", stage="offload", seconds=self._deadlines.refit)
 
     async def reload(self) -> None:
-        """Undo `offload`; does nothing if nothing is offloaded."""
         if self._offloaded:
             await self.group.call("onload", stage="onload", seconds=self._deadlines.refit)
             self._offloaded = False
@@ -119,7 +118,6 @@ class ModelHandle:
         return await self.group.call(method, *args, seconds=seconds, **options)
 
     def packing_metrics(self) -> dict[str, float]:
-        """How evenly the loaded batch is spread, and how full its micro-batches are."""
         return self.batch.packing_metrics()
 
     @property
@@ -140,7 +138,6 @@ class ModelHandle:
         await self._call(method, shards=self._batch.shards(sequences), stage="loading a batch", resolve=True)
 
     async def take_advantages(self, sequences: "Sequence[shards.SequencePlace]") -> None:
-        """Replace the advantages of the loaded batch, which is of these sequences."""
         of_ranks = self.batch.shards(sequences)
         await self._call("take_advantages", shards=of_ranks, stage="advantages", resolve=True)
 
@@ -154,7 +151,6 @@ class ModelHandle:
         return self.batch.column(stores)
 
     async def take(self, field: "shards.Field", column: "shards.Column") -> None:
-        """Fill a field of the loaded batch with what another group has shared."""
         shards = self.batch.column_shards(column)
         await self._call("take", field, shards=shards, stage=field, resolve=True)
 
@@ -203,7 +199,6 @@ class ModelHandle:
         return self.batch.in_order(await self._forward("sequence_logprobs", stage="logprobs", **options))
 
     async def _forward(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """Run a method over all micro-batches of the loaded batch."""
         await self.onload()
         return await self._call(method, *args, shards=self.batch.micro_batches, **options)
 
@@ -215,7 +210,6 @@ class ModelHandle:
         return stats[0]
 
     async def evaluate(self, loss: "losses.Loss") -> "losses.Evaluation":
-        """The loss of the complete loaded batch under the current weights."""
         deadline = {"stage": "validation", "seconds": self._deadlines.training}
         found: list[losses.Evaluation] = await self._forward("evaluate", loss, **deadline)
         return found[0]
@@ -241,7 +235,6 @@ class ModelHandle:
             await serving
 
     async def save(self, folder: Path) -> "list[FileRecord]":
-        """Write model, optimizer, schedule and random states into a folder."""
         await self.onload()
         return await self._checkpoint("save_checkpoint", folder.absolute())
 
@@ -300,7 +293,6 @@ def folder_of(checkpoint: Path, name: str) -> Path:
 
 
 def _placed(written: "Mapping[str, Sequence[FileRecord]]") -> "list[FileRecord]":
-    """Records of the files of each model, with paths relative to the checkpoint."""
     return [
         record if name == "policy" else replace(record, path=f"{name}/{record.path}")
         for name, records in written.items()
@@ -405,7 +397,6 @@ class GenerationReceivers(_WeightSide):
         await self._call("commit_weights", version)
 
     async def abandon(self) -> None:
-        """Have every rank discard an update that did not finish."""
         # An engine that hangs has mostly been waited for already, until the refit's own deadline.
         await self._call("abandon_refit", seconds=min(self.deadline_seconds, _ABANDON_SECONDS))
 
@@ -426,7 +417,6 @@ class RouterHandle:
         await self.group.call("router.add", replica, stage="generation", seconds=seconds)
 
     async def listen(self, seconds: float) -> "Listening":
-        """Have the endpoint answer from now on; its address."""
         listening: list[Listening] = await self.group.call("listen", stage="start", seconds=seconds)
         return listening[0]
 

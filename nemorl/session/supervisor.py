@@ -132,7 +132,6 @@ class ReplicaSupervisor:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def check(self) -> int:
-        """Check the health of every engine; the number of engines that were lost."""
         async with self._lock:
             lost = await self._check_and_admit()
             if self.engines:
@@ -229,7 +228,6 @@ class ReplicaSupervisor:
         return len(losses)
 
     async def _cause_of_loss(self, replica: Supervised) -> str | None:
-        """Why this engine is lost; None if it is not."""
         if replica.ended_for is not None:
             return replica.ended_for
         try:
