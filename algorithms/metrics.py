@@ -77,10 +77,9 @@ def _reward_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[str, float]:
-    """Gradient norm, learning rate, tokens and number of updates of a step.
+    """Gradient norm, learning rate, tokens and number of updates of a step; counts alone without any update.
 
-    `left_out` updates were not made, because none of their trajectories trains. They count as empty, like
-    those without a gradient; if there are no others, the metrics are counts alone.
+    `left_out` updates were not made, because none of their trajectories trains. They count as empty.
     """
     counts = {
         "updates/all": float(len(updates) + left_out),

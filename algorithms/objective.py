@@ -162,10 +162,7 @@ Metrics = dict[str, Tensor]  # by name; [N] where each token has a value
 
 @torch.no_grad()
 def engine_gap(batch: PackedBatch, logprobs: Tensor) -> tuple[Metrics, Metrics]:
-    """Metrics of the gap between engine and trainer, which are means over tokens, and those that are maxima.
-
-    k1 and k3 are of KL(engine || trainer before the update). Empty for tokens that no engine sampled.
-    """
+    """Means over tokens, with k1 and k3 of KL(engine || trainer before the update), and maxima."""
     if batch.logprobs is None:
         return {}, {}
     gap = (logprobs - batch.logprobs).abs()
@@ -318,10 +315,7 @@ def correct(
 
 @torch.no_grad()
 def kept(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
-    """[N] bool: sampled tokens that neither bounds nor sequence mask leave out, in the decoupled form.
-
-    That is known before the updates of a step; `off_policy_threshold` looks at the current policy.
-    """
+    """[N] bool: sampled tokens that bounds and sequence mask keep, which is known before a step's updates."""
     assert batch.old_logprobs is not None, "a mask of tokens requires old logprobs"
     of_old = config.model_copy(update={"off_policy_threshold": None})
     corrected = correct(batch, batch.old_logprobs, batch.old_logprobs, of_old)

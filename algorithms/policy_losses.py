@@ -66,20 +66,15 @@ def gspo(x: Tokens, config: configs.GspoLossConfig) -> TokenLoss:
 
     The clipped surrogate of `s = exp(mean of logprobs - old)` over the sampled tokens of a sequence. Each
     token carries its sequence's loss, so with `seq-mean-token-mean` the whole is the paper's mean over
-    sequences; other aggregations weigh sequences by their lengths. The gradient goes through s, as in the
-    paper and in OpenRLHF; for advantages that are equal within a sequence it is also that of `gspo_token`,
-    which is verl's form. The mean logarithm is clamped at ±20 (verl: at most 10).
+    sequences. The gradient goes through s; for advantages that are equal within a sequence it is also that
+    of `gspo_token`, which is verl's form. The mean logarithm is clamped at ±20 (verl: at most 10).
     """
     ratio = bounded_exp(sequence_means(x.log_ratio, x.batch))
     return clipped_surrogate(ratio, x.advantages, config.clip_low, config.clip_high)
 
 
 def gspo_token(x: Tokens, config: configs.GspoTokenLossConfig) -> TokenLoss:
-    """GSPO-token (arXiv 2507.18071): as GSPO, for advantages of tokens.
-
-    The clipped surrogate of `s_t = sg[s] p_t / sg[p_t]`: the value of the sequence's ratio and the gradient
-    of the token's logprob.
-    """
+    """GSPO-token (arXiv 2507.18071), for advantages of tokens: `gspo` with `s_t = sg[s] p_t / sg[p_t]`."""
     sequence = bounded_exp(sequence_means(x.log_ratio.detach(), x.batch))
     ratio = sequence * (x.logprobs - x.logprobs.detach()).exp()
     return clipped_surrogate(ratio, x.advantages, config.clip_low, config.clip_high)
@@ -89,9 +84,8 @@ def gmpo(x: Tokens, config: configs.GmpoLossConfig) -> TokenLoss:
     """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of clipped token ratios.
 
     `-A exp(mean of x_t)`, where `x_t = min(log r_t, clip_high)` if `A > 0`, else `max(log r_t, -clip_low)`:
-    the bounds are of the logarithm, so 0.4 is the paper's (e^-0.4, e^0.4). Clipping is of tokens, and
-    one token that is clipped leaves the others their gradient. Advantages are of sequences; where tokens
-    differ, each keeps its own as in `gspo` (verl takes their mean).
+    the bounds are of the logarithm, so 0.4 is the paper's (e^-0.4, e^0.4). Clipping is of tokens. Where the
+    advantages of tokens differ, each keeps its own as in `gspo` (verl takes their mean).
     """
     log, positive = x.log_ratio, x.advantages > 0
     clipped = torch.where(positive, log.clamp(max=config.clip_high), log.clamp(min=-config.clip_low))
@@ -121,7 +115,7 @@ def cispo(x: Tokens, config: configs.CispoLossConfig) -> TokenLoss:
 
     `-sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprob`, where sg stops the gradient. As in the paper there
     is no lower bound unless `clip_low` is given. verl's bounds are ours; TRL's `epsilon_high` is `1 +
-    clip_high`; ART's defaults are clip_low 1 (none) and clip_high 4.
+    clip_high`.
     """
     ratio = x.ratio.detach()
     low = 0.0 if config.clip_low is None else 1 - config.clip_low
@@ -155,8 +149,7 @@ def clip_cov(x: Tokens, config: configs.ClipCovLossConfig) -> TokenLoss:
     """PPO's clipped surrogate (`clip`), but 0 and without gradient for the chosen tokens.
 
     These count among the tokens that divide the sum. The draw is among all tokens within the bounds, also
-    those that PPO clips already; verl draws among the others. In the first update of a step, where Clip-Cov's
-    preset has its only one, none is clipped and both are the same.
+    those that PPO clips already; verl draws among the others. In a step's first update both are the same.
     """
     surrogate = clipped_surrogate(x.ratio, x.advantages, config.clip_low, config.clip_high)
     chosen = x.chosen
@@ -168,8 +161,7 @@ def kl_cov(x: Tokens, config: configs.KlCovLossConfig) -> TokenLoss:
     """`-r A`, not clipped, and for the chosen tokens `-r A + coefficient |logprob - old|`.
 
     The paper writes the divergence of the old policy from the current one; its code, verl and this take the
-    absolute difference of the logprobs for it. It has no gradient at r = 1, so it does not affect the first
-    minibatch of a step.
+    absolute difference of the logprobs for it. It has no gradient at r = 1, a step's first minibatch.
     """
     ratio, chosen = x.ratio, x.chosen
     loss = -ratio * x.advantages + config.coefficient * x.log_ratio.abs() * chosen
@@ -280,10 +272,9 @@ def _covariance(logprobs: Tensor, advantages: Tensor, mean_logprob: float, mean_
 def least_entropy(batch: PackedBatch, quantile: float, over_ranks: OverRanks) -> float:
     """The smallest entropy among the `quantile` of an update's tokens that has the highest ones.
 
-    "Beyond the 80/20 rule" (Wang et al. 2025, arXiv 2506.01939); `batch` is this rank's part. At least one
-    token is above it, and of equals all: `1 + floor(quantile (n - 1))` of n different ones, which is what
-    TRL's `top_entropy_quantile` takes. Its border is a micro-batch's; ours is the update's, so that no split
-    changes the loss, and the entropies are those before the updates of the step.
+    "Beyond the 80/20 rule" (Wang et al. 2025, arXiv 2506.01939); `batch` is this rank's part. Of n different
+    tokens `1 + floor(quantile (n - 1))` are at least as high, as in TRL's `top_entropy_quantile`. Its border
+    is a micro-batch's; ours is the update's, by the entropies before the updates of the step.
     """
     assert batch.old_entropies is not None, "a choice by entropy requires those before the updates"
     entropies = over_ranks(batch.old_entropies[batch.loss_mask])
@@ -393,10 +384,9 @@ class CrossEntropyLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Of a critic on one micro-batch, summed with the weights of the batch.
+    """`max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2`, summed with the weights of the batch.
 
-    `max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2` (PPO's implementation; Schulman et al. 2017 name
-    the plain error only): a value that is further than c from the old one is not pulled further.
+    As in PPO's implementation; Schulman et al. 2017 name the plain error only.
     """
 
     config: configs.CriticLearningConfig

@@ -91,11 +91,7 @@ Scores = Mapping[str, Mapping[str, Any]]  # of one position, by token id: `logpr
 
 
 class EndpointTeacher:
-    """A teacher behind an endpoint, which the policy's ranks call.
-
-    It is sent token ids and returns logprobs of the prompt, as vLLM's server does: `prompt_logprobs: k` of a
-    request gives at each token its logprob and the k likeliest tokens with theirs.
-    """
+    """A teacher behind an endpoint that returns logprobs of prompts of token ids, as vLLM's server does."""
 
     def __init__(self, config: EndpointTeacherConfig, name: str, top_k: int | None) -> None:
         self._config = config

@@ -6,8 +6,8 @@
     policy   058
 
 The next sum adds one of the task's two numbers, by turns, to the last digits of what was answered, right or
-wrong, so that each turn can be rewarded separately. The reward `chained_sums` is 1 or 0 for the last sum,
-`chained_sums_turn` for each before it. An answer with more or fewer digits than a sum has ends it all.
+wrong. The reward `chained_sums` is 1 or 0 for the last sum, `chained_sums_turn` for each before it. An answer
+with more or fewer digits than a sum has ends it all.
 """
 
 import re

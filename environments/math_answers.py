@@ -78,10 +78,7 @@ def verify_answer(expected: str, text: str) -> float:
 
 
 def _step(function: Callable[..., T], *arguments: object, **options: object) -> T | None:
-    """Call math-verify; None if it is interrupted after STEP_SECONDS of processor time.
-
-    Its own limits are seconds of the clock, in which a loaded machine may compute nothing.
-    """
+    """Call math-verify; None after STEP_SECONDS of processor time (its own limits are of the clock)."""
     from math_verify import grader, parser
     from math_verify.errors import TimeoutException
 

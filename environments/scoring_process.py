@@ -29,10 +29,7 @@ class ScoringProcess:
     """Calls scorers in one child process, which starts with the first call and is replaced when it dies."""
 
     def __init__(self, library: str, seconds: float, wall_seconds: float = _WALL_SECONDS) -> None:
-        """Limit each call to `seconds` of processor time, rounded up, and to `wall_seconds`.
-
-        `library` is imported when the child starts, so that the import does not count.
-        """
+        """Limit each call to `seconds` of processor time, rounded up; the child first imports `library`."""
         self._seconds, self._wall_seconds = seconds, wall_seconds
         # spawn: a fork would copy the locks of this process's threads in any state.
         spawn = multiprocessing.get_context("spawn")

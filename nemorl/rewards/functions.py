@@ -2,8 +2,7 @@
 
 Each returns one number an answer, or None where it does not apply. A completion is a text (plain prompts) or
 a list of messages `{"role", "content"}` (chat), as in TRL. `|y|` is the number of an answer's sampled tokens,
-end token included; results of tools are not among them. All penalties lie between -1 and 0, `relative_length`
-between -1/2 and 1/2.
+end token included; results of tools are not among them.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +42,6 @@ def format_tags(completions: Sequence[Completion], tag: str = "answer") -> list[
 
 
 def last_text(completion: Completion) -> str:
-    """What the policy said last."""
     if isinstance(completion, str):
         return completion
     said = [message["content"] for message in completion if message["role"] == "assistant"]
@@ -99,8 +97,7 @@ def relative_length(
 def repetition_penalty(sampled_ids: Ids, n: int = 3) -> list[float]:
     """The share of an answer's n-grams of tokens that occurred in it before, as a cost: unique / all - 1.
 
-    After Yeo et al. 2025, arXiv 2502.03373, who penalize single tokens. 0 for an answer of fewer tokens.
-    Raises ValueError for an n below 1.
+    After Yeo et al. 2025, arXiv 2502.03373, who penalize single tokens. Raises ValueError for an n below 1.
     """
     if n < 1:
         raise ValueError(f"n = {n} is not at least 1")

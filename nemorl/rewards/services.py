@@ -35,11 +35,7 @@ class ServiceScorer(Scorer, Generic[C]):
 
 
 class JudgeReward(ServiceScorer[JudgeRewardConfig]):
-    """Asks a language model for scores between `min_score` and `max_score`, which become 0 to 1.
-
-    A judge that sees the whole group has to compare only what is there, which is easier than an absolute
-    score and spends one request on a group (as in OpenPipe's RULER).
-    """
+    """Asks a language model for scores of single answers or of a group (as OpenPipe's RULER), made 0 to 1."""
 
     def _part_size(self, answers: Answers) -> int:
         return len(answers) if self._config.ranks_groups else 1

@@ -6,10 +6,8 @@ versions when its batch is trained:
 
     groups that may have started  =  (version + max_staleness + 1) * groups_per_step
 
-Where groups can be refused, as dynamic sampling does, another starts in place of each: a synchronous step
-gets the shortest run of the data that holds enough groups, whatever the order in which they finish.
-
-What passes between driver and rollout workers is metadata, never token arrays.
+Where groups can be refused, as dynamic sampling does, another starts in place of each. Driver and rollout
+workers exchange metadata, never token arrays.
 """
 
 import asyncio
@@ -253,10 +251,7 @@ class Collector:
         version: int = 0,
         refill: Refill | None = None,
     ) -> None:
-        """Bound `next_batch`, with `refill` the wait for each group, by `seconds`.
-
-        A checkpoint left the data at `position` after `version` steps.
-        """
+        """`seconds` bounds `next_batch`, or with `refill` the wait for each group."""
         self._dispatcher = Dispatcher(workers, seconds)
         self._order, self._plan, self._refill = order, plan, refill
         self._replaced = 0  # groups started in place of refused ones
@@ -277,8 +272,8 @@ class Collector:
     async def next_batch(self, on_finished: OnFinished = ignore) -> list[GroupSummary]:
         """The groups of the next step, ordered by id: the first that finished, without staleness all started.
 
-        With `refill` the refused groups are among them, so that there may be more than a step trains, and
-        fewer that are accepted; `on_finished` counts only those. Raises like `Dispatcher.take`.
+        With `refill` the refused groups are among them; `on_finished` counts only the others. Raises like
+        `Dispatcher.take`.
         """
         if self._refill is None:
             batch = await self._dispatcher.take(self._plan.groups_per_step, on_finished)
@@ -334,10 +329,7 @@ async def sample_validation(
     on_finished: OnFinished = ignore,
     of_set: str = "",
 ) -> list[GroupSummary]:
-    """Sample the first `num_tasks` validation tasks, in order; `num_texts` of them come with a text.
-
-    Seeds depend on the task alone. Raises like `next_batch`.
-    """
+    """Sample validation tasks, in order; the first `num_texts` come with a text. Raises like `take`."""
     dispatcher = Dispatcher(workers, seconds)
     dispatcher.start(
         GroupAssignment(task, task, samples_per_task, True, of_set, num_texts=int(task < num_texts))

@@ -25,10 +25,7 @@ class _Failed(Exception):
 def custom_environment_problems(
     config: CustomEnvConfig, task: Task | None, seconds: float
 ) -> Iterator[Problem]:
-    """Construct the factory and run one episode on `task`: an empty answer, then the expected one repeated.
-
-    Without a task no episode is run. A call that takes more than `seconds` is left in a daemon thread.
-    """
+    """Construct the factory; with a task, run an episode: an empty answer, then the expected one repeated."""
     calls = _Calls(seconds)
     field, value, problem = "env.factory", config.factory, None
     try:

@@ -1,8 +1,6 @@
 """One conversation between the policy and an environment, token-exact.
 
-    task ─reset▶ opening ─▶ tokens ─▶ [ generate ─▶ step ─▶ observation ─▶ tokens ]… ─▶ Trajectory
-
-A `Record` is the conversation while it grows; it becomes a trajectory when it ends.
+task ─reset▶ opening ─▶ tokens ─▶ [ generate ─▶ step ─▶ observation ─▶ tokens ]… ─▶ Trajectory
 """
 
 import logging
@@ -32,7 +30,7 @@ from nemorl.trajectories import (
 
 @dataclass
 class Record:
-    """Tokens, their origin and the messages so far. Tokens are only ever appended."""
+    """A conversation while it grows. Tokens are only ever appended."""
 
     opening: tuple[Message, ...] = ()
     exchange: list[Message] = field(default_factory=list)

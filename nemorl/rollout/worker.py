@@ -25,10 +25,7 @@ class RolloutWorker:
     """Runs turn loops, environments and rewards in one event loop; imports neither torch nor Ray."""
 
     def __init__(self, experiment: Experiment, generator: Generator, store: Store) -> None:
-        """`store` keeps a group's trajectories and returns a reference to them.
-
-        Raises DatasetError, TokenizerError or RewardError.
-        """
+        """`store` keeps trajectories by reference. Raises DatasetError, TokenizerError or RewardError."""
         self._seed, self._store, data = experiment.seed, store, experiment.data
         self._tasks = load_tasks(data.train, data)
         held_out = ({} if data.validation is None else {"": data.validation}) | data.validation_sets
@@ -51,10 +48,7 @@ class RolloutWorker:
         self._turns = TurnLoop(generator, self._tokenizer, prompts_of(self._tokenizer, data.chat), limits)
 
     async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncGenerator[GroupSummary, None]:
-        """Sample all assignments at once; yield each group's summary when its last trajectory has ended.
-
-        Raises what ends a run: a failure of the generator, RewardError.
-        """
+        """Yield each group's summary when it has ended. Raises RewardError, or a failure of the generator."""
         groups = [asyncio.ensure_future(self._run_group(a)) for a in assignments]
         try:
             for finished in asyncio.as_completed(groups):
@@ -112,10 +106,9 @@ class RayRolloutWorker(RolloutWorker):
         super().__init__(experiment, self.router, store=lambda trajectories: trajectories)
 
     async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
-        """Each group's trajectories, then its summary.
+        """Each group's trajectories, then its summary: as separate items they belong to the reader's process.
 
-        As separate items the trajectories belong to the process that reads the stream. A reference inside the
-        summary would belong to this process, which may drop its last hold on it before the reader has one.
+        A reference in the summary would belong to this process, which may drop it before the reader has it.
         """
         async with aclosing(self.run_groups(assignments)) as summaries:
             async for summary in summaries:

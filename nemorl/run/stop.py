@@ -99,8 +99,7 @@ class EarlyStop:
         return self.over
 
     @property
-    def over(self) -> bool:
-        """True if the metric has not improved for `patience` measurements."""
+    def over(self) -> bool:  # the metric has not improved for `patience` measurements
         return self.config is not None and self.waited >= self.config.patience
 
     def __str__(self) -> str:

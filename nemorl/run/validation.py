@@ -1,7 +1,4 @@
-"""Validation: sample the validation tasks, and metrics that are means over tasks with a 95% interval.
-
-docs/evaluation.md explains the metrics.
-"""
+"""Validation: sample the validation tasks, and their metrics with 95% intervals (docs/evaluation.md)."""
 
 import math
 from collections import Counter
@@ -20,9 +17,7 @@ _QUANTILE = 1.959963984540054  # of the normal distribution at 97.5 %
 
 
 @dataclass(frozen=True)
-class Interval:
-    """Bounds of the mean over all tasks of this kind, with 95 % confidence."""
-
+class Interval:  # bounds of the mean over all tasks of this kind, with 95 % confidence
     low: float
     high: float
 
@@ -115,10 +110,7 @@ def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
 
 
 def validation_sets(experiment: Experiment) -> dict[str, int]:
-    """The number of tasks of each of `data.validation_sets`, and under "" of `data.validation`.
-
-    Reads the whole datasets. Raises DatasetError.
-    """
+    """Number of tasks of each of `data.validation_sets`; the key of `data.validation` is empty."""
     config, data = experiment.algorithm.validation, experiment.data
     datasets = {} if data.validation is None else {"": data.validation}
     sizes = {name: len(load_tasks(each, data)) for name, each in (datasets | data.validation_sets).items()}

@@ -41,11 +41,7 @@ _REFUSED = f"{types.RequestRefused.__module__}.{types.RequestRefused.__qualname_
 
 
 class DeviceScheduler:
-    """Decides which of the models on the same devices has them. A model gets its turn before it computes.
-
-    Reward models are called by rollout workers, at any time: they get the devices during generation, and keep
-    them until they have answered.
-    """
+    """Gives the devices that models share to one at a time; reward models borrow them during generation."""
 
     def __init__(self, tenants: "Sequence[ModelHandle]") -> None:
         self.tenants = [*tenants]
@@ -176,10 +172,7 @@ class ModelHandle:
         await self._call("fill", of_rank, shards=numbers, axis="rank", stage=stage, seconds=seconds)
 
     async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> "losses.LogprobStats":
-        """Compute the batch's `old_logprobs` and `reference_logprobs`, which stay on the workers.
-
-        With `entropy` also `old_entropies`, which belong to the old logprobs.
-        """
+        """Compute `old_logprobs`, `reference_logprobs` and `old_entropies`, which stay on the workers."""
         fields = {"old": old, "reference": reference, "entropy": entropy}
         stats: losses.LogprobStats = (await self._forward("compute_logprobs", stage="logprobs", **fields))[0]
         return stats

@@ -117,10 +117,7 @@ class Session:
 async def reserved(
     experiment: Experiment, groups: set[str], install_signals: Callable[[], None] | None = None
 ) -> AsyncIterator[Placement]:
-    """Places for groups of processes in a new Ray cluster, or in the one that RAY_ADDRESS names.
-
-    `install_signals` is called once Ray runs, because Ray replaces signal handlers when it starts.
-    """
+    """Places in a new Ray cluster or RAY_ADDRESS's; `install_signals` is for handlers that Ray replaces."""
     requests = [request for request in worker_requests(experiment) if request.group in groups]
     with ClusterRuntime(experiment.cluster, requests) as runtime:
         if install_signals is not None:
@@ -233,10 +230,7 @@ class Starter:
         return handles.ModelHandle(group, spec, deadlines)
 
     async def engines(self, gpus: Sequence[tuple[str, ...]] = ()) -> ReplicaSupervisor:
-        """The engines; `gpus` are those of the policy's ranks whose devices they share, if any.
-
-        An engine sees those of its own ranks first, and the others on its node, from which weights come too.
-        """
+        """The engines; each sees `gpus`, of policy ranks on its node, those that it shares first."""
         config, policy, cluster = self.experiment.generation, self.experiment.policy, self.experiment.cluster
         threads = self.placement.threads(config.threads, "generation")
         options = EngineOptions(
@@ -302,10 +296,7 @@ class Starter:
         return group
 
     async def reward_models(self) -> tuple[tuple[RewardConfig, ...], dict[str, str]]:
-        """Start the reward models, each behind an endpoint of this process.
-
-        Returns the rewards with an address in place of each model, and environment variables with the keys.
-        """
+        """Start the reward models; returns the rewards with their addresses, and a variable for each key."""
         rewards, environment = list(self.experiment.rewards), {}
         specs = [spec for spec in models_of(self.experiment) if spec.scores]
         models = await asyncio.gather(*(self.model(spec) for spec in specs))

@@ -3,9 +3,8 @@
     UP ──lost──▶ LOST ──attempt──▶ STARTING ──started──▶ READY ──admitted──▶ UP
                   ▲ ◀────failed───────┘ ◀───────lost───────┘
 
-The process of a lost replica is ended, which the routers see at once: its requests move to other replicas. A
-replica that was restarted has the weights of the model's folder. It is admitted with the next weight update,
-or at once while all engines still sample with those.
+The process of a lost replica is ended, and its requests move to other replicas. A replica that was restarted
+has the weights of the model's folder: it is admitted with the next weight update, at once before the first.
 """
 
 import asyncio
@@ -47,8 +46,7 @@ class Supervised:
     restart: asyncio.Task[None] | None = None
 
     @property
-    def can_return(self) -> bool:
-        """False once it is lost without attempts left."""
+    def can_return(self) -> bool:  # unless it is lost without attempts left
         return self.state is not State.LOST or self.attempts < MAX_RESTARTS
 
 
@@ -95,8 +93,7 @@ class ReplicaSupervisor:
         return [replica.engine for replica in self.in_state(State.UP)]
 
     @property
-    def exhausted(self) -> bool:
-        """True when no engine is up and none will return."""
+    def exhausted(self) -> bool:  # no engine is up, and none will return
         return not any(replica.can_return for replica in self._replicas.values())
 
     def in_state(self, state: State) -> list[Supervised]:
@@ -140,9 +137,9 @@ class ReplicaSupervisor:
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
-        """Inside, engines that share their devices have them. Raises NoReplicaLeft.
+        """Inside, engines that share their devices have them; they keep them after an error.
 
-        An error that leaves the block ends the run, so the engines stay awake then.
+        Raises NoReplicaLeft.
         """
         if not self._shares_devices:
             yield
