@@ -253,7 +253,7 @@ class Starter:
                 kwargs["bundle"] = bundle
         for number, shared_with in enumerate(self.placement.host_ranks("generation") if gpus else ()):
             here = self.placement.on_node_of("generation", number, "policy")
-            others = [rank for rank in here if rank not in shared_with]
+            others = [rank for rank in here if rank not in shared_with]  # from which weights come too
             visible = tuple(name for rank in (*shared_with, *others) for name in gpus[rank])
             ranks[number]["gpus"] = visible
         group = await self._start(
