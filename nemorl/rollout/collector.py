@@ -6,8 +6,9 @@ versions when its batch is trained:
 
     groups that may have started  =  (version + max_staleness + 1) * groups_per_step
 
-Where groups can be refused, as dynamic sampling does, another starts in place of each. Driver and rollout
-workers exchange metadata, never token arrays.
+Where groups can be refused, as dynamic sampling does, another starts in place of each: a synchronous step
+gets the shortest run of the data that holds enough groups, whatever the order in which they finish. Driver
+and rollout workers exchange metadata, never token arrays.
 """
 
 import asyncio
@@ -331,7 +332,7 @@ async def sample_validation(
 ) -> list[GroupSummary]:
     """Sample validation tasks, in order; the first `num_texts` come with a text. Raises like `take`."""
     dispatcher = Dispatcher(workers, seconds)
-    dispatcher.start(
+    dispatcher.start(  # seeds depend on the task alone, so two validations differ only by the weights
         GroupAssignment(task, task, samples_per_task, True, of_set, num_texts=int(task < num_texts))
         for task in range(num_tasks)
     )

@@ -114,11 +114,11 @@ class RunRecorder:
         measured = await self.measure() if self.measure is not None else {}
         if not self._algorithm.generates:
             return measured
-        if self._sets is None:
-            self._sets = validation_sets(self._experiment)
         await self._session.update_weights(number)
         async with self._session.generating():
             with self._observer.stage("validation", unit="tasks") as stage:
+                if self._sets is None:
+                    self._sets = validation_sets(self._experiment)
                 values, groups = await validate(self._session, self._experiment, self._sets, stage.advance)
         self._observer.samples(list(samples_of(number, groups, "validation")))
         return measured | values
