@@ -1,12 +1,10 @@
 """Advantages of trajectories, or of their turns, from the rewards of a batch.
 
 Each estimator takes the groups of a batch, without failed trajectories and dropped groups, and returns a list
-for each group, with a number for each trajectory or a tuple with one for each of its turns. Advantages that
-differ between tokens are computed where the tokens are (`token_advantages.py`).
+for each group, with a number for each trajectory or a tuple with one for each of its turns.
 
 Estimators that compare the members of a group give exactly 0 to a group with a single member or with equal
-rewards. In verl a single member has its raw reward: that is `reinforce` with `normalization: none` here, for
-groups of one; a member whose others failed has 0 here.
+rewards (in verl a single member has its raw reward).
 """
 
 import math
@@ -17,20 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm.advantages import (
-    CustomAdvantageConfig,
-    GdpoAdvantageConfig,
-    GpgAdvantageConfig,
-    GroupAdvantageConfig,
-    GroupThenBatchAdvantageConfig,
-    OfGroupsConfig,
-    OptimalBaselineAdvantageConfig,
-    Over,
-    PassAtKAdvantageConfig,
-    ReinforceAdvantageConfig,
-    RemaxAdvantageConfig,
-    TurnAdvantageConfig,
-)
+from nemorl.config.algorithm import advantages as configs
 from nemorl.config.base import Config
 from nemorl.data.packed import Advantage
 from nemorl.rollout.collector import GroupSummary
@@ -38,13 +23,11 @@ from nemorl.rollout.collector import GroupSummary
 from .custom import own_advantages
 
 
-def rewards(group: GroupSummary) -> Tensor:
-    """[members] float64."""
+def rewards(group: GroupSummary) -> Tensor:  # [members] float64
     return torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
 
 
-def sampled_tokens(group: GroupSummary) -> Tensor:
-    """[members] float64."""
+def sampled_tokens(group: GroupSummary) -> Tensor:  # [members] float64
     return torch.tensor([t.num_sampled for t in group.trajectories], dtype=torch.float64)
 
 
@@ -66,7 +49,7 @@ def relative(values: Tensor, epsilon: float | None, *, leave_one_out: bool = Fal
     return centered if epsilon is None else centered / (values.std() + epsilon)
 
 
-def group_relative(groups: Sequence[GroupSummary], config: GroupAdvantageConfig) -> list[list[float]]:
+def group_relative(groups: Sequence[GroupSummary], config: configs.GroupAdvantageConfig) -> list[list[float]]:
     """`A = (r - mean) / (std + epsilon)` with the mean and the unbiased standard deviation of the group.
 
     Shao et al. 2024, arXiv 2402.03300; without `normalize` it is Dr. GRPO's (Liu et al. 2025,
@@ -80,8 +63,7 @@ def group_relative(groups: Sequence[GroupSummary], config: GroupAdvantageConfig)
 def remax(groups: Sequence[GroupSummary]) -> list[list[float]]:
     """`A = r - r_greedy`: the baseline is the reward of a greedy sample of the same task.
 
-    Li et al. 2023, arXiv 2310.10505. Where the greedy sample failed there is no baseline, and
-    the group has advantage 0. A group of one can learn, and so can one of equal rewards.
+    Li et al. 2023, arXiv 2310.10505. Where the greedy sample failed the group has advantage 0.
     """
     advantages = []
     for group in groups:
@@ -93,8 +75,8 @@ def remax(groups: Sequence[GroupSummary]) -> list[list[float]]:
 def optimal_baseline(groups: Sequence[GroupSummary]) -> list[list[float]]:
     """`A = r - b` with `b = sum(l r) / sum(l)`, where l is the number of sampled tokens.
 
-    OPO, Hao et al. 2025, arXiv 2505.23585: of all baselines that are equal for a group this one has the least
-    variance, when the norm of a trajectory's gradient grows with its length.
+    OPO, Hao et al. 2025, arXiv 2505.23585: the equal baseline of a group that has the least variance when the
+    norm of a trajectory's gradient grows with its length.
     """
     advantages = []
     for group in groups:
@@ -105,19 +87,18 @@ def optimal_baseline(groups: Sequence[GroupSummary]) -> list[list[float]]:
     return advantages
 
 
-def gpg(groups: Sequence[GroupSummary], config: GpgAdvantageConfig) -> list[list[float]]:
+def gpg(groups: Sequence[GroupSummary], config: configs.GpgAdvantageConfig) -> list[list[float]]:
     """`A = alpha (r - mean)` with `alpha = B / (B - M)`, where M of the B groups have equal rewards.
 
-    GPG, Chu et al. 2025, arXiv 2504.02546: groups without a gradient do not thin out that of the
-    others. With `normalize` divided by the standard deviation of the group. (verl counts trajectories whose
-    reward is not 0 in place of the groups that teach.)
+    GPG, Chu et al. 2025, arXiv 2504.02546: groups without a gradient do not thin out that of the others. With
+    `normalize` divided by the standard deviation of the group.
     """
     epsilon = config.epsilon if config.normalize else None
     alpha = len(groups) / max(sum(not all_equal(rewards(group)) for group in groups), 1)
     return [(alpha * relative(rewards(group), epsilon)).tolist() for group in groups]
 
 
-def pass_at_k(groups: Sequence[GroupSummary], config: PassAtKAdvantageConfig) -> list[list[float]]:
+def pass_at_k(groups: Sequence[GroupSummary], config: configs.PassAtKAdvantageConfig) -> list[list[float]]:
     """The expectation of GRPO's advantage when each k of the group's n trajectories are rewarded as one.
 
     Chen et al. 2025, arXiv 2508.10751. With n- trajectories that do not pass, `R = 1 - C(n-, k) / C(n, k)` is
@@ -140,12 +121,12 @@ def pass_at_k(groups: Sequence[GroupSummary], config: PassAtKAdvantageConfig) ->
     return advantages
 
 
-def reinforce(groups: Sequence[GroupSummary], config: ReinforceAdvantageConfig) -> list[list[float]]:
+def reinforce(groups: Sequence[GroupSummary], config: configs.ReinforceAdvantageConfig) -> list[list[float]]:
     """The reward; less the mean of the batch; or that over the batch's standard deviation as well.
 
-    Williams 1992, "Simple statistical gradient-following algorithms", with a constant baseline.
+    Williams 1992, with a constant baseline.
     """
-    r, counts = _flat([rewards(group) for group in groups]), _counts(groups, config.over)
+    r, counts = _flat(list(map(rewards, groups))), _counts(groups, config.over)
     match config.normalization:
         case "mean":
             r = r - _mean(r, counts)
@@ -155,25 +136,23 @@ def reinforce(groups: Sequence[GroupSummary], config: ReinforceAdvantageConfig) 
 
 
 def group_then_batch(
-    groups: Sequence[GroupSummary], config: GroupThenBatchAdvantageConfig
+    groups: Sequence[GroupSummary], config: configs.GroupThenBatchAdvantageConfig
 ) -> list[list[float]]:
     """`A = (r - mean of the group)`, then `(A - mean) / (std + epsilon)` over the batch.
 
-    REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262. Unlike GRPO's, the scale is the same
-    for all groups. Over tokens, as there, a long trajectory counts more in mean and deviation.
+    REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262: the scale is the same for all groups.
     """
     centered = _flat([r - r.mean() for r in map(rewards, groups) if len(r)])
     return _grouped(whitened(centered, _counts(groups, config.over), config.epsilon), groups)
 
 
 def gdpo(
-    groups: Sequence[GroupSummary], config: GdpoAdvantageConfig, reward_weights: Mapping[str, float]
+    groups: Sequence[GroupSummary], config: configs.GdpoAdvantageConfig, reward_weights: Mapping[str, float]
 ) -> list[list[float]]:
     """Each reward separately as in GRPO, then summed by its weight, then whitened over the batch.
 
-    GDPO, Liu et al. 2026, arXiv 2601.05242: differences in one reward do not vanish in the sum of
-    all. A reward that does not apply to a trajectory adds 0 to it and does not enter the group's mean of it.
-    Without `whiten_batch` the sum stays as it is.
+    GDPO, Liu et al. 2026, arXiv 2601.05242: differences in one reward do not vanish in the sum of all. A
+    reward that does not apply to a trajectory adds 0 to it and does not enter the group's mean of it.
     """
     sums = []
     for group in groups:
@@ -206,9 +185,9 @@ def _mean(values: Tensor, counts: Tensor) -> Tensor:
     return (counts * values).sum() / counts.sum().clamp(min=1)
 
 
-def _counts(groups: Sequence[GroupSummary], over: Over) -> Tensor:
+def _counts(groups: Sequence[GroupSummary], over: configs.Over) -> Tensor:
     """How often each trajectory counts: [S] float64."""
-    tokens = _flat([sampled_tokens(group) for group in groups])
+    tokens = _flat(list(map(sampled_tokens, groups)))
     return tokens if over == "tokens" else torch.ones_like(tokens)
 
 
@@ -221,15 +200,14 @@ def _grouped(values: Tensor, groups: Sequence[GroupSummary]) -> list[list[float]
 
 
 def turn_relative(
-    groups: Sequence[GroupSummary], config: TurnAdvantageConfig
+    groups: Sequence[GroupSummary], config: configs.TurnAdvantageConfig
 ) -> list[list[tuple[float, ...]]]:
     """One advantage for each turn of each trajectory.
 
-    MT-GRPO, Zeng et al. 2025, arXiv 2505.11821: the last turn has the advantage of the outcome in
-    its group; turn k before it has that of its reward among the k-th turns of the group that are not
-    last ones, plus `outcome_weight` times that of the outcome. The outcome is the reward less the rewards
-    of turns before the last one. With `discount` d a turn also earns the reward of j turns later, times d^j,
-    as in returns (Ding et al. 2025, arXiv 2511.14846).
+    MT-GRPO, Zeng et al. 2025, arXiv 2505.11821: the last turn has the advantage of the outcome in its group;
+    turn k before it has that of its reward among the k-th turns of the group that are not last ones, plus
+    `outcome_weight` times that of the outcome, the reward less the rewards of turns before the last one. With
+    `discount` d a turn also earns the reward of j turns later times d^j (Ding et al. 2025, arXiv 2511.14846).
     """
 
     def compared(values: list[float]) -> list[float]:
@@ -247,19 +225,14 @@ def turn_relative(
                 returns.append(later)
             earned.append(returns[::-1])
         outcomes = compared([t.reward - sum(t.turn_rewards[:-1]) for t in group.trajectories])
-        of_turns = [
-            [config.outcome_weight * outcome] * len(e) for outcome, e in zip(outcomes, earned, strict=True)
-        ]
+        pairs = zip(outcomes, earned, strict=True)
+        of_turns = [[config.outcome_weight * outcome] * len(e) for outcome, e in pairs]
         for turn in range(max(map(len, earned), default=0)):
             rows = [row for row, e in enumerate(earned) if len(e) > turn]
             for row, value in zip(rows, compared([earned[row][turn] for row in rows]), strict=True):
                 of_turns[row][turn] += value
-        advantages.append(
-            [
-                (*before, outcome) if t.num_turns else ()
-                for before, outcome, t in zip(of_turns, outcomes, group.trajectories, strict=True)
-            ]
-        )
+        members = zip(of_turns, outcomes, group.trajectories, strict=True)
+        advantages.append([(*before, last) if t.num_turns else () for before, last, t in members])
     return advantages
 
 
@@ -267,20 +240,20 @@ Estimator = Callable[[Sequence[GroupSummary]], Sequence[Sequence[Advantage]]]
 
 # From a config and the weights of the rewards.
 _ESTIMATORS: Mapping[type[Config], Callable[[Any, Mapping[str, float]], Estimator]] = {
-    GroupAdvantageConfig: lambda config, _: partial(group_relative, config=config),
-    RemaxAdvantageConfig: lambda *_: remax,
-    OptimalBaselineAdvantageConfig: lambda *_: optimal_baseline,
-    GpgAdvantageConfig: lambda config, _: partial(gpg, config=config),
-    PassAtKAdvantageConfig: lambda config, _: partial(pass_at_k, config=config),
-    ReinforceAdvantageConfig: lambda config, _: partial(reinforce, config=config),
-    GroupThenBatchAdvantageConfig: lambda config, _: partial(group_then_batch, config=config),
-    GdpoAdvantageConfig: lambda config, weights: partial(gdpo, config=config, reward_weights=weights),
-    TurnAdvantageConfig: lambda config, _: partial(turn_relative, config=config),
-    CustomAdvantageConfig: lambda config, _: own_advantages(config),
+    configs.GroupAdvantageConfig: lambda config, _: partial(group_relative, config=config),
+    configs.RemaxAdvantageConfig: lambda *_: remax,
+    configs.OptimalBaselineAdvantageConfig: lambda *_: optimal_baseline,
+    configs.GpgAdvantageConfig: lambda config, _: partial(gpg, config=config),
+    configs.PassAtKAdvantageConfig: lambda config, _: partial(pass_at_k, config=config),
+    configs.ReinforceAdvantageConfig: lambda config, _: partial(reinforce, config=config),
+    configs.GroupThenBatchAdvantageConfig: lambda config, _: partial(group_then_batch, config=config),
+    configs.GdpoAdvantageConfig: lambda config, weights: partial(gdpo, config=config, reward_weights=weights),
+    configs.TurnAdvantageConfig: lambda config, _: partial(turn_relative, config=config),
+    configs.CustomAdvantageConfig: lambda config, _: own_advantages(config),
 }
 
 
-def estimator(config: OfGroupsConfig, reward_weights: Mapping[str, float]) -> Estimator:
+def estimator(config: configs.OfGroupsConfig, reward_weights: Mapping[str, float]) -> Estimator:
     """From groups to the advantages of their trajectories; `reward_weights` are of the rewards by name.
 
     Raises CustomFunctionError if a function of the user's cannot be found.

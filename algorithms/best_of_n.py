@@ -56,8 +56,6 @@ def best_of(groups: Sequence[GroupSummary], min_reward: float | None = None) -> 
 
 @dataclass
 class BestOfNUpdate:
-    """The update of iterative preference optimization and of rejection sampling."""
-
     config: IterativePreferenceConfig | RejectionSamplingConfig
     multiple: int  # of units into which a batch is laid over ranks and stages
 
@@ -75,12 +73,9 @@ class BestOfNUpdate:
         for unit, (one, weight) in enumerate(zip(picked, weights, strict=True)):
             # Weights are those of the cross entropy, which uses only the chosen of a pair.
             members = [(one.chosen, Compared(unit))]
-            if one.rejected is not None:
-                margin = one.chosen.reward - one.rejected.reward
-                members = [
-                    (one.chosen, Compared(unit, 1.0, margin)),
-                    (one.rejected, Compared(unit, -1.0, margin)),
-                ]
+            if (other := one.rejected) is not None:
+                margin = one.chosen.reward - other.reward
+                members = [(one.chosen, Compared(unit, 1.0, margin)), (other, Compared(unit, -1.0, margin))]
             sequences += [
                 SequencePlace(one.group.reference, t.row, t.num_tokens, weight=weight, compared=compared)
                 for t, compared in members

@@ -1,8 +1,4 @@
-"""Functions of the user's in place of built-in parts: policy losses and advantage estimators.
-
-They are found by their import path, called once on tiny data before a run starts, and their results are
-checked.
-"""
+"""Functions of the user's in place of built-in parts: policy losses and advantage estimators."""
 
 import inspect
 import math
@@ -60,13 +56,9 @@ def _require_arguments(what: str, function: Callable[..., Any], least: int, call
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = sum(p.kind in kinds for p in inspect.signature(function).parameters.values())
     if given < least:
-        takes = f"{given or 'no'} positional argument{'s' * (given > 1)}"
-        raise CustomFunctionError(
-            f"{what} `{function.__qualname__}`: it takes {takes}; it is called as {called_as}"
-        )
+        takes = f"it takes {given or 'no'} positional argument{'s' * (given > 1)}"
+        raise CustomFunctionError(f"{what} `{function.__qualname__}`: {takes}; it is called as {called_as}")
 
-
-# Policy losses.
 
 L = TypeVar("L", bound=Callable[..., TokenLoss])
 
@@ -79,8 +71,7 @@ def policy_loss(function: L) -> L:
 
     It is called as `function(batch, logprobs, old, advantages, **arguments)`, the tensors [N] float32 of one
     micro-batch, and returns a `TokenLoss`. `logprobs` are of the policy that learns; `old` has no gradient
-    and is of the one that the ratio is taken against. It must be pure: it runs once for every micro-batch, on
-    every rank that computes losses. Raises CustomFunctionError.
+    and is of the one that the ratio is taken against. It must be pure. Raises CustomFunctionError.
     """
     _require_arguments("policy loss", function, 4, _LOSS_SIGNATURE)
     return function
@@ -89,10 +80,7 @@ def policy_loss(function: L) -> L:
 def custom_loss(
     config: CustomLossConfig, batch: PackedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor
 ) -> TokenLoss:
-    """The loss of the function that the config names.
-
-    Raises CustomFunctionError if the function does not return tensors [N], or raises SystemExit.
-    """
+    """Raises CustomFunctionError if the function does not return tensors [N], or raises SystemExit."""
     function, called = _find("policy loss", config.function), f"policy loss `{config.function}`"
     try:
         answer: TokenLoss = function(batch, logprobs, old, advantages, **config.arguments)
@@ -107,9 +95,8 @@ def custom_loss(
 def smoke_test_loss(config: CustomLossConfig, taken: Collection[str] = ()) -> None:
     """Call a function as training would, on a batch of two sequences, of three and two tokens.
 
-    What it returns must have a finite loss [N], a gradient that reaches the logprobs of sampled tokens, and
-    metrics [N] with names other than those `taken` by metrics of the run. Raises CustomFunctionError if it
-    cannot be found or called, fails, or returns something else.
+    Raises CustomFunctionError if it cannot be found or called, fails, or does not return a finite loss [N], a
+    gradient that reaches the logprobs of sampled tokens, and metrics [N] with names that are not `taken`.
     """
     mask = torch.tensor([False, True, True, False, True])  # the first tokens are prompts
     old, advantages = torch.full((5,), -1.0) * mask, torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5]) * mask
@@ -160,8 +147,6 @@ def _form_problem(answer: object, logprobs: Tensor) -> str | None:
     return None
 
 
-# Advantages.
-
 A = TypeVar("A", bound=Callable[..., Sequence[Sequence[Advantage]]])
 
 _ADVANTAGE_SIGNATURE = "(groups, **arguments)"
@@ -187,10 +172,9 @@ def own_advantages(
 
 
 def smoke_test_advantage(config: CustomAdvantageConfig, reward_names: Iterable[str]) -> None:
-    """Call a function as training would, on two groups with the rewards of an experiment.
+    """Call a function as training would, on two groups, the second with equal rewards.
 
-    A group of two and one of three, of one and two turns, the second with equal rewards. Raises
-    CustomFunctionError when it cannot be found or called, fails, or does not answer as it must.
+    Raises CustomFunctionError when it cannot be found or called, fails, or does not answer as it must.
     """
     names = list(reward_names)
     groups = [

@@ -16,8 +16,7 @@ from .metrics import versions_of
 from .objective import engine_gap, finish_metrics, kl_divergence, sequence_weights, token_loss_output
 from .online import Batch
 
-# The probability of all that is not among the top is known up to rounding; below this it counts as this.
-_SMALLEST_REST = 1e-6
+_SMALLEST_REST = 1e-6  # the least probability of all that is not among the top, known up to rounding
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,8 @@ class TopDivergence:
         places = batch.loss_mask.nonzero().squeeze(1)
         teacher, policy = outcomes(batch.top_logprobs[places], logprobs[places, 1:], self.config.rest)
         terms = forward_kl(teacher, policy)
-        masked = {
-            "distillation/forward_kl": terms,
-            "distillation/covered": batch.top_logprobs[places].exp().sum(-1),
-        }
+        covered = batch.top_logprobs[places].exp().sum(-1)
+        masked = {"distillation/forward_kl": terms, "distillation/covered": covered}
         if self.config.name == "jsd":
             terms = masked["distillation/jsd"] = jensen_shannon(teacher, policy, self.config.beta)
         gaps, largest = engine_gap(batch, logprobs[:, 0])
@@ -119,16 +116,13 @@ class DistillationUpdate:
     multiple: int  # of sequences into which a batch is laid over ranks and stages
 
     def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
-        """One update over every trajectory that trains."""
         members = [(group, t) for group in groups for t in group.trajectories]
         sampled = [t.num_sampled if t.trains else 0 for _, t in members]
         weights = sequence_weights(sampled, self.config.aggregation).tolist()
-        sequences = [
-            SequencePlace(
-                group.reference, t.row, t.num_tokens if weight > 0 else PLACEHOLDER_TOKENS, weight=weight
-            )
-            for (group, t), weight in zip(members, weights, strict=True)
-        ]
+        sequences = []
+        for (group, t), weight in zip(members, weights, strict=True):
+            size = t.num_tokens if weight > 0 else PLACEHOLDER_TOKENS
+            sequences.append(SequencePlace(group.reference, t.row, size, weight=weight))
         teachers = [self.task_teachers[group.task_index] for group, _ in members]
         missing = -len(sequences) % self.multiple
         placeholder = SequencePlace(groups[0].reference, 0, PLACEHOLDER_TOKENS, weight=0.0)

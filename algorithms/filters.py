@@ -67,9 +67,8 @@ def filter_groups(groups: Sequence[GroupSummary], config: FiltersConfig, num_gro
         training = [_without(g, lambda t: t.stop is StopReason.LENGTH) for g in training]
     if metrics:
         metrics |= {"filters/sampled": len(groups), "filters/kept": len(training)}
-    return FilteredBatch(
-        (training + left_out)[:num_groups], {name: float(value) for name, value in metrics.items()}
-    )
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return FilteredBatch((training + left_out)[:num_groups], numbers)
 
 
 def _dropped(group: GroupSummary, config: FiltersConfig) -> str | None:
@@ -90,12 +89,10 @@ def _values(group: GroupSummary, config: FiltersConfig) -> list[float]:
     return [t.rewards[config.reward] for t in finished if config.reward in t.rewards]
 
 
-def _deviation(values: Sequence[float]) -> float:
-    """Unbiased; in the arithmetic of the advantages."""
+def _deviation(values: Sequence[float]) -> float:  # unbiased, in the arithmetic of the advantages
     return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else 0.0
 
 
 def _without(group: GroupSummary, leaves_out: Callable[[TrajectorySummary], bool]) -> GroupSummary:
-    """The group, of which these trajectories do not train."""
     members = (replace(t, trains=t.trains and not leaves_out(t)) for t in group.trajectories)
     return replace(group, trajectories=tuple(members))

@@ -1,8 +1,7 @@
 """Metrics of a step, its samples, and the gate on the gap between the logprobs of engine and trainer.
 
-The first batch of a process is compared before its first update, and so is every batch of the period that the
-config names. In between the gap comes with the update itself, which computes the same logprobs; except in
-best-of-n, whose losses do not compute it.
+The first batch of a process and every batch of the config's period are compared before the update. In between
+the gap comes with the update itself, except in best-of-n, whose losses do not compute it.
 """
 
 from collections import Counter
@@ -12,7 +11,7 @@ from statistics import fmean, pstdev
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.generation import GenerationBase
-from nemorl.data.losses import LogprobStats, TrainStats
+from nemorl.data.losses import TrainStats
 from nemorl.errors import RunError
 from nemorl.observe.metrics import Phase, Sample
 from nemorl.rollout.collector import GroupSummary, TrajectorySummary
@@ -78,10 +77,9 @@ def _reward_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
 
 
 def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[str, float]:
-    """Gradient norm, learning rate, tokens and number of updates of a step.
+    """Gradient norm, learning rate, tokens and number of updates of a step; counts alone without any update.
 
-    `left_out` updates were not made, because none of their trajectories trains. They count as empty, like
-    those without a gradient; if there are no others, the metrics are counts alone.
+    `left_out` updates were not made, because none of their trajectories trains. They count as empty.
     """
     counts = {
         "updates/all": float(len(updates) + left_out),
@@ -139,10 +137,7 @@ class LogprobGate:
         return not self.compared or (period is not None and step % period == 0)
 
     def check(self, metrics: Mapping[str, float], sampled_by: range, version: int) -> None:
-        """Raise LogprobGapTooLarge where `logprob_gap/mean` or `logprob_gap/max` passes its limit.
-
-        `sampled_by` are the versions of the batch's tokens, `version` is that of the trainer's weights.
-        """
+        """Raise LogprobGapTooLarge where `logprob_gap/mean` or `logprob_gap/max` passes its limit."""
         self.compared = True
         mean, largest = metrics["logprob_gap/mean"], metrics["logprob_gap/max"]
         limit, token_limit = self.config.max_logprob_gap, self.config.max_token_logprob_gap
@@ -160,11 +155,9 @@ class LogprobGate:
 
     def _causes(self, sampled_by: range, version: int) -> Iterator[str]:
         """Known causes of a gap with the values of this run; the one that was just observed comes first."""
-        if sampled_by.start < version:
-            yield (
-                f"stale weights: tokens are of versions {sampled_by.start} to {sampled_by.stop - 1}, and the "
-                f"trainer's weights of {version}"
-            )
+        if (start := sampled_by.start) < version:
+            versions = f"{start} to {sampled_by.stop - 1}"
+            yield f"stale weights: tokens are of versions {versions}, and the trainer's weights of {version}"
         missing = "" if self.generation.takes_weights else "; this back end gets none from the run"
         yield f"other weights, or another tokenizer, in the engine than in the trainer{missing}"
         yield (
@@ -172,31 +165,17 @@ class LogprobGate:
             f"{self.generation.sampling.temperature:g}, and without top-p, top-k, min-p and penalties; the "
             "engine's logprobs must be of the same (vLLM's own server: --logprobs-mode processed_logprobs)"
         )
-        precision = self.generation.precision or "that of the policy"
-        yield (
-            f"precision: generation.precision is {precision}; bfloat16, and quantized weights or caches, on "
-            "one side widen the gap"
-        )
-        yield (
-            "a model that the two implement differently: rope scaling, norm epsilon, sliding windows, tied "
-            "embeddings"
-        )
-        if 0 < version <= sampled_by.start:
-            yield (
-                "an update so large that the policy broke down: see grad_norm and entropy of the steps "
-                "before in metrics.jsonl"
-            )
-
-
-def gap_metrics(gap: LogprobStats) -> dict[str, float]:
-    return {"logprob_gap/mean": gap.gap_mean, "logprob_gap/max": gap.gap_max}
+        precision = f"precision: generation.precision is {self.generation.precision or 'that of the policy'}"
+        yield f"{precision}; bfloat16, and quantized weights or caches, on one side widen the gap"
+        different = "rope scaling, norm epsilon, sliding windows, tied embeddings"
+        yield f"a model that the two implement differently: {different}"
+        if 0 < version <= start:
+            see = "see grad_norm and entropy of the steps before in metrics.jsonl"
+            yield f"an update so large that the policy broke down: {see}"
 
 
 def versions_of(groups: Sequence[GroupSummary]) -> range:
-    """The versions that sampled the tokens of a batch, from the oldest on; empty where none was sampled.
-
-    Failed trajectories do not count.
-    """
+    """The versions that sampled the tokens of trajectories without errors; empty without any."""
     sampled = [t for group in groups for t in group.trajectories if t.error is None and t.num_sampled]
     oldest = min((t.min_version for t in sampled), default=0)
     return range(oldest, max((t.max_version for t in sampled), default=-1) + 1)

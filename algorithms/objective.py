@@ -34,7 +34,7 @@ the entropy too: `divisor: kept`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -43,8 +43,7 @@ from nemorl.config.algorithm import Aggregation, CorrectionConfig, EntropyConfig
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 
-# Beyond this the ratio carries no information and its exponential overflows in float32.
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # beyond it a ratio carries no information and its exponential overflows in float32
 
 
 def log_ratio(batch: PackedBatch, logprobs: Tensor, old: Tensor) -> Tensor:
@@ -65,7 +64,7 @@ class Divisor:
     sequences: int  # with any such token
 
     @classmethod
-    def of(cls, sampled: Sequence[float]) -> "Divisor":
+    def of(cls, sampled: Sequence[float]) -> Self:
         return cls(max(sum(sampled), 1), max(sum(count > 0 for count in sampled), 1))
 
 
@@ -79,8 +78,7 @@ def sequence_weights(
 
     `sampled` [S] counts the tokens that enter the loss; a sequence without any has weight 0 and does not
     count as a sequence. `length` is the fixed divisor of `seq-mean-token-sum-norm` (Dr. GRPO, Liu et al.
-    2025, arXiv 2503.20783); the names of the schemes are the field's. The `divisor` is the whole step's where
-    `sampled` is a part of it.
+    2025, arXiv 2503.20783). The `divisor` is the whole step's where `sampled` is a part of it.
     """
     counts = torch.tensor(sampled, dtype=torch.float64)
     whole = divisor or Divisor.of(sampled)
@@ -138,15 +136,13 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Ten
     """What enters the loss, or is taken from the reward, for each token [N], without the coefficient.
 
     `max_value` clamps the estimate (verl clamps k3 and OpenRLHF all of them to ±10, TRL none). A clamped
-    token has no gradient, with `straight_through` too: otherwise the clamp would only change a metric
-    there, which is what it does in verl's `k3+`, whose gradient is had by no `max_value`.
+    token has no gradient, with `straight_through` too (in verl's `k3+` it has).
 
     With `importance_weighted` the estimate is multiplied by `ratio`, of the current policy to the one that is
     taken for the sampling one, with its gradient. Of k3 the gradient is then exactly `ratio * x` times that
     of the logprob, and of k1 the same in expectation: that of the divergence, for stale samples too
     (DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`). The gradient of k2, and of
-    `straight_through`, is right without it and the ratio weighs it as a constant. Of a clamped k1 or k3 what
-    is left is the ratio's own gradient, `max_value` times it.
+    `straight_through`, is right without it and the ratio weighs it as a constant.
     """
     estimate = kl_divergence(logprobs, reference, config.estimator)
     if config.straight_through:
@@ -166,10 +162,7 @@ Metrics = dict[str, Tensor]  # by name; [N] where each token has a value
 
 @torch.no_grad()
 def engine_gap(batch: PackedBatch, logprobs: Tensor) -> tuple[Metrics, Metrics]:
-    """Metrics of the gap between engine and trainer, which are means over tokens, and those that are maxima.
-
-    k1 and k3 are of KL(engine || trainer before the update). Empty for tokens that no engine sampled.
-    """
+    """Means over tokens, with k1 and k3 of KL(engine || trainer before the update), and maxima."""
     if batch.logprobs is None:
         return {}, {}
     gap = (logprobs - batch.logprobs).abs()
@@ -181,7 +174,6 @@ def engine_gap(batch: PackedBatch, logprobs: Tensor) -> tuple[Metrics, Metrics]:
 def loss_output(
     loss: Tensor, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor] | None = None
 ) -> LossOutput:
-    """The output of a loss with its metrics, scalars that are detached here."""
     metrics = ({name: v.detach().float() for name, v in each.items()} for each in (sums, maxima or {}))
     return LossOutput(loss, *metrics)
 
@@ -206,7 +198,7 @@ def token_loss_output(
 
 
 def means_over(count: str, sums: Mapping[str, float]) -> dict[str, float]:
-    """Losses as they are; the rest over the sum of this name, which is left out."""
+    """Losses as they are; the rest over the sum named `count`, which is left out."""
     number = max(sums[count], 1.0)
     return {k: v if k.startswith("loss/") else v / number for k, v in sums.items() if k != count}
 
@@ -229,9 +221,9 @@ class EntropyWeight:
     """Fixed, or after Skywork-OR1's adaptive control (He et al. 2025, arXiv 2505.22312).
 
     After a step of mean entropy e per token the coefficient c becomes `c + change` if e is below the target,
-    `c - change` if it is above, and stays between 0 and its limit. The bonus counts, with c, only while the
-    entropy is not above the target. The paper looks at the entropy of a step's samples before its updates;
-    here it is the one during the updates of the step before, which costs no pass of its own.
+    `c - change` if it is above, and stays between 0 and its limit. The bonus counts only while the entropy
+    is not above the target. The paper takes the entropy of a step's samples before its updates; here it is
+    that during the updates of the step before, which costs no pass of its own.
     """
 
     config: EntropyConfig
@@ -241,15 +233,14 @@ class EntropyWeight:
     @classmethod
     def of(
         cls, config: EntropyConfig, coefficient: float | None = None, entropy: float | None = None
-    ) -> "EntropyWeight":
+    ) -> Self:
         """The weight of the first step, or of a resumed run from the values of its checkpoint."""
         if config.name == "bonus":
             return cls(config, config.coefficient)
         return cls(config, config.initial if coefficient is None else coefficient, entropy)
 
     @property
-    def weight(self) -> float:
-        """Of the step to come."""
+    def weight(self) -> float:  # of the step to come
         if self.config.name == "bonus" or self.entropy is None:
             return self.coefficient
         return self.coefficient if self.entropy <= self.config.target else 0.0
@@ -268,21 +259,19 @@ class EntropyWeight:
 
 @dataclass(frozen=True)
 class Corrected:
-    """The weight of each token in the policy's loss, without gradient, and metrics."""
-
-    weight: Tensor  # [N] float32
+    weight: Tensor  # [N] float32 of each token in the policy's loss, without gradient
     metrics: Metrics  # reported as means over tokens
     largest: Metrics  # reported as maxima
 
 
 @torch.no_grad()
 def correct(
-    batch: PackedBatch, logprobs: Tensor, old: Tensor, config: CorrectionConfig, *, has_ratio: bool
+    batch: PackedBatch, logprobs: Tensor, old: Tensor, config: CorrectionConfig, has_ratio: bool = True
 ) -> Corrected | None:
     """Weights for a loss of `logprobs` [N] whose ratio, if it `has_ratio`, is taken against `old` [N].
 
-    In the bypass form the weight is of current over engine; a loss that has this as its ratio already takes
-    from it only what is left out. None if the config neither weighs nor leaves out.
+    A loss whose ratio is current over engine already (bypass) takes from the weight only what is left out.
+    None if the config neither weighs nor leaves out.
     """
     masks = config.sequence_mask, config.off_policy_threshold
     if not config.weighs and masks == (None, None):
@@ -291,8 +280,7 @@ def correct(
     bypass = config.form == "bypass"
     token_log = log_ratio(batch, logprobs if bypass else old, batch.logprobs)
     weight = torch.ones_like(token_log)
-    metrics: Metrics = {}
-    largest: Metrics = {}
+    metrics, largest = Metrics(), Metrics()
     if config.name != "none":
         level_log = token_log
         if config.level == "sequence":
@@ -315,9 +303,7 @@ def correct(
         metrics["correction/masked_sequences"] = out
     if config.off_policy_threshold is not None:
         # DeepSeek-V3.2's sequence mask (arXiv 2512.02556, equation 9): tokens of negative advantage in
-        # sequences that became unlikelier than this per token. As the paper says, the sampling policy is the
-        # engine's by its own logprobs, so that the mask sees stale weights, several updates and other
-        # arithmetic all at once.
+        # sequences that became unlikelier than this per token, by the engine's own logprobs.
         assert batch.advantages is not None, "the off-policy mask requires advantages"
         drift = sequence_means(log_ratio(batch, batch.logprobs, logprobs), batch)
         out = (batch.advantages < 0) & (drift > config.off_policy_threshold)
@@ -329,12 +315,8 @@ def correct(
 
 @torch.no_grad()
 def kept(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
-    """[N] bool: sampled tokens that neither bounds nor sequence mask leave out, in the decoupled form.
-
-    That is known before the updates of a step; `off_policy_threshold` looks at the current policy.
-    """
+    """[N] bool: sampled tokens that bounds and sequence mask keep, which is known before a step's updates."""
     assert batch.old_logprobs is not None, "a mask of tokens requires old logprobs"
-    old = batch.old_logprobs
     of_old = config.model_copy(update={"off_policy_threshold": None})
-    corrected = correct(batch, old, old, of_old, has_ratio=True)
+    corrected = correct(batch, batch.old_logprobs, batch.old_logprobs, of_old)
     return batch.loss_mask if corrected is None else batch.loss_mask & (corrected.weight > 0)

@@ -2,9 +2,6 @@
 
     order ─examples─▶ [divergence] ─▶ load ─▶ [teachers] [reference] ─▶ train
 
-Supervised fine-tuning, distillation, preferences and reward models differ in their `Objective`: the loss and
-its metrics.
-
 `ReferenceSums` are the reference's logprobs of complete answers, computed once with the weights that a run
 starts from and kept in a file of the run folder: a sum for each sequence, all that losses of pairs and of
 single answers need. The reference's weights then need no memory.
@@ -15,20 +12,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from nemorl.config.algorithm import (
-    Aggregation,
-    DistillationConfig,
-    KtoConfig,
-    OfflineBase,
-    PreferenceConfig,
-    RewardModelConfig,
-    SftConfig,
-)
+from nemorl.config import algorithm as configs
 from nemorl.config.data import DatasetConfig
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
@@ -53,20 +42,15 @@ FILE = "reference_logprobs.json"
 _AT_A_TIME = 512  # sequences of one call, so that progress shows
 
 
+@dataclass(frozen=True)
 class ReferenceSums:
-    """Sums by the content of sequences."""
-
-    def __init__(self, sums: dict[str, float] | None = None) -> None:
-        self._sums = sums or {}
+    sums: Mapping[str, float] = field(default_factory=dict)  # by the content of sequences
 
     def of(self, example: Example) -> float | None:
-        """The sum of the reference's logprobs of the trained tokens; 0 for an example without any.
-
-        None if no sums were computed.
-        """
-        if not self._sums:
+        """Sum over the trained tokens, 0 of an example without any; None if no sums were computed."""
+        if not self.sums:
             return None
-        return self._sums[_key(example)] if example.num_trained else 0.0
+        return self.sums[_key(example)] if example.num_trained else 0.0
 
 
 async def reference_sums(
@@ -79,8 +63,7 @@ async def reference_sums(
 ) -> ReferenceSums:
     """Read what the run folder holds, and compute the rest with the weights that the policy has now.
 
-    Call it before the policy learns or restores anything. `examples` is called twice and gives the same;
-    they need not all be in memory. `multiple` is that of `OfflineAlgorithm`.
+    Call it before the policy learns or restores anything. `examples` is called twice and gives the same.
     """
     required = {_key(example) for example in examples() if example.num_trained}
     file = run_dir / FILE
@@ -115,10 +98,8 @@ def _once(keys: set[str], examples: Iterable[Example]) -> Iterator[tuple[str, Ex
 
 
 def _key(example: Example) -> str:
-    content = hashlib.blake2b(digest_size=16)
-    content.update(example.tokens.tobytes())
-    content.update(example.loss_mask.tobytes())
-    return content.hexdigest()
+    content = example.tokens.tobytes() + example.loss_mask.tobytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -138,33 +119,30 @@ class Objective:
     # Of a step with this number of units; the divergence of `contrast`'s sequences is 0 if there are none.
     loss: Callable[[int, float], Loss]
     metrics: Callable[[Mapping[str, float], Mapping[str, float]], dict[str, float]] = finish_metrics
-    aggregation: Aggregation = "token-mean"  # of weights; tokens of rejected answers do not count
+    aggregation: configs.Aggregation = "token-mean"  # of weights; tokens of rejected answers do not count
     # Sequences on which the divergence of the policy from the reference is estimated before the step.
     contrast: Callable[[Sequence[Unit]], list[Example]] = lambda units: []
 
 
-def objective_of(config: OfflineBase) -> Objective:
+def objective_of(config: configs.OfflineBase) -> Objective:
     match config:
-        case SftConfig():
+        case configs.SftConfig():
             return Objective(lambda *_: CrossEntropyLoss(), aggregation=config.aggregation)
-        case DistillationConfig():
+        case configs.DistillationConfig():
             return Objective(lambda *_: distillation_loss(config.loss), aggregation=config.aggregation)
-        case PreferenceConfig():
+        case configs.PreferenceConfig():
             return Objective(
                 lambda pairs, _: PreferenceLoss(config.loss, pairs, config.sft_coefficient),
                 lambda sums, _: means_over("pairs", sums),
             )
-        case KtoConfig():
-            return Objective(
-                partial(KtoLoss, config),
-                lambda sums, _: kto_metrics(sums),
-                contrast=prompts_with_next_answers,
-            )
-    assert isinstance(config, RewardModelConfig)
+        case configs.KtoConfig():
+            loss_of, metrics = partial(KtoLoss, config), lambda sums, _: kto_metrics(sums)
+            return Objective(loss_of, metrics, contrast=prompts_with_next_answers)
+    assert isinstance(config, configs.RewardModelConfig)
     loss = config.loss
     if loss.name == "process":
         by_answer = loss.aggregation == "answer-mean"
-        aggregation: Aggregation = "seq-mean-token-mean" if by_answer else "token-mean"
+        aggregation: configs.Aggregation = "seq-mean-token-mean" if by_answer else "token-mean"
         return Objective(lambda *_: StepLoss(), lambda sums, _: score_metrics(sums), aggregation)
     return Objective(lambda pairs, _: ScorePairLoss(loss, pairs), lambda sums, _: score_metrics(sums))
 
@@ -180,12 +158,9 @@ class OfflineData:
     held_out: Sequence[Unit]  # of the validation data; empty without any
 
     def compared(
-        self, order: TaskOrder, config: OfflineBase, position: int, num_steps: int
+        self, order: TaskOrder, config: configs.OfflineBase, position: int, num_steps: int
     ) -> Iterator[Example]:
-        """The sequences that `num_steps` steps from `position`, and a validation, compare with a reference.
-
-        These are the trained ones and those they are contrasted with; a sequence may come several times.
-        """
+        """The sequences that `num_steps` steps from `position` and a validation compare with a reference."""
         objective, size = objective_of(config), config.batch_size
         drawn = [order.task_index(place) for place in range(position, position + num_steps * size)]
         needed = [*(self.units[index] for index in sorted(set(drawn))), *self.held_out]
@@ -198,7 +173,7 @@ class OfflineData:
 
 @dataclass
 class OfflineAlgorithm:
-    config: OfflineBase
+    config: configs.OfflineBase
     objective: Objective
     session: Session
     data: OfflineData
@@ -210,7 +185,6 @@ class OfflineAlgorithm:
     teachers: Teachers | None = None  # of distillation
 
     async def step(self, number: int) -> dict[str, float]:
-        """One update; returns its metrics. `number` only matters for algorithms that sample."""
         positions = range(self.position, self.position + self.config.batch_size)
         units = [self.data.units[self.order.task_index(position)] for position in positions]
         learner = self.session.learner
@@ -232,9 +206,8 @@ class OfflineAlgorithm:
             evaluation = await self.session.learner.evaluate(loss)
         metrics = self.objective.metrics(evaluation.sums, evaluation.maxima)
         total = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in metrics)
-        return {"validation/loss": metrics.pop(total)} | {
-            f"validation/{name}": value for name, value in metrics.items()
-        }
+        loss_value = metrics.pop(total)
+        return {"validation/loss": loss_value, **{f"validation/{name}": v for name, v in metrics.items()}}
 
     async def _load(self, units: Sequence[Unit]) -> tuple[Loss, dict[str, float]]:
         """Load the units with the reference and the teachers; returns their loss and `kl/reference`."""
@@ -284,7 +257,7 @@ class OfflineAlgorithm:
         ]
 
 
-def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineData:
+def load_offline_data(experiment: Experiment, config: configs.OfflineBase) -> OfflineData:
     """Read and encode the training and validation data. Raises DatasetError and ExampleError."""
     data, tokenizer = experiment.data, load_tokenizer(experiment.policy)
     encoder = Encoder(tokenizer, prompts_of(tokenizer, data.chat), experiment.policy.max_sequence_length)
@@ -297,28 +270,24 @@ def load_offline_data(experiment: Experiment, config: OfflineBase) -> OfflineDat
 
 
 def _units(
-    experiment: Experiment, config: OfflineBase, dataset: DatasetConfig, encoder: Encoder
+    experiment: Experiment, config: configs.OfflineBase, dataset: DatasetConfig, encoder: Encoder
 ) -> Sequence[Unit]:
     data = experiment.data
     match config:
-        case SftConfig():
+        case configs.SftConfig():
             dialogues = load_dialogues(dataset, data)
             return [Unit((example,)) for example in encoder.dialogues(dialogues, config.train_on)]
-        case DistillationConfig():
+        case configs.DistillationConfig():
             examples = encoder.dialogues(load_dialogues(dataset, data), config.train_on)
             tasks, teachers = load_tasks(dataset, data), list(experiment.teachers)
             names = teachers_of_tasks(tasks, config.teacher_key, teachers)
             return [Unit((e,), teacher=name) for e, name in zip(examples, names, strict=True)]
-        case KtoConfig():
+        case configs.KtoConfig():
             feedback = load_feedback(dataset, data)
-            answers = encoder.feedback(feedback)
-            return [
-                Unit((example,), (1.0 if one.good else -1.0,))
-                for example, one in zip(answers, feedback, strict=True)
-            ]
-        case RewardModelConfig() if config.loss.of_steps:
+            labeled = zip(encoder.feedback(feedback), feedback, strict=True)
+            return [Unit((example,), (1.0 if one.good else -1.0,)) for example, one in labeled]
+        case configs.RewardModelConfig() if config.loss.of_steps:
             return [Unit((example,)) for example in encoder.steps(load_steps(dataset, data))]
     pairs = load_pairs(dataset, data)
-    return [
-        Unit(both, (1.0, -1.0), pair.margin) for both, pair in zip(encoder.pairs(pairs), pairs, strict=True)
-    ]
+    encoded = zip(encoder.pairs(pairs), pairs, strict=True)
+    return [Unit(both, (1.0, -1.0), pair.margin) for both, pair in encoded]

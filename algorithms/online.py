@@ -5,10 +5,8 @@
         └────────────── may start groups of the next step ◀──────────────────────┘
 
 With `max_staleness` 0 the collector starts nothing before the engines have the new weights; a larger number
-lets it run ahead. Nothing else differs.
-
-Token arrays go from process to process; this module has handles and metrics. A reference without processes of
-its own is the policy with its first weights.
+lets it run ahead. Token arrays go from process to process; this module has handles and metrics. A reference
+without processes of its own is the policy with its first weights.
 """
 
 import asyncio
@@ -26,14 +24,7 @@ from nemorl.rollout.collector import Collector, GroupSummary
 from nemorl.session.session import Session
 
 from .filters import filter_groups
-from .metrics import (
-    LogprobGate,
-    environment_share,
-    gap_metrics,
-    optimizer_metrics,
-    rollout_metrics,
-    samples_of,
-)
+from .metrics import LogprobGate, environment_share, optimizer_metrics, rollout_metrics, samples_of
 from .policy_losses import value_metrics
 from .teachers import Teachers
 from .token_advantages import SequenceKL, TokenEstimator
@@ -43,9 +34,7 @@ Groups = list[GroupSummary]
 
 @dataclass(frozen=True)
 class RewardPenalty:
-    """A divergence from the reference that is subtracted from rewards before advantages are estimated."""
-
-    divergence: SequenceKL
+    divergence: SequenceKL  # subtracted from rewards before advantages are estimated
     estimate: Callable[[Sequence[float]], Sequence[SequencePlace]]  # from the divergence of each sequence
 
 
@@ -69,8 +58,7 @@ class Batch:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def left_out(self) -> int:
-        """Updates that are not made because nothing in their minibatch trains."""
+    def left_out(self) -> int:  # updates that are not made because nothing in their minibatch trains
         return self.num_updates - len(self.schedule)
 
 
@@ -79,17 +67,13 @@ class Update(Protocol):
 
     def prepare(self, groups: Sequence[GroupSummary], number: int, /) -> Batch:
         """The batch of a step; filters and errors may leave nothing that trains."""
-        ...
 
     def metrics(self, updates: Sequence[TrainStats], /) -> dict[str, float]:
         """Metrics of the policy's loss over the updates of a step, at least one."""
-        ...
 
 
 @dataclass
 class OnlineAlgorithm:
-    """Every online algorithm over a started session."""
-
     config: OnlineBase
     session: Session
     collector: Collector
@@ -104,10 +88,7 @@ class OnlineAlgorithm:
         return self.collector.position
 
     async def step(self, number: int) -> dict[str, float]:
-        """Sample, learn and update the engines; returns the metrics of the step.
-
-        Raises RunError when a limit of the config is passed.
-        """
+        """Sample, learn, update the engines; metrics. Raises RunError if a limit of the config is passed."""
         async with self.session.generating():
             self.collector.advance(number - 1)
             groups = await self.cancellable(self._sample())
@@ -132,7 +113,7 @@ class OnlineAlgorithm:
         with stage("logprobs"):
             if batch.needs_old_logprobs or self.gate.due(number):
                 compared = await policy.logprobs(old=True, reference=False, entropy=batch.needs_old_entropies)
-                gap = gap_metrics(compared)
+                gap = {"logprob_gap/mean": compared.gap_mean, "logprob_gap/max": compared.gap_max}
                 self.gate.check(gap, batch.sampled_by, number - 1)
                 if not batch.needs_old_logprobs:
                     await self._load("policy", batch)  # without the old logprobs, as in every other step
@@ -179,17 +160,14 @@ class OnlineAlgorithm:
             stage.share("environment", environment_share(groups))
         errors = [t.error for group in groups for t in group.trajectories]
         if all(errors):
-            raise RunError(
-                f"all {len(errors)} trajectories of a step failed, so there is nothing to learn from. "
-                f"The first error: {errors[0]}"
-            )
+            problem = f"all {len(errors)} trajectories of a step failed, so there is nothing to learn from"
+            raise RunError(f"{problem}. The first error: {errors[0]}")
         return groups
 
     async def _load(self, name: str, batch: Batch) -> None:
+        parts = batch.num_minibatches
         sequences = batch.critic_sequences if name == "critic" else batch.sequences
-        await self.session.models[name].load(
-            sequences, kind="trajectories", num_minibatches=batch.num_minibatches
-        )
+        await self.session.models[name].load(sequences, kind="trajectories", num_minibatches=parts)
 
     async def _updates(self, batch: Batch, progress: Stage) -> dict[str, list[TrainStats]]:
         """The updates by model: one model after the other on shared devices, else all at the same time."""

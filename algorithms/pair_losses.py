@@ -7,8 +7,8 @@ over micro-batches and ranks, as every other.
 
 KTO (Ethayarajh et al. 2024, arXiv 2402.01306) compares single answers, good or not, with the divergence of
 the policy from the reference: the mean of `log policy - log reference` over prompts joined to answers of
-other prompts of the batch, at least 0, without a gradient. It is measured before the step, over the whole
-batch, so that the loss does not depend on how the batch is split; the paper takes a micro-batch's.
+other prompts of the batch, at least 0. It is measured before the step, over the whole batch, so that the loss
+does not depend on how the batch is split; the paper takes a micro-batch's.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,7 @@ from nemorl.data.packed import PackedBatch
 
 from .objective import averages, loss_output, means_over, totals
 
-# A mean logprob of 0 would have infinite odds.
-_MIN_SURPRISE = 1e-6
+_MIN_SURPRISE = 1e-6  # a mean logprob of 0 would have infinite odds
 
 
 def pair_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, config: PairLossConfig) -> Tensor:
@@ -37,8 +36,7 @@ def pair_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, config: PairLos
         won, wrong = won - config.gamma - config.margin_scale * margins, config.label_smoothing
         return -(1 - wrong) * F.logsigmoid(won) - wrong * F.logsigmoid(-won)
     if config.name == "robust":
-        # Its expectation under flipped labels is the loss of true ones: their part is subtracted and
-        # rescaled.
+        # Its expectation under flipped labels is the loss of true ones.
         wrong = config.label_smoothing
         return (-(1 - wrong) * F.logsigmoid(won) + wrong * F.logsigmoid(-won)) / (1 - 2 * wrong)
     if config.name == "squared":
@@ -83,8 +81,7 @@ def find_pairs(batch: PackedBatch) -> Pairs:
     return Pairs(chosen, rejected, margins[chosen])
 
 
-def sequence_labels(batch: PackedBatch) -> Tensor:
-    """[S] 1, -1, or 0 for neither."""
+def sequence_labels(batch: PackedBatch) -> Tensor:  # [S] 1, -1, or 0 for neither
     assert batch.labels is not None, "compared sequences require `labels`"
     return at_starts(batch.labels, batch)
 
@@ -136,15 +133,12 @@ class PreferenceLoss:
 
 @dataclass(frozen=True)
 class KtoLoss:
-    """The mean loss of the examples."""
-
     config: KtoConfig
     num_examples: int  # of the whole optimizer step
     divergence: float  # of the policy from the reference, in nats an answer; counts from 0 on
     needs_entropy: bool = False
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Needs `labels` and `reference_logprobs`, of which sums over answers count."""
         assert batch.reference_logprobs is not None, "KTO requires the reference's logprobs"
         config, labels = self.config, sequence_labels(batch)  # [S]
         relative = totals(logprobs - batch.reference_logprobs, batch)
@@ -187,7 +181,6 @@ class ScorePairLoss:
     needs_entropy: bool = False
 
     def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Needs `units` and `labels`."""
         pairs, scores = find_pairs(batch), values[batch.cu_seqlens[1:].long() - 1]  # [S]
         chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
         ahead = chosen - rejected - self.config.scale_of_margins * pairs.margins
@@ -233,10 +226,6 @@ class StepLoss:
 
 
 def score_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a reward model's step.
-
-    Accuracy and scores are means over pairs, or over the steps that are more likely right or wrong, and
-    absent where there are none.
-    """
+    """Accuracy and scores are means over pairs or over labeled steps, and absent where there are none."""
     means = means_over("compared", sums)
     return {name: value for name, value in means.items() if name.startswith("loss/") or sums["compared"]}

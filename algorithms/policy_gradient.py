@@ -89,10 +89,8 @@ class PolicyGradientUpdate:
         weights = self._weights(sampled, loss.aggregation, loss.aggregation_length)
         likelihoods: Sequence[float | None] = [None] * len(members)
         if imitation.coefficient > 0:
-            imitated = [
-                count * (t.reward >= imitation.min_reward)
-                for count, (_, t) in zip(sampled, members, strict=True)
-            ]
+            counted = zip(sampled, members, strict=True)
+            imitated = [count * (t.reward >= imitation.min_reward) for count, (_, t) in counted]
             likelihoods = self._weights(imitated, "token-mean")
         places = []
         for (group, t), weight, likelihood in zip(members, weights, likelihoods, strict=True):
@@ -144,10 +142,9 @@ class PolicyGradientUpdate:
         penalties = {(p.store, p.row): coefficient * kl for p, kl in zip(places, divergences, strict=True)}
         penalized = []
         for group in groups:
-            members = (
-                replace(t, reward=t.reward - penalties[group.reference, t.row]) for t in group.trajectories
-            )
-            penalized.append(replace(group, trajectories=tuple(members)))
+            store, members = group.reference, group.trajectories
+            left = tuple(replace(t, reward=t.reward - penalties[store, t.row]) for t in members)
+            penalized.append(replace(group, trajectories=left))
         advantages = self._advantages(penalized)
         return [replace(p, advantage=advantages[p.store, p.row]) if p.weight > 0 else p for p in places]
 
@@ -165,7 +162,6 @@ class PolicyGradientUpdate:
     def _weights(
         self, sampled: Sequence[int], aggregation: Aggregation, length: int | None = None
     ) -> list[float]:
-        """Weights by the counts of each optimizer step's own part of the batch."""
         parts = self._minibatches(sampled)
         return [weight for part in parts for weight in sequence_weights(part, aggregation, length).tolist()]
 

@@ -2,20 +2,15 @@
 
 A policy loss is one pure function: from the tensors of a packed micro-batch, [N] float32 each, to the loss of
 each token. `PolicyLoss` corrects and masks these, adds divergence and entropy terms (`objective.py`) and sums
-all with the weights of the batch. In `gspo` and `gmpo` a sequence has one ratio, made of those of all its
-sampled tokens; in the others each token has one, or none. A new built-in loss is a config in
-`nemorl/config/algorithm/losses.py`, a function here and a line in `_LOSSES`; custom losses are in
-`custom.py`.
+all with the weights of the batch. A new built-in loss is a config in `nemorl/config/algorithm/losses.py`, a
+function here and a line in `_LOSSES`; custom losses are in `custom.py`.
 
 Some losses choose tokens among all sampled tokens of an update: `prepared` does this once, over all
 data-parallel ranks, and the result decides for every token separately, so that no split into micro-batches or
 ranks changes it. `least_entropy` selects those of the highest entropy. Clip-Cov and KL-Cov (Cui et al. 2025,
-"The Entropy Mechanism", arXiv 2505.22617) select by covariance, since the entropy falls most by the tokens of
-a high
-
-    cov_t = (log p_t - mean of log p) (A_t - mean of A)
-
-The logprobs are the old ones: before the first update of a step these are the current ones, as in the paper.
+"The Entropy Mechanism", arXiv 2505.22617) select by `cov_t = (log p_t - mean of log p) (A_t - mean of A)`,
+since the entropy falls most by the tokens of a high one. The logprobs are the old ones: before the first
+update of a step these are the current ones, as in the paper.
 """
 
 import math
@@ -26,47 +21,17 @@ import torch
 from torch import Tensor
 
 from nemorl.config.algorithm import CorrectionConfig, KLConfig, NoCorrectionConfig, PolicyLossConfig
-from nemorl.config.algorithm.losses import (
-    CispoLossConfig,
-    ClipCovLossConfig,
-    ClipLossConfig,
-    CriticLearningConfig,
-    CustomLossConfig,
-    GmpoLossConfig,
-    GspoLossConfig,
-    GspoTokenLossConfig,
-    KlCovLossConfig,
-    PolicyLossBase,
-    ReinforceLossConfig,
-    SapoLossConfig,
-)
+from nemorl.config.algorithm import losses as configs
 from nemorl.data.losses import LossOutput, TrainStats
 from nemorl.data.packed import PackedBatch
 
+from . import objective
 from .custom import custom_loss
-from .objective import (
-    Divisor,
-    TokenLoss,
-    bounded_exp,
-    correct,
-    engine_gap,
-    kept,
-    kl_divergence,
-    kl_penalty,
-    log_ratio,
-    loss_output,
-    sequence_means,
-    sequence_of,
-    sequence_weights,
-    token_loss_output,
-    totals,
-)
+from .objective import TokenLoss, bounded_exp, log_ratio, loss_output, sequence_means
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a micro-batch as the built-in losses see them."""
-
     batch: PackedBatch
     logprobs: Tensor  # [N] of the policy that learns
     old: Tensor  # [N] of the policy that the ratio is relative to; no gradient
@@ -74,86 +39,70 @@ class Tokens:
     choice: "Choice | None" = None  # of losses that select tokens
 
     @property
-    def log_ratio(self) -> Tensor:
-        """[N]"""
+    def log_ratio(self) -> Tensor:  # [N]
         return log_ratio(self.batch, self.logprobs, self.old)
 
     @property
-    def ratio(self) -> Tensor:
-        """[N] bounded, so that it does not overflow."""
+    def ratio(self) -> Tensor:  # [N], bounded
         return bounded_exp(self.log_ratio)
 
     @property
-    def chosen(self) -> Tensor:
-        """[N] bool."""
+    def chosen(self) -> Tensor:  # [N] bool
         if self.choice is None:
             return torch.zeros_like(self.batch.loss_mask)
         return self.choice.of(self.batch, self.old, self.advantages)
 
 
-def clipped_surrogate(
-    ratio: Tensor,
-    advantages: Tensor,
-    config: ClipLossConfig | GspoLossConfig | GspoTokenLossConfig | ClipCovLossConfig,
-) -> TokenLoss:
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
     """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` [N], and where clipping took the gradient away."""
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    low, high = 1 - clip_low, 1 + clip_high
     loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    metrics = {
-        "clip_fraction/low": (ratio < low) & (advantages < 0),
-        "clip_fraction/high": (ratio > high) & (advantages > 0),
-    }
-    return TokenLoss(loss, ratio, metrics)
+    cut_low, cut_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    return TokenLoss(loss, ratio, {"clip_fraction/low": cut_low, "clip_fraction/high": cut_high})
 
 
-def gspo(x: Tokens, config: GspoLossConfig) -> TokenLoss:
+def gspo(x: Tokens, config: configs.GspoLossConfig) -> TokenLoss:
     """GSPO (Zheng et al. 2025, arXiv 2507.18071).
 
     The clipped surrogate of `s = exp(mean of logprobs - old)` over the sampled tokens of a sequence. Each
     token carries its sequence's loss, so with `seq-mean-token-mean` the whole is the paper's mean over
-    sequences; other aggregations weigh sequences by their lengths. The gradient goes through s, as in the
-    paper and in OpenRLHF; for advantages that are equal within a sequence it is also that of `gspo_token`,
-    which is verl's form. The mean logarithm is clamped at ±20 (verl: at most 10).
+    sequences. The gradient goes through s; for advantages that are equal within a sequence it is also that
+    of `gspo_token`, which is verl's form. The mean logarithm is clamped at ±20 (verl: at most 10).
     """
-    return clipped_surrogate(bounded_exp(sequence_means(x.log_ratio, x.batch)), x.advantages, config)
+    ratio = bounded_exp(sequence_means(x.log_ratio, x.batch))
+    return clipped_surrogate(ratio, x.advantages, config.clip_low, config.clip_high)
 
 
-def gspo_token(x: Tokens, config: GspoTokenLossConfig) -> TokenLoss:
-    """GSPO-token (arXiv 2507.18071): as GSPO, for advantages of tokens.
-
-    The clipped surrogate of `s_t = sg[s] p_t / sg[p_t]`: the value of the sequence's ratio and the gradient
-    of the token's logprob.
-    """
+def gspo_token(x: Tokens, config: configs.GspoTokenLossConfig) -> TokenLoss:
+    """GSPO-token (arXiv 2507.18071), for advantages of tokens: `gspo` with `s_t = sg[s] p_t / sg[p_t]`."""
     sequence = bounded_exp(sequence_means(x.log_ratio.detach(), x.batch))
-    return clipped_surrogate(sequence * (x.logprobs - x.logprobs.detach()).exp(), x.advantages, config)
+    ratio = sequence * (x.logprobs - x.logprobs.detach()).exp()
+    return clipped_surrogate(ratio, x.advantages, config.clip_low, config.clip_high)
 
 
-def gmpo(x: Tokens, config: GmpoLossConfig) -> TokenLoss:
+def gmpo(x: Tokens, config: configs.GmpoLossConfig) -> TokenLoss:
     """GMPO (Zhao et al. 2025, arXiv 2507.20673): the geometric mean of clipped token ratios.
 
     `-A exp(mean of x_t)`, where `x_t = min(log r_t, clip_high)` if `A > 0`, else `max(log r_t, -clip_low)`:
-    the bounds are of the logarithm, so 0.4 is the paper's (e^-0.4, e^0.4). Clipping is of tokens, and
-    one token that is clipped leaves the others their gradient. Advantages are of sequences; where tokens
-    differ, each keeps its own as in `gspo` (verl takes their mean).
+    the bounds are of the logarithm, so 0.4 is the paper's (e^-0.4, e^0.4). Clipping is of tokens. Where the
+    advantages of tokens differ, each keeps its own as in `gspo` (verl takes their mean).
     """
     log, positive = x.log_ratio, x.advantages > 0
     clipped = torch.where(positive, log.clamp(max=config.clip_high), log.clamp(min=-config.clip_low))
     ratio = bounded_exp(sequence_means(clipped, x.batch))
-    metrics = {
-        "clip_fraction/low": (log < -config.clip_low) & (x.advantages < 0),
-        "clip_fraction/high": (log > config.clip_high) & positive,
-    }
+    cut_low, cut_high = (log < -config.clip_low) & (x.advantages < 0), (log > config.clip_high) & positive
+    metrics = {"clip_fraction/low": cut_low, "clip_fraction/high": cut_high}
     return TokenLoss(-ratio * x.advantages, ratio, metrics)
 
 
-def clip(x: Tokens, config: ClipLossConfig) -> TokenLoss:
+def clip(x: Tokens, config: configs.ClipLossConfig) -> TokenLoss:
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347) of `r = exp(logprobs - old)`.
 
     Different bounds are DAPO's clip-higher (Yu et al. 2025, arXiv 2503.14476). With `dual_clip` c, where
     `A < 0`, the loss is at most `-c A`, and has no gradient there (Ye et al. 2020, arXiv 1912.09729; verl's
     `clip_ratio_c`, TRL's `delta`).
     """
-    surrogate = clipped_surrogate(x.ratio, x.advantages, config)
+    surrogate = clipped_surrogate(x.ratio, x.advantages, config.clip_low, config.clip_high)
     if config.dual_clip is None:
         return surrogate
     cut = (x.ratio > config.dual_clip) & (x.advantages < 0)
@@ -161,12 +110,12 @@ def clip(x: Tokens, config: ClipLossConfig) -> TokenLoss:
     return replace(surrogate, loss=loss, metrics={**surrogate.metrics, "clip_fraction/dual": cut})
 
 
-def cispo(x: Tokens, config: CispoLossConfig) -> TokenLoss:
+def cispo(x: Tokens, config: configs.CispoLossConfig) -> TokenLoss:
     """CISPO (MiniMax-M1, arXiv 2506.13585): no token loses its gradient.
 
     `-sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprob`, where sg stops the gradient. As in the paper there
     is no lower bound unless `clip_low` is given. verl's bounds are ours; TRL's `epsilon_high` is `1 +
-    clip_high`; ART's defaults are clip_low 1 (none) and clip_high 4.
+    clip_high`.
     """
     ratio = x.ratio.detach()
     low = 0.0 if config.clip_low is None else 1 - config.clip_low
@@ -175,7 +124,7 @@ def cispo(x: Tokens, config: CispoLossConfig) -> TokenLoss:
     return TokenLoss(-ratio.clamp(low, high) * x.advantages * x.logprobs, ratio, metrics)
 
 
-def sapo(x: Tokens, config: SapoLossConfig) -> TokenLoss:
+def sapo(x: Tokens, config: configs.SapoLossConfig) -> TokenLoss:
     """SAPO (Gao et al. 2025, arXiv 2511.20347): a gate whose gradient fades with the distance from r = 1.
 
     `-(4 / t) sigmoid(t (r - 1)) A`, with t of the advantage's sign; the gate's slope at r = 1 is 1, so that
@@ -186,7 +135,7 @@ def sapo(x: Tokens, config: SapoLossConfig) -> TokenLoss:
     return TokenLoss(-4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * x.advantages, ratio)
 
 
-def reinforce(x: Tokens, config: ReinforceLossConfig) -> TokenLoss:
+def reinforce(x: Tokens, config: configs.ReinforceLossConfig) -> TokenLoss:
     """`-A logprob` (Williams 1992): no ratio, so `old` is not used; later minibatches are off policy.
 
     What papers with a plain policy gradient have: RLOO (Ahmadian et al. 2024, arXiv 2402.14740), ReMax (Li
@@ -196,46 +145,45 @@ def reinforce(x: Tokens, config: ReinforceLossConfig) -> TokenLoss:
     return TokenLoss(-x.advantages * x.logprobs)
 
 
-def clip_cov(x: Tokens, config: ClipCovLossConfig) -> TokenLoss:
+def clip_cov(x: Tokens, config: configs.ClipCovLossConfig) -> TokenLoss:
     """PPO's clipped surrogate (`clip`), but 0 and without gradient for the chosen tokens.
 
     These count among the tokens that divide the sum. The draw is among all tokens within the bounds, also
-    those that PPO clips already; verl draws among the others. In the first update of a step, where Clip-Cov's
-    preset has its only one, none is clipped and both are the same.
+    those that PPO clips already; verl draws among the others. In a step's first update both are the same.
     """
-    surrogate, chosen = clipped_surrogate(x.ratio, x.advantages, config), x.chosen
+    surrogate = clipped_surrogate(x.ratio, x.advantages, config.clip_low, config.clip_high)
+    chosen = x.chosen
     loss = torch.where(chosen, torch.zeros_like(surrogate.loss), surrogate.loss)
     return replace(surrogate, loss=loss, metrics={**surrogate.metrics, "selected_fraction": chosen})
 
 
-def kl_cov(x: Tokens, config: KlCovLossConfig) -> TokenLoss:
+def kl_cov(x: Tokens, config: configs.KlCovLossConfig) -> TokenLoss:
     """`-r A`, not clipped, and for the chosen tokens `-r A + coefficient |logprob - old|`.
 
     The paper writes the divergence of the old policy from the current one; its code, verl and this take the
-    absolute difference of the logprobs for it. It has no gradient at r = 1, so it does not affect the first
-    minibatch of a step.
+    absolute difference of the logprobs for it. It has no gradient at r = 1, a step's first minibatch.
     """
     ratio, chosen = x.ratio, x.chosen
     loss = -ratio * x.advantages + config.coefficient * x.log_ratio.abs() * chosen
     return TokenLoss(loss, ratio, {"selected_fraction": chosen})
 
 
-_LOSSES: Mapping[type[PolicyLossBase], Callable[..., TokenLoss]] = {
-    ClipLossConfig: clip,
-    GspoLossConfig: gspo,
-    GspoTokenLossConfig: gspo_token,
-    GmpoLossConfig: gmpo,
-    CispoLossConfig: cispo,
-    SapoLossConfig: sapo,
-    ReinforceLossConfig: reinforce,
-    ClipCovLossConfig: clip_cov,
-    KlCovLossConfig: kl_cov,
-    CustomLossConfig: lambda x, config: custom_loss(config, x.batch, x.logprobs, x.old, x.advantages),
+_LOSSES: Mapping[type[configs.PolicyLossBase], Callable[..., TokenLoss]] = {
+    configs.ClipLossConfig: clip,
+    configs.GspoLossConfig: gspo,
+    configs.GspoTokenLossConfig: gspo_token,
+    configs.GmpoLossConfig: gmpo,
+    configs.CispoLossConfig: cispo,
+    configs.SapoLossConfig: sapo,
+    configs.ReinforceLossConfig: reinforce,
+    configs.ClipCovLossConfig: clip_cov,
+    configs.KlCovLossConfig: kl_cov,
+    configs.CustomLossConfig: lambda x, config: custom_loss(config, x.batch, x.logprobs, x.old, x.advantages),
 }
 
 
 def token_loss(
-    config: PolicyLossBase,
+    config: configs.PolicyLossBase,
     batch: PackedBatch,
     logprobs: Tensor,
     old: Tensor,
@@ -246,10 +194,7 @@ def token_loss(
     return _LOSSES[type(config)](Tokens(batch, logprobs, old, advantages, choice), config)
 
 
-MIN_POSITIVE = math.ulp(0.0)  # the smallest number that is more than 0
-
-# Values [n] of this rank's tokens, to those of all data-parallel ranks [sum of n].
-OverRanks = Callable[[Tensor], Tensor]
+OverRanks = Callable[[Tensor], Tensor]  # from values [n] of this rank to those of all data-parallel ranks
 
 
 @dataclass(frozen=True)
@@ -262,14 +207,15 @@ class Choice:
     high: float  # largest covariance
     last_draw: int | None = None  # the largest draw that is chosen; None takes all
 
-    def of(self, batch: PackedBatch, old: Tensor, advantages: Tensor) -> Tensor:
-        """[N] bool."""
+    def of(self, batch: PackedBatch, old: Tensor, advantages: Tensor) -> Tensor:  # [N] bool
         covariance = _covariance(old, advantages, self.mean_logprob, self.mean_advantage)
         chosen = batch.loss_mask & (covariance >= self.low) & (covariance <= self.high)
         return chosen if self.last_draw is None else chosen & (draws(batch) <= self.last_draw)
 
 
-def choose(batch: PackedBatch, old: Tensor, config: PolicyLossBase, over_ranks: OverRanks) -> Choice | None:
+def choose(
+    batch: PackedBatch, old: Tensor, config: configs.PolicyLossBase, over_ranks: OverRanks
+) -> Choice | None:
     """From this rank's part of an update; None where no token is chosen at all.
 
     At most `fraction` of all sampled tokens, rounded down, but one at least as in the paper's code and verl.
@@ -277,7 +223,7 @@ def choose(batch: PackedBatch, old: Tensor, config: PolicyLossBase, over_ranks: 
     of the tokens up to it, so that it is the same under every layout and after a resume. KL-Cov takes the
     highest, of positive ones alone: where all advantages are equal there are none.
     """
-    assert isinstance(config, ClipCovLossConfig | KlCovLossConfig), f"`{config}` selects no tokens"
+    assert isinstance(config, configs.ClipCovLossConfig | configs.KlCovLossConfig), f"{config} selects none"
     assert batch.advantages is not None, "a choice by covariance requires advantages"
     mask = batch.loss_mask
     logprobs, advantages = over_ranks(old[mask].double()), over_ranks(batch.advantages[mask].double())
@@ -286,9 +232,9 @@ def choose(batch: PackedBatch, old: Tensor, config: PolicyLossBase, over_ranks: 
     count = max(1, int(config.fraction * len(logprobs)))
     means = float(logprobs.mean()), float(advantages.mean())
     covariance = _covariance(logprobs, advantages, *means)
-    if isinstance(config, KlCovLossConfig):
-        border = float(covariance.topk(count).values[-1])
-        return Choice(*means, low=max(border, MIN_POSITIVE), high=float("inf"))
+    if isinstance(config, configs.KlCovLossConfig):
+        least_positive, border = math.ulp(0.0), float(covariance.topk(count).values[-1])
+        return Choice(*means, low=max(border, least_positive), high=math.inf)
     drawn = over_ranks(draws(batch)[mask])
     within = drawn[(covariance >= config.covariance_low) & (covariance <= config.covariance_high)]
     if len(within) == 0:
@@ -298,10 +244,7 @@ def choose(batch: PackedBatch, old: Tensor, config: PolicyLossBase, over_ranks: 
 
 
 def draws(batch: PackedBatch) -> Tensor:
-    """[N] int64: a number for each token, as if drawn, that only the tokens of its sequence up to it decide.
-
-    Equal beginnings of two samples have equal draws.
-    """
+    """[N] int64: a number for each token, as if drawn, made of the tokens of its sequence up to it alone."""
     terms = _mixed(batch.tokens * _ODD + batch.position_ids)
     sums = terms.cumsum(0)
     before = (sums - terms)[batch.cu_seqlens[:-1].long()]
@@ -314,14 +257,11 @@ _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number: 2^64 over 
 
 def _mixed(x: Tensor) -> Tensor:
     """Integers whose bits all depend on all bits of `x`; 64-bit arithmetic that wraps around."""
-    for shift in (30, 27):
-        x = (x ^ _shifted(x, shift)) * _ODD
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left, which torch's own shift of signed numbers does not bring."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    for bits, factor in ((30, _ODD), (27, _ODD), (31, 1)):
+        # Zeros come from the left, which torch's own shift of signed numbers does not bring.
+        shifted = (x >> bits) & ((1 << (64 - bits)) - 1)
+        x = (x ^ shifted) * factor
+    return x
 
 
 def _covariance(logprobs: Tensor, advantages: Tensor, mean_logprob: float, mean_advantage: float) -> Tensor:
@@ -332,10 +272,9 @@ def _covariance(logprobs: Tensor, advantages: Tensor, mean_logprob: float, mean_
 def least_entropy(batch: PackedBatch, quantile: float, over_ranks: OverRanks) -> float:
     """The smallest entropy among the `quantile` of an update's tokens that has the highest ones.
 
-    "Beyond the 80/20 rule" (Wang et al. 2025, arXiv 2506.01939); `batch` is this rank's part. At least one
-    token is above it, and of equals all: `1 + floor(quantile (n - 1))` of n different ones, which is what
-    TRL's `top_entropy_quantile` takes. Its border is a micro-batch's; ours is the update's, so that no split
-    changes the loss, and the entropies are those before the updates of the step.
+    "Beyond the 80/20 rule" (Wang et al. 2025, arXiv 2506.01939); `batch` is this rank's part. Of n different
+    tokens `1 + floor(quantile (n - 1))` are at least as high, as in TRL's `top_entropy_quantile`. Its border
+    is a micro-batch's; ours is the update's, by the entropies before the updates of the step.
     """
     assert batch.old_entropies is not None, "a choice by entropy requires those before the updates"
     entropies = over_ranks(batch.old_entropies[batch.loss_mask])
@@ -365,7 +304,7 @@ class PolicyLoss:
     likelihood_coefficient: float = 0.0
     choice: Choice | None = None  # of losses that choose among all tokens of an update
     least_entropy: float | None = None  # of tokens with a policy loss; None takes all
-    divisor: Divisor | None = None  # of the tokens that the correction keeps; None leaves the batch's weights
+    divisor: objective.Divisor | None = None  # of tokens that the correction keeps; None: the batch's weights
     needs_entropy: bool = True  # also a metric: a collapsing policy shows there first
 
     def prepared(self, batch: PackedBatch, over_ranks: OverRanks) -> "PolicyLoss":
@@ -374,8 +313,8 @@ class PolicyLoss:
         if quantile < 1:
             loss = replace(loss, least_entropy=least_entropy(batch, quantile, over_ranks))
         if self.correction.divisor == "kept":
-            counts = over_ranks(totals(kept(batch, self.correction).double(), batch))
-            loss = replace(loss, divisor=Divisor.of(counts.tolist()))
+            counts = over_ranks(objective.totals(objective.kept(batch, self.correction).double(), batch))
+            loss = replace(loss, divisor=objective.Divisor.of(counts.tolist()))
         if self.config.selects_tokens:
             old = batch.logprobs if self.correction.form == "bypass" else batch.old_logprobs
             assert old is not None, "a choice by covariance requires old logprobs"
@@ -392,44 +331,45 @@ class PolicyLoss:
             old = logprobs.detach()
         weights = batch.weights
         if self.divisor is not None:
-            mask = kept(batch, self.correction)
-            counts, aggregation = totals(mask.double(), batch).tolist(), self.config.aggregation
-            of_kept = sequence_weights(counts, aggregation, self.config.aggregation_length, self.divisor)
-            weights = of_kept.to(mask.device)[sequence_of(batch)] * mask
+            mask = objective.kept(batch, self.correction)
+            counts = objective.totals(mask.double(), batch).tolist()
+            aggregation, length = self.config.aggregation, self.config.aggregation_length
+            of_kept = objective.sequence_weights(counts, aggregation, length, self.divisor)
+            weights = of_kept.to(mask.device)[objective.sequence_of(batch)] * mask
 
         # The policy's loss of each token, corrected and masked.
         found = token_loss(self.config, batch, logprobs, old, batch.advantages, self.choice)
-        gaps, largest = engine_gap(batch, logprobs)
+        gaps, largest = objective.engine_gap(batch, logprobs)
         terms, metrics = found.loss, {**found.metrics, **gaps, "entropy": entropy}
-        corrected = correct(batch, logprobs, old, self.correction, has_ratio=self.config.has_ratio)
+        corrected = objective.correct(batch, logprobs, old, self.correction, self.config.has_ratio)
         if corrected is not None:
             terms = terms * corrected.weight
-            metrics |= corrected.metrics
-            largest |= corrected.largest
+            metrics, largest = metrics | corrected.metrics, largest | corrected.largest
         if self.least_entropy is not None:
             assert batch.old_entropies is not None, "a choice by entropy requires those before the updates"
             metrics["top_entropy_fraction"] = batch.old_entropies >= self.least_entropy
             terms = terms * metrics["top_entropy_fraction"]
         if found.ratio is not None:
             metrics |= {"ratio/mean": found.ratio, "ratio/square": found.ratio.square()}
-            metrics["kl/old"] = kl_divergence(old, logprobs, "k3")
+            metrics["kl/old"] = objective.kl_divergence(old, logprobs, "k3")
             largest["ratio/max"] = found.ratio
         losses = {"loss/policy": (weights * terms).sum()}
 
         # The terms of other objectives.
         terms = terms - self.entropy_coefficient * entropy
         if batch.reference_logprobs is not None:
-            metrics["kl/reference"] = kl_divergence(logprobs, batch.reference_logprobs, self.kl.estimator)
+            reference = batch.reference_logprobs
+            metrics["kl/reference"] = objective.kl_divergence(logprobs, reference, self.kl.estimator)
             if self.kl.placement == "loss":
                 ratio = bounded_exp(log_ratio(batch, logprobs, old))
-                penalty = kl_penalty(logprobs, batch.reference_logprobs, self.kl, ratio)
+                penalty = objective.kl_penalty(logprobs, reference, self.kl, ratio)
                 terms = terms + self.kl.coefficient * penalty
         loss = (weights * terms).sum()
         if self.likelihood_coefficient > 0:
             assert batch.likelihood_weights is not None, "the likelihood term requires its weights"
             losses["loss/likelihood"] = -(batch.likelihood_weights * logprobs).sum()
             loss = loss + self.likelihood_coefficient * losses["loss/likelihood"]
-        return token_loss_output(batch, loss, losses, metrics, largest)
+        return objective.token_loss_output(batch, loss, losses, metrics, largest)
 
 
 @dataclass(frozen=True)
@@ -444,17 +384,15 @@ class CrossEntropyLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Of a critic on one micro-batch, summed with the weights of the batch.
+    """`max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2`, summed with the weights of the batch.
 
-    `max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2` (PPO's implementation; Schulman et al. 2017 name
-    the plain error only): a value that is further than c from the old one is not pulled further.
+    As in PPO's implementation; Schulman et al. 2017 name the plain error only.
     """
 
-    config: CriticLearningConfig
+    config: configs.CriticLearningConfig
     needs_entropy: bool = False
 
     def __call__(self, batch: PackedBatch, values: Tensor, entropy: Tensor | None) -> LossOutput:
-        """Needs `values`, those before the step, and `returns`."""
         assert batch.values is not None, "the value loss requires the values before the step"
         assert batch.returns is not None, "the value loss requires returns"
         mask, returns, clip = batch.loss_mask, batch.returns, self.config.value_clip

@@ -1,13 +1,12 @@
-"""Teachers: frozen models that score the policy's tokens.
+"""Teachers: frozen models, or servers that the policy's ranks query, which score the policy's tokens.
 
-Each reads the sequences assigned to it, in its layout, or is a server that the policy's ranks query. Results
-go to the policy's ranks by object reference; the driver only assigns sequences to teachers.
+Results go to the policy's ranks by object reference; the driver only assigns sequences to teachers.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from nemorl.data.shards import Column, Field, SequencePlace
 from nemorl.errors import RunError
 from nemorl.generation.openai_client import OpenAIClient
 from nemorl.generation.types import EngineFailed, RequestRefused
+from nemorl.session.handles import BatchKind
 from nemorl.session.session import Session
 from nemorl.trajectories import Task
 
@@ -30,12 +30,7 @@ class Teachers:
     multiples: Mapping[str, int]  # of those in processes: of sequences into which a batch of theirs is laid
     top_k: int | None  # number of likeliest tokens; None: the logprob of each token of the sequence
 
-    async def fill(
-        self,
-        places: Sequence[SequencePlace],
-        teachers: Sequence[str],
-        kind: Literal["trajectories", "examples"],
-    ) -> None:
+    async def fill(self, places: Sequence[SequencePlace], teachers: Sequence[str], kind: BatchKind) -> None:
         """Fill the batch that the policy has loaded with the results of each sequence's teacher."""
         rows = {name: [i for i, one in enumerate(teachers) if one == name] for name in self.configs}
         calls = [self._ask(name, own, places, kind) for name, own in rows.items() if own]
@@ -56,11 +51,7 @@ class Teachers:
         return {"top_ids": "top_ids", "top_logprobs": "top_logprobs"}
 
     async def _ask(
-        self,
-        name: str,
-        rows: Sequence[int],
-        places: Sequence[SequencePlace],
-        kind: Literal["trajectories", "examples"],
+        self, name: str, rows: Sequence[int], places: Sequence[SequencePlace], kind: BatchKind
     ) -> dict[Field, list[tuple[object, int]]]:
         config = self.configs[name]
         if config.kind == "endpoint":
@@ -80,10 +71,7 @@ class Teachers:
 
 
 def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Sequence[str]) -> list[str]:
-    """The name of each task's teacher: what its column `key` says, or the only one there is.
-
-    Raises RunError for a task without a teacher.
-    """
+    """The name of each task's teacher: its column `key`, or the only teacher. Raises RunError without one."""
     if key is None:
         return [teachers[0]] * len(tasks)
     named = []
@@ -103,14 +91,9 @@ Scores = Mapping[str, Mapping[str, Any]]  # of one position, by token id: `logpr
 
 
 class EndpointTeacher:
-    """A teacher behind an endpoint, which the policy's ranks call.
-
-    It is sent token ids and returns logprobs of the prompt, as vLLM's server does: `prompt_logprobs: k` of a
-    request gives at each token its logprob and the k likeliest tokens with theirs.
-    """
+    """A teacher behind an endpoint that returns logprobs of prompts of token ids, as vLLM's server does."""
 
     def __init__(self, config: EndpointTeacherConfig, name: str, top_k: int | None) -> None:
-        """`name` is that of the teacher, for messages; for `top_k` see `Teachers`."""
         self._config = config
         self._section = f"teachers.{name}"
         self._top_k = top_k
@@ -146,24 +129,25 @@ class EndpointTeacher:
         self, batch: PackedBatch, sequences: Sequence[int], seconds: float
     ) -> list[tuple[int, Scores]]:
         """Places of the loss mask in the batch, with the scores there."""
+        config, starts = self._config, batch.cu_seqlens.tolist()
         client = OpenAIClient(
-            self._config.base_url,
-            api_key_env=self._config.api_key_env,
-            max_concurrent=self._config.max_concurrent_requests,
-            max_retries=self._config.max_retries,
+            config.base_url,
+            api_key_env=config.api_key_env,
+            max_concurrent=config.max_concurrent_requests,
+            max_retries=config.max_retries,
             key_field=f"{self._section}.api_key_env",
         )
-        starts = batch.cu_seqlens.tolist()
         spans = [range(starts[s], starts[s + 1]) for s in sequences]
         spans = [span for span in spans if bool(batch.loss_mask[span.start : span.stop].any())]
         prompts = [batch.tokens[span.start : span.stop].tolist() for span in spans]
         try:
             async with asyncio.timeout(seconds):
                 answers = await asyncio.gather(*(self._ask(client, prompt) for prompt in prompts))
-        except (EngineFailed, RequestRefused, TimeoutError) as error:
-            timeout = f"no answer within {seconds:g} s (cluster.deadlines.logprobs)"
-            problem = timeout if isinstance(error, TimeoutError) else error
+        except TimeoutError as error:
+            problem = f"no answer within {seconds:g} s (cluster.deadlines.logprobs)"
             raise RunError(f"{self._section}: {problem}") from error
+        except (EngineFailed, RequestRefused) as error:
+            raise RunError(f"{self._section}: {error}") from error
         finally:
             await client.close()
         return [
@@ -177,8 +161,7 @@ class EndpointTeacher:
         """The scores at each token but the first."""
         body = {"model": self._config.model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
         answer = await client.post("/completions", {**body, "prompt_logprobs": self._top_k or 0})
-        choices = answer.get("choices") or [{}]
-        scores = choices[0].get("prompt_logprobs")
+        scores = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
         server = f"{self._section}.base_url = {self._config.base_url}: the server"
         if not scores:
             raise RunError(

@@ -1,10 +1,9 @@
 """Advantages of single tokens, over a batch as it lies on a data-parallel rank.
 
-Only sampled tokens are states: what the environment says between two turns is read, not chosen, so the token
-after the last one of a turn is the first one of the next. The state in which a token is chosen has the value
-that the critic gives after the token before it. After the last sampled token nothing is expected, also where
-a trajectory was cut off at its length. Everything is computed in float64, [S, L] for S sequences of at
-most L sampled tokens.
+Only sampled tokens are states: the token after the last one of a turn is the first one of the next. The state
+in which a token is chosen has the value that the critic gives after the token before it. After the last
+sampled token nothing is expected, also where a trajectory was cut off at its length. Everything is computed
+in float64, [S, L] for S sequences of at most L sampled tokens.
 """
 
 from collections.abc import Callable
@@ -14,13 +13,7 @@ import torch
 from torch import Tensor
 
 from nemorl.config.algorithm import KLConfig
-from nemorl.config.algorithm.advantages import (
-    BiLevelGaeConfig,
-    GaeConfig,
-    TokenAdvantageBase,
-    TokenReturnsConfig,
-    TurnGaeConfig,
-)
+from nemorl.config.algorithm import advantages as configs
 from nemorl.data.losses import TokenEstimate
 from nemorl.data.packed import PackedBatch
 
@@ -28,8 +21,7 @@ from .objective import kl_penalty, totals
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
-# Added to the variance that whitened advantages are divided by, so that equal ones become 0.
-WHITENING_EPSILON = 1e-8
+WHITENING_EPSILON = 1e-8  # added to the variance, so that equal advantages become 0
 
 
 class SampledTokens:
@@ -45,8 +37,7 @@ class SampledTokens:
         self._columns = torch.arange(len(self.places)) - firsts[self._rows]
 
     @property
-    def turns(self) -> Tensor:
-        """[S, L] number of the turn in its sequence."""
+    def turns(self) -> Tensor:  # [S, L] number of the turn in its sequence
         assert self.batch.turns is not None, "advantages of turns require `turns`"
         return self.table(self.batch.turns).long()
 
@@ -94,9 +85,8 @@ def turn_gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns [S, L] where a turn is one action.
 
-    GAE over turns: the rewards in a turn are its reward, the value of the state in which its first token is
-    chosen that of its state. All tokens of a turn have its advantage and, as there is no discount inside it,
-    its return, which the critic learns for each of them.
+    GAE over turns, with the value of the state in which a turn's first token is chosen. All tokens of a turn
+    have its advantage and, as there is no discount inside it, its return, which the critic learns for each.
     """
     first, _ = _turn_borders(turns, is_sampled)
     turn_rewards = _over_turns(rewards * is_sampled, turns)
@@ -111,7 +101,7 @@ def bi_level_gae(
     values: Tensor,
     turns: Tensor,
     is_sampled: Tensor,
-    config: BiLevelGaeConfig,
+    config: configs.BiLevelGaeConfig,
 ) -> Tensor:
     """Advantages [S, L] of turns, and inside each turn of its tokens (VAGEN, arXiv 2510.16907).
 
@@ -153,12 +143,11 @@ def kl_of_tokens(batch: PackedBatch, kl: KLConfig) -> Tensor:
 
 @dataclass(frozen=True)
 class SequenceKL:
-    """The divergence of each sequence: the sum over its sampled tokens [S]."""
+    """The divergence of each sequence, the sum over its sampled tokens: [S]."""
 
     kl: KLConfig
 
     def __call__(self, batch: PackedBatch) -> Tensor:
-        """Needs `old_logprobs` and `reference_logprobs`."""
         return totals(kl_of_tokens(batch, self.kl).double(), batch)
 
 
@@ -166,7 +155,7 @@ class SequenceKL:
 class TokenEstimator:
     """The estimator that a config names; see `nemorl.data.losses.TokenEstimator`."""
 
-    config: TokenAdvantageBase
+    config: configs.TokenAdvantageBase
     kl: KLConfig | None  # where it is taken from the rewards
 
     def __call__(self, batch: PackedBatch, sum_over_ranks: SumOverRanks) -> TokenEstimate:
@@ -179,8 +168,7 @@ class TokenEstimator:
         table, returns = self._estimate(tokens, tokens.table(batch.rewards), tokens.table(penalties))
         advantages = tokens.spread(table)
 
-        # Metrics of the advantages before they are whitened, and of what the divergence takes from a
-        # trajectory.
+        # Metrics of the advantages before they are whitened, and of the penalty of a trajectory.
         x = advantages[tokens.places].double()
         sums = [torch.tensor(len(x)).double(), x.sum(), x.square().sum()]
         sums += [penalties.double().sum(), (tokens.lengths > 0).sum().double()]
@@ -197,24 +185,22 @@ class TokenEstimator:
 
     def _estimate(
         self, tokens: SampledTokens, rewards: Tensor, penalties: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Advantages and what the critic learns, both [S, L]."""
+    ) -> tuple[Tensor, Tensor | None]:  # advantages, and what the critic learns, both [S, L]
         config = self.config
-        if isinstance(config, TokenReturnsConfig):
+        if isinstance(config, configs.TokenReturnsConfig):
             return discounted_sums(rewards - penalties, config.gamma), None
         assert tokens.batch.values is not None, "these advantages require a critic's values"
         # Of the state in which each token is chosen; no sequence begins with a sampled token.
         values = tokens.table(tokens.batch.values.roll(1))
         is_sampled = tokens.table(tokens.batch.loss_mask).bool()
-        if isinstance(config, TurnGaeConfig):
+        if isinstance(config, configs.TurnGaeConfig):
             return turn_gae(rewards - penalties, values, tokens.turns, is_sampled, config.gamma, config.lam)
-        if isinstance(config, BiLevelGaeConfig):
+        if isinstance(config, configs.BiLevelGaeConfig):
             advantages = bi_level_gae(rewards, penalties, values, tokens.turns, is_sampled, config)
             return advantages, advantages + values
-        assert isinstance(config, GaeConfig), f"`{config}` estimates no advantages of tokens"
-        lam: Tensor | float = config.lam
-        if config.length_adaptive_alpha is not None:
-            lam = length_adaptive_lambda(tokens.lengths, config.length_adaptive_alpha)
+        assert isinstance(config, configs.GaeConfig), f"`{config}` estimates no advantages of tokens"
+        alpha = config.length_adaptive_alpha
+        lam = config.lam if alpha is None else length_adaptive_lambda(tokens.lengths, alpha)
         advantages = gae(rewards - penalties, values, config.gamma, lam)
         if config.critic_lam is None:
             return advantages, advantages + values

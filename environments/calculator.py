@@ -34,10 +34,7 @@ class CalculatorEnvironment(Environment):
         self._answer = ""
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
-        """The task's opening, with the calculator explained in the system message.
-
-        Raises ValueError for a task without an answer.
-        """
+        """The opening, with the calculator explained. Raises ValueError for a task without an answer."""
         if task.answer is None:
             raise ValueError(f"task {task.index} has no answer to compare with")
         self._answer = task.answer

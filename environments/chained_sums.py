@@ -6,8 +6,8 @@
     policy   058
 
 The next sum adds one of the task's two numbers, by turns, to the last digits of what was answered, right or
-wrong, so that each turn can be rewarded separately. The reward `chained_sums` is 1 or 0 for the last sum,
-`chained_sums_turn` for each before it. An answer with more or fewer digits than a sum has ends it all.
+wrong. The reward `chained_sums` is 1 or 0 for the last sum, `chained_sums_turn` for each before it. An answer
+with more or fewer digits than a sum has ends it all.
 """
 
 import re
@@ -31,9 +31,8 @@ class ChainedSumsEnvironment(Environment):
         """The task's own opening. Raises ValueError for a task that is no sum."""
         found = _SUM.fullmatch(str(task.columns.get("prompt")))
         if found is None:
-            raise ValueError(
-                f"task {task.index} is no sum such as 12+34=: set `data` to an arithmetic dataset"
-            )
+            fix = "set `data` to an arithmetic dataset"
+            raise ValueError(f"task {task.index} is no sum such as 12+34=: {fix}")
         self._numbers = self._sum = (found[1], found[2])
         self._asked = 1
         return task.messages

@@ -78,18 +78,14 @@ def verify_answer(expected: str, text: str) -> float:
 
 
 def _step(function: Callable[..., T], *arguments: object, **options: object) -> T | None:
-    """Call math-verify; None if it is interrupted after STEP_SECONDS of processor time.
-
-    Its own limits are seconds of the clock, in which a loaded machine may compute nothing. A timer of
-    processor time raises its exception instead. Parse and verify catch it, and verify tries its next pair.
-    """
+    """Call math-verify; None after STEP_SECONDS of processor time (its own limits are of the clock)."""
     from math_verify import grader, parser
     from math_verify.errors import TimeoutException
 
     parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True  # that its own limits are off
 
     def interrupt(*_: object) -> None:
-        raise TimeoutException
+        raise TimeoutException  # parse and verify catch it, and verify tries its next pair
 
     previous = signal.signal(signal.SIGVTALRM, interrupt)
     try:

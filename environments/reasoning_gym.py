@@ -17,16 +17,14 @@ class ReasoningGymEnvironment(Environment):
     """One answer; the reward `reasoning_gym` is the dataset's own score, 0 to 1."""
 
     def __init__(self, scoring: ScoringProcess, answer_tag: str | None) -> None:
-        self._scoring = scoring
-        self._answer_tag = answer_tag
+        self._scoring, self._answer_tag = scoring, answer_tag
         self._task: Task | None = None
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
         """The task's own opening. Raises ValueError for a task of another dataset."""
         if "reasoning_gym_task" not in task.columns:
-            raise ValueError(
-                f"task {task.index} was not made by reasoning-gym: set `data` to a reasoning_gym dataset"
-            )
+            fix = "set `data` to a reasoning_gym dataset"
+            raise ValueError(f"task {task.index} was not made by reasoning-gym: {fix}")
         self._task = task
         return task.messages
 
@@ -42,8 +40,7 @@ class ReasoningGymEnvironment(Environment):
 
 class ReasoningGymFactory(EnvironmentFactory):
     def __init__(self, config: ReasoningGymEnvConfig) -> None:
-        self.reward_weights = config.reward_weights
-        self._answer_tag = config.answer_tag
+        self.reward_weights, self._answer_tag = config.reward_weights, config.answer_tag
         self._scoring = ScoringProcess("reasoning_gym", SECONDS)
 
     def create(self) -> ReasoningGymEnvironment:

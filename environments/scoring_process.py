@@ -26,37 +26,26 @@ log = logging.getLogger(__name__)
 
 
 class ScoringProcess:
-    """Calls scorers in one child process, which is replaced when it overruns or dies.
-
-    The child starts with the first call, imports what the scorers need and ends with this object or with the
-    process that made it.
-    """
+    """Calls scorers in one child process, which starts with the first call and is replaced when it dies."""
 
     def __init__(self, library: str, seconds: float, wall_seconds: float = _WALL_SECONDS) -> None:
-        """Limit each call to `seconds` of processor time, rounded up, and to `wall_seconds`.
-
-        `library` is imported when the child starts, so that the import does not count.
-        """
-        self._seconds = seconds
-        self._wall_seconds = wall_seconds
+        """Limit each call to `seconds` of processor time, rounded up; the child first imports `library`."""
+        self._seconds, self._wall_seconds = seconds, wall_seconds
         # spawn: a fork would copy the locks of this process's threads in any state.
-        context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPool(
-            max_workers=1, initializer=import_module, initargs=(library,), context=context
-        )
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPool(1, initializer=import_module, initargs=(library,), context=spawn)
 
     async def score(self, scorer: Callable[..., float], *arguments: object) -> float:
-        """Return `scorer(*arguments)`, a module-level function; 0 if the child exceeds a limit or dies.
-
-        Raises what the scorer raises.
-        """
+        """Return `scorer(*arguments)` like `call`, but 0 if the child exceeds a limit or dies."""
         return await self.call(scorer, *arguments) or 0.0
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T | None:
-        """Return `function(*arguments)`, a module-level function; None where `score` returns 0."""
-        call: Future[T] = self._pool.schedule(
-            _limited, args=(self._seconds, function, *arguments), timeout=self._wall_seconds
-        )
+        """Return `function(*arguments)`, a module-level function, or raise what it raises.
+
+        None if the child exceeds a limit or dies.
+        """
+        given = self._seconds, function, *arguments
+        call: Future[T] = self._pool.schedule(_limited, args=given, timeout=self._wall_seconds)
         try:
             return await asyncio.wrap_future(call)
         except ScorerTimeout:

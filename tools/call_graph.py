@@ -150,6 +150,12 @@ class CallGraph:
             module, name = self._names[module][name]
         return None
 
+    def _resolve_dotted(self, module: str, name: str) -> Key | None:
+        """The same of a name, or of `imported_module.name`."""
+        of, _, last = name.rpartition(".")
+        whole = self._module(module, of) if of else module
+        return None if whole is None else self._resolve(whole, last)
+
     def _module(self, module: str, name: str) -> str | None:
         """Return the module that a name refers to."""
         whole = ".".join(filter(None, self._names[module].get(name, ())))
@@ -159,8 +165,9 @@ class CallGraph:
         """The classes that an annotation names, through aliases."""
         found: set[Key] = set()
         for node in ast.walk(annotation) if annotation is not None and depth < 5 else ():
-            name = node.id if isinstance(node, ast.Name) else getattr(node, "value", None)
-            key = self._resolve(module, name) if isinstance(name, str) and name.isidentifier() else None
+            is_name = isinstance(node, ast.Name | ast.Attribute)
+            name = ast.unparse(node) if is_name else getattr(node, "value", None)
+            key = self._resolve_dotted(module, name) if isinstance(name, str) else None
             if key in self._methods:
                 found.add(key)
             elif key is not None:
@@ -266,6 +273,9 @@ class CallGraph:
         if isinstance(node, ast.Name):
             return local[node.id] if node.id in local else self._global_type(function[0], node.id)
         if isinstance(node, ast.Attribute):
+            of = node.value.id if isinstance(node.value, ast.Name) and node.value.id not in local else ""
+            if whole := self._module(function[0], of):
+                return self._global_type(whole, node.attr)
             return _union(
                 self._named(method.returns, owner[0]) if method else self._field_type(owner, node.attr)
                 for cls in self._type(node.value, function)

@@ -16,14 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from nemorl.config import environment as configs
 from nemorl.config.base import call_within
-from nemorl.config.environment import (
-    FunctionRewardConfig,
-    JudgeRewardConfig,
-    ModelRewardConfig,
-    RewardConfig,
-    Signature,
-)
 from nemorl.trajectories import Conversation, Message, StopReason, Task, Trajectory, Turn
 
 from .find import RewardError, find_reward
@@ -32,7 +26,7 @@ from .scored import Answers, Columns, Failed, Score, Scored, Scorer, ScoringMetr
 log = logging.getLogger(__name__)
 
 
-def given_columns(signature: Signature, answers: Answers) -> Columns:
+def given_columns(signature: configs.Signature, answers: Answers) -> Columns:
     """Columns that a function of this signature may be given, a list each with one entry an answer.
 
     verl's ground truth is the column `reward_model`'s, where the data are verl's, else the task's answer;
@@ -56,7 +50,7 @@ def given_columns(signature: Signature, answers: Answers) -> Columns:
 class FunctionReward(Scorer):
     """Calls the function once for a group, or, with verl's signature, once for each answer."""
 
-    def __init__(self, config: FunctionRewardConfig, seconds: float) -> None:
+    def __init__(self, config: configs.FunctionRewardConfig, seconds: float) -> None:
         """Raises RewardError when the function cannot be found or called."""
         super().__init__(config, seconds)
         self._arguments = config.arguments
@@ -67,9 +61,8 @@ class FunctionReward(Scorer):
         """Raises RewardError for a column that the function requires and the task lacks."""
         columns = given_columns(self._found.signature, answers)
         if missing := sorted(self._found.needs - columns.keys()):
-            raise RewardError(
-                f"{self.label} asks for {', '.join(missing)}; the columns are {', '.join(sorted(columns))}"
-            )
+            given = ", ".join(sorted(columns))
+            raise RewardError(f"{self.label} asks for {', '.join(missing)}; the columns are {given}")
         return await super().score(answers)
 
     def _part_size(self, answers: Answers) -> int:
@@ -97,7 +90,7 @@ class FunctionReward(Scorer):
         if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != count:
             problem = f"{self.label} answered {scores!r} to {count} completions: one number each"
             return [Failed(problem)] * count
-        return [self._checked(score) for score in scores]
+        return list(map(self._checked, scores))
 
     def _checked(self, score: object) -> Score:
         if score is None:
@@ -130,18 +123,17 @@ async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
     return await asyncio.wrap_future(answer)
 
 
-def smoke_test_reward(config: FunctionRewardConfig, task: Task, chat: bool, seconds: float) -> str | None:
-    """Call a function on scripted answers to `task`, for `seconds` each. Return why it scores none, if so.
-
-    One group has the expected answer and an empty one, another the expected answer twice.
-    """
+def smoke_test_reward(
+    config: configs.FunctionRewardConfig, task: Task, chat: bool, seconds: float
+) -> str | None:
+    """Call a function on scripted answers to `task`, for `seconds` each. Return why it scores none, if so."""
 
     def scores(texts: Sequence[str]) -> Sequence[Score]:
         answers = Answers(task, [_scripted(task, text) for text in texts], chat)
         return asyncio.run(FunctionReward(config, seconds).score(answers)).scores
 
-    reasons = []
-    for texts in ((task.answer or "", ""), (task.answer or "",) * 2):
+    reasons, right = [], task.answer or ""
+    for texts in ((right, ""), (right, right)):
         try:
             found = call_within(2 * seconds + 5, partial(scores, texts))
         except (RewardError, TimeoutError) as error:
@@ -173,31 +165,24 @@ def _scripted(task: Task, text: str) -> Conversation:
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """Trajectories with their rewards, and how each reward's scoring went."""
-
-    trajectories: list[Trajectory]
-    scoring: Mapping[str, ScoringMetrics]
+    trajectories: list[Trajectory]  # with their rewards
+    scoring: Mapping[str, ScoringMetrics]  # by reward
 
 
 class Rewards:
     """All rewards of an experiment. Groups are scored while others sample."""
 
     def __init__(
-        self,
-        configs: Sequence[RewardConfig],
-        environment_weights: dict[str, float],
-        chat: bool,
-        seconds: float,
+        self, rewards: Sequence[configs.RewardConfig], weights: dict[str, float], chat: bool, seconds: float
     ) -> None:
-        """`seconds` bounds a call of a reward that has no deadline. Raises RewardError."""
-        self._weights = dict(environment_weights)
-        self._chat = chat
-        for config in configs:
+        """`weights` are the environment's; `seconds` bound a call without a deadline. Raises RewardError."""
+        self._weights, self._chat = dict(weights), chat
+        for config in rewards:
             if config.metric in self._weights:
                 raise RewardError(f"two rewards are named `{config.metric}`; a metric can hold only one")
             self._weights[config.metric] = config.weight
-        self._fails = {config.metric for config in configs if config.on_error == "fail"}
-        self._scorers = [_scorer(config, seconds) for config in configs]
+        self._fails = {config.metric for config in rewards if config.on_error == "fail"}
+        self._scorers = [_scorer(config, seconds) for config in rewards]
 
     async def apply(self, task: Task, conversations: Sequence[Conversation]) -> ScoredGroup:
         """The conversations' trajectories with all rewards and their weighted sum; failed ones as they are.
@@ -244,12 +229,12 @@ class Rewards:
         return sum(self._weights[name] * value for name, value in rewards.items())
 
 
-def _scorer(config: RewardConfig, seconds: float) -> Scorer:
-    if isinstance(config, FunctionRewardConfig):
+def _scorer(config: configs.RewardConfig, seconds: float) -> Scorer:
+    if isinstance(config, configs.FunctionRewardConfig):
         return FunctionReward(config, seconds)
     from .services import JudgeReward, ModelServiceReward  # with aiohttp
 
-    if isinstance(config, JudgeRewardConfig):
+    if isinstance(config, configs.JudgeRewardConfig):
         return JudgeReward(config, seconds)
-    assert isinstance(config, ModelRewardConfig), "a session gives models of the run's own an address"
+    assert isinstance(config, configs.ModelRewardConfig), "a session gives models of the run's own an address"
     return ModelServiceReward(config, seconds)

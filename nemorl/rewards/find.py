@@ -61,10 +61,9 @@ def find_reward(config: FunctionRewardConfig) -> FoundReward:
         except NotImported as error:
             raise RewardError(f"{name}: {error}") from error.__cause__
     if function is None:
-        raise RewardError(
-            f"no {name}: built in are {', '.join(sorted(BUILT_IN))}; "
-            "write `package.module:function` for one of your own"
-        )
+        built_in = ", ".join(sorted(BUILT_IN))
+        fix = "write `package.module:function` for one of your own"
+        raise RewardError(f"no {name}: built in are {built_in}; {fix}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise RewardError(f"{name} yields: return a list with a number for each completion")
     parameters = inspect.signature(function).parameters.values()
@@ -77,10 +76,8 @@ def find_reward(config: FunctionRewardConfig) -> FoundReward:
         signature = "verl" if "solution_str" in takes else "openrlhf"
     uses_answers = takes_any or any(names <= takes for names in _USES_ANSWERS[signature])
     if nameless or not uses_answers:
-        raise RewardError(
-            f"{name} takes ({', '.join(map(str, parameters))}): rewards of the signature "
-            f"`{signature}` are called by name, as `{FORMS[signature]}`"
-        )
+        expected = f"rewards of the signature `{signature}` are called by name, as `{FORMS[signature]}`"
+        raise RewardError(f"{name} takes ({', '.join(map(str, parameters))}): {expected}")
     if not takes_any and (unknown := sorted(config.arguments.keys() - takes)):
         raise RewardError(f"{name} takes no argument {', '.join(unknown)}")
     required = frozenset(p.name for p in by_name if p.default is p.empty)

@@ -2,11 +2,10 @@
 
 Each returns one number an answer, or None where it does not apply. A completion is a text (plain prompts) or
 a list of messages `{"role", "content"}` (chat), as in TRL. `|y|` is the number of an answer's sampled tokens,
-end token included; results of tools are not among them. All penalties lie between -1 and 0, `relative_length`
-between -1/2 and 1/2.
+end token included; results of tools are not among them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from nemorl.environments.tags import last_tagged
 
@@ -20,9 +19,7 @@ def exact_match(
 
     With `tag`, the text inside the last `<tag>...</tag>` is compared, and a missing one is worth 0.
     """
-    texts: Iterable[str | None] = map(last_text, completions)
-    if tag is not None:
-        texts = (last_tagged(last_text(completion), tag) for completion in completions)
+    texts = [text if tag is None else last_tagged(text, tag) for text in map(last_text, completions)]
     return [
         None if expected is None else float(text is not None and text.strip() == expected.strip())
         for text, expected in zip(texts, answer, strict=True)
@@ -38,18 +35,13 @@ def format_tags(completions: Sequence[Completion], tag: str = "answer") -> list[
     rewards = []
     for text in map(last_text, completions):
         inner, closed, after = text.partition(opening)[2].partition(closing)
-        kept = (
-            text.count(opening) == 1,
-            text.count(closing) == 1,
-            bool(closed and inner.strip()),
-            bool(closed) and not after.strip(),
-        )
+        kept = [text.count(opening) == 1, text.count(closing) == 1]
+        kept += [bool(closed and inner.strip()), bool(closed) and not after.strip()]
         rewards.append(sum(kept) / len(kept))
     return rewards
 
 
 def last_text(completion: Completion) -> str:
-    """What the policy said last."""
     if isinstance(completion, str):
         return completion
     said = [message["content"] for message in completion if message["role"] == "assistant"]
@@ -105,8 +97,7 @@ def relative_length(
 def repetition_penalty(sampled_ids: Ids, n: int = 3) -> list[float]:
     """The share of an answer's n-grams of tokens that occurred in it before, as a cost: unique / all - 1.
 
-    After Yeo et al. 2025, arXiv 2502.03373, who penalize single tokens. 0 for an answer of fewer tokens.
-    Raises ValueError for an n below 1.
+    After Yeo et al. 2025, arXiv 2502.03373, who penalize single tokens. Raises ValueError for an n below 1.
     """
     if n < 1:
         raise ValueError(f"n = {n} is not at least 1")

@@ -1,7 +1,4 @@
-"""Parts that all rewards share: the answers, their scores, and bounded calls of user code and of servers.
-
-A call is for a part of a group's answers; what goes wrong with it costs these answers and nothing else.
-"""
+"""Parts that all rewards share: the answers, their scores, and bounded calls of user code and of servers."""
 
 import asyncio
 import time
@@ -20,9 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Failed:
-    """The reason why there is no score; the sentence names the reward."""
-
-    reason: str
+    reason: str  # why there is no score; the sentence names the reward
 
 
 Score = float | None | Failed  # None: the reward does not apply to this answer
@@ -140,7 +135,7 @@ class Scorer(ABC):
 
     @abstractmethod
     async def _ask(self, part: Answers) -> Any:
-        """One call; what it raises fails the part."""
+        """One call; what it raises fails the part, and nothing else."""
 
     @abstractmethod
     def _read(self, value: Any, count: int) -> list[Score]:
@@ -150,13 +145,10 @@ class Scorer(ABC):
         return None
 
     async def _score_part(self, part: Answers) -> Scored:
-        asked = time.monotonic()
+        asked, count = time.monotonic(), len(part)
         async with self._places:
             started = time.monotonic()  # from here on the deadline counts
             outcome = await attempt(self._ask(part), self.label, self._seconds)
-        seconds = time.monotonic() - started
-        if outcome.failure is None:
-            scores = self._read(outcome.value, len(part))
-        else:
-            scores = [Failed(outcome.failure)] * len(part)
+        seconds, failure = time.monotonic() - started, outcome.failure
+        scores = self._read(outcome.value, count) if failure is None else [Failed(failure)] * count
         return Scored(scores, seconds, started - asked)

@@ -20,14 +20,9 @@ class ServiceScorer(Scorer, Generic[C]):
     def __init__(self, config: C, seconds: float) -> None:
         super().__init__(config, seconds)
         self._config = config
+        given = config.model_dump(include={"api_key_env", "max_concurrent", "max_retries"})
         try:
-            self._client = OpenAIClient(
-                config.url,
-                api_key_env=config.api_key_env,
-                max_concurrent=config.max_concurrent,
-                max_retries=config.max_retries,
-                key_field=f"rewards ({self.name}): api_key_env",
-            )
+            self._client = OpenAIClient(config.url, key_field=f"rewards ({self.name}): api_key_env", **given)
         except MissingKey as error:
             raise RewardError(str(error)) from error
 
@@ -40,11 +35,7 @@ class ServiceScorer(Scorer, Generic[C]):
 
 
 class JudgeReward(ServiceScorer[JudgeRewardConfig]):
-    """Asks a language model for scores between `min_score` and `max_score`, which become 0 to 1.
-
-    A judge that sees the whole group has to compare only what is there, which is easier than an absolute
-    score and spends one request on a group (as in OpenPipe's RULER).
-    """
+    """Asks a language model for scores of single answers or of a group (as OpenPipe's RULER), made 0 to 1."""
 
     def _part_size(self, answers: Answers) -> int:
         return len(answers) if self._config.ranks_groups else 1
@@ -59,10 +50,8 @@ class JudgeReward(ServiceScorer[JudgeRewardConfig]):
         messages = [{"role": "user", "content": filled(config.prompt, given)}]
         if config.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": config.system_prompt})
-        sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-        return await self._client.post(
-            "/chat/completions", {"model": config.model, "messages": messages, **sampling}
-        )
+        body = {"model": config.model, "messages": messages, "temperature": config.temperature}
+        return await self._client.post("/chat/completions", {**body, "max_tokens": config.max_tokens})
 
     def _read(self, value: dict[str, Any], count: int) -> list[Score]:
         try:
@@ -94,8 +83,8 @@ class JudgeReward(ServiceScorer[JudgeRewardConfig]):
         with suppress(TypeError, ValueError):
             if not isinstance(score, bool) and low <= float(score) <= high:
                 return (float(score) - low) / (high - low)
-        expected = f"expected a number from {low:g} to {high:g}"
-        return Failed(f"{self.label}: the judge's score is {score!r}: {expected}")
+        problem = f"the judge's score is {score!r}: expected a number from {low:g} to {high:g}"
+        return Failed(f"{self.label}: {problem}")
 
 
 class ModelServiceReward(ServiceScorer[ModelRewardConfig]):
@@ -107,9 +96,8 @@ class ModelServiceReward(ServiceScorer[ModelRewardConfig]):
     async def _ask(self, part: Answers) -> dict[str, Any]:
         model, conversations = {"model": self._config.model}, part.conversations
         if self._config.protocol == "nemorl":
-            content = [
-                {"prompt": as_dicts(c.opening), "completion": as_dicts(c.exchange)} for c in conversations
-            ]
+            parts = [(as_dicts(c.opening), as_dicts(c.exchange)) for c in conversations]
+            content = [{"prompt": prompt, "completion": completion} for prompt, completion in parts]
             return await self._client.post("/rewards", {**model, "conversations": content})
         whole = [(*c.opening, *c.exchange) for c in conversations]
         given: dict[str, Any] = {"input": ["".join(m.content for m in messages) for messages in whole]}

@@ -7,9 +7,8 @@ versions when its batch is trained:
     groups that may have started  =  (version + max_staleness + 1) * groups_per_step
 
 Where groups can be refused, as dynamic sampling does, another starts in place of each: a synchronous step
-gets the shortest run of the data that holds enough groups, whatever the order in which they finish.
-
-What passes between driver and rollout workers is metadata, never token arrays.
+gets the shortest run of the data that holds enough groups, whatever the order in which they finish. Driver
+and rollout workers exchange metadata, never token arrays.
 """
 
 import asyncio
@@ -28,8 +27,6 @@ from nemorl.trajectories import Conversation, StopReason, Trajectory
 
 @dataclass(frozen=True)
 class GroupAssignment:
-    """Sample one task several times."""
-
     group: int  # unique among training groups of a run, and among validation groups of one validation
     task_index: int  # in the training or the validation dataset
     num_samples: int
@@ -41,8 +38,6 @@ class GroupAssignment:
 
 @dataclass(frozen=True)
 class TrajectorySummary:
-    """All that the driver knows of one trajectory."""
-
     row: int  # place in the list behind the group's reference
     reward: float  # the weighted sum
     rewards: dict[str, float]  # by name, before weights; absent = not applicable
@@ -62,8 +57,6 @@ class TrajectorySummary:
 
 @dataclass(frozen=True)
 class SampleText:
-    """One trajectory as text, special tokens included."""
-
     row: int
     prompt: str
     completion: str
@@ -72,11 +65,9 @@ class SampleText:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """One sampled group. `reference` is what `store` gave for its list of trajectories."""
-
     group: int
     task_index: int
-    reference: Any
+    reference: Any  # what `store` gave for its list of trajectories
     trajectories: tuple[TrajectorySummary, ...]
     texts: tuple[SampleText, ...] = ()
     greedy: TrajectorySummary | None = None  # the additional greedy sample; not in the list
@@ -119,9 +110,7 @@ async def last_answer(conversation: Conversation, environments: object) -> str |
     if (read := getattr(environments, "answer_in", None)) is not None:
         answer = await read(answer)
     answer = " ".join((answer or "").split())
-    if len(answer) > _MAX_LENGTH:
-        return hashlib.sha256(answer.encode()).hexdigest()
-    return answer or None
+    return hashlib.sha256(answer.encode()).hexdigest() if len(answer) > _MAX_LENGTH else answer or None
 
 
 RunGroups = Callable[[list[GroupAssignment]], AsyncIterator[GroupSummary]]
@@ -132,8 +121,7 @@ class RolloutFailed(RunError):
     """Groups that will not come; the message names them and their workers."""
 
 
-def ignore(finished: int) -> None:
-    """For a caller that does not count them."""
+def ignore(finished: int) -> None: ...
 
 
 class Dispatcher:
@@ -182,13 +170,11 @@ class Dispatcher:
         except TimeoutError as error:
             if not timeout.expired():  # a worker's own
                 raise
-            waiting = (
-                f"worker {w}: groups {_ids(sorted(ids))}" for w, ids in enumerate(self._waiting) if ids
-            )
+            late = (f"worker {w}: groups {_ids(sorted(ids))}" for w, ids in enumerate(self._waiting) if ids)
             raise RolloutFailed(
                 f"sampling: {len(self._finished)} of {count} groups finished within {self._seconds:g} s "
                 "(`cluster.deadlines.generation`); waiting for "
-                f"{'; '.join(waiting) or 'no group: too few were started'}"
+                f"{'; '.join(late) or 'no group: too few were started'}"
             ) from error
         taken, self._finished = self._finished[:count], self._finished[count:]
         return sorted(taken, key=lambda summary: summary.group)
@@ -217,10 +203,7 @@ def _ids(groups: Sequence[int]) -> str:
 
 
 class TaskOrder:
-    """Task index of every global position 0, 1, 2, …; each epoch visits every task once.
-
-    A run keeps its place in the data as one position: the order needs no state of its own.
-    """
+    """Task index of every global position 0, 1, 2, …; each epoch visits every task once. It has no state."""
 
     def __init__(self, num_tasks: int, seed: int, shuffle: bool) -> None:
         if num_tasks < 1:
@@ -269,10 +252,7 @@ class Collector:
         version: int = 0,
         refill: Refill | None = None,
     ) -> None:
-        """`seconds` bounds `next_batch`, with `refill` the wait for each group.
-
-        A checkpoint left the data at `position` after `version` steps.
-        """
+        """`seconds` bounds `next_batch`, or with `refill` the wait for each group."""
         self._dispatcher = Dispatcher(workers, seconds)
         self._order, self._plan, self._refill = order, plan, refill
         self._replaced = 0  # groups started in place of refused ones
@@ -293,8 +273,8 @@ class Collector:
     async def next_batch(self, on_finished: OnFinished = ignore) -> list[GroupSummary]:
         """The groups of the next step, ordered by id: the first that finished, without staleness all started.
 
-        With `refill` the refused groups are among them, so that there may be more than a step trains, and
-        fewer that are accepted; `on_finished` counts only those. Raises like `Dispatcher.take`.
+        With `refill` the refused groups are among them; `on_finished` counts only the others. Raises like
+        `Dispatcher.take`.
         """
         if self._refill is None:
             batch = await self._dispatcher.take(self._plan.groups_per_step, on_finished)
@@ -350,12 +330,9 @@ async def sample_validation(
     on_finished: OnFinished = ignore,
     of_set: str = "",
 ) -> list[GroupSummary]:
-    """Sample the first `num_tasks` validation tasks, in order; `num_texts` of them come with a text.
-
-    Seeds depend on the task alone, so two validations differ only by the weights. Raises like `next_batch`.
-    """
+    """Sample validation tasks, in order; the first `num_texts` come with a text. Raises like `take`."""
     dispatcher = Dispatcher(workers, seconds)
-    dispatcher.start(
+    dispatcher.start(  # seeds depend on the task alone, so two validations differ only by the weights
         GroupAssignment(task, task, samples_per_task, True, of_set, num_texts=int(task < num_texts))
         for task in range(num_tasks)
     )

@@ -25,10 +25,7 @@ class _Failed(Exception):
 def custom_environment_problems(
     config: CustomEnvConfig, task: Task | None, seconds: float
 ) -> Iterator[Problem]:
-    """Construct the factory and run one episode on `task`: an empty answer, then the expected one repeated.
-
-    Without a task no episode is run. A call that takes more than `seconds` is left in a daemon thread.
-    """
+    """Construct the factory; with a task, run an episode: an empty answer, then the expected one repeated."""
     calls = _Calls(seconds)
     field, value, problem = "env.factory", config.factory, None
     try:
@@ -60,10 +57,8 @@ def _not_a_factory(factory: Any) -> str | None:
     weights = getattr(factory, "reward_weights", None)
     if isinstance(weights, dict) and all(isinstance(k, str) and _is_number(v) for k, v in weights.items()):
         return None
-    return (
-        f"its reward_weights is {weights!r}; set it to a dict of reward names and their weights, "
-        "empty where the environment gives no rewards"
-    )
+    fix = "set it to a dict of reward names and their weights, empty where the environment gives no rewards"
+    return f"its reward_weights is {weights!r}; {fix}"
 
 
 def _lacks(value: Any, what: str, *methods: str) -> str | None:
@@ -147,9 +142,8 @@ class _Calls:
             return future.result(self._seconds)
         except TimeoutError:
             self._hangs = True
-            raise _Failed(
-                f"{what} returned nothing within {self._seconds:g} s (cluster.deadlines.environment)"
-            ) from None
+            late = f"returned nothing within {self._seconds:g} s (cluster.deadlines.environment)"
+            raise _Failed(f"{what} {late}") from None
 
     def end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

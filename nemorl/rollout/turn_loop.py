@@ -1,8 +1,6 @@
 """One conversation between the policy and an environment, token-exact.
 
-    task ─reset▶ opening ─▶ tokens ─▶ [ generate ─▶ step ─▶ observation ─▶ tokens ]… ─▶ Trajectory
-
-A `Record` is the conversation while it grows; it becomes a trajectory when it ends.
+task ─reset▶ opening ─▶ tokens ─▶ [ generate ─▶ step ─▶ observation ─▶ tokens ]… ─▶ Trajectory
 """
 
 import logging
@@ -32,7 +30,7 @@ from nemorl.trajectories import (
 
 @dataclass
 class Record:
-    """Tokens, their origin and the messages so far. Tokens are only ever appended."""
+    """A conversation while it grows. Tokens are only ever appended."""
 
     opening: tuple[Message, ...] = ()
     exchange: list[Message] = field(default_factory=list)
@@ -67,8 +65,7 @@ class Record:
         self.stop = completion.stop
 
     @property
-    def num_routed(self) -> int:
-        """Tokens from the first on whose experts are known."""
+    def num_routed(self) -> int:  # tokens from the first on whose experts are known
         return sum(len(rows) for rows in self.routed_experts)
 
     def add_observation(self, messages: tuple[Message, ...], tokens: list[int]) -> None:
@@ -150,11 +147,7 @@ class ConversationFailed(RuntimeError):
 
 
 class TurnLoop:
-    """Runs conversations; holds what they share."""
-
-    def __init__(
-        self, generator: Generator, tokenizer: Tokenizer, prompts: Prompts, limits: TurnLimits
-    ) -> None:
+    def __init__(self, generator: Generator, tokenizer: Tokenizer, prompts: Prompts, limits: TurnLimits):
         self._generator, self._limits = generator, limits
         self._tokenizer, self._prompts = tokenizer, prompts
 
@@ -167,8 +160,7 @@ class TurnLoop:
         this trajectory alone: its `error` names the stage and none of its tokens trains. The environment is
         closed in every case. An exception of the generator is raised.
         """
-        record = Record()
-        error = None
+        record, error = Record(), None
         try:
             await self._converse(record, task, environment, key, sampling)
         except (ConversationFailed, TokenizerError) as failure:
@@ -188,11 +180,9 @@ class TurnLoop:
         record.open(opening, self._prompts.open(opening))
         if not record.tokens:
             raise ConversationFailed("prompt: no tokens, so there is nothing to condition the first one on")
-        if len(record.tokens) >= limit:
-            raise ConversationFailed(
-                f"prompt: {len(record.tokens)} tokens leave no room in `policy.max_sequence_length` of "
-                f"{limit}"
-            )
+        if (count := len(record.tokens)) >= limit:
+            problem = f"prompt: {count} tokens leave no room in `policy.max_sequence_length` of {limit}"
+            raise ConversationFailed(problem)
         while True:
             action = await self._sample_turn(record, key, sampling)
             turn = len(record.turns)
@@ -230,10 +220,9 @@ class TurnLoop:
         text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
         record.add_turn(completion, text)
         if completion.stop in (StopReason.ABORT, StopReason.ERROR):
-            raise ConversationFailed(
-                f"generation of turn {turn + 1}: ended with `{completion.stop}` after "
-                f"{completion.seconds:.1f} s and {len(tokens)} tokens"
-            )
+            spent = f"{completion.seconds:.1f} s and {len(tokens)} tokens"
+            problem = f"generation of turn {turn + 1}: ended with `{completion.stop}` after {spent}"
+            raise ConversationFailed(problem)
         return Action(text, completion.tokens, completion.stop)
 
     async def _ask(self, record: Record, call: Coroutine[Any, Any, T], stage: str) -> T:

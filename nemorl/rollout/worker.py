@@ -1,7 +1,4 @@
-"""Rollout worker: samples groups, scores them, keeps the trajectories and returns summaries.
-
-`RayRolloutWorker` samples from engines in other processes, through a router.
-"""
+"""Rollout worker: samples groups, scores them, keeps the trajectories and returns summaries."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -28,27 +25,18 @@ class RolloutWorker:
     """Runs turn loops, environments and rewards in one event loop; imports neither torch nor Ray."""
 
     def __init__(self, experiment: Experiment, generator: Generator, store: Store) -> None:
-        """`store` keeps a group's trajectories and returns a reference to them.
-
-        Raises DatasetError, TokenizerError or RewardError.
-        """
-        self._seed = experiment.seed
-        self._store = store
-        data = experiment.data
+        """`store` keeps trajectories by reference. Raises DatasetError, TokenizerError or RewardError."""
+        self._seed, self._store, data = experiment.seed, store, experiment.data
         self._tasks = load_tasks(data.train, data)
-        held_out = {} if data.validation is None else {"": data.validation}
-        self._held_out = {
-            name: load_tasks(dataset, data) for name, dataset in (held_out | data.validation_sets).items()
-        }
+        held_out = ({} if data.validation is None else {"": data.validation}) | data.validation_sets
+        self._held_out = {name: load_tasks(dataset, data) for name, dataset in held_out.items()}
         sampling, validation = experiment.generation.sampling, experiment.algorithm.validation
         self._votes = bool(validation.cons_at_k)
         self._sampling = {False: _params(sampling), True: _params(validation.sampling or sampling)}
         self._tokenizer = load_tokenizer(experiment.policy)
         self._environments: EnvironmentFactory = experiment.env.make_factory()
-        deadlines = experiment.cluster.deadlines
-        self._rewards = Rewards(
-            experiment.rewards, self._environments.reward_weights, data.chat, deadlines.environment
-        )
+        deadlines, weights = experiment.cluster.deadlines, self._environments.reward_weights
+        self._rewards = Rewards(experiment.rewards, weights, data.chat, deadlines.environment)
         limits = TurnLimits(
             max_sequence_length=experiment.policy.max_sequence_length,
             max_new_tokens=experiment.generation.max_new_tokens,
@@ -60,10 +48,7 @@ class RolloutWorker:
         self._turns = TurnLoop(generator, self._tokenizer, prompts_of(self._tokenizer, data.chat), limits)
 
     async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncGenerator[GroupSummary, None]:
-        """Sample all assignments at once; yield each group's summary when its last trajectory has ended.
-
-        Raises what ends a run: a failure of the generator, RewardError.
-        """
+        """Yield each group's summary when it has ended. Raises RewardError, or a failure of the generator."""
         groups = [asyncio.ensure_future(self._run_group(a)) for a in assignments]
         try:
             for finished in asyncio.as_completed(groups):
@@ -114,17 +99,16 @@ def _params(config: SamplingConfig) -> SamplingParams:
 
 
 class RayRolloutWorker(RolloutWorker):
-    """Hosted by an actor whose methods run in an event loop."""
+    """In an actor whose methods run in an event loop; samples from engines in other processes."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
         self.router = Router(list(engines))
         super().__init__(experiment, self.router, store=lambda trajectories: trajectories)
 
     async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
-        """Each group's trajectories, then its summary.
+        """Each group's trajectories, then its summary: as separate items they belong to the reader's process.
 
-        As separate items the trajectories belong to the process that reads the stream. A reference inside the
-        summary would belong to this process, which may drop its last hold on it before the reader has one.
+        A reference in the summary would belong to this process, which may drop it before the reader has it.
         """
         async with aclosing(self.run_groups(assignments)) as summaries:
             async for summary in summaries:

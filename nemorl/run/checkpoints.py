@@ -1,19 +1,13 @@
-"""The checkpoints of a run, and the export of their weights.
-
-A checkpoint is written while the next steps run, and committed when it is complete. Exports have a file with
-their `Origin`, the run and step of the weights. A write that fails is a `WriteError` with the reason and the
-fix.
-"""
+"""The checkpoints of a run, and the export of their weights, with a file of their `Origin`."""
 
 import asyncio
 import json
 import logging
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from safetensors import SafetensorError
@@ -32,6 +26,7 @@ from nemorl.session.handles import TrainedModels, folder_of
 
 ORIGIN_FILE = "nemorl.json"
 PROGRESS_FILE = "driver.json"
+Save = Callable[[Path], Awaitable[Sequence[FileRecord]]]
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +39,10 @@ class Origin:
     @classmethod
     def read(cls, model: Path) -> "Origin | None":
         """Read it from a model folder; None if the folder is not an export."""
-        try:
+        with suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads((model / ORIGIN_FILE).read_text(encoding="utf-8"))
             return cls(str(content["run"]), int(content["step"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return None
 
     def write(self, model: Path) -> None:
         (model / ORIGIN_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
@@ -59,10 +53,7 @@ class Origin:
 
 @contextmanager
 def full_disk_named(what: str, folder: Path, fix: str) -> Iterator[None]:
-    """Turn a write into `folder` that fails in the block into a `WriteError`.
-
-    `fix` says what is complete and what to do. A FileExistsError passes as it is.
-    """
+    """Turn a write into `folder` that fails in the block into a `WriteError`, but for a FileExistsError."""
     try:
         yield
     except FileExistsError:
@@ -71,8 +62,8 @@ def full_disk_named(what: str, folder: Path, fix: str) -> Iterator[None]:
         reason = str(error)
         if isinstance(error, OSError):
             reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-        room = room_left(folder)
-        raise WriteError(f"{what} could not be written to {folder}: {reason}; {room}. {fix}") from error
+        problem = f"{what} could not be written to {folder}: {reason}; {room_left(folder)}. {fix}"
+        raise WriteError(problem) from error
 
 
 @dataclass(frozen=True)
@@ -100,15 +91,12 @@ class Checkpoints:
     """Saves one at a time. Leaving its `with` waits for the one that is still being written.
 
     With `checkpointing.asynchronous` a step waits only for the copy of the state and, if it is not done yet,
-    for the checkpoint before. What is not committed does not count; a failure is raised at the next `save`,
-    `check` or `settle`.
+    for the checkpoint before. A failure is raised at the next `save`, `check` or `settle`.
     """
 
     def __init__(self, experiment: Experiment, models: TrainedModels, store: CheckpointStore) -> None:
-        self._experiment = experiment
-        self._config = experiment.checkpointing
-        self._models = models
-        self._store = store
+        self._experiment, self._config = experiment, experiment.checkpointing
+        self._models, self._store = models, store
         self._step = 0  # of the one that is being written
         self._writing: asyncio.Task[None] | None = None
 
@@ -136,9 +124,7 @@ class Checkpoints:
     async def __aenter__(self) -> "Checkpoints":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             await self.settle()
         except NemorlError as failure:
@@ -148,12 +134,7 @@ class Checkpoints:
                 return
             logger.warning("the checkpoint of step %d was not completed: %s", self._step, failure)
 
-    async def _write(
-        self,
-        progress: Progress,
-        metrics: StepMetrics,
-        save: Callable[[Path], Awaitable[Sequence[FileRecord]]],
-    ) -> None:
+    async def _write(self, progress: Progress, metrics: StepMetrics, save: Save) -> None:
         """Write and commit a checkpoint; a failed one leaves nothing on the disk."""
         config, store = self._config, self._store
         folder = store.begin(progress.step)
@@ -172,10 +153,7 @@ class Checkpoints:
 
 
 def export_checkpoint(
-    checkpoint: Path,
-    out: Path,
-    form: Literal["hf", "adapter", "megatron"] = "hf",
-    model: str = "policy",
+    checkpoint: Path, out: Path, form: Literal["hf", "adapter", "megatron"] = "hf", model: str = "policy"
 ) -> None:
     """Write the weights of a checkpoint of a run folder as a Hugging Face folder, its adapters as PEFT keeps
     them, or a checkpoint of megatron-core. Of several models that learn, `model` is one. Raises NemorlError.

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from functools import cached_property
 from pathlib import Path
 
 from nemorl.algorithms.metrics import samples_of
@@ -20,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 
 class RunRecorder:
-    """Records one run and decides which step is its last."""
-
     def __init__(
         self,
         experiment: Experiment,
@@ -38,8 +35,8 @@ class RunRecorder:
         self._skipped = start.skipped_updates
         self._unsaved: tuple[Progress, StepMetrics] | None = None  # of the last step
         self._early_stop = EarlyStop(self._algorithm.early_stop, start.best_value, start.waited)
-        # Of an algorithm that has one and changes it. Every checkpoint has its state.
-        self.entropy: EntropyWeight | None = None
+        self._sets: dict[str, int] | None = None  # of the validation, once they have been read
+        self.entropy: EntropyWeight | None = None  # its state is in every checkpoint
         # Metrics of the validation data that need no sampling, of algorithms that have any.
         self.measure: Callable[[], Awaitable[dict[str, float]]] | None = None
 
@@ -99,28 +96,19 @@ class RunRecorder:
     def summarize(self) -> Path | None:
         """Show what changed over the run and write the report; returns its path, None on a full disk."""
         steps = read_metrics(self._observer.folder.paths.metrics)
-        updates, skipped, empty = (
-            int(sum(step.values.get(f"updates/{which}", 0) for step in steps))
-            for which in ("all", "skipped", "empty")
-        )
-        without_effect = (
-            (skipped, "were skipped because their gradients were not finite"),
-            (empty, "had no gradient because of filters, errors, equal rewards or masks"),
-        )
-        for count, why in without_effect:
+        names = "updates/all", "updates/skipped", "updates/empty"
+        updates, skipped, empty = (int(sum(step.values.get(name, 0) for step in steps)) for name in names)
+        not_finite = "were skipped because their gradients were not finite"
+        no_gradient = "had no gradient because of filters, errors, equal rewards or masks"
+        for count, why in ((skipped, not_finite), (empty, no_gradient)):
             if count:
                 effect = "the run has learned nothing" if count == updates else "they changed no weight"
                 logger.warning("%d of %d updates %s; %s.", count, updates, why, effect)
-        names = ["validation/accuracy", "validation/reward", "validation/loss", "reward/mean", "loss/sft"]
-        names += ["rewards/accuracy", "accuracy"]
-        measured = {name: [step.values[name] for step in steps if name in step.values] for name in names}
-        return self._observer.summary(
-            [Change(name, values[0], values[-1]) for name, values in measured.items() if len(values) > 1]
-        )
-
-    @cached_property
-    def _validation_sets(self) -> dict[str, int]:
-        return validation_sets(self._experiment)
+        shown = ["validation/accuracy", "validation/reward", "validation/loss", "reward/mean", "loss/sft"]
+        shown += ["rewards/accuracy", "accuracy"]
+        measured = {name: [step.values[name] for step in steps if name in step.values] for name in shown}
+        changes = [Change(name, of[0], of[-1]) for name, of in measured.items() if len(of) > 1]
+        return self._observer.summary(changes)
 
     async def _validate(self, number: int) -> dict[str, float]:
         measured = await self.measure() if self.measure is not None else {}
@@ -129,8 +117,8 @@ class RunRecorder:
         await self._session.update_weights(number)
         async with self._session.generating():
             with self._observer.stage("validation", unit="tasks") as stage:
-                values, groups = await validate(
-                    self._session, self._experiment, self._validation_sets, stage.advance
-                )
+                if self._sets is None:
+                    self._sets = validation_sets(self._experiment)
+                values, groups = await validate(self._session, self._experiment, self._sets, stage.advance)
         self._observer.samples(list(samples_of(number, groups, "validation")))
         return measured | values

@@ -72,11 +72,8 @@ class StopRequest:
         if self.signal is not None:
             self.immediate = True
         elif self._stepping:
-            logger.warning(
-                "%s received: cancelling the step if it is sampling, finishing it otherwise; "
-                "a second signal ends the run immediately",
-                number.name,
-            )
+            effect = "cancelling the step if it is sampling, finishing it otherwise"
+            logger.warning("%s received: %s; a second signal ends the run immediately", number.name, effect)
         self.signal = self.signal or number
         self._requested.set()
         if self.immediate or not self._stepping:
@@ -102,13 +99,10 @@ class EarlyStop:
         return self.over
 
     @property
-    def over(self) -> bool:
-        """True if the metric has not improved for `patience` measurements."""
+    def over(self) -> bool:  # the metric has not improved for `patience` measurements
         return self.config is not None and self.waited >= self.config.patience
 
     def __str__(self) -> str:
         assert self.config is not None
-        return (
-            f"early stop: {self.config.metric} has not improved on {self.best} in {self.waited} measurements "
-            "(algorithm.early_stop)"
-        )
+        waited = f"has not improved on {self.best} in {self.waited} measurements"
+        return f"early stop: {self.config.metric} {waited} (algorithm.early_stop)"

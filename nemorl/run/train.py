@@ -14,30 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nemorl.algorithms import offline
 from nemorl.algorithms.best_of_n import BestOfNUpdate
 from nemorl.algorithms.distillation import DistillationUpdate
 from nemorl.algorithms.filters import refill
 from nemorl.algorithms.metrics import LogprobGate, samples_of
 from nemorl.algorithms.objective import EntropyWeight
-from nemorl.algorithms.offline import (
-    OfflineAlgorithm,
-    OfflineData,
-    ReferenceSums,
-    load_offline_data,
-    objective_of,
-    reference_sums,
-)
 from nemorl.algorithms.online import OnlineAlgorithm, Update
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
-from nemorl.config.algorithm import (
-    DistillationConfig,
-    IterativePreferenceConfig,
-    OfflineBase,
-    OnlineConfig,
-    OnPolicyDistillationConfig,
-    RejectionSamplingConfig,
-)
+from nemorl.config import algorithm as configs
 from nemorl.config.auxiliary import teachers_held
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import reward_weights
@@ -73,10 +59,8 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(work)
     except asyncio.CancelledError:
-        raise RunError(
-            "Terminated immediately by a signal; all processes have ended. Continue a run from its newest "
-            "checkpoint with --resume."
-        ) from None
+        fix = "Continue a run from its newest checkpoint with --resume."
+        raise RunError(f"Terminated immediately by a signal; all processes have ended. {fix}") from None
 
 
 def train(experiment: Experiment, resume: bool = False) -> RunResult:
@@ -84,18 +68,14 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
     check_trackers(experiment.logger)
     store = CheckpointStore(experiment.run_dir / "checkpoints")
     found = store.latest_valid() if resume else None
-    if resume and found is None and store.corrupt():
-        raise RunError(
-            f"No complete checkpoint in {store.folder} (corrupt: {', '.join(store.corrupt())}). "
-            "To start over, delete the run folder or set another run_dir."
-        )
+    if resume and found is None and (corrupt := store.corrupt()):
+        problem = f"No complete checkpoint in {store.folder} (corrupt: {', '.join(corrupt)})."
+        raise RunError(f"{problem} To start over, delete the run folder or set another run_dir.")
     if found is not None and (fix := fix_if_complete(experiment, found)):
         return _finish_complete_run(experiment, found, fix)
-    yaml = to_yaml(experiment)
-    if resume:
-        folder = RunFolder.resume(experiment.run_dir, yaml, found.step if found else None)
-    else:
-        folder = RunFolder.create(experiment.run_dir, yaml)
+    run_dir, yaml = experiment.run_dir, to_yaml(experiment)
+    step = found.step if found else None
+    folder = RunFolder.resume(run_dir, yaml, step) if resume else RunFolder.create(run_dir, yaml)
     with Observer(folder, experiment.logger, total_steps=experiment.algorithm.num_steps) as observer:
         return run_to_end(_train(experiment, observer, store, found))
 
@@ -163,15 +143,14 @@ async def _train_session(
                 **session.nodes,
             }
         )
-        references = ReferenceSums()
-        if isinstance(config, OfflineBase) and config.precomputes_reference:
-            assert data.offline is not None
+        references = offline.ReferenceSums()
+        if isinstance(config, configs.OfflineBase) and config.precomputes_reference:
+            assert data.examples is not None
             left = config.num_steps - progress.step
-            # Of all that is left to train on.
-            examples = partial(data.offline.compared, data.order, config, progress.position, left)
-            model, multiple = experiment.policy.model_path, experiment.policy.layout.fewest_units
-            references = await reference_sums(
-                examples, experiment.run_dir, model, session, observer, multiple
+            to_compare = partial(data.examples.compared, data.order, config, progress.position, left)
+            policy, multiple = experiment.policy, experiment.policy.layout.fewest_units
+            references = await offline.reference_sums(
+                to_compare, experiment.run_dir, policy.model_path, session, observer, multiple
             )
         if found is not None:
             with observer.stage("restore", outside_step=True):
@@ -204,18 +183,18 @@ async def _train_session(
 @dataclass(frozen=True)
 class TrainingData:
     order: TaskOrder
-    offline: OfflineData | None = None  # of a run that does not sample
+    examples: offline.OfflineData | None = None  # of a run that does not sample
     task_teachers: Sequence[str] = ()  # the teacher of each task, for on-policy distillation
 
 
 def load_data(experiment: Experiment) -> TrainingData:
     config, data = experiment.algorithm, experiment.data
-    if isinstance(config, OfflineBase):
-        offline = load_offline_data(experiment, config)
-        return TrainingData(TaskOrder(len(offline.units), experiment.seed, data.shuffle), offline)
+    if isinstance(config, configs.OfflineBase):
+        examples = offline.load_offline_data(experiment, config)
+        return TrainingData(TaskOrder(len(examples.units), experiment.seed, data.shuffle), examples)
     tasks = load_tasks(data.train, data)
     teachers: Sequence[str] = ()
-    if isinstance(config, OnPolicyDistillationConfig):
+    if isinstance(config, configs.OnPolicyDistillationConfig):
         teachers = teachers_of_tasks(tasks, config.teacher_key, list(experiment.teachers))
     return TrainingData(TaskOrder(len(tasks), experiment.seed, data.shuffle), task_teachers=teachers)
 
@@ -223,29 +202,30 @@ def load_data(experiment: Experiment) -> TrainingData:
 def _algorithm(
     experiment: Experiment,
     data: TrainingData,
-    references: ReferenceSums,
+    references: offline.ReferenceSums,
     session: Session,
     observer: Observer,
     recorder: RunRecorder,
     start: Progress,
-) -> OnlineAlgorithm | OfflineAlgorithm:
+) -> OnlineAlgorithm | offline.OfflineAlgorithm:
     config, policy, teachers = experiment.algorithm, experiment.policy, None
     multiple = policy.layout.fewest_units
-    if isinstance(config, DistillationConfig | OnPolicyDistillationConfig):
+    if isinstance(config, configs.DistillationConfig | configs.OnPolicyDistillationConfig):
         held = teachers_held(experiment.teachers)
         multiples = {name: held[name].worker_config(policy).layout.fewest_units for name in held}
         teachers = Teachers(session, experiment.teachers, multiples, config.loss.top_k)
-    if isinstance(config, OfflineBase):
-        assert data.offline is not None
-        of_data = (data.offline, references, data.order, start.position)
-        return OfflineAlgorithm(config, objective_of(config), session, *of_data, observer, multiple, teachers)
+    if isinstance(config, configs.OfflineBase):
+        assert data.examples is not None
+        of_data = (session, data.examples, references, data.order, start.position)
+        objective = offline.objective_of(config)
+        return offline.OfflineAlgorithm(config, objective, *of_data, observer, multiple, teachers)
     update: Update
     match config:
-        case OnPolicyDistillationConfig():
+        case configs.OnPolicyDistillationConfig():
             update = DistillationUpdate(config, data.task_teachers, multiple)
-        case IterativePreferenceConfig() | RejectionSamplingConfig():
+        case configs.IterativePreferenceConfig() | configs.RejectionSamplingConfig():
             update = BestOfNUpdate(config, multiple)
-        case OnlineConfig():
+        case configs.OnlineConfig():
             recorder.entropy = EntropyWeight.of(config.entropy, start.entropy_coefficient, start.entropy)
             weights = reward_weights(experiment.env, experiment.rewards)
             update = PolicyGradientUpdate(config, recorder.entropy, weights)

@@ -1,7 +1,4 @@
-"""Validation: sample the validation tasks, and metrics that are means over tasks with a 95% interval.
-
-docs/evaluation.md explains the metrics.
-"""
+"""Validation: sample the validation tasks, and their metrics with 95% intervals (docs/evaluation.md)."""
 
 import math
 from collections import Counter
@@ -20,9 +17,7 @@ _QUANTILE = 1.959963984540054  # of the normal distribution at 97.5 %
 
 
 @dataclass(frozen=True)
-class Interval:
-    """Bounds of the mean over all tasks of this kind, with 95 % confidence."""
-
+class Interval:  # bounds of the mean over all tasks of this kind, with 95 % confidence
     low: float
     high: float
 
@@ -43,11 +38,8 @@ def validation_metrics(
         tasks = zip(groups, passed, strict=True)
         shares[f"cons@{k}"] = [cons_at_k(group.trajectories, of_task, k) for group, of_task in tasks]
     rewards = [fmean(t.reward for t in group.trajectories) for group in groups]
-    metrics = {
-        "reward": fmean(rewards),
-        **_bounds("reward", normal_interval(rewards)),
-        **means_by_name(members),
-    }
+    metrics = {"reward": fmean(rewards), **_bounds("reward", normal_interval(rewards))}
+    metrics |= means_by_name(members)
     for name, of_tasks in shares.items():
         metrics |= {name: fmean(of_tasks), **_bounds(name, wilson_interval(of_tasks))}
     metrics["length"] = fmean(t.num_sampled for t in members)
@@ -118,10 +110,7 @@ def _bounds(name: str, interval: Interval | None) -> dict[str, float]:
 
 
 def validation_sets(experiment: Experiment) -> dict[str, int]:
-    """The number of tasks of each of `data.validation_sets`; the name of `data.validation` is empty.
-
-    Reads the whole datasets, so ask once a run. Raises DatasetError.
-    """
+    """Number of tasks of each of `data.validation_sets`; the key of `data.validation` is empty."""
     config, data = experiment.algorithm.validation, experiment.data
     datasets = {} if data.validation is None else {"": data.validation}
     sizes = {name: len(load_tasks(each, data)) for name, each in (datasets | data.validation_sets).items()}
@@ -129,24 +118,17 @@ def validation_sets(experiment: Experiment) -> dict[str, int]:
 
 
 async def validate(
-    session: Session,
-    experiment: Experiment,
-    sets: Mapping[str, int],
-    on_finished: OnFinished = ignore,
+    session: Session, experiment: Experiment, sets: Mapping[str, int], on_finished: OnFinished = ignore
 ) -> tuple[dict[str, float], list[GroupSummary]]:
     """Sample the sets in sequence, with the weights that generation holds; metrics and all groups."""
     config = experiment.algorithm.validation
     metrics: dict[str, float] = {}
     sampled: list[GroupSummary] = []
     for name, num_tasks in sets.items():
+        samples, seconds = config.num_generations_per_prompt, experiment.cluster.deadlines.generation
+        texts = experiment.logger.samples_per_step
         groups = await sample_validation(
-            session.rollout,
-            num_tasks,
-            config.num_generations_per_prompt,
-            experiment.cluster.deadlines.generation,
-            num_texts=experiment.logger.samples_per_step,
-            on_finished=on_finished,
-            of_set=name,
+            session.rollout, num_tasks, samples, seconds, texts, on_finished, name
         )
         metrics |= validation_metrics(groups, config, f"validation/{name}" if name else "validation")
         sampled += groups

@@ -1,7 +1,7 @@
 """HTTP endpoints: over a run's engines, over engines alone, and over a reward model.
 
-A reward model runs in the worker of policies and critics (`PolicyWorker`), without an optimizer: every family
-and layout can be served, and scores are those of training.
+A reward model runs in `PolicyWorker`, without an optimizer: every family and layout can be served, and scores
+are those of training.
 """
 
 import asyncio
@@ -29,25 +29,19 @@ _POLL_SECONDS = 1.0  # between two checks whether an engine is left
 
 def served(experiment: Experiment, endpoint: EndpointConfig, router: Router) -> Served:
     """The model and router that an endpoint serves. Raises TokenizerError."""
-    return Served(
-        router,
-        load_tokenizer(experiment.policy),
-        endpoint.model_name or experiment.policy.model_path.absolute().name,
-        experiment.policy.max_sequence_length,
-        endpoint.timeout,
-    )
+    policy, tokenizer = experiment.policy, load_tokenizer(experiment.policy)
+    name = endpoint.model_name or policy.model_path.absolute().name
+    return Served(router, tokenizer, name, policy.max_sequence_length, endpoint.timeout)
 
 
 class EndpointHost:
     """The endpoint of a run, in its own process. Belongs to one event loop."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
-        endpoint = experiment.generation.endpoint
-        assert endpoint is not None, "this process is for experiments with an endpoint"
-        self._config = endpoint
+        assert experiment.generation.endpoint is not None
+        self._config, self._open = experiment.generation.endpoint, AsyncExitStack()
         self.router = Router(list(engines))
-        self._served = served(experiment, endpoint, self.router)
-        self._open = AsyncExitStack()
+        self._served = served(experiment, self._config, self.router)
 
     async def listen(self) -> Listening:
         """Raises RunError when the address is not available."""
@@ -98,9 +92,8 @@ async def serve_rewards(experiment: Experiment, announce: Callable[[Listening], 
     policy, endpoint = experiment.policy, experiment.generation.endpoint or EndpointConfig()
     async with AsyncExitStack() as stack:
         placement = await stack.enter_async_context(reserved(experiment, {"policy"}))
-        model = await Starter(experiment, placement, stack).model(
-            ModelSpec("policy", "policy", policy, trains=False)
-        )
+        spec = ModelSpec("policy", "policy", policy, trains=False)
+        model = await Starter(experiment, placement, stack).model(spec)
         scorer = RewardScorer(model, policy.layout.fewest_units)
         end, failures = _event_at_signals(), []
 

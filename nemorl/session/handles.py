@@ -19,55 +19,29 @@ from nemorl.cluster.group import Worker, WorkerGroup
 from nemorl.config.facts import ModelSpec
 from nemorl.config.run import DeadlineConfig
 from nemorl.errors import RunError
+from nemorl.generation import types
 from nemorl.generation.router import Replica, RouterMetrics
-from nemorl.generation.types import (
-    EngineHealth,
-    EngineStats,
-    GenerationRequest,
-    ReplicaLost,
-    Report,
-    RequestRefused,
-)
 from nemorl.models.registry import load_shape
 from nemorl.rollout.collector import GroupAssignment, GroupSummary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nemorl.data.losses import (
-        Evaluation,
-        LogprobStats,
-        Loss,
-        SequenceMetric,
-        TokenEstimator,
-        TrainStats,
-        ValueStats,
-    )
-    from nemorl.data.shards import BatchPlan, Column, Field, SequencePlace
+    from nemorl.data import losses, shards
     from nemorl.megatron.checkpoint_store import FileRecord
     from nemorl.serve.app import Listening
-    from nemorl.weights.messages import (
-        Part,
-        ReceiveReport,
-        ReceiverLayout,
-        RefitSession,
-        SenderLayout,
-        SendReport,
-    )
+    from nemorl.weights import messages
 
-# Beyond a deadline that the processes keep themselves, and whose error says what did not finish.
-GRACE_SECONDS = 30.0
+BatchKind = Literal["trajectories", "examples"]
+
+GRACE_SECONDS = 30.0  # beyond a deadline that the processes keep themselves, whose error names what is late
 _ABORT_SECONDS = 30.0
 _ABANDON_SECONDS = 30.0
-_REFUSED = f"{RequestRefused.__module__}.{RequestRefused.__qualname__}"
+_REFUSED = f"{types.RequestRefused.__module__}.{types.RequestRefused.__qualname__}"
 
 
 class DeviceScheduler:
-    """Decides which of the models on the same devices has them. A model gets its turn before it computes.
-
-    Reward models are called by rollout workers, at any time: they get the devices during generation, and keep
-    them until they have answered.
-    """
+    """Gives the devices that models share to one at a time; reward models borrow them during generation."""
 
     def __init__(self, tenants: "Sequence[ModelHandle]") -> None:
         self.tenants = [*tenants]
@@ -108,9 +82,7 @@ class ModelHandle:
         self._hidden_size = load_shape(spec.config.model_path, spec.config.head).hidden_size
         self._deadlines = deadlines
         self._offloaded = False
-        self._batch: BatchPlan | None = None
-
-    # Devices
+        self._batch: shards.BatchPlan | None = None
 
     async def offload(self) -> None:
         """Free device memory as far as the model's `offload` says; does nothing if that was done."""
@@ -119,7 +91,6 @@ class ModelHandle:
             await self.group.call("offload", stage="offload", seconds=self._deadlines.refit)
 
     async def reload(self) -> None:
-        """Undo `offload`; does nothing if nothing is offloaded."""
         if self._offloaded:
             await self.group.call("onload", stage="onload", seconds=self._deadlines.refit)
             self._offloaded = False
@@ -142,41 +113,31 @@ class ModelHandle:
         seconds = self._deadlines.logprobs if seconds is None else seconds
         return await self.group.call(method, *args, seconds=seconds, **options)
 
-    # Batches
-
     def packing_metrics(self) -> dict[str, float]:
-        """How evenly the loaded batch is spread, and how full its micro-batches are."""
         return self.batch.packing_metrics()
 
     @property
-    def batch(self) -> "BatchPlan":
+    def batch(self) -> "shards.BatchPlan":
         if self._batch is None:
             raise RuntimeError("no batch is loaded: call load first")
         return self._batch
 
     async def load(
-        self,
-        sequences: "Sequence[SequencePlace]",
-        *,
-        kind: Literal["trajectories", "examples"],
-        num_minibatches: int = 1,
+        self, sequences: "Sequence[shards.SequencePlace]", *, kind: BatchKind, num_minibatches: int = 1
     ) -> None:
         """Lay a batch over the data-parallel ranks; every rank fetches its sequences and keeps them."""
         from nemorl.data.shards import plan_sequences
 
-        self._batch = plan_sequences(
-            sequences, self._config, self._hidden_size, self.group.mesh.data, num_minibatches
-        )
+        data, size = self.group.mesh.data, self._hidden_size
+        self._batch = plan_sequences(sequences, self._config, size, data, num_minibatches)
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
-        shards = self._batch.shards(sequences)
-        await self._call(method, shards=shards, stage="loading a batch", resolve=True)
+        await self._call(method, shards=self._batch.shards(sequences), stage="loading a batch", resolve=True)
 
-    async def take_advantages(self, sequences: "Sequence[SequencePlace]") -> None:
-        """Replace the advantages of the loaded batch, which is of these sequences."""
-        shards = self.batch.shards(sequences)
-        await self._call("take_advantages", shards=shards, stage="advantages", resolve=True)
+    async def take_advantages(self, sequences: "Sequence[shards.SequencePlace]") -> None:
+        of_ranks = self.batch.shards(sequences)
+        await self._call("take_advantages", shards=of_ranks, stage="advantages", resolve=True)
 
-    async def share(self, field: "Field") -> "Column":
+    async def share(self, field: "shards.Field") -> "shards.Column":
         """A field of the loaded batch, for another group that has loaded the same sequences."""
         mesh = self.group.mesh
         shares = [rank in mesh.output_ranks for rank in range(mesh.world_size)]
@@ -185,17 +146,16 @@ class ModelHandle:
         )
         return self.batch.column(stores)
 
-    async def take(self, field: "Field", column: "Column") -> None:
-        """Fill a field of the loaded batch with what another group has shared."""
+    async def take(self, field: "shards.Field", column: "shards.Column") -> None:
         shards = self.batch.column_shards(column)
         await self._call("take", field, shards=shards, stage=field, resolve=True)
 
-    async def estimate(self, estimator: "TokenEstimator") -> dict[str, float]:
+    async def estimate(self, estimator: "losses.TokenEstimator") -> dict[str, float]:
         """Compute the batch's `advantages`, and `returns` for a critic; metrics of the estimator."""
         metrics: list[dict[str, float]] = await self._call("estimate", estimator, stage="advantages")
         return metrics[0]
 
-    async def sequence_metrics(self, metric: "SequenceMetric") -> list[float]:
+    async def sequence_metrics(self, metric: "losses.SequenceMetric") -> list[float]:
         """A number for each loaded sequence, in the order of `load`."""
         values = await self._call("sequence_metrics", metric, stage="advantages", outputs="output_ranks")
         return self.batch.in_order(values)
@@ -211,20 +171,15 @@ class ModelHandle:
         of_rank, seconds = partial(compute, seconds=seconds), seconds + GRACE_SECONDS
         await self._call("fill", of_rank, shards=numbers, axis="rank", stage=stage, seconds=seconds)
 
-    # Computation
-
-    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> "LogprobStats":
-        """Compute the batch's `old_logprobs` and `reference_logprobs`, which stay on the workers.
-
-        With `entropy` also `old_entropies`, which belong to the old logprobs.
-        """
+    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> "losses.LogprobStats":
+        """Compute `old_logprobs`, `reference_logprobs` and `old_entropies`, which stay on the workers."""
         fields = {"old": old, "reference": reference, "entropy": entropy}
-        stats: LogprobStats = (await self._forward("compute_logprobs", stage="logprobs", **fields))[0]
+        stats: losses.LogprobStats = (await self._forward("compute_logprobs", stage="logprobs", **fields))[0]
         return stats
 
-    async def values(self) -> "ValueStats":
+    async def values(self) -> "losses.ValueStats":
         """Compute the batch's `values`, of a critic; they stay on the workers until they are shared."""
-        stats: ValueStats = (await self._forward("compute_values", stage="values"))[0]
+        stats: losses.ValueStats = (await self._forward("compute_values", stage="values"))[0]
         return stats
 
     async def top(self, k: int) -> None:
@@ -233,34 +188,28 @@ class ModelHandle:
 
     async def sequence_logprobs(self, *, reference: bool) -> list[float]:
         """The summed logprobs, or the reference's, of each sequence, in the order of `load`."""
-        sums = await self._forward(
-            "sequence_logprobs", stage="logprobs", outputs="output_ranks", reference=reference
-        )
-        return self.batch.in_order(sums)
+        options = {"outputs": "output_ranks", "reference": reference}
+        return self.batch.in_order(await self._forward("sequence_logprobs", stage="logprobs", **options))
 
     async def _forward(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """Run a method over all micro-batches of the loaded batch."""
         await self.onload()
         return await self._call(method, *args, shards=self.batch.micro_batches, **options)
 
-    async def train(self, loss: "Loss", minibatch: int = 0) -> "TrainStats":
+    async def train(self, loss: "losses.Loss", minibatch: int = 0) -> "losses.TrainStats":
         await self.onload()
         shards, seconds = self.batch.minibatches[minibatch], self._deadlines.training
-        stats: list[TrainStats]
+        stats: list[losses.TrainStats]
         stats = await self._call("train", loss, shards=shards, stage="training", seconds=seconds)
         return stats[0]
 
-    async def evaluate(self, loss: "Loss") -> "Evaluation":
-        """The loss of the complete loaded batch under the current weights."""
-        seconds = self._deadlines.training
-        found: list[Evaluation] = await self._forward("evaluate", loss, stage="validation", seconds=seconds)
+    async def evaluate(self, loss: "losses.Loss") -> "losses.Evaluation":
+        deadline = {"stage": "validation", "seconds": self._deadlines.training}
+        found: list[losses.Evaluation] = await self._forward("evaluate", loss, **deadline)
         return found[0]
-
-    # Sampling, by a policy without engines
 
     @property
     def samplers(self) -> "list[EngineHandle]":
-        """The leader of each data-parallel copy, which answers requests."""
+        """The leader of each data-parallel copy of a policy without engines, which answers requests."""
         leaders = (self.group.workers[rank] for rank in self.group.mesh.output_ranks)
         return [EngineHandle(replace(leader, prefix="sampler.")) for leader in leaders]
 
@@ -278,10 +227,7 @@ class ModelHandle:
                 await asyncio.gather(*stops)
             await serving
 
-    # Checkpoints
-
     async def save(self, folder: Path) -> "list[FileRecord]":
-        """Write model, optimizer, schedule and random states into a folder."""
         await self.onload()
         return await self._checkpoint("save_checkpoint", folder.absolute())
 
@@ -295,12 +241,10 @@ class ModelHandle:
         return await self._checkpoint("write_copy", folder.absolute(), background=True)
 
     async def restore(self, folder: Path) -> None:
-        """Load what `save` wrote."""
         await self.onload()
         await self._checkpoint("load_checkpoint", folder.absolute())
 
     async def _checkpoint(self, method: str, *args: Path, background: bool = False) -> "list[FileRecord]":
-        """Files that the ranks have written, if any."""
         seconds = self._deadlines.checkpoint
         records = await self._call(method, *args, stage="checkpoint", seconds=seconds, background=background)
         return [record for of_rank in records for record in of_rank or ()]
@@ -308,10 +252,7 @@ class ModelHandle:
 
 @dataclass(frozen=True)
 class TrainedModels:
-    """All models of a run that train, in one checkpoint, which holds all of them or does not exist.
-
-    The policy's files are in the checkpoint's folder itself, those of others in folders of their names.
-    """
+    """All models of a run that train, in one checkpoint, which holds all of them or does not exist."""
 
     models: Mapping[str, ModelHandle]
 
@@ -340,11 +281,11 @@ class TrainedModels:
 
 
 def folder_of(checkpoint: Path, name: str) -> Path:
+    """The folder of a model's files: for the policy the checkpoint itself, for others one of their name."""
     return checkpoint if name == "policy" else checkpoint / name
 
 
 def _placed(written: "Mapping[str, Sequence[FileRecord]]") -> "list[FileRecord]":
-    """Records of the files of each model, with paths relative to the checkpoint."""
     return [
         record if name == "policy" else replace(record, path=f"{name}/{record.path}")
         for name, records in written.items()
@@ -365,9 +306,11 @@ class EngineHandle:
     def as_replica(self) -> Replica:
         return Replica(self.name, self.generate, self.abort)
 
-    async def generate(self, requests: list[GenerationRequest]) -> AsyncGenerator[Sequence[Report], None]:
+    async def generate(
+        self, requests: list[types.GenerationRequest]
+    ) -> AsyncGenerator[Sequence[types.Report], None]:
         """Reports of these requests as they come. Raises RequestRefused or ReplicaLost."""
-        # What was sampled together travels together: an item of a stream costs Ray about a millisecond.
+        # In batches, since an item of a stream costs Ray about a millisecond.
         seconds = max(request.deadline_seconds for request in requests) + GRACE_SECONDS
         batches = self.worker.stream("generate_batches", requests, stage="generation", seconds=seconds)
         try:
@@ -376,19 +319,19 @@ class EngineHandle:
                     yield batch
         except ClusterError as error:
             if isinstance(error, WorkerFailed) and error.kind == _REFUSED:
-                raise RequestRefused(error.message) from error
-            raise ReplicaLost(str(error)) from error
+                raise types.RequestRefused(error.message) from error
+            raise types.ReplicaLost(str(error)) from error
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.worker.call("abort", request_ids, stage="abort", seconds=_ABORT_SECONDS)
 
-    async def health(self, seconds: float) -> EngineHealth:
+    async def health(self, seconds: float) -> types.EngineHealth:
         """State of the engine. Raises what ended it."""
-        health: EngineHealth = await self.worker.call("health", stage="health check", seconds=seconds)
+        health: types.EngineHealth = await self.worker.call("health", stage="health check", seconds=seconds)
         return health
 
-    async def stats(self, seconds: float) -> EngineStats:
-        stats: EngineStats = await self.worker.call("stats", stage="metrics", seconds=seconds)
+    async def stats(self, seconds: float) -> types.EngineStats:
+        stats: types.EngineStats = await self.worker.call("stats", stage="metrics", seconds=seconds)
         return stats
 
     async def sleep(self, level: int, seconds: float) -> None:
@@ -413,13 +356,13 @@ class _WeightSide:
 
 
 class PolicySenders(_WeightSide):
-    async def describe(self) -> "Sequence[SenderLayout]":
+    async def describe(self) -> "Sequence[messages.SenderLayout]":
         return await self._call("sender.describe")
 
-    async def prepare(self, parts: "Sequence[Part]") -> None:
+    async def prepare(self, parts: "Sequence[messages.Part]") -> None:
         await self._call("sender.prepare", shards=parts, axis="rank")
 
-    async def send(self, session: "RefitSession") -> "Sequence[SendReport]":
+    async def send(self, session: "messages.RefitSession") -> "Sequence[messages.SendReport]":
         return await self._call("sender.send", session)
 
 
@@ -429,27 +372,24 @@ class GenerationReceivers(_WeightSide):
 
     _ranks: list[int] = field(default_factory=list)  # of each replica, after `describe`
 
-    async def describe(self) -> "Sequence[ReceiverLayout]":
-        layouts: list[tuple[ReceiverLayout, ...]] = await self._call("describe_weights")
+    async def describe(self) -> "Sequence[messages.ReceiverLayout]":
+        layouts: list[tuple[messages.ReceiverLayout, ...]] = await self._call("describe_weights")
         self._ranks[:] = map(len, layouts)
         return [layout for of_replica in layouts for layout in of_replica]
 
-    async def prepare(self, parts: "Sequence[Part]") -> None:
-        """Give every replica its ranks' parts of the plan."""
+    async def prepare(self, parts: "Sequence[messages.Part]") -> None:
         left = iter(parts)
         of_replicas = [tuple(itertools.islice(left, count)) for count in self._ranks]
         await self._call("prepare_refit", shards=of_replicas, axis="rank")
 
-    async def receive(self, session: "RefitSession") -> "Sequence[ReceiveReport]":
-        reports: list[tuple[ReceiveReport, ...]] = await self._call("receive_weights", session)
+    async def receive(self, session: "messages.RefitSession") -> "Sequence[messages.ReceiveReport]":
+        reports: list[tuple[messages.ReceiveReport, ...]] = await self._call("receive_weights", session)
         return [report for of_replica in reports for report in of_replica]
 
     async def commit(self, version: int) -> None:
-        """Make what was received the weights in use, on every rank."""
         await self._call("commit_weights", version)
 
     async def abandon(self) -> None:
-        """Have every rank discard an update that did not finish."""
         # An engine that hangs has mostly been waited for already, until the refit's own deadline.
         await self._call("abandon_refit", seconds=min(self.deadline_seconds, _ABANDON_SECONDS))
 
@@ -470,7 +410,6 @@ class RouterHandle:
         await self.group.call("router.add", replica, stage="generation", seconds=seconds)
 
     async def listen(self, seconds: float) -> "Listening":
-        """Have the endpoint answer from now on; its address."""
         listening: list[Listening] = await self.group.call("listen", stage="start", seconds=seconds)
         return listening[0]
 
@@ -482,10 +421,8 @@ class RolloutHandle:
 
     async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
         """Summaries as the groups end; they refer to the trajectories, which stay in the object store."""
-        seconds = self.deadline_seconds
-        pairs = self.worker.stream(
-            "stream_groups", assignments, stage="generation", seconds=seconds, pairs=True
-        )
+        stage, seconds = "generation", self.deadline_seconds
+        pairs = self.worker.stream("stream_groups", assignments, stage=stage, seconds=seconds, pairs=True)
         async with aclosing(pairs):
             async for reference, summary in pairs:
                 yield replace(summary, reference=reference)

@@ -1,8 +1,7 @@
 """Reward models in processes of the run, and the endpoints by which rollout workers call them.
 
 Rollout workers score at any time, and a group of processes takes one call at a time. Between them is the
-endpoint of `nemorl serve reward`, in the driver's process and with a key of its own, which batches
-simultaneous requests.
+endpoint of `nemorl serve reward`, in the driver's process and with its own key, which batches requests.
 """
 
 from collections.abc import Sequence
@@ -69,26 +68,14 @@ def reporting_failures(scorer: RewardScorer) -> Score:
 
 def reward_routes(config: PolicyConfig, endpoint: EndpointConfig, *, chat: bool, score: Score) -> AddRoutes:
     """Return the routes over a reward model. Raises TokenizerError."""
-    tokenizer = load_tokenizer(config)
-    return ServedRewards(
-        name=endpoint.model_name or config.model_path.absolute().name,
-        score=score,
-        tokenizer=tokenizer,
-        prompts=prompts_of(tokenizer, chat),
-        max_length=config.max_sequence_length,
-        timeout=endpoint.timeout,
-    ).add_routes
+    tokenizer, name = load_tokenizer(config), endpoint.model_name or config.model_path.absolute().name
+    prompts, max_length = prompts_of(tokenizer, chat), config.max_sequence_length
+    return ServedRewards(name, score, tokenizer, prompts, max_length, endpoint.timeout).add_routes
 
 
 def reward_by_url(reward: RewardConfig, url: str, key_variable: str) -> ModelRewardConfig:
     """A reward model as rollout workers call it, at the address of its endpoint."""
     assert isinstance(reward, LocalModelRewardConfig)
-    kept = {"weight", "deadline", "max_concurrent", "on_error", "batch_size"}
-    return ModelRewardConfig(
-        kind="model",
-        name=reward.metric,
-        url=url,
-        model=reward.model_path.absolute().name,
-        api_key_env=key_variable,
-        **reward.model_dump(include=kept),
-    )
+    kept = reward.model_dump(include={"weight", "deadline", "max_concurrent", "on_error", "batch_size"})
+    name, model = reward.metric, reward.model_path.absolute().name
+    return ModelRewardConfig(kind="model", name=name, url=url, model=model, api_key_env=key_variable, **kept)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -31,15 +30,7 @@ from nemorl.serve.app import answering
 from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
 from nemorl.weights.process_group import served_store
 
-from .handles import (
-    EngineHandle,
-    GenerationReceivers,
-    ModelHandle,
-    PolicySenders,
-    RolloutHandle,
-    RouterHandle,
-    TrainedModels,
-)
+from . import handles
 from .scoring import RewardScorer, reporting_failures, reward_by_url, reward_routes
 from .supervisor import ReplicaSupervisor
 
@@ -50,7 +41,7 @@ logger = logging.getLogger(__name__)
 class Session:
     """The started processes. Parts that the run does not need are missing."""
 
-    models: dict[str, ModelHandle] = field(default_factory=dict)  # by name; the policy is among them
+    models: dict[str, handles.ModelHandle] = field(default_factory=dict)  # by name; the policy is among them
     rollout: Sequence[RunGroups] = ()
     exchange: WeightExchange | None = None
     replicas: ReplicaSupervisor | None = None  # of engines
@@ -59,20 +50,19 @@ class Session:
     nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: the processes on each
 
     @property
-    def learner(self) -> ModelHandle:
+    def learner(self) -> handles.ModelHandle:
         return self.model("policy")
 
     @property
-    def trained(self) -> TrainedModels:
-        return TrainedModels({name: model for name, model in self.models.items() if model.trains})
+    def trained(self) -> handles.TrainedModels:
+        return handles.TrainedModels({name: model for name, model in self.models.items() if model.trains})
 
     @property
     def models_share_devices(self) -> bool:
         """True if another model is on the policy's devices, so that they cannot compute at the same time."""
         return len({id(model.devices) for model in self.models.values()}) < len(self.models)
 
-    def model(self, name: str) -> ModelHandle:
-        """A model of `nemorl.config.facts.models_of` by its name, such as `critic`."""
+    def model(self, name: str) -> handles.ModelHandle:
         assert name in self.models, f"this session was started without a {name}"
         return self.models[name]
 
@@ -100,10 +90,8 @@ class Session:
                         raise
                     logger.warning("retrying weight update to version %d: %s", version, error)
             self.version = version
-        return {
-            "refit/gigabytes": stats.num_bytes / 1e9,
-            "refit/gigabytes_per_second": stats.gigabytes_per_second,
-        }
+        speed = stats.gigabytes_per_second
+        return {"refit/gigabytes": stats.num_bytes / 1e9, "refit/gigabytes_per_second": speed}
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
@@ -129,10 +117,7 @@ class Session:
 async def reserved(
     experiment: Experiment, groups: set[str], install_signals: Callable[[], None] | None = None
 ) -> AsyncIterator[Placement]:
-    """Places for groups of processes in a new Ray cluster, or in the one that RAY_ADDRESS names.
-
-    `install_signals` is called once Ray runs, because Ray replaces signal handlers when it starts.
-    """
+    """Places in a new Ray cluster or RAY_ADDRESS's; `install_signals` is for handlers that Ray replaces."""
     requests = [request for request in worker_requests(experiment) if request.group in groups]
     with ClusterRuntime(experiment.cluster, requests) as runtime:
         if install_signals is not None:
@@ -201,14 +186,14 @@ class Starter:
         rendezvous = self._rendezvous(*(spec.name for spec in specs))
         at_once = [spec.name for spec in specs if not spec.on_policy_devices]
         threads = self.placement.threads(self.experiment.cluster.policy_threads, *at_once)
-        handles = await asyncio.gather(*(self._start_model(spec, rendezvous, threads) for spec in specs))
-        for spec, handle in zip(specs, handles, strict=True):
+        started = await asyncio.gather(*(self._start_model(spec, rendezvous, threads) for spec in specs))
+        for spec, handle in zip(specs, started, strict=True):
             self.session.models[spec.name] = handle
             if spec.on_policy_devices:
                 handle.devices = self.session.learner.devices
                 handle.devices.tenants.append(handle)
 
-    async def model(self, spec: ModelSpec) -> ModelHandle:
+    async def model(self, spec: ModelSpec) -> handles.ModelHandle:
         threads = self.placement.threads(self.experiment.cluster.policy_threads, spec.name)
         return await self._start_model(spec, self._rendezvous(spec.name), threads)
 
@@ -218,7 +203,7 @@ class Starter:
         self.stack.callback(lambda: store)
         return address
 
-    async def _start_model(self, spec: ModelSpec, rendezvous: str, threads: int) -> ModelHandle:
+    async def _start_model(self, spec: ModelSpec, rendezvous: str, threads: int) -> handles.ModelHandle:
         experiment, layout = self.experiment, spec.config.layout
         algorithm, deadlines = experiment.algorithm, experiment.cluster.deadlines
         is_policy = spec.name == "policy"
@@ -242,13 +227,10 @@ class Starter:
             shared["tokenizer_path"] = (spec.config.tokenizer.path or spec.config.model_path).absolute()
         kwargs = [{**shared, "rank": rank} for rank in range(layout.world_size)]
         group = await self._start(spec.name, target, kwargs, threads=threads, mesh=Mesh.of(layout))
-        return ModelHandle(group, spec, deadlines)
+        return handles.ModelHandle(group, spec, deadlines)
 
     async def engines(self, gpus: Sequence[tuple[str, ...]] = ()) -> ReplicaSupervisor:
-        """The engines; `gpus` are those of the policy's ranks whose devices they share, if any.
-
-        An engine sees those of its own ranks first, and the others on its node, from which weights come too.
-        """
+        """The engines; each sees `gpus`, of policy ranks on its node, those that it shares first."""
         config, policy, cluster = self.experiment.generation, self.experiment.policy, self.experiment.cluster
         threads = self.placement.threads(config.threads, "generation")
         options = EngineOptions(
@@ -269,12 +251,11 @@ class Starter:
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
             for kwargs, bundle in zip(ranks, self.placement.bundles["generation"], strict=True):
                 kwargs["bundle"] = bundle
-        if gpus:
-            hosts = zip(ranks, self.placement.host_ranks("generation"), strict=True)
-            for number, (kwargs, shared_with) in enumerate(hosts):
-                here = self.placement.on_node_of("generation", number, "policy")
-                others = [rank for rank in here if rank not in shared_with]
-                kwargs["gpus"] = tuple(name for rank in (*shared_with, *others) for name in gpus[rank])
+        for number, shared_with in enumerate(self.placement.host_ranks("generation") if gpus else ()):
+            here = self.placement.on_node_of("generation", number, "policy")
+            others = [rank for rank in here if rank not in shared_with]  # from which weights come too
+            visible = tuple(name for rank in (*shared_with, *others) for name in gpus[rank])
+            ranks[number]["gpus"] = visible
         group = await self._start(
             "generation", config.host_class, ranks, threads=threads, concurrent=True, environment=environment
         )
@@ -291,39 +272,31 @@ class Starter:
         await replicas.sleep()
 
     async def callers(self, replicas: ReplicaSupervisor) -> None:
-        """The processes that send requests to the engines: the endpoint, if any, and the rollout workers."""
+        """Start what sends requests to the engines: the endpoint, if any, and the rollout workers."""
         if self.experiment.generation.endpoint is not None:
             targets = [engine.as_replica() for engine in replicas.engines]
             kwargs = [{"experiment": self.experiment, "engines": targets}]
             host = "nemorl.session.endpoints:EndpointHost"
-            endpoint = RouterHandle(await self._start("endpoint", host, kwargs, threads=1, concurrent=True))
+            group = await self._start("endpoint", host, kwargs, threads=1, concurrent=True)
+            endpoint = handles.RouterHandle(group)
             replicas.connect(endpoint)
             await open_endpoint(endpoint, self.experiment)
-        replicas.connect(RouterHandle(await self.rollout(replicas.engines)))
+        replicas.connect(handles.RouterHandle(await self.rollout(replicas.engines)))
         replicas.start_watch()
 
-    async def rollout(self, engines: Sequence[EngineHandle]) -> WorkerGroup:
+    async def rollout(self, engines: Sequence[handles.EngineHandle]) -> WorkerGroup:
         """The rollout workers over these engines, and the reward models that they call."""
         rewards, environment = await self.reward_models()
         experiment = self.experiment.model_copy(update={"rewards": rewards})
         kwargs = {"experiment": experiment, "engines": [engine.as_replica() for engine in engines]}
-        group = await self._start(
-            "rollout",
-            "nemorl.rollout.worker:RayRolloutWorker",
-            [kwargs] * experiment.cluster.rollout_workers,
-            threads=1,
-            concurrent=True,
-            environment=environment,
-        )
+        ranks, host = [kwargs] * experiment.cluster.rollout_workers, "nemorl.rollout.worker:RayRolloutWorker"
+        group = await self._start("rollout", host, ranks, threads=1, concurrent=True, environment=environment)
         seconds = experiment.cluster.deadlines.generation
-        self.session.rollout = [RolloutHandle(worker, seconds).run_groups for worker in group.workers]
+        self.session.rollout = [handles.RolloutHandle(worker, seconds).run_groups for worker in group.workers]
         return group
 
     async def reward_models(self) -> tuple[tuple[RewardConfig, ...], dict[str, str]]:
-        """Start the reward models, each behind an endpoint of this process.
-
-        Returns the rewards with an address in place of each model, and environment variables with the keys.
-        """
+        """Start the reward models; returns the rewards with their addresses, and a variable for each key."""
         rewards, environment = list(self.experiment.rewards), {}
         specs = [spec for spec in models_of(self.experiment) if spec.scores]
         models = await asyncio.gather(*(self.model(spec) for spec in specs))
@@ -353,35 +326,27 @@ class Starter:
             host=ray.util.get_node_ip_address(),
         )
         # The groups' own deadline comes later, so that the rank that waits can say for whom.
-        senders = PolicySenders(policy, seconds + 10)
-        receivers = GenerationReceivers(generation, seconds + 10)
+        senders = handles.PolicySenders(policy, seconds + 10)
+        receivers = handles.GenerationReceivers(generation, seconds + 10)
         return WeightExchange(senders, receivers, config.bucket_megabytes * 2**20, seconds, options)
 
     async def _start(
         self, name: str, target: str, kwargs: Sequence[dict[str, Any]], **options: Any
     ) -> WorkerGroup:
         """Start a group, which ends with the stack, by the error that ends it, if any."""
-        group = await WorkerGroup.start(
-            name,
-            target,
-            kwargs,
-            placement=self.placement,
-            run_dir=self.experiment.run_dir,
-            deadline_seconds=self.experiment.cluster.deadlines.start,
-            **options,
-        )
+        options |= {"placement": self.placement, "run_dir": self.experiment.run_dir}
+        seconds = self.experiment.cluster.deadlines.start
+        group = await WorkerGroup.start(name, target, kwargs, deadline_seconds=seconds, **options)
 
-        async def end(
-            kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-        ) -> None:
+        async def end(_kind: object, error: BaseException | None, _trace: object) -> None:
             await group.shutdown(after=error)
 
         self.stack.push_async_exit(end)
         return group
 
 
-async def open_endpoint(endpoint: RouterHandle, experiment: Experiment) -> None:
-    """Start the endpoint and log its address. A key generated for this run is in its folder and in no log."""
+async def open_endpoint(endpoint: handles.RouterHandle, experiment: Experiment) -> None:
+    """Start the endpoint and log its address. A key generated for this run is in its folder, in no log."""
     at = await endpoint.listen(experiment.cluster.deadlines.start)
     if not at.generated:
         logger.warning("the engines answer at %s", at.url)

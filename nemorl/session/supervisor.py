@@ -3,9 +3,8 @@
     UP ──lost──▶ LOST ──attempt──▶ STARTING ──started──▶ READY ──admitted──▶ UP
                   ▲ ◀────failed───────┘ ◀───────lost───────┘
 
-The process of a lost replica is ended, which the routers see at once: its requests move to other replicas. A
-replica that was restarted has the weights of the model's folder. It is admitted with the next weight update,
-or at once while all engines still sample with those.
+The process of a lost replica is ended, and its requests move to other replicas. A replica that was restarted
+has the weights of the model's folder: it is admitted with the next weight update, at once before the first.
 """
 
 import asyncio
@@ -25,9 +24,7 @@ from nemorl.generation.types import EngineFailed, EngineHealth, NoReplicaLeft
 from .handles import EngineHandle
 
 _ENGINE_FAILED = f"{EngineFailed.__module__}.{EngineFailed.__qualname__}"
-# Of one replica in a run, whether they succeed or not: what dies more often has a cause that a restart does
-# not fix.
-MAX_RESTARTS = 3
+MAX_RESTARTS = 3  # of one replica in a run: what dies more often has a cause that no restart fixes
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +46,19 @@ class Supervised:
     restart: asyncio.Task[None] | None = None
 
     @property
-    def can_return(self) -> bool:
-        """False once it is lost without attempts left."""
+    def can_return(self) -> bool:  # unless it is lost without attempts left
         return self.state is not State.LOST or self.attempts < MAX_RESTARTS
 
 
 class Routers(Protocol):
     async def take_metrics(self, seconds: float) -> list[RouterMetrics]:
         """What became of requests since the last call, by router."""
-        ...
 
     async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
         """The cause of each loss by the replica's name, by router."""
-        ...
 
     async def add(self, replica: Replica, seconds: float) -> None:
         """Send requests to this replica too, which takes the place of a lost one."""
-        ...
 
 
 class ReplicaSupervisor:
@@ -75,9 +68,7 @@ class ReplicaSupervisor:
     weight update on; otherwise they sleep, and none is started.
     """
 
-    def __init__(
-        self, group: WorkerGroup, deadlines: DeadlineConfig, *, shares_devices: bool = False
-    ) -> None:
+    def __init__(self, group: WorkerGroup, deadlines: DeadlineConfig, shares_devices: bool = False) -> None:
         """Engines that share their devices have been started while no other process used them."""
         self.group = group
         self._deadlines = deadlines
@@ -102,8 +93,7 @@ class ReplicaSupervisor:
         return [replica.engine for replica in self.in_state(State.UP)]
 
     @property
-    def exhausted(self) -> bool:
-        """True when no engine is up and none will return."""
+    def exhausted(self) -> bool:  # no engine is up, and none will return
         return not any(replica.can_return for replica in self._replicas.values())
 
     def in_state(self, state: State) -> list[Supervised]:
@@ -139,7 +129,6 @@ class ReplicaSupervisor:
         await asyncio.gather(*running, return_exceptions=True)
 
     async def check(self) -> int:
-        """Check the health of every engine; the number of engines that were lost."""
         async with self._lock:
             lost = await self._check_and_admit()
             if self.engines:
@@ -148,9 +137,9 @@ class ReplicaSupervisor:
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
-        """Inside, engines that share their devices have them. Raises NoReplicaLeft.
+        """Inside, engines that share their devices have them; they keep them after an error.
 
-        An error that leaves the block ends the run, so the engines stay awake then.
+        Raises NoReplicaLeft.
         """
         if not self._shares_devices:
             yield
@@ -167,10 +156,8 @@ class ReplicaSupervisor:
         self._may_start.clear()
         await self._none_starting.wait()
         async with self._lock:
-            await self._on_each(
-                [*self.in_state(State.UP), *self.in_state(State.READY)],
-                lambda engine: engine.sleep(1, self._deadlines.refit),
-            )
+            started = [*self.in_state(State.UP), *self.in_state(State.READY)]
+            await self._on_each(started, lambda engine: engine.sleep(1, self._deadlines.refit))
             if self.engines:
                 self.log_losses()
 
@@ -217,8 +204,6 @@ class ReplicaSupervisor:
             "generation/retries": float(sum(await asyncio.gather(*map(retries, self.engines)))),
         }
 
-    # Health
-
     async def _check_and_admit(self) -> int:
         lost = await self._check()
         if self._initial_weights:  # with which an engine that has been restarted samples too
@@ -234,13 +219,12 @@ class ReplicaSupervisor:
                 for replica in up:
                     if replica.announced and replica.engine.name in lost:
                         causes[replica] = causes[replica] or lost[replica.engine.name]
-        lost_replicas = {replica: cause for replica, cause in causes.items() if cause is not None}
-        for replica, cause in lost_replicas.items():
+        losses = [(replica, cause) for replica, cause in causes.items() if cause is not None]
+        for replica, cause in losses:
             self._lose(replica, cause)
-        return len(lost_replicas)
+        return len(losses)
 
     async def _cause_of_loss(self, replica: Supervised) -> str | None:
-        """Why this engine is lost; None if it is not."""
         if replica.ended_for is not None:
             return replica.ended_for
         try:
@@ -258,18 +242,17 @@ class ReplicaSupervisor:
         async def end_silent() -> None:
             while True:
                 await asyncio.sleep(self._deadlines.health)
-                await asyncio.gather(*map(end_if_silent, self.in_state(State.UP)))
+                left = [replica for replica in self.in_state(State.UP) if replica.ended_for is None]
+                await asyncio.gather(*map(end_if_silent, left))
 
         async def end_if_silent(replica: Supervised) -> None:
-            if replica.ended_for is not None:
-                return
             try:
                 await replica.engine.health(self._deadlines.health)
             except DeadlineExceeded as error:
                 replica.ended_for = str(error)
                 self.group.kill(replica.engine.worker)
             except ClusterError:  # it answers, or the running call reports its death
-                return
+                pass
 
         watch = asyncio.create_task(end_silent())
         try:
@@ -277,8 +260,6 @@ class ReplicaSupervisor:
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-
-    # Transitions
 
     def _set(self, replica: Supervised, state: State) -> None:
         replica.state = state

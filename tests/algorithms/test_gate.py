@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemorl.algorithms.metrics import LogprobGapTooLarge, LogprobGate, gap_metrics, versions_of
+from nemorl.algorithms.metrics import LogprobGapTooLarge, LogprobGate, versions_of
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.generation import OpenAIGenerationConfig, TorchGenerationConfig
 from nemorl.data.packed import pack_trajectories
@@ -77,7 +77,8 @@ def compare(right, tmp_path_factory):
 
     def compare(trajectories: list[Trajectory]) -> dict[str, float]:
         worker.load_batch(pack_trajectories(trajectories, [0.0] * 8, [1.0] * 8))
-        return gap_metrics(worker.compute_logprobs([[0, 1, 2, 3], [4, 5, 6, 7]], old=True, reference=False))
+        gap = worker.compute_logprobs([[0, 1, 2, 3], [4, 5, 6, 7]], old=True, reference=False)
+        return {"logprob_gap/mean": gap.gap_mean, "logprob_gap/max": gap.gap_max}
 
     yield compare
     worker.close()
