@@ -59,7 +59,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--traceback",
         action="store_true",
         default=bool(os.environ.get("NEMORL_TRACEBACK")),
-        help="show where in the code an error came from (also by NEMORL_TRACEBACK=1)",
+        help="print the traceback of an error (also enabled by NEMORL_TRACEBACK=1)",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:

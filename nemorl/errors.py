@@ -24,9 +24,7 @@ class RunStopped(RunError):
 
 
 class Absent(Enum):
-    """Marks a value that was not given, as opposed to null."""
-
-    ABSENT = "not given"
+    ABSENT = "not given"  # as opposed to null
 
 
 ABSENT = Absent.ABSENT
@@ -43,12 +41,11 @@ class Problem:
 
     def __str__(self) -> str:
         where = f"  ({self.origin})" if self.origin else ""
-        return f"{self._subject()}{where}\n    {self.fix}"
-
-    def _subject(self) -> str:
         if self.value is ABSENT:
-            return f"{self.field} is not given" if self.field else "the file"
-        return f"{self.field} = {_shown(self.value)}" if self.field else _shown(self.value)
+            subject = f"{self.field} is not given" if self.field else "the file"
+        else:
+            subject = f"{self.field} = {_shown(self.value)}" if self.field else _shown(self.value)
+        return f"{subject}{where}\n    {self.fix}"
 
 
 Problems = Iterator[Problem]  # what a check yields
@@ -59,18 +56,13 @@ class ConfigError(NemorlError):
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         """`source` is the file as the user named it."""
-        super().__init__(source, tuple(problems))
-        self.source = source
-        self.problems = tuple(problems)
+        self.source, self.problems = source, tuple(problems)
+        super().__init__(source, self.problems)
 
     def __str__(self) -> str:
-        count = (
-            f"{len(self.problems)} configuration errors"
-            if len(self.problems) > 1
-            else "1 configuration error"
-        )
+        count = len(self.problems)
         listed = "\n".join(indent(str(problem), "  ") for problem in self.problems)
-        return f"{self.source}: {count}\n{listed}"
+        return f"{self.source}: {count} configuration error{'s' * (count > 1)}\n{listed}"
 
 
 _SHOWN_CHARACTERS = 80

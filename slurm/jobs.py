@@ -30,11 +30,6 @@ class Job:
         return cls(dict(word.split("=", 1) for word in words))
 
     @property
-    def id(self) -> str:
-        """Its own id, also where it is a task of an array."""
-        return self.fields.get("JobId", "")
-
-    @property
     def state(self) -> str:
         return self.fields.get("JobState", "UNKNOWN")
 
@@ -67,10 +62,8 @@ class Job:
     def has_task(self, index: int) -> bool:
         """True where this is the record of a task of an array, or of several waiting ones including it."""
         tasks = self.fields.get("ArrayTaskId", "").partition("%")[0]
-        return any(
-            int(found[1]) <= index <= int(found[2] or found[1])
-            for found in re.finditer(r"(\d+)(?:-(\d+))?", tasks)
-        )
+        ranges = re.finditer(r"(\d+)(?:-(\d+))?", tasks)
+        return any(int(found[1]) <= index <= int(found[2] or found[1]) for found in ranges)
 
     def why_terminated(self, restart: int) -> str:
         """Why a start of the job received SIGTERM; `restart` is the number of restarts before that start."""
@@ -142,8 +135,8 @@ def call(
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
-        problem = f"`{command[0]}` did not answer within {seconds:g} s"
-        raise SlurmError(f"{problem}: Slurm's controller is busy or down.") from None
+        problem = f"`{command[0]}` did not answer within {seconds:g} s: Slurm's controller is busy or down."
+        raise SlurmError(problem) from None
     if check and answer.returncode != 0:
         lines = [re.sub(r"^\w+: (error: )?", "", line) for line in answer.stderr.strip().splitlines()]
         raise SlurmError(f"`{command[0]}` failed: {'; '.join(lines)}")

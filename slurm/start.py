@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each node listens; or why the job does not start."""
+    """Addresses of the nodes; or why the job does not start."""
 
     head: str  # address of the head
     ports: Mapping[str, Ports]  # by node, the head first
@@ -66,7 +66,7 @@ class Plan:
 
     @classmethod
     def read(cls, start: Path) -> Self:
-        """Read the plan in the folder of a start. Raises `FileNotFoundError`."""
+        """Raises `FileNotFoundError`."""
         return TypeAdapter(cls).validate_json((start / PLAN).read_bytes())
 
 
@@ -116,15 +116,14 @@ class Rendezvous:
         """Return the head's plan. Raises `SlurmError`."""
         await _until(lambda: PLAN in self.files(), seconds)
         if PLAN not in (files := self.files()):
-            raise SlurmError(
-                f"The head, {self.nodes[0]}, wrote no plan into {self.folder} within {seconds:g} s; this "
-                f"node sees {_listed(files)}. If {self.nodes[0]}.json is not among them, run_dir is "
-                "not on a file system that all nodes share: move it to one."
-            )
+            head = self.nodes[0]
+            problem = f"The head, {head}, wrote no plan into {self.folder} within {seconds:g} s"
+            cause = f"If {head}.json is not among them, run_dir is not on a file system that all nodes share"
+            raise SlurmError(f"{problem}; this node sees {_listed(files)}. {cause}: move it to one.")
         return Plan.read(self.folder)
 
     def close(self, reason: str) -> None:
-        """Remove the token; nodes that still wait for a plan get the reason instead."""
+        """Remove the token; nodes that still wait for a plan receive the reason instead."""
         if PLAN not in self.files():
             self.publish(Plan("", {}, {}, refused=reason))
         self.token_file.unlink(missing_ok=True)
@@ -157,12 +156,11 @@ class ExitRecord:
 
     @property
     def requeues_without_progress(self) -> bool:
-        """True where the start asked for another one and wrote no new checkpoint."""
         return self.code == REQUEUE and self.step <= self.step_before
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Read the record of a start; None where there is none, or none that is valid."""
+        """Read the record of a start; None where it is missing or invalid."""
         try:
             return TypeAdapter(cls).validate_json((folder / EXIT).read_bytes())
         except (OSError, ValueError):

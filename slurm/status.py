@@ -1,4 +1,4 @@
-"""Submitted runs seen from outside: their status and logs, a shell on a node, and cancelling them."""
+"""Submitted runs seen from outside: status, logs, a shell on a node, cancelling."""
 
 import os
 import subprocess
@@ -26,8 +26,6 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Row:
-    """A line of `nemorl slurm status`."""
-
     job: str
     state: str
     nodes: str
@@ -43,8 +41,7 @@ class Row:
 
 def find_submission(run_dir: Path) -> Submission:
     """The newest submission of a run folder. Raises `SlurmError` without one."""
-    found = latest_submission(run_dir)
-    if found is None:
+    if (found := latest_submission(run_dir)) is None:
         raise SlurmError(f"{run_dir} was not submitted with `nemorl slurm submit`: it has no job.")
     return found
 
@@ -101,8 +98,8 @@ def _running_start(run_dir: Path, job: str) -> tuple[Path, Plan] | None:
     """The newest start of a job and its plan; None before the head has written it, or where it refused."""
     with suppress(FileNotFoundError, IndexError):
         start = _starts(run_dir, job)[-1]
-        plan = Plan.read(start)
-        return None if plan.refused else (start, plan)
+        if not (plan := Plan.read(start)).refused:
+            return start, plan
     return None
 
 
@@ -151,7 +148,7 @@ def attach(run_dir: Path, command: Sequence[str], node: str | None) -> int:
         raise SlurmError(f"{node} is not a node of job {submission.job}; its nodes are {', '.join(nodes)}.")
     inherited = {name: value for name, value in os.environ.items() if name not in RAY_VARIABLES}
     environment = {**inherited, **token_environment(start), "RAY_ADDRESS": plan.gcs}
-    srun = ["srun", f"--jobid={jobs[0].id}", "--overlap", "--nodes=1", "--ntasks=1"]
+    srun = ["srun", f"--jobid={jobs[0].fields['JobId']}", "--overlap", "--nodes=1", "--ntasks=1"]
     srun += [f"--nodelist={node or nodes[0]}", f"--chdir={submission.folder}", "--mpi=none", "--export=ALL"]
     if submission.cpu_nodes:  # the last ones
         srun.append(f"--het-group={int(node in nodes[-submission.cpu_nodes :])}")

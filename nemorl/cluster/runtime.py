@@ -38,6 +38,13 @@ LOCK = "driver.lock"
 # A socket's path has 107 characters at most, and Ray's end about 85 below the folder of temporary files.
 MAX_TEMP_DIR_CHARACTERS = 20
 CONNECT_SECONDS = 10.0
+SYSTEM_CONFIG = {
+    # Idle workers would cost 90 MB each; actors are started with their own environment.
+    "prestart_worker_first_driver": False,
+    "enable_metrics_collection": False,
+    # Added to ours, 15 by default: any other process would take the cores from training.
+    "worker_niceness": 0,
+}
 
 
 def start_apart(deadline_seconds: float, **options: Any) -> None:
@@ -106,6 +113,15 @@ def remove_abandoned(
         except OSError:  # in use, another user's, or just removed by another start
             continue
         logger.info("removed %s, the folder of a run that has ended", path.parent)
+
+
+def make_temp_dir() -> tuple[Path, IO[bytes]]:
+    """Make and lock the folder of a Ray; remove those of runs that have ended."""
+    parent = Path(tempfile.gettempdir())
+    parent = parent if len(str(parent)) <= MAX_TEMP_DIR_CHARACTERS else Path("/tmp")
+    remove_abandoned(parent)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=parent))
+    return folder, hold(folder)
 
 
 class ClusterRuntime:
@@ -190,11 +206,7 @@ class ClusterRuntime:
         if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
             # Otherwise Ray writes a token into the home folder, readable by all users.
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        parent = Path(tempfile.gettempdir())
-        parent = parent if len(str(parent)) <= MAX_TEMP_DIR_CHARACTERS else Path("/tmp")
-        remove_abandoned(parent)
-        self._temp_dir = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=parent))
-        self._lock = hold(self._temp_dir)
+        self._temp_dir, self._lock = make_temp_dir()
         start_apart(
             self.config.deadlines.start,
             address="local",
@@ -204,12 +216,6 @@ class ClusterRuntime:
             log_to_driver=False,
             logging_level=logging.ERROR,
             _temp_dir=str(self._temp_dir),
-            _system_config={
-                # Idle workers would cost 90 MB each; actors are started with their own environment.
-                "prestart_worker_first_driver": False,
-                "enable_metrics_collection": False,
-                # Added to ours, 15 by default: any other process would take the cores from training.
-                "worker_niceness": 0,
-            },
+            _system_config=SYSTEM_CONFIG,
         )
         self.local = True

@@ -29,8 +29,6 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution that nemorl can use."""
-
     name: str
     use: str
     required: bool = False
@@ -67,15 +65,14 @@ _ROOMY_SHARED_MEMORY_BYTES = 512 * 2**20  # the default of cluster.object_store_
 
 
 def register(commands: Commands) -> None:
-    help_text = "list what is installed, what this machine has, and what is missing"
+    help_text = "report the installed packages, the hardware, and what is missing for training"
     doctor = add_command(commands, "doctor", _doctor, help_text)
-    doctor.add_argument("--brief", action="store_true", help="say only what is missing")
-    gpus_help = "fail where torch can use fewer than N GPUs"
+    doctor.add_argument("--brief", action="store_true", help="print only what is missing")
+    gpus_help = "fail unless torch can use at least N GPUs"
     doctor.add_argument("--gpus", type=int, default=0, metavar="N", help=gpus_help)
 
 
 def _doctor(arguments: Namespace) -> int:
-    """Return 0 when the main job can run here, and on as many GPUs as were asked for."""
     machine = read_machine()
     findings = [
         *_installed(),
@@ -155,7 +152,6 @@ def _kernels(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:
 
 
 def _gloo() -> Finding:
-    """Form a group of one process, as policy workers on a CPU do with more."""
     state, found = State.GOOD, "a process group forms"
     try:
         import torch.distributed as dist

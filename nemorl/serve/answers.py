@@ -41,20 +41,14 @@ class TextStream:
         if starts:
             self._held, self.rest = "", held[min(starts) :]
             return held[: min(starts)]
-        uncertain = (
-            length
-            for mark in self._marks
-            for length in range(1, min(len(mark), len(held) + 1))
-            if held.endswith(mark[:length])
-        )
+        lengths = ((mark, n) for mark in self._marks for n in range(1, min(len(mark), len(held) + 1)))
+        uncertain = (length for mark, length in lengths if held.endswith(mark[:length]))
         certain = len(held) - (0 if last else max(uncertain, default=0))
         self._held = held[certain:]
         return held[:certain]
 
 
 class Choice:
-    """One answer while it grows."""
-
     def __init__(
         self, index: int, request: CompletionRequest | ChatRequest, work: Work, tokenizer: Tokenizer
     ) -> None:
@@ -114,12 +108,8 @@ class Choice:
                 ]
             }
         elif not self.is_chat and request.logprobs is not None:
-            part["logprobs"] = {
-                "tokens": [self._piece(token) for token in tokens],
-                "token_logprobs": logprobs,
-                "top_logprobs": None,
-                "text_offset": None,
-            }
+            part["logprobs"] = {"tokens": list(map(self._piece, tokens)), "token_logprobs": logprobs}
+            part["logprobs"] |= {"top_logprobs": None, "text_offset": None}
         if request.return_token_ids:
             part |= {"token_ids": tokens, "weight_versions": sampled.versions.tolist()}
             if first and not self.is_chat:
@@ -130,7 +120,7 @@ class Choice:
         return self.tokenizer.decode([token])
 
     def _read_calls(self, text: str) -> list[Json]:
-        """Return the calls in a text as OpenAI's API has them; none when one cannot be read."""
+        """Return the calls in a text; none when one cannot be read."""
         calls: list[Json] = []
         for found in _CALL.finditer(text):
             try:
@@ -141,25 +131,17 @@ class Choice:
                 return []
             given = call.get("arguments", {})
             arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            calls.append(
-                {
-                    "id": f"call_{self.work.name[:12]}_{self.index}_{len(calls)}",
-                    "type": "function",
-                    "function": {"name": call["name"], "arguments": arguments},
-                }
-            )
+            function = {"name": call["name"], "arguments": arguments}
+            name = f"call_{self.work.name[:12]}_{self.index}_{len(calls)}"
+            calls.append({"id": name, "type": "function", "function": function})
         return calls
 
 
 class Answer:
-    """The envelope of one answer and its choices."""
-
     def __init__(self, request: CompletionRequest | ChatRequest, work: Work, served: Served) -> None:
         self._request, self._work, self._model = request, work, served.model_name
-        self._created = int(time.time())
-        self.choices = [
-            Choice(index, request, work, served.tokenizer) for index in range(len(work.prompts) * request.n)
-        ]
+        self._created, count = int(time.time()), len(work.prompts) * request.n
+        self.choices = [Choice(index, request, work, served.tokenizer) for index in range(count)]
 
     def whole(self, completions: Sequence[Completion]) -> Json:
         choices = [choice.whole(c) for choice, c in zip(self.choices, completions, strict=True)]

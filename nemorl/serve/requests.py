@@ -1,11 +1,11 @@
 """The requests of OpenAI's API as far as they are served, and the errors of those that are not.
 
-An unknown field is refused, since a setting that is silently ignored gives other samples than those that were
-asked for.
+An unknown field is refused: a setting that is silently ignored gives other samples than requested.
 """
 
 import json
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,8 +27,6 @@ _GREEDY_BELOW = 1e-5
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -41,8 +39,6 @@ class StreamOptions(Strict):
 
 
 class SamplingRequest(ModelRequest):
-    """The common fields of completions and chats."""
-
     n: int = Field(1, ge=1, le=MAX_CHOICES)  # samples of each prompt
     temperature: float = Field(1.0, ge=0)  # 0 is greedy, and so is less than 1e-5
     top_p: float = Field(1.0, gt=0, le=1)
@@ -72,8 +68,6 @@ class SamplingRequest(ModelRequest):
 
 
 class CompletionRequest(SamplingRequest):
-    """POST /v1/completions."""
-
     prompt: (
         str
         | Annotated[list[TokenId], Field(min_length=1)]
@@ -147,8 +141,6 @@ class ResponseFormat(Strict):
 
 
 class ChatRequest(SamplingRequest):
-    """POST /v1/chat/completions."""
-
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
@@ -161,28 +153,23 @@ class ChatRequest(SamplingRequest):
 
     @property
     def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """The tools that may be called, as chat templates expect them."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A refusal with its HTTP status; the message is a sentence for the client."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        """`param` is the field of the request; `kind` and `code` are OpenAI's words."""
-        super().__init__(message)
-        self.status, self.message = status, message
-        self.kind, self.param, self.code = kind, param, code
+    status: int
+    message: str
+    kind: str = "invalid_request_error"  # this and `code` are OpenAI's words
+    param: str | None = None  # field of the request
+    code: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}

@@ -42,16 +42,14 @@ class JudgedConversation(Strict):
 
 
 class RewardRequest(ModelRequest):
-    """POST /v1/rewards."""
-
     conversations: list[JudgedConversation] = Field(min_length=1, max_length=MAX_CONVERSATIONS)
 
 
 class Batcher:
     """Scores together what several requests ask for at the same time."""
 
-    def __init__(self, score: Score, most: int = MAX_BATCH) -> None:
-        self._score, self._most = score, most
+    def __init__(self, score: Score) -> None:
+        self._score = score
         self._waiting: asyncio.Queue[tuple[Example, asyncio.Future[float]]] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
@@ -71,7 +69,7 @@ class Batcher:
     async def _run(self) -> None:
         while True:
             batch = [await self._waiting.get()]
-            while len(batch) < self._most and not self._waiting.empty():
+            while len(batch) < MAX_BATCH and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             batch = [(example, answer) for example, answer in batch if not answer.done()]  # not cancelled
             if not batch:
@@ -100,7 +98,6 @@ class ServedRewards:
     timeout: float  # seconds for an answer
 
     def add_routes(self, app: web.Application) -> None:
-        """Serve the scores in an application, which batches them while it runs."""
         batcher = Batcher(self.score)
 
         async def running(_: web.Application) -> AsyncIterator[None]:
@@ -135,10 +132,8 @@ class ServedRewards:
         return {"object": "list", "model": self.name, "data": items}
 
     def _example(self, conversation: JudgedConversation) -> Example | ExampleError | TokenizerError:
-        opening, exchange = (
-            [Message(m.role, m.content) for m in messages]
-            for messages in (conversation.prompt, conversation.completion)
-        )
+        opening = [Message(m.role, m.content) for m in conversation.prompt]
+        exchange = [Message(m.role, m.content) for m in conversation.completion]
         try:
             return Encoder(self.tokenizer, self.prompts, self.max_length).dialogue(opening, exchange)
         except (ExampleError, TokenizerError) as error:

@@ -44,7 +44,6 @@ class Work:
 
 
 def completion_work(request: CompletionRequest, served: Served) -> Work:
-    """Raises ApiError."""
     encode = served.tokenizer.encode_document
     prompts = [
         _encode(encode, prompt, "prompt", served) if isinstance(prompt, str) else list(prompt)
@@ -59,14 +58,13 @@ def completion_work(request: CompletionRequest, served: Served) -> Work:
 
 
 def chat_work(request: ChatRequest, served: Served) -> Work:
-    """Raises ApiError."""
     tools = request.tools_for_template
     if tools and TOOL_CALL not in served.tokenizer.chat_template:
-        raise bad_request(
-            "the model's chat template does not write tool calls as <tool_call> JSON, the one way that is "
-            "read here: send no tools, or name another template in policy.tokenizer.chat_template",
-            "tools",
+        problem = (
+            "the model's chat template does not write tool calls as <tool_call> JSON, as required here"
         )
+        fix = "send no tools, or set another template in policy.tokenizer.chat_template"
+        raise bad_request(f"{problem}: {fix}", "tools")
     messages = [message.for_template() for message in request.messages]
     try:
         text = served.tokenizer.render_chat(messages, tools, add_generation_prompt=True)
@@ -82,11 +80,8 @@ def chat_work(request: ChatRequest, served: Served) -> Work:
 def _encode(encode: Callable[[str], list[int]], text: str, param: str, served: Served) -> list[int]:
     # Refused before it is encoded, which takes a minute for some megabytes.
     if len(text) > MAX_CHARACTERS * served.max_sequence_length:
-        raise bad_request(
-            f"{len(text)} characters are more than {served.max_sequence_length} tokens hold, the longest "
-            "sequence that is served here",
-            param,
-        )
+        most = f"{served.max_sequence_length} tokens hold, the longest sequence that is served here"
+        raise bad_request(f"{len(text)} characters are more than {most}", param)
     try:
         return encode(text)
     except TokenizerError as error:
@@ -98,13 +93,9 @@ def _check_room(num_prompt: int, max_tokens: int, param: str, served: Served) ->
     if num_prompt == 0:
         raise bad_request(f"{param} has no tokens.", param)
     if num_prompt + max_tokens > limit:
-        raise ApiError(
-            400,
-            f"This model's sequences have {limit} tokens at most, and {param} has {num_prompt} with "
-            f"{max_tokens} asked for: shorten it, or ask for fewer.",
-            param=param,
-            code="context_length_exceeded",
-        )
+        problem = f"This model's sequences have {limit} tokens at most, and {param} has {num_prompt}"
+        message = f"{problem} with {max_tokens} asked for: shorten it, or ask for fewer."
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def engine_requests(request: SamplingRequest, work: Work, served: Served) -> list[GenerationRequest]:
@@ -134,7 +125,6 @@ def engine_requests(request: SamplingRequest, work: Work, served: Served) -> lis
 
 
 async def sample(requests: Sequence[GenerationRequest], router: Router) -> list[Completion]:
-    """Return all answers. Raises ApiError."""
     async with aclosing(stream(requests, router)) as items:
         answers = {index: item async for index, item in items if isinstance(item, Completion)}
     return [answers[index] for index in range(len(requests))]
