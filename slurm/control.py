@@ -86,9 +86,8 @@ class ControlServer:
             await asyncio.wait_for(self._all_connected.wait(), seconds)
         except TimeoutError:
             missing = ", ".join(node for node in self.nodes if node not in self._writers)
-            problem = (
-                f"{missing} did not connect to {self._host}:{self._port} on the head within {seconds:g} s"
-            )
+            address = f"{self._host}:{self._port} on the head"
+            problem = f"{missing} did not connect to {address} within {seconds:g} s"
             fix = f"{_BLOCKED}. Open the ports between the nodes, or set {_INTERFACE}"
             raise SlurmError(f"{problem}, though the run folder is shared: {fix}") from None
 

@@ -89,17 +89,16 @@ def run_node(config: Path, overrides: Sequence[str]) -> int:
 
 
 async def follow(head: str, rendezvous: Rendezvous, info: NodeInfo, store_megabytes: int) -> int:
-    """Run Ray on any node but the head, until the head announces the end.
+    """Run Ray on any node but the head, until the head announces the end. Raises `SlurmError`.
 
-    Returns 0 whenever the head decides, whose exit status counts. Raises `SlurmError`.
+    Returns 0 whenever the head decides, whose exit status counts.
     """
     loop, message = asyncio.get_running_loop(), "received %s; the head stops the run"
     for number in SIGNALS:  # Slurm signals all nodes at once: the head stops the run in order
         loop.add_signal_handler(number, logger.info, message, number.name)
     rendezvous.report(info)
-    logger.info(
-        "%d cores, %d GPUs, %s (%s)", info.hardware.cores, info.hardware.gpus, info.address, info.interface
-    )
+    cores, gpus = info.hardware.cores, info.hardware.gpus
+    logger.info("%d cores, %d GPUs, %s (%s)", cores, gpus, info.address, info.interface)
     plan = await rendezvous.wait_for_plan()
     if plan.refused:
         return 0
@@ -136,7 +135,6 @@ async def follow(head: str, rendezvous: Rendezvous, info: NodeInfo, store_megaby
 
 
 def train_command(config: Path, overrides: Sequence[str]) -> list[str]:
-    """The run, from its newest checkpoint if there is one."""
     return [sys.executable, "-m", "nemorl.cli", "train", str(config), *overrides, "--resume"]
 
 
@@ -214,7 +212,6 @@ class Head:
         return cause
 
     async def _stopped(self, detail: str) -> Exit:
-        """Exit of a run that a signal stopped."""
         step = newest_step(self.experiment.run_dir)
         kept = f"{detail}; " * bool(detail) + (f"newest checkpoint: step {step}" if step else "no checkpoint")
         if self._signal is signal.SIGUSR1:
@@ -269,10 +266,7 @@ class Head:
     async def _wait_for_ray(
         self, plan: Plan, environment: Mapping[str, str], control: ControlServer, ray: Child
     ) -> NodeLost | None:
-        """Wait until Ray runs on all nodes; return a node whose connection broke.
-
-        Raises `SlurmError` for a node that reports a failure, and `RayEnded` where Ray ends here.
-        """
+        """Return a node whose connection broke before Ray ran on all nodes. Raises `SlurmError`."""
 
         async def ready() -> None:
             await control.wait_for_nodes()
@@ -290,15 +284,14 @@ class Head:
                 if lost.result().reported:
                     raise SlurmError(str(lost.result()))
                 return lost.result()
-            status, log = ray.ended.result(), self.rendezvous.log(self._info.node)
-            problem = f"Ray ended with exit status {status} while starting on {self._info.node}"
-            raise RayEnded(f"{problem}; see {log}")
+            node, status = self._info.node, ray.ended.result()
+            problem = f"Ray ended with exit status {status} while starting on {node}"
+            raise RayEnded(f"{problem}; see {self.rendezvous.log(node)}")
         finally:
             lost.cancel()
             work.cancel()
 
     async def _watch(self, train: Child, control: ControlServer, ray: Child) -> Exit:
-        """Wait for the end of the run, and stop it where a node is lost."""
         next_lost = asyncio.ensure_future(control.lost.get())
         await asyncio.wait({train.ended, ray.ended, next_lost}, return_when=asyncio.FIRST_COMPLETED)
         if train.ended.done() and train.ended.result() not in (0, 2, REQUEUE):  # maybe because a node is lost
@@ -323,8 +316,7 @@ class Head:
             return await self._stopped("; ".join(details))
         if status == 2 and not lost:
             return 2, "invalid configuration; nothing was started"
-        lost = lost or await control.find_lost()
-        if lost:
+        if lost := lost or await control.find_lost():
             return REQUEUE, "; ".join(map(str, lost))
         if status == REQUEUE:
             return REQUEUE, "a signal stopped the run"

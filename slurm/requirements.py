@@ -42,15 +42,12 @@ def cluster_overrides(nodes: Mapping[str, NodeInfo], *, gpus_given: bool) -> lis
     heterogeneous job do not count. Raises `SlurmError` where a node does not see the GPUs that Slurm gave it.
     """
     sizes = {name: info.hardware for name, info in nodes.items() if info.part != "cpu"}
-    broken = [
-        f"{name} sees {size.gpus} of {size.gpus_allocated}"
-        for name, size in sizes.items()
-        if size.gpus < size.gpus_allocated
-    ]
+    broken = {name: size for name, size in sizes.items() if size.gpus < size.gpus_allocated}
     if broken:
+        listed = ", ".join(f"{name} sees {n.gpus} of {n.gpus_allocated}" for name, n in broken.items())
         exclude = "exclude a node with `nemorl slurm submit --sbatch=--exclude=NODE`."
         fix = f"Run `nvidia-smi` on the node to see why; {exclude}"
-        raise SlurmError(f"GPUs that Slurm gave the job do not respond: {', '.join(broken)}. {fix}")
+        raise SlurmError(f"GPUs that Slurm gave the job do not respond: {listed}. {fix}")
     overrides = [f"cluster.num_nodes={len(nodes)}"]
     if not gpus_given:
         overrides.append(f"cluster.gpus_per_node={max(size.gpus for size in sizes.values())}")
@@ -58,7 +55,6 @@ def cluster_overrides(nodes: Mapping[str, NodeInfo], *, gpus_given: bool) -> lis
 
 
 def node_problems(experiment: Experiment, nodes: Mapping[str, NodeInfo]) -> Problems:
-    """Every problem of an experiment on these nodes: model, files, memory, and room for its processes."""
     hardware = [info.hardware for info in nodes.values()]
     # The nodes as one: the cores of the smallest, the memory of all, the smallest GPU of each.
     machine = Machine(
@@ -113,11 +109,9 @@ def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Prob
         available = {node.node: node.resources[resource] for node in nodes}
         if sum(needed.values()) > sum(available.values()):
             largest = max(placed, key=lambda request: needed[request.group])
-            problem = (
-                f"the run needs {sum(needed.values()):g} {resource}s ({_listed(needed)}), and the job has "
-                f"{sum(available.values()):g} ({_listed(available)})"
-            )
-            yield too_many(largest.group, largest.count, problem)
+            need = f"the run needs {sum(needed.values()):g} {resource}s ({_listed(needed)})"
+            have = f"the job has {sum(available.values()):g} ({_listed(available)})"
+            yield too_many(largest.group, largest.count, f"{need}, and {have}")
             return
     known = {label for node in nodes for label in node.labels}
     for request in placed:
@@ -129,9 +123,8 @@ def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Prob
             if labels.items() <= node.labels.items()
         )
         if places < request.count:
-            where = (
-                f"nodes with {', '.join(f'{k}={v}' for k, v in labels.items())}" if labels else "the nodes"
-            )
+            listed = ", ".join(f"{name}={value}" for name, value in labels.items())
+            where = f"nodes with {listed}" if labels else "the nodes"
             size = " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
             problem = f"{where} have room for {places} {request.group} processes ({size} each)"
             yield too_many(request.group, request.count, problem)

@@ -36,8 +36,6 @@ MAX_NAME_LENGTH = 80
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `nemorl slurm submit` for the job."""
-
     nodes: int
     gpus_per_node: int = 0
     cpu_nodes: int = 0  # a second component, for processes that need no GPU
@@ -52,10 +50,7 @@ class Options:
     cpu_sbatch: tuple[str, ...] = ()  # for the CPU nodes
 
     def sbatch_arguments(self, name: str, folder: Path, tasks: int) -> list[str]:
-        """Options of `sbatch` for a job, or for an array of `tasks`; a job gets whole nodes.
-
-        Raises `OptionError`.
-        """
+        """For a job, or for an array of `tasks`; a job gets whole nodes. Raises `OptionError`."""
         if arrays := [option for option in self.sbatch if re.match("-a|--ar", option)]:
             raise OptionError(f"--sbatch={arrays[0]}: its tasks would share one run folder; use --sweep")
         # The launcher needs PATH and NEMORL_*, whatever a site sets in SBATCH_EXPORT.
@@ -166,7 +161,7 @@ def sweep_tasks(sweeps: Sequence[str]) -> list[SweepTask]:
 
 
 def sweep_table(tasks: Sequence[SweepTask], sweep: Path) -> str:
-    """Tab-separated lines: task, its folder and the values, under a heading."""
+    """Tab-separated lines under a heading."""
     lines = [["task", "run_dir", *(field for field, _ in tasks[0].values)]]
     lines += [[str(t.index), str(t.run_dir(sweep)), *(value for _, value in t.values)] for t in tasks]
     return "".join("\t".join(line) + "\n" for line in lines)
@@ -254,8 +249,7 @@ def prepare_submission(
         variables["NEMORL_CONTAINER"] = options.container
     elif environment := variables.get("NEMORL_ENV"):
         if not Path(environment, "bin", "nemorl").exists():
-            readable = "Set the folder of an environment with nemorl that the nodes can read"
-            fix = f"{readable}, or unset it to use the environment of this command."
+            fix = "Set an environment that the nodes can read, or unset it to use that of this command."
             raise OptionError(f"NEMORL_ENV = {environment}: no bin/nemorl in it. {fix}")
     elif Path(sys.prefix, "bin", "nemorl").exists():  # else the nodes find nemorl by PATH
         variables["NEMORL_ENV"] = sys.prefix
@@ -273,16 +267,14 @@ def prepare_submission(
 
 
 def resolve_image(container: str) -> str:
-    """Make the path of an image file absolute: pyxis takes other paths for names in a registry.
-
-    Raises `OptionError` where the file is missing.
-    """
+    """Make the path of an image file absolute, as pyxis requires. Raises `OptionError` without the file."""
     if not (container.startswith(("/", ".")) or container.endswith(".sqsh")):
         return container
     if not Path(container).is_file():
-        image = "an image in a registry as pyxis writes it, such as nvcr.io#nvidia/pytorch:25.10-py3."
-        fix = f"Give a .sqsh file (`enroot import` makes one), or {image}"
-        raise OptionError(f"--container {container}: no such file. {fix}")
+        fix = "Give a .sqsh file (`enroot import` makes one), or an image in a registry as pyxis writes it"
+        raise OptionError(
+            f"--container {container}: no such file. {fix}, such as nvcr.io#nvidia/pytorch:25.10-py3."
+        )
     return str(Path(container).absolute())
 
 

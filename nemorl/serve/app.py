@@ -173,9 +173,7 @@ async def answering(
     if not generated:
         key = os.environ.get(str(config.api_key_env), "").strip()
         if not key:
-            problem = (
-                "this environment variable is unset or empty; set it to the key that clients must send"
-            )
+            problem = "this environment variable is unset or empty; set it to the key that clients must send"
             raise RunError(f"generation.endpoint.api_key_env = {config.api_key_env}: {problem}")
     app = web.Application(
         client_max_size=config.max_body_megabytes * 2**20,

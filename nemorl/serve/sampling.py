@@ -60,9 +60,7 @@ def completion_work(request: CompletionRequest, served: Served) -> Work:
 def chat_work(request: ChatRequest, served: Served) -> Work:
     tools = request.tools_for_template
     if tools and TOOL_CALL not in served.tokenizer.chat_template:
-        problem = (
-            "the model's chat template does not write tool calls as <tool_call> JSON, as required here"
-        )
+        problem = "the model's chat template does not write tool calls as <tool_call> JSON, as required here"
         fix = "send no tools, or set another template in policy.tokenizer.chat_template"
         raise bad_request(f"{problem}: {fix}", "tools")
     messages = [message.for_template() for message in request.messages]
