@@ -75,9 +75,7 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
     """Read the variables of nemorl.sbatch and of Slurm. Raises `SlurmError` outside of a job."""
     job, components = environment.get(JOB), environment.get(NODES)
     if not job or not components:
-        fix = (
-            "nemorl.sbatch sets them and runs `nemorl slurm node`. To start a job, run `nemorl slurm submit`."
-        )
+        fix = "nemorl.sbatch sets them. To start a job, run `nemorl slurm submit`."
         raise SlurmError(f"{JOB} and {NODES} are not set: {fix}")
     allocation = Allocation(
         job,
@@ -88,9 +86,7 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
     )
     if allocation.node not in allocation.nodes:
         problem = f"{allocation.node or 'unset'}: job {job} has the nodes {', '.join(allocation.nodes)}"
-        raise SlurmError(
-            f"SLURMD_NODENAME = {problem}. Start `nemorl slurm node` with srun, one task per node."
-        )
+        raise SlurmError(f"SLURMD_NODENAME = {problem}. Start the launcher with srun, one task per node.")
     return allocation
 
 

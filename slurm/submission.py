@@ -271,10 +271,8 @@ def resolve_image(container: str) -> str:
     if not (container.startswith(("/", ".")) or container.endswith(".sqsh")):
         return container
     if not Path(container).is_file():
-        fix = "Give a .sqsh file (`enroot import` makes one), or an image in a registry as pyxis writes it"
-        raise OptionError(
-            f"--container {container}: no such file. {fix}, such as nvcr.io#nvidia/pytorch:25.10-py3."
-        )
+        fix = "Give a .sqsh file (from `enroot import`), or an image as nvcr.io#nvidia/pytorch:25.10-py3."
+        raise OptionError(f"--container {container}: no such file. {fix}")
     return str(Path(container).absolute())
 
 

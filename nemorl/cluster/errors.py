@@ -37,10 +37,8 @@ class WorkerFailed(ClusterError):
     log: Path
 
     def __str__(self) -> str:
-        return (
-            f"{self.group} rank {self.rank} failed in stage '{self.stage}' with "
-            f"{self.kind.removeprefix('builtins.')}: {self.message} (traceback in {self.log})"
-        )
+        error = f"{self.kind.removeprefix('builtins.')}: {self.message} (traceback in {self.log})"
+        return f"{self.group} rank {self.rank} failed in stage '{self.stage}' with {error}"
 
 
 @dataclass(eq=False, repr=False)
@@ -62,10 +60,8 @@ class WorkerDied(ClusterError):
     def __str__(self) -> str:
         lines = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (nothing was logged)"
         where = f" on node {self.node}" if self.node else ""
-        return (
-            f"{self.group} rank {self.rank} died in stage '{self.stage}'{where}: {self.reason}\n"
-            f"The last lines of {self.log}:\n{lines}"
-        )
+        problem = f"{self.group} rank {self.rank} died in stage '{self.stage}'{where}: {self.reason}"
+        return f"{problem}\nThe last lines of {self.log}:\n{lines}"
 
 
 class NodeLost(WorkerDied):
@@ -99,10 +95,8 @@ class DeadlineExceeded(ClusterError):
         ranks = ", ".join(map(str, self.ranks))
         activities = zip(self.ranks, self.where, strict=True)
         doing = "".join(f"\n  | rank {rank}: {where}" for rank, where in activities)
-        return (
-            f"{self.group} has not finished stage '{self.stage}' in {self.seconds:g} s; "
-            f"no answer from rank{'s' * (len(self.ranks) > 1)} {ranks}.{doing}"
-        )
+        problem = f"{self.group} has not finished stage '{self.stage}' in {self.seconds:g} s"
+        return f"{problem}; no answer from rank{'s' * (len(self.ranks) > 1)} {ranks}.{doing}"
 
 
 class GroupEnded(ClusterError):

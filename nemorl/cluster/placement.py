@@ -13,12 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util import placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemorl.config.experiment import Experiment
@@ -63,8 +59,8 @@ class WorkerRequest:
 def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     """Processes of an experiment. Each rank of a model or an engine gets one GPU if the nodes have GPUs.
 
-    There is no generation group if the policy generates its samples. Groups that share the policy's devices
-    have it as their host group: models rank by rank, an engine of n ranks with n ranks of the policy.
+    Groups that share the policy's devices have it as their host group: models rank by rank, an engine of n
+    ranks with n ranks of the policy.
     """
     cluster, generation = experiment.cluster, experiment.generation
     gpus = 1 if cluster.gpus_per_node else 0
@@ -138,7 +134,7 @@ class Placement:
 
     @property
     def described(self) -> dict[str, str]:
-        """Ranks on each node, for the start of a run's log; empty in a run on one node."""
+        """Ranks on each node; empty in a run on one node."""
         homes = [self.home(group, rank) for group in self.nodes for rank in range(len(self.nodes[group]))]
         return {f"node {home.name}": str(home) for home in homes if home is not None}
 
@@ -151,7 +147,7 @@ class Placement:
         return max(1, min(node.cores // processes[node.id] for node in nodes))
 
     def driver_address(self, *groups: str) -> str:
-        """Address on which the driver listens for these groups: loopback unless some run on other nodes."""
+        """Address on which the driver listens for these groups."""
         node_ids = {node.id for group in groups for node in self.nodes[group]}
         return LOOPBACK if node_ids <= {self.driver} else str(ray.util.get_node_ip_address())
 

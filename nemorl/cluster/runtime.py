@@ -1,8 +1,7 @@
 """Ray for one run: a local one that ends with the run, or an existing cluster that is joined.
 
-The folder of a local Ray is locked while the driver lives. A driver that fails keeps it for its logs, and one
-that is killed cannot remove it; the kernel releases the lock of both, by which the next start finds and
-removes it.
+The folder of a local Ray is locked while the driver lives. One that a driver left, for its logs or because it
+was killed, is removed by the next start, which finds the lock free.
 """
 
 import fcntl
@@ -50,9 +49,9 @@ SYSTEM_CONFIG = {
 def start_apart(deadline_seconds: float, **options: Any) -> None:
     """`ray.init(**options)`, tried once more where Ray did not come up in its own time, 30 s.
 
-    Ray's processes get process groups of their own: a signal to our whole group, as `timeout`, schedulers and
-    containers send SIGTERM, would else end Ray before us, and we could end nothing in order. The kernel ends
-    them with us all the same. After `deadline_seconds` no new try begins. Raises `ClusterUnavailable`.
+    Ray's processes get process groups of their own: a SIGTERM to our whole group, as schedulers send it,
+    would else end Ray before us. The kernel ends them with us all the same. After `deadline_seconds` no new
+    try begins. Raises `ClusterUnavailable`.
     """
     popen, began = services.ConsolePopen, time.monotonic()
     for attempt in range(1, TRIES + 1):
@@ -101,10 +100,7 @@ def remove_abandoned(
     names: str = FOLDERS,
     remove: Callable[[Path], None] = lambda folder: shutil.rmtree(folder, ignore_errors=True),
 ) -> None:
-    """Remove the folders whose lock is free. One without a lock file stays: its start may be under way.
-
-    `names` is how their names begin, `remove` removes one with what belongs to it.
-    """
+    """Remove the folders whose lock is free. One without a lock file stays: its start may be under way."""
     for path in parent.glob(f"{names}*/{LOCK}"):
         try:
             with path.open("rb") as lock:
@@ -125,10 +121,10 @@ def make_temp_dir() -> tuple[Path, IO[bytes]]:
 
 
 class ClusterRuntime:
-    """Ray while the `with` block runs.
+    """Ray while the `with` block runs; ends only what it started.
 
     Joins the Ray that this process is connected to already, else the cluster at `RAY_ADDRESS`, else starts
-    one on this machine that listens on the loopback interface only. Ends only what it started.
+    one on this machine that listens on the loopback interface only.
     """
 
     def __init__(self, config: ClusterConfig, requests: Sequence[WorkerRequest]) -> None:
@@ -171,10 +167,7 @@ class ClusterRuntime:
             self._lock.close()
 
     async def reserve(self) -> Placement:
-        """Places for all workers of the run, once `cluster.num_nodes` machines are there.
-
-        Raises `ClusterUnavailable` and `PlacementFailed`.
-        """
+        """Raises `ClusterUnavailable` and `PlacementFailed`."""
         if not self.local:
             await wait_for_nodes(self.config.num_nodes, self.config.deadlines.start)
         return await reserve(
@@ -188,10 +181,9 @@ class ClusterRuntime:
 
     def _join(self, address: str) -> None:
         if address.startswith("ray://"):
-            raise ValueError(
-                "it is the address of a Ray client server, and the driver has to run inside the cluster. "
-                "Start the command on a node and set RAY_ADDRESS to host:port of the head, or to auto."
-            )
+            problem = "it is the address of a Ray client server, and the driver has to run inside the cluster"
+            fix = "Start the command on a node and set RAY_ADDRESS to host:port of the head, or to auto."
+            raise ValueError(f"{problem}. {fix}")
         host, _, port = address.rpartition(":")
         if port.isdecimal():  # Ray tries for minutes before it gives up on an address where nothing listens
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()

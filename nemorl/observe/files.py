@@ -33,7 +33,7 @@ def write_failed(path: Path, error: OSError) -> WriteError:
 
 
 def room_left(folder: Path) -> str:
-    """Describe the free space on the disk of a folder, which may not exist yet."""
+    """`folder` may not exist yet."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     try:
         return f"{shutil.disk_usage(existing).free / 2**20:.1f} MB are free on its disk"
@@ -91,7 +91,7 @@ class JsonLinesWriter:
 
 
 def read_json_lines(path: Path) -> list[JsonObject]:
-    """Return all objects of a file, none if it is missing. A partial last line is ignored.
+    """Return all objects of a file, none if it is missing, without a partial last line.
 
     Raises `RunFolderError` naming file and line when any other line is not a JSON object.
     """

@@ -73,8 +73,7 @@ class Observer:
     def step(self, step: int, *, version: int, values: Mapping[str, float]) -> StepMetrics:
         """Record a finished step, with the seconds of its stages and its throughput (`RATES`).
 
-        Call it before the step's checkpoint becomes visible, because a resume at this step needs its line.
-        Raises `WriteError`.
+        Call it before the step's checkpoint is visible: a resume needs its line. Raises `WriteError`.
         """
         seconds = self._stages.finish_step(step)
         throughput = {
@@ -97,8 +96,7 @@ class Observer:
         """Write the report and show it; one that cannot be written is a warning: its sources are complete."""
         from .report import write_report  # Plotly
 
-        root = self.folder.paths.root
-        report = None
+        root, report = self.folder.paths.root, None
         try:
             report = write_report(root)
         except WriteError as error:
@@ -154,11 +152,10 @@ class TensorBoardTracker:
     """TensorBoard event files in the run folder. Raises `WriteError`."""
 
     def __init__(self, folder: Path, *, resumed_step: int | None) -> None:
-        """Hide earlier steps after `resumed_step`, since they come again."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
-        purge_step = None if resumed_step is None else resumed_step + 1
+        purge_step = None if resumed_step is None else resumed_step + 1  # hides steps that come again
         try:
             self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         except OSError as error:
@@ -180,10 +177,8 @@ class TensorBoardTracker:
 def check_trackers(config: LoggerConfig) -> None:
     """Raise `TrackerMissing` when a configured tracker is not installed. No import is made."""
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise TrackerMissing(
-            "logger.tensorboard is true, but the package tensorboard is not installed: "
-            "pip install 'nemorl[trackers]', or set logger.tensorboard=false."
-        )
+        problem = "logger.tensorboard is true, but the package tensorboard is not installed"
+        raise TrackerMissing(f"{problem}: pip install 'nemorl[trackers]', or set logger.tensorboard=false.")
 
 
 def open_trackers(config: LoggerConfig, folder: RunFolder) -> list[TensorBoardTracker]:
@@ -262,10 +257,8 @@ class PlainConsole(StageListener):
 
     def summary(self, changes: Sequence[Change], report: Path | None) -> None:
         for change in changes:
-            before, after = (
-                "not measured" if value is None else format_number(value)
-                for value in (change.before, change.after)
-            )
+            both = (change.before, change.after)
+            before, after = ("not measured" if value is None else format_number(value) for value in both)
             self._line(f"{change.metric}: {before} before, {after} after")
         if report is not None:
             self._line(f"report: {report}")
@@ -285,9 +278,8 @@ class PlainConsole(StageListener):
             if id(stage) in self._timers:
                 self._mention_later(stage, 2 * seconds)
 
-        timer = threading.Timer(seconds, mention)
+        timer = self._timers[id(stage)] = threading.Timer(seconds, mention)
         timer.daemon = True
-        self._timers[id(stage)] = timer
         timer.start()
 
     def _mention(self, stage: Stage, state: str) -> None:
@@ -307,23 +299,15 @@ class BarConsole(StageListener):
     """A bar for the steps and one for each running stage; printed lines scroll above them."""
 
     def __init__(self, terminal: Console, *, total_steps: int, first_step: int = 0) -> None:
-        self._terminal = terminal
-        self._total_steps = total_steps
+        self._terminal, self._total_steps = terminal, total_steps
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)  # seconds of the last steps
         self._columns: tuple[Shown, ...] = ()
         self._stages: dict[int, TaskID] = {}  # by id of the running stage
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn(f"{{task.description:<{STAGE_WIDTH}}}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[detail]}"),
-            TimeElapsedColumn(),
-            console=terminal,
-            transient=True,
-        )
-        self._steps = self._progress.add_task(
-            "steps", total=total_steps, completed=first_step, detail=f"{first_step}/{total_steps}"
-        )
+        name, detail = TextColumn(f"{{task.description:<{STAGE_WIDTH}}}"), TextColumn("{task.fields[detail]}")
+        columns = SpinnerColumn(), name, BarColumn(bar_width=30), detail, TimeElapsedColumn()
+        self._progress = Progress(*columns, console=terminal, transient=True)
+        done = f"{first_step}/{total_steps}"
+        self._steps = self._progress.add_task("steps", total=total_steps, completed=first_step, detail=done)
         self._progress.start()
 
     def stage_started(self, stage: Stage) -> None:
@@ -358,10 +342,8 @@ class BarConsole(StageListener):
             self._columns = columns
             self._print(f"{'step':>{width}}" + "".join(f"{c.column:>{c.width}}" for c in columns), "bold")
         if any(column.prefix in values for column in self._columns if column.prefix != "time/step"):
-            cells = (
-                f"{format_number(values[c.prefix], 3) if c.prefix in values else '-':>{c.width}}"
-                for c in self._columns
-            )
+            shown = {key: format_number(value, 3) for key, value in values.items()}
+            cells = (f"{shown.get(column.prefix, '-'):>{column.width}}" for column in self._columns)
             self._print(label + "".join(cells))
         if lost := describe_losses(values):
             self._print(f"{label}  lost: {', '.join(lost)}", "yellow")
@@ -397,7 +379,7 @@ class BarConsole(StageListener):
 def open_console(
     config: LoggerConfig, *, total_steps: int, first_step: int = 0, stream: TextIO | None = None
 ) -> PlainConsole | BarConsole:
-    """Return the configured console. `first_step` is the last step done before this start."""
+    """`first_step` is the last step done before this start."""
     stream = stream or sys.stdout
     terminal = Console(file=stream)
     has_bars = terminal.is_terminal and not terminal.is_dumb_terminal

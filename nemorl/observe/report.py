@@ -1,8 +1,6 @@
-"""report.html: a run as one page that needs no network and no server.
+"""report.html: a run as one page that needs no network and no server, as Plotly's script is in it (4.8 MB).
 
-Plotly's script is put into the page (4.8 MB), so its plots can be zoomed and read point by point years later.
-Everything in the page that a model or a person wrote is escaped; colors that depend on the light or dark
-theme are set by the page.
+Everything in the page that a model or a person wrote is escaped.
 """
 
 import json
@@ -34,10 +32,7 @@ Steps = Sequence[StepMetrics]
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` of a run, finished or not, and return its path.
-
-    Raises `RunFolderError` when the folder holds no run or a corrupt file, and `WriteError`.
-    """
+    """Write `report.html` of a run and return its path. Raises `RunFolderError` and `WriteError`."""
     paths = RunPaths(run_dir)
     if not paths.holds_run:
         raise RunFolderError(f"{run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")
@@ -47,8 +42,7 @@ def write_report(run_dir: Path) -> Path:
     algorithm = config.get("algorithm", {})
     subtitle = (algorithm.get("name"), config.get("policy", {}).get("model_path"), _state(algorithm, steps))
     starts = read_header(paths.header)
-    totals = stage_totals(steps)
-    main, more = metric_charts(steps)
+    totals, (main, more) = stage_totals(steps), metric_charts(steps)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -75,19 +69,17 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _state(algorithm: Mapping[str, Any], steps: Steps) -> str:
-    planned, last = algorithm.get("num_steps"), steps[-1] if steps else None
-    if last is not None and isinstance(planned, int) and last.step >= planned:
+    planned, stop = algorithm.get("num_steps"), algorithm.get("early_stop") or {}
+    if steps and isinstance(planned, int) and steps[-1].step >= planned:
         return "finished"
-    stop = algorithm.get("early_stop") or {}
-    patience, metric = stop.get("patience"), stop.get("metric")
-    waited = last.values.get("early_stop/waited", 0.0) if last is not None else 0.0
+    patience, waited = stop.get("patience"), steps[-1].values.get("early_stop/waited", 0.0) if steps else 0.0
     if isinstance(patience, int) and waited >= patience:
-        return f"finished early, as {metric} got no better"
+        return f"finished early, as {stop.get('metric')} got no better"
     return "not finished"
 
 
 def _tiles(steps: Steps, planned: object) -> Iterator[tuple[str, str, str]]:
-    """Label, value and note of each large value at the top."""
+    """Label, value and note of each."""
     done = steps[-1].step if steps else 0
     yield "steps", f"{done:,}", f"of {planned:,}" if isinstance(planned, int) else ""
     for row in SHOWN:
@@ -100,10 +92,9 @@ def _tiles(steps: Steps, planned: object) -> Iterator[tuple[str, str, str]]:
 
 
 def _sample_groups(samples: Sequence[Sample]) -> Iterator[tuple[str, Sequence[Sample]]]:
-    """Conversations under a heading: of training and validation, some of the first step and of the last.
+    """Some conversations of the first step and of the last, under a heading.
 
-    Then the samples with the highest and the lowest value of each reward, which show what it really rewards;
-    the latest of equal ones, which shows what the policy has learned.
+    Then the samples with the highest and the lowest value of each reward, the latest of equal ones.
     """
     for phase in ("training", "validation"):
         of_phase = [sample for sample in samples if sample.phase == phase]
@@ -145,11 +136,9 @@ class Chart:
 
 @dataclass(frozen=True)
 class StageTotal:
-    """Seconds of one stage over the run, and their part of all."""
-
     name: str
-    seconds: float
-    fraction: float
+    seconds: float  # over the run
+    fraction: float  # of all stages
     color: str
 
 

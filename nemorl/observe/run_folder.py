@@ -1,7 +1,4 @@
-"""The folder of a run, which explains itself: what is where, who may write, and what a resume keeps.
-
-header.json has what a person needs to repeat a run: versions, machine, commit. Imports nothing heavy.
-"""
+"""The folder of a run: its files, its lock, and what a resume keeps. Imports nothing heavy."""
 
 import fcntl
 import json
@@ -23,7 +20,6 @@ PACKAGES = ("nemorl", "torch", "megatron-core", "transformers", "ray", "numpy", 
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the packages that matter, as far as they are installed."""
     found = {}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -88,7 +84,6 @@ class RunPaths:
 
     @property
     def has_steps(self) -> bool:
-        """True if a run got as far as a step here; a start that failed before leaves nothing to lose."""
         recorded = self.metrics.exists() and self.metrics.stat().st_size > 0
         return recorded or any(self.checkpoints.glob("step_*"))
 
@@ -123,7 +118,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, config_yaml: str) -> "RunFolder":
-        """Begin a run. Raises `RunFolderError` when the folder holds one or is in use, and `WriteError`."""
+        """Raises `RunFolderError` when the folder holds a run or is in use, and `WriteError`."""
         lock = _lock(root)
         if RunPaths(root).has_steps:
             lock.close()
@@ -138,8 +133,8 @@ class RunFolder:
         Without a checkpoint (`None`) the run starts over and no line is kept. The timeline keeps everything.
         """
         lock = _lock(root)
-        last = -1 if step is None else step
-        for path in (RunPaths(root).metrics, RunPaths(root).samples):
+        last, paths = -1 if step is None else step, RunPaths(root)
+        for path in (paths.metrics, paths.samples):
             keep_json_lines(path, lambda line: int(line["step"]) <= last)
         return cls(root, config_yaml, resumed_step=step, lock=lock)
 
@@ -166,7 +161,6 @@ def read_header(path: Path) -> list[JsonObject]:
 
 
 def _lock(root: Path) -> IO[str]:
-    """Hold the folder until the process ends, however it ends."""
     _make(root)
     path = root / ".lock"
     try:

@@ -3,9 +3,6 @@
 with stages.stage("generation", total=64, unit="trajectories") as stage:
     stage.advance(4)
 seconds = stages.finish_step(step)   # {"time/generation": 3.2, "time/step": 3.4}
-
-timeline.json is in the Chrome trace format, which Perfetto and chrome://tracing open: a JSON array, complete
-after every event. The format allows an array without its closing bracket, as a crash may leave.
 """
 
 import json
@@ -145,7 +142,11 @@ OPENING, CLOSING = b"[\n", b"]\n"
 
 
 class Timeline(StageListener):
-    """Writes a span for each stage, each name on its own track; a resumed run is another process in it."""
+    """Writes timeline.json in the Chrome trace format, which Perfetto opens: a track for each stage name.
+
+    The JSON array is complete after every event; the format allows a missing closing bracket, as a crash may
+    leave. A resumed run is another process in it.
+    """
 
     def __init__(self, path: Path, title: str = "run") -> None:
         """Open the file, or continue it after its last complete event. Raises `WriteError`."""
