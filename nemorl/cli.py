@@ -42,11 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif isinstance(error, OSError):
             message, code = f"nemorl {arguments.command} failed: {error}", ExitCode.FAILED
             if error.errno in (errno.ENOSPC, errno.EDQUOT):  # in no writer's words, as of a library's files
-                message += (
-                    ". Full is the disk of the run folder or of temporary files "
-                    f"({tempfile.gettempdir()}, /dev/shm): make room, or set TMPDIR to another folder; then "
-                    "continue the run with --resume"
-                )
+                temporary = f"temporary files ({tempfile.gettempdir()}, /dev/shm)"
+                fix = "make room, or set TMPDIR to another folder; then continue the run with --resume"
+                message += f". The disk of the run folder or of {temporary} is full: {fix}"
         complain(message)
         return code
 

@@ -114,11 +114,9 @@ def why_terminated(job: str, nodes: Sequence[str], restart: int) -> str:
 def lost_nodes(output: str) -> list[str]:
     """Nodes that Slurm cannot use, from lines `name|state|reason`; `*` after a state means no response."""
     rows = (line.split("|", 2) for line in dict.fromkeys(output.splitlines()))
-    return [
-        f"{name} ({state}: {reason})"
-        for name, state, reason in rows
-        if state.endswith("*") or state.startswith(("down", "fail", "unk", "power"))
-    ]
+    bad = ("down", "fail", "unk", "power")
+    lost = (row for row in rows if row[1].endswith("*") or row[1].startswith(bad))
+    return [f"{name} ({state}: {reason})" for name, state, reason in lost]
 
 
 def call(

@@ -77,13 +77,9 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
     if not job or not components:
         fix = "nemorl.sbatch sets them. To start a job, run `nemorl slurm submit`."
         raise SlurmError(f"{JOB} and {NODES} are not set: {fix}")
-    allocation = Allocation(
-        job,
-        int(environment.get("SLURM_RESTART_COUNT") or 0),
-        int(environment.get("SLURM_STEP_ID") or 0),
-        tuple(tuple(component.split(",")) for component in components.split(";")),
-        environment.get("SLURMD_NODENAME", ""),
-    )
+    restart, step = (int(environment.get(f"SLURM_{name}") or 0) for name in ("RESTART_COUNT", "STEP_ID"))
+    names = tuple(tuple(component.split(",")) for component in components.split(";"))
+    allocation = Allocation(job, restart, step, names, environment.get("SLURMD_NODENAME", ""))
     if allocation.node not in allocation.nodes:
         problem = f"{allocation.node or 'unset'}: job {job} has the nodes {', '.join(allocation.nodes)}"
         raise SlurmError(f"SLURMD_NODENAME = {problem}. Start the launcher with srun, one task per node.")

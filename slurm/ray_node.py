@@ -104,10 +104,8 @@ def start_command(info: NodeInfo, plan: Plan, folder: Path, object_store_bytes: 
     """`ray start --block` for a node; the first node of the plan is the head."""
     ports = plan.ports[info.node]
     options = {
-        "node-ip-address": info.address,
-        "node-name": info.node,
-        "num-cpus": info.hardware.cores,
-        "num-gpus": info.hardware.gpus,
+        **{"node-ip-address": info.address, "node-name": info.node},
+        **{"num-cpus": info.hardware.cores, "num-gpus": info.hardware.gpus},
         "object-store-memory": object_store_bytes,
         "labels": ",".join(f"{name}={value}" for name, value in node_labels(info).items()),
         "temp-dir": folder,
@@ -130,8 +128,7 @@ def start_command(info: NodeInfo, plan: Plan, folder: Path, object_store_bytes: 
 def ray_environment(environment: Mapping[str, str], info: NodeInfo, token_file: Path) -> dict[str, str]:
     """Environment of Ray and its workers on a node: the token's file, and the interface for collectives."""
     return {
-        "GLOO_SOCKET_IFNAME": info.interface,
-        "NCCL_SOCKET_IFNAME": info.interface,
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), info.interface),
         **{name: value for name, value in environment.items() if name not in RAY_VARIABLES},
         **token_environment(token_file.parent),
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -205,9 +202,8 @@ def members_command(nodes: Sequence[str]) -> list[str]:
 
 async def wait_for_members(rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
     """Wait until Ray knows all nodes. Raises `SlurmError` naming the missing ones."""
-    process = await asyncio.create_subprocess_exec(
-        *members_command(rendezvous.nodes), env=dict(environment), stdout=asyncio.subprocess.PIPE
-    )
+    command, pipe = members_command(rendezvous.nodes), asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, env=dict(environment), stdout=pipe)
     try:
         output, _ = await process.communicate()
     finally:

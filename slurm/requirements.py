@@ -55,7 +55,8 @@ def cluster_overrides(nodes: Mapping[str, NodeInfo], *, gpus_given: bool) -> lis
 
 
 def node_problems(experiment: Experiment, nodes: Mapping[str, NodeInfo]) -> Problems:
-    hardware = [info.hardware for info in nodes.values()]
+    infos = nodes.values()
+    hardware = [info.hardware for info in infos]
     # The nodes as one: the cores of the smallest, the memory of all, the smallest GPU of each.
     machine = Machine(
         cores=min(node.cores for node in hardware),
@@ -65,10 +66,7 @@ def node_problems(experiment: Experiment, nodes: Mapping[str, NodeInfo]) -> Prob
         nodes=len(hardware),
     )
     yield from plan_run(experiment, machine).problems
-    sizes = [
-        NodeSize(info.node, info.hardware.cores, info.hardware.gpus, node_labels(info), info.part)
-        for info in nodes.values()
-    ]
+    sizes = [NodeSize(n.node, n.hardware.cores, n.hardware.gpus, node_labels(n), n.part) for n in infos]
     yield from capacity_problems(experiment, sizes)
 
 
@@ -93,11 +91,8 @@ def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Prob
     placed = with_places(requests)
     processes = [request.group for request in placed for _ in range(request.count)]
     bundles = dict(zip(processes, required_bundles(requests), strict=True))  # of one process, by group
-    fields = {model.name: f"{model.section}.layout" for model in models} | {
-        "generation": "generation.replicas",
-        "rollout": "cluster.rollout_workers",
-        "endpoint": "generation.endpoint",
-    }
+    fields = {"generation": "generation.replicas", "rollout": "cluster.rollout_workers"}
+    fields |= {"endpoint": "generation.endpoint"} | {m.name: f"{m.section}.layout" for m in models}
 
     def too_many(group: str, count: int, problem: str) -> Problem:
         fix = f"{problem}: start fewer processes, or request more or larger nodes (--nodes, --gpus-per-node)"
@@ -117,11 +112,8 @@ def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Prob
     for request in placed:
         labels = {k: v for k, v in request.labels.items() if k in known and PLAIN_LABEL.fullmatch(v)}
         bundle = bundles[request.group]
-        places = sum(
-            min(int(node.resources[resource] // amount) for resource, amount in bundle.items())
-            for node in nodes
-            if labels.items() <= node.labels.items()
-        )
+        suitable = [node.resources for node in nodes if labels.items() <= node.labels.items()]
+        places = sum(min(int(has[name] // amount) for name, amount in bundle.items()) for has in suitable)
         if places < request.count:
             listed = ", ".join(f"{name}={value}" for name, value in labels.items())
             where = f"nodes with {listed}" if labels else "the nodes"

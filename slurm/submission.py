@@ -90,9 +90,8 @@ class Options:
             if not (cpus := largest_node_cpus(partition)):
                 return []
             labels = {PART: part} if self.cpu_nodes or gpus else {}  # else the nodes decide
-            sizes += [
-                NodeSize(f"node {len(sizes) + i}", cpus, gpus, labels, part) for i in range(1, count + 1)
-            ]
+            numbers = range(len(sizes) + 1, len(sizes) + count + 1)
+            sizes += [NodeSize(f"node {number}", cpus, gpus, labels, part) for number in numbers]
         return sizes
 
 

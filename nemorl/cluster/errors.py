@@ -75,10 +75,9 @@ class NodeLost(WorkerDied):
         return self.reason in str(error)
 
     def __str__(self) -> str:
-        return (
-            f"{self.reason} in stage '{self.stage}', and with it {self.tenants}: the machine is down or "
-            f"cannot be reached, or Ray's processes on it were ended (logs of the workers: {self.log.parent})"
-        )
+        cause = "the machine is down or cannot be reached, or Ray's processes on it were ended"
+        lost = f"{self.reason} in stage '{self.stage}', and with it {self.tenants}"
+        return f"{lost}: {cause} (logs of the workers: {self.log.parent})"
 
 
 @dataclass(eq=False, repr=False)

@@ -256,10 +256,8 @@ class WorkerGroup:
                 raise ValueError(f"{len(shards)} shards for {ranks} ranks of {self.name}: give as many.")
             of_ranks = [(shard, *args) for shard in shards]
         invocation = Invocation(method, stage, seconds, resolve, background, keep)
-        pending = {
-            worker.actor.call.remote(invocation, *own, **kwargs): worker
-            for worker, own in zip(self.workers, of_ranks, strict=True)
-        }
+        calls = zip(self.workers, of_ranks, strict=True)
+        pending = {worker.actor.call.remote(invocation, *own, **kwargs): worker for worker, own in calls}
         everything = await self._answers(pending, invocation, ends_group)
         return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
 
@@ -315,9 +313,8 @@ async def answers(pending: Pending, invocation: Invocation) -> list[Any]:
     failed: list[asyncio.Future[Any]] = []
     try:
         while waiting:
-            done, waiting = await asyncio.wait(
-                waiting, timeout=max(0.0, end - time.monotonic()), return_when=asyncio.FIRST_COMPLETED
-            )
+            left = max(0.0, end - time.monotonic())
+            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
             had_failures = bool(failed)

@@ -42,10 +42,8 @@ class Home:
         return all(node.id != self.node for node in alive_nodes())
 
     def __str__(self) -> str:
-        return " and ".join(
-            f"{group} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            for group, ranks in self.tenants
-        )
+        texts = ((group, "s" * (len(ranks) > 1), ", ".join(map(str, ranks))) for group, ranks in self.tenants)
+        return " and ".join(f"{group} rank{plural} {ranks}" for group, plural, ranks in texts)
 
 
 def alive_nodes() -> list[Node]:

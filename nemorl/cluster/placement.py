@@ -64,16 +64,12 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     """
     cluster, generation = experiment.cluster, experiment.generation
     gpus = 1 if cluster.gpus_per_node else 0
-    requests = [
-        WorkerRequest(
-            model.name,
-            model.config.layout.world_size,
-            gpus,
-            host_group="policy" if model.on_policy_devices else None,
-            fractional_gpu=model.on_policy_devices,
-        )
-        for model in models_of(experiment)
-    ]
+    requests = []
+    for model in models_of(experiment):
+        request = WorkerRequest(model.name, model.config.layout.world_size, gpus)
+        if model.on_policy_devices:
+            request = replace(request, host_group="policy", fractional_gpu=True)
+        requests.append(request)
     if generation.has_engines:
         host = "policy" if generation.shares_devices and gpus else None
         ranks, holds = generation.ranks_per_replica, generation.workers_hold_gpus
@@ -81,10 +77,8 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     requests.append(WorkerRequest("rollout", cluster.rollout_workers))
     if generation.endpoint is not None:  # its address belongs to the driver's node
         requests.append(WorkerRequest("endpoint", 1, at_driver=True))
-    return tuple(
-        replace(r, labels=cluster.labels.get(r.group, {}), topology=cluster.topology.get(r.group))
-        for r in requests
-    )
+    labels, topology = cluster.labels, cluster.topology
+    return tuple(replace(r, labels=labels.get(r.group, {}), topology=topology.get(r.group)) for r in requests)
 
 
 def with_places(requests: Sequence[WorkerRequest]) -> list[WorkerRequest]:
@@ -158,9 +152,7 @@ class Placement:
         host = request.host_group if is_hosted else group
         guests = sum(other.fractional_gpu and other.host_group == host for other in self.requests.values())
         has_own_gpus = not request.for_children and (not is_hosted or request.fractional_gpu)
-        strategy = PlacementGroupSchedulingStrategy(
-            self.places[group], placement_group_bundle_index=self.bundles[group][rank]
-        )
+        strategy = PlacementGroupSchedulingStrategy(self.places[group], self.bundles[group][rank])
         gpus = request.gpus / (1 + guests) if has_own_gpus else 0
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
@@ -192,11 +184,10 @@ def assigned_bundles(
             for rank, local_positions in enumerate(places):
                 if len({node_of[bundle] for bundle in local_positions}) > 1:
                     ranks = request.host_ranks(rank)
-                    raise PlacementFailed(
-                        f"{request.group} rank {rank} uses the GPUs of {request.host_group} ranks {ranks[0]} "
-                        f"to {ranks[-1]}, which are on several machines. Use engines of fewer ranks or set "
-                        "cluster.placement to STRICT_PACK."
-                    )
+                    hosts = f"{request.host_group} ranks {ranks[0]} to {ranks[-1]}"
+                    problem = f"uses the GPUs of {hosts}, which are on several machines"
+                    fix = "Use engines of fewer ranks or set cluster.placement to STRICT_PACK."
+                    raise PlacementFailed(f"{request.group} rank {rank} {problem}. {fix}")
             bundles[request.group] = tuple(local_positions[0] for local_positions in places)
     return bundles
 
@@ -221,9 +212,8 @@ async def reserve(
     """
     if not can_grow:
         total, required = ray.cluster_resources(), required_bundles(requests)
-        lacking = {
-            name: sum(b.get(name, 0.0) for b in required) - total.get(name, 0.0) for name in ("CPU", "GPU")
-        }
+        needed = {name: sum(b.get(name, 0.0) for b in required) for name in ("CPU", "GPU")}
+        lacking = {name: number - total.get(name, 0.0) for name, number in needed.items()}
         if lacks := [f"{number:g} {name}" for name, number in lacking.items() if number > 0]:
             raise _failure(requests, strategy, f"{' and '.join(lacks)} more than its total")
     if unknown := _unknown_label(requests):
@@ -251,10 +241,8 @@ async def reserve(
         for part, group in zip(parts, groups, strict=True):
             node_ids: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
             domain = part[0].topology or DOMAIN_LABEL  # ranks fill the nodes of one before those of the next
-            order = {
-                bundle: (nodes[node].labels.get(domain, ""), nodes[node].name, node)
-                for bundle, node in node_ids.items()
-            }
+            at = {bundle: nodes[node] for bundle, node in node_ids.items()}
+            order = {bundle: (n.labels.get(domain, ""), n.name, n.id) for bundle, n in at.items()}
             for name, own in assigned_bundles(part, order).items():
                 places[name], bundles[name] = group, own
                 rank_nodes[name] = tuple(nodes[node_ids[bundle]] for bundle in own)

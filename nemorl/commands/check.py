@@ -77,11 +77,8 @@ class Ready:
 
 
 def describe_unverified(ready: Ready) -> list[str]:
-    return [
-        f"  {problem.field} = {problem.value}: will be verified on the target machine "
-        f"({problem.fix.partition(';')[0]})"
-        for problem in ready.unverified
-    ]
+    later = "will be verified on the target machine"
+    return [f"  {p.field} = {p.value}: {later} ({p.fix.partition(';')[0]})" for p in ready.unverified]
 
 
 def prepare(

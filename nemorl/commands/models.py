@@ -35,9 +35,7 @@ def register(commands: Commands) -> None:
         "(dist_checkpointing). Its metadata is unpickled, which can run code: use only checkpoints you trust"
     )
     importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
-    export_help = (
-        "export the weights of a checkpoint as a Hugging Face folder, with adapters merged into them"
-    )
+    export_help = "export the weights of a checkpoint as a Hugging Face folder, adapters merged in"
     export = add("export", _export, export_help)
     export.set_defaults(form="hf")
     forms = export.add_mutually_exclusive_group()

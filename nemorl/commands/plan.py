@@ -25,9 +25,7 @@ _WIDTH = 120  # a narrower terminal breaks the lines, which beats breaking words
 
 def register(commands: Commands) -> None:
     group = terminal.add_group(commands, "plan", "estimate the memory of a model's parallel layouts")
-    layouts = terminal.add_command(
-        group, "layouts", _layouts, "list the valid parallel layouts of the policy"
-    )
+    layouts = terminal.add_command(group, "layouts", _layouts, "list the policy's valid parallel layouts")
     layouts.description = f"list all valid parallel layouts of the policy on N devices. {ORDER}"
     terminal.add_experiment(layouts)
     gpus_help = "number of devices for the policy"
@@ -94,13 +92,10 @@ def _table(choices: list[LayoutChoice]) -> Table:
     for choice in choices:
         sizes = [getattr(choice.memory, part) for part in parts]
         whole = choice.memory.on_device
-        result.add_row(
-            choice.layout.name,
-            {True: "yes", False: "no", None: "?"}[choice.fits],
-            *map(_gigabytes, (whole, *sizes, whole - sum(sizes))),
-            f"{choice.bytes_per_token / 1000:.0f}",
-            f"{choice.idle:.0%}",
-        )
+        fits = {True: "yes", False: "no", None: "?"}[choice.fits]
+        memory = map(_gigabytes, (whole, *sizes, whole - sum(sizes)))
+        traffic, idle = f"{choice.bytes_per_token / 1000:.0f}", f"{choice.idle:.0%}"
+        result.add_row(choice.layout.name, fits, *memory, traffic, idle)
     return result
 
 

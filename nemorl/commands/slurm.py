@@ -136,14 +136,8 @@ def _check(arguments: Namespace, own: Sequence[str], *, show: bool) -> Experimen
         overrides.append(f"cluster.gpus_per_node={arguments.gpus_per_node}")
     # This machine's resources are not those of the nodes, nor its packages those of an image.
     elsewhere = Machine(sys.maxsize, sys.maxsize, None, gpus=(), same_packages=not arguments.container)
-    ready = prepare(
-        arguments.config,
-        overrides,
-        elsewhere,
-        new_run=not arguments.resume,
-        resumes=arguments.resume,
-        where="elsewhere",
-    )
+    start = {"new_run": not arguments.resume, "resumes": arguments.resume}
+    ready = prepare(arguments.config, overrides, elsewhere, **start, where="elsewhere")
     sizes = _options(arguments, ready.experiment).node_sizes()
     if sizes and (refused := list(capacity_problems(ready.experiment, sizes))):
         raise ConfigError(str(arguments.config), refused)

@@ -26,10 +26,9 @@ JsonObject = dict[str, Any]
 
 
 def write_failed(path: Path, error: OSError) -> WriteError:
-    return WriteError(
-        f"{path} could not be written: {error.strerror or error}; {room_left(path.parent)}. What was written "
-        "before is complete. Make room or fix the folder, then continue with --resume."
-    )
+    problem = f"{path} could not be written: {error.strerror or error}; {room_left(path.parent)}"
+    fix = "Make room or fix the folder, then continue with --resume."
+    return WriteError(f"{problem}. What was written before is complete. {fix}")
 
 
 def room_left(folder: Path) -> str:

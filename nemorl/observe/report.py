@@ -237,14 +237,9 @@ def _line_chart(title: str, steps: Steps, keys: Sequence[str]) -> Chart:
 def _add_line(plot: go.Figure, steps: Steps, key: str, name: str, color: str, mode: str) -> None:
     drawn = [step for step in steps if key in step.values]
     if drawn:
-        plot.add_scatter(
-            x=[step.step for step in drawn],
-            y=[step.values[key] for step in drawn],
-            name=name,
-            mode=mode if len(drawn) > 1 else "markers",
-            line={"color": color, "width": 2},
-            marker={"color": color, "size": 7},
-        )
+        x, y = [step.step for step in drawn], [step.values[key] for step in drawn]
+        style = {"line": {"color": color, "width": 2}, "marker": {"color": color, "size": 7}}
+        plot.add_scatter(x=x, y=y, name=name, mode=mode if len(drawn) > 1 else "markers", **style)
 
 
 def _plot(steps: Steps, height: int) -> go.Figure:

@@ -107,9 +107,7 @@ class RunFolder:
             "git_commit": git_commit(Path(__file__)),
             "versions": {"python": platform.python_version(), **installed_versions()},
             "machine": {
-                "host": platform.node(),
-                "system": platform.platform(),
-                "cores": os.cpu_count(),
+                **{"host": platform.node(), "system": platform.platform(), "cores": os.cpu_count()},
                 "memory_gigabytes": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
             },
         }

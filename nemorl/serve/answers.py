@@ -101,12 +101,11 @@ class Choice:
         else:
             part["text"] = text
         if self.is_chat and request.logprobs:
-            part["logprobs"] = {
-                "content": [
-                    {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-                    for piece, logprob in zip(map(self._piece, tokens), logprobs, strict=True)
-                ]
-            }
+            content = [
+                {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+                for piece, logprob in zip(map(self._piece, tokens), logprobs, strict=True)
+            ]
+            part["logprobs"] = {"content": content}
         elif not self.is_chat and request.logprobs is not None:
             part["logprobs"] = {"tokens": list(map(self._piece, tokens)), "token_logprobs": logprobs}
             part["logprobs"] |= {"top_logprobs": None, "text_offset": None}
@@ -164,9 +163,7 @@ class Answer:
         envelope: Json = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._work.name}",
             "object": f"chat.completion{suffix}" if is_chat else "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
+            **{"created": self._created, "model": self._model, "choices": choices},
         }
         if first and is_chat and self._request.return_token_ids:
             envelope["prompt_token_ids"] = self._work.prompts[0]

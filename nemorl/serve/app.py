@@ -175,10 +175,8 @@ async def answering(
         if not key:
             problem = "this environment variable is unset or empty; set it to the key that clients must send"
             raise RunError(f"generation.endpoint.api_key_env = {config.api_key_env}: {problem}")
-    app = web.Application(
-        client_max_size=config.max_body_megabytes * 2**20,
-        middlewares=[errors_as_json, require_key(key), limit_concurrency(config.max_concurrent_requests)],
-    )
+    guards = [errors_as_json, require_key(key), limit_concurrency(config.max_concurrent_requests)]
+    app = web.Application(client_max_size=config.max_body_megabytes * 2**20, middlewares=guards)
     add_routes(app)
     # A client that disconnects cancels its request, so that no engine samples for a closed connection.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
