@@ -1,8 +1,4 @@
-"""The command `nemorl`.
-
-Parsing, `check`, `config` and `train --dry-run` import neither torch nor Ray nor numpy: what a command needs
-beyond that it imports when it runs.
-"""
+"""The command `nemorl`. What needs torch, Ray or numpy is imported when the command that needs it runs."""
 
 import argparse
 import errno
@@ -50,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. A wrong usage ends the process with status 2, as argparse does."""
     parser = argparse.ArgumentParser(prog="nemorl", description=nemorl.__doc__)
     parser.add_argument("--version", action="version", version=f"nemorl {nemorl.__version__}")
     parser.add_argument(

@@ -32,8 +32,6 @@ ABSENT = Absent.ABSENT
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in a configuration."""
-
     field: str  # path such as `policy.layout.sequence_parallel`; empty where a whole file is meant
     value: object  # as given, or ABSENT
     fix: str  # the problem and what to do
@@ -55,8 +53,7 @@ class ConfigError(NemorlError):
     """An invalid configuration, with all of its problems."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
-        """`source` is the file as the user named it."""
-        self.source, self.problems = source, tuple(problems)
+        self.source, self.problems = source, tuple(problems)  # the file as the user named it
         super().__init__(source, self.problems)
 
     def __str__(self) -> str:

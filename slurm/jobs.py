@@ -49,7 +49,6 @@ class Job:
 
     @property
     def reason(self) -> str:
-        """Slurm's reason for waiting, or its exit status, signal and reason after a failure."""
         reason = self.fields.get("Reason", "None")
         if self.state == "PENDING":
             return "" if reason == "None" else reason

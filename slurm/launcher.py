@@ -28,17 +28,7 @@ from .jobs import OUT_OF_TIME, why_terminated
 from .node import Allocation, NodeInfo, assign_ports, read_allocation, wait_until_reachable
 from .ray_node import START_SECONDS, URGENT_STOP_SECONDS, Child, RayNode, wait_for_members
 from .requirements import cluster_overrides, node_problems
-from .start import (
-    CANCELLED,
-    REQUEUE,
-    TERMINATED,
-    ExitRecorder,
-    Plan,
-    Rendezvous,
-    newest_step,
-    parse_max_restarts,
-    write_status,
-)
+from .start import CANCELLED, REQUEUE, TERMINATED, ExitRecorder, Plan, Rendezvous, newest_step, write_status
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # After a node is lost: the processes on the others cannot finish a step, and may wait long in a collective.
@@ -89,10 +79,7 @@ def run_node(config: Path, overrides: Sequence[str]) -> int:
 
 
 async def follow(head: str, rendezvous: Rendezvous, info: NodeInfo, store_megabytes: int) -> int:
-    """Run Ray on any node but the head, until the head announces the end. Raises `SlurmError`.
-
-    Returns 0 whenever the head decides, whose exit status counts.
-    """
+    """Run Ray on a node that is not the head. Returns 0 whenever the head decides. Raises `SlurmError`."""
     loop, message = asyncio.get_running_loop(), "received %s; the head stops the run"
     for number in SIGNALS:  # Slurm signals all nodes at once: the head stops the run in order
         loop.add_signal_handler(number, logger.info, message, number.name)
@@ -161,10 +148,9 @@ class Head:
         self._stopping: asyncio.Future[int] | None = None  # the run, with SIGKILL at the time limit
 
     def run(self) -> int:
-        """Run until the end of the run, or a signal; return the exit status. Raises `NemorlError`."""
         code, reason = 1, "the launcher failed"
         try:
-            self._recorder.max_restarts = parse_max_restarts(os.environ)
+            self._recorder.read_max_restarts()
             self._info = NodeInfo.read(self.allocation, os.environ)
             code, reason = asyncio.run(self._run_until_signal())
         except NemorlError as error:

@@ -41,8 +41,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job, in Slurm's order, and which of them this is."""
-
     job: str
     restart: int  # how often Slurm has restarted the job
     step: int  # Slurm's number of the `srun` in which this process runs
@@ -88,8 +86,6 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Resources of one node that the job may use."""
-
     cores: int
     memory_bytes: int
     shared_memory_bytes: int
@@ -167,7 +163,6 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """This machine's interfaces that have an IPv4 address."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -178,10 +173,7 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def select_interface(environment: Mapping[str, str]) -> Interface:
-    """NEMORL_INTERFACE, else that of the host name's address, else of the default route, else any.
-
-    Loopback only where there is nothing else. Raises `SlurmError`.
-    """
+    """NEMORL_INTERFACE, else that of the host name or of the default route, else any. Raises `SlurmError`."""
     available = interfaces()
     if name := environment.get(INTERFACE):
         by_name = {interface.name: interface for interface in available}
@@ -208,10 +200,7 @@ def _preferred_addresses() -> list[str]:
 
 
 async def retry(attempt: Callable[[], Awaitable[T]], seconds: float, failure: str) -> T:
-    """Call until no connection fails; a call may take 10 s.
-
-    Raises `SlurmError` after `seconds`, with the last error in the place of `{error}` in `failure`.
-    """
+    """Call until no connection fails. Raises `SlurmError` after `seconds`: `failure` with the `{error}`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while True:
@@ -225,10 +214,7 @@ async def retry(attempt: Callable[[], Awaitable[T]], seconds: float, failure: st
 
 
 async def wait_until_reachable(address: str, seconds: float, node: str) -> None:
-    """Wait on `node` until Ray's head accepts connections; Ray would retry for minutes without naming it.
-
-    Raises `SlurmError`.
-    """
+    """Wait on `node` until Ray's head accepts connections. Raises `SlurmError`; Ray would retry longer."""
     host, _, port = address.rpartition(":")
     problem = f"{node} cannot reach Ray's head at {address} ({{error}})"
     failure = f"{problem}: open the ports between the nodes, or see the head's log."

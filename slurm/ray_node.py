@@ -41,10 +41,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Child:
-    """A child process in a session of its own, killed when the launcher ends.
-
-    Slurm signals the launcher's process group; the launcher signals each child, in order.
-    """
+    """A child process that gets signals from the launcher only, and is killed when the launcher ends."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -180,7 +177,6 @@ class RayNode:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def keep_logs(self) -> None:
-        """Copy the ends of Ray's own logs into the run folder, after a failure."""
         if text := "\n".join(log_tails(self._folder / "session_latest" / "logs")):
             path = self._rendezvous.folder / f"{self._info.node}.ray.log"
             path.write_text(text + "\n", encoding="utf-8")
@@ -196,7 +192,6 @@ def log_tails(folder: Path) -> Iterator[str]:
 
 
 def members_command(nodes: Sequence[str]) -> list[str]:
-    """The command that waits until Ray knows these nodes."""
     return [sys.executable, "-m", "nemorl.slurm.ray_node", str(START_SECONDS), *nodes]
 
 

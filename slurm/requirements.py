@@ -1,7 +1,4 @@
-"""Problems of an experiment with the nodes of a job: sums per group of processes, checked before Ray starts.
-
-Ray's placement decides which process goes where, and reports what these sums do not show.
-"""
+"""Problems of an experiment with the nodes of a job: sums that Ray's placement then decides in detail."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,8 +19,6 @@ PLAIN_LABEL = re.compile(r"[\w./-]*")  # a value without the operators of Ray's 
 
 @dataclass(frozen=True)
 class NodeSize:
-    """Resources of one node for Ray."""
-
     node: str
     cpus: int
     gpus: int

@@ -89,10 +89,7 @@ class Rendezvous:
         write_atomically(self.folder / f"{node}.failed", reason + "\n")
 
     async def wait_for_nodes(self, seconds: float = RENDEZVOUS_SECONDS) -> dict[str, NodeInfo]:
-        """Return the reports of all nodes, the head first.
-
-        Raises `SlurmError` naming the nodes that failed or are missing.
-        """
+        """Return the reports of all nodes, the head first. Raises `SlurmError` naming nodes."""
         everyone = set(self.nodes)
         await _until(lambda: self._with("json") == everyone or bool(self._with("failed")), seconds)
         if failed := sorted(self._with("failed")):
@@ -213,6 +210,9 @@ class ExitRecorder:
         self._step_before = newest_step(run_dir)
         self._restarts = restarts_without_progress(run_dir, job, restart)
         self.max_restarts = DEFAULT_MAX_RESTARTS
+
+    def read_max_restarts(self) -> None:
+        self.max_restarts = parse_max_restarts(os.environ)
 
     def write(self, code: int, reason: str) -> ExitRecord:
         """Record how the start ended, as far as is known now; the job fails at the bound on restarts."""

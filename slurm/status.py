@@ -129,10 +129,7 @@ def show_log(path: Path, *, lines: int, follow: bool) -> int:
 
 
 def attach(run_dir: Path, command: Sequence[str], node: str | None) -> int:
-    """Run a shell, or a command, on a node of a running job, where Ray's commands find the job's Ray.
-
-    Raises `SlurmError` where the job does not run.
-    """
+    """Run a shell, or a command, on a node of a running job, with its Ray. Raises `SlurmError`."""
     submission = find_submission(run_dir)
     if submission.is_sweep:
         raise SlurmError(f"{run_dir} is a sweep: give the run folder of one of its tasks.")
@@ -164,17 +161,14 @@ def attach(run_dir: Path, command: Sequence[str], node: str | None) -> int:
 
 
 def cancel(run_dir: Path) -> list[Row]:
-    """Cancel the job of a run folder and wait for its end; return its rows. Raises `SlurmError`.
-
-    The launchers are signalled first: `scancel` alone leaves a run half a minute to save its last step.
-    """
+    """Cancel the job of a run folder and wait for its end; return its rows. Raises `SlurmError`."""
     job = find_submission(run_dir).job
     rows = [row for row in status_rows(run_dir) if row.state == "RUNNING"]
     # Before the plan there is nothing to save.
     running = [found[0] for row in rows if (found := _running_start(row.run_dir, row.job))]
     for start in running:
         (start / CANCELLED).touch()  # the launcher reports this as the reason
-    if running:
+    if running:  # `scancel` alone leaves a run half a minute to save its last step
         call(["scancel", "--state=PENDING", job])  # waiting tasks of a sweep, before the running ones end
         call(["scancel", "--signal=TERM", job])
         _wait(lambda: not any(row.state == "RUNNING" for row in status_rows(run_dir)))

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -74,7 +74,7 @@ class Options:
 
     @property
     def resume_options(self) -> list[str]:
-        """Those of `nemorl slurm submit` that the configuration in the run folder does not hold."""
+        """Options of `nemorl slurm submit` that the configuration in the run folder does not hold."""
         names = ("nodes", "cpu_nodes", "time", "partition", "cpu_partition", "account", "container", "mounts")
         given = _words(**{name: getattr(self, name) for name in names})
         given += [f"--sbatch={option}" for option in self.sbatch]
@@ -119,8 +119,6 @@ def parse_time_limit(time: str) -> int:
 
 @dataclass(frozen=True)
 class SweepTask:
-    """One experiment of a sweep, a task of the array job."""
-
     index: int
     values: tuple[tuple[str, str], ...]  # fields with their values, as written
 
@@ -135,10 +133,7 @@ class SweepTask:
 
 
 def sweep_tasks(sweeps: Sequence[str]) -> list[SweepTask]:
-    """All combinations of `field=value,value`, the last field changing first. Raises `OptionError`.
-
-    Values may have commas inside brackets or quotes.
-    """
+    """All combinations of `field=value,value`, the last field changing first. Raises `OptionError`."""
     axes: dict[str, list[str]] = {}
     for text in sweeps:
         field, equals, values = text.partition("=")
@@ -160,7 +155,6 @@ def sweep_tasks(sweeps: Sequence[str]) -> list[SweepTask]:
 
 
 def sweep_table(tasks: Sequence[SweepTask], sweep: Path) -> str:
-    """Tab-separated lines under a heading."""
     lines = [["task", "run_dir", *(field for field, _ in tasks[0].values)]]
     lines += [[str(t.index), str(t.run_dir(sweep)), *(value for _, value in t.values)] for t in tasks]
     return "".join("\t".join(line) + "\n" for line in lines)
@@ -168,8 +162,6 @@ def sweep_table(tasks: Sequence[SweepTask], sweep: Path) -> str:
 
 @dataclass(frozen=True)
 class Submission:
-    """One call of `sbatch`."""
-
     command: tuple[str, ...]
     variables: Mapping[str, str]  # NEMORL_*, in the environment of the command
     folder: str  # the current folder of `submit`
@@ -194,21 +186,17 @@ class Submission:
         return replace(self, job=answer.stdout.strip().partition(";")[0], submitted=now)
 
     def record(self, run_dir: Path) -> None:
-        """Append it to the list in the run folder, and each task of a sweep to that of its own folder."""
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        writer = JsonLinesWriter(run_dir / FOLDER / SUBMISSIONS)
-        writer.append(asdict(self))
-        writer.close()
+        with closing(JsonLinesWriter(run_dir / FOLDER / SUBMISSIONS)) as writer:
+            writer.append(asdict(self))
         for index, folder in enumerate(self.run_dirs if self.is_sweep else ()):
             self.task(index).record(Path(folder))
 
     def task(self, index: int) -> Self:
-        """A task of a sweep, as a submission of its own."""
         return replace(self, job=f"{self.job}_{index}", run_dirs=(self.run_dirs[index],), is_sweep=False)
 
     @property
     def log(self) -> Path:
-        """The file of the output of the job, or of the task."""
         pattern = next(word for word in reversed(self.command) if word.startswith("--output="))
         values = {"%%": "%", "%j": self.job, "%A_%a": self.job}
         path = re.sub("|".join(values), lambda found: values[found[0]], pattern.partition("=")[2])

@@ -66,8 +66,6 @@ class _Running:
 
 @ray.remote(concurrency_groups={"control": 1})
 class Actor:
-    """See the module."""
-
     def __init__(self, identity: Identity, *, concurrent: bool) -> None:
         self._identity = identity
         self._concurrent = concurrent

@@ -141,8 +141,7 @@ class WorkerGroup:
     ) -> None:
         self.name, self.workers, self.mesh = name, tuple(workers), mesh
         self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
-        self._launch = launch
-        self._ended: str | None = None
+        self._launch, self._ended = launch, ""  # why its processes ended, if they did
         self._unanswered: set[ray.ObjectRef] = set()  # of calls that failed, were cancelled or still run
 
     @classmethod
@@ -245,7 +244,7 @@ class WorkerGroup:
         `WorkerDied` or `DeadlineExceeded`, and `GroupEnded` after one of them; `ends_group=False` is for a
         method whose failure leaves every rank usable.
         """
-        if self._ended is not None:
+        if self._ended:
             raise GroupEnded(f"{self.name} cannot run '{method}' in stage '{stage}': {self._ended}.")
         if shards is None:
             of_ranks = [args] * len(self.workers)
@@ -266,7 +265,7 @@ class WorkerGroup:
 
         `after` is the error that ended the work, if any; a death that it reports is not logged again.
         """
-        if self._ended is not None:
+        if self._ended:
             return
         # After the failure of one rank the others may have answered long ago.
         if calls := list(self._unanswered):

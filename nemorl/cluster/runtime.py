@@ -128,8 +128,7 @@ class ClusterRuntime:
     """
 
     def __init__(self, config: ClusterConfig, requests: Sequence[WorkerRequest]) -> None:
-        self.config = config
-        self.requests = tuple(requests)  # the workers of the run
+        self.config, self.requests = config, tuple(requests)
         self.local = False  # whether this object started a Ray of its own
         self._initialized = False  # Ray, by this object
         self._temp_dir: Path | None = None
@@ -139,17 +138,16 @@ class ClusterRuntime:
         """Raises `ClusterUnavailable`."""
         if ray.is_initialized():
             return self
-        address = os.environ.get("RAY_ADDRESS")
+        address, problem = os.environ.get("RAY_ADDRESS"), "Ray does not start"
         try:
             if address:
+                problem = f"The Ray cluster at RAY_ADDRESS={address} cannot be joined"
                 self._join(address)
             else:
                 self._start()
             self._initialized = True
         except (OSError, RuntimeError, ValueError) as error:
-            joined = f"The Ray cluster at RAY_ADDRESS={address} cannot be joined"
-            what = joined if address else "Ray does not start"
-            raise ClusterUnavailable(f"{what}: {' '.join(str(error).split())}") from error
+            raise ClusterUnavailable(f"{problem}: {' '.join(str(error).split())}") from error
         return self
 
     def __exit__(

@@ -69,8 +69,6 @@ def _check(arguments: Namespace) -> int:
 
 @dataclass(frozen=True)
 class Ready:
-    """An experiment without problems, and what it will start."""
-
     experiment: Experiment
     plan: Plan
     unverified: tuple[Problem, ...] = ()  # what this machine lacks, where the run may start on another

@@ -27,27 +27,21 @@ class State(Enum):
     MISSING = "MISSING"  # the main job cannot run
 
 
-@dataclass(frozen=True)
-class Package:
-    name: str
-    use: str
-    required: bool = False
-
-
-PACKAGES = (
-    Package("torch", "training and the embedded engine", required=True),
-    Package("megatron-core", "policy workers", required=True),
-    Package("ray", "processes over machines", required=True),
-    Package("transformers", "tokenizers", required=True),
-    Package("safetensors", "weights on disk", required=True),
-    Package("math-verify", "the environment `math`", required=True),
-    Package("reasoning-gym", "the environment and datasets `reasoning_gym`", required=True),
-    Package("plotly", "report.html", required=True),
-    Package("tensorboard", "logger.tensorboard (extra `trackers`)"),
-    Package("gguf", "nemorl models fetch smollm2 (extra `smollm2`)"),
-    Package("accelerate", "nemorl models fetch smollm2 (extra `smollm2`)"),
-    Package("trl", "the comparison of `make bench` (extra `bench`)"),
-)
+REQUIRED = {
+    "torch": "training and the embedded engine",
+    "megatron-core": "policy workers",
+    "ray": "processes over machines",
+    "transformers": "tokenizers",
+    "safetensors": "weights on disk",
+    "math-verify": "the environment `math`",
+    "reasoning-gym": "the environment and datasets `reasoning_gym`",
+    "plotly": "report.html",
+}
+OPTIONAL = {
+    "tensorboard": "logger.tensorboard (extra `trackers`)",
+    **dict.fromkeys(("gguf", "accelerate"), "nemorl models fetch smollm2 (extra `smollm2`)"),
+    "trl": "the comparison of `make bench` (extra `bench`)",
+}
 
 
 @dataclass(frozen=True)
@@ -74,13 +68,8 @@ def register(commands: Commands) -> None:
 
 def _doctor(arguments: Namespace) -> int:
     machine = read_machine()
-    findings = [
-        *_installed(),
-        *_hardware(machine),
-        *_cuda(len(machine.gpus), arguments.gpus),
-        *_kernels("cuda" if machine.gpus else "cpu"),
-        _gloo(),
-    ]
+    findings = [*_installed(), *_hardware(machine), *_cuda(len(machine.gpus), arguments.gpus)]
+    findings += [*_kernels("cuda" if machine.gpus else "cpu"), _gloo()]
     if not arguments.brief:
         rows = table("", ["what", "state", "found", "for"])
         for finding in findings:
@@ -96,12 +85,12 @@ def _installed() -> Iterator[Finding]:
     supported = _OLDEST_PYTHON <= sys.version_info[:2] < _FIRST_UNTRIED_PYTHON
     state, use = State.GOOD if supported else State.MISSING, "everything; 3.11 and 3.12 are supported"
     yield Finding("python", state, platform.python_version(), use)
-    for package in PACKAGES:
+    for package, use in (REQUIRED | OPTIONAL).items():
         try:
-            state, found = State.GOOD, metadata.version(package.name)
+            state, found = State.GOOD, metadata.version(package)
         except metadata.PackageNotFoundError:
-            state, found = State.MISSING if package.required else State.OPTIONAL, "not installed"
-        yield Finding(package.name, state, found, package.use)
+            state, found = State.MISSING if package in REQUIRED else State.OPTIONAL, "not installed"
+        yield Finding(package, state, found, use)
     for engine in cast(tuple[type[GenerationBase], ...], variants(GenerationConfig)):
         if engine.package:
             version = import_module(engine.plan_module).installed_version()

@@ -83,9 +83,8 @@ def _submit(arguments: Namespace) -> int:
     from nemorl.slurm import submission as slurm
     from nemorl.slurm.status import status_rows
 
-    arguments.container = arguments.container or os.environ.get("NEMORL_CONTAINER")
-    if arguments.container:
-        arguments.container = slurm.resolve_image(arguments.container)
+    if container := arguments.container or os.environ.get("NEMORL_CONTAINER"):
+        arguments.container = slurm.resolve_image(container)
     tasks = slurm.sweep_tasks(arguments.sweep) if arguments.sweep else []
     if tasks:
         run_dir = load_experiment(arguments.config, arguments.overrides).run_dir
@@ -115,9 +114,7 @@ def _submit(arguments: Namespace) -> int:
             submission = submission.submit()
         submission.record(run_dir)
     sweep = f", {len(tasks)} tasks, listed in {run_dir / 'tasks.tsv'}" if tasks else ""
-    say(f"submitted: job {submission.job}{sweep}")
-    say(f"command: {submission}")
-    say(f"run: {run_dir}")
+    say(f"submitted: job {submission.job}{sweep}\ncommand: {submission}\nrun: {run_dir}")
     say(f"next: nemorl slurm status|logs|attach|cancel {shlex.quote(str(run_dir))}")
     return ExitCode.WELL
 

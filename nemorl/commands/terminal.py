@@ -50,7 +50,6 @@ def add_overrides(parser: ArgumentParser) -> None:
 
 
 def positive_integer(text: str) -> int:
-    """Type of an argument; argparse reports the error as wrong usage."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
     return int(text)

@@ -56,9 +56,7 @@ def _train(arguments: Namespace) -> int:
             place = f"after step {step}" if step else "from the start, as there is no checkpoint yet"
             error.add_note(f"To continue {place}: nemorl train {shlex.join(words)}")
         raise
-    say(f"run: {result.run_dir}")
-    if result.hf_dir is not None:
-        say(f"weights: {result.hf_dir}")
+    say(f"run: {result.run_dir}" + (f"\nweights: {result.hf_dir}" if result.hf_dir else ""))
     return ExitCode.WELL
 
 

@@ -41,10 +41,7 @@ def room_left(folder: Path) -> str:
 
 
 def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace a file: after a crash it holds the old text or the new one. Raises `WriteError`.
-
-    A `private` file has mode 0600.
-    """
+    """Replace a file: after a crash it holds the old text or the new one. Raises `WriteError`."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a crash, perhaps with another mode
@@ -90,10 +87,7 @@ class JsonLinesWriter:
 
 
 def read_json_lines(path: Path) -> list[JsonObject]:
-    """Return all objects of a file, none if it is missing, without a partial last line.
-
-    Raises `RunFolderError` naming file and line when any other line is not a JSON object.
-    """
+    """Return the objects of a file without a partial last line. Raises `RunFolderError` naming a bad line."""
     if not path.exists():
         return []
     objects: list[JsonObject] = []

@@ -74,7 +74,6 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Raises `RunFolderError` for a corrupt line."""
     return [Sample(**line) for line in read_json_lines(path)]
 
 

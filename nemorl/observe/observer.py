@@ -39,10 +39,7 @@ RATES = {
 
 
 class Observer:
-    """Records and shows one start of a run. Leaving its `with` closes all files and frees the folder.
-
-    Raises `TrackerMissing` or `WriteError` before anything else has started.
-    """
+    """Records and shows one start of a run inside its `with`. Raises `TrackerMissing` and `WriteError`."""
 
     def __init__(
         self, folder: RunFolder, config: LoggerConfig, *, total_steps: int, stream: TextIO | None = None
@@ -71,10 +68,7 @@ class Observer:
         self._console.header(facts)
 
     def step(self, step: int, *, version: int, values: Mapping[str, float]) -> StepMetrics:
-        """Record a finished step, with the seconds of its stages and its throughput (`RATES`).
-
-        Call it before the step's checkpoint is visible: a resume needs its line. Raises `WriteError`.
-        """
+        """Record a finished step, before its checkpoint: a resume needs the line. Raises `WriteError`."""
         seconds = self._stages.finish_step(step)
         throughput = {
             name: values[tokens] / seconds[stage]
@@ -124,7 +118,6 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def _run_log(console: logging.Handler, file: Path) -> Iterator[None]:
-    """Send warnings to the console, and those and our own notes to a file."""
     console.setLevel(logging.WARNING)
     to_file = _LogFile(file, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -1,7 +1,4 @@
-"""report.html: a run as one page that needs no network and no server, as Plotly's script is in it (4.8 MB).
-
-Everything in the page that a model or a person wrote is escaped.
-"""
+"""report.html: a run as one page that needs no network, with Plotly's script in it and escaped texts."""
 
 import json
 import re
@@ -79,7 +76,6 @@ def _state(algorithm: Mapping[str, Any], steps: Steps) -> str:
 
 
 def _tiles(steps: Steps, planned: object) -> Iterator[tuple[str, str, str]]:
-    """Label, value and note of each."""
     done = steps[-1].step if steps else 0
     yield "steps", f"{done:,}", f"of {planned:,}" if isinstance(planned, int) else ""
     for row in SHOWN:
@@ -92,10 +88,7 @@ def _tiles(steps: Steps, planned: object) -> Iterator[tuple[str, str, str]]:
 
 
 def _sample_groups(samples: Sequence[Sample]) -> Iterator[tuple[str, Sequence[Sample]]]:
-    """Some conversations of the first step and of the last, under a heading.
-
-    Then the samples with the highest and the lowest value of each reward, the latest of equal ones.
-    """
+    """Samples of the first and last step, then those with the highest and lowest value of each reward."""
     for phase in ("training", "validation"):
         of_phase = [sample for sample in samples if sample.phase == phase]
         for step in sorted({s.step for s in (*of_phase[:1], *of_phase[-1:])}):

@@ -66,16 +66,11 @@ class RunPaths:
     """Paths in a run folder; `ABOUT` says what each file holds."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.config = root / "config.yaml"
-        self.header = root / "header.json"
-        self.metrics = root / "metrics.jsonl"
-        self.samples = root / "samples.jsonl"
-        self.timeline = root / "timeline.json"
-        self.report = root / "report.html"
-        self.tensorboard = root / "tensorboard"
-        self.checkpoints = root / "checkpoints"
-        self.logs = root / "logs"
+        self.root, self.report = root, root / "report.html"
+        self.config, self.header = root / "config.yaml", root / "header.json"
+        self.metrics, self.samples = root / "metrics.jsonl", root / "samples.jsonl"
+        self.timeline, self.tensorboard = root / "timeline.json", root / "tensorboard"
+        self.checkpoints, self.logs = root / "checkpoints", root / "logs"
         self.endpoint_key = root / "endpoint_key"
 
     @property
@@ -126,10 +121,7 @@ class RunFolder:
 
     @classmethod
     def resume(cls, root: Path, config_yaml: str, step: int | None) -> "RunFolder":
-        """Continue from the checkpoint of `step`. Later metrics and samples are cut off.
-
-        Without a checkpoint (`None`) the run starts over and no line is kept. The timeline keeps everything.
-        """
+        """Continue from the checkpoint of `step` (None: start over); cut off later metrics and samples."""
         lock = _lock(root)
         last, paths = -1 if step is None else step, RunPaths(root)
         for path in (paths.metrics, paths.samples):

@@ -30,8 +30,6 @@ def format_seconds(seconds: float) -> str:
 
 @dataclass(eq=False)
 class Stage:
-    """One stage while it runs, and its seconds after it."""
-
     name: str
     listeners: Sequence["StageListener"]
     total: int | None  # units of progress expected, if known
@@ -100,11 +98,7 @@ class Stages:
     def stage(
         self, name: str, *, total: int | None = None, unit: str = "", outside_step: bool = False
     ) -> Iterator[Stage]:
-        """Time a stage; several with one name add up, stages may overlap.
-
-        `outside_step` is for work such as starting the workers: it is shown, but belongs to no step, and the
-        clock of the next step starts after it.
-        """
+        """Time a stage; those of one name add up. The clock of a step starts after `outside_step` stages."""
         stage = Stage(name, self._listeners, total, unit)
         for listener in self._listeners:
             listener.stage_started(stage)

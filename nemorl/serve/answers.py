@@ -18,10 +18,7 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class TextStream:
-    """The text of one answer, piece by piece; ends before the first of some marks.
-
-    `rest` is all from the first mark on. A possible beginning of a mark is held back until more is known.
-    """
+    """The text of one answer, piece by piece, up to the first of some marks; `rest` is all from there on."""
 
     def __init__(self, tokenizer: Tokenizer, end_token_ids: frozenset[int], marks: Sequence[str]) -> None:
         """`marks` are the stop strings, and the opening of a tool call."""
@@ -79,10 +76,7 @@ class Choice:
         return choice
 
     def _end(self, completion: Completion, sampled: Progress | Completion) -> tuple[Json, list[Json]]:
-        """Return the part with the last tokens, and the tool calls.
-
-        The text after an opening that is no readable call is text like any other.
-        """
+        """Return the last part and the tool calls; an opening without a readable call is text."""
         text = self._text.push(sampled.tokens.tolist(), last=True)
         calls: list[Json] = []
         if self.work.tools and self._text.rest.startswith(TOOL_CALL):

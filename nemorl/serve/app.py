@@ -9,7 +9,8 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -23,6 +24,7 @@ from .sampling import Served, Work, chat_work, completion_work, engine_requests,
 
 log = logging.getLogger(__name__)
 
+R = TypeVar("R", CompletionRequest, ChatRequest)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AddRoutes = Callable[[web.Application], None]
 SHUTDOWN_SECONDS = 5.0
@@ -92,8 +94,9 @@ class _Endpoint:
     def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/health", self.health)  # needs no key
         app.router.add_get("/v1/models", self.models)
-        app.router.add_post("/v1/completions", self.completions)
-        app.router.add_post("/v1/chat/completions", self.chat_completions)
+        completions = partial(self.complete, CompletionRequest, completion_work)
+        app.router.add_post("/v1/completions", completions)
+        app.router.add_post("/v1/chat/completions", partial(self.complete, ChatRequest, chat_work))
 
     async def health(self, request: web.Request) -> web.Response:
         """Count the engines that answer; status 503 when none does. Causes are for the logs only."""
@@ -106,17 +109,11 @@ class _Endpoint:
         model |= {"max_model_len": self._served.max_sequence_length}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = read_request(CompletionRequest, await request.read(), self._served.model_name)
-        return await self._answer(request, body, await asyncio.to_thread(completion_work, body, self._served))
-
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = read_request(ChatRequest, await request.read(), self._served.model_name)
-        return await self._answer(request, body, await asyncio.to_thread(chat_work, body, self._served))
-
-    async def _answer(
-        self, request: web.Request, body: CompletionRequest | ChatRequest, work: Work
+    async def complete(
+        self, kind: type[R], work_of: Callable[[R, Served], Work], request: web.Request
     ) -> web.StreamResponse:
+        body = read_request(kind, await request.read(), self._served.model_name)
+        work = await asyncio.to_thread(work_of, body, self._served)
         answer = Answer(body, work, self._served)
         requests = engine_requests(body, work, self._served)
         if not body.stream:
@@ -155,7 +152,6 @@ class Listening:
 
 
 def listening(config: EndpointConfig, served: Served) -> AbstractAsyncContextManager[Listening]:
-    """Answer OpenAI's requests while the block runs; see `answering`."""
     return answering(config, _Endpoint(served).add_routes)
 
 

@@ -237,10 +237,7 @@ def _explained(errors: list[ErrorDetails], given: dict[str, Any]) -> ApiError:
 
 
 def _locate(location: Path, given: object) -> tuple[Path, Path | None]:
-    """Return the path in the body, and that of the first value on it which may have several forms.
-
-    Pydantic puts the name of each form into its locations.
-    """
+    """Return the path in the body, without pydantic's names of forms, and that of a value with several."""
     path: Path = ()
     form: Path | None = None
     value = given

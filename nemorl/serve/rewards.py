@@ -14,7 +14,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from aiohttp import web
 from pydantic import Field
@@ -46,27 +46,18 @@ class RewardRequest(ModelRequest):
 
 
 class Batcher:
-    """Scores together what several requests ask for at the same time."""
+    """Scores the requests that wait at the same time together."""
 
     def __init__(self, score: Score) -> None:
         self._score = score
         self._waiting: asyncio.Queue[tuple[Example, asyncio.Future[float]]] = asyncio.Queue()
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
 
     def ask(self, example: Example) -> asyncio.Future[float]:
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((example, answer))
         return answer
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         while True:
             batch = [await self._waiting.get()]
             while len(batch) < MAX_BATCH and not self._waiting.empty():
@@ -101,8 +92,11 @@ class ServedRewards:
         batcher = Batcher(self.score)
 
         async def running(_: web.Application) -> AsyncIterator[None]:
-            async with batcher:
-                yield
+            task = asyncio.create_task(batcher.run())
+            yield
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
 
         async def rewards(request: web.Request) -> web.Response:
             body = read_request(RewardRequest, await request.read(), self.name)

@@ -97,10 +97,7 @@ def _check_room(num_prompt: int, max_tokens: int, param: str, served: Served) ->
 
 
 def engine_requests(request: SamplingRequest, work: Work, served: Served) -> list[GenerationRequest]:
-    """Return one for each choice, in order: the choices of the first prompt, then of the next.
-
-    The first choice has the request's seed, the others different ones of 63 bits.
-    """
+    """Return one for each choice, in the order of the prompts; the first has the seed of the request."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     stops = frozenset(served.tokenizer.end_token_ids | set(request.stop_token_ids))
     count = len(work.prompts) * request.n
@@ -131,10 +128,7 @@ async def sample(requests: Sequence[GenerationRequest], router: Router) -> list[
 async def stream(
     requests: Sequence[GenerationRequest], router: Router
 ) -> AsyncGenerator[tuple[int, Progress | Completion], None]:
-    """Yield the index of a choice and its news: progress, every token once, and its completion last.
-
-    Raises ApiError.
-    """
+    """Yield the index of a choice with progress, every token once, or its completion. Raises ApiError."""
     news: asyncio.Queue[tuple[int, Progress | Completion | Exception]] = asyncio.Queue()
 
     async def follow(index: int, request: GenerationRequest) -> None:
