@@ -48,12 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nemorl", description=nemorl.__doc__)
     parser.add_argument("--version", action="version", version=f"nemorl {nemorl.__version__}")
-    parser.add_argument(
-        "--traceback",
-        action="store_true",
-        default=bool(os.environ.get("NEMORL_TRACEBACK")),
-        help="print the traceback of an error (also enabled by NEMORL_TRACEBACK=1)",
-    )
+    traceback_help = "print the traceback of an error (also enabled by NEMORL_TRACEBACK=1)"
+    parser.add_argument("--traceback", action="store_true", help=traceback_help)
+    parser.set_defaults(traceback=bool(os.environ.get("NEMORL_TRACEBACK")))
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:
         module.register(commands)

@@ -62,11 +62,15 @@ class ConfigError(NemorlError):
         return f"{self.source}: {count} configuration error{'s' * (count > 1)}\n{listed}"
 
 
-_SHOWN_CHARACTERS = 80
+MAX_CHARACTERS = 80  # of a value in a message
 
 
 def _shown(value: object) -> str:
     """Return a value as written in YAML, cut to one line."""
     plain_text = isinstance(value, str) and value.isprintable() and value != ""
     text = str(value) if plain_text else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+    return shorten(text)
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"

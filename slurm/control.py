@@ -1,8 +1,7 @@
 """Connections between the launchers: the head announces the end, and notices which node is lost.
 
-One connection from every node to the head, with JSON lines. It breaks when a node or its launcher vanishes,
-at once or when the keep-alive probes stay unanswered. A node that connects proves that it can read the token
-in the run folder; the token itself is not transmitted.
+One connection from every node to the head, with JSON lines. It breaks when a node or its launcher vanishes. A
+node that connects proves that it can read the token in the run folder, which is not transmitted.
 """
 
 import asyncio

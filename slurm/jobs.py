@@ -1,4 +1,4 @@
-"""Slurm's own commands: what they report about jobs and nodes."""
+"""Slurm's own commands, and what they report about jobs and nodes."""
 
 import re
 import shutil

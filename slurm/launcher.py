@@ -5,8 +5,7 @@
     every node      starts Ray; the others connect to the head's launcher
     the head        runs `nemorl train --resume` when Ray knows all nodes, and announces the end
 
-`ray symmetric-run` is similar and is not used: it takes the node for the head whose address is the head's,
-has no options for addresses and ports, passes no signals on, and names no node that is lost.
+`ray symmetric-run` has no options for addresses and ports, passes no signals on, and names no lost node.
 """
 
 import asyncio
@@ -283,10 +282,8 @@ class Head:
         if train.ended.done() and train.ended.result() not in (0, 2, REQUEUE):  # maybe because a node is lost
             causes = {ray.ended, next_lost}
             await asyncio.wait(causes, timeout=RAY_GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        lost: list[NodeLost] = []
-        if next_lost.done():
-            lost = [next_lost.result()]
-        elif ray.ended.done():
+        lost = [next_lost.result()] if next_lost.done() else []
+        if ray.ended.done() and not lost:
             reason = f"Ray ended there with exit status {ray.ended.result()}"
             lost = [NodeLost(self._info.node, reason, reported=True)]
         next_lost.cancel()

@@ -132,8 +132,6 @@ def nvlink_domain(output: str) -> str:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a node reports to the head."""
-
     node: str
     host: str  # identifies the machine; several nodes of a test share one
     address: str  # where the other nodes reach it
@@ -233,7 +231,6 @@ class Ports:
 
     @property
     def control(self) -> int:
-        """Port of the head's launcher."""
         return self.first + 1
 
     @property

@@ -1,8 +1,4 @@
-"""Ray on one node of a job, and the child processes of a launcher.
-
-`python -m nemorl.slurm.ray_node SECONDS NODE...` waits until Ray's head knows these nodes. It is a process of
-its own because Ray replaces the signal handlers of a process that connects to it.
-"""
+"""Ray on one node of a job, and the child processes of a launcher."""
 
 import asyncio
 import ctypes
@@ -117,7 +113,7 @@ def start_command(info: NodeInfo, plan: Plan, folder: Path, object_store_bytes: 
         options |= {"port": ports.gcs, "include-dashboard": "false", "system-config": system}
         command.append("--head")
     else:
-        options |= {"address": plan.gcs}
+        options["address"] = plan.gcs
         del options["ray-client-server-port"]
     return command + [f"--{name}={value}" for name, value in options.items()]
 
@@ -197,6 +193,7 @@ def members_command(nodes: Sequence[str]) -> list[str]:
 
 async def wait_for_members(rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
     """Wait until Ray knows all nodes. Raises `SlurmError` naming the missing ones."""
+    # A process of its own, because Ray replaces the signal handlers of a process that connects to it.
     command, pipe = members_command(rendezvous.nodes), asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, env=dict(environment), stdout=pipe)
     try:

@@ -68,8 +68,8 @@ def node_problems(experiment: Experiment, nodes: Mapping[str, NodeInfo]) -> Prob
 def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Problems:
     """Why the processes of a training run cannot fit on these nodes, by sums of CPUs and GPUs.
 
-    A group of processes is counted on the nodes with its labels, as if it were alone there. Labels that none
-    of the nodes has may be Ray's own, and selectors with operators are left to Ray.
+    A group is counted on the nodes with its labels, as if it were alone there. Labels that no node has may be
+    Ray's own, and selectors with operators are left to Ray.
     """
     from nemorl.cluster.placement import required_bundles, with_places, worker_requests  # imports Ray
 

@@ -61,7 +61,6 @@ class Plan:
 
     @property
     def control(self) -> int:
-        """Port of the head's launcher."""
         return next(iter(self.ports.values())).control
 
     @classmethod
@@ -71,8 +70,6 @@ class Plan:
 
 
 class Rendezvous:
-    """The folder of one start of a job, seen from one node."""
-
     def __init__(self, run_dir: Path, start: str, nodes: Sequence[str]) -> None:
         self.folder = run_dir / FOLDER / start
         self.nodes = tuple(nodes)

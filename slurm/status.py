@@ -59,7 +59,6 @@ def status_rows(run_dir: Path) -> list[Row]:
 
 
 def _row(submission: Submission, run_dir: Path, jobs: Sequence[Job]) -> Row:
-    """Row of a job from Slurm's records, of which a heterogeneous job has several."""
     starts = reversed(_starts(run_dir, submission.job))
     record = next((found for start in starts if (found := ExitRecord.read(start))), None)
     job = jobs[0] if jobs else Job({"JobState": "ended"})
@@ -104,7 +103,6 @@ def _running_start(run_dir: Path, job: str) -> tuple[Path, Plan] | None:
 
 
 def find_logs(run_dir: Path) -> dict[str, Path]:
-    """The logs of a run by name: the job's output, each rank, and each node of the newest start."""
     logs: dict[str, Path] = {}
     submission = latest_submission(run_dir)
     if submission is not None and submission.is_sweep:

@@ -131,7 +131,7 @@ class Actor:
 
     @ray.method(concurrency_group="control")
     async def describe_activity(self) -> str:
-        """What runs now; the stacks of all threads go to the log. Answered from a thread of its own."""
+        """Describe the current calls, from a thread of its own; the stacks of all threads go to the log."""
         faulthandler.dump_traceback(file=2, all_threads=True)
         return "; ".join(map(str, self._running)) or "idle"
 

@@ -1,7 +1,4 @@
-"""Errors between the driver and its workers. Each names group, rank and stage.
-
-They travel between processes: pickling calls a class again with the arguments, all given by position.
-"""
+"""Errors between driver and workers, with group, rank and stage; pickling requires positional arguments."""
 
 from dataclasses import dataclass
 from pathlib import Path

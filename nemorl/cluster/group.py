@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Pending = Mapping[ray.ObjectRef, "Worker"]  # answers that are awaited
 
-# For the other ranks to answer after the first failure of a call. The peers of a dead rank see their
-# connection break and raise before Ray reports the death, which is the cause and has to be reported.
+# For other ranks to answer after a first failure: peers of a dead rank raise before Ray reports the death.
 GRACE_SECONDS = 2.0
 # Across nodes: Ray reports a broken connection to a lost node only after this time.
 GRACE_SECONDS_APART = 8.0
@@ -161,9 +160,8 @@ class WorkerGroup:
     ) -> "WorkerGroup":
         """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
 
-        `target` is an import path such as `nemorl.megatron.worker:PolicyWorker`; the driver does not import
-        it. `threads` are each process's CPU threads. The mesh is data-parallel only when not given. Methods
-        of a `concurrent` target run in an event loop.
+        `target` is an import path such as `nemorl.megatron.worker:PolicyWorker`, `threads` are each process's
+        CPU threads. The mesh is data-parallel when not given. `concurrent` targets run in an event loop.
         """
         ranks = len(per_rank_kwargs)
         mesh = mesh or Mesh(data=ranks)
@@ -326,8 +324,7 @@ async def answers(pending: Pending, invocation: Invocation) -> list[Any]:
             future.cancel()
     if failed:
         errors = [await resolve_error(futures[future], stage, future.exception()) for future in failed]
-        # A lost node explains the deaths of its processes, which may be reported earlier, and a death the
-        # errors of its peers.
+        # A lost node explains the deaths of its processes, and a death the errors of its peers.
         raise next(e for kind in (NodeLost, WorkerDied, ClusterError) for e in errors if isinstance(e, kind))
     if waiting:
         late = [worker for future, worker in futures.items() if future in waiting]

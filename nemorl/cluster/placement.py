@@ -89,11 +89,11 @@ def with_places(requests: Sequence[WorkerRequest]) -> list[WorkerRequest]:
 def required_bundles(requests: Sequence[WorkerRequest]) -> list[dict[str, float]]:
     """Bundles to reserve, group by group. A hosted group adds a CPU to each bundle of its host group."""
     hosted = Counter(request.host_group for request in requests)
-    return [
-        {"CPU": 1.0 + hosted[request.group], **({"GPU": float(request.gpus)} if request.gpus else {})}
-        for request in with_places(requests)
-        for _ in range(request.count)
-    ]
+    bundles: list[dict[str, float]] = []
+    for request in with_places(requests):
+        gpus = {"GPU": float(request.gpus)} if request.gpus else {}
+        bundles += [{"CPU": 1.0 + hosted[request.group], **gpus} for _ in range(request.count)]
+    return bundles
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,8 @@ def assigned_bundles(
 ) -> dict[str, tuple[int, ...]]:
     """Assign a bundle to each rank so that consecutive (tensor-parallel) ranks share a machine.
 
-    A hosted process gets the bundle of the first of its host ranks. `node_of` maps each bundle to its
-    machine, as any sortable value; ranks fill the machines in that order. Raises `PlacementFailed` if the
-    host ranks of a process are on several machines.
+    A hosted process gets the bundle of the first of its host ranks. `node_of` maps each bundle to a sortable
+    value of its machine. Raises `PlacementFailed` if the host ranks of a process are on several machines.
     """
     bundles: dict[str, tuple[int, ...]] = {}
     first = 0
@@ -206,9 +205,8 @@ async def reserve(
 ) -> Placement:
     """Reserve bundles for all workers at once, or none.
 
-    `strategy` is a placement strategy of Ray. A cluster that cannot grow is this machine alone and is refused
-    immediately if its total is too small; otherwise nodes may join until the deadline. Raises
-    `PlacementFailed`.
+    A cluster that cannot grow is this machine alone and is refused immediately if its total is too small;
+    otherwise nodes may join until the deadline. Raises `PlacementFailed`.
     """
     if not can_grow:
         total, required = ray.cluster_resources(), required_bundles(requests)
@@ -255,20 +253,17 @@ async def reserve(
 
 
 def _placed(part: Sequence[WorkerRequest], strategy: str) -> PlacementGroup:
-    at_driver = {NODE_LABEL: driver_node()}
-    selectors = [
-        {**request.labels, **(at_driver if request.at_driver else {})}
-        for request in with_places(part)
-        for _ in range(request.count)
-    ]
+    selectors: list[dict[str, str]] = []
+    for request in with_places(part):
+        at_driver = {NODE_LABEL: driver_node()} if request.at_driver else {}
+        selectors += [{**request.labels, **at_driver} for _ in range(request.count)]
     topology = part[0].topology
     where: dict[str, Any] = {"strategy": strategy}
     if topology is not None:
         where = {"topology_strategy": {topology: "STRICT_PACK", NODE_LABEL: strategy}}
+    where["bundle_label_selector"] = selectors if any(selectors) else None
     try:
-        return placement_group(
-            required_bundles(part), bundle_label_selector=selectors if any(selectors) else None, **where
-        )
+        return placement_group(required_bundles(part), **where)
     except ValueError as error:  # Ray's own rules for labels
         names = ", ".join(request.group for request in part)
         raise PlacementFailed(f"cluster.labels and cluster.topology of {names}: {error}") from error

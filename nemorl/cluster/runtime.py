@@ -189,8 +189,7 @@ class ClusterRuntime:
 
     def _start(self) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        # Ray has no argument for this: with clusters enabled it replaces a loopback address by the machine's
-        # address. The switch exists for laptops with a firewall.
+        # Ray has no argument for this: with clusters enabled it replaces a loopback address by the machine's.
         os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
         ray_constants.ENABLE_RAY_CLUSTER = False
         if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):

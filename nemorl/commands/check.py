@@ -92,9 +92,9 @@ def prepare(
 ) -> Ready:
     """Load and check an experiment. Raises `ConfigError` with all problems.
 
-    `new_run` requires a run folder without a run, `resumes` the algorithm of the run in it, and `serving` an
-    address to listen on, but no tasks to measure on, as an evaluation does. `where` the run starts: what this
-    machine lacks is a problem `here` and in `Ready.unverified` otherwise; rewards are not called `elsewhere`.
+    `new_run` requires a run folder without a run, `resumes` the algorithm of the run in it, `serving` an
+    address to listen on and no tasks. What this machine lacks is a problem where the run starts `here`, and
+    in `Ready.unverified` otherwise; rewards are not called `elsewhere`.
     """
     plans: list[Plan] = []
     unverified: list[Problem] = []

@@ -53,9 +53,7 @@ class Finding:
 
 
 _OLDEST_PYTHON, _FIRST_UNTRIED_PYTHON = (3, 11), (3, 13)
-_MIN_MEMORY_BYTES = 4_000_000_000  # for the quickstart
-_MIN_DISK_BYTES = 2_000_000_000
-_ROOMY_SHARED_MEMORY_BYTES = 512 * 2**20  # the default of cluster.object_store_megabytes
+_DEFAULT_OBJECT_STORE_BYTES = 512 * 2**20
 
 
 def register(commands: Commands) -> None:
@@ -103,9 +101,9 @@ def _hardware(machine: Machine) -> Iterator[Finding]:
     shared, disk = machine.shared_memory_bytes or 0, shutil.disk_usage(Path.cwd()).free
     use = "Ray's objects; with less than 0.5 GB it uses the disk"
     for what, size, required, otherwise, what_for in (
-        ("memory", machine.memory_bytes, _MIN_MEMORY_BYTES, State.MISSING, "4 GB for the quickstart"),
-        ("/dev/shm", shared, _ROOMY_SHARED_MEMORY_BYTES, State.OPTIONAL, use),
-        ("free disk here", disk, _MIN_DISK_BYTES, State.MISSING, "runs, checkpoints and models"),
+        ("memory", machine.memory_bytes, 4_000_000_000, State.MISSING, "4 GB for the quickstart"),
+        ("/dev/shm", shared, _DEFAULT_OBJECT_STORE_BYTES, State.OPTIONAL, use),
+        ("free disk here", disk, 2_000_000_000, State.MISSING, "runs, checkpoints and models"),
     ):
         state = State.GOOD if size >= required else otherwise
         yield Finding(what, state, f"{size / 1e9:.1f} GB", what_for)
@@ -132,7 +130,7 @@ def _cuda(listed: int, required: int) -> Iterator[Finding]:
 
 
 def _kernels(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:
-    """What a bfloat16 policy of a common family would compute with here."""
+    """Kernels that a bfloat16 policy of a common family would use here."""
     installed = kernels.Installed.find()
     chosen = kernels.choose("auto", kind=kind, precision="bfloat16", activation="silu", installed=installed)
     for what, found in chosen.described(installed, kind).items():

@@ -16,8 +16,6 @@ Commands: TypeAlias = "_SubParsersAction[ArgumentParser]"
 
 
 class ExitCode(IntEnum):
-    """As shells and schedulers see it."""
-
     WELL = 0
     FAILED = 1  # a run or a command began and failed
     REFUSED = 2  # a configuration or an argument is wrong; nothing was started

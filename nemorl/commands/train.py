@@ -51,8 +51,7 @@ def _train(arguments: Namespace) -> int:
     except NemorlError as error:
         paths = RunPaths(ready.experiment.run_dir)
         if paths.has_steps:  # else the same command starts the run again
-            words = [str(arguments.config), *arguments.overrides, "--resume"]
-            step = newest_step(paths.root)
+            words, step = [str(arguments.config), *arguments.overrides, "--resume"], newest_step(paths.root)
             place = f"after step {step}" if step else "from the start, as there is no checkpoint yet"
             error.add_note(f"To continue {place}: nemorl train {shlex.join(words)}")
         raise
@@ -70,8 +69,7 @@ def _evaluate(arguments: Namespace) -> int:
     for name, value, interval in with_intervals(evaluation.metrics):
         between = "" if interval is None else f"{interval.low:.4g} to {interval.high:.4g}"
         metrics.add_row(name, f"{value:.6g}", between)
-    origin = f" ({evaluation.origin})" if evaluation.origin else ""
-    say(f"model: {evaluation.model}{origin}")
+    say(f"model: {evaluation.model}" + (f" ({evaluation.origin})" if evaluation.origin else ""))
     output().print(metrics)
     say(f"samples: {evaluation.samples}")
     return ExitCode.WELL

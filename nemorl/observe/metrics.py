@@ -38,10 +38,8 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Change:
-    """A metric before and after the run; None where it was not measured."""
-
     metric: str
-    before: float | None
+    before: float | None  # None where it was not measured
     after: float | None
 
 
@@ -88,8 +86,7 @@ class Shown:
     log_scale: bool = False
 
 
-# The first row whose prefix matches decides. Plots, columns and tiles have this order; a metric without a row
-# has a plot with its own name at the end of the report.
+# The first row whose prefix matches decides. Plots, columns and tiles have this order; others come last.
 SHOWN = (
     Shown("reward/mean", column="reward", priority=1, width=8, tile="reward"),
     Shown("reward/std", column="spread", priority=13, width=8),

@@ -176,9 +176,8 @@ def check_trackers(config: LoggerConfig) -> None:
 
 def open_trackers(config: LoggerConfig, folder: RunFolder) -> list[TensorBoardTracker]:
     check_trackers(config)
-    if not config.tensorboard:
-        return []
-    return [TensorBoardTracker(folder.paths.tensorboard, resumed_step=folder.resumed_step)]
+    path, step = folder.paths.tensorboard, folder.resumed_step
+    return [TensorBoardTracker(path, resumed_step=step)] if config.tensorboard else []
 
 
 COLUMNS = tuple(row for row in SHOWN if row.column)
@@ -208,7 +207,6 @@ def describe_losses(values: Mapping[str, float]) -> list[str]:
 
 
 def describe_validation(values: Mapping[str, float]) -> list[str]:
-    """Return the metrics of the validation after a step, with their intervals, if there was one."""
     prefix, parts = "validation/", []
     found = {k.removeprefix(prefix): format_number(v) for k, v in values.items() if k.startswith(prefix)}
     for name, value in found.items():
@@ -372,7 +370,6 @@ class BarConsole(StageListener):
 def open_console(
     config: LoggerConfig, *, total_steps: int, first_step: int = 0, stream: TextIO | None = None
 ) -> PlainConsole | BarConsole:
-    """`first_step` is the last step done before this start."""
     stream = stream or sys.stdout
     terminal = Console(file=stream)
     has_bars = terminal.is_terminal and not terminal.is_dumb_terminal

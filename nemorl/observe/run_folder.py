@@ -87,7 +87,6 @@ class RunFolder:
     """The run folder of the process that writes it. One process at a time holds a folder."""
 
     def __init__(self, root: Path, config_yaml: str, *, resumed_step: int | None, lock: IO[str]) -> None:
-        """Use `create` or `resume`."""
         self.paths = RunPaths(root)
         self.resumed_step = resumed_step  # of the checkpoint that this start continues from, if any
         self._lock = lock
@@ -141,7 +140,6 @@ class RunFolder:
 
 
 def read_header(path: Path) -> list[JsonObject]:
-    """Return the facts of each start of the run, the newest last; none without a file."""
     if not path.exists():
         return []
     try:

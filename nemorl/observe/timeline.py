@@ -84,8 +84,6 @@ class StageListener:
 
 
 class Stages:
-    """Sums the seconds of the stages, step by step."""
-
     def __init__(self, listeners: Sequence[StageListener]) -> None:
         self._listeners = listeners
         self._seconds: dict[str, float] = {}
@@ -121,7 +119,6 @@ class Stages:
                 listener.stage_finished(stage)
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Return the seconds by `time/<stage>` and `time/step` since the last step, and start over."""
         total = time.perf_counter() - self._begin
         for listener in self._listeners:
             listener.step_finished(step, self._started, total)
@@ -138,8 +135,7 @@ OPENING, CLOSING = b"[\n", b"]\n"
 class Timeline(StageListener):
     """Writes timeline.json in the Chrome trace format, which Perfetto opens: a track for each stage name.
 
-    The JSON array is complete after every event; the format allows a missing closing bracket, as a crash may
-    leave. A resumed run is another process in it.
+    The JSON array is complete after every event. A resumed run is another process in it.
     """
 
     def __init__(self, path: Path, title: str = "run") -> None:

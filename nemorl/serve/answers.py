@@ -60,7 +60,6 @@ class Choice:
         return self._part(self._text.push(progress.tokens.tolist()), progress, None)
 
     def last_delta(self, completion: Completion) -> Json:
-        """Return the last part: the text that was held back, tool calls, and why the answer ended."""
         none = completion.tokens[:0], completion.logprobs[:0], completion.versions[:0]
         part, calls = self._end(completion, Progress(completion.id, *none))
         if calls:

@@ -1,7 +1,4 @@
-"""The requests of OpenAI's API as far as they are served, and the errors of those that are not.
-
-An unknown field is refused: a setting that is silently ignored gives other samples than requested.
-"""
+"""Requests of OpenAI's API as far as served. Unknown fields are refused, since they could change samples."""
 
 import json
 from contextlib import suppress
@@ -14,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemorl.config.type_errors import expectation
+from nemorl.errors import shorten
 from nemorl.generation.types import SamplingParams
 
 MAX_CHOICES = 128
@@ -182,8 +180,6 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 R = TypeVar("R", bound=ModelRequest)
 Path = tuple[str | int, ...]
 
-_SHOWN_CHARACTERS = 80  # of a value
-
 # Errors about a field, not its value.
 _OF_THE_FIELD = {"extra_forbidden": "is not served here: leave it out.", "missing": "is missing."}
 # Expected values of fields with several forms.
@@ -230,9 +226,7 @@ def _explained(errors: list[ErrorDetails], given: dict[str, Any]) -> ApiError:
     field = ".".join(map(str, path))
     if problem is None and details["type"] in _OF_THE_FIELD:
         return bad_request(f"{field} {_OF_THE_FIELD[details['type']]}", field)
-    shown = json.dumps(value, ensure_ascii=False, default=str)
-    if len(shown) > _SHOWN_CHARACTERS:
-        shown = shown[: _SHOWN_CHARACTERS - 1] + "…"
+    shown = shorten(json.dumps(value, ensure_ascii=False, default=str))
     return bad_request(f"{field} = {shown}: {problem or expectation(details)}.", field)
 
 

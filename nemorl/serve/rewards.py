@@ -1,7 +1,4 @@
-"""The HTTP application of a reward model.
-
-GET  /health      answers while the server runs; needs no key
-POST /v1/rewards  a score for each of some conversations
+"""The HTTP application of a reward model: POST /v1/rewards scores conversations; GET /health needs no key.
 
     {"model": "taste", "conversations": [{"prompt": [message, …], "completion": [message, …]}, …]}
     {"object": "list", "model": "taste", "data": [{"index": 0, "reward": 1.25, "num_tokens": 17}, …]}

@@ -45,10 +45,8 @@ class Work:
 
 def completion_work(request: CompletionRequest, served: Served) -> Work:
     encode = served.tokenizer.encode_document
-    prompts = [
-        _encode(encode, prompt, "prompt", served) if isinstance(prompt, str) else list(prompt)
-        for prompt in request.prompts
-    ]
+    given = request.prompts
+    prompts = [_encode(encode, p, "prompt", served) if isinstance(p, str) else list(p) for p in given]
     if (count := len(prompts) * request.n) > MAX_CHOICES:
         message = f"{len(prompts)} prompts with n={request.n} are {count} samples"
         raise bad_request(f"{message}; a request has {MAX_CHOICES} at most", "n")
