@@ -73,14 +73,15 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
     """Read the variables of nemorl.sbatch and of Slurm. Raises `SlurmError` outside of a job."""
     job, components = environment.get(JOB), environment.get(NODES)
     if not job or not components:
-        fix = "nemorl.sbatch sets them. To start a job, run `nemorl slurm submit`."
+        fix = "nemorl.sbatch sets them on each node. To start a job, run `nemorl slurm submit`."
         raise SlurmError(f"{JOB} and {NODES} are not set: {fix}")
-    restart, step = (int(environment.get(f"SLURM_{name}") or 0) for name in ("RESTART_COUNT", "STEP_ID"))
+    restart, step = (int(environment.get(v) or 0) for v in ("SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
     names = tuple(tuple(component.split(",")) for component in components.split(";"))
     allocation = Allocation(job, restart, step, names, environment.get("SLURMD_NODENAME", ""))
     if allocation.node not in allocation.nodes:
         problem = f"{allocation.node or 'unset'}: job {job} has the nodes {', '.join(allocation.nodes)}"
-        raise SlurmError(f"SLURMD_NODENAME = {problem}. Start the launcher with srun, one task per node.")
+        fix = "Start `nemorl slurm node` with srun, one task per node."
+        raise SlurmError(f"SLURMD_NODENAME = {problem}. {fix}")
     return allocation
 
 

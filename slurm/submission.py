@@ -258,7 +258,8 @@ def resolve_image(container: str) -> str:
     if not (container.startswith(("/", ".")) or container.endswith(".sqsh")):
         return container
     if not Path(container).is_file():
-        fix = "Give a .sqsh file (from `enroot import`), or an image as nvcr.io#nvidia/pytorch:25.10-py3."
+        image = "an image in a registry, such as nvcr.io#nvidia/pytorch:25.10-py3"
+        fix = f"Give a .sqsh file (from `enroot import`), or {image}."
         raise OptionError(f"--container {container}: no such file. {fix}")
     return str(Path(container).absolute())
 

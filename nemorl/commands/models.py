@@ -30,10 +30,8 @@ def register(commands: Commands) -> None:
     importing = add("import", _import, "check a model and convert it to a complete Hugging Face folder")
     add_path(importing, "source", "HF_DIR", "folder to read; with --like, a checkpoint of megatron-core")
     add_path(importing, "folder", "OUT", "folder to create, with the weights as safetensors")
-    like_help = (
-        "Hugging Face folder of the model whose weights are in HF_DIR, a checkpoint of megatron-core "
-        "(dist_checkpointing). Its metadata is unpickled, which can run code: use only checkpoints you trust"
-    )
+    trust = "Its metadata is unpickled, which can run code: use only checkpoints you trust"
+    like_help = f"HF_DIR is a megatron-core checkpoint (dist_checkpointing) of the model in MODEL. {trust}"
     importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
     export_help = "export the weights of a checkpoint as a Hugging Face folder, adapters merged in"
     export = add("export", _export, export_help)

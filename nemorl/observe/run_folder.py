@@ -79,6 +79,7 @@ class RunPaths:
 
     @property
     def has_steps(self) -> bool:
+        """True if a run got as far as a step here; a start that failed before leaves nothing to lose."""
         recorded = self.metrics.exists() and self.metrics.stat().st_size > 0
         return recorded or any(self.checkpoints.glob("step_*"))
 
