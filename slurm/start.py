@@ -86,7 +86,7 @@ class Rendezvous:
         write_atomically(self.folder / f"{node}.failed", reason + "\n")
 
     async def wait_for_nodes(self, seconds: float = RENDEZVOUS_SECONDS) -> dict[str, NodeInfo]:
-        """Return the reports of all nodes, the head first. Raises `SlurmError` naming nodes."""
+        """Return all reports, the head first. Raises `SlurmError` naming failed or missing nodes."""
         everyone = set(self.nodes)
         await _until(lambda: self._with("json") == everyone or bool(self._with("failed")), seconds)
         if failed := sorted(self._with("failed")):

@@ -33,7 +33,7 @@ def register(commands: Commands) -> None:
     trust = "Its metadata is unpickled, which can run code: use only checkpoints you trust"
     like_help = f"HF_DIR is a megatron-core checkpoint (dist_checkpointing) of the model in MODEL. {trust}"
     importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
-    export_help = "export the weights of a checkpoint as a Hugging Face folder, adapters merged in"
+    export_help = "export the weights of a checkpoint as a Hugging Face folder, with adapters merged in"
     export = add("export", _export, export_help)
     export.set_defaults(form="hf")
     forms = export.add_mutually_exclusive_group()

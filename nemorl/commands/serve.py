@@ -22,7 +22,7 @@ MAX_SEQUENCE_TOKENS = 4096  # of a model folder, where nothing else is asked for
 def register(commands: Commands) -> None:
     help_text = "serve a model through an OpenAI-compatible API, or the scores of a reward model"
     serve = add_command(commands, "serve", _serve, help_text)
-    target_help = "experiment file (YAML) or model folder; after the word `reward`, of a reward model"
+    target_help = "experiment file (YAML) or model folder; with `reward` before it, that of a reward model"
     serve.add_argument("target", type=Path, metavar="[reward] CONFIG_OR_MODEL", help=target_help)
     add_overrides(serve)
 
