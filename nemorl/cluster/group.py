@@ -298,11 +298,7 @@ class WorkerGroup:
 
 
 async def answers(pending: Pending, invocation: Invocation) -> list[Any]:
-    """Return the answers of all workers, in the order of `pending`.
-
-    Raises the first failure as `WorkerFailed`, `WorkerDied` or the `ClusterError` that the worker raised, and
-    `DeadlineExceeded` if some have not answered in time.
-    """
+    """Return the answers in the order of `pending`. Raises the first failure, or `DeadlineExceeded`."""
     stage, seconds = invocation.stage, invocation.deadline_seconds
     futures = {asyncio.wrap_future(reference.future()): worker for reference, worker in pending.items()}
     end = time.monotonic() + seconds
