@@ -1,8 +1,4 @@
-"""The command `nemorl`.
-
-Parsing, `check`, `config` and `train --dry-run` import neither torch nor Ray nor numpy: what a command needs
-beyond that it imports when it runs.
-"""
+"""The command `nemorl`. What needs torch, Ray or numpy is imported when the command that needs it runs."""
 
 import argparse
 import errno
@@ -42,25 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif isinstance(error, OSError):
             message, code = f"nemorl {arguments.command} failed: {error}", ExitCode.FAILED
             if error.errno in (errno.ENOSPC, errno.EDQUOT):  # in no writer's words, as of a library's files
-                message += (
-                    ". Full is the disk of the run folder or of temporary files "
-                    f"({tempfile.gettempdir()}, /dev/shm): make room, or set TMPDIR to another folder; then "
-                    "continue the run with --resume"
-                )
+                temporary = f"temporary files ({tempfile.gettempdir()}, /dev/shm)"
+                fix = "make room, or set TMPDIR to another folder; then continue the run with --resume"
+                message += f". The disk of the run folder or of {temporary} is full: {fix}"
         complain(message)
         return code
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line. A wrong usage ends the process with status 2, as argparse does."""
     parser = argparse.ArgumentParser(prog="nemorl", description=nemorl.__doc__)
     parser.add_argument("--version", action="version", version=f"nemorl {nemorl.__version__}")
-    parser.add_argument(
-        "--traceback",
-        action="store_true",
-        default=bool(os.environ.get("NEMORL_TRACEBACK")),
-        help="show where in the code an error came from (also by NEMORL_TRACEBACK=1)",
-    )
+    traceback_help = "print the traceback of an error (also enabled by NEMORL_TRACEBACK=1)"
+    parser.add_argument("--traceback", action="store_true", help=traceback_help)
+    parser.set_defaults(traceback=bool(os.environ.get("NEMORL_TRACEBACK")))
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in COMMANDS:
         module.register(commands)

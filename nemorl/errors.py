@@ -24,9 +24,7 @@ class RunStopped(RunError):
 
 
 class Absent(Enum):
-    """Marks a value that was not given, as opposed to null."""
-
-    ABSENT = "not given"
+    ABSENT = "not given"  # as opposed to null
 
 
 ABSENT = Absent.ABSENT
@@ -34,8 +32,6 @@ ABSENT = Absent.ABSENT
 
 @dataclass(frozen=True)
 class Problem:
-    """One error in a configuration."""
-
     field: str  # path such as `policy.layout.sequence_parallel`; empty where a whole file is meant
     value: object  # as given, or ABSENT
     fix: str  # the problem and what to do
@@ -43,12 +39,11 @@ class Problem:
 
     def __str__(self) -> str:
         where = f"  ({self.origin})" if self.origin else ""
-        return f"{self._subject()}{where}\n    {self.fix}"
-
-    def _subject(self) -> str:
         if self.value is ABSENT:
-            return f"{self.field} is not given" if self.field else "the file"
-        return f"{self.field} = {_shown(self.value)}" if self.field else _shown(self.value)
+            subject = f"{self.field} is not given" if self.field else "the file"
+        else:
+            subject = f"{self.field} = {_shown(self.value)}" if self.field else _shown(self.value)
+        return f"{subject}{where}\n    {self.fix}"
 
 
 Problems = Iterator[Problem]  # what a check yields
@@ -58,26 +53,24 @@ class ConfigError(NemorlError):
     """An invalid configuration, with all of its problems."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
-        """`source` is the file as the user named it."""
-        super().__init__(source, tuple(problems))
-        self.source = source
-        self.problems = tuple(problems)
+        self.source, self.problems = source, tuple(problems)  # the file as the user named it
+        super().__init__(source, self.problems)
 
     def __str__(self) -> str:
-        count = (
-            f"{len(self.problems)} configuration errors"
-            if len(self.problems) > 1
-            else "1 configuration error"
-        )
+        count = len(self.problems)
         listed = "\n".join(indent(str(problem), "  ") for problem in self.problems)
-        return f"{self.source}: {count}\n{listed}"
+        return f"{self.source}: {count} configuration error{'s' * (count > 1)}\n{listed}"
 
 
-_SHOWN_CHARACTERS = 80
+MAX_CHARACTERS = 80  # of a value in a message
 
 
 def _shown(value: object) -> str:
     """Return a value as written in YAML, cut to one line."""
     plain_text = isinstance(value, str) and value.isprintable() and value != ""
     text = str(value) if plain_text else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+    return shorten(text)
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"

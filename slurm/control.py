@@ -1,8 +1,7 @@
 """Connections between the launchers: the head announces the end, and notices which node is lost.
 
-One connection from every node to the head, with JSON lines. It breaks when a node or its launcher vanishes,
-at once or when the keep-alive probes stay unanswered. A node that connects proves that it can read the token
-in the run folder; the token itself is not transmitted.
+One connection from every node to the head, with JSON lines. It breaks when a node or its launcher vanishes. A
+node that connects proves that it can read the token in the run folder, which is not transmitted.
 """
 
 import asyncio
@@ -35,8 +34,6 @@ class Shutdown:
 
 
 class NodeLost(NamedTuple):
-    """A node that left the job."""
-
     node: str
     reason: str
     reported: bool  # by the node itself; else its connection broke
@@ -46,8 +43,6 @@ class NodeLost(NamedTuple):
 
 
 class ControlServer:
-    """The head's end of the connections."""
-
     def __init__(self, host: str, port: int, token: str, nodes: Sequence[str]) -> None:
         self._host, self._port, self._token = host, port, token
         self.nodes = tuple(nodes)
@@ -61,7 +56,6 @@ class ControlServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        """Listen. Raises `OSError`."""
         self._server = await asyncio.start_server(
             self._serve, self._host, self._port, limit=MAX_LINE_BYTES, reuse_address=True
         )
@@ -73,7 +67,6 @@ class ControlServer:
         await self.shut_down()
 
     async def shut_down(self) -> None:
-        """Send the end to all nodes, once."""
         if self._closing:
             return
         self._closing = True
@@ -91,9 +84,9 @@ class ControlServer:
         try:
             await asyncio.wait_for(self._all_connected.wait(), seconds)
         except TimeoutError:
-            missing = [node for node in self.nodes if node not in self._writers]
+            missing = ", ".join(node for node in self.nodes if node not in self._writers)
             address = f"{self._host}:{self._port} on the head"
-            problem = f"{', '.join(missing)} did not connect to {address} within {seconds:g} s"
+            problem = f"{missing} did not connect to {address} within {seconds:g} s"
             fix = f"{_BLOCKED}. Open the ports between the nodes, or set {_INTERFACE}"
             raise SlurmError(f"{problem}, though the run folder is shared: {fix}") from None
 
@@ -147,8 +140,6 @@ class ControlServer:
 
 
 class ControlClient:
-    """The end of every other node."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: str) -> None:
         self._reader, self._writer, self._head = reader, writer, head
         self.ray_runs = False  # on all nodes
@@ -178,12 +169,10 @@ class ControlClient:
                 _send(self._writer, {"pong": True})
             if "end" in message:
                 return Shutdown("the run ended", bool(message.get("failed")), bool(message.get("urgent")))
-        return Shutdown(
-            f"the head, {self._head}, is gone: its launcher ended or the node is down", failed=True
-        )
+        reason = f"the head, {self._head}, is gone: its launcher ended or the node is down"
+        return Shutdown(reason, failed=True)
 
     async def report_failure(self, reason: str) -> None:
-        """Report to the head that this node cannot take part any more."""
         with suppress(OSError):
             _send(self._writer, {"failed": reason})
             await self._writer.drain()

@@ -1,4 +1,4 @@
-"""Slurm's own commands: what they report about jobs and nodes."""
+"""Slurm's own commands, and what they report about jobs and nodes."""
 
 import re
 import shutil
@@ -30,11 +30,6 @@ class Job:
         return cls(dict(word.split("=", 1) for word in words))
 
     @property
-    def id(self) -> str:
-        """Its own id, also where it is a task of an array."""
-        return self.fields.get("JobId", "")
-
-    @property
     def state(self) -> str:
         return self.fields.get("JobState", "UNKNOWN")
 
@@ -54,7 +49,6 @@ class Job:
 
     @property
     def reason(self) -> str:
-        """Slurm's reason for waiting, or its exit status, signal and reason after a failure."""
         reason = self.fields.get("Reason", "None")
         if self.state == "PENDING":
             return "" if reason == "None" else reason
@@ -67,10 +61,8 @@ class Job:
     def has_task(self, index: int) -> bool:
         """True where this is the record of a task of an array, or of several waiting ones including it."""
         tasks = self.fields.get("ArrayTaskId", "").partition("%")[0]
-        return any(
-            int(found[1]) <= index <= int(found[2] or found[1])
-            for found in re.finditer(r"(\d+)(?:-(\d+))?", tasks)
-        )
+        ranges = re.finditer(r"(\d+)(?:-(\d+))?", tasks)
+        return any(int(found[1]) <= index <= int(found[2] or found[1]) for found in ranges)
 
     def why_terminated(self, restart: int) -> str:
         """Why a start of the job received SIGTERM; `restart` is the number of restarts before that start."""
@@ -121,11 +113,9 @@ def why_terminated(job: str, nodes: Sequence[str], restart: int) -> str:
 def lost_nodes(output: str) -> list[str]:
     """Nodes that Slurm cannot use, from lines `name|state|reason`; `*` after a state means no response."""
     rows = (line.split("|", 2) for line in dict.fromkeys(output.splitlines()))
-    return [
-        f"{name} ({state}: {reason})"
-        for name, state, reason in rows
-        if state.endswith("*") or state.startswith(("down", "fail", "unk", "power"))
-    ]
+    bad = ("down", "fail", "unk", "power")
+    lost = (row for row in rows if row[1].endswith("*") or row[1].startswith(bad))
+    return [f"{name} ({state}: {reason})" for name, state, reason in lost]
 
 
 def call(
@@ -142,8 +132,8 @@ def call(
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
-        problem = f"`{command[0]}` did not answer within {seconds:g} s"
-        raise SlurmError(f"{problem}: Slurm's controller is busy or down.") from None
+        problem = f"`{command[0]}` did not answer within {seconds:g} s: Slurm's controller is busy or down."
+        raise SlurmError(problem) from None
     if check and answer.returncode != 0:
         lines = [re.sub(r"^\w+: (error: )?", "", line) for line in answer.stderr.strip().splitlines()]
         raise SlurmError(f"`{command[0]}` failed: {'; '.join(lines)}")

@@ -5,8 +5,7 @@
     every node      starts Ray; the others connect to the head's launcher
     the head        runs `nemorl train --resume` when Ray knows all nodes, and announces the end
 
-`ray symmetric-run` is similar and is not used: it takes the node for the head whose address is the head's,
-has no options for addresses and ports, passes no signals on, and names no node that is lost.
+`ray symmetric-run` has no options for addresses and ports, passes no signals on, and names no lost node.
 """
 
 import asyncio
@@ -28,17 +27,7 @@ from .jobs import OUT_OF_TIME, why_terminated
 from .node import Allocation, NodeInfo, assign_ports, read_allocation, wait_until_reachable
 from .ray_node import START_SECONDS, URGENT_STOP_SECONDS, Child, RayNode, wait_for_members
 from .requirements import cluster_overrides, node_problems
-from .start import (
-    CANCELLED,
-    REQUEUE,
-    TERMINATED,
-    ExitRecorder,
-    Plan,
-    Rendezvous,
-    newest_step,
-    parse_max_restarts,
-    write_status,
-)
+from .start import CANCELLED, REQUEUE, TERMINATED, ExitRecorder, Plan, Rendezvous, newest_step, write_status
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # After a node is lost: the processes on the others cannot finish a step, and may wait long in a collective.
@@ -89,17 +78,13 @@ def run_node(config: Path, overrides: Sequence[str]) -> int:
 
 
 async def follow(head: str, rendezvous: Rendezvous, info: NodeInfo, store_megabytes: int) -> int:
-    """Run Ray on any node but the head, until the head announces the end.
-
-    Returns 0 whenever the head decides, whose exit status counts. Raises `SlurmError`.
-    """
+    """Run Ray on a node that is not the head. Returns 0 whenever the head decides. Raises `SlurmError`."""
     loop, message = asyncio.get_running_loop(), "received %s; the head stops the run"
     for number in SIGNALS:  # Slurm signals all nodes at once: the head stops the run in order
         loop.add_signal_handler(number, logger.info, message, number.name)
     rendezvous.report(info)
-    logger.info(
-        "%d cores, %d GPUs, %s (%s)", info.hardware.cores, info.hardware.gpus, info.address, info.interface
-    )
+    cores, gpus = info.hardware.cores, info.hardware.gpus
+    logger.info("%d cores, %d GPUs, %s (%s)", cores, gpus, info.address, info.interface)
     plan = await rendezvous.wait_for_plan()
     if plan.refused:
         return 0
@@ -136,7 +121,6 @@ async def follow(head: str, rendezvous: Rendezvous, info: NodeInfo, store_megaby
 
 
 def train_command(config: Path, overrides: Sequence[str]) -> list[str]:
-    """The run, from its newest checkpoint if there is one."""
     return [sys.executable, "-m", "nemorl.cli", "train", str(config), *overrides, "--resume"]
 
 
@@ -163,10 +147,9 @@ class Head:
         self._stopping: asyncio.Future[int] | None = None  # the run, with SIGKILL at the time limit
 
     def run(self) -> int:
-        """Run until the end of the run, or a signal; return the exit status. Raises `NemorlError`."""
         code, reason = 1, "the launcher failed"
         try:
-            self._recorder.max_restarts = parse_max_restarts(os.environ)
+            self._recorder.read_max_restarts()
             self._info = NodeInfo.read(self.allocation, os.environ)
             code, reason = asyncio.run(self._run_until_signal())
         except NemorlError as error:
@@ -214,7 +197,6 @@ class Head:
         return cause
 
     async def _stopped(self, detail: str) -> Exit:
-        """Exit of a run that a signal stopped."""
         step = newest_step(self.experiment.run_dir)
         kept = f"{detail}; " * bool(detail) + (f"newest checkpoint: step {step}" if step else "no checkpoint")
         if self._signal is signal.SIGUSR1:
@@ -269,10 +251,7 @@ class Head:
     async def _wait_for_ray(
         self, plan: Plan, environment: Mapping[str, str], control: ControlServer, ray: Child
     ) -> NodeLost | None:
-        """Wait until Ray runs on all nodes; return a node whose connection broke.
-
-        Raises `SlurmError` for a node that reports a failure, and `RayEnded` where Ray ends here.
-        """
+        """Return a node whose connection broke before Ray ran on all nodes. Raises `SlurmError`."""
 
         async def ready() -> None:
             await control.wait_for_nodes()
@@ -290,24 +269,21 @@ class Head:
                 if lost.result().reported:
                     raise SlurmError(str(lost.result()))
                 return lost.result()
-            status, log = ray.ended.result(), self.rendezvous.log(self._info.node)
-            problem = f"Ray ended with exit status {status} while starting on {self._info.node}"
-            raise RayEnded(f"{problem}; see {log}")
+            node, status = self._info.node, ray.ended.result()
+            problem = f"Ray ended with exit status {status} while starting on {node}"
+            raise RayEnded(f"{problem}; see {self.rendezvous.log(node)}")
         finally:
             lost.cancel()
             work.cancel()
 
     async def _watch(self, train: Child, control: ControlServer, ray: Child) -> Exit:
-        """Wait for the end of the run, and stop it where a node is lost."""
         next_lost = asyncio.ensure_future(control.lost.get())
         await asyncio.wait({train.ended, ray.ended, next_lost}, return_when=asyncio.FIRST_COMPLETED)
         if train.ended.done() and train.ended.result() not in (0, 2, REQUEUE):  # maybe because a node is lost
             causes = {ray.ended, next_lost}
             await asyncio.wait(causes, timeout=RAY_GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        lost: list[NodeLost] = []
-        if next_lost.done():
-            lost = [next_lost.result()]
-        elif ray.ended.done():
+        lost = [next_lost.result()] if next_lost.done() else []
+        if ray.ended.done() and not lost:
             reason = f"Ray ended there with exit status {ray.ended.result()}"
             lost = [NodeLost(self._info.node, reason, reported=True)]
         next_lost.cancel()
@@ -323,8 +299,7 @@ class Head:
             return await self._stopped("; ".join(details))
         if status == 2 and not lost:
             return 2, "invalid configuration; nothing was started"
-        lost = lost or await control.find_lost()
-        if lost:
+        if lost := lost or await control.find_lost():
             return REQUEUE, "; ".join(map(str, lost))
         if status == REQUEUE:
             return REQUEUE, "a signal stopped the run"

@@ -1,8 +1,7 @@
 """One node of a job: its place in the allocation, its hardware, its network interface, and its ports.
 
-Every node searches for free blocks of ports itself and the head chooses, so that nodes that share a machine
-get different ones. Jobs begin the search at different places, by their ids, so that two jobs that start at
-the same time on one machine rarely compete for a block.
+Every node reports free blocks of ports and the head chooses, so that nodes that share a machine get different
+ones. Jobs begin the search at places given by their ids, so that two jobs rarely compete for a block.
 """
 
 import asyncio
@@ -42,8 +41,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes of a job, in Slurm's order, and which of them this is."""
-
     job: str
     restart: int  # how often Slurm has restarted the job
     step: int  # Slurm's number of the `srun` in which this process runs
@@ -52,7 +49,7 @@ class Allocation:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """All node names; the first is the head."""
+        """The first is the head."""
         return tuple(name for component in self.components for name in component)
 
     @property
@@ -76,27 +73,20 @@ def read_allocation(environment: Mapping[str, str]) -> Allocation:
     """Read the variables of nemorl.sbatch and of Slurm. Raises `SlurmError` outside of a job."""
     job, components = environment.get(JOB), environment.get(NODES)
     if not job or not components:
-        reason = "nemorl.sbatch sets them and runs `nemorl slurm node` on each node"
-        fix = "To start a job, run `nemorl slurm submit`."
-        raise SlurmError(f"{JOB} and {NODES} are not set: {reason}. {fix}")
-    allocation = Allocation(
-        job,
-        int(environment.get("SLURM_RESTART_COUNT") or 0),
-        int(environment.get("SLURM_STEP_ID") or 0),
-        tuple(tuple(component.split(",")) for component in components.split(";")),
-        environment.get("SLURMD_NODENAME", ""),
-    )
+        fix = "nemorl.sbatch sets them on each node. To start a job, run `nemorl slurm submit`."
+        raise SlurmError(f"{JOB} and {NODES} are not set: {fix}")
+    restart, step = (int(environment.get(v) or 0) for v in ("SLURM_RESTART_COUNT", "SLURM_STEP_ID"))
+    names = tuple(tuple(component.split(",")) for component in components.split(";"))
+    allocation = Allocation(job, restart, step, names, environment.get("SLURMD_NODENAME", ""))
     if allocation.node not in allocation.nodes:
-        problem = f"job {job} has the nodes {', '.join(allocation.nodes)}"
-        fix = f"{problem}. Start `nemorl slurm node` with srun, one task per node."
-        raise SlurmError(f"SLURMD_NODENAME = {allocation.node or 'unset'}: {fix}")
+        problem = f"{allocation.node or 'unset'}: job {job} has the nodes {', '.join(allocation.nodes)}"
+        fix = "Start `nemorl slurm node` with srun, one task per node."
+        raise SlurmError(f"SLURMD_NODENAME = {problem}. {fix}")
     return allocation
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Resources of one node that the job may use."""
-
     cores: int
     memory_bytes: int
     shared_memory_bytes: int
@@ -133,21 +123,16 @@ def read_hardware(environment: Mapping[str, str]) -> Hardware:
 
 
 def nvlink_domain(output: str) -> str:
-    """Extract `ClusterUUID.CliqueId` from the output of `nvidia-smi -q`.
-
-    All GPUs of a node share it. Empty where NVLink ends at the node: the cluster id is then all zeros.
-    """
+    """Extract `ClusterUUID.CliqueId` from `nvidia-smi -q`; empty where NVLink ends at the node."""
     cluster = re.search(r"^\s*ClusterUUID\s*:\s*([0-9A-Fa-f-]{8,})\s*$", output, re.MULTILINE)
     clique = re.search(r"^\s*CliqueId\s*:\s*(\d+)\s*$", output, re.MULTILINE)
-    if cluster is None or clique is None or not cluster[1].strip("0-"):
+    if cluster is None or clique is None or not cluster[1].strip("0-"):  # all zeros
         return ""
     return f"{cluster[1].lower()}.{clique[1]}"
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a node reports to the head."""
-
     node: str
     host: str  # identifies the machine; several nodes of a test share one
     address: str  # where the other nodes reach it
@@ -177,7 +162,6 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """List this machine's interfaces that have an IPv4 address."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -188,11 +172,7 @@ def interfaces() -> tuple[Interface, ...]:
 
 
 def select_interface(environment: Mapping[str, str]) -> Interface:
-    """Choose the interface for talking to the other nodes.
-
-    NEMORL_INTERFACE, else the interface of the host name's address, else of the default route, else any
-    other; loopback only where there is nothing else. Raises `SlurmError`.
-    """
+    """NEMORL_INTERFACE, else that of the host name or of the default route, else any. Raises `SlurmError`."""
     available = interfaces()
     if name := environment.get(INTERFACE):
         by_name = {interface.name: interface for interface in available}
@@ -209,7 +189,6 @@ def select_interface(environment: Mapping[str, str]) -> Interface:
 
 
 def _preferred_addresses() -> list[str]:
-    """Addresses of the host name and of the default route, as far as there are such."""
     found = []
     with suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))
@@ -220,10 +199,7 @@ def _preferred_addresses() -> list[str]:
 
 
 async def retry(attempt: Callable[[], Awaitable[T]], seconds: float, failure: str) -> T:
-    """Call until no connection fails; a call may take 10 s.
-
-    Raises `SlurmError` after `seconds`, with the last error in the place of `{error}` in `failure`.
-    """
+    """Call until no connection fails. Raises `SlurmError` after `seconds`: `failure` with the `{error}`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     while True:
@@ -237,34 +213,25 @@ async def retry(attempt: Callable[[], Awaitable[T]], seconds: float, failure: st
 
 
 async def wait_until_reachable(address: str, seconds: float, node: str) -> None:
-    """Wait until Ray's head accepts connections; Ray itself would retry for minutes without naming it.
-
-    `node` is where this runs. Raises `SlurmError`.
-    """
+    """Wait on `node` until Ray's head accepts connections. Raises `SlurmError`; Ray would retry longer."""
     host, _, port = address.rpartition(":")
-    problem = (
-        f"{node} cannot reach Ray's head at {address} ({{error}}): open the ports between the nodes, or see "
-        "the head's log."
-    )
-    _, writer = await retry(lambda: asyncio.open_connection(host, int(port)), seconds, problem)
+    problem = f"{node} cannot reach Ray's head at {address} ({{error}})"
+    failure = f"{problem}: open the ports between the nodes, or see the head's log."
+    _, writer = await retry(lambda: asyncio.open_connection(host, int(port)), seconds, failure)
     writer.close()
 
 
 @dataclass(frozen=True)
 class Ports:
-    """The port block of one node."""
-
     first: int
     last: int
 
     @property
     def gcs(self) -> int:
-        """Port of Ray's address, on the head."""
         return self.first
 
     @property
     def control(self) -> int:
-        """Port of the head's launcher."""
         return self.first + 1
 
     @property
@@ -278,8 +245,8 @@ def parse_ports(environment: Mapping[str, str]) -> range:
     text = environment.get(PORTS) or DEFAULT_PORTS
     found = re.fullmatch(r"\s*(\d+)\s*-\s*(\d+)\s*", text)
     if found is None or not 1024 <= int(found[1]) < int(found[2]) <= 65535:
-        form = f"the first and the last port, from 1024 to 65535, such as {DEFAULT_PORTS}"
-        raise OptionError(f"{PORTS} = {text}: expected {form}")
+        form = f"expected the first and the last port, from 1024 to 65535, such as {DEFAULT_PORTS}"
+        raise OptionError(f"{PORTS} = {text}: {form}")
     return range(int(found[1]), int(found[2]) + 1)
 
 
@@ -293,13 +260,11 @@ def free_blocks(ports: range, size: int, job: str) -> tuple[int, ...]:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
+    with socket.socket() as probe, suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection may linger
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
+        probe.bind(("", port))
+        return True
+    return False
 
 
 def assign_ports(nodes: Mapping[str, NodeInfo]) -> dict[str, Ports]:
@@ -310,7 +275,7 @@ def assign_ports(nodes: Mapping[str, NodeInfo]) -> dict[str, Ports]:
         candidates = (Ports(first, first + info.block_size - 1) for first in info.free_blocks)
         free = (b for b in candidates if all(b.last < other.first or other.last < b.first for other in taken))
         if (block := next(free, None)) is None:
-            problem = f"{PORTS}: {name} has no {info.block_size} consecutive free ports in the range"
-            raise SlurmError(f"{problem}. Set a larger range, or another one.")
+            problem = f"{name} has no {info.block_size} consecutive free ports in the range"
+            raise SlurmError(f"{PORTS}: {problem}. Set a larger range, or another one.")
         assigned[name] = block
     return assigned

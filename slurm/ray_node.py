@@ -1,8 +1,4 @@
-"""Ray on one node of a job, and the child processes of a launcher.
-
-`python -m nemorl.slurm.ray_node SECONDS NODE...` waits until Ray's head knows these nodes. It is a process of
-its own because Ray replaces the signal handlers of a process that connects to it.
-"""
+"""Ray on one node of a job, and the child processes of a launcher."""
 
 import asyncio
 import ctypes
@@ -12,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -26,7 +21,6 @@ from .start import TOKEN, Plan, Rendezvous
 GPU_DOMAIN = "ray.io/gpu-domain"
 NODE = "nemorl.io/node"
 PART = "nemorl.io/part"
-MAX_TEMPORARY_LENGTH = 20  # characters: the paths of Ray's sockets below it have at most 107
 STOP_SECONDS = 15.0
 URGENT_STOP_SECONDS = 8.0  # where SIGKILL comes 30 s after SIGTERM, and the run has to end before Ray
 START_SECONDS = 600.0  # until Ray runs on all nodes
@@ -43,10 +37,7 @@ _libc = ctypes.CDLL(None)
 
 
 class Child:
-    """A child process in a session of its own, killed when the launcher ends.
-
-    Slurm signals the launcher's process group; the launcher signals each child, in order.
-    """
+    """A child process that gets signals from the launcher only, and is killed when the launcher ends."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -94,10 +85,7 @@ def _die_with_parent() -> None:
 
 
 def node_labels(info: NodeInfo) -> dict[str, str]:
-    """Ray's labels of a node: its name, its part of the job, and the NVLink domain of its GPUs.
-
-    GPUs without NVLink between nodes form a domain per node.
-    """
+    """Ray's labels of a node. GPUs without NVLink between nodes form a domain per node."""
     has_gpus = info.hardware.gpus > 0
     labels = {NODE: info.node, PART: info.part or ("gpu" if has_gpus else "cpu")}
     if has_gpus:
@@ -109,10 +97,8 @@ def start_command(info: NodeInfo, plan: Plan, folder: Path, object_store_bytes: 
     """`ray start --block` for a node; the first node of the plan is the head."""
     ports = plan.ports[info.node]
     options = {
-        "node-ip-address": info.address,
-        "node-name": info.node,
-        "num-cpus": info.hardware.cores,
-        "num-gpus": info.hardware.gpus,
+        **{"node-ip-address": info.address, "node-name": info.node},
+        **{"num-cpus": info.hardware.cores, "num-gpus": info.hardware.gpus},
         "object-store-memory": object_store_bytes,
         "labels": ",".join(f"{name}={value}" for name, value in node_labels(info).items()),
         "temp-dir": folder,
@@ -121,16 +107,13 @@ def start_command(info: NodeInfo, plan: Plan, folder: Path, object_store_bytes: 
     }
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style=record"]
     if info.node == next(iter(plan.ports)):
-        # Idle workers would cost 90 MB each; ours are actors, started with an environment of their own.
-        system = {
-            "prestart_worker_first_driver": False,
-            "enable_metrics_collection": False,
-            "worker_niceness": 0,  # added to ours; 15 by default
-        }
-        options |= {"port": ports.gcs, "include-dashboard": "false", "system-config": json.dumps(system)}
+        from nemorl.cluster.runtime import SYSTEM_CONFIG  # imports Ray
+
+        system = json.dumps(SYSTEM_CONFIG)
+        options |= {"port": ports.gcs, "include-dashboard": "false", "system-config": system}
         command.append("--head")
     else:
-        options |= {"address": plan.gcs}
+        options["address"] = plan.gcs
         del options["ray-client-server-port"]
     return command + [f"--{name}={value}" for name, value in options.items()]
 
@@ -138,8 +121,7 @@ def start_command(info: NodeInfo, plan: Plan, folder: Path, object_store_bytes: 
 def ray_environment(environment: Mapping[str, str], info: NodeInfo, token_file: Path) -> dict[str, str]:
     """Environment of Ray and its workers on a node: the token's file, and the interface for collectives."""
     return {
-        "GLOO_SOCKET_IFNAME": info.interface,
-        "NCCL_SOCKET_IFNAME": info.interface,
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), info.interface),
         **{name: value for name, value in environment.items() if name not in RAY_VARIABLES},
         **token_environment(token_file.parent),
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -164,7 +146,6 @@ class RayNode:
     """Ray on this node, while the `async with` block runs."""
 
     def __init__(self, info: NodeInfo, plan: Plan, rendezvous: Rendezvous, configured_megabytes: int) -> None:
-        """`configured_megabytes` is the least size of the object store."""
         self._info, self._plan, self._rendezvous = info, plan, rendezvous
         nodes_on_host = list(plan.hosts.values()).count(info.host)
         self._store_bytes = object_store_bytes(info.hardware, configured_megabytes, nodes_on_host)
@@ -174,21 +155,13 @@ class RayNode:
 
     @property
     def was_slow(self) -> bool:
-        """True where Ray may only have been too slow to start, so that another attempt may help.
-
-        Ray gives up after 30 s, which a busy machine may exceed; other failures come sooner.
-        """
+        """True where another attempt may help: Ray gives up after 30 s, other failures come sooner."""
         return self._attempts < MAX_ATTEMPTS and time.monotonic() - self._began >= SLOW_START_SECONDS
 
     async def __aenter__(self) -> Child:
-        from nemorl.cluster.runtime import FOLDERS, hold, remove_abandoned  # imports Ray
+        from nemorl.cluster.runtime import make_temp_dir  # imports Ray
 
-        temporary = Path(tempfile.gettempdir())
-        if len(str(temporary)) > MAX_TEMPORARY_LENGTH:
-            temporary = Path("/tmp")
-        remove_abandoned(temporary)
-        self._folder = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=temporary))
-        self._lock = hold(self._folder)
+        self._folder, self._lock = make_temp_dir()
         self._attempts, self._began = self._attempts + 1, time.monotonic()
         command = start_command(self._info, self._plan, self._folder, self._store_bytes)
         self._child = await Child.start(command, self.environment, self._rendezvous.log(self._info.node))
@@ -200,9 +173,7 @@ class RayNode:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def keep_logs(self) -> None:
-        """Copy the ends of Ray's own logs into the run folder, after a failure."""
-        text = "\n".join(log_tails(self._folder / "session_latest" / "logs"))
-        if text:
+        if text := "\n".join(log_tails(self._folder / "session_latest" / "logs")):
             path = self._rendezvous.folder / f"{self._info.node}.ray.log"
             path.write_text(text + "\n", encoding="utf-8")
 
@@ -217,15 +188,14 @@ def log_tails(folder: Path) -> Iterator[str]:
 
 
 def members_command(nodes: Sequence[str]) -> list[str]:
-    """The command that waits until Ray knows these nodes."""
     return [sys.executable, "-m", "nemorl.slurm.ray_node", str(START_SECONDS), *nodes]
 
 
 async def wait_for_members(rendezvous: Rendezvous, environment: Mapping[str, str]) -> None:
     """Wait until Ray knows all nodes. Raises `SlurmError` naming the missing ones."""
-    process = await asyncio.create_subprocess_exec(
-        *members_command(rendezvous.nodes), env=dict(environment), stdout=asyncio.subprocess.PIPE
-    )
+    # A process of its own, because Ray replaces the signal handlers of a process that connects to it.
+    command, pipe = members_command(rendezvous.nodes), asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, env=dict(environment), stdout=pipe)
     try:
         output, _ = await process.communicate()
     finally:

@@ -1,7 +1,4 @@
-"""Problems of an experiment with the nodes of a job: sums per group of processes, checked before Ray starts.
-
-Ray's placement decides which process goes where, and reports what these sums do not show.
-"""
+"""Problems of an experiment with the nodes of a job: sums that Ray's placement then decides in detail."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,8 +19,6 @@ PLAIN_LABEL = re.compile(r"[\w./-]*")  # a value without the operators of Ray's 
 
 @dataclass(frozen=True)
 class NodeSize:
-    """Resources of one node for Ray."""
-
     node: str
     cpus: int
     gpus: int
@@ -42,15 +37,12 @@ def cluster_overrides(nodes: Mapping[str, NodeInfo], *, gpus_given: bool) -> lis
     heterogeneous job do not count. Raises `SlurmError` where a node does not see the GPUs that Slurm gave it.
     """
     sizes = {name: info.hardware for name, info in nodes.items() if info.part != "cpu"}
-    broken = [
-        f"{name} sees {size.gpus} of {size.gpus_allocated}"
-        for name, size in sizes.items()
-        if size.gpus < size.gpus_allocated
-    ]
+    broken = {name: size for name, size in sizes.items() if size.gpus < size.gpus_allocated}
     if broken:
+        listed = ", ".join(f"{name} sees {n.gpus} of {n.gpus_allocated}" for name, n in broken.items())
         exclude = "exclude a node with `nemorl slurm submit --sbatch=--exclude=NODE`."
         fix = f"Run `nvidia-smi` on the node to see why; {exclude}"
-        raise SlurmError(f"GPUs that Slurm gave the job do not respond: {', '.join(broken)}. {fix}")
+        raise SlurmError(f"GPUs that Slurm gave the job do not respond: {listed}. {fix}")
     overrides = [f"cluster.num_nodes={len(nodes)}"]
     if not gpus_given:
         overrides.append(f"cluster.gpus_per_node={max(size.gpus for size in sizes.values())}")
@@ -58,8 +50,8 @@ def cluster_overrides(nodes: Mapping[str, NodeInfo], *, gpus_given: bool) -> lis
 
 
 def node_problems(experiment: Experiment, nodes: Mapping[str, NodeInfo]) -> Problems:
-    """Every problem of an experiment on these nodes: model, files, memory, and room for its processes."""
-    hardware = [info.hardware for info in nodes.values()]
+    infos = nodes.values()
+    hardware = [info.hardware for info in infos]
     # The nodes as one: the cores of the smallest, the memory of all, the smallest GPU of each.
     machine = Machine(
         cores=min(node.cores for node in hardware),
@@ -69,18 +61,15 @@ def node_problems(experiment: Experiment, nodes: Mapping[str, NodeInfo]) -> Prob
         nodes=len(hardware),
     )
     yield from plan_run(experiment, machine).problems
-    sizes = [
-        NodeSize(info.node, info.hardware.cores, info.hardware.gpus, node_labels(info), info.part)
-        for info in nodes.values()
-    ]
+    sizes = [NodeSize(n.node, n.hardware.cores, n.hardware.gpus, node_labels(n), n.part) for n in infos]
     yield from capacity_problems(experiment, sizes)
 
 
 def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Problems:
     """Why the processes of a training run cannot fit on these nodes, by sums of CPUs and GPUs.
 
-    A group of processes is counted on the nodes with its labels, as if it were alone there. Labels that none
-    of the nodes has may be Ray's own, and selectors with operators are left to Ray.
+    A group is counted on the nodes with its labels, as if it were alone there. Labels that no node has may be
+    Ray's own, and selectors with operators are left to Ray.
     """
     from nemorl.cluster.placement import required_bundles, with_places, worker_requests  # imports Ray
 
@@ -97,11 +86,8 @@ def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Prob
     placed = with_places(requests)
     processes = [request.group for request in placed for _ in range(request.count)]
     bundles = dict(zip(processes, required_bundles(requests), strict=True))  # of one process, by group
-    fields = {model.name: f"{model.section}.layout" for model in models} | {
-        "generation": "generation.replicas",
-        "rollout": "cluster.rollout_workers",
-        "endpoint": "generation.endpoint",
-    }
+    fields = {"generation": "generation.replicas", "rollout": "cluster.rollout_workers"}
+    fields |= {"endpoint": "generation.endpoint"} | {m.name: f"{m.section}.layout" for m in models}
 
     def too_many(group: str, count: int, problem: str) -> Problem:
         fix = f"{problem}: start fewer processes, or request more or larger nodes (--nodes, --gpus-per-node)"
@@ -113,25 +99,19 @@ def capacity_problems(experiment: Experiment, nodes: Sequence[NodeSize]) -> Prob
         available = {node.node: node.resources[resource] for node in nodes}
         if sum(needed.values()) > sum(available.values()):
             largest = max(placed, key=lambda request: needed[request.group])
-            problem = (
-                f"the run needs {sum(needed.values()):g} {resource}s ({_listed(needed)}), and the job has "
-                f"{sum(available.values()):g} ({_listed(available)})"
-            )
-            yield too_many(largest.group, largest.count, problem)
+            need = f"the run needs {sum(needed.values()):g} {resource}s ({_listed(needed)})"
+            have = f"the job has {sum(available.values()):g} ({_listed(available)})"
+            yield too_many(largest.group, largest.count, f"{need}, and {have}")
             return
     known = {label for node in nodes for label in node.labels}
     for request in placed:
         labels = {k: v for k, v in request.labels.items() if k in known and PLAIN_LABEL.fullmatch(v)}
         bundle = bundles[request.group]
-        places = sum(
-            min(int(node.resources[resource] // amount) for resource, amount in bundle.items())
-            for node in nodes
-            if labels.items() <= node.labels.items()
-        )
+        suitable = [node.resources for node in nodes if labels.items() <= node.labels.items()]
+        places = sum(min(int(has[name] // amount) for name, amount in bundle.items()) for has in suitable)
         if places < request.count:
-            where = (
-                f"nodes with {', '.join(f'{k}={v}' for k, v in labels.items())}" if labels else "the nodes"
-            )
+            listed = ", ".join(f"{name}={value}" for name, value in labels.items())
+            where = f"nodes with {listed}" if labels else "the nodes"
             size = " and ".join(f"{amount:g} {resource}" for resource, amount in bundle.items())
             problem = f"{where} have room for {places} {request.group} processes ({size} each)"
             yield too_many(request.group, request.count, problem)

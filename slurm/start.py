@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """Where each node listens; or why the job does not start."""
+    """Addresses of the nodes; or why the job does not start."""
 
     head: str  # address of the head
     ports: Mapping[str, Ports]  # by node, the head first
@@ -61,18 +61,15 @@ class Plan:
 
     @property
     def control(self) -> int:
-        """Port of the head's launcher."""
         return next(iter(self.ports.values())).control
 
     @classmethod
     def read(cls, start: Path) -> Self:
-        """Read the plan in the folder of a start. Raises `FileNotFoundError`."""
+        """Raises `FileNotFoundError`."""
         return TypeAdapter(cls).validate_json((start / PLAN).read_bytes())
 
 
 class Rendezvous:
-    """The folder of one start of a job, seen from one node."""
-
     def __init__(self, run_dir: Path, start: str, nodes: Sequence[str]) -> None:
         self.folder = run_dir / FOLDER / start
         self.nodes = tuple(nodes)
@@ -89,10 +86,7 @@ class Rendezvous:
         write_atomically(self.folder / f"{node}.failed", reason + "\n")
 
     async def wait_for_nodes(self, seconds: float = RENDEZVOUS_SECONDS) -> dict[str, NodeInfo]:
-        """Return the reports of all nodes, the head first.
-
-        Raises `SlurmError` naming the nodes that failed or are missing.
-        """
+        """Return all reports, the head first. Raises `SlurmError` naming failed or missing nodes."""
         everyone = set(self.nodes)
         await _until(lambda: self._with("json") == everyone or bool(self._with("failed")), seconds)
         if failed := sorted(self._with("failed")):
@@ -116,15 +110,14 @@ class Rendezvous:
         """Return the head's plan. Raises `SlurmError`."""
         await _until(lambda: PLAN in self.files(), seconds)
         if PLAN not in (files := self.files()):
-            raise SlurmError(
-                f"The head, {self.nodes[0]}, wrote no plan into {self.folder} within {seconds:g} s; this "
-                f"node sees {_listed(files)}. If {self.nodes[0]}.json is not among them, run_dir is "
-                "not on a file system that all nodes share: move it to one."
-            )
+            head = self.nodes[0]
+            problem = f"The head, {head}, wrote no plan into {self.folder} within {seconds:g} s"
+            cause = f"If {head}.json is not among them, run_dir is not on a file system that all nodes share"
+            raise SlurmError(f"{problem}; this node sees {_listed(files)}. {cause}: move it to one.")
         return Plan.read(self.folder)
 
     def close(self, reason: str) -> None:
-        """Remove the token; nodes that still wait for a plan get the reason instead."""
+        """Remove the token; nodes that still wait for a plan receive the reason instead."""
         if PLAN not in self.files():
             self.publish(Plan("", {}, {}, refused=reason))
         self.token_file.unlink(missing_ok=True)
@@ -157,12 +150,11 @@ class ExitRecord:
 
     @property
     def requeues_without_progress(self) -> bool:
-        """True where the start asked for another one and wrote no new checkpoint."""
         return self.code == REQUEUE and self.step <= self.step_before
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Read the record of a start; None where there is none, or none that is valid."""
+        """Read the record of a start; None where it is missing or invalid."""
         try:
             return TypeAdapter(cls).validate_json((folder / EXIT).read_bytes())
         except (OSError, ValueError):
@@ -215,6 +207,9 @@ class ExitRecorder:
         self._step_before = newest_step(run_dir)
         self._restarts = restarts_without_progress(run_dir, job, restart)
         self.max_restarts = DEFAULT_MAX_RESTARTS
+
+    def read_max_restarts(self) -> None:
+        self.max_restarts = parse_max_restarts(os.environ)
 
     def write(self, code: int, reason: str) -> ExitRecord:
         """Record how the start ended, as far as is known now; the job fails at the bound on restarts."""

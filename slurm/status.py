@@ -1,4 +1,4 @@
-"""Submitted runs seen from outside: their status and logs, a shell on a node, and cancelling them."""
+"""Submitted runs seen from outside: status, logs, a shell on a node, cancelling."""
 
 import os
 import subprocess
@@ -26,8 +26,6 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Row:
-    """A line of `nemorl slurm status`."""
-
     job: str
     state: str
     nodes: str
@@ -43,8 +41,7 @@ class Row:
 
 def find_submission(run_dir: Path) -> Submission:
     """The newest submission of a run folder. Raises `SlurmError` without one."""
-    found = latest_submission(run_dir)
-    if found is None:
+    if (found := latest_submission(run_dir)) is None:
         raise SlurmError(f"{run_dir} was not submitted with `nemorl slurm submit`: it has no job.")
     return found
 
@@ -62,7 +59,6 @@ def status_rows(run_dir: Path) -> list[Row]:
 
 
 def _row(submission: Submission, run_dir: Path, jobs: Sequence[Job]) -> Row:
-    """Row of a job from Slurm's records, of which a heterogeneous job has several."""
     starts = reversed(_starts(run_dir, submission.job))
     record = next((found for start in starts if (found := ExitRecord.read(start))), None)
     job = jobs[0] if jobs else Job({"JobState": "ended"})
@@ -101,13 +97,12 @@ def _running_start(run_dir: Path, job: str) -> tuple[Path, Plan] | None:
     """The newest start of a job and its plan; None before the head has written it, or where it refused."""
     with suppress(FileNotFoundError, IndexError):
         start = _starts(run_dir, job)[-1]
-        plan = Plan.read(start)
-        return None if plan.refused else (start, plan)
+        if not (plan := Plan.read(start)).refused:
+            return start, plan
     return None
 
 
 def find_logs(run_dir: Path) -> dict[str, Path]:
-    """The logs of a run by name: the job's output, each rank, and each node of the newest start."""
     logs: dict[str, Path] = {}
     submission = latest_submission(run_dir)
     if submission is not None and submission.is_sweep:
@@ -132,10 +127,7 @@ def show_log(path: Path, *, lines: int, follow: bool) -> int:
 
 
 def attach(run_dir: Path, command: Sequence[str], node: str | None) -> int:
-    """Run a shell, or a command, on a node of a running job, where Ray's commands find the job's Ray.
-
-    Raises `SlurmError` where the job does not run.
-    """
+    """Run a shell, or a command, on a node of a running job, with its Ray. Raises `SlurmError`."""
     submission = find_submission(run_dir)
     if submission.is_sweep:
         raise SlurmError(f"{run_dir} is a sweep: give the run folder of one of its tasks.")
@@ -151,7 +143,7 @@ def attach(run_dir: Path, command: Sequence[str], node: str | None) -> int:
         raise SlurmError(f"{node} is not a node of job {submission.job}; its nodes are {', '.join(nodes)}.")
     inherited = {name: value for name, value in os.environ.items() if name not in RAY_VARIABLES}
     environment = {**inherited, **token_environment(start), "RAY_ADDRESS": plan.gcs}
-    srun = ["srun", f"--jobid={jobs[0].id}", "--overlap", "--nodes=1", "--ntasks=1"]
+    srun = ["srun", f"--jobid={jobs[0].fields['JobId']}", "--overlap", "--nodes=1", "--ntasks=1"]
     srun += [f"--nodelist={node or nodes[0]}", f"--chdir={submission.folder}", "--mpi=none", "--export=ALL"]
     if submission.cpu_nodes:  # the last ones
         srun.append(f"--het-group={int(node in nodes[-submission.cpu_nodes :])}")
@@ -167,17 +159,14 @@ def attach(run_dir: Path, command: Sequence[str], node: str | None) -> int:
 
 
 def cancel(run_dir: Path) -> list[Row]:
-    """Cancel the job of a run folder and wait for its end; return its rows. Raises `SlurmError`.
-
-    The launchers are signalled first: `scancel` alone leaves a run half a minute to save its last step.
-    """
+    """Cancel the job of a run folder and wait for its end; return its rows. Raises `SlurmError`."""
     job = find_submission(run_dir).job
     rows = [row for row in status_rows(run_dir) if row.state == "RUNNING"]
     # Before the plan there is nothing to save.
     running = [found[0] for row in rows if (found := _running_start(row.run_dir, row.job))]
     for start in running:
         (start / CANCELLED).touch()  # the launcher reports this as the reason
-    if running:
+    if running:  # `scancel` alone leaves a run half a minute to save its last step
         call(["scancel", "--state=PENDING", job])  # waiting tasks of a sweep, before the running ones end
         call(["scancel", "--signal=TERM", job])
         _wait(lambda: not any(row.state == "RUNNING" for row in status_rows(run_dir)))

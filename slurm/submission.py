@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -36,8 +36,6 @@ MAX_NAME_LENGTH = 80
 
 @dataclass(frozen=True)
 class Options:
-    """Options of `nemorl slurm submit` for the job."""
-
     nodes: int
     gpus_per_node: int = 0
     cpu_nodes: int = 0  # a second component, for processes that need no GPU
@@ -52,10 +50,7 @@ class Options:
     cpu_sbatch: tuple[str, ...] = ()  # for the CPU nodes
 
     def sbatch_arguments(self, name: str, folder: Path, tasks: int) -> list[str]:
-        """Options of `sbatch` for a job, or for an array of `tasks`; a job gets whole nodes.
-
-        Raises `OptionError`.
-        """
+        """For a job, or for an array of `tasks`; a job gets whole nodes. Raises `OptionError`."""
         if arrays := [option for option in self.sbatch if re.match("-a|--ar", option)]:
             raise OptionError(f"--sbatch={arrays[0]}: its tasks would share one run folder; use --sweep")
         # The launcher needs PATH and NEMORL_*, whatever a site sets in SBATCH_EXPORT.
@@ -79,7 +74,7 @@ class Options:
 
     @property
     def resume_options(self) -> list[str]:
-        """Those of `nemorl slurm submit` that the configuration in the run folder does not hold."""
+        """Options of `nemorl slurm submit` that the configuration in the run folder does not hold."""
         names = ("nodes", "cpu_nodes", "time", "partition", "cpu_partition", "account", "container", "mounts")
         given = _words(**{name: getattr(self, name) for name in names})
         given += [f"--sbatch={option}" for option in self.sbatch]
@@ -95,9 +90,8 @@ class Options:
             if not (cpus := largest_node_cpus(partition)):
                 return []
             labels = {PART: part} if self.cpu_nodes or gpus else {}  # else the nodes decide
-            sizes += [
-                NodeSize(f"node {len(sizes) + i}", cpus, gpus, labels, part) for i in range(1, count + 1)
-            ]
+            numbers = range(len(sizes) + 1, len(sizes) + count + 1)
+            sizes += [NodeSize(f"node {number}", cpus, gpus, labels, part) for number in numbers]
         return sizes
 
 
@@ -125,8 +119,6 @@ def parse_time_limit(time: str) -> int:
 
 @dataclass(frozen=True)
 class SweepTask:
-    """One experiment of a sweep, a task of the array job."""
-
     index: int
     values: tuple[tuple[str, str], ...]  # fields with their values, as written
 
@@ -141,10 +133,7 @@ class SweepTask:
 
 
 def sweep_tasks(sweeps: Sequence[str]) -> list[SweepTask]:
-    """All combinations of `field=value,value`, the last field changing first. Raises `OptionError`.
-
-    Values may have commas inside brackets or quotes.
-    """
+    """All combinations of `field=value,value`, the last field changing first. Raises `OptionError`."""
     axes: dict[str, list[str]] = {}
     for text in sweeps:
         field, equals, values = text.partition("=")
@@ -166,7 +155,6 @@ def sweep_tasks(sweeps: Sequence[str]) -> list[SweepTask]:
 
 
 def sweep_table(tasks: Sequence[SweepTask], sweep: Path) -> str:
-    """Tab-separated lines: task, its folder and the values, under a heading."""
     lines = [["task", "run_dir", *(field for field, _ in tasks[0].values)]]
     lines += [[str(t.index), str(t.run_dir(sweep)), *(value for _, value in t.values)] for t in tasks]
     return "".join("\t".join(line) + "\n" for line in lines)
@@ -174,8 +162,6 @@ def sweep_table(tasks: Sequence[SweepTask], sweep: Path) -> str:
 
 @dataclass(frozen=True)
 class Submission:
-    """One call of `sbatch`."""
-
     command: tuple[str, ...]
     variables: Mapping[str, str]  # NEMORL_*, in the environment of the command
     folder: str  # the current folder of `submit`
@@ -200,21 +186,17 @@ class Submission:
         return replace(self, job=answer.stdout.strip().partition(";")[0], submitted=now)
 
     def record(self, run_dir: Path) -> None:
-        """Append it to the list in the run folder, and each task of a sweep to that of its own folder."""
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        writer = JsonLinesWriter(run_dir / FOLDER / SUBMISSIONS)
-        writer.append(asdict(self))
-        writer.close()
+        with closing(JsonLinesWriter(run_dir / FOLDER / SUBMISSIONS)) as writer:
+            writer.append(asdict(self))
         for index, folder in enumerate(self.run_dirs if self.is_sweep else ()):
             self.task(index).record(Path(folder))
 
     def task(self, index: int) -> Self:
-        """A task of a sweep, as a submission of its own."""
         return replace(self, job=f"{self.job}_{index}", run_dirs=(self.run_dirs[index],), is_sweep=False)
 
     @property
     def log(self) -> Path:
-        """The file of the output of the job, or of the task."""
         pattern = next(word for word in reversed(self.command) if word.startswith("--output="))
         values = {"%%": "%", "%j": self.job, "%A_%a": self.job}
         path = re.sub("|".join(values), lambda found: values[found[0]], pattern.partition("=")[2])
@@ -254,8 +236,7 @@ def prepare_submission(
         variables["NEMORL_CONTAINER"] = options.container
     elif environment := variables.get("NEMORL_ENV"):
         if not Path(environment, "bin", "nemorl").exists():
-            readable = "Set the folder of an environment with nemorl that the nodes can read"
-            fix = f"{readable}, or unset it to use the environment of this command."
+            fix = "Set an environment that the nodes can read, or unset it to use that of this command."
             raise OptionError(f"NEMORL_ENV = {environment}: no bin/nemorl in it. {fix}")
     elif Path(sys.prefix, "bin", "nemorl").exists():  # else the nodes find nemorl by PATH
         variables["NEMORL_ENV"] = sys.prefix
@@ -273,15 +254,12 @@ def prepare_submission(
 
 
 def resolve_image(container: str) -> str:
-    """Make the path of an image file absolute: pyxis takes other paths for names in a registry.
-
-    Raises `OptionError` where the file is missing.
-    """
+    """Make the path of an image file absolute, as pyxis requires. Raises `OptionError` without the file."""
     if not (container.startswith(("/", ".")) or container.endswith(".sqsh")):
         return container
     if not Path(container).is_file():
-        image = "an image in a registry as pyxis writes it, such as nvcr.io#nvidia/pytorch:25.10-py3."
-        fix = f"Give a .sqsh file (`enroot import` makes one), or {image}"
+        image = "an image in a registry, such as nvcr.io#nvidia/pytorch:25.10-py3"
+        fix = f"Give a .sqsh file (from `enroot import`), or {image}."
         raise OptionError(f"--container {container}: no such file. {fix}")
     return str(Path(container).absolute())
 

@@ -2,6 +2,5 @@
 
 import os
 
-# Read by Ray when it is imported. Otherwise it prints a message on a dead worker to the driver's output, in
-# addition to the error that we raise.
+# Read by Ray when it is imported; otherwise it prints a message besides the error that we raise.
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^A worker died or was killed while executing a task")

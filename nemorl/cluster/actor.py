@@ -1,8 +1,7 @@
 """The process that hosts a worker: an instance of any class, given by its import path.
 
 The methods of a synchronous target run one at a time, always in the same thread, as collective operations
-require. Its coroutine methods, and all methods of a concurrent target, run in the event loop. A method may be
-one of an attribute of the target: `attribute.method`.
+require. Its coroutine methods, and all methods of a concurrent target, run in the event loop.
 """
 
 import asyncio
@@ -33,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """Group and rank of a worker, and the paths it uses."""
-
     group: str
     rank: int
     log: Path
@@ -43,8 +40,6 @@ class Identity:
 
 @dataclass(frozen=True)
 class Invocation:
-    """A method to run, and the stage it belongs to."""
-
     method: str  # of the target, or `attribute.method`
     stage: str
     deadline_seconds: float
@@ -71,8 +66,6 @@ class _Running:
 
 @ray.remote(concurrency_groups={"control": 1})
 class Actor:
-    """See the module."""
-
     def __init__(self, identity: Identity, *, concurrent: bool) -> None:
         self._identity = identity
         self._concurrent = concurrent
@@ -86,10 +79,7 @@ class Actor:
         ray._private.worker._changeproctitle = lambda *_: nullcontext()  # by which each call is a new title
 
     async def make(self, invocation: Invocation, path: str, **kwargs: Any) -> tuple[str, ...]:
-        """Import the class, make its instance where its methods will run, and start it if it can be.
-
-        Returns the process's GPUs, as CUDA_VISIBLE_DEVICES names them.
-        """
+        """Make the target and start it; return the process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
         ray._raylet.setproctitle(f"nemorl {self._identity.group} {self._identity.rank}")
         self._target = await self.call(replace(invocation, method="construct"), path, kwargs)
         if self._concurrent and hasattr(self._target, "start"):  # which requires a running event loop
@@ -98,11 +88,10 @@ class Actor:
 
     def construct(self, path: str, kwargs: dict[str, Any]) -> Any:
         if self._unshared:
-            raise NotShared(
-                f"{self._identity.group} rank {self._identity.rank} runs on {os.uname().nodename}, which has "
-                f"no {' and no '.join(map(str, self._unshared))}: put the working directory and run_dir on a "
-                "file system that all nodes share"
-            )
+            name, missing = f"{self._identity.group} rank {self._identity.rank}", map(str, self._unshared)
+            problem = f"{name} runs on {os.uname().nodename}, which has no {' and no '.join(missing)}"
+            fix = "put the working directory and run_dir on a file system that all nodes share"
+            raise NotShared(f"{problem}: {fix}")
         os.chdir(self._identity.folder)
         module, _, name = path.partition(":")
         return getattr(importlib.import_module(module), name)(**kwargs)
@@ -142,13 +131,13 @@ class Actor:
 
     @ray.method(concurrency_group="control")
     async def describe_activity(self) -> str:
-        """What runs now; the stacks of all threads go to the log. Answered from a thread of its own."""
+        """Describe the current calls, from a thread of its own; the stacks of all threads go to the log."""
         faulthandler.dump_traceback(file=2, all_threads=True)
         return "; ".join(map(str, self._running)) or "idle"
 
     @contextmanager
     def _reporting(self, invocation: Invocation) -> Iterator[_Running]:
-        """Inside, the invocation runs. What it raises is logged and leaves as `WorkerFailed`."""
+        """Log what the invocation raises inside, and raise it as `WorkerFailed`."""
         running = _Running(invocation.method)
         self._running.append(running)
         try:
@@ -172,7 +161,7 @@ async def _resolved(tree: Any) -> Any:
 
 
 def _mapped(tree: Any, value_of: Callable[[ray.ObjectRef], Any]) -> Any:
-    """Nested lists, tuples, dicts and dataclasses with every reference replaced; the rest is as it is."""
+    """Nested lists, tuples, dicts and dataclasses with every reference replaced."""
     if isinstance(tree, ray.ObjectRef):
         return value_of(tree)
     children: Iterable[tuple[Any, Any]] = ()

@@ -1,7 +1,4 @@
-"""Errors between the driver and its workers. Each names group, rank and stage.
-
-They travel between processes: pickling calls a class again with the arguments, all given by position.
-"""
+"""Errors between driver and workers, with group, rank and stage; pickling requires positional arguments."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +34,8 @@ class WorkerFailed(ClusterError):
     log: Path
 
     def __str__(self) -> str:
-        return (
-            f"{self.group} rank {self.rank} failed in stage '{self.stage}' with "
-            f"{self.kind.removeprefix('builtins.')}: {self.message} (traceback in {self.log})"
-        )
+        error = f"{self.kind.removeprefix('builtins.')}: {self.message} (traceback in {self.log})"
+        return f"{self.group} rank {self.rank} failed in stage '{self.stage}' with {error}"
 
 
 @dataclass(eq=False, repr=False)
@@ -62,10 +57,8 @@ class WorkerDied(ClusterError):
     def __str__(self) -> str:
         lines = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (nothing was logged)"
         where = f" on node {self.node}" if self.node else ""
-        return (
-            f"{self.group} rank {self.rank} died in stage '{self.stage}'{where}: {self.reason}\n"
-            f"The last lines of {self.log}:\n{lines}"
-        )
+        problem = f"{self.group} rank {self.rank} died in stage '{self.stage}'{where}: {self.reason}"
+        return f"{problem}\nThe last lines of {self.log}:\n{lines}"
 
 
 class NodeLost(WorkerDied):
@@ -79,10 +72,9 @@ class NodeLost(WorkerDied):
         return self.reason in str(error)
 
     def __str__(self) -> str:
-        return (
-            f"{self.reason} in stage '{self.stage}', and with it {self.tenants}: the machine is down or "
-            f"cannot be reached, or Ray's processes on it were ended (logs of the workers: {self.log.parent})"
-        )
+        cause = "the machine is down or cannot be reached, or Ray's processes on it were ended"
+        lost = f"{self.reason} in stage '{self.stage}', and with it {self.tenants}"
+        return f"{lost}: {cause} (logs of the workers: {self.log.parent})"
 
 
 @dataclass(eq=False, repr=False)
@@ -99,10 +91,8 @@ class DeadlineExceeded(ClusterError):
         ranks = ", ".join(map(str, self.ranks))
         activities = zip(self.ranks, self.where, strict=True)
         doing = "".join(f"\n  | rank {rank}: {where}" for rank, where in activities)
-        return (
-            f"{self.group} has not finished stage '{self.stage}' in {self.seconds:g} s; "
-            f"no answer from rank{'s' * (len(self.ranks) > 1)} {ranks}.{doing}"
-        )
+        problem = f"{self.group} has not finished stage '{self.stage}' in {self.seconds:g} s"
+        return f"{problem}; no answer from rank{'s' * (len(self.ranks) > 1)} {ranks}.{doing}"
 
 
 class GroupEnded(ClusterError):

@@ -2,8 +2,7 @@
 
     WorkerGroup ─▶ Worker of each rank ─▶ [Ray] Actor ─▶ its target
 
-A `Mesh` has the coordinates of ranks in the parallel layout. Each call has a stage and a deadline, and its
-errors name the rank and the cause.
+Each call has a stage and a deadline, and its errors name the rank and the cause.
 """
 
 import asyncio
@@ -31,8 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Pending = Mapping[ray.ObjectRef, "Worker"]  # answers that are awaited
 
-# After the first failure of a call the other ranks get this long to answer. The peers of a dead rank see
-# their connection break and raise before Ray reports the death, which is the cause and has to be reported.
+# For other ranks to answer after a first failure: peers of a dead rank raise before Ray reports the death.
 GRACE_SECONDS = 2.0
 # Across nodes: Ray reports a broken connection to a lost node only after this time.
 GRACE_SECONDS_APART = 8.0
@@ -69,7 +67,7 @@ class Mesh:
         return tuple(range(self.world_size - self.same_share * self.data, self.world_size, self.same_share))
 
     def spread(self, shards: Sequence[T]) -> list[T]:
-        """For every rank its DP rank's shard; raises `ValueError` unless there is one shard for each."""
+        """For every rank its DP rank's shard."""
         if len(shards) != self.data:
             raise ValueError(f"{len(shards)} shards for a data-parallel size of {self.data}: give as many.")
         return [shards[self.dp_rank(rank)] for rank in range(self.world_size)]
@@ -87,10 +85,7 @@ class Worker:
     prefix: str = ""  # of the methods: `attribute.` for those of an attribute of the target
 
     async def call(self, method: str, *args: Any, stage: str, seconds: float) -> Any:
-        """Run a method on this worker alone.
-
-        Raises `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`; the worker is left as it is.
-        """
+        """Raises `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`; the worker is left as it is."""
         invocation = Invocation(self.prefix + method, stage, seconds)
         return (await answers({self.actor.call.remote(invocation, *args): self}, invocation))[0]
 
@@ -100,13 +95,12 @@ class Worker:
         """Items of an async generator of the worker as they come; `seconds` are for all of them.
 
         With `pairs` its items are taken two by two: the first, which may be large, comes as a reference that
-        this process owns. Raises like `call`. A consumer that leaves early should close the iterator
-        (`contextlib.aclosing`), which cancels the generator in the worker.
+        this process owns. Raises like `call`. Closing the iterator early (`contextlib.aclosing`) cancels the
+        generator in the worker.
         """
         invocation = Invocation(self.prefix + method, stage, seconds)
         items = self.actor.stream.options(num_returns="streaming").remote(invocation, *args)
-        end = time.monotonic() + seconds
-        running = True
+        end, running = time.monotonic() + seconds, True
         try:
             while True:
                 async with asyncio.timeout(end - time.monotonic()):
@@ -144,12 +138,9 @@ class WorkerGroup:
     def __init__(
         self, name: str, workers: Sequence[Worker], mesh: Mesh, launch: Launch | None = None
     ) -> None:
-        self.name = name
-        self.workers = tuple(workers)
-        self.mesh = mesh
+        self.name, self.workers, self.mesh = name, tuple(workers), mesh
         self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
-        self._launch = launch
-        self._ended: str | None = None
+        self._launch, self._ended = launch, ""  # why its processes ended, if they did
         self._unanswered: set[ray.ObjectRef] = set()  # of calls that failed, were cancelled or still run
 
     @classmethod
@@ -169,10 +160,8 @@ class WorkerGroup:
     ) -> "WorkerGroup":
         """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
 
-        `target` is an import path such as `nemorl.megatron.worker:PolicyWorker`; the driver does not import
-        it. `threads` are each process's CPU threads. The mesh is data-parallel only when not given. Methods
-        of a `concurrent` target run in an event loop; for others see `actor.py`. Output goes to
-        `run_dir/logs/<name>-<rank>.log`.
+        `target` is an import path such as `nemorl.megatron.worker:PolicyWorker`, `threads` are each process's
+        CPU threads. The mesh is data-parallel when not given. `concurrent` targets run in an event loop.
         """
         ranks = len(per_rank_kwargs)
         mesh = mesh or Mesh(data=ranks)
@@ -204,7 +193,7 @@ class WorkerGroup:
         ray.kill(worker.actor)
 
     def drop(self, worker: Worker) -> None:
-        """End one process of a group whose ranks do not need each other; later calls are for the rest."""
+        """End one process of a group whose ranks do not need each other."""
         if self.mesh.world_size != self.mesh.data:
             raise ValueError(f"the ranks of {self.name} work together: none can be dropped")
         self.kill(worker)
@@ -212,10 +201,7 @@ class WorkerGroup:
         self.mesh = Mesh(data=len(self.workers))
 
     async def restart(self, rank: int, deadline_seconds: float) -> Worker:
-        """Start a dropped rank again. It is not called with the others before `admit`.
-
-        Raises `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`, and the new process is gone again.
-        """
+        """Start a dropped rank again; `admit` adds it to calls. Raises like `Worker.call`."""
         assert self._launch is not None, "a group of given workers has nothing to start more with"
         invocation = Invocation("make", f"restart {self.name}", deadline_seconds)
         worker, reference = self._launch(rank, invocation)
@@ -247,17 +233,16 @@ class WorkerGroup:
     ) -> list[Any]:
         """Run a method on every rank and wait for all.
 
-        `shards` are separate first arguments: one for each data-parallel rank, whose tensor- and
-        pipeline-parallel ranks all get it, or with `axis="rank"` one for each rank. `resolve` replaces object
-        references inside the arguments by their values (those that are arguments themselves always are).
-        `outputs` chooses whose answers are returned: of all ranks, or of one for each data-parallel rank
-        (first tensor-parallel rank of the last pipeline stage). With `keep` the answers stay in the workers'
-        object stores, until the next ones under this name, and references to them are returned; an answer
-        that is None is returned itself. A method in the `background` runs while other calls run. Raises
-        `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`, and `GroupEnded` after one of them;
-        `ends_group=False` is for a method whose failure leaves every rank usable.
+        `shards` are separate first arguments: one for each data-parallel rank, or with `axis="rank"` for each
+        rank. `resolve` replaces object references inside the arguments by their values (arguments themselves
+        always are). `outputs` chooses whose answers are returned: of all ranks, or of one for each
+        data-parallel rank (`Mesh.output_ranks`). With `keep` the answers stay in the workers' object stores
+        until the next ones under this name, and references to them are returned; an answer that is None is
+        returned itself. A method in the `background` runs while other calls run. Raises `WorkerFailed`,
+        `WorkerDied` or `DeadlineExceeded`, and `GroupEnded` after one of them; `ends_group=False` is for a
+        method whose failure leaves every rank usable.
         """
-        if self._ended is not None:
+        if self._ended:
             raise GroupEnded(f"{self.name} cannot run '{method}' in stage '{stage}': {self._ended}.")
         if shards is None:
             of_ranks = [args] * len(self.workers)
@@ -268,20 +253,17 @@ class WorkerGroup:
                 raise ValueError(f"{len(shards)} shards for {ranks} ranks of {self.name}: give as many.")
             of_ranks = [(shard, *args) for shard in shards]
         invocation = Invocation(method, stage, seconds, resolve, background, keep)
-        pending = {
-            worker.actor.call.remote(invocation, *own, **kwargs): worker
-            for worker, own in zip(self.workers, of_ranks, strict=True)
-        }
+        calls = zip(self.workers, of_ranks, strict=True)
+        pending = {worker.actor.call.remote(invocation, *own, **kwargs): worker for worker, own in calls}
         everything = await self._answers(pending, invocation, ends_group)
         return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
 
     async def shutdown(self, deadline_seconds: float = 10.0, *, after: BaseException | None = None) -> None:
-        """End the processes after calling `close` on every worker that has it. May be called again.
+        """End the processes after calling `close` on every worker that has it, unless a call is under way.
 
-        A group with a call under way on some rank is ended immediately, since it may never reach `close`.
         `after` is the error that ended the work, if any; a death that it reports is not logged again.
         """
-        if self._ended is not None:
+        if self._ended:
             return
         # After the failure of one rank the others may have answered long ago.
         if calls := list(self._unanswered):
@@ -316,11 +298,7 @@ class WorkerGroup:
 
 
 async def answers(pending: Pending, invocation: Invocation) -> list[Any]:
-    """Return the answers of all workers, in the order of `pending`.
-
-    The first failure ends the wait and is raised as `WorkerFailed`, `WorkerDied` or the `ClusterError` that
-    the worker raised. Raises `DeadlineExceeded` if some have not answered in time.
-    """
+    """Return the answers in the order of `pending`. Raises the first failure, or `DeadlineExceeded`."""
     stage, seconds = invocation.stage, invocation.deadline_seconds
     futures = {asyncio.wrap_future(reference.future()): worker for reference, worker in pending.items()}
     end = time.monotonic() + seconds
@@ -328,23 +306,21 @@ async def answers(pending: Pending, invocation: Invocation) -> list[Any]:
     failed: list[asyncio.Future[Any]] = []
     try:
         while waiting:
-            done, waiting = await asyncio.wait(
-                waiting, timeout=max(0.0, end - time.monotonic()), return_when=asyncio.FIRST_COMPLETED
-            )
+            left = max(0.0, end - time.monotonic())
+            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
-            new_failures = [future for future in done if future.exception() is not None]
-            if new_failures and not failed:
+            had_failures = bool(failed)
+            failed += [future for future in done if future.exception() is not None]
+            if failed and not had_failures:
                 apart = any(worker.home is not None for worker in pending.values())
                 end = min(end, time.monotonic() + (GRACE_SECONDS_APART if apart else GRACE_SECONDS))
-            failed += new_failures
     finally:
         for future in waiting:
             future.cancel()
     if failed:
         errors = [await resolve_error(futures[future], stage, future.exception()) for future in failed]
-        # A lost node explains the deaths of its processes, which may be reported earlier, and a death the
-        # errors of its peers.
+        # A lost node explains the deaths of its processes, and a death the errors of its peers.
         raise next(e for kind in (NodeLost, WorkerDied, ClusterError) for e in errors if isinstance(e, kind))
     if waiting:
         late = [worker for future, worker in futures.items() if future in waiting]
@@ -354,7 +330,7 @@ async def answers(pending: Pending, invocation: Invocation) -> list[Any]:
 
 
 async def describe_activity(workers: Sequence[Worker]) -> tuple[str, ...]:
-    """Describe the current activity of each worker; the stacks of its threads are written to its log."""
+    """Describe the current activity of each worker, and write its stacks to its log."""
     asked = [asyncio.wrap_future(worker.actor.describe_activity.remote().future()) for worker in workers]
     await asyncio.wait(asked, timeout=ACTIVITY_SECONDS)
     activities = []

@@ -19,11 +19,10 @@ def log_path(run_dir: Path, group: str, rank: int) -> Path:
 
 
 def send_output_to(path: Path, group: str, rank: int) -> None:
-    """Let file descriptors 1 and 2, `sys.stdout`, `sys.stderr` and logging of this process end in `path`.
+    """Write all output of this process to `path`; of logging, warnings and our own messages.
 
-    Of logging, warnings and our own messages. The descriptors themselves are replaced, so that native
-    libraries and the fault handler write there too; every line is passed to the kernel at once, so that none
-    is lost when the process dies.
+    The file descriptors themselves are replaced, so that native libraries and the fault handler write there
+    too; every line is passed to the kernel at once, so that none is lost when the process dies.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -33,17 +32,13 @@ def send_output_to(path: Path, group: str, rank: int) -> None:
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     faulthandler.enable(file=2, all_threads=False)  # the others would push it out of the last lines
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.WARNING,  # of others: their notes at start would be a dead worker's last words
-        force=True,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    # Of others, warnings only: their notes at start would be a dead worker's last words.
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, force=True, format=form)
     logging.getLogger("nemorl").setLevel(logging.INFO)
     started = datetime.now().astimezone().isoformat(timespec="seconds")
-    sys.stderr.write(
-        f"{START_OF_LOG} {group}-{rank} process {os.getpid()} on {os.uname().nodename} {started}\n"
-    )
+    host = os.uname().nodename
+    sys.stderr.write(f"{START_OF_LOG} {group}-{rank} process {os.getpid()} on {host} {started}\n")
 
 
 def last_lines(path: Path, count: int = 20) -> tuple[str, ...]:

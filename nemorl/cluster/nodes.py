@@ -42,10 +42,8 @@ class Home:
         return all(node.id != self.node for node in alive_nodes())
 
     def __str__(self) -> str:
-        return " and ".join(
-            f"{group} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            for group, ranks in self.tenants
-        )
+        texts = ((group, "s" * (len(ranks) > 1), ", ".join(map(str, ranks))) for group, ranks in self.tenants)
+        return " and ".join(f"{group} rank{plural} {ranks}" for group, plural, ranks in texts)
 
 
 def alive_nodes() -> list[Node]:
@@ -69,16 +67,14 @@ async def wait_for_nodes(count: int, seconds: float) -> None:
     while len(nodes := alive_nodes()) < count:
         if time.monotonic() >= end:
             names = ", ".join(node.name for node in nodes)
-            raise ClusterUnavailable(
-                f"cluster.num_nodes is {count}, and after {seconds:g} s (cluster.deadlines.start) the Ray "
-                f"cluster has {len(nodes)} node{'s' * (len(nodes) != 1)} ({names}): find out why `ray start` "
-                "failed on the others, or set cluster.num_nodes to the available number"
-            )
+            found = f"{len(nodes)} node{'s' * (len(nodes) != 1)} ({names})"
+            problem = f"after {seconds:g} s (cluster.deadlines.start) the Ray cluster has {found}"
+            fix = "find out why `ray start` failed on the others, or set cluster.num_nodes to what is there"
+            raise ClusterUnavailable(f"cluster.num_nodes is {count}, and {problem}: {fix}")
         await asyncio.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
 
 
 def labels_in_use(nodes: Sequence[Node]) -> str:
-    """Describe the labels of the nodes for a message, without the node ID that Ray sets."""
     described = []
     for node in nodes:
         labels = (f"{key}={value}" for key, value in sorted(node.labels.items()) if key != NODE_LABEL)

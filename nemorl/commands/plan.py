@@ -13,18 +13,8 @@ from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import MEMORY_PARTS
 
-from .terminal import (
-    Commands,
-    ExitCode,
-    add_command,
-    add_experiment,
-    add_group,
-    notes,
-    output,
-    positive_integer,
-    say,
-    table,
-)
+from . import terminal
+from .terminal import Commands, ExitCode, say
 
 # The parts of the memory that have a column of their own, and the short headers of some.
 _PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "logits")
@@ -34,16 +24,15 @@ _WIDTH = 120  # a narrower terminal breaks the lines, which beats breaking words
 
 
 def register(commands: Commands) -> None:
-    group = add_group(commands, "plan", "list the parallel layouts of a model with their memory")
-    layouts = add_command(group, "layouts", _layouts, "list the valid layouts of the policy")
-    layouts.description = f"list every valid layout of the policy on a number of devices. {ORDER}"
-    add_experiment(layouts)
-    gpus_help = "devices of the policy"
-    layouts.add_argument("--gpus", type=positive_integer, required=True, metavar="N", help=gpus_help)
-    default = "default: that of this machine's smallest GPU"
-    memory_help = f"memory of a device in 10^9 bytes, less what must stay free; {default}"
+    group = terminal.add_group(commands, "plan", "estimate the memory of a model's parallel layouts")
+    layouts = terminal.add_command(group, "layouts", _layouts, "list the policy's valid parallel layouts")
+    layouts.description = f"list all valid parallel layouts of the policy on N devices. {ORDER}"
+    terminal.add_experiment(layouts)
+    gpus_help = "number of devices for the policy"
+    layouts.add_argument("--gpus", type=terminal.positive_integer, required=True, metavar="N", help=gpus_help)
+    memory_help = "available memory of a device in GB (10^9 bytes); default: this machine's smallest GPU"
     layouts.add_argument("--memory-gb", type=_size, metavar="GB", help=memory_help)
-    layouts.add_argument("--json", action="store_true", help="print all values as JSON, sizes in bytes")
+    layouts.add_argument("--json", action="store_true", help="print all values as JSON, with sizes in bytes")
 
 
 def _size(text: str) -> float:
@@ -72,11 +61,11 @@ def _layouts(arguments: Namespace) -> int:
     if arguments.json:
         say(json.dumps([_as_json(choice) for choice in choices], indent=2))
         return ExitCode.WELL
-    console = output()
+    console = terminal.output()
     console.width = max(console.width, _WIDTH)
     console.print(_table(choices[:_ROWS]))
     more = f", the first {_ROWS} are shown (--json gives all)" if len(choices) > _ROWS else ""
-    notes().print(f"{len(choices)} layouts{more}. {ORDER}", markup=False)
+    terminal.notes().print(f"{len(choices)} layouts{more}. {ORDER}", markup=False)
     return ExitCode.WELL
 
 
@@ -96,20 +85,17 @@ def _table(choices: list[LayoutChoice]) -> Table:
     parts = [part for part in _PARTS if any(getattr(choice.memory, part) for choice in choices)]
     title = "Layouts on GPUs; memory of the fullest in GB: weights exact, the rest estimated"
     headers = [_SHORT.get(part, part) for part in parts]
-    result = table(title, ["layout", "fits", "in all", *headers, "other", "kB/token", "idle"])
+    result = terminal.table(title, ["layout", "fits", "in all", *headers, "other", "kB/token", "idle"])
     for column in result.columns:
         column.no_wrap = True
         column.justify = "left" if column is result.columns[0] else "right"
     for choice in choices:
         sizes = [getattr(choice.memory, part) for part in parts]
         whole = choice.memory.on_device
-        result.add_row(
-            choice.layout.name,
-            {True: "yes", False: "no", None: "?"}[choice.fits],
-            *map(_gigabytes, (whole, *sizes, whole - sum(sizes))),
-            f"{choice.bytes_per_token / 1000:.0f}",
-            f"{choice.idle:.0%}",
-        )
+        fits = {True: "yes", False: "no", None: "?"}[choice.fits]
+        memory = map(_gigabytes, (whole, *sizes, whole - sum(sizes)))
+        traffic, idle = f"{choice.bytes_per_token / 1000:.0f}", f"{choice.idle:.0%}"
+        result.add_row(choice.layout.name, fits, *memory, traffic, idle)
     return result
 
 

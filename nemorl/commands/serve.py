@@ -1,7 +1,4 @@
-"""`nemorl serve`: an OpenAI-compatible server over the engines of an experiment, or over a model.
-
-`nemorl serve reward` serves the scores of a reward model instead.
-"""
+"""`nemorl serve`: an OpenAI-compatible server over a model, or a server of a reward model's scores."""
 
 import asyncio
 import json
@@ -23,17 +20,14 @@ MAX_SEQUENCE_TOKENS = 4096  # of a model folder, where nothing else is asked for
 
 
 def register(commands: Commands) -> None:
-    models = "the model of an experiment or with a model folder"
-    help_text = f"answer requests of OpenAI's API with {models}; or score answers"
+    help_text = "serve a model through an OpenAI-compatible API, or the scores of a reward model"
     serve = add_command(commands, "serve", _serve, help_text)
-    scores = "behind `reward` those of a reward model, of which the scores are served"
-    target_help = f"experiment file (YAML), or a model's folder; {scores}"
+    target_help = "experiment file (YAML) or model folder; with `reward` before it, that of a reward model"
     serve.add_argument("target", type=Path, metavar="[reward] CONFIG_OR_MODEL", help=target_help)
     add_overrides(serve)
 
 
 def _serve(arguments: Namespace) -> int:
-    """Serve until the process receives SIGINT or SIGTERM."""
     target, overrides = arguments.target, arguments.overrides
     scores = str(target) == "reward" and bool(overrides) and "=" not in overrides[0]
     if scores:

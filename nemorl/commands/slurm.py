@@ -1,4 +1,4 @@
-"""`nemorl slurm`: submit runs to a Slurm cluster, and follow them there."""
+"""`nemorl slurm`: submit runs to a Slurm cluster and follow them."""
 
 import os
 import shlex
@@ -15,20 +15,9 @@ from nemorl.config.load import load_experiment
 from nemorl.errors import ConfigError, NemorlError
 from nemorl.plan.machine import Machine
 
+from . import terminal
 from .check import prepare
-from .terminal import (
-    Commands,
-    ExitCode,
-    add_command,
-    add_experiment,
-    add_group,
-    notes,
-    output,
-    plan_table,
-    positive_integer,
-    say,
-    table,
-)
+from .terminal import Commands, ExitCode, add_command, add_experiment, positive_integer, say
 
 if TYPE_CHECKING:
     from nemorl.slurm.submission import Options
@@ -37,28 +26,29 @@ WIDE = 100_000  # columns, where the output is not a terminal
 
 
 def register(commands: Commands) -> None:
-    group = add_group(commands, "slurm", "submit runs to a Slurm cluster, and follow them there")
+    group = terminal.add_group(commands, "slurm", "submit runs to a Slurm cluster and follow them")
     submit = add_command(group, "submit", _submit, "check an experiment and submit it to Slurm")
     _add_submit_arguments(submit)
     status = add_command(group, "status", _status, "show the state of submitted runs")
-    logs = add_command(group, "logs", _logs, "show the output of a submitted run")
+    logs = add_command(group, "logs", _logs, "print a log of a submitted run")
     attach_help = "open a shell, or run a command, on a node of a running job"
     attach = add_command(group, "attach", _attach, attach_help)
-    cancel = add_command(group, "cancel", _cancel, "stop a job after its current step, and wait for its end")
+    cancel_help = "stop a job after its current step and wait until it has ended"
+    cancel = add_command(group, "cancel", _cancel, cancel_help)
     node_help = "run the launcher on a node of a job (used by nemorl.sbatch)"
     add_experiment(add_command(group, "node", _node, node_help))
 
     for command, nargs in ((status, "+"), (logs, None), (attach, None), (cancel, None)):
-        run_help = "experiment file as it was submitted, or its run folder"
+        run_help = "run folder, or experiment file that was submitted"
         command.add_argument("run", type=Path, metavar="CONFIG|RUN_DIR", help=run_help, nargs=nargs)
-    name_help = "a rank (policy-0), a node (n1) or `job`; see --list"
-    logs.add_argument("name", nargs="?", default="job", help=name_help)
-    logs.add_argument("-f", "--follow", action="store_true", help="keep printing new output")
+    name_help = "log of the job (`job`, the default), of a rank (`policy-0`) or of a node; see --list"
+    logs.add_argument("name", nargs="?", default="job", metavar="NAME", help=name_help)
+    logs.add_argument("-f", "--follow", action="store_true", help="continue printing new output")
     lines_help = "number of last lines to print (default: 100)"
     logs.add_argument("-n", "--lines", type=int, default=100, metavar="N", help=lines_help)
     logs.add_argument("--list", action="store_true", help="list the logs")
     attach.add_argument("words", nargs="*", metavar="-- COMMAND", help="command to run instead of a shell")
-    attach.add_argument("--node", metavar="NAME", help="node to attach to (default: the head)")
+    attach.add_argument("--node", metavar="NAME", help="node to attach to (default: the first)")
 
 
 def _add_submit_arguments(parser: ArgumentParser) -> None:
@@ -68,33 +58,33 @@ def _add_submit_arguments(parser: ArgumentParser) -> None:
         parser.add_argument(name, metavar=metavar, help=help_text, **options)
 
     add("--nodes", "N", "number of nodes (default: cluster.num_nodes)", type=positive_integer)
-    add("--gpus-per-node", "N", "GPUs of each node (default: cluster.gpus_per_node)", type=int)
+    add("--gpus-per-node", "N", "GPUs per node (default: cluster.gpus_per_node)", type=int)
     cpu_help = "additional nodes without GPUs, for rollout workers and environments (a heterogeneous job)"
     add("--cpu-nodes", "N", cpu_help, type=positive_integer, default=0)
     add("--time", "LIMIT", "time limit, such as 30 (minutes) or 1-12:00:00")
     add("--partition", "NAME", "partition of the nodes")
     add("--cpu-partition", "NAME", "partition of the CPU nodes (default: --partition)")
-    add("--account", "NAME", "account to charge the job to")
-    add("--container", "IMAGE", "image to run in, through pyxis (default: the environment of this command)")
-    add("--mounts", "LIST", "folders to mount into the container: /data:/data,/models:/models")
-    sweep_help = "run a task for each value; given several times, for each combination of values"
+    add("--account", "NAME", "account to charge")
+    add("--container", "IMAGE", "container image, through pyxis (default: the environment of this command)")
+    add("--mounts", "LIST", "folders to mount into the container, such as /data:/data,/models:/models")
+    sweep_help = "run one task per value; given several times, one per combination of values"
     add("--sweep", "FIELD=A,B", sweep_help, action="append", default=[])
     at_once_help = "maximum number of tasks of a sweep that run at the same time"
     add("--at-once", "N", at_once_help, type=positive_integer)
-    sbatch_help = "any other option of sbatch, such as --sbatch=--qos=high; can be given several times"
+    sbatch_help = "further option of sbatch, such as --sbatch=--qos=high; can be given several times"
     add("--sbatch", "OPTION", sbatch_help, action="append", default=[])
-    add("--cpu-sbatch", "OPTION", "the same for the CPU nodes", action="append", default=[])
+    add("--cpu-sbatch", "OPTION", "like --sbatch, for the CPU nodes", action="append", default=[])
     parser.add_argument("--resume", action="store_true", help="continue the run in the run folder")
-    parser.add_argument("--dry-run", action="store_true", help="print script and command; submit nothing")
+    dry_run_help = "print the script and the command without submitting"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
 
 
 def _submit(arguments: Namespace) -> int:
     from nemorl.slurm import submission as slurm
     from nemorl.slurm.status import status_rows
 
-    arguments.container = arguments.container or os.environ.get("NEMORL_CONTAINER")
-    if arguments.container:
-        arguments.container = slurm.resolve_image(arguments.container)
+    if container := arguments.container or os.environ.get("NEMORL_CONTAINER"):
+        arguments.container = slurm.resolve_image(container)
     tasks = slurm.sweep_tasks(arguments.sweep) if arguments.sweep else []
     if tasks:
         run_dir = load_experiment(arguments.config, arguments.overrides).run_dir
@@ -124,9 +114,7 @@ def _submit(arguments: Namespace) -> int:
             submission = submission.submit()
         submission.record(run_dir)
     sweep = f", {len(tasks)} tasks, listed in {run_dir / 'tasks.tsv'}" if tasks else ""
-    say(f"submitted: job {submission.job}{sweep}")
-    say(f"command: {submission}")
-    say(f"run: {run_dir}")
+    say(f"submitted: job {submission.job}{sweep}\ncommand: {submission}\nrun: {run_dir}")
     say(f"next: nemorl slurm status|logs|attach|cancel {shlex.quote(str(run_dir))}")
     return ExitCode.WELL
 
@@ -145,19 +133,13 @@ def _check(arguments: Namespace, own: Sequence[str], *, show: bool) -> Experimen
         overrides.append(f"cluster.gpus_per_node={arguments.gpus_per_node}")
     # This machine's resources are not those of the nodes, nor its packages those of an image.
     elsewhere = Machine(sys.maxsize, sys.maxsize, None, gpus=(), same_packages=not arguments.container)
-    ready = prepare(
-        arguments.config,
-        overrides,
-        elsewhere,
-        new_run=not arguments.resume,
-        resumes=arguments.resume,
-        where="elsewhere",
-    )
+    start = {"new_run": not arguments.resume, "resumes": arguments.resume}
+    ready = prepare(arguments.config, overrides, elsewhere, **start, where="elsewhere")
     sizes = _options(arguments, ready.experiment).node_sizes()
     if sizes and (refused := list(capacity_problems(ready.experiment, sizes))):
         raise ConfigError(str(arguments.config), refused)
     if show:
-        notes().print(plan_table(ready.plan))
+        terminal.notes().print(terminal.plan_table(ready.plan))
     return ready.experiment
 
 
@@ -177,11 +159,11 @@ def _options(arguments: Namespace, experiment: Experiment) -> "Options":
 def _status(arguments: Namespace) -> int:
     from nemorl.slurm.status import status_rows
 
-    lines = table("", ["job", "state", "nodes", "step", "restarts", "run", "reason"])
+    lines = terminal.table("", ["job", "state", "nodes", "step", "restarts", "run", "reason"])
     for row in (row for run in arguments.run for row in status_rows(_run_dir(run))):
         cells = (row.job, row.state, row.nodes, row.step, str(row.restarts), str(row.run_dir), row.reason)
         lines.add_row(*map(Text, cells))
-    console = output()
+    console = terminal.output()
     if not console.is_terminal:  # a program that reads the lines needs them whole
         console.width = WIDE
     console.print(lines, soft_wrap=False)

@@ -16,8 +16,6 @@ Commands: TypeAlias = "_SubParsersAction[ArgumentParser]"
 
 
 class ExitCode(IntEnum):
-    """As shells and schedulers see it."""
-
     WELL = 0
     FAILED = 1  # a run or a command began and failed
     REFUSED = 2  # a configuration or an argument is wrong; nothing was started
@@ -35,7 +33,6 @@ def add_command(
 
 
 def add_group(commands: Commands, name: str, help_text: str) -> Commands:
-    """Add a command that consists of sub-commands."""
     parser = commands.add_parser(name, help=help_text, description=help_text)
     return parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -51,7 +48,6 @@ def add_overrides(parser: ArgumentParser) -> None:
 
 
 def positive_integer(text: str) -> int:
-    """Type of an argument; argparse reports the error as wrong usage."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
     return int(text)
@@ -67,7 +63,6 @@ def notes() -> Console:
 
 
 def say(text: str) -> None:
-    """Print a result as it is."""
     output().print(text, markup=False)
 
 
@@ -76,7 +71,7 @@ def complain(text: str) -> None:
 
 
 def table(title: str, columns: Sequence[str]) -> Table:
-    """An empty table in the one style; cells are added as `Text`, or as `str` without square brackets."""
+    """An empty table; its cells are `Text`, or `str` without square brackets."""
     result = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         result.add_column(column, overflow="fold")
@@ -84,7 +79,6 @@ def table(title: str, columns: Sequence[str]) -> Table:
 
 
 def plan_table(plan: Plan) -> Table:
-    """Processes and their memory: a column for each kind of process."""
     title = "Memory of one process of each kind in GB (weights exact, the rest estimated)"
     result = table(title, ["", *(f"{process.group} x {process.count}" for process in plan.processes)])
     for column in result.columns[1:]:

@@ -1,4 +1,4 @@
-"""`nemorl train`, `nemorl eval` and `nemorl report`: run an experiment, measure its model, show a run."""
+"""`nemorl train`, `nemorl eval` and `nemorl report`: run an experiment, evaluate its model, report a run."""
 
 import shlex
 from argparse import Namespace
@@ -17,14 +17,14 @@ from .terminal import Commands, ExitCode, add_command, add_experiment, notes, ou
 def register(commands: Commands) -> None:
     train = add_command(commands, "train", _train, "run an experiment")
     add_experiment(train)
-    dry_run = "show the resolved experiment and its plan, and start nothing"
+    dry_run = "print the resolved experiment and its plan without starting anything"
     train.add_argument("--dry-run", action="store_true", help=dry_run)
-    resume = "continue from the newest complete checkpoint of the run folder"
+    resume = "continue from the newest complete checkpoint in the run folder"
     train.add_argument("--resume", action="store_true", help=resume)
-    help_text = "measure the model of an experiment on its validation tasks"
+    help_text = "evaluate the model of an experiment on its validation tasks"
     add_experiment(add_command(commands, "eval", _evaluate, help_text))
-    report = add_command(commands, "report", _report, "write the report of a run again from its files")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of the run")
+    report = add_command(commands, "report", _report, "recreate report.html of a run from its files")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
 
 
 def _train(arguments: Namespace) -> int:
@@ -51,14 +51,11 @@ def _train(arguments: Namespace) -> int:
     except NemorlError as error:
         paths = RunPaths(ready.experiment.run_dir)
         if paths.has_steps:  # else the same command starts the run again
-            words = [str(arguments.config), *arguments.overrides, "--resume"]
-            step = newest_step(paths.root)
+            words, step = [str(arguments.config), *arguments.overrides, "--resume"], newest_step(paths.root)
             place = f"after step {step}" if step else "from the start, as there is no checkpoint yet"
             error.add_note(f"To continue {place}: nemorl train {shlex.join(words)}")
         raise
-    say(f"run: {result.run_dir}")
-    if result.hf_dir is not None:
-        say(f"weights: {result.hf_dir}")
+    say(f"run: {result.run_dir}" + (f"\nweights: {result.hf_dir}" if result.hf_dir else ""))
     return ExitCode.WELL
 
 
@@ -72,8 +69,7 @@ def _evaluate(arguments: Namespace) -> int:
     for name, value, interval in with_intervals(evaluation.metrics):
         between = "" if interval is None else f"{interval.low:.4g} to {interval.high:.4g}"
         metrics.add_row(name, f"{value:.6g}", between)
-    origin = f" ({evaluation.origin})" if evaluation.origin else ""
-    say(f"model: {evaluation.model}{origin}")
+    say(f"model: {evaluation.model}" + (f" ({evaluation.origin})" if evaluation.origin else ""))
     output().print(metrics)
     say(f"samples: {evaluation.samples}")
     return ExitCode.WELL

@@ -26,14 +26,13 @@ JsonObject = dict[str, Any]
 
 
 def write_failed(path: Path, error: OSError) -> WriteError:
-    return WriteError(
-        f"{path} could not be written: {error.strerror or error}; {room_left(path.parent)}. What was written "
-        "before is complete. Make room or fix the folder, then continue with --resume."
-    )
+    problem = f"{path} could not be written: {error.strerror or error}; {room_left(path.parent)}"
+    fix = "Make room or fix the folder, then continue with --resume."
+    return WriteError(f"{problem}. What was written before is complete. {fix}")
 
 
 def room_left(folder: Path) -> str:
-    """Describe the free space on the disk of a folder, which may not exist yet."""
+    """`folder` may not exist yet."""
     existing = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     try:
         return f"{shutil.disk_usage(existing).free / 2**20:.1f} MB are free on its disk"
@@ -42,10 +41,7 @@ def room_left(folder: Path) -> str:
 
 
 def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace a file: after a crash it holds the old text or the new one. Raises `WriteError`.
-
-    A `private` file has mode 0600.
-    """
+    """Replace a file: after a crash it holds the old text or the new one. Raises `WriteError`."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a crash, perhaps with another mode
@@ -91,10 +87,7 @@ class JsonLinesWriter:
 
 
 def read_json_lines(path: Path) -> list[JsonObject]:
-    """Return all objects of a file, none if it is missing. A partial last line is ignored.
-
-    Raises `RunFolderError` naming file and line when any other line is not a JSON object.
-    """
+    """Return the objects of a file without a partial last line. Raises `RunFolderError` naming a bad line."""
     if not path.exists():
         return []
     objects: list[JsonObject] = []

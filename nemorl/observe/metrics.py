@@ -1,8 +1,7 @@
 """Records of a run (metrics.jsonl, samples.jsonl), and how metrics are shown.
 
-Names are paths such as `reward/mean`, `loss/policy`, `grad_norm`, `time/generation` (seconds) and
-`validation/...`, chosen by the code that computes the metric. `SHOWN` is the only table of titles, columns
-and tiles: console, plots and report read it, and a metric without a row has a plot under its own name.
+Names are paths such as `reward/mean`, `grad_norm`, `time/generation` (seconds) and `validation/...`; the code
+that computes a metric chooses its name. `SHOWN` is the only table of titles, columns and tiles.
 """
 
 import math
@@ -39,10 +38,8 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Change:
-    """A metric before and after the run; None where it was not measured."""
-
     metric: str
-    before: float | None
+    before: float | None  # None where it was not measured
     after: float | None
 
 
@@ -65,10 +62,7 @@ class Sample:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """Return all steps of a metrics.jsonl, NaN and infinities restored, without a partial last line.
-
-    Raises `RunFolderError` naming the line if another line is corrupt.
-    """
+    """Return all steps, NaN and infinities restored. Raises `RunFolderError` for a corrupt line."""
     steps = []
     for line in read_json_lines(path):
         values = {key: value for key, value in line.items() if key not in RESERVED_KEYS and value is not None}
@@ -78,7 +72,6 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Return all samples without a partial last line. Raises `RunFolderError` for a corrupt line."""
     return [Sample(**line) for line in read_json_lines(path)]
 
 
@@ -93,8 +86,7 @@ class Shown:
     log_scale: bool = False
 
 
-# The first row whose prefix matches decides. Plots, columns and tiles have this order; a metric without a row
-# has a plot with its own name at the end of the report.
+# The first row whose prefix matches decides. Plots, columns and tiles have this order; others come last.
 SHOWN = (
     Shown("reward/mean", column="reward", priority=1, width=8, tile="reward"),
     Shown("reward/std", column="spread", priority=13, width=8),
@@ -150,10 +142,6 @@ def shown(name: str) -> Shown:
 
 def format_number(value: float, digits: int = 4) -> str:
     """Return `digits` significant digits; integers with thousands separated."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == int(value) and abs(value) < 1e15:
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    if 1000 <= abs(value) < 1e15:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.{digits}g}"

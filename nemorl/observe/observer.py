@@ -39,10 +39,7 @@ RATES = {
 
 
 class Observer:
-    """Records and shows one start of a run. Leaving its `with` closes all files and frees the folder.
-
-    Raises `TrackerMissing` or `WriteError` before anything else has started.
-    """
+    """Records and shows one start of a run inside its `with`. Raises `TrackerMissing` and `WriteError`."""
 
     def __init__(
         self, folder: RunFolder, config: LoggerConfig, *, total_steps: int, stream: TextIO | None = None
@@ -71,11 +68,7 @@ class Observer:
         self._console.header(facts)
 
     def step(self, step: int, *, version: int, values: Mapping[str, float]) -> StepMetrics:
-        """Record a finished step, with the seconds of its stages and its throughput (`RATES`).
-
-        Call it before the step's checkpoint becomes visible, because a resume at this step needs its line.
-        Raises `WriteError`.
-        """
+        """Record a finished step, before its checkpoint: a resume needs the line. Raises `WriteError`."""
         seconds = self._stages.finish_step(step)
         throughput = {
             name: values[tokens] / seconds[stage]
@@ -97,8 +90,7 @@ class Observer:
         """Write the report and show it; one that cannot be written is a warning: its sources are complete."""
         from .report import write_report  # Plotly
 
-        root = self.folder.paths.root
-        report = None
+        root, report = self.folder.paths.root, None
         try:
             report = write_report(root)
         except WriteError as error:
@@ -126,7 +118,6 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def _run_log(console: logging.Handler, file: Path) -> Iterator[None]:
-    """Send warnings to the console, and those and our own notes to a file."""
     console.setLevel(logging.WARNING)
     to_file = _LogFile(file, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -154,11 +145,10 @@ class TensorBoardTracker:
     """TensorBoard event files in the run folder. Raises `WriteError`."""
 
     def __init__(self, folder: Path, *, resumed_step: int | None) -> None:
-        """Hide earlier steps after `resumed_step`, since they come again."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
-        purge_step = None if resumed_step is None else resumed_step + 1
+        purge_step = None if resumed_step is None else resumed_step + 1  # hides steps that come again
         try:
             self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         except OSError as error:
@@ -180,17 +170,14 @@ class TensorBoardTracker:
 def check_trackers(config: LoggerConfig) -> None:
     """Raise `TrackerMissing` when a configured tracker is not installed. No import is made."""
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise TrackerMissing(
-            "logger.tensorboard is true, but the package tensorboard is not installed: "
-            "pip install 'nemorl[trackers]', or set logger.tensorboard=false."
-        )
+        problem = "logger.tensorboard is true, but the package tensorboard is not installed"
+        raise TrackerMissing(f"{problem}: pip install 'nemorl[trackers]', or set logger.tensorboard=false.")
 
 
 def open_trackers(config: LoggerConfig, folder: RunFolder) -> list[TensorBoardTracker]:
     check_trackers(config)
-    if not config.tensorboard:
-        return []
-    return [TensorBoardTracker(folder.paths.tensorboard, resumed_step=folder.resumed_step)]
+    path, step = folder.paths.tensorboard, folder.resumed_step
+    return [TensorBoardTracker(path, resumed_step=step)] if config.tensorboard else []
 
 
 COLUMNS = tuple(row for row in SHOWN if row.column)
@@ -220,7 +207,6 @@ def describe_losses(values: Mapping[str, float]) -> list[str]:
 
 
 def describe_validation(values: Mapping[str, float]) -> list[str]:
-    """Return the metrics of the validation after a step, with their intervals, if there was one."""
     prefix, parts = "validation/", []
     found = {k.removeprefix(prefix): format_number(v) for k, v in values.items() if k.startswith(prefix)}
     for name, value in found.items():
@@ -262,10 +248,8 @@ class PlainConsole(StageListener):
 
     def summary(self, changes: Sequence[Change], report: Path | None) -> None:
         for change in changes:
-            before, after = (
-                "not measured" if value is None else format_number(value)
-                for value in (change.before, change.after)
-            )
+            both = (change.before, change.after)
+            before, after = ("not measured" if value is None else format_number(value) for value in both)
             self._line(f"{change.metric}: {before} before, {after} after")
         if report is not None:
             self._line(f"report: {report}")
@@ -285,9 +269,8 @@ class PlainConsole(StageListener):
             if id(stage) in self._timers:
                 self._mention_later(stage, 2 * seconds)
 
-        timer = threading.Timer(seconds, mention)
+        timer = self._timers[id(stage)] = threading.Timer(seconds, mention)
         timer.daemon = True
-        self._timers[id(stage)] = timer
         timer.start()
 
     def _mention(self, stage: Stage, state: str) -> None:
@@ -307,23 +290,15 @@ class BarConsole(StageListener):
     """A bar for the steps and one for each running stage; printed lines scroll above them."""
 
     def __init__(self, terminal: Console, *, total_steps: int, first_step: int = 0) -> None:
-        self._terminal = terminal
-        self._total_steps = total_steps
+        self._terminal, self._total_steps = terminal, total_steps
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)  # seconds of the last steps
         self._columns: tuple[Shown, ...] = ()
         self._stages: dict[int, TaskID] = {}  # by id of the running stage
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn(f"{{task.description:<{STAGE_WIDTH}}}"),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[detail]}"),
-            TimeElapsedColumn(),
-            console=terminal,
-            transient=True,
-        )
-        self._steps = self._progress.add_task(
-            "steps", total=total_steps, completed=first_step, detail=f"{first_step}/{total_steps}"
-        )
+        name, detail = TextColumn(f"{{task.description:<{STAGE_WIDTH}}}"), TextColumn("{task.fields[detail]}")
+        columns = SpinnerColumn(), name, BarColumn(bar_width=30), detail, TimeElapsedColumn()
+        self._progress = Progress(*columns, console=terminal, transient=True)
+        done = f"{first_step}/{total_steps}"
+        self._steps = self._progress.add_task("steps", total=total_steps, completed=first_step, detail=done)
         self._progress.start()
 
     def stage_started(self, stage: Stage) -> None:
@@ -358,10 +333,8 @@ class BarConsole(StageListener):
             self._columns = columns
             self._print(f"{'step':>{width}}" + "".join(f"{c.column:>{c.width}}" for c in columns), "bold")
         if any(column.prefix in values for column in self._columns if column.prefix != "time/step"):
-            cells = (
-                f"{format_number(values[c.prefix], 3) if c.prefix in values else '-':>{c.width}}"
-                for c in self._columns
-            )
+            shown = {key: format_number(value, 3) for key, value in values.items()}
+            cells = (f"{shown.get(column.prefix, '-'):>{column.width}}" for column in self._columns)
             self._print(label + "".join(cells))
         if lost := describe_losses(values):
             self._print(f"{label}  lost: {', '.join(lost)}", "yellow")
@@ -397,7 +370,6 @@ class BarConsole(StageListener):
 def open_console(
     config: LoggerConfig, *, total_steps: int, first_step: int = 0, stream: TextIO | None = None
 ) -> PlainConsole | BarConsole:
-    """Return the configured console. `first_step` is the last step done before this start."""
     stream = stream or sys.stdout
     terminal = Console(file=stream)
     has_bars = terminal.is_terminal and not terminal.is_dumb_terminal

@@ -1,9 +1,4 @@
-"""report.html: a run as one page that needs no network and no server.
-
-Plotly's script is put into the page (4.8 MB), so its plots can be zoomed and read point by point years later.
-Everything in the page that a model or a person wrote is escaped; colors that depend on the light or dark
-theme are set by the page.
-"""
+"""report.html: a run as one page that needs no network, with Plotly's script in it and escaped texts."""
 
 import json
 import re
@@ -34,10 +29,7 @@ Steps = Sequence[StepMetrics]
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` of a run, finished or not, and return its path.
-
-    Raises `RunFolderError` when the folder holds no run or a corrupt file, and `WriteError`.
-    """
+    """Write `report.html` of a run and return its path. Raises `RunFolderError` and `WriteError`."""
     paths = RunPaths(run_dir)
     if not paths.holds_run:
         raise RunFolderError(f"{run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")
@@ -47,8 +39,7 @@ def write_report(run_dir: Path) -> Path:
     algorithm = config.get("algorithm", {})
     subtitle = (algorithm.get("name"), config.get("policy", {}).get("model_path"), _state(algorithm, steps))
     starts = read_header(paths.header)
-    totals = stage_totals(steps)
-    main, more = metric_charts(steps)
+    totals, (main, more) = stage_totals(steps), metric_charts(steps)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -75,19 +66,16 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _state(algorithm: Mapping[str, Any], steps: Steps) -> str:
-    planned, last = algorithm.get("num_steps"), steps[-1] if steps else None
-    if last is not None and isinstance(planned, int) and last.step >= planned:
+    planned, stop = algorithm.get("num_steps"), algorithm.get("early_stop") or {}
+    if steps and isinstance(planned, int) and steps[-1].step >= planned:
         return "finished"
-    stop = algorithm.get("early_stop") or {}
-    patience, metric = stop.get("patience"), stop.get("metric")
-    waited = last.values.get("early_stop/waited", 0.0) if last is not None else 0.0
+    patience, waited = stop.get("patience"), steps[-1].values.get("early_stop/waited", 0.0) if steps else 0.0
     if isinstance(patience, int) and waited >= patience:
-        return f"finished early, as {metric} got no better"
+        return f"finished early, as {stop.get('metric')} got no better"
     return "not finished"
 
 
 def _tiles(steps: Steps, planned: object) -> Iterator[tuple[str, str, str]]:
-    """Label, value and note of each large value at the top."""
     done = steps[-1].step if steps else 0
     yield "steps", f"{done:,}", f"of {planned:,}" if isinstance(planned, int) else ""
     for row in SHOWN:
@@ -100,11 +88,7 @@ def _tiles(steps: Steps, planned: object) -> Iterator[tuple[str, str, str]]:
 
 
 def _sample_groups(samples: Sequence[Sample]) -> Iterator[tuple[str, Sequence[Sample]]]:
-    """Conversations under a heading: of training and validation, some of the first step and of the last.
-
-    Then the samples with the highest and the lowest value of each reward, which show what it really rewards;
-    the latest of equal ones, which shows what the policy has learned.
-    """
+    """Samples of the first and last step, then those with the highest and lowest value of each reward."""
     for phase in ("training", "validation"):
         of_phase = [sample for sample in samples if sample.phase == phase]
         for step in sorted({s.step for s in (*of_phase[:1], *of_phase[-1:])}):
@@ -145,11 +129,9 @@ class Chart:
 
 @dataclass(frozen=True)
 class StageTotal:
-    """Seconds of one stage over the run, and their part of all."""
-
     name: str
-    seconds: float
-    fraction: float
+    seconds: float  # over the run
+    fraction: float  # of all stages
     color: str
 
 
@@ -248,14 +230,9 @@ def _line_chart(title: str, steps: Steps, keys: Sequence[str]) -> Chart:
 def _add_line(plot: go.Figure, steps: Steps, key: str, name: str, color: str, mode: str) -> None:
     drawn = [step for step in steps if key in step.values]
     if drawn:
-        plot.add_scatter(
-            x=[step.step for step in drawn],
-            y=[step.values[key] for step in drawn],
-            name=name,
-            mode=mode if len(drawn) > 1 else "markers",
-            line={"color": color, "width": 2},
-            marker={"color": color, "size": 7},
-        )
+        x, y = [step.step for step in drawn], [step.values[key] for step in drawn]
+        style = {"line": {"color": color, "width": 2}, "marker": {"color": color, "size": 7}}
+        plot.add_scatter(x=x, y=y, name=name, mode=mode if len(drawn) > 1 else "markers", **style)
 
 
 def _plot(steps: Steps, height: int) -> go.Figure:

@@ -1,7 +1,4 @@
-"""The folder of a run, which explains itself: what is where, who may write, and what a resume keeps.
-
-header.json has what a person needs to repeat a run: versions, machine, commit. Imports nothing heavy.
-"""
+"""The folder of a run: its files, its lock, and what a resume keeps. Imports nothing heavy."""
 
 import fcntl
 import json
@@ -23,7 +20,6 @@ PACKAGES = ("nemorl", "torch", "megatron-core", "transformers", "ray", "numpy", 
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the packages that matter, as far as they are installed."""
     found = {}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -70,16 +66,11 @@ class RunPaths:
     """Paths in a run folder; `ABOUT` says what each file holds."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.config = root / "config.yaml"
-        self.header = root / "header.json"
-        self.metrics = root / "metrics.jsonl"
-        self.samples = root / "samples.jsonl"
-        self.timeline = root / "timeline.json"
-        self.report = root / "report.html"
-        self.tensorboard = root / "tensorboard"
-        self.checkpoints = root / "checkpoints"
-        self.logs = root / "logs"
+        self.root, self.report = root, root / "report.html"
+        self.config, self.header = root / "config.yaml", root / "header.json"
+        self.metrics, self.samples = root / "metrics.jsonl", root / "samples.jsonl"
+        self.timeline, self.tensorboard = root / "timeline.json", root / "tensorboard"
+        self.checkpoints, self.logs = root / "checkpoints", root / "logs"
         self.endpoint_key = root / "endpoint_key"
 
     @property
@@ -97,7 +88,6 @@ class RunFolder:
     """The run folder of the process that writes it. One process at a time holds a folder."""
 
     def __init__(self, root: Path, config_yaml: str, *, resumed_step: int | None, lock: IO[str]) -> None:
-        """Use `create` or `resume`."""
         self.paths = RunPaths(root)
         self.resumed_step = resumed_step  # of the checkpoint that this start continues from, if any
         self._lock = lock
@@ -112,9 +102,7 @@ class RunFolder:
             "git_commit": git_commit(Path(__file__)),
             "versions": {"python": platform.python_version(), **installed_versions()},
             "machine": {
-                "host": platform.node(),
-                "system": platform.platform(),
-                "cores": os.cpu_count(),
+                **{"host": platform.node(), "system": platform.platform(), "cores": os.cpu_count()},
                 "memory_gigabytes": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
             },
         }
@@ -123,7 +111,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, config_yaml: str) -> "RunFolder":
-        """Begin a run. Raises `RunFolderError` when the folder holds one or is in use, and `WriteError`."""
+        """Raises `RunFolderError` when the folder holds a run or is in use, and `WriteError`."""
         lock = _lock(root)
         if RunPaths(root).has_steps:
             lock.close()
@@ -133,13 +121,10 @@ class RunFolder:
 
     @classmethod
     def resume(cls, root: Path, config_yaml: str, step: int | None) -> "RunFolder":
-        """Continue from the checkpoint of `step`. Later metrics and samples are cut off.
-
-        Without a checkpoint (`None`) the run starts over and no line is kept. The timeline keeps everything.
-        """
+        """Continue from the checkpoint of `step` (None: start over); cut off later metrics and samples."""
         lock = _lock(root)
-        last = -1 if step is None else step
-        for path in (RunPaths(root).metrics, RunPaths(root).samples):
+        last, paths = -1 if step is None else step, RunPaths(root)
+        for path in (paths.metrics, paths.samples):
             keep_json_lines(path, lambda line: int(line["step"]) <= last)
         return cls(root, config_yaml, resumed_step=step, lock=lock)
 
@@ -156,7 +141,6 @@ class RunFolder:
 
 
 def read_header(path: Path) -> list[JsonObject]:
-    """Return the facts of each start of the run, the newest last; none without a file."""
     if not path.exists():
         return []
     try:
@@ -166,7 +150,6 @@ def read_header(path: Path) -> list[JsonObject]:
 
 
 def _lock(root: Path) -> IO[str]:
-    """Hold the folder until the process ends, however it ends."""
     _make(root)
     path = root / ".lock"
     try:

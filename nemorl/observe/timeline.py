@@ -3,9 +3,6 @@
 with stages.stage("generation", total=64, unit="trajectories") as stage:
     stage.advance(4)
 seconds = stages.finish_step(step)   # {"time/generation": 3.2, "time/step": 3.4}
-
-timeline.json is in the Chrome trace format, which Perfetto and chrome://tracing open: a JSON array, complete
-after every event. The format allows an array without its closing bracket, as a crash may leave.
 """
 
 import json
@@ -33,8 +30,6 @@ def format_seconds(seconds: float) -> str:
 
 @dataclass(eq=False)
 class Stage:
-    """One stage while it runs, and its seconds after it."""
-
     name: str
     listeners: Sequence["StageListener"]
     total: int | None  # units of progress expected, if known
@@ -89,8 +84,6 @@ class StageListener:
 
 
 class Stages:
-    """Sums the seconds of the stages, step by step."""
-
     def __init__(self, listeners: Sequence[StageListener]) -> None:
         self._listeners = listeners
         self._seconds: dict[str, float] = {}
@@ -103,11 +96,7 @@ class Stages:
     def stage(
         self, name: str, *, total: int | None = None, unit: str = "", outside_step: bool = False
     ) -> Iterator[Stage]:
-        """Time a stage; several with one name add up, stages may overlap.
-
-        `outside_step` is for work such as starting the workers: it is shown, but belongs to no step, and the
-        clock of the next step starts after it.
-        """
+        """Time a stage; those of one name add up. The clock of a step starts after `outside_step` stages."""
         stage = Stage(name, self._listeners, total, unit)
         for listener in self._listeners:
             listener.stage_started(stage)
@@ -130,7 +119,6 @@ class Stages:
                 listener.stage_finished(stage)
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Return the seconds by `time/<stage>` and `time/step` since the last step, and start over."""
         total = time.perf_counter() - self._begin
         for listener in self._listeners:
             listener.step_finished(step, self._started, total)
@@ -145,7 +133,10 @@ OPENING, CLOSING = b"[\n", b"]\n"
 
 
 class Timeline(StageListener):
-    """Writes a span for each stage, each name on its own track; a resumed run is another process in it."""
+    """Writes timeline.json in the Chrome trace format, which Perfetto opens: a track for each stage name.
+
+    The JSON array is complete after every event. A resumed run is another process in it.
+    """
 
     def __init__(self, path: Path, title: str = "run") -> None:
         """Open the file, or continue it after its last complete event. Raises `WriteError`."""

@@ -18,10 +18,7 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class TextStream:
-    """The text of one answer, piece by piece; ends before the first of some marks.
-
-    `rest` is all from the first mark on. A possible beginning of a mark is held back until more is known.
-    """
+    """The text of one answer, piece by piece, up to the first of some marks; `rest` is all from there on."""
 
     def __init__(self, tokenizer: Tokenizer, end_token_ids: frozenset[int], marks: Sequence[str]) -> None:
         """`marks` are the stop strings, and the opening of a tool call."""
@@ -41,20 +38,14 @@ class TextStream:
         if starts:
             self._held, self.rest = "", held[min(starts) :]
             return held[: min(starts)]
-        uncertain = (
-            length
-            for mark in self._marks
-            for length in range(1, min(len(mark), len(held) + 1))
-            if held.endswith(mark[:length])
-        )
+        lengths = ((mark, n) for mark in self._marks for n in range(1, min(len(mark), len(held) + 1)))
+        uncertain = (length for mark, length in lengths if held.endswith(mark[:length]))
         certain = len(held) - (0 if last else max(uncertain, default=0))
         self._held = held[certain:]
         return held[:certain]
 
 
 class Choice:
-    """One answer while it grows."""
-
     def __init__(
         self, index: int, request: CompletionRequest | ChatRequest, work: Work, tokenizer: Tokenizer
     ) -> None:
@@ -69,7 +60,6 @@ class Choice:
         return self._part(self._text.push(progress.tokens.tolist()), progress, None)
 
     def last_delta(self, completion: Completion) -> Json:
-        """Return the last part: the text that was held back, tool calls, and why the answer ended."""
         none = completion.tokens[:0], completion.logprobs[:0], completion.versions[:0]
         part, calls = self._end(completion, Progress(completion.id, *none))
         if calls:
@@ -85,10 +75,7 @@ class Choice:
         return choice
 
     def _end(self, completion: Completion, sampled: Progress | Completion) -> tuple[Json, list[Json]]:
-        """Return the part with the last tokens, and the tool calls.
-
-        The text after an opening that is no readable call is text like any other.
-        """
+        """Return the last part and the tool calls; an opening without a readable call is text."""
         text = self._text.push(sampled.tokens.tolist(), last=True)
         calls: list[Json] = []
         if self.work.tools and self._text.rest.startswith(TOOL_CALL):
@@ -107,19 +94,14 @@ class Choice:
         else:
             part["text"] = text
         if self.is_chat and request.logprobs:
-            part["logprobs"] = {
-                "content": [
-                    {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-                    for piece, logprob in zip(map(self._piece, tokens), logprobs, strict=True)
-                ]
-            }
+            content = [
+                {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+                for piece, logprob in zip(map(self._piece, tokens), logprobs, strict=True)
+            ]
+            part["logprobs"] = {"content": content}
         elif not self.is_chat and request.logprobs is not None:
-            part["logprobs"] = {
-                "tokens": [self._piece(token) for token in tokens],
-                "token_logprobs": logprobs,
-                "top_logprobs": None,
-                "text_offset": None,
-            }
+            part["logprobs"] = {"tokens": list(map(self._piece, tokens)), "token_logprobs": logprobs}
+            part["logprobs"] |= {"top_logprobs": None, "text_offset": None}
         if request.return_token_ids:
             part |= {"token_ids": tokens, "weight_versions": sampled.versions.tolist()}
             if first and not self.is_chat:
@@ -130,7 +112,7 @@ class Choice:
         return self.tokenizer.decode([token])
 
     def _read_calls(self, text: str) -> list[Json]:
-        """Return the calls in a text as OpenAI's API has them; none when one cannot be read."""
+        """Return the calls in a text; none when one cannot be read."""
         calls: list[Json] = []
         for found in _CALL.finditer(text):
             try:
@@ -141,25 +123,17 @@ class Choice:
                 return []
             given = call.get("arguments", {})
             arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            calls.append(
-                {
-                    "id": f"call_{self.work.name[:12]}_{self.index}_{len(calls)}",
-                    "type": "function",
-                    "function": {"name": call["name"], "arguments": arguments},
-                }
-            )
+            function = {"name": call["name"], "arguments": arguments}
+            name = f"call_{self.work.name[:12]}_{self.index}_{len(calls)}"
+            calls.append({"id": name, "type": "function", "function": function})
         return calls
 
 
 class Answer:
-    """The envelope of one answer and its choices."""
-
     def __init__(self, request: CompletionRequest | ChatRequest, work: Work, served: Served) -> None:
         self._request, self._work, self._model = request, work, served.model_name
-        self._created = int(time.time())
-        self.choices = [
-            Choice(index, request, work, served.tokenizer) for index in range(len(work.prompts) * request.n)
-        ]
+        self._created, count = int(time.time()), len(work.prompts) * request.n
+        self.choices = [Choice(index, request, work, served.tokenizer) for index in range(count)]
 
     def whole(self, completions: Sequence[Completion]) -> Json:
         choices = [choice.whole(c) for choice, c in zip(self.choices, completions, strict=True)]
@@ -182,9 +156,7 @@ class Answer:
         envelope: Json = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._work.name}",
             "object": f"chat.completion{suffix}" if is_chat else "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
+            **{"created": self._created, "model": self._model, "choices": choices},
         }
         if first and is_chat and self._request.return_token_ids:
             envelope["prompt_token_ids"] = self._work.prompts[0]

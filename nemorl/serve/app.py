@@ -1,10 +1,4 @@
-"""The HTTP application: access, limits, routes, and listening at an address.
-
-GET  /health               which engines answer; needs no key
-GET  /v1/models            the model
-POST /v1/completions       a prompt, as text or token ids
-POST /v1/chat/completions  a conversation, with tools
-"""
+"""The HTTP application: access, limits, routes (`_Endpoint`), and listening at an address."""
 
 import asyncio
 import hmac
@@ -15,7 +9,8 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -29,6 +24,7 @@ from .sampling import Served, Work, chat_work, completion_work, engine_requests,
 
 log = logging.getLogger(__name__)
 
+R = TypeVar("R", CompletionRequest, ChatRequest)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AddRoutes = Callable[[web.Application], None]
 SHUTDOWN_SECONDS = 5.0
@@ -71,7 +67,7 @@ def require_key(api_key: str) -> Any:
 
 
 def limit_concurrency(limit: int) -> Any:
-    """Answer requests beyond the limit with a request to retry."""
+    """Refuse requests beyond the limit, with status 429."""
     running = 0
 
     @web.middleware
@@ -96,39 +92,28 @@ class _Endpoint:
         self._served = served
 
     def add_routes(self, app: web.Application) -> None:
-        app.router.add_get("/health", self.health)
+        app.router.add_get("/health", self.health)  # needs no key
         app.router.add_get("/v1/models", self.models)
-        app.router.add_post("/v1/completions", self.completions)
-        app.router.add_post("/v1/chat/completions", self.chat_completions)
+        completions = partial(self.complete, CompletionRequest, completion_work)
+        app.router.add_post("/v1/completions", completions)
+        app.router.add_post("/v1/chat/completions", partial(self.complete, ChatRequest, chat_work))
 
     async def health(self, request: web.Request) -> web.Response:
         """Count the engines that answer; status 503 when none does. Causes are for the logs only."""
-        router = self._served.router
-        living, lost = router.living, router.lost
+        living, lost = self._served.router.living, self._served.router.lost
         body = {"status": "ok" if living else "no engine answers", "replicas": len(living), "lost": len(lost)}
         return web.json_response(body, status=200 if living else 503)
 
     async def models(self, request: web.Request) -> web.Response:
-        model = {
-            "id": self._served.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "nemorl",
-            "max_model_len": self._served.max_sequence_length,
-        }
+        model = {"id": self._served.model_name, "object": "model", "created": 0, "owned_by": "nemorl"}
+        model |= {"max_model_len": self._served.max_sequence_length}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = read_request(CompletionRequest, await request.read(), self._served.model_name)
-        return await self._answer(request, body, await asyncio.to_thread(completion_work, body, self._served))
-
-    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = read_request(ChatRequest, await request.read(), self._served.model_name)
-        return await self._answer(request, body, await asyncio.to_thread(chat_work, body, self._served))
-
-    async def _answer(
-        self, request: web.Request, body: CompletionRequest | ChatRequest, work: Work
+    async def complete(
+        self, kind: type[R], work_of: Callable[[R, Served], Work], request: web.Request
     ) -> web.StreamResponse:
+        body = read_request(kind, await request.read(), self._served.model_name)
+        work = await asyncio.to_thread(work_of, body, self._served)
         answer = Answer(body, work, self._served)
         requests = engine_requests(body, work, self._served)
         if not body.stream:
@@ -167,7 +152,6 @@ class Listening:
 
 
 def listening(config: EndpointConfig, served: Served) -> AbstractAsyncContextManager[Listening]:
-    """Answer OpenAI's requests while the block runs; see `answering`."""
     return answering(config, _Endpoint(served).add_routes)
 
 
@@ -185,14 +169,10 @@ async def answering(
     if not generated:
         key = os.environ.get(str(config.api_key_env), "").strip()
         if not key:
-            raise RunError(
-                f"generation.endpoint.api_key_env = {config.api_key_env}: this environment variable is not "
-                "set, or empty; it holds the key that clients must send"
-            )
-    app = web.Application(
-        client_max_size=config.max_body_megabytes * 2**20,
-        middlewares=[errors_as_json, require_key(key), limit_concurrency(config.max_concurrent_requests)],
-    )
+            problem = "this environment variable is unset or empty; set it to the key that clients must send"
+            raise RunError(f"generation.endpoint.api_key_env = {config.api_key_env}: {problem}")
+    guards = [errors_as_json, require_key(key), limit_concurrency(config.max_concurrent_requests)]
+    app = web.Application(client_max_size=config.max_body_megabytes * 2**20, middlewares=guards)
     add_routes(app)
     # A client that disconnects cancels its request, so that no engine samples for a closed connection.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
@@ -202,10 +182,8 @@ async def answering(
         try:
             await web.TCPSite(runner, address, config.port).start()
         except OSError as error:
-            reason = error.strerror or error
-            raise RunError(
-                f"generation.endpoint: cannot listen on {address}:{config.port}: {reason}"
-            ) from error
+            problem = f"generation.endpoint: cannot listen on {address}:{config.port}"
+            raise RunError(f"{problem}: {error.strerror or error}") from error
         host, port = runner.addresses[0][:2]
         shown = f"[{host}]" if ":" in host else host
         yield Listening(f"http://{shown}:{port}/v1", key, generated)

@@ -1,11 +1,8 @@
-"""The requests of OpenAI's API as far as they are served, and the errors of those that are not.
-
-An unknown field is refused, since a setting that is silently ignored gives other samples than those that were
-asked for.
-"""
+"""Requests of OpenAI's API as far as served. Unknown fields are refused, since they could change samples."""
 
 import json
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from typing import Annotated, Any, Literal, TypeVar
@@ -14,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemorl.config.type_errors import expectation
+from nemorl.errors import shorten
 from nemorl.generation.types import SamplingParams
 
 MAX_CHOICES = 128
@@ -27,8 +25,6 @@ _GREEDY_BELOW = 1e-5
 
 
 class Strict(BaseModel):
-    """Refuses unknown fields."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -41,8 +37,6 @@ class StreamOptions(Strict):
 
 
 class SamplingRequest(ModelRequest):
-    """The common fields of completions and chats."""
-
     n: int = Field(1, ge=1, le=MAX_CHOICES)  # samples of each prompt
     temperature: float = Field(1.0, ge=0)  # 0 is greedy, and so is less than 1e-5
     top_p: float = Field(1.0, gt=0, le=1)
@@ -72,8 +66,6 @@ class SamplingRequest(ModelRequest):
 
 
 class CompletionRequest(SamplingRequest):
-    """POST /v1/completions."""
-
     prompt: (
         str
         | Annotated[list[TokenId], Field(min_length=1)]
@@ -147,8 +139,6 @@ class ResponseFormat(Strict):
 
 
 class ChatRequest(SamplingRequest):
-    """POST /v1/chat/completions."""
-
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
@@ -161,28 +151,23 @@ class ChatRequest(SamplingRequest):
 
     @property
     def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """The tools that may be called, as chat templates expect them."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A refusal with its HTTP status; the message is a sentence for the client."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        """`param` is the field of the request; `kind` and `code` are OpenAI's words."""
-        super().__init__(message)
-        self.status, self.message = status, message
-        self.kind, self.param, self.code = kind, param, code
+    status: int
+    message: str
+    kind: str = "invalid_request_error"  # this and `code` are OpenAI's words
+    param: str | None = None  # field of the request
+    code: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
@@ -194,8 +179,6 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 R = TypeVar("R", bound=ModelRequest)
 Path = tuple[str | int, ...]
-
-_SHOWN_CHARACTERS = 80  # of a value
 
 # Errors about a field, not its value.
 _OF_THE_FIELD = {"extra_forbidden": "is not served here: leave it out.", "missing": "is missing."}
@@ -243,17 +226,12 @@ def _explained(errors: list[ErrorDetails], given: dict[str, Any]) -> ApiError:
     field = ".".join(map(str, path))
     if problem is None and details["type"] in _OF_THE_FIELD:
         return bad_request(f"{field} {_OF_THE_FIELD[details['type']]}", field)
-    shown = json.dumps(value, ensure_ascii=False, default=str)
-    if len(shown) > _SHOWN_CHARACTERS:
-        shown = shown[: _SHOWN_CHARACTERS - 1] + "…"
+    shown = shorten(json.dumps(value, ensure_ascii=False, default=str))
     return bad_request(f"{field} = {shown}: {problem or expectation(details)}.", field)
 
 
 def _locate(location: Path, given: object) -> tuple[Path, Path | None]:
-    """Return the path in the body, and that of the first value on it which may have several forms.
-
-    Pydantic puts the name of each form into its locations.
-    """
+    """Return the path in the body, without pydantic's names of forms, and that of a value with several."""
     path: Path = ()
     form: Path | None = None
     value = given

@@ -1,7 +1,4 @@
-"""The HTTP application of a reward model.
-
-GET  /health      answers while the server runs; needs no key
-POST /v1/rewards  a score for each of some conversations
+"""The HTTP application of a reward model: POST /v1/rewards scores conversations; GET /health needs no key.
 
     {"model": "taste", "conversations": [{"prompt": [message, …], "completion": [message, …]}, …]}
     {"object": "list", "model": "taste", "data": [{"index": 0, "reward": 1.25, "num_tokens": 17}, …]}
@@ -14,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from aiohttp import web
 from pydantic import Field
@@ -42,36 +39,25 @@ class JudgedConversation(Strict):
 
 
 class RewardRequest(ModelRequest):
-    """POST /v1/rewards."""
-
     conversations: list[JudgedConversation] = Field(min_length=1, max_length=MAX_CONVERSATIONS)
 
 
 class Batcher:
-    """Scores together what several requests ask for at the same time."""
+    """Scores the requests that wait at the same time together."""
 
-    def __init__(self, score: Score, most: int = MAX_BATCH) -> None:
-        self._score, self._most = score, most
+    def __init__(self, score: Score) -> None:
+        self._score = score
         self._waiting: asyncio.Queue[tuple[Example, asyncio.Future[float]]] = asyncio.Queue()
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
 
     def ask(self, example: Example) -> asyncio.Future[float]:
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((example, answer))
         return answer
 
-    async def _run(self) -> None:
+    async def run(self) -> None:
         while True:
             batch = [await self._waiting.get()]
-            while len(batch) < self._most and not self._waiting.empty():
+            while len(batch) < MAX_BATCH and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             batch = [(example, answer) for example, answer in batch if not answer.done()]  # not cancelled
             if not batch:
@@ -100,12 +86,14 @@ class ServedRewards:
     timeout: float  # seconds for an answer
 
     def add_routes(self, app: web.Application) -> None:
-        """Serve the scores in an application, which batches them while it runs."""
         batcher = Batcher(self.score)
 
         async def running(_: web.Application) -> AsyncIterator[None]:
-            async with batcher:
-                yield
+            task = asyncio.create_task(batcher.run())
+            yield
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
 
         async def rewards(request: web.Request) -> web.Response:
             body = read_request(RewardRequest, await request.read(), self.name)
@@ -135,10 +123,8 @@ class ServedRewards:
         return {"object": "list", "model": self.name, "data": items}
 
     def _example(self, conversation: JudgedConversation) -> Example | ExampleError | TokenizerError:
-        opening, exchange = (
-            [Message(m.role, m.content) for m in messages]
-            for messages in (conversation.prompt, conversation.completion)
-        )
+        opening = [Message(m.role, m.content) for m in conversation.prompt]
+        exchange = [Message(m.role, m.content) for m in conversation.completion]
         try:
             return Encoder(self.tokenizer, self.prompts, self.max_length).dialogue(opening, exchange)
         except (ExampleError, TokenizerError) as error:

@@ -44,12 +44,9 @@ class Work:
 
 
 def completion_work(request: CompletionRequest, served: Served) -> Work:
-    """Raises ApiError."""
     encode = served.tokenizer.encode_document
-    prompts = [
-        _encode(encode, prompt, "prompt", served) if isinstance(prompt, str) else list(prompt)
-        for prompt in request.prompts
-    ]
+    given = request.prompts
+    prompts = [_encode(encode, p, "prompt", served) if isinstance(p, str) else list(p) for p in given]
     if (count := len(prompts) * request.n) > MAX_CHOICES:
         message = f"{len(prompts)} prompts with n={request.n} are {count} samples"
         raise bad_request(f"{message}; a request has {MAX_CHOICES} at most", "n")
@@ -59,14 +56,11 @@ def completion_work(request: CompletionRequest, served: Served) -> Work:
 
 
 def chat_work(request: ChatRequest, served: Served) -> Work:
-    """Raises ApiError."""
     tools = request.tools_for_template
     if tools and TOOL_CALL not in served.tokenizer.chat_template:
-        raise bad_request(
-            "the model's chat template does not write tool calls as <tool_call> JSON, the one way that is "
-            "read here: send no tools, or name another template in policy.tokenizer.chat_template",
-            "tools",
-        )
+        problem = "the model's chat template does not write tool calls as <tool_call> JSON, as required here"
+        fix = "send no tools, or set another template in policy.tokenizer.chat_template"
+        raise bad_request(f"{problem}: {fix}", "tools")
     messages = [message.for_template() for message in request.messages]
     try:
         text = served.tokenizer.render_chat(messages, tools, add_generation_prompt=True)
@@ -82,11 +76,8 @@ def chat_work(request: ChatRequest, served: Served) -> Work:
 def _encode(encode: Callable[[str], list[int]], text: str, param: str, served: Served) -> list[int]:
     # Refused before it is encoded, which takes a minute for some megabytes.
     if len(text) > MAX_CHARACTERS * served.max_sequence_length:
-        raise bad_request(
-            f"{len(text)} characters are more than {served.max_sequence_length} tokens hold, the longest "
-            "sequence that is served here",
-            param,
-        )
+        most = f"{served.max_sequence_length} tokens hold, the longest sequence that is served here"
+        raise bad_request(f"{len(text)} characters are more than {most}", param)
     try:
         return encode(text)
     except TokenizerError as error:
@@ -98,20 +89,13 @@ def _check_room(num_prompt: int, max_tokens: int, param: str, served: Served) ->
     if num_prompt == 0:
         raise bad_request(f"{param} has no tokens.", param)
     if num_prompt + max_tokens > limit:
-        raise ApiError(
-            400,
-            f"This model's sequences have {limit} tokens at most, and {param} has {num_prompt} with "
-            f"{max_tokens} asked for: shorten it, or ask for fewer.",
-            param=param,
-            code="context_length_exceeded",
-        )
+        problem = f"This model's sequences have {limit} tokens at most, and {param} has {num_prompt}"
+        message = f"{problem} with {max_tokens} asked for: shorten it, or ask for fewer."
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def engine_requests(request: SamplingRequest, work: Work, served: Served) -> list[GenerationRequest]:
-    """Return one for each choice, in order: the choices of the first prompt, then of the next.
-
-    The first choice has the request's seed, the others different ones of 63 bits.
-    """
+    """Return one for each choice, in the order of the prompts; the first has the seed of the request."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     stops = frozenset(served.tokenizer.end_token_ids | set(request.stop_token_ids))
     count = len(work.prompts) * request.n
@@ -134,7 +118,6 @@ def engine_requests(request: SamplingRequest, work: Work, served: Served) -> lis
 
 
 async def sample(requests: Sequence[GenerationRequest], router: Router) -> list[Completion]:
-    """Return all answers. Raises ApiError."""
     async with aclosing(stream(requests, router)) as items:
         answers = {index: item async for index, item in items if isinstance(item, Completion)}
     return [answers[index] for index in range(len(requests))]
@@ -143,10 +126,7 @@ async def sample(requests: Sequence[GenerationRequest], router: Router) -> list[
 async def stream(
     requests: Sequence[GenerationRequest], router: Router
 ) -> AsyncGenerator[tuple[int, Progress | Completion], None]:
-    """Yield the index of a choice and its news: progress, every token once, and its completion last.
-
-    Raises ApiError.
-    """
+    """Yield the index of a choice with progress, every token once, or its completion. Raises ApiError."""
     news: asyncio.Queue[tuple[int, Progress | Completion | Exception]] = asyncio.Queue()
 
     async def follow(index: int, request: GenerationRequest) -> None:

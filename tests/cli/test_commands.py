@@ -208,9 +208,8 @@ def test_doctor_is_content_here(nemorl: Nemorl) -> None:
 
 
 def test_doctor_names_what_is_missing(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = doctor.Package("megatron-kore", "policy workers", required=True)
-    unused = doctor.Package("flash-atten", "speed")
-    monkeypatch.setattr(doctor, "PACKAGES", (missing, unused))
+    monkeypatch.setattr(doctor, "REQUIRED", {"megatron-kore": "policy workers"})
+    monkeypatch.setattr(doctor, "OPTIONAL", {"flash-atten": "speed"})
 
     outcome = nemorl("doctor")
 

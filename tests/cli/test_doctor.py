@@ -28,7 +28,7 @@ def test_a_brief_check_says_one_line(nemorl: Nemorl) -> None:
 
 
 def test_a_brief_check_says_what_was_found_instead(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PACKAGES", (doctor.Package("megatron-kore", "workers", required=True),))
+    monkeypatch.setattr(doctor, "REQUIRED", {"megatron-kore": "workers"})
     outcome = nemorl("doctor", "--brief")
     assert (outcome.status, outcome.out) == (1, "not ready: megatron-kore (not installed)\n")
 

@@ -17,6 +17,7 @@ from nemorl.data.examples import PLACEHOLDER, Example
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.plan.problems import has_chat_template
 from nemorl.rewards.compose import Rewards
+from nemorl.serve import rewards
 from nemorl.serve.app import answering
 from nemorl.serve.rewards import Batcher, ServedRewards
 from nemorl.session.handles import DeviceScheduler
@@ -82,7 +83,8 @@ def test_scores_come_with_what_cannot_be_scored(served_tokenizer):
     assert f"more than {LENGTH}" in second["error"]
 
 
-def test_what_is_asked_together_is_scored_together():
+def test_what_is_asked_together_is_scored_together(monkeypatch):
+    monkeypatch.setattr(rewards, "MAX_BATCH", 6)
     calls = []
 
     async def score(examples):
@@ -90,10 +92,13 @@ def test_what_is_asked_together_is_scored_together():
         return await lengths(examples)
 
     async def main():
-        async with Batcher(score, most=6) as batcher:
-            answers = [batcher.ask(of_length(n)) for n in range(1, 12)]
-            answers[2].cancel()  # who has gone away is not waited for
-            return await asyncio.gather(*answers, return_exceptions=True)
+        batcher = Batcher(score)
+        running = asyncio.create_task(batcher.run())
+        answers = [batcher.ask(of_length(n)) for n in range(1, 12)]
+        answers[2].cancel()  # who has gone away is not waited for
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        running.cancel()
+        return results
 
     told = asyncio.run(main())
 
