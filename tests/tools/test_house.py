@@ -220,7 +220,7 @@ REACHED = {
     "module_cycles": 1,
     "grpo_path_files": 43,
     "grpo_path_outer_files": 29,
-    "single_importer_modules": 56,
+    "single_importer_modules": 55,
     "edits_for_loss": 2,
     "edits_for_environment": 1,
     "edits_for_engine": 1,
