@@ -25,7 +25,9 @@ def test_counts_are_those_of_the_slices(name: str, layout: LayoutConfig) -> None
     for stage in range(layout.pipeline_parallel_size):
         slices = policy_slices(shape, PolicyRank(layout, pp_rank=stage))
         # 101 tokens over two ranks: the first has no row of padding.
-        assert stage_parameters(shape, layout, stage).total == sum(part.num_elements for part in slices)
+        total = stage_parameters(shape, layout, stage).total
+        assert total == sum(part.num_elements for part in slices)
+        assert isinstance(total, int)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "moe" in name or name == "gpt-oss"])
@@ -36,6 +38,7 @@ def test_experts_are_divided_by_their_own_axes(name: str) -> None:
     assert (part.dense, part.experts) == (whole.dense, whole.experts // 2)
     slices = policy_slices(shape, PolicyRank(layout))
     assert part.total == sum(slice_.num_elements for slice_ in slices)
+    assert isinstance(part.total, int)
 
 
 def test_state_is_spread_over_the_ranks_that_hold_the_same() -> None:
@@ -44,6 +47,8 @@ def test_state_is_spread_over_the_ranks_that_hold_the_same() -> None:
         tensor_parallel_size=2, context_parallel_size=2, data_parallel_size=2, expert_parallel_size=4
     )
     assert Parameters(dense=800, experts=600).per_copy(layout) == 800 // 4 + 600 // 2
+    halves = layout.model_copy(update={"expert_parallel_size": 2, "expert_tensor_parallel_size": 2})
+    assert Parameters(dense=801, experts=601).per_copy(halves) == 200 + 300
 
 
 def shape_of(name: str) -> ModelShape:
