@@ -38,7 +38,7 @@ MODULES: dict[str, Sequence[str]] = {
     "models.layout_rules": ["models/test_layout_rules.py", "models/test_moe_rules.py"],
     "plan.layouts": ["plan/test_layouts.py"],
     "plan.memory": ["plan/test_memory.py", "plan/test_parameters.py"],
-    "rollout.collector": ["rollout/test_collector.py"],
+    "rollout.collector": ["rollout/test_answers.py", "rollout/test_collector.py", "rollout/test_order.py"],
     "rollout.turn_loop": ["rollout/test_turn_loop.py"],
     "weights.plan": ["weights/test_transfer_plan.py"],
 }
