@@ -93,6 +93,8 @@ def run_mutants(processes: int) -> None:
 
     Those mostly change the text of messages and defaults that no caller depends on.
     """
+    # A child of a process that has computed in several threads waits for them forever.
+    os.environ["OMP_NUM_THREADS"] = "1"
     from mutmut.__main__ import cli
     from mutmut.mutation import mutators
 
