@@ -251,6 +251,7 @@ def test_a_frozen_model_has_weights_and_one_layers_activations(configure: Config
     kept = {"group": "teacher", "count": 1, "weights": 4 * WHOLE, "activations": policy.activations // 6}
     nothing = {name: 0 for name in asdict(teacher) if name not in kept}
     assert asdict(teacher) == nothing | kept | {"logits": policy.logits, "runtime": policy.runtime}
+    assert isinstance(teacher.activations, int)
 
 
 def test_a_frozen_model_of_six_stages_has_a_layer_in_each(configure: Configure) -> None:
