@@ -35,7 +35,11 @@ MODULES: dict[str, Sequence[str]] = {
     "algorithms.token_advantages": ["algorithms/test_token_advantages.py"],
     "data.shards": ["data/test_micro_batches.py", "data/test_shards.py", "data/test_columns.py"],
     "generation.router": ["generation/test_router.py"],
-    "models.layout": ["models/test_policy_layout.py"],
+    "models.layout": [
+        "models/test_layout_rules.py",
+        "models/test_policy_layout.py",
+        "plan/test_parameters.py",
+    ],
     "models.layout_rules": ["models/test_layout_rules.py", "models/test_moe_rules.py"],
     "plan.layouts": ["plan/test_layouts.py"],
     "plan.memory": ["plan/test_memory.py", "plan/test_parameters.py"],
