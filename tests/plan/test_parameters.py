@@ -28,6 +28,7 @@ def test_counts_are_those_of_the_slices(name: str, layout: LayoutConfig) -> None
         total = stage_parameters(shape, layout, stage).total
         assert total == sum(part.num_elements for part in slices)
         assert isinstance(total, int)
+        assert all(part.num_elements for part in slices)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "moe" in name or name == "gpt-oss"])
@@ -39,6 +40,16 @@ def test_experts_are_divided_by_their_own_axes(name: str) -> None:
     slices = policy_slices(shape, PolicyRank(layout))
     assert part.total == sum(slice_.num_elements for slice_ in slices)
     assert isinstance(part.total, int)
+
+
+def test_matrices_that_are_stored_by_columns_are_read_by_columns() -> None:
+    """gpt-oss stores its experts' matrices as [experts, in, out]; the parameter is [out, in]."""
+    shape = shape_of("gpt-oss")
+    assert shape.moe is not None
+    name = "model.layers.0.mlp.experts.down_proj"
+    found = [part for part in policy_slices(shape, PolicyRank()) if part.name == name]
+    assert [part.start for part in found] == [(expert, 0, 0) for expert in range(shape.moe.num_experts)]
+    assert {part.strides[1:] for part in found} == {(1, shape.moe.ffn_hidden_size)}
 
 
 def test_state_is_spread_over_the_ranks_that_hold_the_same() -> None:
