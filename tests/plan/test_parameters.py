@@ -1,10 +1,12 @@
 """Counted parameters against the slices of every rank, of tiny models of all families."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from nemorl.config.policy import LayoutConfig
-from nemorl.models.layout import PolicyRank, policy_slices
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
 from nemorl.models.registry import shape_from_config
 from nemorl.models.shape import ModelShape
 from nemorl.plan.memory import Parameters, stage_parameters
@@ -50,6 +52,13 @@ def test_matrices_that_are_stored_by_columns_are_read_by_columns() -> None:
     found = [part for part in policy_slices(shape, PolicyRank()) if part.name == name]
     assert [part.start for part in found] == [(expert, 0, 0) for expert in range(shape.moe.num_experts)]
     assert {part.strides[1:] for part in found} == {(1, shape.moe.ffn_hidden_size)}
+
+
+def test_a_scalar_head_is_one_row_in_place_of_the_vocabulary() -> None:
+    shape = shape_of("llama")
+    tensors = hf_tensors(shape)
+    assert tensors.pop("lm_head.weight") == (101, shape.hidden_size)
+    assert hf_tensors(replace(shape, head="scalar")) == tensors | {"score.weight": (1, shape.hidden_size)}
 
 
 def test_state_is_spread_over_the_ranks_that_hold_the_same() -> None:
