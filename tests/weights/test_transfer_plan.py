@@ -283,6 +283,10 @@ def test_rows_that_fill_a_piece_are_not_cut() -> None:
     ]
 
 
+def test_a_number_without_axes_is_one_piece() -> None:
+    assert list(split(Box((), ()), 1)) == [Box((), ())]
+
+
 def test_boxes_that_touch_share_nothing() -> None:
     assert intersection(Box((0, 0), (2, 3)), Box((2, 0), (1, 3))) is None
     assert intersection(Box((0, 0), (2, 3)), Box((1, 2), (4, 4))) == Box((1, 2), (1, 1))
@@ -323,6 +327,10 @@ def test_the_largest_shares_are_taken_first_and_of_equal_ones_those_with_more_ho
     need = part("w", (6, 2), (0, 0), (4, 2), "p")
     rows = [part("w", (6, 2), (row, 0), (1, 2), f"row {row}") for row in range(6)]
     assert delivered_boxes(plan_of([rows, [whole("w", (6, 2))]], [[need]], 1000)) == [(1, (0, 0), (4, 2))]
+    # A box that is held as it is needed comes from there, also one that just fills a bucket.
+    for bucket_bytes in (1000, 4 * 8):
+        plan = plan_of([[need], [whole("w", (6, 2))], [whole("w", (6, 2))]], [[need]], bucket_bytes)
+        assert delivered_boxes(plan) == [(0, (0, 0), (4, 2))]
     five = part("w", (6, 2), (0, 0), (5, 2), "five")
     plan = plan_of([[whole("w", (6, 2))], [five], [five]], [[need]], 1000)
     assert delivered_boxes(plan) == [(1, (0, 0), (4, 2))]
