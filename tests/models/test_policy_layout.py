@@ -126,7 +126,7 @@ def test_a_layout_that_does_not_divide_is_refused(
         policy_slices(tiny_llama.shape, rank)
 
 
-def test_runs_of_layers_are_told_by_the_names_of_their_parameters(tiny_llama: TinyModel) -> None:
+def test_parameters_are_named_after_their_run_of_layers(tiny_llama: TinyModel) -> None:
     """Two stages with two runs of one layer each: the first stage has layers 0 and 2."""
     interleaved = LayoutConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2)
     down = {
