@@ -96,6 +96,16 @@ def test_over_hardly_any_tokens_advantages_are_numbers(lengths: list[int]) -> No
         assert all(map(math.isfinite, estimate(groups, **config)[0])), config
 
 
+def test_one_token_is_its_own_mean() -> None:
+    config = {"name": "reinforce", "normalization": "mean", "over": "tokens"}
+    assert estimate([paid(0, [0.0, 1.0], [0, 1])], **config) == [[-1.0, 0.0]]
+
+
+def test_two_trajectories_are_whitened_by_their_unbiased_deviation() -> None:
+    (found,) = estimate([paid(0, [0.0, 1.0])], name="reinforce", normalization="whiten")
+    assert found == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
+
+
 def test_remax() -> None:
     groups = [
         group(0, trajectory(1.0), trajectory(0.25, 1), greedy=0.5),
@@ -128,6 +138,13 @@ def test_optimal_baseline_has_the_least_variance() -> None:
     assert all(variance(chosen) < variance(chosen + step) for step in (-0.01, 0.01))
 
 
+def test_optimal_baseline_of_nothing_to_compare_is_the_reward() -> None:
+    """Equal rewards, whose mean is not exact, and trajectories without sampled tokens."""
+    assert sum(n * 0.1 for n in (3, 7, 9)) / 19 != 0.1
+    groups = [paid(0, [0.1, 0.1, 0.1], [3, 7, 9]), paid(1, [0.0, 1.0], [0, 0])]
+    assert estimate(groups, name="opo") == [[0.0, 0.0, 0.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_gpg_makes_up_for_groups_without_a_gradient(normalize: bool) -> None:
     alpha = 5 / (5 - 2)  # of five groups one has equal rewards and one is alone
@@ -138,6 +155,11 @@ def test_gpg_makes_up_for_groups_without_a_gradient(normalize: bool) -> None:
         for part, _ in BATCH
     ]
     assert_equal(estimate(GROUPS, name="gpg", normalize=normalize), expected)
+
+
+def test_gpg_gives_a_single_teaching_group_the_weight_of_all() -> None:
+    groups = [paid(0, [1.0, 0.0]), paid(1, [1.0, 1.0]), paid(2, [0.0])]
+    assert estimate(groups, name="gpg", normalize=False) == [[1.5, -1.5], [0.0, 0.0], [0.0]]
 
 
 def test_gpg_of_a_batch_that_teaches_nothing() -> None:
@@ -251,6 +273,12 @@ def test_turns(discount: float, outcome_weight: float, normalize: bool) -> None:
 def test_turns_of_conversations_with_one_are_grpo() -> None:
     found = estimate(GROUPS, name="turn")
     assert [[value for (value,) in row] for row in found] == estimate(GROUPS, name="group")
+
+
+def test_a_conversation_without_turns_has_no_advantage() -> None:
+    members = trajectory(1.0), trajectory(0.0, 1, num_turns=0, turn_rewards=())
+    (found,) = estimate([group(0, *members)], name="turn", normalize=False)
+    assert found == [(0.5,), ()]
 
 
 EVERY = [

@@ -82,6 +82,11 @@ def test_the_most_varied_groups_train(share: float, expected: list[int]) -> None
     assert sorted(kept(groups, keep_most_varied=share)) == sorted(expected)
 
 
+def test_a_group_of_one_does_not_vary() -> None:
+    groups = [paid(0, [1.0]), paid(1, [0.4, 0.5]), paid(2, [0.0, 1.0])]
+    assert sorted(kept(groups, keep_most_varied=0.7)) == [1, 2]
+
+
 def test_truncated_trajectories_do_not_train_and_stay_in_their_baseline() -> None:
     cut = trajectory(0.0, 1, sampled=9, stop=StopReason.LENGTH)
     batch = filter_groups([group(0, trajectory(1.0), cut)], FiltersConfig(drop_truncated=True), 1)

@@ -150,3 +150,14 @@ def test_sequences_without_sampled_tokens_do_not_count() -> None:
     assert sequence_weights([2, 0, 3], "token-mean").tolist() == pytest.approx([1 / 5, 0, 1 / 5])
     with pytest.raises(ValueError, match="aggregation_length"):
         sequence_weights([2], "seq-mean-token-sum-norm")
+
+
+def test_a_single_token_has_the_whole_weight() -> None:
+    assert sequence_weights([1, 0], "token-mean").tolist() == [1, 0]
+    assert sequence_weights([5], "seq-mean-token-sum").tolist() == [1]
+    assert sequence_weights([0, 0], "token-mean").tolist() == [0, 0]
+    assert finish_metrics({"tokens": 1.0, "entropy": 3.0, "loss/total": 2.0}, {"largest": 5.0}) == {
+        "entropy": 3.0,
+        "loss/total": 2.0,
+        "largest": 5.0,
+    }

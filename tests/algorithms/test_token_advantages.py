@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.token_advantages import SequenceKL, TokenEstimator, length_adaptive_lambda
+from nemorl.algorithms.token_advantages import SequenceKL, TokenEstimator, length_adaptive_lambda, whiten
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.advantages import BiLevelGaeConfig, GaeConfig, TokenReturnsConfig, TurnGaeConfig
 from nemorl.data.packed import PackedBatch
@@ -112,6 +112,36 @@ def test_critic_and_policy_may_have_a_lambda_each_and_the_policys_grow_with_the_
             assert found.returns[i].item() == pytest.approx(to_come, abs=1e-6)
     lambdas = length_adaptive_lambda(torch.tensor([0, 5, 100, 4000]), 0.05).squeeze(1)
     assert lambdas.tolist() == pytest.approx([0.0, 0.0, 0.8, 0.995])
+    assert length_adaptive_lambda(torch.tensor([1, 2]), 2.0).tolist() == [[0.5], [0.75]]
+
+
+def test_the_critic_learns_rewards_less_the_divergence():
+    batch = batch_of()
+    config = GaeConfig(name="gae", critic_lam=1.0, whiten=False)
+    found = estimate(config, batch, KL)
+    for places in sampled(batch):
+        for t, i in enumerate(places):
+            to_come = sum(batch.rewards[j].item() - penalty(batch, j, 0.3) for j in places[t:])
+            assert found.returns[i].item() == pytest.approx(to_come, abs=1e-6)
+
+
+def test_two_tokens_are_whitened_and_one_is_not():
+    advantages = torch.tensor([0.0, 2.0, 9.0])
+    found = whiten(advantages, torch.tensor([True, True, False]), one_rank)
+    torch.testing.assert_close(found, torch.tensor([-math.sqrt(0.5), math.sqrt(0.5), 0.0]))
+    assert whiten(advantages, torch.tensor([False, True, False]), one_rank).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_metrics_of_a_single_token():
+    batch = batch_of(((2, 1),))
+    config = TokenReturnsConfig(name="token_returns", whiten=False)
+    metrics = estimate(config, batch, KL).metrics
+    taken = penalty(batch, 2, 0.3)
+    assert metrics == {
+        "advantage/mean": pytest.approx(batch.rewards[2].item() - taken, abs=1e-6),
+        "advantage/std": pytest.approx(0.0, abs=1e-3),
+        "kl/penalty": pytest.approx(taken, abs=1e-6),
+    }
 
 
 def test_turns_as_actions():

@@ -51,11 +51,26 @@ def test_balance_finds_the_even_split_that_dealing_in_turn_misses():
     assert sorted(sum([8, 7, 6, 5, 4, 2][i] for i in rank) for rank in ranks) == [16, 16]
 
 
+@pytest.mark.parametrize(
+    ("costs", "sums"),
+    [
+        ([7, 2, 6], [7, 8]),
+        ([2, 10, 11, 4, 5], [16, 16]),
+        ([6, 2, 4, 9, 6], [13, 14]),
+        ([10, 2, 8, 10, 11, 6, 4], [25, 26]),
+    ],
+)
+def test_balance_finds_the_best_split_of_uneven_counts(costs, sums):
+    assert sorted(sum(costs[i] for i in rank) for rank in balance(costs, 2)) == sums
+
+
 def test_interleaved_stages_get_a_micro_batch_each():
     plan = plan_batch([5, 5, 9, 1, 2, 3], 2, 1, MAX_TOKENS, hidden_size=64, fewest=3)
     assert [len(batches) for batches in plan.minibatches[0]] == [3, 3]
     with pytest.raises(ValueError, match="rank 0 has 3 sequences, but 4 interleaved stages require as many"):
         plan_batch([5, 5, 9, 1, 2, 3], 2, 1, MAX_TOKENS, hidden_size=64, fewest=4)
+    with pytest.raises(ValueError, match="rank 0 has 1 sequences, but 2 interleaved stages require as many"):
+        plan_micro_batches([[5]], MAX_TOKENS, fewest=2)
 
 
 def test_metrics_of_a_plan_written_out():

@@ -42,8 +42,17 @@ def engines(count: int, **options) -> list[EchoEngine]:
 
 
 def run(work):
-    """Its result, or TimeoutError: what is lost must not be waited for."""
-    return asyncio.run(asyncio.wait_for(work, 30))
+    """Its result, or TimeoutError: what is lost must not be waited for. No callback may fail."""
+
+    async def main():
+        failures = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        result = await asyncio.wait_for(work, 30)
+        await asyncio.sleep(0)
+        assert not failures
+        return result
+
+    return asyncio.run(main())
 
 
 def router_of(replicas: list) -> Router:
@@ -94,10 +103,29 @@ def test_a_conversation_stays_on_its_replica():
                 *(router.generate(request(f"{c}/{turn}", conversation=c)) for c in ("a", "b"))
             )
         await router.generate(request("b/3", conversation="b"))
+        assert router.outstanding_tokens == [0, 0]
 
     run(main())
     assert replicas[0].calls == [["a/0"], ["a/1"], ["a/2"]]
     assert replicas[1].calls == [["b/0"], ["b/1"], ["b/2"], ["b/3"]]
+
+
+def test_the_home_that_was_used_longest_ago_is_forgotten(monkeypatch):
+    monkeypatch.setattr("nemorl.generation.router.REMEMBERED_CONVERSATIONS", 2)
+    replicas = engines(3)
+
+    async def main():
+        router = router_of(replicas)
+        together = request("alone"), request("a/0", "a"), request("b/0", "b")
+        await asyncio.gather(*map(router.generate, together))
+        for name in ("a/1", "c/0", "b/1", "c/1"):
+            await router.generate(request(name, conversation=name[0]))
+
+    run(main())
+    # `c` is the third, and `a` was used after `b`. A new home is the first of equally idle replicas.
+    assert replicas[0].calls == [["alone"], ["c/0"], ["b/1"], ["c/1"]]
+    assert replicas[1].calls == [["a/0"], ["a/1"]]
+    assert replicas[2].calls == [["b/0"]]
 
 
 @dataclass
@@ -149,9 +177,11 @@ class Routing(Counting):
             yield [replace(report, routed_experts=rows)]
 
 
+@pytest.mark.parametrize("other_tells_early", [True, False])
 @pytest.mark.parametrize("tells_early", [True, False])
-def test_experts_continue_where_a_lost_replica_reported_the_last(tells_early):
-    _, other = replicas = [Routing(3, breaks_at=4, tells_early=tells_early), Routing(5)]
+def test_experts_continue_where_a_lost_replica_reported_the_last(tells_early, other_tells_early):
+    other = Routing(5, tells_early=other_tells_early)
+    replicas = [Routing(3, breaks_at=4, tells_early=tells_early), other]
 
     async def main():
         return await router_of(replicas).generate(request("r", prompt=4, new=6, routed_experts_from=1))
@@ -214,6 +244,56 @@ def test_every_way_to_end_early_is_a_loss_with_its_cause(error, cause):
         )
 
 
+def test_the_time_of_an_answer_is_the_engines_unless_it_was_on_several():
+    async def timed(requests):
+        yield [replace(completion(r, [7]), seconds=12.5) for r in requests]
+
+    async def main():
+        router = Router([Replica("timed", timed)])
+        undisturbed = await router.generate(request("r"))
+        router = Router([Replica("dying", Counting(0, breaks_at=1).generate), Replica("timed", timed)])
+        return undisturbed, await router.generate(request("r"))
+
+    undisturbed, moved = run(main())
+    assert undisturbed.seconds == 12.5
+    assert 0 < moved.seconds < 12.5
+
+
+def test_a_replica_that_breaks_after_its_answers_is_lost():
+    async def breaks(requests):
+        yield [completion(r, [7]) for r in requests]
+        raise ReplicaLost("out of memory")
+
+    async def main():
+        router = Router([Replica("a", breaks)])
+        await router.generate(request("r"))
+        await asyncio.sleep(0.01)
+        assert router.lost == {"a": "out of memory"}
+
+    run(main())
+
+
+def test_the_late_error_of_a_replaced_replica_is_not_its_successors():
+    async def late(requests):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ConnectionResetError("closed") from None
+        yield []
+
+    async def main():
+        router = Router([Replica("a", late)])
+        asked = asyncio.create_task(router.generate(request("r")))
+        await asyncio.sleep(0.01)
+        router.add(Replica("a", EchoEngine(lambda r: [9]).generate))
+        with pytest.raises(NoReplicaLeft):  # the only replica was given up before its successor came
+            await asked
+        await asyncio.sleep(0.01)
+        assert (router.living, router.lost) == (["a"], {})
+
+    run(main())
+
+
 def test_a_replica_that_is_given_up_is_not_received_any_more():
     async def main():
         held = asyncio.Event()
@@ -259,7 +339,7 @@ def test_a_request_that_two_replicas_did_not_survive_kills_no_third():
 def test_what_had_all_its_tokens_is_not_asked_for_again():
     # The replica is lost between the last report and the completion.
     async def cut(requests):
-        whole = completion(requests[0], [5, 6])
+        whole = completion(requests[0], [5, 6, 7])
         yield [Progress(requests[0].id, whole.tokens, whole.logprobs, whole.versions)]
         raise ReplicaLost("gone")
 
@@ -270,10 +350,10 @@ def test_what_had_all_its_tokens_is_not_asked_for_again():
         assert other.requests == []
         return answer
 
-    ended = run(main(request("r", new=9, stop_token_ids=frozenset({6}))))
-    assert (ended.stop, ended.tokens.tolist()) == (StopReason.STOP, [5, 6])
-    full = run(main(request("r", new=2)))
-    assert (full.stop, full.tokens.tolist()) == (StopReason.LENGTH, [5, 6])
+    ended = run(main(request("r", new=9, stop_token_ids=frozenset({7}))))
+    assert (ended.stop, ended.tokens.tolist()) == (StopReason.STOP, [5, 6, 7])
+    full = run(main(request("r", new=3)))
+    assert (full.stop, full.tokens.tolist()) == (StopReason.LENGTH, [5, 6, 7])
 
 
 def test_a_refusal_concerns_no_one_else():
@@ -298,6 +378,34 @@ def test_a_refusal_concerns_no_one_else():
     assert calls == [["a", "b", "c"], ["a"], ["b"], ["c"]]
 
 
+def test_the_refusal_of_a_replica_that_was_given_up_meanwhile_is_ignored():
+    async def main():
+        async def refuses(requests):
+            router.lose("a", "no step for 60 s")
+            raise RequestRefused("the prompt is too long")
+            yield []
+
+        router = Router([Replica("a", refuses), Replica("b", EchoEngine(lambda r: [8]).generate)])
+        return await router.generate(request("r"))
+
+    assert run(main()).tokens.tolist() == [8]
+
+
+def test_a_request_that_leaves_before_it_was_sent_is_not_sent():
+    (engine,) = replicas = engines(1)
+
+    async def main():
+        router = router_of(replicas)
+        asked = router.generate(request("gone"))
+        asked.send(None)  # to where it waits for its answer
+        asked.close()
+        await asyncio.sleep(0.01)
+        assert (router.outstanding_tokens, router.num_unanswered) == ([0], 0)
+
+    run(main())
+    assert engine.calls == []
+
+
 def test_a_cancelled_request_gives_its_tokens_back_and_is_ended():
     async def main():
         held, ended = asyncio.Event(), []
@@ -314,7 +422,8 @@ def test_a_cancelled_request_gives_its_tokens_back_and_is_ended():
         assert router.outstanding_tokens == [0]
         held.set()
         assert (await router.generate(request("next"))).id == "next"
-        assert ended == ["gone"]
+        await asyncio.sleep(0.01)
+        assert ended == ["gone"]  # and not what was answered
 
     run(main())
 

@@ -6,7 +6,12 @@ import pytest
 
 from nemorl.config.policy import FullRecompute, LayoutConfig, SelectiveRecompute
 from nemorl.models.layout import stage_layers
-from nemorl.models.layout_rules import layout_problems, recompute_problems
+from nemorl.models.layout_rules import (
+    layers_by_stage,
+    layout_problems,
+    norms_are_fused,
+    recompute_problems,
+)
 from nemorl.models.shape import MlaShape, ModelShape, MoeShape, Rope
 
 DENSE = ModelShape(
@@ -108,10 +113,22 @@ def layout(**sizes: int | bool | None) -> LayoutConfig:
             "24 columns of an expert",
         ),
         (
+            EXPERTS,
+            {"expert_tensor_parallel_size": 2},
+            "expert_tensor_parallel_size",
+            "2 (EP x ETP) does not divide 1",
+        ),
+        (
             replace(EXPERTS, linear_bias=True),
             {"expert_tensor_parallel_size": 2, "context_parallel_size": 2},
             "expert_tensor_parallel_size",
             "biases of experts",
+        ),
+        (
+            replace(DENSE, ffn_hidden_size=130),
+            {"tensor_parallel_size": 4},
+            "tensor_parallel_size",
+            "130 columns of the MLP: 1, 2, 5, 10, 13, 26 do",  # divisors up to 64
         ),
     ],
 )
@@ -142,10 +159,40 @@ def test_a_rule_names_field_and_fix(
             EXPERTS,
             {"expert_tensor_parallel_size": 2, "expert_parallel_size": 2, "data_parallel_size": 4},
         ),
+        # Only a layout that divides experts has to divide their biases.
+        (replace(EXPERTS, linear_bias=True), {"expert_parallel_size": 2, "data_parallel_size": 2}),
+        # Every layer has experts: nothing has the columns of the MLP.
+        (replace(EXPERTS, ffn_hidden_size=97), {"tensor_parallel_size": 2, "sequence_parallel": True}),
+        (
+            DENSE,
+            {
+                "pipeline_parallel_size": 2,
+                "virtual_pipeline_parallel_size": 2,
+                "layers_in_first_stage": 4,
+                "layers_in_last_stage": 8,
+            },
+        ),
     ],
 )
 def test_what_can_run_is_let_through(shape: ModelShape, sizes: dict[str, int | bool]) -> None:
     assert list(layout_problems(shape, layout(**sizes))) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "field"),
+    [
+        ({"pipeline_parallel_size": 3, "layers_in_first_stage": 15}, "layers_in_first_stage"),
+        ({"pipeline_parallel_size": 3, "layers_in_first_stage": 3}, "pipeline_parallel_size"),
+        (
+            {"pipeline_parallel_size": 2, "layers_in_first_stage": 5, "layers_in_last_stage": 7},
+            "virtual_pipeline_parallel_size",
+        ),
+    ],
+)
+def test_interleaving_is_checked_only_for_stages_that_add_up(sizes: dict[str, int], field: str) -> None:
+    """12 layers, two runs in a stage: stages that do not add up have one problem."""
+    (problem,) = layout_problems(DENSE, layout(virtual_pipeline_parallel_size=2, **sizes))
+    assert problem.field == f"policy.layout.{field}"
 
 
 def test_key_value_heads_may_be_divided_but_not_under_adapters() -> None:
@@ -153,6 +200,7 @@ def test_key_value_heads_may_be_divided_but_not_under_adapters() -> None:
     assert list(layout_problems(DENSE, wanted)) == []
     (problem,) = layout_problems(DENSE, wanted, adapters=True)
     assert "adapters require complete heads" in problem.fix
+    assert list(layout_problems(DENSE, layout(tensor_parallel_size=4), adapters=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -184,6 +232,57 @@ def test_recomputation_that_cannot_be(
     (problem,) = recompute_problems(shape, stages, recompute)
     assert problem.field == f"policy.recompute.{field}"
     assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        FullRecompute(name="full", method="block", num_layers=5),  # as many as the largest stage has
+        FullRecompute(name="full", method="block", num_layers=4),  # only `uniform` has to divide
+        FullRecompute(name="full", method="uniform", num_layers=1),
+    ],
+)
+def test_recomputation_that_fits(recompute: FullRecompute) -> None:
+    """Stages of 2, 5 and 5 layers."""
+    stages = layout(pipeline_parallel_size=3, layers_in_first_stage=2)
+    assert list(recompute_problems(DENSE, stages, recompute)) == []
+
+
+@pytest.mark.parametrize(
+    ("runs", "fix"),
+    [
+        (1, "there are only 6 layers of a stage: take 6 or fewer"),
+        (2, "there are only 3 layers of a stage run: take 3 or fewer"),
+        (3, "there are only 2 layers of a stage run: take 2 or fewer"),
+    ],
+)
+def test_recomputation_counts_the_layers_of_a_run(runs: int, fix: str) -> None:
+    """Two equal stages of 12 layers."""
+    stages = layout(pipeline_parallel_size=2, virtual_pipeline_parallel_size=runs)
+    recompute = FullRecompute(name="full", num_layers=7)
+    (problem,) = recompute_problems(DENSE, stages, recompute)
+    assert (problem.value, problem.fix) == (7, fix)
+    assert list(recompute_problems(DENSE, stages, FullRecompute(name="full", num_layers=6 // runs))) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers"),
+    [
+        ({"pipeline_parallel_size": 3, "layers_in_last_stage": 6}, [3, 3, 6]),
+        ({"pipeline_parallel_size": 3, "layers_in_first_stage": 2}, [2, 5, 5]),
+        ({"pipeline_parallel_size": 2, "layers_in_first_stage": 5, "layers_in_last_stage": 7}, [5, 7]),
+    ],
+)
+def test_other_stages_share_what_the_first_and_last_leave(sizes: dict[str, int], layers: list[int]) -> None:
+    assert layers_by_stage(12, layout(**sizes)) == layers
+
+
+def test_only_dense_attention_and_mlp_have_all_norms_fused() -> None:
+    """Latents and routers have norms of their own."""
+    assert norms_are_fused(DENSE)
+    assert not norms_are_fused(EXPERTS)
+    assert not norms_are_fused(LATENT)
+    assert not norms_are_fused(replace(LATENT, moe=EXPERTS.moe))
 
 
 def test_layers_of_uneven_and_interleaved_stages_follow_one_another() -> None:

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.hf_folder import HfFolder
-from nemorl.models.layout import PolicyRank, hf_tensors, padded_vocab_size, policy_slices
+from nemorl.models.layout import (
+    PolicyRank,
+    chunk_of,
+    chunk_prefix,
+    hf_tensors,
+    padded_vocab_size,
+    policy_slices,
+)
 from nemorl.models.tensors import local_view
 from tests.models.megatron_ranks import empty_parameters, ranks
 from tests.models.tiny_models import TinyModel
@@ -119,9 +126,31 @@ def test_a_layout_that_does_not_divide_is_refused(
         policy_slices(tiny_llama.shape, rank)
 
 
-def test_more_ranks_than_vocabulary_leave_some_without_a_row(tiny_llama: TinyModel) -> None:
-    """Five tokens over four ranks: two rows each, so the last rank's are padding only."""
-    shape = dataclasses.replace(tiny_llama.shape, vocab_size=5)
+def test_parameters_are_named_after_their_run_of_layers(tiny_llama: TinyModel) -> None:
+    """Two stages with two runs of one layer each: the first stage has layers 0 and 2."""
+    interleaved = LayoutConfig(pipeline_parallel_size=2, virtual_pipeline_parallel_size=2)
+    down = {
+        part.param: part.name
+        for part in policy_slices(tiny_llama.shape, PolicyRank(interleaved))
+        if "down_proj" in part.name
+    }
+    second = f"{chunk_prefix(1)}decoder.layers.0.mlp.linear_fc2.weight"
+    assert down == {
+        "decoder.layers.0.mlp.linear_fc2.weight": "model.layers.0.mlp.down_proj.weight",
+        second: "model.layers.2.mlp.down_proj.weight",
+    }
+    assert [chunk_of(param) for param in down] == [
+        (0, "decoder.layers.0.mlp.linear_fc2.weight"),
+        (1, "decoder.layers.0.mlp.linear_fc2.weight"),
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "last"), [(5, [[1], []]), (6, [[2], []]), (7, [[2], [1]])])
+def test_more_ranks_than_vocabulary_leave_some_without_a_row(
+    tiny_llama: TinyModel, tokens: int, last: list[list[int]]
+) -> None:
+    """Four ranks have two rows each, of which those beyond the vocabulary are padding."""
+    shape = dataclasses.replace(tiny_llama.shape, vocab_size=tokens)
     rows = [
         [
             part.size[0]
@@ -130,4 +159,4 @@ def test_more_ranks_than_vocabulary_leave_some_without_a_row(tiny_llama: TinyMod
         ]
         for rank in range(4)
     ]
-    assert rows == [[2], [2], [1], []]
+    assert rows == [[2], [2], *last]

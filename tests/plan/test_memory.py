@@ -1,12 +1,31 @@
 """Memory against values worked out by hand for the model of `tests.plan.models`."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
+from nemorl.config.facts import ModelSpec
+from nemorl.config.generation import TorchGenerationConfig
+from nemorl.config.policy import (
+    FullRecompute,
+    LayoutConfig,
+    NoRecompute,
+    PolicyConfig,
+    RecomputeConfig,
+    RecomputeModule,
+    SelectiveRecompute,
+)
 from nemorl.models.registry import shape_from_config
-from nemorl.models.shape import MoeShape
-from nemorl.plan.memory import ProcessMemory, estimate_memory
+from nemorl.models.shape import MlaShape, ModelShape, MoeShape
+from nemorl.plan.memory import (
+    ProcessMemory,
+    buckets_bytes,
+    estimate_memory,
+    kept_elements,
+    policy_memory,
+    sampling_bytes,
+)
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG
 
@@ -123,6 +142,7 @@ def test_parallel_sizes_share_the_weights(configure: Configure) -> None:
     assert policy.count == 12
     assert policy.weights == 4 * local
     assert policy.optimizer == 8 * local // 2
+    assert policy.logits == 0  # only the last stage has the head
 
 
 def test_the_engine_keeps_keys_values_and_arriving_weights(configure: Configure) -> None:
@@ -212,3 +232,231 @@ def test_an_endpoint_is_a_process_and_a_server_of_others_holds_no_weights(config
     assert not any(process.group == "endpoint" for process in estimate_memory(configure(), SHAPE, True))
     assert (elsewhere.weights, elsewhere.kv_cache, elsewhere.staging) == (0, 0, 0)
     assert elsewhere.runtime > 0
+
+
+def test_the_driver_holds_the_object_store(configure: Configure) -> None:
+    driver = group("driver", estimate_memory(configure("cluster.object_store_megabytes=300"), SHAPE, True))
+
+    assert driver.count == 1
+    assert driver.total == 1_000_000_000 + 300 * 1024 * 1024
+
+
+def test_a_frozen_model_has_weights_and_one_layers_activations(configure: Configure) -> None:
+    """A teacher that neither samples nor sends nor learns."""
+    experiment = configure()
+    spec = ModelSpec("teacher", "teachers.main", experiment.policy, trains=False)
+    teacher = group("teacher", estimate_memory(experiment, SHAPE, True, [(spec, SHAPE)]))
+    policy = policy_memory(experiment, SHAPE)
+
+    kept = {"group": "teacher", "count": 1, "weights": 4 * WHOLE, "activations": policy.activations // 6}
+    nothing = {name: 0 for name in asdict(teacher) if name not in kept}
+    assert asdict(teacher) == nothing | kept | {"logits": policy.logits, "runtime": policy.runtime}
+    assert isinstance(teacher.activations, int)
+
+
+def test_a_frozen_model_of_six_stages_has_a_layer_in_each(configure: Configure) -> None:
+    experiment = configure()
+    stages = experiment.policy.model_copy(update={"layout": LayoutConfig(pipeline_parallel_size=6)})
+    spec = ModelSpec("teacher", "teachers.main", stages, trains=False)
+    teacher = group("teacher", estimate_memory(experiment, SHAPE, True, [(spec, SHAPE)]))
+
+    at_stages = policy_memory(experiment.model_copy(update={"policy": stages}), SHAPE)
+    assert teacher.activations == at_stages.activations
+    assert isinstance(teacher.activations, int)
+
+
+def test_a_critic_learns_without_logits(configure: Configure) -> None:
+    experiment, shape = configure(), replace(SHAPE, head="scalar")
+    spec = ModelSpec("critic", "critic", experiment.policy)
+    critic = group("critic", estimate_memory(experiment, SHAPE, True, [(spec, shape)]))
+    policy = policy_memory(experiment, SHAPE)
+
+    whole = WHOLE - EMBEDDING + 128  # one row in place of the head's
+    assert (critic.weights, critic.gradients, critic.optimizer) == (4 * whole, 4 * whole, 8 * whole)
+    assert (critic.logits, critic.activations) == (0, policy.activations)
+    assert (critic.reference, critic.kv_cache, critic.staging, critic.staging_on_host) == (0, 0, 0, 0)
+
+
+def test_logits_and_activations_of_odd_sizes_are_whole_bytes(configure: Configure) -> None:
+    """A vocabulary of 1001 over two ranks, 512 tokens over three."""
+    chunk = "policy.logprob_chunk_tokens=101"
+    layout = "policy.layout={tensor_parallel_size: 2, sequence_parallel: true}"
+    odd = policy_memory(configure(chunk, layout), replace(SHAPE, vocab_size=1001))
+    assert odd.logits == 50550 * 4 * 2  # 101 * 1001 / 2 = 50550.5
+
+    thirds = policy_memory(configure("policy.layout.context_parallel_size=3"), SHAPE)
+    # Attention collects the keys and values of the two other ranks.
+    assert thirds.activations == 171 * 6 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384 + 2 * 2 * 64) * 4
+    assert {type(value) for name, value in asdict(thirds).items() if name != "group"} == {int}
+
+
+def test_copies_of_unequal_batches_count_the_largest(configure: Configure) -> None:
+    """32 sequences of 64 tokens over three copies: one has 11."""
+    experiment = configure("policy.micro_batch_tokens=8192")
+    thirds = experiment.policy.model_copy(update={"layout": LayoutConfig(data_parallel_size=3)})
+    policy = policy_memory(experiment.model_copy(update={"policy": thirds}), SHAPE)
+
+    assert policy.activations == 11 * 64 * 6 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384) * 4
+    one = configure("algorithm.name=sft", "algorithm.num_steps=1", "algorithm.batch_size=1")
+    assert policy_memory(one, SHAPE).activations == 64 * 6 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384) * 4
+
+
+def test_no_more_micro_batches_are_in_flight_than_there_are(configure: Configure) -> None:
+    """2048 tokens are two micro-batches of 1500, on three stages of two layers."""
+    layout = "policy.layout.pipeline_parallel_size=3"
+    policy = policy_memory(configure("policy.micro_batch_tokens=1500", layout), SHAPE)
+
+    assert policy.activations == 1500 * 2 * 2 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384) * 4
+
+
+def test_a_policy_that_samples_keeps_the_keys_of_its_heads(configure: Configure) -> None:
+    """Four key-value heads of 16 over eight ranks, and eight latent heads of 8 and 4 rotary channels."""
+    sampling = "generation={backend: megatron, max_kv_tokens: 3000}"
+    eight = policy_memory(configure(sampling, "policy.layout.tensor_parallel_size=8"), SHAPE)
+    assert eight.kv_cache == 2 * 6 * 1 * 16 * 3000 * 4
+
+    mla = MlaShape(query_rank=None, key_value_rank=9, head_dim=8, rotary_dim=4, value_dim=6)
+    latent = policy_memory(configure(sampling), replace(SHAPE, mla=mla))
+    assert latent.kv_cache == 2 * 6 * 8 * (8 + 4) * 3000 * 4
+    assert policy_memory(configure(), SHAPE).kv_cache == 0
+
+
+def test_sampling_keeps_three_copies_of_the_logits(configure: Configure) -> None:
+    assert sampling_bytes(5, SHAPE) == 5 * 1000 * 4 * 3
+    sampling = "generation={backend: megatron, max_batch_size: 7}"
+    assert policy_memory(configure(sampling, "policy.logprob_chunk_tokens=1"), SHAPE).logits == 84000
+
+
+def test_two_buckets_hold_no_more_than_there_is() -> None:
+    generation = TorchGenerationConfig(bucket_megabytes=3)
+    assert buckets_bytes(generation, 10 * 1024 * 1024) == 2 * 3 * 1024 * 1024
+    assert buckets_bytes(generation, 1000) == 2 * 1000
+
+
+# Hidden 100, 4 query and 2 key-value heads of 6, an MLP of 70.
+NARROW = replace(
+    SHAPE,
+    num_layers=8,
+    hidden_size=100,
+    ffn_hidden_size=70,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+)
+NORMS, ATTENTION, MLP = 4 * 100, 2 * (24 + 12) + 24 + 12, 3 * 70
+NARROW_LAYER = NORMS + ATTENTION + MLP
+ONE_LAYER = replace(NARROW, num_layers=1)
+EXPERTS = replace(
+    ONE_LAYER, moe=MoeShape(num_experts=8, top_k=2, ffn_hidden_size=31, shared_ffn_hidden_size=50)
+)
+SHARED, ROUTED = 3 * 50, 2 * (2 * 100 + 3 * 31)
+LATENT = replace(
+    ONE_LAYER, mla=MlaShape(query_rank=None, key_value_rank=9, head_dim=8, rotary_dim=4, value_dim=6)
+)
+# Compressed keys and values, queries and keys of 4 * 12, values and output of 4 * 6.
+LATENT_ATTENTION = 2 * 9 + 2 * 48 + 2 * 24
+
+
+def kept(
+    shape: ModelShape,
+    layout: LayoutConfig | None = None,
+    recompute: RecomputeConfig | None = None,
+    stage: int = 0,
+    micro_batches: int = 100,
+) -> int:
+    """What is kept for each token."""
+    policy = PolicyConfig(
+        model_path=Path("model"), layout=layout or LayoutConfig(), recompute=recompute or NoRecompute()
+    )
+    elements = kept_elements(shape, policy, stage, 7, micro_batches)
+    assert isinstance(elements, int)
+    each, rest = divmod(elements, 7)
+    assert rest == 0
+    return each
+
+
+def without(*modules: RecomputeModule) -> SelectiveRecompute:
+    return SelectiveRecompute(name="selective", modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "in_flight"), [(0, 100, 4), (1, 100, 3), (3, 100, 1), (0, 3, 3)]
+)
+def test_a_stage_keeps_a_micro_batch_for_itself_and_each_stage_behind(
+    stage: int, micro_batches: int, in_flight: int
+) -> None:
+    stages = LayoutConfig(pipeline_parallel_size=4)
+    found = kept(NARROW, stages, stage=stage, micro_batches=micro_batches)
+    assert found == in_flight * 2 * NARROW_LAYER
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "in_flight"), [(0, 100, 11), (1, 100, 9), (3, 100, 5), (0, 4, 8)]
+)
+def test_interleaved_stages_keep_more_of_fewer_layers(stage: int, micro_batches: int, in_flight: int) -> None:
+    """Two for each stage behind, one for each stage and one more, of a run of one layer."""
+    stages = LayoutConfig(pipeline_parallel_size=4, virtual_pipeline_parallel_size=2)
+    found = kept(NARROW, stages, stage=stage, micro_batches=micro_batches)
+    assert found == in_flight * NARROW_LAYER
+
+
+def test_full_recomputation_keeps_inputs_and_the_layers_that_are_computed_again() -> None:
+    uniform = FullRecompute(name="full", method="uniform", num_layers=3)
+    assert kept(NARROW, recompute=uniform) == 3 * 100 + 3 * NARROW_LAYER  # runs of 3, 3 and 2 layers
+    block = FullRecompute(name="full", method="block", num_layers=3)
+    assert kept(NARROW, recompute=block) == 3 * 100 + 5 * NARROW_LAYER + NARROW_LAYER
+    each = FullRecompute(name="full", method="uniform", num_layers=1)
+    stages = LayoutConfig(pipeline_parallel_size=4)
+    assert kept(NARROW, stages, each) == 4 * 2 * 100 + NARROW_LAYER
+
+
+@pytest.mark.parametrize(
+    ("shape", "modules", "elements"),
+    [
+        (ONE_LAYER, ("core_attn",), NARROW_LAYER - 36),  # rotated queries and keys
+        (ONE_LAYER, ("layernorm",), NARROW_LAYER - 2 * 100),
+        (ONE_LAYER, ("mlp",), NORMS + ATTENTION),
+        (ONE_LAYER, ("moe",), NARROW_LAYER),
+        (EXPERTS, ("mlp",), NORMS + ATTENTION + SHARED + ROUTED),
+        (EXPERTS, ("moe",), NORMS + ATTENTION),
+        (EXPERTS, ("shared_experts",), NORMS + ATTENTION + ROUTED),
+        (LATENT, ("core_attn",), NORMS + LATENT_ATTENTION + MLP),
+    ],
+)
+def test_what_is_computed_again_is_not_kept(
+    shape: ModelShape, modules: tuple[RecomputeModule, ...], elements: int
+) -> None:
+    assert kept(shape, recompute=without(*modules)) == elements
+
+
+def test_a_layer_with_experts_keeps_the_tokens_of_each() -> None:
+    assert kept(EXPERTS) == NORMS + ATTENTION + SHARED + ROUTED
+    moe = EXPERTS.moe
+    assert moe is not None
+    mixed = replace(EXPERTS, num_layers=2, moe=replace(moe, first_layer=1))
+    assert kept(mixed) == NARROW_LAYER + NORMS + ATTENTION + SHARED + ROUTED
+    halves = LayoutConfig(data_parallel_size=2, expert_tensor_parallel_size=2)
+    # Both ranks of an expert have its tokens, and half of its columns.
+    assert kept(EXPERTS, halves) == NORMS + ATTENTION + SHARED + 2 * 2 * (2 * 100 + 46)
+
+
+def test_latent_attention_keeps_its_compressed_inputs() -> None:
+    assert kept(LATENT) == NORMS + LATENT_ATTENTION + 2 * 48 + MLP
+    assert LATENT.mla is not None
+    compressed = replace(LATENT, mla=replace(LATENT.mla, query_rank=20))
+    assert kept(compressed) == kept(LATENT) + 2 * 20
+
+
+def test_context_parallelism_collects_keys_and_values() -> None:
+    assert kept(ONE_LAYER, LayoutConfig(context_parallel_size=3)) == NARROW_LAYER + 2 * (12 + 12)
+    assert kept(LATENT, LayoutConfig(context_parallel_size=2)) == kept(LATENT) + 48 + 24
+
+
+def test_tensor_parallelism_divides_matrices_and_with_sequences_the_rest() -> None:
+    """Over eight ranks, in whole elements."""
+    eight = LayoutConfig(tensor_parallel_size=8)
+    assert kept(ONE_LAYER, eight) == 400 + 13 + 26
+    assert kept(EXPERTS, eight) == 400 + 13 + 18 + 586
+    sequences = LayoutConfig(tensor_parallel_size=8, sequence_parallel=True)
+    assert kept(ONE_LAYER, sequences) == 4 * 12 + 13 + 26
+    assert kept(EXPERTS, sequences) == 4 * 12 + 13 + 18 + 73

@@ -57,6 +57,8 @@ def test_long_answers_vote_by_their_hash() -> None:
     assert one is not None
     assert len(one) == 64
     assert one == answered(PLAIN, "x" * 1000) != other
+    assert answered(PLAIN, "x" * 200) == "x" * 200
+    assert answered(PLAIN, "x" * 201) != "x" * 201
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from nemorl.rollout.collector import (
     RolloutFailed,
     TaskOrder,
     sample_validation,
+    summarize,
 )
+from nemorl.trajectories import StopReason, Trajectory, Turn
 
 
 class StandInWorker:
@@ -171,8 +173,10 @@ REFILLED = [
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_refused_groups_are_replaced_until_enough_are_accepted(workers):
-    found = asyncio.run(steps(collector([StandInWorker() for _ in range(workers)], refill=GOOD), 0, 3))
-    assert found == REFILLED
+    working = [StandInWorker() for _ in range(workers)]
+    assert asyncio.run(steps(collector(working, refill=GOOD), 0, 3)) == REFILLED
+    # No group was started beyond what a step may sample.
+    assert sorted(a.group for w in working for a in w.assignments) == list(range(24))
 
 
 @pytest.mark.parametrize("shuffle", range(5))
@@ -256,6 +260,62 @@ def test_a_failing_worker_ends_the_wait():
         asyncio.run(main(leaves))
 
 
+@pytest.mark.parametrize(
+    ("count", "named"),
+    [
+        (8, "0, 1, 2, 3, 4, 5, 6, 7"),
+        (9, "0, 1, 2, 3, 4, 5, 6, 7 and 1 more"),
+        (30, "0, 1, 2, 3, 4, 5, 6, 7 and 22 more"),
+    ],
+)
+def test_up_to_eight_missing_groups_are_named(count, named):
+    async def leaves(assignments):
+        return
+        yield
+
+    async def main():
+        sampling = Collector([leaves], TaskOrder(4, 0, False), CollectorPlan(count, 1, 0), 5.0)
+        sampling.advance(0)
+        await sampling.next_batch()
+
+    with pytest.raises(RolloutFailed) as failed:
+        asyncio.run(main())
+    assert str(failed.value) == f"rollout worker 0 ended without groups {named}"
+
+
+def trajectory_of(versions, **fields):
+    """Tokens of these weights; -1 for those that were not sampled."""
+    size = len(versions)
+    given = {
+        "tokens": np.arange(size, dtype=np.int32),
+        "loss_mask": np.array(versions) >= 0,
+        "logprobs": np.zeros(size, dtype=np.float32),
+        "versions": np.array(versions, dtype=np.int32),
+        "turns": (Turn(1, size, StopReason.STOP),),
+        "rewards": {"exact": 0.5},
+        "reward": 0.25,
+        "stop": StopReason.STOP,
+        "group": 5,
+        "task": 7,
+        "error": None,
+    }
+    return Trajectory(**given | fields)
+
+
+def test_a_summary_has_the_oldest_and_newest_weights_of_sampled_tokens():
+    summary = summarize(trajectory_of([-1, 0, 0, -1, 2]), 3)
+    assert (summary.row, summary.reward, summary.num_tokens, summary.num_sampled) == (3, 0.25, 5, 3)
+    assert (summary.min_version, summary.max_version) == (0, 2)
+    assert (summary.trains, summary.error) == (True, None)
+
+
+def test_a_failed_trajectory_does_not_train():
+    failed = trajectory_of([-1, -1], turns=(), stop=StopReason.ERROR, error="environment reset: no room")
+    summary = summarize(failed, 0)
+    assert (summary.trains, summary.error) == (False, "environment reset: no room")
+    assert (summary.min_version, summary.max_version, summary.num_turns) == (-1, -1, 0)
+
+
 def test_validation_samples_the_first_tasks_in_order():
     workers = [StandInWorker(), StandInWorker()]
     batch = asyncio.run(sample_validation([w.run_groups for w in workers], 5, 3, 5.0, num_texts=1))
@@ -263,3 +323,6 @@ def test_validation_samples_the_first_tasks_in_order():
     asked = workers[0].assignments + workers[1].assignments
     assert all(a.validation and a.num_samples == 3 and a.task_index == a.group for a in asked)
     assert sum(a.num_texts for a in asked) == 1
+    silent = StandInWorker()
+    asyncio.run(sample_validation([silent.run_groups], 2, 3, 5.0))
+    assert [a.num_texts for a in silent.assignments] == [0, 0]

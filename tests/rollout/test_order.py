@@ -1,3 +1,5 @@
+import pytest
+
 from nemorl.rollout.collector import TaskOrder
 
 
@@ -18,3 +20,9 @@ def test_a_position_alone_decides_the_task():
 def test_without_shuffling_the_dataset_repeats_as_it_is():
     order = TaskOrder(3, seed=1, shuffle=False)
     assert [order.task_index(p) for p in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_an_order_needs_a_task():
+    assert [TaskOrder(1, seed=1, shuffle=True).task_index(p) for p in range(3)] == [0, 0, 0]
+    with pytest.raises(ValueError, match="at least one task"):
+        TaskOrder(0, seed=1, shuffle=False)

@@ -87,6 +87,38 @@ class TestTokens:
         assert trajectory.tokens.tolist() == [*encode("add"), 50, ENDOFTEXT, *encode("12"), 60, ENDOFTEXT]
 
 
+class RecordingPrompts(Prompts):
+    """Keeps what it is asked for between turns, and puts nothing there."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.asked = []
+
+    def after_turn(self, history, turn, observation, last_token):
+        self.asked.append(
+            (
+                [m.content for m in history],
+                turn.content,
+                [m.content for m in observation],
+                last_token,
+            )
+        )
+        return []
+
+
+class TestTemplate:
+    def test_it_gets_the_messages_before_a_turn_and_the_last_sampled_token(self, tokenizer):
+        prompts = RecordingPrompts(tokenizer)
+        (one,), (two,) = tokenizer.encode("1"), tokenizer.encode("2")
+        generator = ScriptedGenerator([[one, IM_END], [], [two], [50, IM_END]])
+        run(tokenizer, generator, ScriptedEnvironment([OBSERVE, OBSERVE, OBSERVE, DONE]), prompts)
+        assert prompts.asked == [
+            (["add"], "1", ["12"], IM_END),
+            (["add", "1", "12"], "", ["12"], None),  # a turn may be empty
+            (["add", "1", "12", "", "12"], "2", ["12"], two),
+        ]
+
+
 class RoutingGenerator(ScriptedGenerator):
     """Returns, for what it read, the number of its turn, from the position that is asked for."""
 
@@ -109,6 +141,11 @@ class TestExperts:
         assert trajectory.routed_experts[:, 1, 1].tolist() == expected
         assert [asked.routed_experts_from for asked in generator.requests] == [0, first.end - 1]
 
+    def test_a_single_turn_leaves_its_last_token_unknown(self, tokenizer):
+        generator = RoutingGenerator([[50, 51, IM_END]])
+        trajectory = run(tokenizer, generator, ScriptedEnvironment([DONE])).trajectory
+        assert trajectory.routed_experts[:, 0, 0].tolist() == [1] * (trajectory.num_tokens - 1) + [-1]
+
     def test_an_engine_that_reports_none_leaves_none(self, tokenizer):
         trajectory = run(tokenizer, ScriptedGenerator([[50, IM_END]]), ScriptedEnvironment([DONE])).trajectory
         assert trajectory.routed_experts is None
@@ -119,6 +156,7 @@ class TestEnds:
         environment = ScriptedEnvironment([OBSERVE, OBSERVE, DONE])
         trajectory = run(tokenizer, ScriptedGenerator([[50, IM_END]] * 3), environment).trajectory
         assert trajectory.rewards == {"step": 1.0, "end": 1.0}
+        assert trajectory.reward == 0.0  # which their weights decide later
         assert (trajectory.group, trajectory.task, trajectory.stop) == (5, 7, StopReason.STOP)
         assert environment.closes == 1
 
@@ -142,6 +180,35 @@ class TestEnds:
         assert trajectory.error is None
         assert trajectory.turns == (Turn(opening, opening + 2, StopReason.STOP, OBSERVE.rewards),)
         assert trajectory.num_tokens == opening + 2
+
+    def test_a_turn_follows_only_if_a_token_of_it_has_room(self, tokenizer):
+        prompts = ChatPrompts(tokenizer)
+        opening = len(prompts.open(TASK.messages))
+        turn, observation = Message("assistant", tokenizer.decode([50])), OBSERVE.messages
+        between = len(prompts.after_turn(TASK.messages, turn, observation, IM_END))
+        for room, turns in ((0, 1), (1, 2)):
+            generator = ScriptedGenerator([[50, IM_END]] * 2)
+            limit = opening + 2 + between + room
+            environment = ScriptedEnvironment([OBSERVE, DONE])
+            run(tokenizer, generator, environment, max_sequence_length=limit)
+            assert len(generator.requests) == turns
+        assert generator.requests[1].max_new_tokens == 1
+
+    def test_times_of_generation_and_environment_add_up_over_turns(self, tokenizer):
+        class SlowGenerator(ScriptedGenerator):
+            async def generate(self, request):
+                await asyncio.sleep(0.02)
+                return await super().generate(request)
+
+        class SlowEnvironment(ScriptedEnvironment):
+            async def step(self, action):
+                await asyncio.sleep(0.01)
+                return await super().step(action)
+
+        generator, environment = SlowGenerator([[50, IM_END]] * 2), SlowEnvironment([OBSERVE, DONE])
+        trajectory = run(tokenizer, generator, environment).trajectory
+        assert 0.04 <= trajectory.seconds_generation < 10
+        assert 0.02 <= trajectory.seconds_environment < 10
 
     def test_a_turn_never_asks_for_more_than_the_sequence_holds(self, tokenizer):
         opening = len(ChatPrompts(tokenizer).open(TASK.messages))
@@ -191,7 +258,7 @@ class TestFailures:
         ).trajectory
         self.assert_failed(trajectory, match="environment step 1: no answer")
 
-    def test_a_failing_reset_or_close_is_no_worse(self, tokenizer):
+    def test_a_failing_reset_or_close_is_no_worse(self, tokenizer, caplog):
         class Broken(ScriptedEnvironment):
             async def reset(self, task):
                 raise RuntimeError("no room")
@@ -202,6 +269,11 @@ class TestFailures:
         trajectory = run(tokenizer, ScriptedGenerator([]), Broken([])).trajectory
         self.assert_failed(trajectory, match="environment reset: RuntimeError: no room")
         assert trajectory.num_tokens == 0
+        assert "sample 5/2 of task 7: environment close: RuntimeError: nor a door" in caplog.text
+
+    def test_what_went_well_is_not_logged(self, tokenizer, caplog):
+        run(tokenizer, ScriptedGenerator([[50, IM_END]]), ScriptedEnvironment([DONE]))
+        assert not caplog.records
 
     def test_an_aborted_turn_trains_nothing(self, tokenizer):
         generator = ScriptedGenerator([[50]], {0: StopReason.ABORT})
@@ -214,6 +286,15 @@ class TestFailures:
             tokenizer, ScriptedGenerator([]), ScriptedEnvironment([]), max_sequence_length=5
         ).trajectory
         self.assert_failed(trajectory, match="leave no room in `policy.max_sequence_length` of 5")
+
+    def test_a_prompt_as_long_as_the_sequence_has_no_room(self, tokenizer):
+        opening = len(ChatPrompts(tokenizer).open(TASK.messages))
+        generator = ScriptedGenerator([])
+        trajectory = run(
+            tokenizer, generator, ScriptedEnvironment([]), max_sequence_length=opening
+        ).trajectory
+        self.assert_failed(trajectory, match=f"{opening} tokens leave no room")
+        assert generator.requests == []
 
     def test_a_template_that_rewrites_history_is_named(self, tmp_path):
         folder = save_tokenizer(tmp_path, "{{ messages | length }}" + CHATML)
@@ -256,3 +337,7 @@ class TestSeeds:
         assert [r.seed for r in generator.requests] == [KEY.seed(0), KEY.seed(1)]
         assert [r.id for r in generator.requests] == ["5/2/0", "5/2/1"]
         assert {r.conversation for r in generator.requests} == {"5/2"}
+
+    def test_samples_of_validation_have_names_of_their_own(self):
+        assert str(SampleKey(1, 5, 2)) == "5/2"
+        assert str(SampleKey(1, 5, 2, validation=True)) == "validation-5/2"

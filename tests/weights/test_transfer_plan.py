@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
 from nemorl.models.slices import TensorSlice
-from nemorl.weights.plan import Box, Bucket, TransferPlan, UnservedBox, difference, intersection, split
+from nemorl.weights.messages import ReceiverLayout, SenderLayout
+from nemorl.weights.plan import (
+    Box,
+    Bucket,
+    TransferPlan,
+    UnservedBox,
+    difference,
+    intersection,
+    plan_files,
+    plan_transfers,
+    split,
+)
 from tests.weights.layouts import Case, cases, many_ranks, part, plan_of, whole
 from tests.weights.ranks import SHAPE
 
@@ -257,6 +268,7 @@ def points(box: Box) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(s, s + n) for s, n in zip(box.start, box.size, strict=True))))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(box=boxes, max_elements=st.integers(1, 30))
 def test_split_boxes_tile_the_box(box: Box, max_elements: int) -> None:
     pieces = list(split(box, max_elements))
@@ -264,6 +276,24 @@ def test_split_boxes_tile_the_box(box: Box, max_elements: int) -> None:
     assert [point for piece in pieces for point in points(piece)] == sorted(points(box))
 
 
+def test_rows_that_fill_a_piece_are_not_cut() -> None:
+    assert list(split(Box((2, 0), (3, 4)), 4)) == [Box((row, 0), (1, 4)) for row in (2, 3, 4)]
+    assert list(split(Box((0, 1), (2, 4)), 3)) == [
+        Box((row, first), (1, count)) for row in (0, 1) for first, count in ((1, 3), (4, 1))
+    ]
+
+
+def test_a_number_without_axes_is_one_piece() -> None:
+    assert list(split(Box((), ()), 1)) == [Box((), ())]
+
+
+def test_boxes_that_touch_share_nothing() -> None:
+    assert intersection(Box((0, 0), (2, 3)), Box((2, 0), (1, 3))) is None
+    assert intersection(Box((0, 0), (2, 3)), Box((1, 2), (4, 4))) == Box((1, 2), (1, 1))
+    assert list(difference(Box((0,), (5,)), Box((0,), (2,)))) == [Box((2,), (3,))]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(box=boxes, data=st.data())
 def test_difference_and_intersection_tile_the_box(box: Box, data: st.DataObject) -> None:
     other = Box(
@@ -285,3 +315,91 @@ def test_transfers_are_the_same_elements_on_both_sides() -> None:
     plan = plan_of([[source]], [[target]], bucket_bytes=100)
     expected = TensorSlice("w", (4, 6), start=(0, 2), size=(4, 2), param="w", offset=2, strides=(6, 1))
     assert list(transfers(plan.buckets[0])) == [(0, expected, target)]
+
+
+def delivered_boxes(plan: TransferPlan) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Sender, start and size of each box, in the order of the buckets."""
+    return [(b.sender, source.start, source.size) for b in plan.buckets for source in b.sources]
+
+
+def test_the_largest_shares_are_taken_first_and_of_equal_ones_those_with_more_holders() -> None:
+    """Four of six rows: from who has all six in one piece, and rather from the two who have five."""
+    need = part("w", (6, 2), (0, 0), (4, 2), "p")
+    rows = [part("w", (6, 2), (row, 0), (1, 2), f"row {row}") for row in range(6)]
+    assert delivered_boxes(plan_of([rows, [whole("w", (6, 2))]], [[need]], 1000)) == [(1, (0, 0), (4, 2))]
+    # A box that is held as it is needed comes from there, also one that just fills a bucket.
+    for bucket_bytes in (1000, 4 * 8):
+        plan = plan_of([[need], [whole("w", (6, 2))], [whole("w", (6, 2))]], [[need]], bucket_bytes)
+        assert delivered_boxes(plan) == [(0, (0, 0), (4, 2))]
+    five = part("w", (6, 2), (0, 0), (5, 2), "five")
+    plan = plan_of([[whole("w", (6, 2))], [five], [five]], [[need]], 1000)
+    assert delivered_boxes(plan) == [(1, (0, 0), (4, 2))]
+
+
+def test_boxes_fill_a_bucket_to_its_last_byte() -> None:
+    tensors = [whole(name, (10,)) for name in "abc"]
+    plan = plan_of([tensors], [tensors], bucket_bytes=2 * 40)
+    assert [[source.name for source in bucket.sources] for bucket in plan.buckets] == [["a", "b"], ["c"]]
+    assert [bucket.num_bytes for bucket in plan.buckets] == [80, 40]
+
+
+def test_each_receiver_gets_its_own_type() -> None:
+    everything = (whole("w", (8,)),)
+    receivers = [ReceiverLayout(everything, (dtype,), "") for dtype in ("float32", "bfloat16", "float32")]
+    plan = plan_transfers([SenderLayout(everything, "")], receivers, 1000)
+    assert sorted((b.dtype, sorted(b.receivers), b.num_bytes) for b in plan.buckets) == [
+        ("bfloat16", [1], 16),
+        ("float32", [0, 2], 32),
+    ]
+    assert plan.num_bytes == 16 + 2 * 32
+
+
+def test_what_a_receiver_needs_twice_it_gets_twice() -> None:
+    twice = [whole("w", (8,), "one"), whole("w", (8,), "other")]
+    plan = plan_of([[whole("w", (8,))]], [twice], bucket_bytes=1000)
+    assert [t.param for b in plan.buckets for _, _, t in transfers(b)] == ["one", "other"]
+
+
+def test_files_get_each_tensor_whole_in_every_type_that_is_needed() -> None:
+    """Two receivers need a half each, one of them in another type as well."""
+    upper, lower = (part("w", (4, 2), (row, 0), (2, 2), "p") for row in (0, 2))
+    receivers = [
+        ReceiverLayout((upper,), ("float32",), ""),
+        ReceiverLayout((lower, lower), ("float32", "bfloat16"), ""),
+    ]
+    plan = plan_files([SenderLayout((upper,), ""), SenderLayout((lower,), "")], receivers, 1000)
+    assert sorted((b.dtype, b.sender, b.receivers, b.num_bytes) for b in plan.buckets) == [
+        ("bfloat16", 0, (0,), 8),
+        ("bfloat16", 1, (0,), 8),
+        ("float32", 0, (0,), 16),
+        ("float32", 1, (0,), 16),
+    ]
+
+
+def test_senders_take_turns_and_begin_with_receivers_of_their_own() -> None:
+    """Three senders with two buckets each for three receivers, which pass them on in a ring."""
+    everything = [whole("w", (6, 4))]
+    plan = plan_of([everything] * 3, [everything] * 3, bucket_bytes=4 * 4)
+    assert [(bucket.sender, bucket.receivers) for bucket in plan.buckets] == [
+        (0, (0, 1, 2)),
+        (1, (1, 2, 0)),
+        (2, (2, 0, 1)),
+    ] * 2
+
+
+def test_senders_of_one_receiver_each_reach_another_at_a_time() -> None:
+    """Both senders have a tensor for each receiver alone: no receiver is the target of both at once."""
+    halves = [part("w", (4, 4), (2 * rank, 0), (2, 4), "p") for rank in range(2)]
+    columns = [part("w", (4, 4), (0, 2 * rank), (4, 2), "q") for rank in range(2)]
+    plan = plan_of([[halves[0]], [halves[1]]], [[columns[0]], [columns[1]]], bucket_bytes=1000)
+    assert [(bucket.sender, bucket.receivers) for bucket in plan.buckets] == [
+        (0, (0,)),
+        (1, (1,)),
+        (0, (1,)),
+        (1, (0,)),
+    ]
+
+
+def test_shapes_that_differ_among_senders_are_named() -> None:
+    with pytest.raises(UnservedBox, match=r"w has shape \(5, 6\) at sender 1 and \(4, 6\) at another"):
+        plan_of([[whole("w", (4, 6))], [whole("w", (5, 6))]], [[whole("w", (4, 6))]], bucket_bytes=100)
