@@ -13,13 +13,16 @@ from nemorl.config.algorithm.losses import (
     CispoLossConfig,
     ClipCovLossConfig,
     ClipLossConfig,
+    CustomLossConfig,
     GmpoLossConfig,
     GspoLossConfig,
     GspoTokenLossConfig,
     KlCovLossConfig,
+    PolicyLossConfig,
     ReinforceLossConfig,
     SapoLossConfig,
 )
+from nemorl.config.schema import variants
 from nemorl.data.packed import PackedBatch
 from tests.algorithms import losses_by_hand as by_hand
 from tests.algorithms.packed import MASKS, by_sequence, current, ragged
@@ -38,6 +41,12 @@ LOSSES: dict[str, tuple[Any, by_hand.ByHand]] = {
     "sapo": (SapoLossConfig(name="sapo", temperature_negative=2.0), by_hand.sapo),
     "reinforce": (ReinforceLossConfig(name="reinforce"), by_hand.reinforce),
 }
+SELECTING = {ClipCovLossConfig, KlCovLossConfig}  # below, as their formulas have all tokens of an update
+
+
+def test_every_loss_has_a_formula() -> None:
+    built_in = set(variants(PolicyLossConfig)) - {CustomLossConfig}
+    assert {type(config) for config, _ in LOSSES.values()} == built_in - SELECTING
 
 
 def written_out(
