@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
@@ -331,7 +331,7 @@ def build_optimizer(
             rank = policy_rank(config.layout, dist.get_rank())
             shards |= _replace_by_muon(optimizer, rank, part, trained, parameters)
         else:
-            shards |= _replace_inner(config, part, device, parameters)
+            shards |= _replace_inner(config, optimizer, part, device, parameters)
         inner = part.optimizer
         is_torch_adam = isinstance(inner, torch.optim.AdamW)
         for group in inner.param_groups:
@@ -358,18 +358,21 @@ def _holds_weights(config: PolicyConfig) -> bool:
 
 
 def _replace_inner(
-    config: PolicyConfig, distributed: Any, device: DeviceKind, parameters: Mapping[str, Tensor]
+    config: PolicyConfig,
+    optimizer: AdamConfig | SgdConfig,
+    distributed: Any,
+    device: DeviceKind,
+    parameters: Mapping[str, Tensor],
 ) -> dict[str, MainShard]:
     """Replace the Adam of Megatron's distributed optimizer, whose checkpoints support no other; ours do."""
-    optimizer = config.optimizer
     inner: torch.optim.Optimizer | None = None
     match optimizer:
         case SgdConfig():
             inner = torch.optim.SGD([torch.zeros(())], optimizer.lr, momentum=optimizer.momentum)
         case AdamConfig():
             inner = HostAdam(optimizer, device) if optimizer.on_host else None
-        case _:  # or it would be trained by Adam
-            raise AssertionError(f"{type(optimizer).__name__} has no inner optimizer: construct it here")
+        case _:
+            assert_never(optimizer)  # construct its inner optimizer above, or Adam would train with it
     if inner is not None:
         # Assigned, as Megatron does: in float32 the shards are views of the weights, for torch non-leaves.
         inner.param_groups = [{**group, **inner.defaults} for group in distributed.optimizer.param_groups]
