@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any, TypeVar
 
@@ -94,20 +95,30 @@ class Variants:
 
 
 class NotImported(Exception):
-    """Why a function cannot be imported, to follow the path in a message."""
+    """Why a function cannot be imported, and the fix, to follow the path in a message."""
 
 
 def function_at(path: str) -> Callable[..., Any]:
-    """The function `package.module:function`. Raises NotImported, and NemorlError if the module raises it."""
+    """The function or class at `package.module:name`.
+
+    Raises NotImported, with the fix, and NemorlError if the module raises it.
+    """
     module, _, attribute = path.partition(":")
     try:
-        function = getattr(import_module(module), attribute, None)
+        imported = import_module(module)
+        function = getattr(imported, attribute, None)
     except NemorlError:
         raise
     except (Exception, SystemExit) as error:  # a module of the user's may raise anything
-        raise NotImported(f"cannot import {module}: {type(error).__name__}: {error}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        fix = "put it in the current folder or install it" if is_missing else "correct the module"
+        raise NotImported(f"cannot import {module}: {type(error).__name__}: {error}; {fix}") from error
     if not callable(function):
-        raise NotImported(f"{module} has no function {attribute}")
+        names = [name for name, value in vars(imported).items() if callable(value)]
+        similar = " or ".join(get_close_matches(attribute, names))
+        what = attribute if function is None else f"function {attribute}"
+        fix = f"use {similar}" if similar else "correct the name, or define it there"
+        raise NotImported(f"{module} has no {what}; {fix}")
     return function  # type: ignore[no-any-return]
 
 

@@ -31,7 +31,7 @@ def custom_environment_problems(
     try:
         factory = calls.run("the constructor", config.make_factory)
     except NotImported as error:
-        problem = f"{error}; set it to `package.module:Factory`"
+        problem = str(error)
     except _Failed as failure:
         problem = f"{failure}; correct the factory"
         if config.options:

@@ -394,7 +394,7 @@ def test_a_function_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (own("is_not_there"), "has no function is_not_there"),
+        (own("is_not_there"), "has no is_not_there; correct the name"),
         (CustomAdvantageConfig(name="custom", function="no.such:thing"), r"cannot import no\.such: Module"),
         (own("of_my_own", factor=2.0), "with algorithm.advantage.arguments: got an unexpected keyword"),
         (own("forgets_a_group"), "returned 1 values for 2 groups: return a list with a list for each"),

@@ -90,7 +90,7 @@ def test_the_example_of_the_page_is_sound(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (own("gone"), "has no function gone"),
+        (own("gone"), "has no gone; correct the name"),
         (
             CustomLossConfig(name="custom", function="no.such:thing"),
             r"cannot import no\.such: ModuleNotFoundError",

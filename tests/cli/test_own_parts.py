@@ -49,7 +49,7 @@ def measured(batch, logprobs, old, advantages, metric):
         ("advantage={name: custom, function: 'my_parts:forgetful'}", "returned 0 values for 2 groups"),
         ("advantage={name: custom, function: 'my_parts:ending'}", "it raised SystemExit: 3"),
         ("advantage={name: custom, function: 'my_parts:later'}", "it is an async function"),
-        ("advantage={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
+        ("advantage={name: custom, function: 'my_parts:gone'}", "my_parts has no gone; correct the name"),
         ("advantage={name: custom, function: 'my_parts:centred', arguments: {rate: 1}}", "argument 'rate'"),
         ("loss={name: custom, function: 'my_parts:measured', arguments: {metric: own/gain}}", None),
         (
@@ -60,7 +60,7 @@ def measured(batch, logprobs, old, advantages, metric):
             "loss={name: custom, function: 'my_parts:measured', arguments: {metric: tokens}}",
             "its metric tokens has the name of a metric of the run",
         ),
-        ("loss={name: custom, function: 'my_parts:gone'}", "my_parts has no function gone"),
+        ("loss={name: custom, function: 'my_parts:gone'}", "my_parts has no gone; correct the name"),
     ],
 )
 def test_check_tries_them(nemorl: Nemorl, experiment: Path, section: str, refused: str | None) -> None:

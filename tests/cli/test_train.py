@@ -116,6 +116,7 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
         "rewards.0.function = exact_mach",
         "built in are exact_match, format_tags",
         "cannot import nowhere.at_all: ModuleNotFoundError",
+        "put it in the current folder or install it",
     ):
         assert part in outcome.err
 
@@ -148,9 +149,13 @@ def test_a_reward_in_the_current_folder_is_found(
             "{function: own:close}",
             "requires level, and the tasks of",
         ),
-        ("def close(completions): ...", "{function: own:clos}", "own has no function clos"),
+        ("def close(completions): ...", "{function: own:clos}", "own has no clos; use close"),
         ("def close(completions): ...", "{function: own:close, arguments: {k: 1}}", "takes no argument k"),
-        ("import sys; sys.exit(3)", "{function: own:close}", "cannot import own: SystemExit: 3"),
+        (
+            "import sys; sys.exit(3)",
+            "{function: own:close}",
+            "cannot import own: SystemExit: 3; correct the module",
+        ),
         ("1 / 0", "{function: own:close}", "cannot import own: ZeroDivisionError"),
     ],
 )

@@ -59,8 +59,9 @@ def test_a_sound_environment_has_no_problems(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("good", "bad", "problem"),
     [
-        ("class Factory:", "class Other:", "my_environment has no function Factory; set it to"),
-        ("import time", "import no_such_module", "cannot import my_environment: ModuleNotFoundError"),
+        ("class Factory:", "class Factories:", "my_environment has no Factory; use Factories"),
+        ("class Factory:", "class Other:", "my_environment has no Factory; correct the name, or define it"),
+        ("import time", "import no_such_module", "No module named 'no_such_module'; correct the module"),
         ("def create(self)", "def make(self)", "Factory is not an EnvironmentFactory; add the methods"),
         ("async def step", "async def act", "Environment is not an Environment; add the methods step"),
         ('{"right": 1.0}\n\n    def create', '["right"]\n\n    def create', "its reward_weights is ["),

@@ -244,7 +244,7 @@ def test_a_slow_function_holds_nothing_else_up():
     [
         (FunctionRewardConfig(function="exakt"), "no reward `exakt`: built in are exact_match, format_tags"),
         (FunctionRewardConfig(function="no.such:f"), "reward `no.such:f`: cannot import no.such"),
-        (own("missing"), f"{OWN} has no function missing"),
+        (own("missing"), f"{OWN} has no missing; correct the name"),
         (own("NOT_A_FUNCTION"), f"{OWN} has no function NOT_A_FUNCTION"),
         (own("half", arguments={"size": 1}), "takes no argument size"),
         (own("yields"), "yields: return a list"),
