@@ -220,7 +220,9 @@ REACHED = {
     "module_cycles": 1,
     "grpo_path_files": 43,
     "grpo_path_outer_files": 29,
-    "single_importer_modules": 55,
+    # Slack for plug-ins: each new environment, optimizer, model family or engine counts as one. Raise it
+    # when the modules that were added are plug-ins.
+    "single_importer_modules": 60,
     "edits_for_loss": 2,
     "edits_for_environment": 1,
     "edits_for_engine": 1,
