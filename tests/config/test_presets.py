@@ -9,8 +9,8 @@ from nemorl.config.algorithm.online import PRESETS
 from nemorl.config.load import load_experiment
 
 AGENT = ["data.chat=true", "env={name: calculator, call_weight: 0.1}", "rewards=[]"]
-# What an experiment has to say besides the name.
-BESIDE = {
+# Fields that a preset requires in an experiment in addition to its name.
+REQUIRED = {
     "dr_grpo": ["algorithm.loss.aggregation_length=8"],
     "gdpo": ["env.name=math"],
     "mt_grpo": AGENT,
@@ -27,7 +27,7 @@ BESIDE = {
 def section(file: Path, name: str, *overrides: str) -> OnlineConfig:
     critic = ["critic={}"] if "critic" in PRESETS[name].settings else []
     algorithm = load_experiment(
-        file, [f"algorithm.name={name}", *BESIDE.get(name, []), *critic, *overrides]
+        file, [f"algorithm.name={name}", *REQUIRED.get(name, []), *critic, *overrides]
     ).algorithm
     assert isinstance(algorithm, OnlineConfig)
     return algorithm
