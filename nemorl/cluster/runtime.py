@@ -77,11 +77,11 @@ def start_apart(deadline_seconds: float, **options: Any) -> None:
             seconds = time.monotonic() - began
             if attempt == TRIES or seconds >= deadline_seconds:
                 times, load = "once" if attempt == 1 else f"{attempt} times", os.getloadavg()[0]
+                raised = ", or raise cluster.deadlines.start" if seconds >= deadline_seconds else ""
                 raise ClusterUnavailable(
                     f"Ray did not come up in stage 'start': tried {times} in {seconds:.0f} s "
                     f"(cluster.deadlines.start = {deadline_seconds:g}), with a load of {load:.0f} on "
-                    f"{os.cpu_count()} cores. Start again when the machine is less busy, or raise "
-                    "cluster.deadlines.start where it ended the tries."
+                    f"{os.cpu_count()} cores. Start again when the machine is less busy{raised}."
                 ) from error
         finally:
             services.ConsolePopen = popen

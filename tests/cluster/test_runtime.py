@@ -178,10 +178,11 @@ def test_a_ray_that_is_late_is_tried_once_more_and_then_reported(monkeypatch: py
     monkeypatch.setattr(ray, "init", late)
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # of the tests' own Ray
     with pytest.raises(
-        ClusterUnavailable, match=r"stage 'start': tried 2 times in 0 s .* load of \d+ on \d+"
+        ClusterUnavailable, match=r"stage 'start': tried 2 times in 0 s .* load of \d+ on .* less busy\.$"
     ):
         start_apart(60.0)
-    with pytest.raises(ClusterUnavailable, match=r"tried once in 0 s \(cluster.deadlines.start = 1e-09\)"):
+    once = r"tried once in 0 s \(cluster.deadlines.start = 1e-09\).*, or raise cluster.deadlines.start\.$"
+    with pytest.raises(ClusterUnavailable, match=once):
         start_apart(1e-9)
     assert [process.returncode for process in begun] == [-signal.SIGKILL] * 3
 
