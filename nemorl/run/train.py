@@ -128,9 +128,7 @@ async def _train_session(
     data = load_data(experiment)  # before any process starts, so that its errors come early
     async with AsyncExitStack() as stack:
         with observer.stage("start", outside_step=True):
-            started = open_session(
-                experiment, policy=True, sampling=config.generates, install_signals=stop.install
-            )
+            started = open_session(experiment, policy=True, sampling=config.generates)
             session = await stack.enter_async_context(started)
         done = f"{progress.step} of {config.num_steps} done" if progress.step else str(config.num_steps)
         observer.header(
@@ -278,8 +276,8 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
         samples.unlink(missing_ok=True)
     work, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert work is not None
-    cancel_at_sigterm = partial(loop.add_signal_handler, signal.SIGTERM, work.cancel)
-    started = open_session(evaluated, policy=False, sampling=True, install_signals=cancel_at_sigterm)
+    loop.add_signal_handler(signal.SIGTERM, work.cancel)
+    started = open_session(evaluated, policy=False, sampling=True)
     async with started as session, session.generating():
         metrics, groups = await validate(session, evaluated, validation_sets(evaluated))
     writer = JsonLinesWriter(samples)
