@@ -71,6 +71,8 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
     if resume and found is None and (corrupt := store.corrupt()):
         problem = f"No complete checkpoint in {store.folder} (corrupt: {', '.join(corrupt)})."
         raise RunError(f"{problem} To start over, delete the run folder or set another run_dir.")
+    if resume and found is None:
+        logger.warning("no checkpoint in %s: starting at step 1", store.folder)
     if found is not None and (fix := fix_if_complete(experiment, found)):
         return _finish_complete_run(experiment, found, fix)
     run_dir, yaml = experiment.run_dir, to_yaml(experiment)
