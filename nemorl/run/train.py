@@ -29,7 +29,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import reward_weights
 from nemorl.config.load import to_yaml
 from nemorl.data.datasets import load_tasks
-from nemorl.errors import NemorlError, RunError, RunStopped
+from nemorl.errors import RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import JsonLinesWriter, write_atomically
 from nemorl.observe.observer import Observer, check_trackers
@@ -59,8 +59,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(work)
     except asyncio.CancelledError:
-        fix = "Continue a run from its newest checkpoint with --resume."
-        raise RunError(f"Terminated immediately by a signal; all processes have ended. {fix}") from None
+        raise RunError("Terminated immediately by a signal; all processes have ended.") from None
 
 
 def train(experiment: Experiment, resume: bool = False) -> RunResult:
@@ -105,7 +104,7 @@ def _finish_complete_run(experiment: Experiment, found: Found, fix: str) -> RunR
 async def _train(
     experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None
 ) -> RunResult:
-    """Run to the end. Raises RunStopped if a signal ends the run, and any error with how to continue."""
+    """Run to the end. Raises RunStopped if a signal ends the run."""
     stop = StopRequest()
     stop.install()
     try:
@@ -114,12 +113,6 @@ async def _train(
         if stop.signal is None or stop.immediate:
             raise
         raise RunStopped(_stopped(stop, store)) from None
-    except RunStopped:
-        raise
-    except NemorlError as error:
-        if (newest := max(store.steps(), default=None)) is not None:
-            error.add_note(f"Continue from the checkpoint of step {newest} with --resume.")
-        raise
 
 
 async def _train_session(
