@@ -201,8 +201,12 @@ def _custom_part_problems(experiment: Experiment) -> Problems:
     if isinstance(env, CustomEnvConfig):
         from nemorl.rollout.custom_environment import custom_environment_problems
 
-        seconds = experiment.cluster.deadlines.environment
-        yield from custom_environment_problems(env, _first_task(experiment), seconds)
+        from nemorl.data.tokenizer import TokenizerError, load_tokenizer
+
+        tokenizer, seconds = None, experiment.cluster.deadlines.environment
+        with suppress(TokenizerError):  # which other checks report
+            tokenizer = load_tokenizer(experiment.policy)
+        yield from custom_environment_problems(env, _first_task(experiment), seconds, tokenizer)
 
 
 def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
