@@ -51,7 +51,7 @@ def _train(arguments: Namespace) -> int:
     except (NemorlError, KeyboardInterrupt) as error:
         paths = RunPaths(ready.experiment.run_dir)
         step, refused = newest_step(paths.root), any(paths.checkpoints.glob("step_*.corrupt"))
-        # Without steps the same command starts the run; where all checkpoints are corrupt --resume is refused.
+        # Without steps the same command starts the run; --resume is refused if all checkpoints are corrupt.
         if paths.has_steps and (step or not refused):
             words = [str(arguments.config), *arguments.overrides, "--resume"]
             place = f"after step {step}" if step else "from the start, as there is no checkpoint yet"

@@ -107,12 +107,15 @@ def _episode(calls: "_Calls", factory: Any, task: Task, tokenizer: Tokenizer | N
 
 
 def _encode(tokenizer: Tokenizer | None, messages: Sequence[Message], called: str) -> None:
+    if tokenizer is None:
+        return
     fix = "return text that this tokenizer has tokens for"
-    for message in messages if tokenizer is not None else ():
+    for message in messages:
         try:
             tokenizer.encode(message.content)
         except TokenizerError as error:
-            raise _Failed(f"{called} returned the text {_shown(message.content)}, but {error}; {fix}") from error
+            returned = f"{called} returned the text {_shown(message.content)}"
+            raise _Failed(f"{returned}, but {error}; {fix}") from error
 
 
 def _are_messages(value: Any) -> bool:
