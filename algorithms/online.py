@@ -10,6 +10,7 @@ without processes of its own is the policy with its first weights.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,6 +29,8 @@ from .metrics import LogprobGate, environment_share, optimizer_metrics, rollout_
 from .policy_losses import value_metrics
 from .teachers import Teachers
 from .token_advantages import SequenceKL, TokenEstimator
+
+logger = logging.getLogger(__name__)
 
 Groups = list[GroupSummary]
 
@@ -82,6 +85,7 @@ class OnlineAlgorithm:
     observer: Observer
     cancellable: Callable[[Coroutine[Any, Any, Groups]], Awaitable[Groups]]  # by a stop request of the run
     teachers: Teachers | None = None
+    _warned: bool = field(default=False, init=False)  # of a trajectory's error
 
     @property
     def position(self) -> int:
@@ -162,6 +166,11 @@ class OnlineAlgorithm:
         if all(errors):
             problem = f"all {len(errors)} trajectories of a step failed, so there is nothing to learn from"
             raise RunError(f"{problem}. The first error: {errors[0]}")
+        first = next((error for error in errors if error is not None), None)
+        if first is not None and not self._warned:
+            self._warned = True  # the number of errors is in every step's line
+            count = sum(error is not None for error in errors)
+            logger.warning("%d of %d trajectories failed. The first error: %s", count, len(errors), first)
         return groups
 
     async def _load(self, name: str, batch: Batch) -> None:

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message, code = f"nemorl {arguments.command} was interrupted", ExitCode.INTERRUPTED
         if isinstance(error, NemorlError):
-            message, code = "\n".join([str(error), *getattr(error, "__notes__", ())]), ExitCode.FAILED
+            message, code = str(error), ExitCode.FAILED
             if isinstance(error, RunStopped):
                 code = ExitCode.STOPPED
             elif isinstance(error, ConfigError | UsageError):
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 temporary = f"temporary files ({tempfile.gettempdir()}, /dev/shm)"
                 fix = "make room, or set TMPDIR to another folder; then continue the run with --resume"
                 message += f". The disk of the run folder or of {temporary} is full: {fix}"
-        complain(message)
+        complain("\n".join([message, *getattr(error, "__notes__", ())]))
         return code
 
 

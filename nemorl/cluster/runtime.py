@@ -14,14 +14,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import ray_constants, services, utils
 
 from nemorl.config.run import ClusterConfig
 
@@ -46,6 +46,18 @@ SYSTEM_CONFIG = {
 }
 
 
+@contextmanager
+def sigterm_handler_kept() -> Iterator[None]:
+    """Inside, `ray.init` does not replace a handler of SIGTERM by its own, which ends the process."""
+    set_handler = utils.set_sigterm_handler
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = set_handler
+
+
 def start_apart(deadline_seconds: float, **options: Any) -> None:
     """`ray.init(**options)`, tried once more where Ray did not come up in its own time, 30 s.
 
@@ -64,7 +76,8 @@ def start_apart(deadline_seconds: float, **options: Any) -> None:
 
         services.ConsolePopen = Apart
         try:
-            ray.init(**options)
+            with sigterm_handler_kept():
+                ray.init(**options)
             return
         except Exception as error:  # Ray raises the bare class where it is late
             ray.shutdown()
@@ -77,11 +90,11 @@ def start_apart(deadline_seconds: float, **options: Any) -> None:
             seconds = time.monotonic() - began
             if attempt == TRIES or seconds >= deadline_seconds:
                 times, load = "once" if attempt == 1 else f"{attempt} times", os.getloadavg()[0]
+                raised = ", or raise cluster.deadlines.start" if seconds >= deadline_seconds else ""
                 raise ClusterUnavailable(
                     f"Ray did not come up in stage 'start': tried {times} in {seconds:.0f} s "
                     f"(cluster.deadlines.start = {deadline_seconds:g}), with a load of {load:.0f} on "
-                    f"{os.cpu_count()} cores. Start again when the machine is less busy, or raise "
-                    "cluster.deadlines.start where it ended the tries."
+                    f"{os.cpu_count()} cores. Start again when the machine is less busy{raised}."
                 ) from error
         finally:
             services.ConsolePopen = popen
@@ -185,7 +198,8 @@ class ClusterRuntime:
         host, _, port = address.rpartition(":")
         if port.isdecimal():  # Ray tries for minutes before it gives up on an address where nothing listens
             socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with sigterm_handler_kept():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
     def _start(self) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

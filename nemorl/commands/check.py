@@ -3,9 +3,10 @@
 import json
 import os
 import tempfile
+import threading
 from argparse import Namespace
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -34,6 +35,7 @@ from .terminal import Commands, ExitCode, add_command, complain, notes, plan_tab
 if TYPE_CHECKING:
     from nemorl.trajectories import Task
 
+_SILENT_SECONDS = 3.0  # of a call of the user's code, before it is mentioned
 _MAX_NAME_BYTES = 255
 _MAX_PATH_BYTES = 4000  # of the 4096 that Linux allows; the rest is for the files in the folder
 _SAMPLE = {"completions": ["4"], "prompts": ["2+2="], "sampled_ids": [[1, 2]], "answer": ["4"]}
@@ -199,10 +201,28 @@ def _custom_part_problems(experiment: Experiment) -> Problems:
         except NemorlError as error:
             yield Problem(f"algorithm.{part}.function", config.function, str(error))
     if isinstance(env, CustomEnvConfig):
+        from nemorl.data.tokenizer import TokenizerError, load_tokenizer
         from nemorl.rollout.custom_environment import custom_environment_problems
 
-        seconds = experiment.cluster.deadlines.environment
-        yield from custom_environment_problems(env, _first_task(experiment), seconds)
+        tokenizer, seconds = None, experiment.cluster.deadlines.environment
+        with suppress(TokenizerError):  # which other checks report
+            tokenizer = load_tokenizer(experiment.policy)
+        with _mentioned("env.factory", env.factory, seconds):
+            found = list(custom_environment_problems(env, _first_task(experiment), seconds, tokenizer))
+        yield from found
+
+
+@contextmanager
+def _mentioned(field: str, value: str, seconds: float) -> Iterator[None]:
+    """Say that the user's code is being called where that takes long."""
+    line = f"{field} = {value}: waiting for its answer, at most {seconds:g} s for each call"
+    timer = threading.Timer(_SILENT_SECONDS, lambda: notes().print(line, markup=False))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
@@ -241,7 +261,8 @@ def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
             from nemorl.rewards.compose import smoke_test_reward  # with numpy
 
             seconds = config.deadline or experiment.cluster.deadlines.environment
-            reason = smoke_test_reward(config, task, experiment.data.chat, seconds)
+            with _mentioned(field, config.function, seconds):
+                reason = smoke_test_reward(config, task, experiment.data.chat, seconds)
             if reason is not None:
                 problem = f"it scores no answer to the first task ({reason})"
                 yield Problem(field, config.function, f"{problem}; correct the function or its arguments")

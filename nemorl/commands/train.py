@@ -48,10 +48,12 @@ def _train(arguments: Namespace) -> int:
         result = train(ready.experiment, resume=arguments.resume)
     except (ConfigError, RunStopped):  # which say themselves what to do
         raise
-    except NemorlError as error:
+    except (NemorlError, KeyboardInterrupt) as error:
         paths = RunPaths(ready.experiment.run_dir)
-        if paths.has_steps:  # else the same command starts the run again
-            words, step = [str(arguments.config), *arguments.overrides, "--resume"], newest_step(paths.root)
+        step, refused = newest_step(paths.root), any(paths.checkpoints.glob("step_*.corrupt"))
+        # Without steps the same command starts the run; --resume is refused if all checkpoints are corrupt.
+        if paths.has_steps and (step or not refused):
+            words = [str(arguments.config), *arguments.overrides, "--resume"]
             place = f"after step {step}" if step else "from the start, as there is no checkpoint yet"
             error.add_note(f"To continue {place}: nemorl train {shlex.join(words)}")
         raise

@@ -18,7 +18,7 @@ from nemorl.config.data import (
     ReasoningGymDataset,
     StepsDataset,
 )
-from nemorl.errors import NemorlError
+from nemorl.errors import NemorlError, shorten
 from nemorl.trajectories import Message, Task
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -139,14 +139,25 @@ def _sums(dataset: DatasetConfig, data: DataConfig, kind: str) -> list[tuple[Tas
     return [(task, str(task.answer), tasks.alternative(task.index)) for task in tasks]
 
 
-def file_errors(dataset: DatasetConfig, data: DataConfig, seconds: float = 30.0) -> list[str]:
-    """Errors of the lines of the dataset's file, if any: the first 5, or those found within `seconds`."""
+NUM_ENCODED = 100  # rows of a file whose prompts a check encodes
+
+
+def file_errors(
+    dataset: DatasetConfig,
+    data: DataConfig,
+    seconds: float = 30.0,
+    encode: Callable[[str], object] | None = None,
+) -> list[str]:
+    """Errors of the lines of the dataset's file, if any: the first 5, or those found within `seconds`.
+
+    `encode` is called with the prompts of the first rows; what it raises is an error of the line.
+    """
     if isinstance(dataset, ArithmeticDataset | ReasoningGymDataset):
         return []
     deadline = time.monotonic() + seconds
     errors: list[str] = []
     try:
-        for row in _rows(dataset, data):
+        for row in _rows(dataset, data, encode):
             if isinstance(row, DatasetError):
                 errors.append(str(row))
             if len(errors) == 5 or time.monotonic() > deadline:
@@ -168,7 +179,9 @@ def _read(dataset: FileDataset, data: DataConfig) -> list[Any]:
     return rows
 
 
-def _rows(dataset: FileDataset, data: DataConfig) -> Iterator[Any]:
+def _rows(
+    dataset: FileDataset, data: DataConfig, encode: Callable[[str], object] | None = None
+) -> Iterator[Any]:
     """The rows of a file, or their errors. Raises DatasetError for an unreadable file."""
     index = 0
     try:
@@ -178,12 +191,24 @@ def _rows(dataset: FileDataset, data: DataConfig) -> Iterator[Any]:
                 if not line.strip():
                     continue
                 try:
-                    yield _parse(index, line, dataset, data)
+                    row = _parse(index, line, dataset, data)
+                    if encode is not None and index < NUM_ENCODED:
+                        _check_prompt(row.messages if isinstance(row, Task) else row.opening, encode)
+                    yield row
                 except DatasetError as error:
                     yield DatasetError(f"{dataset.path}, line {number}: {error}")
                 index += 1
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"cannot read the dataset {dataset.path}: {error}") from error
+
+
+def _check_prompt(prompt: Messages, encode: Callable[[str], object]) -> None:
+    for message in prompt:
+        try:
+            encode(message.content)
+        except Exception as error:  # tokenizers raises no narrower class
+            text = shorten(repr(message.content))
+            raise DatasetError(f"the policy's tokenizer cannot encode {text}: {error}") from error
 
 
 def _parse(index: int, line: str, dataset: FileDataset, data: DataConfig) -> Any:

@@ -56,8 +56,10 @@ ABOUT = """# A run of nemorl
 | `report.html` | all of this as one page that needs no network; `nemorl report` writes it again |
 | `tensorboard/` | the metrics for TensorBoard, if enabled |
 | `checkpoints/` | what `--resume` continues from |
+| `hf/` | the final weights in the Hugging Face format (`checkpointing.save_hf`) |
+| `eval/` | metrics and samples of the latest `nemorl eval` |
 | `weights/` | the newest weights for engines that read files (`generation.transport: files`) |
-| `logs/` | what the driver and the workers said |
+| `logs/` | output of the driver and the workers |
 | `endpoint_key` | the key of the endpoint of the latest start, if it was generated there; keep it secret |
 """
 

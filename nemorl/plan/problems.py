@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -199,7 +199,7 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
     for path, dataset in (("data.train", data.train), *data.held_out):
         file = getattr(dataset, "path", None)
         if file is not None:
-            yield from _json_lines(path, dataset, file, data)
+            yield from _json_lines(path, dataset, file, data, _encoder(folder))
         if packages and isinstance(dataset, ReasoningGymDataset):
             yield from _reasoning_gym(path, dataset)
     if packages and experiment.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -339,8 +339,25 @@ def _fields(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _json_lines(path: str, dataset: DatasetConfig, file: Path, data: DataConfig) -> Problems:
-    """A wrong file or wrong keys, which the first row shows, or rows that loading would refuse."""
+def _encoder(folder: Path) -> Callable[[str], object] | None:
+    """What encodes a text; None for a tokenizer that cannot be read, which other checks report."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception:  # noqa: BLE001  tokenizers raises no narrower class
+        return None
+    return partial(tokenizer.encode, add_special_tokens=False)
+
+
+def _json_lines(
+    path: str,
+    dataset: DatasetConfig,
+    file: Path,
+    data: DataConfig,
+    encode: Callable[[str], object] | None,
+) -> Problems:
+    """A wrong file or wrong keys, which the first row shows, or rows that a run could not use."""
     fix = None
     try:
         with file.open(encoding="utf-8") as lines:
@@ -368,7 +385,7 @@ def _json_lines(path: str, dataset: DatasetConfig, file: Path, data: DataConfig)
         return
     from nemorl.data.datasets import file_errors  # needs numpy
 
-    for line in file_errors(dataset, data):
+    for line in file_errors(dataset, data, encode=encode):
         fix = f"{line.removeprefix(f'{file}, ')}; correct or remove the line"
         yield Problem(f"{path}.path", str(file), fix)
 

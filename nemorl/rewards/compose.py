@@ -5,6 +5,7 @@ import inspect
 import logging
 import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -126,7 +127,10 @@ async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
 def smoke_test_reward(
     config: configs.FunctionRewardConfig, task: Task, chat: bool, seconds: float
 ) -> str | None:
-    """Call a function on scripted answers to `task`, for `seconds` each. Return why it scores none, if so."""
+    """Call a function on scripted answers to `task`, for `seconds` each. Return why it scores none, if so.
+
+    It is not called again after a call that took all of them.
+    """
 
     def scores(texts: Sequence[str]) -> Sequence[Score]:
         answers = Answers(task, [_scripted(task, text) for text in texts], chat)
@@ -134,6 +138,7 @@ def smoke_test_reward(
 
     reasons, right = [], task.answer or ""
     for texts in ((right, ""), (right, right)):
+        began = time.monotonic()
         try:
             found = call_within(2 * seconds + 5, partial(scores, texts))
         except (RewardError, TimeoutError) as error:
@@ -142,6 +147,8 @@ def smoke_test_reward(
         if len(failures) < len(found):
             return None
         reasons += failures
+        if time.monotonic() - began >= seconds:
+            break
     return reasons[0]
 
 

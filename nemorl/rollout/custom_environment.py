@@ -12,9 +12,11 @@ import numpy as np
 
 from nemorl.config.base import NotImported
 from nemorl.config.environment import CustomEnvConfig
+from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.errors import Problem
 from nemorl.trajectories import Action, Message, Step, StopReason, Task
 
+END_SECONDS = 1.0  # for a cancelled call to end
 MAX_TURNS = 8  # of the scripted episode; an environment may continue for longer
 
 
@@ -23,9 +25,12 @@ class _Failed(Exception):
 
 
 def custom_environment_problems(
-    config: CustomEnvConfig, task: Task | None, seconds: float
+    config: CustomEnvConfig, task: Task | None, seconds: float, tokenizer: Tokenizer | None = None
 ) -> Iterator[Problem]:
-    """Construct the factory; with a task, run an episode: an empty answer, then the expected one repeated."""
+    """Construct the factory; with a task, run an episode: an empty answer, then the expected one repeated.
+
+    With the policy's tokenizer, each text of the episode is encoded.
+    """
     calls = _Calls(seconds)
     field, value, problem = "env.factory", config.factory, None
     try:
@@ -41,7 +46,7 @@ def custom_environment_problems(
         problem = _not_a_factory(factory)
         if problem is None and task is not None:
             try:
-                _episode(calls, factory, task)
+                _episode(calls, factory, task, tokenizer)
             except _Failed as failure:
                 problem = f"{failure}; correct the environment (docs/environments.md)"
         with suppress(_Failed):
@@ -67,7 +72,7 @@ def _lacks(value: Any, what: str, *methods: str) -> str | None:
     return None
 
 
-def _episode(calls: "_Calls", factory: Any, task: Task) -> None:
+def _episode(calls: "_Calls", factory: Any, task: Task, tokenizer: Tokenizer | None) -> None:
     environment = calls.run("create()", factory.create)
     if problem := _lacks(environment, "an Environment", "reset", "step", "close"):
         raise _Failed(problem)
@@ -75,6 +80,7 @@ def _episode(calls: "_Calls", factory: Any, task: Task) -> None:
         opening = calls.run("reset()", environment.reset, task, awaits=True)
         if not opening or not _are_messages(opening):
             raise _Failed(f"reset() returned {_shown(opening)}; return a tuple of Messages, at least one")
+        _encode(tokenizer, opening, "reset()")
         for turn in range(MAX_TURNS):
             text = (task.answer or "") if turn else ""
             action = Action(text, np.zeros(1, dtype=np.int32), StopReason.STOP)
@@ -84,6 +90,7 @@ def _episode(calls: "_Calls", factory: Any, task: Task) -> None:
                 raise _Failed(f"{called} returned {_shown(step)}; return a Step")
             if not _are_messages(said := step.messages):
                 raise _Failed(f"{called} returned the messages {_shown(said)}; return a tuple of Messages")
+            _encode(tokenizer, said, called)
             for name, reward in step.rewards.items():
                 given = f"{called} gave the reward {name!r}"
                 if name not in factory.reward_weights:
@@ -97,6 +104,18 @@ def _episode(calls: "_Calls", factory: Any, task: Task) -> None:
             calls.run("close()", environment.close)
         raise
     calls.run("close()", environment.close, awaits=True)
+
+
+def _encode(tokenizer: Tokenizer | None, messages: Sequence[Message], called: str) -> None:
+    if tokenizer is None:
+        return
+    fix = "return text that this tokenizer has tokens for"
+    for message in messages:
+        try:
+            tokenizer.encode(message.content)
+        except TokenizerError as error:
+            returned = f"{called} returned the text {_shown(message.content)}"
+            raise _Failed(f"{returned}, but {error}; {fix}") from error
 
 
 def _are_messages(value: Any) -> bool:
@@ -134,7 +153,10 @@ class _Calls:
                 raise
             except (Exception, SystemExit) as error:
                 raise _Failed(f"{what} raised {type(error).__name__}: {error}") from error
+            finally:
+                ended.set()
 
+        ended = threading.Event()
         if self._hangs:
             raise _Failed(f"{what} was not called, since another call hangs")
         future = asyncio.run_coroutine_threadsafe(call(), self._loop)
@@ -142,6 +164,8 @@ class _Calls:
             return future.result(self._seconds)
         except TimeoutError:
             self._hangs = True
+            future.cancel()
+            ended.wait(END_SECONDS)  # in vain where the call blocks the thread; else asyncio complains
             late = f"returned nothing within {self._seconds:g} s (cluster.deadlines.environment)"
             raise _Failed(f"{what} {late}") from None
 

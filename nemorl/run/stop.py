@@ -39,7 +39,7 @@ class StopRequest:
         return self.signal is not None
 
     def install(self) -> None:
-        """Handle the signals for the task that calls this. Call it again if others replace them."""
+        """Handle the signals for the task that calls this."""
         work = asyncio.current_task()
         assert work is not None, "only a task can be cancelled"
         for number in SIGNALS:

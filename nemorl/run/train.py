@@ -29,7 +29,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import reward_weights
 from nemorl.config.load import to_yaml
 from nemorl.data.datasets import load_tasks
-from nemorl.errors import NemorlError, RunError, RunStopped
+from nemorl.errors import RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import JsonLinesWriter, write_atomically
 from nemorl.observe.observer import Observer, check_trackers
@@ -59,8 +59,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(work)
     except asyncio.CancelledError:
-        fix = "Continue a run from its newest checkpoint with --resume."
-        raise RunError(f"Terminated immediately by a signal; all processes have ended. {fix}") from None
+        raise RunError("Terminated immediately by a signal; all processes have ended.") from None
 
 
 def train(experiment: Experiment, resume: bool = False) -> RunResult:
@@ -71,6 +70,8 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
     if resume and found is None and (corrupt := store.corrupt()):
         problem = f"No complete checkpoint in {store.folder} (corrupt: {', '.join(corrupt)})."
         raise RunError(f"{problem} To start over, delete the run folder or set another run_dir.")
+    if resume and found is None:
+        logger.warning("no checkpoint in %s: starting at step 1", store.folder)
     if found is not None and (fix := fix_if_complete(experiment, found)):
         return _finish_complete_run(experiment, found, fix)
     run_dir, yaml = experiment.run_dir, to_yaml(experiment)
@@ -103,7 +104,7 @@ def _finish_complete_run(experiment: Experiment, found: Found, fix: str) -> RunR
 async def _train(
     experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None
 ) -> RunResult:
-    """Run to the end. Raises RunStopped if a signal ends the run, and any error with how to continue."""
+    """Run to the end. Raises RunStopped if a signal ends the run."""
     stop = StopRequest()
     stop.install()
     try:
@@ -112,12 +113,6 @@ async def _train(
         if stop.signal is None or stop.immediate:
             raise
         raise RunStopped(_stopped(stop, store)) from None
-    except RunStopped:
-        raise
-    except NemorlError as error:
-        if (newest := max(store.steps(), default=None)) is not None:
-            error.add_note(f"Continue from the checkpoint of step {newest} with --resume.")
-        raise
 
 
 async def _train_session(
@@ -128,9 +123,7 @@ async def _train_session(
     data = load_data(experiment)  # before any process starts, so that its errors come early
     async with AsyncExitStack() as stack:
         with observer.stage("start", outside_step=True):
-            started = open_session(
-                experiment, policy=True, sampling=config.generates, install_signals=stop.install
-            )
+            started = open_session(experiment, policy=True, sampling=config.generates)
             session = await stack.enter_async_context(started)
         done = f"{progress.step} of {config.num_steps} done" if progress.step else str(config.num_steps)
         observer.header(
@@ -278,8 +271,8 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
         samples.unlink(missing_ok=True)
     work, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert work is not None
-    cancel_at_sigterm = partial(loop.add_signal_handler, signal.SIGTERM, work.cancel)
-    started = open_session(evaluated, policy=False, sampling=True, install_signals=cancel_at_sigterm)
+    loop.add_signal_handler(signal.SIGTERM, work.cancel)
+    started = open_session(evaluated, policy=False, sampling=True)
     async with started as session, session.generating():
         metrics, groups = await validate(session, evaluated, validation_sets(evaluated))
     writer = JsonLinesWriter(samples)

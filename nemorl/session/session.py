@@ -6,7 +6,7 @@ Starter ─▶ policy and other models ─┬─ weights ─▶ engines ◀─ r
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -114,14 +114,10 @@ class Session:
 
 
 @asynccontextmanager
-async def reserved(
-    experiment: Experiment, groups: set[str], install_signals: Callable[[], None] | None = None
-) -> AsyncIterator[Placement]:
-    """Places in a new Ray cluster or RAY_ADDRESS's; `install_signals` is for handlers that Ray replaces."""
+async def reserved(experiment: Experiment, groups: set[str]) -> AsyncIterator[Placement]:
+    """Places in a new Ray cluster or RAY_ADDRESS's."""
     requests = [request for request in worker_requests(experiment) if request.group in groups]
     with ClusterRuntime(experiment.cluster, requests) as runtime:
-        if install_signals is not None:
-            install_signals()
         placement = await runtime.reserve()
         try:
             yield placement
@@ -130,9 +126,7 @@ async def reserved(
 
 
 @asynccontextmanager
-async def open_session(
-    experiment: Experiment, *, policy: bool, sampling: bool, install_signals: Callable[[], None]
-) -> AsyncIterator[Session]:
+async def open_session(experiment: Experiment, *, policy: bool, sampling: bool) -> AsyncIterator[Session]:
     """Start the requested parts, each group as early as possible; end all of them when the block ends."""
     policy_samples = sampling and not experiment.generation.has_engines
     learns, asks = policy or policy_samples, sampling and not policy_samples
@@ -140,7 +134,7 @@ async def open_session(
     groups |= {"policy"} if learns else set()
     groups |= {"generation", "rollout", "endpoint"} if sampling else set()
     async with AsyncExitStack() as stack:
-        placement = await stack.enter_async_context(reserved(experiment, groups, install_signals))
+        placement = await stack.enter_async_context(reserved(experiment, groups))
         session = Session(nodes=placement.described, policy_samples=policy_samples)
         starter = Starter(experiment, placement, stack, session)
         if learns and asks and experiment.generation.shares_devices:

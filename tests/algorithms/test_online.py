@@ -208,3 +208,20 @@ def test_minibatches_of_which_nothing_trains_are_left_out() -> None:
     log, _, metrics = step_of(["policy"], groups=groups, name="grpo", **fields)
     assert [entry for entry in log if "trains" in entry] == ["policy trains 0"] * 3
     assert (metrics["updates/all"], metrics["updates/empty"], metrics["loss/policy"]) == (6, 3, 0.5)
+
+
+def test_the_first_error_of_a_run_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def next_batch(advance: object) -> list[GroupSummary]:
+        return GROUPS
+
+    stage = SimpleNamespace(advance=ignore, share=ignore)
+    observer: Any = SimpleNamespace(stage=lambda *_, **__: nullcontext(stage))
+    collector: Any = SimpleNamespace(next_batch=next_batch)
+    counts = {"num_steps": 9, "num_prompts_per_step": 2, "num_generations_per_prompt": 2}
+    config = OnlineConfig.model_validate({"name": "grpo", **counts})
+    nobody: Any = None
+    algorithm = OnlineAlgorithm(config, nobody, collector, nobody, nobody, observer, nobody)
+    for _ in range(2):
+        assert asyncio.run(algorithm._sample()) == GROUPS
+    error = GROUPS[1].trajectories[1].error
+    assert caplog.messages == [f"1 of 4 trajectories failed. The first error: {error}"]

@@ -1,6 +1,7 @@
 import importlib
 import socket
 import sys
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -420,32 +421,40 @@ def test_a_reward_that_scores_no_answer_is_refused(
     [
         (["step_4", "step_12", "step_16.corrupt"], "after step 12"),
         ([], "from the start, as there is no checkpoint yet"),
+        (["step_16.corrupt"], None),  # `--resume` would be refused
     ],
 )
-def test_a_failed_run_says_how_to_continue_it(
+@pytest.mark.parametrize(
+    ("failure", "status", "message"),
+    [
+        (RunError("policy rank 1 died"), 1, "policy rank 1 died"),
+        (KeyboardInterrupt(), 130, "nemorl train was interrupted"),
+    ],
+)
+def test_a_run_that_ends_early_says_how_to_continue_it(
     nemorl: Nemorl,
     trainer: Trainer,
     experiment: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     folders: list[str],
-    place: str,
+    place: str | None,
+    failure: BaseException,
+    status: int,
+    message: str,
 ) -> None:
-    failure = RunError("policy rank 1 died")
-
     def steps_and_fails(experiment: object, resume: bool) -> None:
         run = tmp_path / "runs" / "sums"
         for folder in folders:
             (run / "checkpoints" / folder).mkdir(parents=True)
         run.mkdir(parents=True, exist_ok=True)
         (run / "metrics.jsonl").write_text("{}\n")
-        raise failure
+        raise copy(failure)  # without the notes of another test
 
     monkeypatch.setattr("nemorl.run.train.train", steps_and_fails)
 
     outcome = nemorl("train", experiment, "seed=7")
 
-    assert outcome.status == 1
-    assert outcome.err == (
-        f"policy rank 1 died\nTo continue {place}: nemorl train {experiment} seed=7 --resume\n"
-    )
+    assert outcome.status == status
+    hint = f"To continue {place}: nemorl train {experiment} seed=7 --resume\n" if place else ""
+    assert outcome.err == f"{message}\n{hint}"

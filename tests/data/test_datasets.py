@@ -4,7 +4,7 @@ import pytest
 import reasoning_gym
 
 from nemorl.config.data import ArithmeticDataset, DataConfig, JsonlDataset, ReasoningGymDataset
-from nemorl.data.datasets import DatasetError, load_tasks
+from nemorl.data.datasets import NUM_ENCODED, DatasetError, file_errors, load_tasks
 from nemorl.trajectories import Message
 
 
@@ -174,3 +174,17 @@ def test_a_character_that_unicode_calls_a_line_break_does_not_end_a_row(tmp_path
     dataset = JsonlDataset(name="jsonl", path=path)
     (task,) = load_tasks(dataset, DataConfig(train=dataset))
     assert task.messages[-1].content == "one\u2028two"
+
+
+def test_prompts_that_cannot_be_encoded_are_named_by_their_line(tmp_path):
+    def encode(text: str) -> None:
+        if "o" in text:
+            raise Exception("no token for o")  # the class that tokenizers raises
+
+    path = tmp_path / "tasks.jsonl"
+    prompts = ["1+2=", "hello", *["3+4="] * (NUM_ENCODED - 2), "world"]  # the last one is not encoded
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "o"}) + "\n" for p in prompts))
+    data = DataConfig(train=JsonlDataset(name="jsonl", path=path))
+    problem = f"{path}, line 2: the policy's tokenizer cannot encode 'hello': no token for o"
+    assert file_errors(data.train, data, encode=encode) == [problem]
+    assert file_errors(data.train, data) == []

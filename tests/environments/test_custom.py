@@ -1,5 +1,6 @@
 """An environment of the user's own, named by its import path, is tried before a run and trained in."""
 
+import gc
 import re
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 import yaml
 
 from nemorl.config.environment import CustomEnvConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.data.tokenizer import Tokenizer, load_tokenizer
 from nemorl.errors import Problem
 from nemorl.rollout.custom_environment import custom_environment_problems
 from tests.environments.episodes import task
@@ -43,13 +46,19 @@ class Factory:
 """
 
 
-def problems(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, **options: object) -> list[Problem]:
+def problems(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    source: str,
+    tokenizer: Tokenizer | None = None,
+    **options: object,
+) -> list[Problem]:
     """What is wrong with the environment of a module with this source."""
     (folder / "my_environment.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "my_environment", raising=False)
     config = CustomEnvConfig(name="custom", factory="my_environment:Factory", options=options)
-    return list(custom_environment_problems(config, task(), SECONDS))
+    return list(custom_environment_problems(config, task(), SECONDS, tokenizer))
 
 
 def test_a_sound_environment_has_no_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -85,6 +94,33 @@ def test_an_environment_that_cannot_work_is_refused(
     (found,) = problems(monkeypatch, tmp_path, GOOD.replace(good, bad))
     assert (found.field, found.value) == ("env.factory", "my_environment:Factory")
     assert problem in found.fix
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "problem"),
+    [
+        ("'3+4='", "'guess: 3+4='", "reset() returned the text 'guess: 3+4=', but"),
+        ("Step(", "Step(messages=(Message('user', 'hot'),), ", "step('') returned the text 'hot', but"),
+        ("'3+4='", "'4+3='", None),
+    ],
+)
+def test_texts_that_the_tokenizer_cannot_encode_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, good: str, bad: str, problem: str | None
+) -> None:
+    tokenizer = load_tokenizer(PolicyConfig(model_path=tiny_model(tmp_path / "model")))
+    sound = GOOD.replace("task.messages", "(Message('user', '3+4='),)")
+    found = problems(monkeypatch, tmp_path, sound.replace(good, bad), tokenizer)
+    assert [(p.field, problem in p.fix) for p in found] == ([("env.factory", True)] if problem else [])
+
+
+def test_a_call_that_hangs_is_ended_without_a_complaint_of_asyncio(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = GOOD.replace("return task.messages", "await asyncio.Event().wait()")
+    (found,) = problems(monkeypatch, tmp_path, source.replace("import time", "import asyncio"))
+    assert "reset() returned nothing within 0.5 s" in found.fix
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
 
 
 @pytest.mark.parametrize(

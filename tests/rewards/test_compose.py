@@ -10,7 +10,7 @@ import pytest
 from nemorl.algorithms.metrics import rollout_metrics
 from nemorl.config.environment import FunctionRewardConfig
 from nemorl.rewards import scored
-from nemorl.rewards.compose import Rewards
+from nemorl.rewards.compose import Rewards, smoke_test_reward
 from nemorl.rewards.find import RewardError
 from nemorl.rewards.scored import Answers, attempt
 from nemorl.rollout.collector import GroupSummary, SampleText, summarize
@@ -265,3 +265,16 @@ def test_two_rewards_of_one_name_are_refused():
 def test_an_environments_reward_without_a_weight_is_named():
     with pytest.raises(RewardError, match="the environment gave the rewards bonus"):
         apply([], [conversation("4", {"bonus": 1.0})], weights={"env": 1.0})
+
+
+def test_a_function_that_hangs_is_tried_once(monkeypatch):
+    calls = []
+
+    async def hangs(completions, **columns):
+        calls.append(completions)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(f"{OWN}.half", hangs)
+    reason = smoke_test_reward(own("half"), TASK, False, 0.05)
+    assert reason == "reward `half`: no answer within 0.05 s"
+    assert len(calls) == 1
