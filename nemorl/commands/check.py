@@ -22,7 +22,7 @@ from nemorl.config.facts import acted_on, metric_names, models_of, reward_names
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.load import ORIGIN as COMMAND_LINE
 from nemorl.config.load import load_experiment
-from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem, Problems
+from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem, Problems, UsageError
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import Machine, gpu_problems, is_this_machine, read_machine
 from nemorl.plan.problems import Plan, address_problems, node_problems, plan_run, server_problems
@@ -51,7 +51,7 @@ def _check(arguments: Namespace) -> int:
     overrides = [word for word in arguments.words if "=" in word and not os.path.exists(word)]
     paths = [Path(word) for word in arguments.words if word not in overrides]
     if not paths:
-        raise NemorlError(f"{', '.join(overrides)}: name the experiment file in which to set these fields")
+        raise UsageError(f"{', '.join(overrides)}: name the experiment file in which to set these fields")
     machine, code = read_machine(), ExitCode.WELL
     for path in paths:
         try:

@@ -4,7 +4,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from nemorl.errors import NemorlError
+from nemorl.errors import UsageError
+from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 
 from .terminal import Commands, ExitCode, add_command, add_group, say
 
@@ -56,7 +57,9 @@ def _write_folder(arguments: Namespace) -> int:
         with full_disk_named(what, where, "Make room, or name another folder."):
             arguments.write(arguments)
     except FileExistsError as error:
-        raise NemorlError(f"{arguments.folder} exists already: name another folder, or remove it") from error
+        raise UsageError(f"{arguments.folder} exists already: name another folder, or remove it") from error
+    except (BrokenModelFolder, UnsupportedModel) as error:  # of the folder to read; nothing is left behind
+        raise UsageError(str(error)) from error
     say(f"model: {arguments.folder}")
     return ExitCode.WELL
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.table import Table
 
 from nemorl.config.load import load_experiment
-from nemorl.errors import NemorlError
+from nemorl.errors import UsageError
 from nemorl.models.registry import load_shape
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
@@ -57,7 +57,7 @@ def _layouts(arguments: Namespace) -> int:
         heads = f"{shape.num_attention_heads} heads and {shape.num_key_value_heads} key-value heads"
         rules = f"tensor parallelism divides its {heads}, pipeline parallelism its {shape.num_layers} layers"
         data = "data parallelism the sequences of an optimizer step; try another number"
-        raise NemorlError(f"{problem}: {rules}, {data}")
+        raise UsageError(f"{problem}: {rules}, {data}")
     if arguments.json:
         say(json.dumps([_as_json(choice) for choice in choices], indent=2))
         return ExitCode.WELL

@@ -125,7 +125,7 @@ def test_models_are_created_and_imported(nemorl: Nemorl, tmp_path: Path) -> None
     assert imported.status == 0
     assert "family: llama" in imported.out
     assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert twice.status == 1
+    assert twice.status == 2
     assert twice.err == "again exists already: name another folder, or remove it\n"
 
 
@@ -142,14 +142,14 @@ def test_a_model_without_room_is_a_sentence(nemorl: Nemorl, tmp_path: Path) -> N
 def test_a_folder_that_is_no_model_is_a_sentence(nemorl: Nemorl) -> None:
     outcome = nemorl("models", "import", "nowhere", "out")
 
-    assert outcome.status == 1
+    assert outcome.status == 2
     assert "nowhere/config.json" in outcome.err
 
 
 def test_a_report_of_nothing_is_refused(nemorl: Nemorl) -> None:
     outcome = nemorl("report", "nowhere")
 
-    assert outcome.status == 1
+    assert outcome.status == 2
     assert "nowhere holds no run" in outcome.err
 
 
@@ -196,7 +196,7 @@ def test_config_names_a_shared_field_once(nemorl: Nemorl) -> None:
 def test_config_of_an_unknown_section(nemorl: Nemorl) -> None:
     outcome = nemorl("config", "policy.optimiser")
 
-    assert outcome.status == 1
+    assert outcome.status == 2
     assert "did you mean `policy.optimizer`?" in outcome.err
 
 

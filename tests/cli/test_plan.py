@@ -65,5 +65,5 @@ def test_a_number_that_no_layout_takes(nemorl: Nemorl, experiment: Path) -> None
 
     outcome = nemorl("plan", "layouts", experiment, *few, "--gpus", "101")
 
-    assert outcome.status == 1
+    assert outcome.status == 2
     assert "takes 101 devices" in outcome.err
