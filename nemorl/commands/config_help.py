@@ -6,7 +6,7 @@ from textwrap import fill
 
 from rich.text import Text
 
-from nemorl.config.checks import suggestion
+from nemorl.config.base import suggestion
 from nemorl.config.schema import FieldHelp, describe, section_help
 from nemorl.errors import ABSENT, UsageError
 

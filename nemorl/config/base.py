@@ -1,8 +1,9 @@
 """The base of every section of an experiment file, its checks, and calls of functions that a config names."""
 
+import difflib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -68,6 +69,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
+def did_you_mean(given: str, known: Sequence[str]) -> str:
+    """A question for the closest of the known names, to put before further text; empty if none is close."""
+    close = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean `{close[0]}`? " if close else ""
+
+
+def suggestion(given: str, known: Sequence[str]) -> str:
+    """The closest of the known names, or all of them."""
+    return did_you_mean(given, known).rstrip() or f"there are {', '.join(known) or 'none'}"
+
+
 def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Problems:
     """Problems of the sections in a field's value; `path` is that of the field."""
     if isinstance(value, Config):
@@ -101,13 +113,18 @@ def function_at(path: str) -> Callable[..., Any]:
     """The function `package.module:function`. Raises NotImported, and NemorlError if the module raises it."""
     module, _, attribute = path.partition(":")
     try:
-        function = getattr(import_module(module), attribute, None)
+        members = import_module(module)
+        function = getattr(members, attribute, None)
     except NemorlError:
         raise
     except (Exception, SystemExit) as error:  # a module of the user's may raise anything
         raise NotImported(f"cannot import {module}: {type(error).__name__}: {error}") from error
+    if function is None:
+        named = sorted(name for name, value in vars(members).items() if callable(value))
+        near = did_you_mean(attribute, named).rstrip("? ")
+        raise NotImported(f"{module} has no function {attribute}" + (f" ({near}?)" if near else ""))
     if not callable(function):
-        raise NotImported(f"{module} has no function {attribute}")
+        raise NotImported(f"{attribute} in {module} is not callable: it is of type {type(function).__name__}")
     return function  # type: ignore[no-any-return]
 
 

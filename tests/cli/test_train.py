@@ -114,7 +114,7 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
         "algorithm.max_staleness = 2",
         "data.train.path = nowhere.jsonl",
         "rewards.0.function = exact_mach",
-        "built in are exact_match, format_tags",
+        "did you mean `exact_match`? built-in rewards: exact_match, format_tags",
         "cannot import nowhere.at_all: ModuleNotFoundError",
     ):
         assert part in outcome.err
@@ -136,19 +136,21 @@ def test_a_reward_in_the_current_folder_is_found(
         (
             "def close(prompt, answers): ...",
             "{function: own:close}",
-            "takes (prompt, answers): rewards of the signature `trl` are",
+            "accepts (prompt, answers); `trl` functions receive keyword arguments",
         ),
         (
             "def close(completions, /): ...",
             "{function: own:close}",
-            "takes (completions): rewards of the signature `trl` are",
+            "accepts (completions); `trl` functions receive keyword arguments",
         ),
         (
             "def close(completions, level): ...",
             "{function: own:close}",
             "requires level, and the tasks of",
         ),
-        ("def close(completions): ...", "{function: own:clos}", "own has no function clos"),
+        ("def close(): ...", "{function: own:close}", "accepts no parameters; `trl` functions receive"),
+        ("def close(completions): ...", "{function: own:clos}", "no function clos (did you mean `close`?)"),
+        ("close = 3", "{function: own:close}", "close in own is not callable: it is of type int"),
         ("def close(completions): ...", "{function: own:close, arguments: {k: 1}}", "takes no argument k"),
         ("import sys; sys.exit(3)", "{function: own:close}", "cannot import own: SystemExit: 3"),
         ("1 / 0", "{function: own:close}", "cannot import own: ZeroDivisionError"),

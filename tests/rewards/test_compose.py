@@ -175,7 +175,9 @@ def test_openrlhfs_functions_see_texts_and_labels(name):
 def test_a_signature_may_be_named():
     with pytest.raises(RewardError, match="reward `compute_score_async` asks for ground_truth, solution_str"):
         apply([own("compute_score_async", signature="trl")], [conversation("4")])
-    with pytest.raises(RewardError, match=r"signature `openrlhf` are called by name, as `\(queries, prompts"):
+    with pytest.raises(
+        RewardError, match=r"`openrlhf` functions receive keyword arguments: `\(queries, prompts"
+    ):
         Rewards([own("half", signature="openrlhf")], {}, chat=False, seconds=1.0)
 
 
@@ -242,10 +244,15 @@ def test_a_slow_function_holds_nothing_else_up():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (FunctionRewardConfig(function="exakt"), "no reward `exakt`: built in are exact_match, format_tags"),
+        (
+            FunctionRewardConfig(function="exakt"),
+            "unknown reward `exakt`; built-in rewards: exact_match, format_tags",
+        ),
+        (FunctionRewardConfig(function="exact_mach"), "`exact_mach`; did you mean `exact_match`. built-in"),
+        (own("halve"), rf"{OWN} has no function halve \(did you mean `half`\?\)"),
         (FunctionRewardConfig(function="no.such:f"), "reward `no.such:f`: cannot import no.such"),
         (own("missing"), f"{OWN} has no function missing"),
-        (own("NOT_A_FUNCTION"), f"{OWN} has no function NOT_A_FUNCTION"),
+        (own("NOT_A_FUNCTION"), f"NOT_A_FUNCTION in {OWN} is not callable: it is of type "),
         (own("half", arguments={"size": 1}), "takes no argument size"),
         (own("yields"), "yields: return a list"),
     ],
