@@ -354,7 +354,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["data.train.digits=1"],
         "data.train.size",
         1000,
-        "they exceed all 100 pairs",
+        "it exceeds the 100 pairs of 1 digit; lower it, or raise digits",
+    ),
+    "an offset behind the last sum": (
+        ["data.train.offset=400000"],
+        "data.train.offset",
+        400000,
+        "size + offset = 401000 exceeds the 10000 pairs of 2 digits; lower one of the two, or raise digits",
     ),
     "SFT without answers": (
         [*SFT, *JSONL],
@@ -503,6 +509,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "checkpointing.metric",
         "validation/reward",
         "only validation measures it; set algorithm.validation.period",
+    ),
+    "a misspelled best checkpoint that is never measured": (
+        ["checkpointing.metric=validation/reword"],
+        "checkpointing.metric",
+        "validation/reword",
+        "did you mean `validation/reward`? only validation measures it; set algorithm.validation.period",
     ),
     "a best checkpoint that is never kept": (
         ["checkpointing.metric=reward/mean", "checkpointing.enabled=false"],
