@@ -44,7 +44,7 @@ def add_experiment(parser: ArgumentParser) -> None:
 
 def add_overrides(parser: ArgumentParser) -> None:
     help_text = "set a field of the experiment; the value is YAML, such as 1e-6, null or [1, 2]"
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help=help_text)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=value", help=help_text)
 
 
 def positive_integer(text: str) -> int:
