@@ -1,7 +1,6 @@
 """The command `nemorl`. What needs torch, Ray or numpy is imported when the command that needs it runs."""
 
 import argparse
-import difflib
 import errno
 import logging
 import os
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import nemorl
 from nemorl.commands import check, config_help, doctor, models, plan, serve, slurm, train
-from nemorl.commands.terminal import ExitCode, complain
-from nemorl.config.schema import describe
+from nemorl.commands.terminal import ExitCode, complain, field_hint
 from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 
 COMMANDS = (train, check, serve, models, plan, slurm, config_help, doctor)  # in the order of --help
@@ -64,23 +62,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     options = [word for word in rest if word.startswith("-")]
     if options or (rest and not takes_overrides):
         takes_fields = takes_overrides or arguments.command == "check"
-        hint = _field_hint(options[0]) if options and takes_fields else ""
+        hint = field_hint(options[0]) if options and takes_fields else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
-
-
-def _field_hint(option: str) -> str:
-    """How to set the field that an option such as `--seed` seems to name, if there is one."""
-    name = option.lstrip("-").partition("=")[0].replace("-", "_")
-    by_name: dict[str, str] = {}  # the first field of each name, and all by their paths
-    for field in describe():
-        by_name.setdefault(field.path.rpartition(".")[2], field.path)
-        by_name[field.path] = field.path
-    with_it = sorted((known for known in by_name if known.endswith(f"_{name}")), key=len)  # `--steps`
-    close = [name] if name in by_name else with_it or difflib.get_close_matches(name, by_name, n=1)
-    return f" (fields are set without dashes, as `{by_name[close[0]]}=value`)" if close else ""
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_a_field_set_as_other_programs_have_it(
     assert err.endswith(f"unrecognized arguments: {option} 1{hint}\n")
 
 
-def test_a_field_without_a_value_is_told_how_to_set_it(nemorl: Nemorl, experiment: Path) -> None:
+def test_a_field_without_a_value_has_a_hint(nemorl: Nemorl, experiment: Path) -> None:
     err = nemorl("check", experiment, "algorithm.num_steps").err
 
     assert "no such file; to set this field, write `algorithm.num_steps=VALUE`" in err
