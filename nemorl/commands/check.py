@@ -155,6 +155,8 @@ def _unusable(experiment: Experiment, new_run: bool) -> str | None:
         if run_dir.resolve().is_relative_to(spec.config.model_path.resolve()):
             return f"this is in the model folder of {spec.section}.model_path; set another folder"
     existing = next(path for path in (run_dir, *absolute.parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder; set another folder"
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
@@ -216,18 +218,21 @@ def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
         except RewardError as error:
             yield Problem(field, config.function, str(error))
             continue
-        given, complete = GIVEN[found.signature] | {"answer"}, True
+        given = GIVEN[found.signature] | {"answer"}
+        lacking: dict[tuple[str, str], list[str]] = {}  # datasets, by what they lack and what they have
         for path, dataset in acted_on(experiment.data, experiment.algorithm):
             columns = _columns(dataset)
             if columns is None:
                 continue
             if missing := sorted(found.needs - given - columns):
-                complete = False
-                have = f"the tasks of {path} have the columns {', '.join(sorted(given | columns))}"
-                problem = f"it requires {', '.join(missing)}, and {have}"
-                fix = f"{problem}; give it a default, or set it in {arguments}"
-                yield Problem(field, config.function, fix)
-        if not complete:
+                names = ", ".join(missing), ", ".join(sorted(given | columns))
+                lacking.setdefault(names, []).append(path)
+        for (missing_names, names_there), paths in lacking.items():
+            have = f"the tasks of {' and '.join(paths)} have the columns {names_there}"
+            default = "" if config.function in BUILT_IN else "give it a default, or "
+            fix = f"it requires {missing_names}, and {have}; {default}set it in {arguments}"
+            yield Problem(field, config.function, fix)
+        if lacking:
             continue
         if config.function in BUILT_IN:  # one call shows arguments that it does not accept
             if found.needs <= _SAMPLE.keys():
@@ -243,8 +248,8 @@ def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
             seconds = config.deadline or experiment.cluster.deadlines.environment
             reason = smoke_test_reward(config, task, experiment.data.chat, seconds)
             if reason is not None:
-                problem = f"it scores no answer to the first task ({reason})"
-                yield Problem(field, config.function, f"{problem}; correct the function or its arguments")
+                problem = f"it failed on every test answer to the first task: {reason}"
+                yield Problem(field, config.function, problem)
 
 
 def _first_task(experiment: Experiment) -> "Task | None":

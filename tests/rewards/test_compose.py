@@ -108,9 +108,9 @@ def test_chat_functions_get_messages():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too_few", r"reward `too_few` answered \[1\.0\] to 2 completions"),
-        ("a_number", r"reward `a_number` answered 1\.0 to 2 completions"),
-        ("not_finite", "reward `not_finite` answered nan: return a finite number"),
+        ("too_few", r"reward `too_few` returned 1 value for 2 completions; return one"),
+        ("a_number", r"reward `a_number` returned 1\.0 for 2 completions"),
+        ("not_finite", "reward `not_finite` returned nan; return a finite number"),
         ("raises", "reward `raises`: LookupError: no such word"),
         ("sleeps", r"reward `sleeps`: no answer within 0\.05 s"),
         ("leaves", r"reward `leaves`: RuntimeError: it raised SystemExit\(3\)"),
@@ -137,7 +137,7 @@ def test_an_answer_that_cannot_be_scored_costs_no_other():
 
     assert [t.reward for t in paid.trajectories] == [1.0, 0.0, 1.0]
     assert [t.error is None for t in paid.trajectories] == [True, False, True]
-    assert "answered inf: return a finite number" in paid.trajectories[1].error
+    assert "returned inf; return a finite number" in paid.trajectories[1].error
     assert paid.scoring["fails_for_five"].errors == 1
     # One token of the prompt and two sampled in each, in the lost one too.
     members = tuple(summarize(t, row) for row, t in enumerate(paid.trajectories))
