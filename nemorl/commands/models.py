@@ -27,7 +27,9 @@ def register(commands: Commands) -> None:
     create = add("create", _create, "create a tiny untrained model")
     create.add_argument("model", choices=["arithmetic"], help="Llama with 0.8 million weights, for additions")
     add_path(create, "folder", "DIR", "folder to create")
-    create.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
+    create.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the initial weights (default: 0)"
+    )
     importing = add("import", _import, "check a model and convert it to a complete Hugging Face folder")
     add_path(importing, "source", "HF_DIR", "folder to read; with --like, a checkpoint of megatron-core")
     add_path(importing, "folder", "OUT", "folder to create, with the weights as safetensors")

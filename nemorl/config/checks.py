@@ -83,12 +83,14 @@ def turn_and_cache_fit_sequence(
 ) -> Problems:
     if not algorithm.generates:
         return
-    limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
-    if generation.max_new_tokens >= policy.max_sequence_length:
-        fix = f"a turn leaves no room for its prompt in {limit}; lower this or raise that"
+    longest = policy.max_sequence_length
+    if generation.max_new_tokens >= longest:
+        filled = f"max_new_tokens ({generation.max_new_tokens}) fills policy.max_sequence_length ({longest})"
+        fix = f"{filled}, so no prompt fits; lower the first or raise the second"
         yield Problem("generation.max_new_tokens", generation.max_new_tokens, fix)
     tokens = getattr(generation, "max_kv_tokens", None)
-    if tokens is not None and tokens < policy.max_sequence_length:
+    if tokens is not None and tokens < longest:
+        limit = f"policy.max_sequence_length ({longest})"
         fix = f"the cache must hold a complete conversation; set it to at least {limit}"
         yield Problem("generation.max_kv_tokens", tokens, fix)
 

@@ -252,13 +252,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["generation.max_new_tokens=64"],
         "generation.max_new_tokens",
         64,
-        "no room for its prompt in policy.max_sequence_length, 64",
+        "max_new_tokens (64) fills policy.max_sequence_length (64), so no prompt fits",
     ),
     "a cache too small": (
         ["generation.max_kv_tokens=63"],
         "generation.max_kv_tokens",
         63,
-        "must hold a complete conversation; set it to at least policy.max_sequence_length, 64",
+        "must hold a complete conversation; set it to at least policy.max_sequence_length (64)",
     ),
     "a micro-batch too small": (
         ["policy.micro_batch_tokens=32"],
