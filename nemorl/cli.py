@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nemorl
 from nemorl.commands import check, config_help, doctor, models, plan, serve, slurm, train
-from nemorl.commands.terminal import ExitCode, complain
+from nemorl.commands.terminal import ExitCode, complain, field_hint
 from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 
 COMMANDS = (train, check, serve, models, plan, slurm, config_help, doctor)  # in the order of --help
@@ -61,13 +61,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     takes_overrides = hasattr(arguments, "overrides")
     options = [word for word in rest if word.startswith("-")]
     if options or (rest and not takes_overrides):
-        hint = ""
-        if options and (takes_overrides or arguments.command == "check"):  # `--seed 1`, as in other programs
-            field = options[0].lstrip("-").partition("=")[0]
-            hint = f" (fields are set without dashes, as `{field}=value`)"
+        takes_fields = takes_overrides or arguments.command == "check"
+        hint = field_hint(options[0]) if options and takes_fields else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
-        arguments.overrides += rest
+        arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 

@@ -12,7 +12,7 @@ class NemorlError(Exception):
 
 
 class UsageError(NemorlError):
-    """An invalid command line option; nothing was started."""
+    """An invalid word of the command line; nothing was started."""
 
 
 class RunError(NemorlError):

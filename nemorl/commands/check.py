@@ -23,7 +23,7 @@ from nemorl.config.facts import acted_on, metric_names, models_of, reward_names
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.load import ORIGIN as COMMAND_LINE
 from nemorl.config.load import load_experiment
-from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem, Problems
+from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem, Problems, UsageError
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import Machine, gpu_problems, is_this_machine, read_machine
 from nemorl.plan.problems import Plan, address_problems, node_problems, plan_run, server_problems
@@ -53,7 +53,7 @@ def _check(arguments: Namespace) -> int:
     overrides = [word for word in arguments.words if "=" in word and not os.path.exists(word)]
     paths = [Path(word) for word in arguments.words if word not in overrides]
     if not paths:
-        raise NemorlError(f"{', '.join(overrides)}: name the experiment file in which to set these fields")
+        raise UsageError(f"{', '.join(overrides)}: name the experiment file in which to set these fields")
     machine, code = read_machine(), ExitCode.WELL
     for path in paths:
         try:
@@ -157,6 +157,8 @@ def _unusable(experiment: Experiment, new_run: bool) -> str | None:
         if run_dir.resolve().is_relative_to(spec.config.model_path.resolve()):
             return f"this is in the model folder of {spec.section}.model_path; set another folder"
     existing = next(path for path in (run_dir, *absolute.parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder; set another folder"
     try:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
@@ -236,18 +238,21 @@ def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
         except RewardError as error:
             yield Problem(field, config.function, str(error))
             continue
-        given, complete = GIVEN[found.signature] | {"answer"}, True
+        given = GIVEN[found.signature] | {"answer"}
+        lacking: dict[tuple[str, str], list[str]] = {}  # datasets, by what they lack and what they have
         for path, dataset in acted_on(experiment.data, experiment.algorithm):
             columns = _columns(dataset)
             if columns is None:
                 continue
             if missing := sorted(found.needs - given - columns):
-                complete = False
-                have = f"the tasks of {path} have the columns {', '.join(sorted(given | columns))}"
-                problem = f"it requires {', '.join(missing)}, and {have}"
-                fix = f"{problem}; give it a default, or set it in {arguments}"
-                yield Problem(field, config.function, fix)
-        if not complete:
+                names = ", ".join(missing), ", ".join(sorted(given | columns))
+                lacking.setdefault(names, []).append(path)
+        for (missing_names, names_there), paths in lacking.items():
+            have = f"the tasks of {' and '.join(paths)} have the columns {names_there}"
+            default = "" if config.function in BUILT_IN else "give it a default, or "
+            fix = f"it requires {missing_names}, and {have}; {default}set it in {arguments}"
+            yield Problem(field, config.function, fix)
+        if lacking:
             continue
         if config.function in BUILT_IN:  # one call shows arguments that it does not accept
             if found.needs <= _SAMPLE.keys():
@@ -264,8 +269,8 @@ def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
             with _mentioned(field, config.function, seconds):
                 reason = smoke_test_reward(config, task, experiment.data.chat, seconds)
             if reason is not None:
-                problem = f"it scores no answer to the first task ({reason})"
-                yield Problem(field, config.function, f"{problem}; correct the function or its arguments")
+                problem = f"it failed on every test answer to the first task: {reason}"
+                yield Problem(field, config.function, problem)
 
 
 def _first_task(experiment: Experiment) -> "Task | None":

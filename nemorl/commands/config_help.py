@@ -6,9 +6,9 @@ from textwrap import fill
 
 from rich.text import Text
 
-from nemorl.config.checks import suggestion
+from nemorl.config.base import suggestion
 from nemorl.config.schema import FieldHelp, describe, section_help
-from nemorl.errors import ABSENT, NemorlError
+from nemorl.errors import ABSENT, UsageError
 
 from .terminal import Commands, ExitCode, add_command, output, say
 
@@ -25,7 +25,7 @@ def _config(arguments: Namespace) -> int:
     asked = arguments.section
     if not (fields := describe(asked)):
         known = sorted({field.path.rpartition(".")[0] or field.path for field in describe()})
-        raise NemorlError(f"unknown section `{asked}`; {suggestion(asked, known)}")
+        raise UsageError(f"unknown section `{asked}`; {suggestion(asked, known)}")
     if not output().is_terminal:  # a line each, for grep
         for field in fields:
             say(f"{_head(field, field.path)}. {field.help}".strip())

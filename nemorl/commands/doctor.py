@@ -13,6 +13,7 @@ from typing import Literal, cast
 
 from rich.text import Text
 
+from nemorl.config.base import counted
 from nemorl.config.generation import GenerationBase, GenerationConfig
 from nemorl.config.schema import names, variants
 from nemorl.megatron import kernels
@@ -126,7 +127,11 @@ def _cuda(listed: int, required: int) -> Iterator[Finding]:
     built = f"torch for CUDA {torch.version.cuda}" if torch.version.cuda else "torch without CUDA"
     needed = required or (1 if torch.version.cuda else 0)
     state = State.MISSING if usable < needed else State.GOOD if usable else State.OPTIONAL
-    yield Finding("CUDA", state, f"{built} can use {usable} of {max(listed, required)} GPUs", use)
+    found = f"{built} can use {usable} of {max(listed, required)} GPUs"
+    if required and torch.version.cuda is None:
+        verb = "was" if required == 1 else "were"
+        found = f"this torch build has no CUDA; {counted(required, 'GPU')} {verb} requested"
+    yield Finding("CUDA", state, found, use)
 
 
 def _kernels(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:

@@ -4,7 +4,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from nemorl.errors import NemorlError
+from nemorl.errors import UsageError
+from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 
 from .terminal import Commands, ExitCode, add_command, add_group, say
 
@@ -26,7 +27,9 @@ def register(commands: Commands) -> None:
     create = add("create", _create, "create a tiny untrained model")
     create.add_argument("model", choices=["arithmetic"], help="Llama with 0.8 million weights, for additions")
     add_path(create, "folder", "DIR", "folder to create")
-    create.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
+    create.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the initial weights (default: 0)"
+    )
     importing = add("import", _import, "check a model and convert it to a complete Hugging Face folder")
     add_path(importing, "source", "HF_DIR", "folder to read; with --like, a checkpoint of megatron-core")
     add_path(importing, "folder", "OUT", "folder to create, with the weights as safetensors")
@@ -56,7 +59,9 @@ def _write_folder(arguments: Namespace) -> int:
         with full_disk_named(what, where, "Make room, or name another folder."):
             arguments.write(arguments)
     except FileExistsError as error:
-        raise NemorlError(f"{arguments.folder} exists already: name another folder, or remove it") from error
+        raise UsageError(f"{arguments.folder} exists already: name another folder, or remove it") from error
+    except (BrokenModelFolder, UnsupportedModel) as error:  # of the folder to read; nothing is left behind
+        raise UsageError(str(error)) from error
     say(f"model: {arguments.folder}")
     return ExitCode.WELL
 

@@ -1,13 +1,15 @@
 """`nemorl plan`: the possible layouts of an experiment, before anything starts."""
 
 import json
+import math
 from argparse import ArgumentTypeError, Namespace
 from dataclasses import asdict
 
 from rich.table import Table
 
+from nemorl.config.base import counted
 from nemorl.config.load import load_experiment
-from nemorl.errors import NemorlError
+from nemorl.errors import UsageError
 from nemorl.models.registry import load_shape
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
@@ -57,7 +59,7 @@ def _layouts(arguments: Namespace) -> int:
         heads = f"{shape.num_attention_heads} heads and {shape.num_key_value_heads} key-value heads"
         rules = f"tensor parallelism divides its {heads}, pipeline parallelism its {shape.num_layers} layers"
         data = "data parallelism the sequences of an optimizer step; try another number"
-        raise NemorlError(f"{problem}: {rules}, {data}")
+        raise UsageError(f"{problem}: {rules}, {data}")
     if arguments.json:
         say(json.dumps([_as_json(choice) for choice in choices], indent=2))
         return ExitCode.WELL
@@ -65,7 +67,8 @@ def _layouts(arguments: Namespace) -> int:
     console.width = max(console.width, _WIDTH)
     console.print(_table(choices[:_ROWS]))
     more = f", the first {_ROWS} are shown (--json gives all)" if len(choices) > _ROWS else ""
-    terminal.notes().print(f"{len(choices)} layouts{more}. {ORDER}", markup=False)
+    unknown = "" if memory_bytes else " This machine has no GPU: give --memory-gb to see which fit."
+    terminal.notes().print(f"{counted(len(choices), 'layout')}{more}. {ORDER}{unknown}", markup=False)
     return ExitCode.WELL
 
 
@@ -93,11 +96,13 @@ def _table(choices: list[LayoutChoice]) -> Table:
         sizes = [getattr(choice.memory, part) for part in parts]
         whole = choice.memory.on_device
         fits = {True: "yes", False: "no", None: "?"}[choice.fits]
-        memory = map(_gigabytes, (whole, *sizes, whole - sum(sizes)))
-        traffic, idle = f"{choice.bytes_per_token / 1000:.0f}", f"{choice.idle:.0%}"
+        memory = (_digits(size / 1e9) for size in (whole, *sizes, whole - sum(sizes)))
+        traffic, idle = _digits(choice.bytes_per_token / 1000), f"{choice.idle:.0%}"
         result.add_row(choice.layout.name, fits, *memory, traffic, idle)
     return result
 
 
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:.1f}"
+def _digits(number: float) -> str:
+    """At least two significant digits, and one decimal: `1234.5`, `12.3`, `0.012`; `0` for none."""
+    decimals = max(1, 1 - math.floor(math.log10(number))) if number > 0 else 0
+    return f"{number:.{decimals}f}"

@@ -4,11 +4,14 @@ import asyncio
 import json
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from nemorl.config.experiment import Experiment
 from nemorl.errors import ConfigError, Problem
 from nemorl.plan.machine import read_machine
 from nemorl.plan.problems import has_chat_template, head_problems
@@ -32,13 +35,11 @@ def _serve(arguments: Namespace) -> int:
     scores = str(target) == "reward" and bool(overrides) and "=" not in overrides[0]
     if scores:
         target, overrides = Path(overrides[0]), overrides[1:]
-    with tempfile.TemporaryDirectory(prefix="nemorl-serve-") as scratch:
-        if target.is_dir():
-            tree = _experiment_of(target, scores)
-            target = Path(scratch) / f"{target.absolute().name}.yaml"
-            target.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        ready = prepare(target, overrides, read_machine(), training=False, serving=True)
-    experiment, problems = ready.experiment, []
+    if target.is_dir():
+        experiment = _checked_model(target, overrides, scores)
+    else:
+        experiment = prepare(target, overrides, read_machine(), training=False, serving=True).experiment
+    problems: list[Problem] = []
     generation, head = experiment.generation, experiment.policy.head
     if scores and head != "scalar":
         fix = "a reward model gives one number: set it to scalar, or leave out the word `reward`"
@@ -61,6 +62,23 @@ def _serve(arguments: Namespace) -> int:
     experiment = experiment.model_copy(update={"run_dir": experiment.run_dir / "serve"})
     asyncio.run((serve_rewards if scores else serve)(experiment, announce))
     return ExitCode.WELL
+
+
+def _checked_model(model: Path, overrides: Sequence[str], scores: bool) -> Experiment:
+    """An experiment with this model. Raises `ConfigError`, which names the folder."""
+    with tempfile.TemporaryDirectory(prefix="nemorl-serve-") as scratch:
+        file = Path(scratch) / "experiment.yaml"
+        file.write_text(yaml.safe_dump(_experiment_of(model, scores)), encoding="utf-8")
+        try:
+            return prepare(file, overrides, read_machine(), training=False, serving=True).experiment
+        except ConfigError as error:
+            if error.source != str(file):  # the command line
+                raise
+            lines = f"{file}:"
+            problems = [
+                replace(p, origin="" if p.origin.startswith(lines) else p.origin) for p in error.problems
+            ]
+            raise ConfigError(str(model), problems) from error
 
 
 def _experiment_of(model: Path, scores: bool) -> dict[str, Any]:

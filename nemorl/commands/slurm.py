@@ -12,7 +12,7 @@ from rich.text import Text
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
-from nemorl.errors import ConfigError, NemorlError
+from nemorl.errors import ConfigError, UsageError
 from nemorl.plan.machine import Machine
 
 from . import terminal
@@ -109,7 +109,7 @@ def _submit(arguments: Namespace) -> int:
             if earlier and any(row.is_active for row in status_rows(folder)):
                 job = f"job {earlier.job}, submitted at {earlier.submitted},"
                 fix = f"Cancel it with `nemorl slurm cancel {folder}`, or set another run_dir."
-                raise NemorlError(f"run_dir = {folder}: {job} uses this folder and has not ended. {fix}")
+                raise UsageError(f"run_dir = {folder}: {job} uses this folder and has not ended. {fix}")
         with slurm.write_files(files):
             submission = submission.submit()
         submission.record(run_dir)
@@ -180,7 +180,7 @@ def _logs(arguments: Namespace) -> int:
             say(f"{name}: {path}")
         return ExitCode.WELL
     if arguments.name not in found:
-        raise NemorlError(f"{run_dir} has no log {arguments.name}; it has {', '.join(found) or 'none yet'}.")
+        raise UsageError(f"{run_dir} has no log {arguments.name}; it has {', '.join(found) or 'none yet'}.")
     return show_log(found[arguments.name], lines=arguments.lines, follow=arguments.follow)
 
 

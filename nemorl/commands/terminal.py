@@ -1,5 +1,6 @@
 """Output, arguments and exit codes of commands. Results go to standard output, all else to standard error."""
 
+import difflib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -9,6 +10,7 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.table import Table
 
+from nemorl.config.schema import describe
 from nemorl.plan.memory import MEMORY_PARTS
 from nemorl.plan.problems import Plan
 
@@ -44,7 +46,19 @@ def add_experiment(parser: ArgumentParser) -> None:
 
 def add_overrides(parser: ArgumentParser) -> None:
     help_text = "set a field of the experiment; the value is YAML, such as 1e-6, null or [1, 2]"
-    parser.add_argument("overrides", nargs="*", metavar="a.b=value", help=help_text)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="a.b=value", help=help_text)
+
+
+def field_hint(option: str) -> str:
+    """How to set the field that an option such as `--seed` seems to name, if there is one."""
+    name = option.lstrip("-").partition("=")[0].replace("-", "_")
+    by_name: dict[str, str] = {}  # the first field of each name, and all by their paths
+    for field in describe():
+        by_name.setdefault(field.path.rpartition(".")[2], field.path)
+        by_name[field.path] = field.path
+    with_it = sorted((known for known in by_name if known.endswith(f"_{name}")), key=len)  # `--steps`
+    close = [name] if name in by_name else with_it or difflib.get_close_matches(name, by_name, n=1)
+    return f" (fields are set without dashes, as `{by_name[close[0]]}=value`)" if close else ""
 
 
 def positive_integer(text: str) -> int:

@@ -1,11 +1,11 @@
 """The base of every section of an experiment file, its checks, and calls of functions that a config names."""
 
+import difflib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Annotated, Any, TypeVar
 
@@ -69,6 +69,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
+def did_you_mean(given: str, known: Sequence[str]) -> str:
+    """A question for the closest of the known names, to put before further text; empty if none is close."""
+    close = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean `{close[0]}`? " if close else ""
+
+
+def suggestion(given: str, known: Sequence[str]) -> str:
+    """The closest of the known names, or all of them."""
+    return did_you_mean(given, known).rstrip() or f"there are {', '.join(known) or 'none'}"
+
+
 def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Problems:
     """Problems of the sections in a field's value; `path` is that of the field."""
     if isinstance(value, Config):
@@ -113,12 +124,12 @@ def function_at(path: str) -> Callable[..., Any]:
         is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         fix = "put it in the current folder or install it" if is_missing else "correct the module"
         raise NotImported(f"cannot import {module}: {type(error).__name__}: {error}; {fix}") from error
-    if not callable(function):
+    if function is None:
         names = [name for name, value in vars(imported).items() if callable(value)]
-        similar = " or ".join(get_close_matches(attribute, names))
-        what = attribute if function is None else f"function {attribute}"
-        fix = f"use {similar}" if similar else "correct the name, or define it there"
-        raise NotImported(f"{module} has no {what}; {fix}")
+        near = did_you_mean(attribute, names).strip()
+        raise NotImported(f"{module} has no {attribute}; {near or 'correct the name, or define it there'}")
+    if not callable(function):
+        raise NotImported(f"{attribute} in {module} is not callable: it is of type {type(function).__name__}")
     return function  # type: ignore[no-any-return]
 
 

@@ -3,8 +3,7 @@
 The parameter `auxiliary` are the models that have a section, by its path; `sections` are all valid ones.
 """
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from nemorl.errors import ABSENT, Problem, Problems
@@ -20,7 +19,7 @@ from .auxiliary import (
     auxiliary_models,
     used_models,
 )
-from .base import check, counted, problems_in, run_checks
+from .base import check, counted, did_you_mean, problems_in, run_checks, suggestion
 from .data import DataConfig, JsonlDataset, PreferenceDataset
 from .environment import CalculatorEnvConfig, EnvConfig, Rewards, SingleTurnEnvConfig
 from .experiment import derived_fields, field_value
@@ -84,12 +83,14 @@ def turn_and_cache_fit_sequence(
 ) -> Problems:
     if not algorithm.generates:
         return
-    limit = f"policy.max_sequence_length, {policy.max_sequence_length}"
-    if generation.max_new_tokens >= policy.max_sequence_length:
-        fix = f"a turn leaves no room for its prompt in {limit}; lower this or raise that"
+    longest = policy.max_sequence_length
+    if generation.max_new_tokens >= longest:
+        filled = f"max_new_tokens ({generation.max_new_tokens}) fills policy.max_sequence_length ({longest})"
+        fix = f"{filled}, so no prompt fits; lower the first or raise the second"
         yield Problem("generation.max_new_tokens", generation.max_new_tokens, fix)
     tokens = getattr(generation, "max_kv_tokens", None)
-    if tokens is not None and tokens < policy.max_sequence_length:
+    if tokens is not None and tokens < longest:
+        limit = f"policy.max_sequence_length ({longest})"
         fix = f"the cache must hold a complete conversation; set it to at least {limit}"
         yield Problem("generation.max_kv_tokens", tokens, fix)
 
@@ -270,20 +271,14 @@ def named_metrics_are_measured(
         if metric is None:
             continue
         if metric.startswith("validation/") and algorithm.validation.period is None:
-            yield Problem(field, metric, "only validation measures it; set algorithm.validation.period")
+            scheduled = algorithm.validation.model_copy(update={"period": 1})
+            possible = algorithm.model_copy(update={"validation": scheduled})
+            near = did_you_mean(metric, sorted(metric_names(possible, env, rewards)))
+            near = "" if f"`{metric}`" in near else near
+            fix = f"{near}only validation measures it; set algorithm.validation.period"
+            yield Problem(field, metric, fix)
         elif metric not in known:
             yield Problem(field, metric, f"unknown metric of this run; {suggestion(metric, known)}")
-
-
-def did_you_mean(given: str, known: Sequence[str]) -> str:
-    """A question for the closest of the known names, to put before further text; empty if none is close."""
-    close = difflib.get_close_matches(given, known, n=1)
-    return f"did you mean `{close[0]}`? " if close else ""
-
-
-def suggestion(given: str, known: Sequence[str]) -> str:
-    """The closest of the known names, or all of them."""
-    return did_you_mean(given, known).rstrip() or f"there are {', '.join(known) or 'none'}"
 
 
 # Processes and devices: auxiliary models, GPUs for all, labels of nodes, servers that workers reach.

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, Key, check
+from .base import Config, Key, check, counted
 
 
 class JsonlDataset(Config):
@@ -58,9 +58,13 @@ class ArithmeticDataset(Config):
     @check
     def _sums_exist(self) -> Problems:
         pairs = 10 ** (2 * self.digits)
-        if self.offset + self.size > pairs:
-            fix = f"with the offset they exceed all {pairs} pairs; lower size or offset, or raise digits"
-            yield Problem("size", self.size, fix)
+        if (end := self.offset + self.size) > pairs:
+            problem = f"exceeds the {pairs} pairs of {counted(self.digits, 'digit')}"
+            if self.size > pairs:
+                yield Problem("size", self.size, f"it {problem}; lower it, or raise digits")
+            else:
+                problem = f"size + offset = {end} {problem}"
+                yield Problem("offset", self.offset, f"{problem}; lower one of the two, or raise digits")
         modulus = 2 * 10**self.digits
         for index, slip in enumerate(self.slips):
             if slip % modulus == 0:

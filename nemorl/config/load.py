@@ -14,8 +14,8 @@ from pydantic_core import ErrorDetails
 
 from nemorl.errors import ABSENT, ConfigError, Problem
 
-from .base import Config
-from .checks import check_sections, did_you_mean
+from .base import Config, did_you_mean
+from .checks import check_sections
 from .experiment import Experiment, derived_fields, with_derived_fields
 from .schema import common_fields, common_fields_of_named, describe, help_text, locate, names, tag
 from .type_errors import expectation
@@ -206,6 +206,8 @@ def _text(file: Path, heirs: tuple[Path, ...]) -> str:
         problem = "no such file"
         if "=" in file.name and not heirs:
             problem += "; the experiment file comes first, and overrides such as this after it"
+        elif not heirs and str(file) in {field.path for field in describe()}:
+            problem += f"; to set this field, write `{file}=VALUE`"
     except UnicodeDecodeError as error:
         problem = f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
     except OSError as error:

@@ -200,9 +200,9 @@ class LayoutConfig(Config):
     virtual_pipeline_parallel_size: int = Field(1, ge=1)
     """Runs of layers that every stage holds, interleaved with the others' (VPP); 1 does not interleave."""
     layers_in_first_stage: int | None = Field(None, ge=1)
-    """Layers of the first stage, where they should be fewer for the embedding's sake; null splits evenly."""
+    """Layers of the first stage, if it should hold fewer because of the embedding; null: even split."""
     layers_in_last_stage: int | None = Field(None, ge=1)
-    """Layers of the last stage, where they should be fewer for the head's sake; null splits evenly."""
+    """Layers of the last stage, if it should hold fewer because of the head; null: even split."""
     context_parallel_size: int = Field(1, ge=1)
     """Processes that share the tokens of every sequence (CP)."""
     data_parallel_size: int = Field(1, ge=1)
@@ -246,7 +246,8 @@ class SelectiveRecompute(Config):
     name: Literal["selective"]
     """Parts of every layer are computed again in the backward pass."""
     modules: tuple[RecomputeModule, ...] = Field(("core_attn",), min_length=1)
-    """Which: what is large and cheap. `core_attn` helps only where attention keeps its scores."""
+    """Modules to recompute; choose large, cheap ones. `core_attn` helps only where attention keeps its
+    scores."""
 
 
 class FullRecompute(Config):
@@ -299,7 +300,7 @@ class MoeConfig(Config):
     freeze_router: bool = False
     """Freeze the router's weights; everything else is trained."""
     load_balancing_loss_coefficient: float = Field(0.0, ge=0)
-    """Of the sequence-wise balance loss of every layer (arXiv 2412.19437), averaged over the
+    """Coefficient of the sequence-wise balance loss of every layer (arXiv 2412.19437), averaged over the
     sequences of an optimizer step; 0 leaves it out."""
     router_replay: bool = False
     """Compute the policy's logprobs and gradients with the experts that were chosen when sampling, where the

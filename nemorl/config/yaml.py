@@ -156,7 +156,7 @@ class _Reader:
             problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
             raise self.refused(node, path, node.value, f"invalid value: {problem}") from error
         if isinstance(value, str) and (reference := _REFERENCE.search(value)):
-            fix = f"references such as {reference[0]} are no longer supported; write the value"
+            fix = f"references such as {reference[0]} are not supported; write the value"
             self.problems.append(Problem(dotted(path), value, fix, self._origin(node)))
         return value
 

@@ -13,7 +13,9 @@ import plotly.graph_objects as go
 import yaml
 from plotly.offline import get_plotlyjs
 
-from .files import RunFolderError, write_atomically
+from nemorl.errors import UsageError
+
+from .files import write_atomically
 from .metrics import SHOWN, Sample, StepMetrics, format_number, read_metrics, read_samples, shown
 from .run_folder import RunPaths, read_header
 from .timeline import format_seconds
@@ -29,10 +31,10 @@ Steps = Sequence[StepMetrics]
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` of a run and return its path. Raises `RunFolderError` and `WriteError`."""
+    """Write `report.html` of a run and return its path. Raises `UsageError` without a run, `WriteError`."""
     paths = RunPaths(run_dir)
     if not paths.holds_run:
-        raise RunFolderError(f"{run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")
+        raise UsageError(f"{run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")
     steps = read_metrics(paths.metrics)
     config_text = paths.config.read_text(encoding="utf-8") if paths.config.exists() else ""
     config = yaml.safe_load(config_text) or {}

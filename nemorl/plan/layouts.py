@@ -13,9 +13,8 @@ from nemorl.models.shape import ModelShape
 from .memory import ITEM_SIZE, ProcessMemory, policy_memory
 
 ORDER = (
-    "Best first: those that fit, then those that split a copy of the model over the fewest processes (which "
-    "communicate in every layer; copies only once per optimizer step), then those in which a process sends "
-    "the fewest bytes per token within its copy."
+    "Best first: those that fit, then fewest processes per model copy (they communicate in every layer; "
+    "copies once per optimizer step), then fewest bytes sent per token."
 )
 
 

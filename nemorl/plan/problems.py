@@ -273,9 +273,9 @@ def _header(path: Path) -> Mapping[str, Mapping[str, Any]]:
     except OSError as error:
         raise BrokenModelFolder(f"{path} cannot be read: {error.strerror}") from error
     except (struct.error, ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
-        raise BrokenModelFolder(f"{path} is no safetensors file: fetch it again") from error
+        raise BrokenModelFolder(f"{path} is not a safetensors file; download it again") from error
     if size < end:
-        raise BrokenModelFolder(f"{path} has {size} bytes of {end}: fetch it again, it was cut off")
+        raise BrokenModelFolder(f"{path} is truncated ({size} of {end} bytes); download it again")
     return header
 
 
@@ -326,7 +326,9 @@ def _tokenizer_fix(folder: Path, where: str = "") -> str | None:
     if not (folder / "tokenizer.json").is_file():
         return f"the folder holds no tokenizer.json: name a folder that does{where}"
     if not isinstance(_fields(folder / "tokenizer.json").get("model"), dict):
-        return "its tokenizer.json is not what the tokenizers library writes, or was cut off: fetch it again"
+        return (
+            "its tokenizer.json is not what the tokenizers library writes, or is truncated; download it again"
+        )
     return None
 
 
@@ -364,13 +366,13 @@ def _json_lines(
             line = next((line for line in lines if line.strip()), None)
         first: Any = json.loads(line) if line is not None else None
         if line is None:
-            fix = "the file is empty; write one JSON object a line"
+            fix = "the file is empty; write one JSON object per line"
         elif not isinstance(first, dict):
             fix = "the first task is not a JSON object, with keys and values"
     except OSError as error:
-        fix = f"the file cannot be read: {error.strerror}; name one with a JSON object a line"
+        fix = f"the file cannot be read: {error.strerror}; name one with one JSON object per line"
     except ValueError:
-        fix = "the first task is not JSON; write one object a line"
+        fix = "the first task is not JSON; write one object per line"
     if fix is not None:
         yield Problem(f"{path}.path", str(file), fix)
         return

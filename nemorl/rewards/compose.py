@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from nemorl.config import environment as configs
-from nemorl.config.base import call_within
+from nemorl.config.base import call_within, counted
 from nemorl.trajectories import Conversation, Message, StopReason, Task, Trajectory, Turn
 
 from .find import RewardError, find_reward
@@ -89,8 +89,10 @@ class FunctionReward(Scorer):
         if self._one_by_one:
             return [self._checked(scores)]
         if not isinstance(scores, Sequence) or isinstance(scores, str) or len(scores) != count:
-            problem = f"{self.label} answered {scores!r} to {count} completions: one number each"
-            return [Failed(problem)] * count
+            listed = isinstance(scores, Sequence) and not isinstance(scores, str)
+            returned = counted(len(scores), "value") if listed else repr(scores)
+            problem = f"{self.label} returned {returned} for {counted(count, 'completion')}"
+            return [Failed(f"{problem}; return one per completion")] * count
         return list(map(self._checked, scores))
 
     def _checked(self, score: object) -> Score:
@@ -98,7 +100,7 @@ class FunctionReward(Scorer):
             return None
         if isinstance(score, Real) and math.isfinite(score):
             return float(score)
-        return Failed(f"{self.label} answered {score!r}: return a finite number or None")
+        return Failed(f"{self.label} returned {score!r}; return a finite number or None")
 
 
 async def in_thread(function: Callable[..., Any], **arguments: Any) -> Any:
@@ -149,7 +151,7 @@ def smoke_test_reward(
         reasons += failures
         if time.monotonic() - began >= seconds:
             break
-    return reasons[0]
+    return reasons[0].removeprefix(f"reward `{config.metric}`").lstrip(": ")
 
 
 def _scripted(task: Task, text: str) -> Conversation:

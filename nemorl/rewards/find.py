@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemorl.config.base import NotImported, function_at
+from nemorl.config.base import NotImported, did_you_mean, function_at
 from nemorl.config.environment import FunctionRewardConfig, Signature
 
 from .functions import BUILT_IN
@@ -63,7 +63,8 @@ def find_reward(config: FunctionRewardConfig) -> FoundReward:
     if function is None:
         built_in = ", ".join(sorted(BUILT_IN))
         fix = "write `package.module:function` for one of your own"
-        raise RewardError(f"no {name}: built in are {built_in}; {fix}")
+        near = did_you_mean(config.function, sorted(BUILT_IN))
+        raise RewardError(f"unknown {name}; {near}built-in rewards: {built_in}; {fix}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise RewardError(f"{name} yields: return a list with a number for each completion")
     parameters = inspect.signature(function).parameters.values()
@@ -76,8 +77,9 @@ def find_reward(config: FunctionRewardConfig) -> FoundReward:
         signature = "verl" if "solution_str" in takes else "openrlhf"
     uses_answers = takes_any or any(names <= takes for names in _USES_ANSWERS[signature])
     if nameless or not uses_answers:
-        expected = f"rewards of the signature `{signature}` are called by name, as `{FORMS[signature]}`"
-        raise RewardError(f"{name} takes ({', '.join(map(str, parameters))}): {expected}")
+        accepted = f"({', '.join(map(str, parameters))})" if parameters else "no parameters"
+        expected = f"`{signature}` functions receive keyword arguments: `{FORMS[signature]}`"
+        raise RewardError(f"{name} accepts {accepted}; {expected}")
     if not takes_any and (unknown := sorted(config.arguments.keys() - takes)):
         raise RewardError(f"{name} takes no argument {', '.join(unknown)}")
     required = frozenset(p.name for p in by_name if p.default is p.empty)

@@ -16,7 +16,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment
 from nemorl.config.policy import PolicyConfig
-from nemorl.errors import ConfigError, NemorlError, RunError
+from nemorl.errors import ConfigError, NemorlError, UsageError
 from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, verify, writing
 from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.observe.files import WriteError, room_left
@@ -156,26 +156,28 @@ def export_checkpoint(
     checkpoint: Path, out: Path, form: Literal["hf", "adapter", "megatron"] = "hf", model: str = "policy"
 ) -> None:
     """Write the weights of a checkpoint of a run folder as a Hugging Face folder, its adapters as PEFT keeps
-    them, or a checkpoint of megatron-core. Of several models that learn, `model` is one. Raises NemorlError.
+    them, or a checkpoint of megatron-core. Of several models that learn, `model` is one.
+
+    Raises UsageError for a wrong argument, and other NemorlErrors.
     """
     _require_checkpoint(checkpoint)
     step = verify(checkpoint).step
     run_dir = checkpoint.absolute().parents[1]
     config = RunPaths(run_dir).config
     if not config.exists():
-        raise RunError(
+        raise UsageError(
             f"{checkpoint} is not in the `checkpoints` of a run folder: {config}, which has the "
             "model, does not exist. Name a folder such as RUN_DIR/checkpoints/step_00000010."
         )
     try:  # an older version may have written it
         models = {spec.name: spec.config for spec in models_of(load_experiment(config)) if spec.trains}
     except ConfigError as error:
-        raise RunError(
+        raise UsageError(
             f"{error}\nIt says which model the checkpoint is of, in the fields of the version that wrote it. "
             "Keep a copy of it, correct these fields in it (remove those that are no more) and export again."
         ) from error
     if model not in models:
-        raise RunError(f"no {model} learns in the run of {config}: take --model {' or '.join(models)}")
+        raise UsageError(f"no {model} learns in the run of {config}: take --model {' or '.join(models)}")
     export: Callable[[Path, Path, PolicyConfig], None] = export_adapter if form == "adapter" else export_hf
     if form == "megatron":
         from nemorl.megatron.checkpoint import export_megatron  # imports Megatron, which takes seconds
@@ -193,11 +195,11 @@ def _require_checkpoint(folder: Path) -> None:
 
     if not folder.exists():
         fix = newest_in(folder.parent) or "name one such as RUN_DIR/checkpoints/step_00000010"
-        raise RunError(f"there is no checkpoint {folder}: {fix}")
+        raise UsageError(f"there is no checkpoint {folder}: {fix}")
     if newest := newest_in(folder / "checkpoints") or newest_in(folder):
-        raise RunError(f"{folder} holds checkpoints: name one of them; {newest}")
+        raise UsageError(f"{folder} holds checkpoints: name one of them; {newest}")
     if RunPaths(folder).holds_run:
-        raise RunError(f"{folder} is a run without a checkpoint yet: there are no weights to export")
+        raise UsageError(f"{folder} is a run without a checkpoint yet: there are no weights to export")
 
 
 def replace_hf(checkpoint: Path, step: int, hf_dir: Path, experiment: Experiment) -> None:

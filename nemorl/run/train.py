@@ -85,7 +85,7 @@ def fix_if_complete(experiment: Experiment, found: Found) -> str:
     """How to train further if no step is left after a checkpoint; empty if one is."""
     num_steps = experiment.algorithm.num_steps
     if found.step >= num_steps:
-        return f"To train further, raise algorithm.num_steps, {num_steps}"
+        return f"To train further, raise algorithm.num_steps (now {num_steps})"
     progress = Progress.read(found.path)
     stop = EarlyStop(experiment.algorithm.early_stop, progress.best_value, progress.waited)
     return f"To train further, raise algorithm.early_stop.patience; {stop}" if stop.over else ""

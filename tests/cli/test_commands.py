@@ -33,6 +33,17 @@ def test_only_what_has_a_trained_head_is_served_as_a_reward_model(nemorl: Nemorl
     assert "policy.head = lm" in nemorl("serve", "reward", experiment).err
 
 
+def test_what_is_wrong_with_a_served_model_names_its_folder(nemorl: Nemorl, experiment: Path) -> None:
+    model = experiment.parent / "model"
+    (model / "tokenizer.json").unlink()
+    outcome = nemorl("serve", model, "generation.max_new_tokens=0")
+    assert outcome.status == 2
+    assert outcome.err.startswith(f"{model}: 1 configuration error")
+    outcome = nemorl("serve", model)
+    assert outcome.err.startswith(f"{model}: 1 configuration error")
+    assert f"policy.model_path = {model}\n" in outcome.err
+
+
 def test_a_policy_that_samples_its_own_tokens_is_not_served(nemorl: Nemorl, experiment: Path) -> None:
     outcome = nemorl("serve", experiment, "generation={backend: megatron}")
 
@@ -64,10 +75,34 @@ def test_check_requires_a_file(nemorl: Nemorl) -> None:
     assert "the experiment file comes first" in nemorl("train", "seed=1", "x.yaml").err
 
 
-def test_a_field_set_as_other_programs_have_it(nemorl: Nemorl, experiment: Path) -> None:
-    err = nemorl("train", experiment, "--seed", "1").err
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--seed", " (fields are set without dashes, as `seed=value`)"),
+        ("--steps", " (fields are set without dashes, as `algorithm.num_steps=value`)"),
+        (
+            "--policy.micro-batch-tokens",
+            " (fields are set without dashes, as `policy.micro_batch_tokens=value`)",
+        ),
+        ("--zzz", ""),
+    ],
+)
+def test_a_field_set_as_other_programs_have_it(
+    nemorl: Nemorl, experiment: Path, option: str, hint: str
+) -> None:
+    err = nemorl("train", experiment, option, "1").err
 
-    assert err.endswith("unrecognized arguments: --seed 1 (fields are set without dashes, as `seed=value`)\n")
+    assert err.endswith(f"unrecognized arguments: {option} 1{hint}\n")
+
+
+def test_a_field_without_a_value_has_a_hint(nemorl: Nemorl, experiment: Path) -> None:
+    err = nemorl("check", experiment, "algorithm.num_steps").err
+
+    assert "no such file; to set this field, write `algorithm.num_steps=VALUE`" in err
+
+
+def test_only_the_experiment_file_is_required(nemorl: Nemorl) -> None:
+    assert nemorl("train").err.endswith("the following arguments are required: CONFIG\n")
 
 
 def test_eval_prints_metrics(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
@@ -125,7 +160,7 @@ def test_models_are_created_and_imported(nemorl: Nemorl, tmp_path: Path) -> None
     assert imported.status == 0
     assert "family: llama" in imported.out
     assert json.loads((tmp_path / "again/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert twice.status == 1
+    assert twice.status == 2
     assert twice.err == "again exists already: name another folder, or remove it\n"
 
 
@@ -142,14 +177,14 @@ def test_a_model_without_room_is_a_sentence(nemorl: Nemorl, tmp_path: Path) -> N
 def test_a_folder_that_is_no_model_is_a_sentence(nemorl: Nemorl) -> None:
     outcome = nemorl("models", "import", "nowhere", "out")
 
-    assert outcome.status == 1
+    assert outcome.status == 2
     assert "nowhere/config.json" in outcome.err
 
 
 def test_a_report_of_nothing_is_refused(nemorl: Nemorl) -> None:
     outcome = nemorl("report", "nowhere")
 
-    assert outcome.status == 1
+    assert outcome.status == 2
     assert "nowhere holds no run" in outcome.err
 
 
@@ -196,7 +231,7 @@ def test_config_names_a_shared_field_once(nemorl: Nemorl) -> None:
 def test_config_of_an_unknown_section(nemorl: Nemorl) -> None:
     outcome = nemorl("config", "policy.optimiser")
 
-    assert outcome.status == 1
+    assert outcome.status == 2
     assert "did you mean `policy.optimizer`?" in outcome.err
 
 

@@ -36,7 +36,7 @@ def test_a_brief_check_says_what_was_found_instead(nemorl: Nemorl, monkeypatch: 
 def test_gpus_that_a_job_asks_for_and_are_not_handed_in(nemorl: Nemorl) -> None:
     outcome = nemorl("doctor", "--brief", "--gpus", "8")
     assert outcome.status == 1
-    assert "CUDA (torch without CUDA can use 0 of 8 GPUs)" in " ".join(outcome.out.split())
+    assert "CUDA (this torch build has no CUDA; 8 GPUs were requested)" in " ".join(outcome.out.split())
 
 
 def test_a_driver_too_old_for_the_cuda_of_the_image(nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch) -> None:

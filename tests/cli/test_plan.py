@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from nemorl.commands import plan
 from tests.cli.conftest import Nemorl
 
 
@@ -23,6 +25,29 @@ def test_layouts_are_listed_with_their_memory(nemorl: Nemorl, experiment: Path) 
         ["TP2-SP", "yes"],
     ]
     assert outcome.err.startswith("5 layouts. Best first: those that fit")
+    assert "--memory-gb" not in outcome.err
+    cells = rows[0].split()[2:-2]  # of memory: the model has some megabytes
+    assert all(float(cell) > 0 for cell in cells), cells
+
+
+def test_a_memory_that_is_not_known_is_asked_for(
+    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "read_machine", lambda: SimpleNamespace(gpus=()))
+
+    outcome = nemorl("plan", "layouts", experiment, "--gpus", "1")
+
+    assert "?" in outcome.out.splitlines()[2].split()
+    assert outcome.err.startswith("1 layout. ")
+    assert outcome.err.endswith("give --memory-gb to see which fit.\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (1234.56, "1234.6"), (12.34, "12.3"), (1.0, "1.0"), (0.0123, "0.012"), (3e-6, "0.0000030")],
+)
+def test_small_sizes_keep_two_digits(number: float, text: str) -> None:
+    assert plan._digits(number) == text
 
 
 def test_json_has_every_part_in_bytes(nemorl: Nemorl, experiment: Path) -> None:
@@ -65,5 +90,5 @@ def test_a_number_that_no_layout_takes(nemorl: Nemorl, experiment: Path) -> None
 
     outcome = nemorl("plan", "layouts", experiment, *few, "--gpus", "101")
 
-    assert outcome.status == 1
+    assert outcome.status == 2
     assert "takes 101 devices" in outcome.err

@@ -176,7 +176,7 @@ def test_a_folder_with_a_job_that_is_not_over_takes_no_other(nemorl: Nemorl, exp
 
     outcome = nemorl("slurm", "submit", experiment)
 
-    assert outcome.status == 1
+    assert outcome.status == 2
     assert "run_dir = runs/sums: job 12, submitted at" in outcome.err
     Path("state").unlink()
     assert nemorl("slurm", "submit", experiment).status == 0

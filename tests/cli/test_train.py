@@ -115,7 +115,7 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
         "algorithm.max_staleness = 2",
         "data.train.path = nowhere.jsonl",
         "rewards.0.function = exact_mach",
-        "built in are exact_match, format_tags",
+        "did you mean `exact_match`? built-in rewards: exact_match, format_tags",
         "cannot import nowhere.at_all: ModuleNotFoundError",
         "put it in the current folder or install it",
     ):
@@ -138,19 +138,21 @@ def test_a_reward_in_the_current_folder_is_found(
         (
             "def close(prompt, answers): ...",
             "{function: own:close}",
-            "takes (prompt, answers): rewards of the signature `trl` are",
+            "accepts (prompt, answers); `trl` functions receive keyword arguments",
         ),
         (
             "def close(completions, /): ...",
             "{function: own:close}",
-            "takes (completions): rewards of the signature `trl` are",
+            "accepts (completions); `trl` functions receive keyword arguments",
         ),
         (
             "def close(completions, level): ...",
             "{function: own:close}",
             "requires level, and the tasks of",
         ),
-        ("def close(completions): ...", "{function: own:clos}", "own has no clos; use close"),
+        ("def close(): ...", "{function: own:close}", "accepts no parameters; `trl` functions receive"),
+        ("def close(completions): ...", "{function: own:clos}", "own has no clos; did you mean `close`?"),
+        ("close = 3", "{function: own:close}", "close in own is not callable: it is of type int"),
         ("def close(completions): ...", "{function: own:close, arguments: {k: 1}}", "takes no argument k"),
         (
             "import sys; sys.exit(3)",
@@ -178,6 +180,14 @@ def test_a_reward_that_would_fail_in_the_first_step_is_refused(
     assert outcome.status == 2
     assert "rewards.0.function = own:clos" in outcome.err
     assert fix in outcome.err
+
+
+def test_arguments_that_all_tasks_lack_are_listed_once(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl("check", experiment, "rewards=[{function: overlong_penalty}]")
+
+    assert outcome.err.startswith(f"{experiment}: 1 configuration error\n")
+    assert "the tasks of data.train and data.validation have the columns" in outcome.err
+    assert "; set it in rewards.0.arguments\n" in outcome.err  # no default in a function that is built in
 
 
 @pytest.mark.parametrize(
@@ -333,7 +343,7 @@ def test_text_with_square_brackets_is_shown_as_it_is(nemorl: Nemorl, tmp_path: P
         ("model", "this is in the model folder of policy.model_path; set another folder"),
         ("model/../model/run", "this is in the model folder of policy.model_path; set another folder"),
         ("experiment.yaml", "this is a file; set a folder"),
-        ("experiment.yaml/run", "is not writable (Not a directory)"),
+        ("experiment.yaml/run", "experiment.yaml is a file, not a folder; set another folder"),
         ('"a\\0b"', "the path contains unprintable characters"),
     ],
 )
@@ -388,8 +398,9 @@ def test_a_server_that_does_not_answer_is_left_to_the_target(
     ("text", "reason"),
     [
         ("def close(completions): raise LookupError('no word')", "LookupError: no word"),
-        ("def close(completions): return [float('nan')] * 2", "answered nan"),
-        ("def close(completions): return 1.0", "answered 1.0 to 2 completions"),
+        ("def close(completions): return [float('nan')] * 2", "returned nan; return a finite number"),
+        ("def close(completions): return 1.0", "returned 1.0 for 2 completions; return one per completion"),
+        ("def close(completions): return [1.0] * 3", "returned 3 values for 2 completions; return one per"),
         ("import time\ndef close(completions): time.sleep(60)", "no answer within 0.2 s"),
         ("import time\nasync def close(completions): time.sleep(60)", "no answer within 5.4 s"),
         ("def close(completions): return [1 / len(c) for c in completions]", None),
@@ -412,8 +423,7 @@ def test_a_reward_that_scores_no_answer_is_refused(
     assert outcome.status == (0 if reason is None else 2)
     if reason is not None:
         assert "rewards.0.function = own:close" in outcome.err
-        assert "it scores no answer to the first task" in outcome.err
-        assert reason in outcome.err
+        assert f"it failed on every test answer to the first task: {reason}" in outcome.err
 
 
 @pytest.mark.parametrize(

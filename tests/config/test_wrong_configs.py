@@ -252,13 +252,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["generation.max_new_tokens=64"],
         "generation.max_new_tokens",
         64,
-        "no room for its prompt in policy.max_sequence_length, 64",
+        "max_new_tokens (64) fills policy.max_sequence_length (64), so no prompt fits",
     ),
     "a cache too small": (
         ["generation.max_kv_tokens=63"],
         "generation.max_kv_tokens",
         63,
-        "must hold a complete conversation; set it to at least policy.max_sequence_length, 64",
+        "must hold a complete conversation; set it to at least policy.max_sequence_length (64)",
     ),
     "a micro-batch too small": (
         ["policy.micro_batch_tokens=32"],
@@ -354,7 +354,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["data.train.digits=1"],
         "data.train.size",
         1000,
-        "they exceed all 100 pairs",
+        "it exceeds the 100 pairs of 1 digit; lower it, or raise digits",
+    ),
+    "an offset behind the last sum": (
+        ["data.train.offset=400000"],
+        "data.train.offset",
+        400000,
+        "size + offset = 401000 exceeds the 10000 pairs of 2 digits; lower one of the two, or raise digits",
     ),
     "SFT without answers": (
         [*SFT, *JSONL],
@@ -503,6 +509,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "checkpointing.metric",
         "validation/reward",
         "only validation measures it; set algorithm.validation.period",
+    ),
+    "a misspelled best checkpoint that is never measured": (
+        ["checkpointing.metric=validation/reword"],
+        "checkpointing.metric",
+        "validation/reword",
+        "did you mean `validation/reward`? only validation measures it; set algorithm.validation.period",
     ),
     "a best checkpoint that is never kept": (
         ["checkpointing.metric=reward/mean", "checkpointing.enabled=false"],

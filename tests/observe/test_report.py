@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.observe.files import RunFolderError
+from nemorl.errors import UsageError
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.report import (
     metric_charts,
@@ -192,7 +192,7 @@ def test_a_run_that_early_stop_ended_is_finished(write_run, waited, patience, st
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(RunFolderError, match=r"holds no run: neither config\.yaml nor metrics\.jsonl"):
+    with pytest.raises(UsageError, match=r"holds no run: neither config\.yaml nor metrics\.jsonl"):
         write_report(tmp_path)
 
 

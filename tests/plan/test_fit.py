@@ -232,7 +232,7 @@ def test_a_chat_template_is_found_where_tokenizers_keep_it(
         ('{"prompt": "1+1="}', "data.train.answer_key", "but `prompt`"),
         ('["1+1=", "2"]', "data.train.path", "not a JSON object"),
         ("prompt,answer", "data.train.path", "not JSON"),
-        ("", "data.train.path", "the file is empty; write one JSON object a line"),
+        ("", "data.train.path", "the file is empty; write one JSON object per line"),
     ],
 )
 def test_the_first_task_shows_wrong_files_and_keys(

@@ -131,7 +131,7 @@ def test_weights_of_auxiliary_models_are_complete(configure: Configure, tmp_path
     os.truncate(other / "model.safetensors", 100_000)
     broken = plan_run(configure(*ppo), ROOMY).problems
     assert sorted(problem.field for problem in broken) == ["critic.model_path", "reference.model_path"]
-    assert all("has 100000 bytes of" in problem.fix for problem in broken)
+    assert all("is truncated (100000 of" in problem.fix for problem in broken)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,11 @@ def test_quantized_weights_are_reported(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "problem"),
-    [(0, "is no safetensors file"), (20, "is no safetensors file"), (100_000, "has 100000 bytes of ")],
+    [
+        (0, "is not a safetensors file"),
+        (20, "is not a safetensors file"),
+        (100_000, "is truncated (100000 of "),
+    ],
 )
 def test_a_file_that_was_cut_off_is_reported(model: Path, size: int, problem: str) -> None:
     with (model / "model.safetensors").open("r+b") as file:

@@ -108,9 +108,9 @@ def test_chat_functions_get_messages():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("too_few", r"reward `too_few` answered \[1\.0\] to 2 completions"),
-        ("a_number", r"reward `a_number` answered 1\.0 to 2 completions"),
-        ("not_finite", "reward `not_finite` answered nan: return a finite number"),
+        ("too_few", r"reward `too_few` returned 1 value for 2 completions; return one"),
+        ("a_number", r"reward `a_number` returned 1\.0 for 2 completions"),
+        ("not_finite", "reward `not_finite` returned nan; return a finite number"),
         ("raises", "reward `raises`: LookupError: no such word"),
         ("sleeps", r"reward `sleeps`: no answer within 0\.05 s"),
         ("leaves", r"reward `leaves`: RuntimeError: it raised SystemExit\(3\)"),
@@ -137,7 +137,7 @@ def test_an_answer_that_cannot_be_scored_costs_no_other():
 
     assert [t.reward for t in paid.trajectories] == [1.0, 0.0, 1.0]
     assert [t.error is None for t in paid.trajectories] == [True, False, True]
-    assert "answered inf: return a finite number" in paid.trajectories[1].error
+    assert "returned inf; return a finite number" in paid.trajectories[1].error
     assert paid.scoring["fails_for_five"].errors == 1
     # One token of the prompt and two sampled in each, in the lost one too.
     members = tuple(summarize(t, row) for row, t in enumerate(paid.trajectories))
@@ -175,7 +175,9 @@ def test_openrlhfs_functions_see_texts_and_labels(name):
 def test_a_signature_may_be_named():
     with pytest.raises(RewardError, match="reward `compute_score_async` asks for ground_truth, solution_str"):
         apply([own("compute_score_async", signature="trl")], [conversation("4")])
-    with pytest.raises(RewardError, match=r"signature `openrlhf` are called by name, as `\(queries, prompts"):
+    with pytest.raises(
+        RewardError, match=r"`openrlhf` functions receive keyword arguments: `\(queries, prompts"
+    ):
         Rewards([own("half", signature="openrlhf")], {}, chat=False, seconds=1.0)
 
 
@@ -242,10 +244,15 @@ def test_a_slow_function_holds_nothing_else_up():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (FunctionRewardConfig(function="exakt"), "no reward `exakt`: built in are exact_match, format_tags"),
+        (
+            FunctionRewardConfig(function="exakt"),
+            "unknown reward `exakt`; built-in rewards: exact_match, format_tags",
+        ),
+        (FunctionRewardConfig(function="exact_mach"), "`exact_mach`; did you mean `exact_match`. built-in"),
+        (own("halve"), rf"{OWN} has no halve; did you mean `half`\?"),
         (FunctionRewardConfig(function="no.such:f"), "reward `no.such:f`: cannot import no.such"),
         (own("missing"), f"{OWN} has no missing; correct the name"),
-        (own("NOT_A_FUNCTION"), f"{OWN} has no function NOT_A_FUNCTION"),
+        (own("NOT_A_FUNCTION"), f"NOT_A_FUNCTION in {OWN} is not callable: it is of type "),
         (own("half", arguments={"size": 1}), "takes no argument size"),
         (own("yields"), "yields: return a list"),
     ],

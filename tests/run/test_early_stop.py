@@ -62,7 +62,7 @@ def test_a_resumed_run_waits_on() -> None:
         (7, 1, 2, ""),
         (7, 2, 2, "To train further, raise algorithm.early_stop.patience; early stop"),
         (7, 2, 3, ""),
-        (10, 0, 2, "To train further, raise algorithm.num_steps, 10"),
+        (10, 0, 2, "To train further, raise algorithm.num_steps (now 10)"),
     ],
 )
 def test_what_is_left_of_a_resumed_run(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.errors import RunError
+from nemorl.errors import UsageError
 from nemorl.megatron.checkpoint_store import CheckpointStore
 from nemorl.run.checkpoints import ORIGIN_FILE, Origin, export_checkpoint
 from tests.config.experiments import GRPO, write
@@ -32,7 +32,7 @@ def test_the_newest_checkpoint_is_named_to_who_names_the_run(tmp_path: Path, nam
 
     newest = tmp_path / "runs/sums/checkpoints/step_00000010"
     with pytest.raises(
-        RunError, match=rf"{named} holds checkpoints: name one of them; the newest is {newest}$"
+        UsageError, match=rf"{named} holds checkpoints: name one of them; the newest is {newest}$"
     ):
         export_checkpoint(tmp_path / named, tmp_path / "out")
 
@@ -40,16 +40,18 @@ def test_the_newest_checkpoint_is_named_to_who_names_the_run(tmp_path: Path, nam
 def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
 
-    with pytest.raises(RunError, match="is a run without a checkpoint yet"):
+    with pytest.raises(UsageError, match="is a run without a checkpoint yet"):
         export_checkpoint(tmp_path, tmp_path / "out")
 
 
 def test_a_checkpoint_that_is_not_there_is_answered_with_one_that_is(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"there is no checkpoint .*step_00000005: name one such as RUN_DIR/"):
+    with pytest.raises(
+        UsageError, match=r"there is no checkpoint .*step_00000005: name one such as RUN_DIR/"
+    ):
         export_checkpoint(tmp_path / "checkpoints/step_00000005", tmp_path / "out")
     newest = tmp_path / "checkpoints/step_00000004"
     newest.mkdir(parents=True)
-    with pytest.raises(RunError, match=rf"there is no checkpoint .*5: the newest is {newest}$"):
+    with pytest.raises(UsageError, match=rf"there is no checkpoint .*5: the newest is {newest}$"):
         export_checkpoint(tmp_path / "checkpoints/step_00000005", tmp_path / "out")
 
 
@@ -60,7 +62,7 @@ def test_a_config_of_an_older_version_is_refused_with_the_field_and_what_to_do(t
     checkpoint = store.commit(3, {})
     config = write(tmp_path, GRPO.replace("policy:", "policy:\n  gradient_scale: 2", 1), "config.yaml")
 
-    with pytest.raises(RunError) as refusal:
+    with pytest.raises(UsageError) as refusal:
         export_checkpoint(checkpoint, tmp_path / "out")
 
     assert f"{config}: 1 configuration error" in str(refusal.value)
