@@ -68,7 +68,7 @@ def test_a_sound_environment_has_no_problems(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     ("good", "bad", "problem"),
     [
-        ("class Factory:", "class Factories:", "my_environment has no Factory; use Factories"),
+        ("class Factory:", "class Factories:", "my_environment has no Factory; did you mean `Factories`?"),
         ("class Factory:", "class Other:", "my_environment has no Factory; correct the name, or define it"),
         ("import time", "import no_such_module", "No module named 'no_such_module'; correct the module"),
         ("def create(self)", "def make(self)", "Factory is not an EnvironmentFactory; add the methods"),

@@ -73,7 +73,7 @@ def test_a_finished_run_is_not_started_again(uninterrupted: Path) -> None:
     status, output = finish(start("train", uninterrupted.with_suffix(".yaml"), "--resume"))
     assert status == 0, output
     assert "is already complete (checkpoint at step 6); nothing to do." in output
-    assert "raise algorithm.num_steps, 6" in output
+    assert "raise algorithm.num_steps (now 6)" in output
     assert "start: done" not in output
     after = (uninterrupted / "metrics.jsonl").read_bytes(), (uninterrupted / "header.json").read_bytes()
     assert after == before
