@@ -17,7 +17,7 @@ quickstart: .venv/ready-dev  ## Train a tiny model on sums: SFT, then GRPO (unde
 	@printf '\n== 3/3  GRPO: two policy processes, a generation worker, held-out accuracy before and after ==\n'
 	@$(BIN)/nemorl train configs/quickstart/grpo.yaml
 
-test: .venv/ready-dev  ## Run tests of every package in two processes (10 to 15 minutes)
+test: .venv/ready-dev  ## Run tests of every package in two processes (about 10 minutes)
 	@$(BIN)/pytest -m "not ci and not slow" --numprocesses 2
 
 test-ci: .venv/ready-dev  ## Run the second part of the tests, which .ci/run includes
