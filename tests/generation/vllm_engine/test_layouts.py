@@ -109,7 +109,9 @@ def _reports(program: "subprocess.Popen[str]") -> list[dict[str, Any]]:
 
 def _start(rank: int, rendezvous: Path, folders: list[Path]) -> "subprocess.Popen[str]":
     words = [sys.executable, "-m", "tests.generation.vllm_engine.loading", rank, rendezvous, *folders]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # Hosts of other tests leave variables of theirs, such as that of a folder that is gone.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    environment |= {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         list(map(str, words)), cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
