@@ -18,7 +18,7 @@ from torch import Tensor
 from nemorl.config.algorithm import advantages as configs
 from nemorl.config.base import Config
 from nemorl.data.packed import Advantage
-from nemorl.rollout.collector import GroupSummary
+from nemorl.rollout.groups import GroupSummary
 
 from .custom import own_advantages
 

@@ -11,7 +11,7 @@ from nemorl.config.algorithm import IterativePreferenceConfig, RejectionSampling
 from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.packed import PLACEHOLDER_TOKENS, Compared
 from nemorl.data.shards import SequencePlace
-from nemorl.rollout.collector import GroupSummary, TrajectorySummary
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 
 from .metrics import versions_of
 from .objective import finish_metrics, means_over, sequence_weights

@@ -13,7 +13,7 @@ from nemorl.config.algorithm.losses import CustomLossConfig
 from nemorl.config.base import NotImported, function_at
 from nemorl.data.packed import Advantage, PackedBatch
 from nemorl.errors import NemorlError
-from nemorl.rollout.collector import GroupSummary, TrajectorySummary
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
 
 from .objective import TokenLoss

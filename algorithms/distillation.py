@@ -10,7 +10,7 @@ from nemorl.config.algorithm import DistillationLossConfig, OnPolicyDistillation
 from nemorl.data.losses import Loss, LossOutput, TrainStats
 from nemorl.data.packed import PLACEHOLDER_TOKENS, PackedBatch
 from nemorl.data.shards import SequencePlace
-from nemorl.rollout.collector import GroupSummary
+from nemorl.rollout.groups import GroupSummary
 
 from .metrics import versions_of
 from .objective import engine_gap, finish_metrics, kl_divergence, sequence_weights, token_loss_output

@@ -12,7 +12,8 @@ import torch
 
 from nemorl.config.algorithm.online import FiltersConfig
 from nemorl.errors import RunError
-from nemorl.rollout.collector import GroupSummary, Refill, TrajectorySummary
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.schedule import Refill
 from nemorl.trajectories import StopReason
 
 

@@ -14,7 +14,7 @@ from nemorl.config.generation import GenerationBase
 from nemorl.data.losses import TrainStats
 from nemorl.errors import RunError
 from nemorl.observe.metrics import Phase, Sample
-from nemorl.rollout.collector import GroupSummary, TrajectorySummary
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 
 
 def rollout_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from nemorl.data.shards import SequencePlace
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.observe.files import write_atomically
 from nemorl.observe.observer import Observer
-from nemorl.rollout.collector import TaskOrder
+from nemorl.rollout.schedule import DataPlace, TaskOrder
 from nemorl.session.session import Session
 
 from .distillation import distillation_loss
@@ -179,25 +179,25 @@ class OfflineAlgorithm:
     data: OfflineData
     references: ReferenceSums  # of sequences whose reference was computed beforehand
     order: TaskOrder
-    position: int  # in the order; the next unit
+    place: DataPlace  # of the next unit in the order
     observer: Observer
     multiple: int  # of units into which a batch is laid over ranks and stages
     teachers: Teachers | None = None  # of distillation
 
     async def step(self, number: int) -> dict[str, float]:
-        positions = range(self.position, self.position + self.config.batch_size)
+        positions = range(self.place.position, self.place.position + self.config.batch_size)
         units = [self.data.units[self.order.task_index(position)] for position in positions]
         learner = self.session.learner
         with self.observer.stage("training"):
             loss, divergence = await self._load(units)
             update = await learner.train(loss)
-        self.position = positions.stop
+        self.place = DataPlace(positions.stop)
         return {
             **self.objective.metrics(update.sums, update.maxima),
             **divergence,
             **optimizer_metrics([update]),
             **learner.packing_metrics(),
-            "epoch": self.position / len(self.data.units),
+            "epoch": self.place.position / len(self.data.units),
         }
 
     async def validation_metrics(self) -> dict[str, float]:

@@ -21,7 +21,9 @@ from nemorl.data.shards import SequencePlace
 from nemorl.errors import RunError
 from nemorl.observe.observer import Observer
 from nemorl.observe.timeline import Stage
-from nemorl.rollout.collector import Collector, GroupSummary
+from nemorl.rollout.collector import Collector
+from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.schedule import DataPlace
 from nemorl.session.session import Session
 
 from .filters import filter_groups
@@ -88,8 +90,8 @@ class OnlineAlgorithm:
     _warned: bool = field(default=False, init=False)  # of a trajectory's error
 
     @property
-    def position(self) -> int:
-        return self.collector.position
+    def place(self) -> DataPlace:
+        return self.collector.place
 
     async def step(self, number: int) -> dict[str, float]:
         """Sample, learn, update the engines; metrics. Raises RunError if a limit of the config is passed."""

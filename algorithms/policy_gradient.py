@@ -10,7 +10,7 @@ from nemorl.config.algorithm.advantages import TokenAdvantageBase
 from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.packed import PLACEHOLDER_TOKENS, Advantage
 from nemorl.data.shards import SequencePlace
-from nemorl.rollout.collector import GroupSummary
+from nemorl.rollout.groups import GroupSummary
 
 from .advantages import Estimator, estimator
 from .metrics import versions_of

@@ -25,7 +25,7 @@ from trl_side import train_with_trl
 from nemorl.config.load import load_experiment
 from nemorl.data.datasets import load_tasks
 from nemorl.observe.metrics import read_metrics
-from nemorl.rollout.collector import TaskOrder
+from nemorl.rollout.schedule import TaskOrder
 
 CONFIG = Path("configs/quickstart/grpo.yaml")
 MODEL = Path("runs/quickstart/sft/hf")

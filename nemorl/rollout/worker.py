@@ -15,7 +15,7 @@ from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
 from nemorl.trajectories import Conversation, EnvironmentFactory, Task, Trajectory
 
-from .collector import GroupAssignment, GroupSummary, SampleText, last_answer, summarize
+from .groups import GroupAssignment, GroupSummary, SampleText, last_answer, summarize
 from .turn_loop import SampleKey, TurnLimits, TurnLoop
 
 Store = Callable[[list[Trajectory]], Any]

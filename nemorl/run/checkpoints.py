@@ -22,6 +22,7 @@ from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.observe.files import WriteError, room_left
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.run_folder import RunPaths
+from nemorl.rollout.schedule import DataPlace
 from nemorl.session.handles import TrainedModels, folder_of
 
 ORIGIN_FILE = "nemorl.json"
@@ -71,12 +72,17 @@ class Progress:
     """What the driver adds to a checkpoint. Everything random is a pure function of these and the seed."""
 
     step: int = 0  # steps that are done
-    position: int = 0  # place in the data
+    position: int = 0  # of `DataPlace`
     skipped_updates: int = 0  # optimizer steps left out for non-finite gradients
     entropy_coefficient: float | None = None  # see `EntropyWeight`; None before the first step
     entropy: float | None = None  # mean per token during the last step's updates
     best_value: float | None = None  # see `EarlyStop`
     waited: int = 0  # measurements since then
+    beyond: Sequence[int] = ()  # of `DataPlace`
+
+    @property
+    def place(self) -> DataPlace:
+        return DataPlace(self.position, tuple(self.beyond))
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Progress":

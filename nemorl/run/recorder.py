@@ -9,6 +9,7 @@ from nemorl.algorithms.objective import EntropyWeight
 from nemorl.config.experiment import Experiment
 from nemorl.observe.metrics import Change, StepMetrics, read_metrics
 from nemorl.observe.observer import Observer
+from nemorl.rollout.schedule import DataPlace
 from nemorl.session.session import Session
 
 from .checkpoints import Checkpoints, Progress
@@ -57,8 +58,8 @@ class RunRecorder:
             values = await self.stop.cancellable(self._validate(0))
             self._observer.step(0, version=0, values=values)
 
-    async def finish(self, number: int, values: dict[str, float], position: int) -> None:
-        """Validate if it is due, write the step's line, then its checkpoint; `position` is in the data."""
+    async def finish(self, number: int, values: dict[str, float], place: DataPlace) -> None:
+        """Validate if it is due, write the step's line, then its checkpoint."""
         validation = self._algorithm.validation
         if "updates/skipped" in values:
             self._skipped += int(values["updates/skipped"])
@@ -79,7 +80,8 @@ class RunRecorder:
         if self.entropy is not None:
             entropy = self.entropy.coefficient, self.entropy.entropy
         stop = self._early_stop.best, self._early_stop.waited
-        self._unsaved = Progress(number, position, self._skipped, *entropy, *stop), metrics
+        progress = Progress(number, place.position, self._skipped, *entropy, *stop, place.beyond)
+        self._unsaved = progress, metrics
         self._checkpoints.check()
         if last or number % self._experiment.checkpointing.period == 0:
             await self.save(last=last)

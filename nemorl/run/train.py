@@ -35,7 +35,8 @@ from nemorl.observe.files import JsonLinesWriter, write_atomically
 from nemorl.observe.observer import Observer, check_trackers
 from nemorl.observe.report import write_report
 from nemorl.observe.run_folder import RunFolder
-from nemorl.rollout.collector import Collector, CollectorPlan, TaskOrder
+from nemorl.rollout.collector import Collector
+from nemorl.rollout.schedule import CollectorPlan, GroupSchedule, TaskOrder
 from nemorl.session.session import Session, open_session
 
 from .checkpoints import Checkpoints, Origin, Progress, full_disk_named, replace_hf
@@ -161,7 +162,7 @@ async def _train_session(
                     await recorder.start()
                     for number in recorder.steps():
                         metrics = await algorithm.step(number)
-                        await recorder.finish(number, metrics, algorithm.position)
+                        await recorder.finish(number, metrics, algorithm.place)
             if stop.requested and not recorder.finished:
                 await recorder.save(last=True)
                 await checkpoints.settle()
@@ -209,7 +210,7 @@ def _algorithm(
         teachers = Teachers(session, experiment.teachers, multiples, config.loss.top_k)
     if isinstance(config, configs.OfflineBase):
         assert data.examples is not None
-        of_data = (session, data.examples, references, data.order, start.position)
+        of_data = (session, data.examples, references, data.order, start.place)
         objective = offline.objective_of(config)
         return offline.OfflineAlgorithm(config, objective, *of_data, observer, multiple, teachers)
     update: Update
@@ -232,9 +233,8 @@ def _algorithm(
     )
     seconds = experiment.cluster.deadlines.generation
     replacing = refill(config.filters, config.num_prompts_per_step)
-    collector = Collector(
-        session.rollout, data.order, plan, seconds, start.position, recorder.done, replacing
-    )
+    schedule = GroupSchedule(data.order, plan, recorder.done, start.place, replacing)
+    collector = Collector(session.rollout, schedule, seconds)
     gate, cancellable = LogprobGate(config, experiment.generation), recorder.stop.cancellable
     return OnlineAlgorithm(config, session, collector, update, gate, observer, cancellable, teachers)
 

@@ -10,7 +10,8 @@ from nemorl.algorithms.metrics import means_by_name
 from nemorl.config.algorithm import ValidationConfig
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_tasks
-from nemorl.rollout.collector import GroupSummary, OnFinished, TrajectorySummary, ignore, sample_validation
+from nemorl.rollout.collector import OnFinished, ignore, sample_validation
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.session.session import Session
 
 _QUANTILE = 1.959963984540054  # of the normal distribution at 97.5 %

@@ -22,7 +22,7 @@ from nemorl.errors import RunError
 from nemorl.generation import types
 from nemorl.generation.router import Replica, RouterMetrics
 from nemorl.models.registry import load_shape
-from nemorl.rollout.collector import GroupAssignment, GroupSummary
+from nemorl.rollout.groups import GroupAssignment, GroupSummary
 
 if TYPE_CHECKING:
     from torch import Tensor

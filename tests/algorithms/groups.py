@@ -6,7 +6,7 @@ from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.data.shards import SequencePlace
-from nemorl.rollout.collector import GroupSummary, TrajectorySummary
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.trajectories import StopReason
 
 

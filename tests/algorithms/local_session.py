@@ -21,7 +21,7 @@ from nemorl.data.shards import SequencePlace, plan_batch
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics
-from nemorl.rollout.collector import TaskOrder
+from nemorl.rollout.schedule import TaskOrder
 from nemorl.run.checkpoints import Progress
 from nemorl.run.recorder import RunRecorder
 
@@ -147,7 +147,7 @@ class Run:
             recorder.measure = algorithm.validation_metrics
         await recorder.start()
         for number in recorder.steps():
-            await recorder.finish(number, await algorithm.step(number), algorithm.position)
+            await recorder.finish(number, await algorithm.step(number), algorithm.place)
         return [line.values for line in self.lines]
 
 

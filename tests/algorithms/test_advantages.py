@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from nemorl.algorithms.advantages import estimator
 from nemorl.algorithms.custom import CustomFunctionError, advantage, smoke_test_advantage
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig, OfGroupsConfig
-from nemorl.rollout.collector import GroupSummary
+from nemorl.rollout.groups import GroupSummary
 from tests.algorithms.groups import failed, group, paid, trajectory
 
 # Ragged, of one, of equal rewards, and rewards far from 0: (rewards, sampled tokens) of each group.

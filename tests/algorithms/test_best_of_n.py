@@ -14,7 +14,7 @@ from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_arithmetic_model
-from nemorl.rollout.collector import GroupSummary, summarize
+from nemorl.rollout.groups import GroupSummary, summarize
 from nemorl.trajectories import StopReason, Trajectory
 from tests.algorithms.groups import group, trajectory
 from tests.algorithms.local_session import LocalLearner, Stored, no_stage, start_host

@@ -13,7 +13,9 @@ from nemorl.config.facts import metric_names
 from nemorl.data.packed import PLACEHOLDER_TOKENS
 from nemorl.data.shards import plan_batch
 from nemorl.errors import RunError
-from nemorl.rollout.collector import Collector, CollectorPlan, GroupSummary, TaskOrder
+from nemorl.rollout.collector import Collector
+from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule, TaskOrder
 from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, paid, score, trajectory
 
@@ -206,7 +208,8 @@ async def collect(steps: range, position: int, max_batches: int) -> list[tuple[l
     worker = ScriptedWorker()
     plan = CollectorPlan(groups_per_step=4, samples_per_group=3, max_staleness=0)
     order = TaskOrder(50, seed=0, shuffle=True)
-    sampling = Collector([worker.run_groups], order, plan, 5.0, position, steps.start, refill(config, 4))
+    schedule = GroupSchedule(order, plan, steps.start, DataPlace(position), refill(config, 4))
+    sampling = Collector([worker.run_groups], schedule, 5.0)
     found = []
     for version in steps:
         sampling.advance(version)
@@ -215,7 +218,7 @@ async def collect(steps: range, position: int, max_batches: int) -> list[tuple[l
         batch = filter_groups(groups, config, 4)
         left = [g.group for g in batch.groups if g.trajectories[0].trains]
         assert batch.metrics["filters/sampled"] == len(groups)
-        found.append((left, sorted(worker.sampled), sampling.position))
+        found.append((left, sorted(worker.sampled), sampling.place.position))
         worker.sampled.clear()
     await sampling.close()
     return found

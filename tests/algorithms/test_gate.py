@@ -14,7 +14,7 @@ from nemorl.config.generation import OpenAIGenerationConfig, TorchGenerationConf
 from nemorl.data.packed import pack_trajectories
 from nemorl.generation.torch_engine.engine import create_engine
 from nemorl.generation.types import EngineOptions, SamplingParams
-from nemorl.rollout.collector import GroupSummary, summarize
+from nemorl.rollout.groups import GroupSummary, summarize
 from nemorl.trajectories import StopReason, Trajectory, Turn
 from tests.generation.examples import request, serve
 from tests.megatron.cases import start_worker

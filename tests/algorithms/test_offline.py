@@ -13,7 +13,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_arithmetic_model
-from nemorl.rollout.collector import TaskOrder
+from nemorl.rollout.schedule import TaskOrder
 from tests.algorithms.local_session import Run, start_host
 from tests.config.experiments import write
 

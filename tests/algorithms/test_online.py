@@ -16,7 +16,7 @@ from nemorl.algorithms.policy_losses import ValueLoss
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.shards import SequencePlace
-from nemorl.rollout.collector import GroupSummary
+from nemorl.rollout.groups import GroupSummary
 from tests.algorithms.groups import failed, group, trajectory
 
 GROUPS = [

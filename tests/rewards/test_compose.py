@@ -13,7 +13,7 @@ from nemorl.rewards import scored
 from nemorl.rewards.compose import Rewards, smoke_test_reward
 from nemorl.rewards.find import RewardError
 from nemorl.rewards.scored import Answers, attempt
-from nemorl.rollout.collector import GroupSummary, SampleText, summarize
+from nemorl.rollout.groups import GroupSummary, SampleText, summarize
 from nemorl.run.recorder import samples_of
 from nemorl.trajectories import Conversation, Message, StopReason, Task, Trajectory, Turn
 

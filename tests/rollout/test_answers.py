@@ -8,7 +8,7 @@ import pytest
 
 from nemorl.config.environment import CalculatorEnvConfig, ReasoningGymEnvConfig, SingleTurnEnvConfig
 from nemorl.environments.math_answers import found_answer
-from nemorl.rollout.collector import last_answer
+from nemorl.rollout.groups import last_answer
 from nemorl.trajectories import Message
 
 PLAIN = SingleTurnEnvConfig()

@@ -1,6 +1,6 @@
 import pytest
 
-from nemorl.rollout.collector import TaskOrder
+from nemorl.rollout.schedule import TaskOrder
 
 
 def test_every_epoch_visits_every_task_once_in_another_order():

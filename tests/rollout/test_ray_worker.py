@@ -13,7 +13,8 @@ from nemorl.config.data import ArithmeticDataset, DataConfig
 from nemorl.config.environment import MathEnvConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.data.datasets import load_tasks
-from nemorl.rollout.collector import Collector, CollectorPlan, TaskOrder
+from nemorl.rollout.collector import Collector
+from nemorl.rollout.schedule import CollectorPlan, GroupSchedule, TaskOrder
 from nemorl.session.handles import EngineHandle, RolloutHandle
 from tests.rollout.test_worker import experiment
 
@@ -45,7 +46,8 @@ def collect(rollout: WorkerGroup, num_groups: int):
 
     async def main():
         workers = [RolloutHandle(worker, 60.0).run_groups for worker in rollout.workers]
-        collector = Collector(workers, TaskOrder(50, 0, False), CollectorPlan(num_groups, 2, 0), 60)
+        schedule = GroupSchedule(TaskOrder(50, 0, False), CollectorPlan(num_groups, 2, 0))
+        collector = Collector(workers, schedule, 60)
         collector.advance(0)
         try:
             return await collector.next_batch()

@@ -13,7 +13,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import NoReplicaLeft, SamplingParams
-from nemorl.rollout.collector import GroupAssignment
+from nemorl.rollout.groups import GroupAssignment
 from nemorl.rollout.worker import RolloutWorker
 from nemorl.trajectories import StopReason
 from tests.data.tokenizers import ENDOFTEXT

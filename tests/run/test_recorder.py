@@ -15,6 +15,7 @@ from nemorl.data.losses import TrainStats
 from nemorl.observe.files import JsonLinesWriter
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.timeline import Stages
+from nemorl.rollout.schedule import DataPlace
 from nemorl.run import validation
 from nemorl.run.checkpoints import Progress
 from nemorl.run.recorder import RunRecorder
@@ -58,8 +59,8 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
 
     async def three_validations() -> None:
         await recorder.start()
-        await recorder.finish(1, {}, position=4)
-        await recorder.finish(2, {}, position=8)
+        await recorder.finish(1, {}, DataPlace(4))
+        await recorder.finish(2, {}, DataPlace(8))
 
     asyncio.run(three_validations())
     assert loads == [experiment.data.validation]
@@ -94,7 +95,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     async def run(rewards: list[float]) -> list[int]:
         done = []
         for step in recorder.steps():
-            await recorder.finish(step, {"reward/mean": rewards[step - 1]}, position=step)
+            await recorder.finish(step, {"reward/mean": rewards[step - 1]}, DataPlace(step))
             done.append(step)
         return done
 
@@ -128,7 +129,7 @@ def test_a_run_that_is_asked_to_stop_begins_no_step_and_saves_the_last_one_once(
         for step in recorder.steps():
             if step == told_in:
                 recorder.stop.signal = signal.SIGTERM
-            await recorder.finish(step, {}, position=4 * step)
+            await recorder.finish(step, {}, DataPlace(4 * step))
         assert not recorder.finished
         await recorder.save(last=True)
         return recorder.done

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 import pytest
 
 from nemorl.config.algorithm import ValidationConfig
-from nemorl.rollout.collector import TrajectorySummary
+from nemorl.rollout.groups import TrajectorySummary
 from nemorl.run.validation import (
     Interval,
     cons_at_k,

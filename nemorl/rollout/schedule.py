@@ -1,0 +1,235 @@
+"""Accounts for the groups of a run: which may be sampled now, and which step trains on each.
+
+    waiting ──start──▶ running ──finish──▶ ready ──take──▶ handed out
+       ▲                  │ lost, too old    │ too old
+       └──────────────────┴──────────────────┘
+
+Synchronous, one-step-off and fully asynchronous training differ in one number. The version of the weights
+that a step trains is the number of steps taken before it; the age of a group is that version minus the oldest
+one that sampled any of its tokens. `max_staleness` bounds the age twice:
+
+    running or ready groups  <=  (version + max_staleness + 1 - steps taken) * groups_per_step
+    age of a group that is trained on  <=  max_staleness
+
+The first alone keeps the bound where groups finish in the order in which they start. One that others overtake
+becomes too old: it is dropped, counted, and its task is sampled again.
+
+Nothing here waits or reads a clock: a collector calls it in real time, the simulator in virtual time.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from heapq import heappop, heappush
+
+import numpy as np
+
+from .groups import GroupAssignment, GroupSummary
+
+# Attempts at one group that end too old. What is slower than the steps that the bound allows would otherwise
+# be sampled for ever, and never trained on.
+MAX_ATTEMPTS = 3
+
+
+class TaskOrder:
+    """Task index of every global position 0, 1, 2, …; each epoch visits every task once.
+
+    A run keeps its place in the data as positions: the order needs no state of its own.
+    """
+
+    def __init__(self, num_tasks: int, seed: int, shuffle: bool) -> None:
+        if num_tasks < 1:
+            raise ValueError("an order needs at least one task")
+        self._num_tasks, self._shuffle = num_tasks, shuffle
+        # A step rarely touches more than two epochs, and a permutation may be large.
+        self._permutation = lru_cache(maxsize=2)(
+            lambda epoch: np.random.default_rng((seed, epoch)).permutation(num_tasks)
+        )
+
+    def task_index(self, position: int) -> int:
+        epoch, place = divmod(position, self._num_tasks)
+        return int(self._permutation(epoch)[place]) if self._shuffle else place
+
+
+@dataclass(frozen=True)
+class CollectorPlan:
+    """The sizes of sampling, from the `algorithm` and `logger` sections."""
+
+    groups_per_step: int
+    samples_per_group: int
+    max_staleness: int
+    texts_per_step: int = 0  # samples of a step whose text is kept, spread over its groups
+    num_steps: int | None = None  # of the run; nothing is sampled for steps beyond; None: no end
+    greedy_baseline: bool = False  # a greedy sample in addition to each group
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Groups of a step that are refused, and how many others may be sampled in their place."""
+
+    accepts: Callable[[GroupSummary], bool]  # a pure function of the group
+    max_groups: int  # sampled for one step, the refused ones included; at least `groups_per_step`
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """The place of a run in its data, for a checkpoint. What is neither is sampled after a resume."""
+
+    position: int = 0  # every group before it has been handed out
+    beyond: tuple[int, ...] = ()  # groups after it that have been handed out too
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An attempt at a group that trains nothing."""
+
+    group: int
+    reason: str  # a name for metrics: `too_old`, `aborted`, `lost`
+    num_sampled: int = 0  # tokens that were sampled for nothing
+    rewards: tuple[float, ...] = ()  # of its trajectories, as far as they were scored
+
+
+@dataclass
+class GroupSchedule:
+    """The state of every group of a run, as one machine; all methods return immediately."""
+
+    order: TaskOrder
+    plan: CollectorPlan
+    steps_taken: int = 0  # steps whose groups were handed out, since the run began
+    place: DataPlace = DataPlace()
+    refill: Refill | None = None
+    dropped: list[Dropped] = field(default_factory=list)  # since the caller last emptied it
+    given_up: list[int] = field(default_factory=list)  # groups too old `MAX_ATTEMPTS` times, likewise
+
+    def __post_init__(self) -> None:
+        self._version = self.steps_taken  # of the weights that sample
+        self._next = self.place.position  # the first group never started
+        self._handed_out = set(self.place.beyond)  # after the place
+        self._waiting: list[int] = []  # a heap of groups to start again
+        self._attempts: Counter[int] = Counter()  # that ended, of groups that are not handed out
+        self._running: set[int] = set()
+        self._ready: list[GroupSummary] = []
+        self._refused: list[GroupSummary] = []  # since the last step was taken
+
+    @property
+    def running(self) -> frozenset[int]:
+        return frozenset(self._running)
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that the next step may train on."""
+        return len(self._ready)
+
+    @property
+    def num_refused(self) -> int:
+        """Groups since the last step that it does not train on."""
+        return len(self._refused)
+
+    @property
+    def oldest_version(self) -> int:
+        """Groups with tokens of an older version are too old for the next step."""
+        return self.steps_taken - self.plan.max_staleness
+
+    def advance(self, version: int) -> None:
+        """The weights of `version` sample from now on."""
+        self._version = version
+
+    def start(self) -> list[GroupAssignment]:
+        """The groups that may start now; the caller starts all of them."""
+        steps = self._version + self.plan.max_staleness + 1
+        if self.plan.num_steps is not None:
+            steps = min(steps, self.plan.num_steps)
+        size = self.plan.groups_per_step
+        room = (steps - self.steps_taken) * size - len(self._running) - len(self._ready)
+        if self.refill is not None:
+            # Of the groups that may be sampled for the next step, some have been refused.
+            spare = self.refill.max_groups - size - len(self._refused)
+            room = min(room, room + spare)
+        started = [self._take_waiting() for _ in range(max(0, room))]
+        self._running.update(started)
+        return [self._assignment(group) for group in started]
+
+    def finish(self, group: GroupSummary) -> bool:
+        """Take a group that has been sampled; True if it can be trained on."""
+        self._running.remove(group.group)
+        if self.refill is not None and not self.refill.accepts(group):
+            self._refused.append(group)
+            return False
+        self._ready.append(group)
+        return True
+
+    def drop(self, dropped: Dropped) -> None:
+        """Take back an attempt without a usable result; the group is sampled again."""
+        self._running.remove(dropped.group)
+        self._again(dropped)
+
+    def take(self) -> list[GroupSummary] | None:
+        """The groups of the next step, ordered by id; None until there are enough.
+
+        Of those that are ready the oldest. With `refill` the refused groups are among them, so that there may
+        be more than a step trains, or fewer that are accepted.
+        """
+        self._drop_old()
+        size = self.plan.groups_per_step
+        sampled = len(self._ready) + len(self._refused)
+        full = self.refill is not None and sampled >= self.refill.max_groups
+        if len(self._ready) < size and not full:
+            return None
+        self._ready.sort(key=lambda group: (group.min_version, group.group))
+        taken, self._ready = self._ready[:size], self._ready[size:]
+        taken += self._refused
+        self._refused = []
+        self.steps_taken += 1
+        self._hand_out(group.group for group in taken)
+        return sorted(taken, key=lambda group: group.group)
+
+    def _drop_old(self) -> None:
+        ready, self._ready = self._ready, []
+        for group in ready:
+            if group.min_version >= self.oldest_version:
+                self._ready.append(group)
+                continue
+            members = group.trajectories
+            rewards = tuple(t.reward for t in members if t.error is None)
+            self._again(Dropped(group.group, "too_old", sum(t.num_sampled for t in members), rewards))
+
+    def _again(self, dropped: Dropped) -> None:
+        self.dropped.append(dropped)
+        self._attempts[dropped.group] += 1
+        if dropped.reason == "too_old" and self._attempts[dropped.group] >= MAX_ATTEMPTS:
+            self.given_up.append(dropped.group)
+            self._hand_out([dropped.group])
+        else:
+            heappush(self._waiting, dropped.group)
+
+    def _take_waiting(self) -> int:
+        """The first group that is not running, ready or handed out."""
+        if self._waiting:
+            return heappop(self._waiting)
+        while self._next in self._handed_out:
+            self._next += 1
+        self._next += 1
+        return self._next - 1
+
+    def _assignment(self, group: int) -> GroupAssignment:
+        plan = self.plan
+        each, rest = divmod(plan.texts_per_step, plan.groups_per_step)
+        return GroupAssignment(
+            group,
+            self.order.task_index(group),
+            plan.samples_per_group,
+            num_texts=min(each + (group % plan.groups_per_step < rest), plan.samples_per_group),
+            greedy_baseline=plan.greedy_baseline,
+            attempt=self._attempts[group],
+        )
+
+    def _hand_out(self, groups: Iterable[int]) -> None:
+        for group in groups:
+            self._attempts.pop(group, None)
+            self._handed_out.add(group)
+        position = self.place.position
+        while position in self._handed_out:
+            self._handed_out.remove(position)
+            position += 1
+        self.place = DataPlace(position, tuple(sorted(self._handed_out)))
