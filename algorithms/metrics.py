@@ -8,16 +8,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
+from typing import get_args
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.generation import GenerationBase
 from nemorl.data.losses import TrainStats
 from nemorl.errors import RunError
 from nemorl.observe.metrics import Phase, Sample
-from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.groups import Dropped, DropReason, GroupSummary, TrajectorySummary
 
 
-def rollout_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[GroupSummary], version: int) -> dict[str, float]:
     """Rewards, lengths, stop reasons and errors of a step in which at least one trajectory succeeded.
 
     Failed trajectories count, with the tokens they sampled, among lengths, stops and errors, not among
@@ -39,9 +40,36 @@ def rollout_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
         **{f"stop/{reason}": count / len(members) for reason, count in stops.items()},
         "errors": float(sum(t.error is not None for t in members)),
         "tokens/generated": float(sum(t.num_sampled for t in members)),
-        "version/lag": fmean(t.max_version - t.min_version for t in members),
+        **_version_metrics(members, version),
         **({"reward/of_greedy": fmean(greedy)} if greedy else {}),
     }
+
+
+def _version_metrics(members: Sequence[TrajectorySummary], version: int) -> dict[str, float]:
+    """How old samples are: `version` is the trained one, a trajectory's age that of its oldest token."""
+    sampled = [t for t in members if t.min_version >= 0]
+    ages = [version - t.min_version for t in sampled] or [0]
+    return {
+        "version/lag": fmean(ages),
+        "version/lag_max": float(max(ages)),
+        "version/spread": fmean([t.max_version - t.min_version for t in sampled] or [0]),
+    }
+
+
+def dropped_metrics(dropped: Sequence[Dropped], num_given_up: int) -> dict[str, float]:
+    """Attempts at groups that nothing was trained on since the last step, in numbers that show a bias."""
+    reasons = Counter(one.reason for one in dropped)
+    rewards = [reward for one in dropped for reward in one.rewards]
+    metrics = {f"dropped/{reason}": float(reasons[reason]) for reason in get_args(DropReason)}
+    metrics |= {
+        "dropped/given_up": float(num_given_up),
+        "dropped/tokens": float(sum(one.num_sampled for one in dropped)),
+    }
+    if dropped:
+        metrics["dropped/tokens_mean"] = fmean(one.num_sampled for one in dropped)
+    if rewards:
+        metrics["dropped/reward"] = fmean(rewards)
+    return metrics
 
 
 def environment_share(groups: Sequence[GroupSummary]) -> float:
@@ -139,7 +167,10 @@ class LogprobGate:
     def check(self, metrics: Mapping[str, float], sampled_by: range, version: int) -> None:
         """Raise LogprobGapTooLarge where `logprob_gap/mean` or `logprob_gap/max` passes its limit."""
         self.compared = True
-        mean, largest = metrics["logprob_gap/mean"], metrics["logprob_gap/max"]
+        # Of stale samples those of the youngest weights are compared: the rest differ by updates as well.
+        of_ages = (metrics.get(f"staleness/gap_{age}") for age in self.config.ages)
+        mean = next((gap for gap in of_ages if gap is not None), metrics["logprob_gap/mean"])
+        largest = metrics["logprob_gap/max"]
         limit, token_limit = self.config.max_logprob_gap, self.config.max_token_logprob_gap
         if not mean <= limit:  # also of a NaN
             broken = f"algorithm.max_logprob_gap allows a mean of {limit:g}"

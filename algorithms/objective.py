@@ -171,6 +171,46 @@ def engine_gap(batch: PackedBatch, logprobs: Tensor) -> tuple[Metrics, Metrics]:
     return {"logprob_gap/mean": gap, "logprob_gap/k1": k1, "logprob_gap/k3": k3}, {"logprob_gap/max": gap}
 
 
+@dataclass(frozen=True)
+class Ages:
+    """Which ages the tokens of a step may have: the trained version less the one that sampled."""
+
+    version: int  # of the weights before the step
+    oldest: int  # age; older tokens count as this old
+
+    def metrics(self, batch: PackedBatch, gap: Tensor | None, weight: Tensor | None) -> Metrics:
+        """Of each age its tokens, the gap to the trainer's logprobs and the weights of the correction.
+
+        `finish_metrics` makes of them `staleness/share_k`, `staleness/gap_k` and `staleness/ess_k`.
+        """
+        assert batch.versions is not None, "ages require the versions that sampled"
+        age, metrics = (self.version - batch.versions).clamp(max=self.oldest), {}
+        for k in range(self.oldest + 1):
+            of_age = (age == k).float()
+            metrics[f"age_{k}/share"] = of_age
+            if gap is not None:
+                metrics[f"age_{k}/gap"] = of_age * gap
+            if weight is not None:
+                metrics[f"age_{k}/weight"], metrics[f"age_{k}/square"] = of_age * weight, of_age * weight**2
+        return metrics
+
+
+def _of_ages(means: Mapping[str, float]) -> dict[str, float]:
+    """Means over all tokens, as `Ages.metrics` gives them, to means over those of each age."""
+    found = {}
+    for name, share in means.items():
+        age, _, kind = name.partition("/")
+        if kind != "share" or not age.startswith("age_"):
+            continue
+        k = age.removeprefix("age_")
+        found[f"staleness/share_{k}"] = share
+        if share and f"{age}/gap" in means:
+            found[f"staleness/gap_{k}"] = means[f"{age}/gap"] / share
+        if share and (square := means.get(f"{age}/square", 0.0)):
+            found[f"staleness/ess_{k}"] = means[f"{age}/weight"] ** 2 / (share * square)
+    return found
+
+
 def loss_output(
     loss: Tensor, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor] | None = None
 ) -> LossOutput:
@@ -210,6 +250,8 @@ def finish_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> di
     `(sum of w)^2 / (n sum of w^2)`, 1 for equal weights.
     """
     means = means_over("tokens", sums)
+    of_ages = _of_ages(means)
+    means = {name: value for name, value in means.items() if not name.startswith("age_")} | of_ages
     for square in [name for name in means if name.endswith("/square")]:
         of, mean_square = square.removesuffix("square"), means.pop(square)
         means[f"{of}ess"] = means[f"{of}mean"] ** 2 / mean_square if mean_square > 0 else 0.0

@@ -27,7 +27,14 @@ from nemorl.rollout.schedule import DataPlace
 from nemorl.session.session import Session
 
 from .filters import filter_groups
-from .metrics import LogprobGate, environment_share, optimizer_metrics, rollout_metrics, samples_of
+from .metrics import (
+    LogprobGate,
+    dropped_metrics,
+    environment_share,
+    optimizer_metrics,
+    rollout_metrics,
+    samples_of,
+)
 from .policy_losses import value_metrics
 from .teachers import Teachers
 from .token_advantages import SequenceKL, TokenEstimator
@@ -100,7 +107,9 @@ class OnlineAlgorithm:
             groups = await self.cancellable(self._sample())
         filtered = filter_groups(groups, self.config.filters, self.config.num_prompts_per_step)
         batch = self.update.prepare(filtered.groups, number)
-        metrics = rollout_metrics(groups) | filtered.metrics | await self.train(batch, number)
+        metrics = rollout_metrics(groups, number - 1) | filtered.metrics | await self.train(batch, number)
+        if self.config.max_staleness:
+            metrics |= dropped_metrics(*self.collector.take_dropped())
         with self.observer.stage("refit"):
             metrics |= await self.session.update_weights(number)
         metrics |= await self.session.generation_metrics()
@@ -120,7 +129,8 @@ class OnlineAlgorithm:
             if batch.needs_old_logprobs or self.gate.due(number):
                 compared = await policy.logprobs(old=True, reference=False, entropy=batch.needs_old_entropies)
                 gap = {"logprob_gap/mean": compared.gap_mean, "logprob_gap/max": compared.gap_max}
-                self.gate.check(gap, batch.sampled_by, number - 1)
+                if batch.sampled_by.start >= number - 1:  # else the update shows the gap by age
+                    self.gate.check(gap, batch.sampled_by, number - 1)
                 if not batch.needs_old_logprobs:
                     await self._load("policy", batch)  # without the old logprobs, as in every other step
             if batch.needs_reference and "reference" in models:

@@ -14,7 +14,7 @@ from nemorl.rollout.groups import GroupSummary
 
 from .advantages import Estimator, estimator
 from .metrics import versions_of
-from .objective import EntropyWeight, finish_metrics, sequence_weights
+from .objective import Ages, EntropyWeight, finish_metrics, sequence_weights
 from .online import Batch, RewardPenalty
 from .policy_losses import PolicyLoss, ValueLoss
 from .token_advantages import SequenceKL, TokenEstimator
@@ -52,7 +52,8 @@ class PolicyGradientUpdate:
         if config.critic is not None:
             losses["critic"] = ValueLoss(config.critic)
         if config.critic is None or number > config.critic.warmup_steps:
-            losses["policy"] = replace(self._loss, entropy_coefficient=self._entropy.weight)
+            ages = Ages(number - 1, config.ages[-1]) if config.ages else None
+            losses["policy"] = replace(self._loss, entropy_coefficient=self._entropy.weight, ages=ages)
         penalty = None
         if self._divergence is not None:
             penalty = RewardPenalty(self._divergence, partial(self._penalized, groups, places))
@@ -113,10 +114,12 @@ class PolicyGradientUpdate:
 
     def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
         of_updates = [finish_metrics(u.sums, u.maxima) for u in updates]
-        metrics = {key: sum(m[key] for m in of_updates) / len(of_updates) for key in of_updates[0]}
-        metrics |= {key: max(u.maxima[key] for u in updates) for key in updates[0].maxima}
-        # Later updates see other weights than those that sampled.
-        metrics |= {key: value for key, value in of_updates[0].items() if key.startswith("logprob_gap/")}
+        # Compared with the policy that sampled, before later updates change the weights.
+        compared = ("logprob_gap/", "staleness/")
+        first = {key: value for key, value in of_updates[0].items() if key.startswith(compared)}
+        averaged = [key for key in of_updates[0] if key not in first]
+        metrics = {key: sum(m[key] for m in of_updates) / len(of_updates) for key in averaged}
+        metrics |= {key: max(u.maxima[key] for u in updates) for key in updates[0].maxima} | first
         return metrics | self._entropy.update(metrics["entropy"])
 
     def _advantages(self, groups: Sequence[GroupSummary]) -> dict[tuple[object, int], Advantage]:

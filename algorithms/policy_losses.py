@@ -305,6 +305,7 @@ class PolicyLoss:
     choice: Choice | None = None  # of losses that choose among all tokens of an update
     least_entropy: float | None = None  # of tokens with a policy loss; None takes all
     divisor: objective.Divisor | None = None  # of tokens that the correction keeps; None: the batch's weights
+    ages: objective.Ages | None = None  # of runs that train on stale samples
     needs_entropy: bool = True  # also a metric: a collapsing policy shows there first
 
     def prepared(self, batch: PackedBatch, over_ranks: OverRanks) -> "PolicyLoss":
@@ -345,6 +346,9 @@ class PolicyLoss:
         if corrected is not None:
             terms = terms * corrected.weight
             metrics, largest = metrics | corrected.metrics, largest | corrected.largest
+        if self.ages is not None:
+            weight = None if corrected is None else corrected.weight
+            metrics |= self.ages.metrics(batch, gaps.get("logprob_gap/mean"), weight)
         if self.least_entropy is not None:
             assert batch.old_entropies is not None, "a choice by entropy requires those before the updates"
             metrics["top_entropy_fraction"] = batch.old_entropies >= self.least_entropy

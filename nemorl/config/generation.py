@@ -168,6 +168,12 @@ class MegatronGenerationConfig(GenerationBase):  # docs/megatron_generation.md
     """Tokens the KV cache of one copy holds while it samples; requests wait for room."""
 
     @check
+    def _samples_in_turn(self, algorithm: "AlgorithmConfig") -> Problems:
+        if algorithm.allows_staleness:
+            fix = "its processes cannot sample while they train; use an engine, or set max_staleness to 0"
+            yield Problem("backend", self.backend, fix)
+
+    @check
     def _settings_of_engines(self) -> Problems:
         reasons = {
             "replicas": "their number is policy.layout.data_parallel_size",

@@ -31,6 +31,7 @@ class PackedBatch:
     weights: Tensor  # [N] float32, 0 where loss_mask is False
     advantages: Tensor | None = None  # [N] float32
     logprobs: Tensor | None = None  # [N] float32, of the engine that sampled
+    versions: Tensor | None = None  # [N] int32, of the weights that sampled, -1 elsewhere
     likelihood_weights: Tensor | None = None  # [N] float32, as `weights`, of what a policy loss imitates
     old_logprobs: Tensor | None = None  # [N] float32, of the trainer before the first update of the step
     old_entropies: Tensor | None = None  # [N] float32, of its distribution before each token
@@ -145,9 +146,13 @@ def pack_trajectories(
             continue
         for turn, value in zip(trajectory.turns, advantage, strict=True):
             part[turn.start : turn.end] = value
-    logprobs = _flat([t.logprobs for t in trajectories], np.float32)
-    experts = _routed_experts(trajectories)
-    return replace(batch, advantages=spread * batch.loss_mask, logprobs=logprobs, routed_experts=experts)
+    return replace(
+        batch,
+        advantages=spread * batch.loss_mask,
+        logprobs=_flat([t.logprobs for t in trajectories], np.float32),
+        versions=_flat([t.versions for t in trajectories], np.int32),
+        routed_experts=_routed_experts(trajectories),
+    )
 
 
 def with_likelihood(batch: PackedBatch, weights: Sequence[float]) -> PackedBatch:

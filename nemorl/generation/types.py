@@ -1,6 +1,6 @@
 """Requests, completions, state and errors: what every engine takes and returns."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -88,7 +88,9 @@ class EngineHealth:
 class Generator(Protocol):
     """A handle on one or more engines, as the turn loop sees it."""
 
-    async def generate(self, request: GenerationRequest) -> Completion: ...
+    async def generate(
+        self, request: GenerationRequest, on_progress: Callable[[Progress], None] | None = None
+    ) -> Completion: ...
 
 
 @dataclass(frozen=True)

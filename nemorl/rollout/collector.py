@@ -1,15 +1,24 @@
 """The driver's side of sampling: gives groups to rollout workers and hands them out, step by step."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Protocol
 
 from nemorl.errors import RunError
 
-from .groups import GroupAssignment, GroupSummary
-from .schedule import DataPlace, Dropped, GroupSchedule
+from .groups import Dropped, GroupAssignment, GroupSummary
+from .schedule import DataPlace, GroupSchedule
 
-RunGroups = Callable[[list[GroupAssignment]], AsyncIterator[GroupSummary | Dropped]]
 OnFinished = Callable[[int], None]  # receives how many more groups have finished
+
+
+class RolloutProcess(Protocol):
+    """A rollout worker, as the driver sees it."""
+
+    def run_groups(self, assignments: list[GroupAssignment], /) -> AsyncIterator[GroupSummary | Dropped]: ...
+
+    async def abort_stale(self, oldest: int, /) -> None:
+        """Drop the training groups with a token of weights older than version `oldest`."""
 
 
 class RolloutFailed(RunError):
@@ -23,7 +32,7 @@ def ignore(finished: int) -> None:
 class Dispatcher:
     """Spreads groups over rollout workers, evenly by those still to finish. Belongs to one event loop."""
 
-    def __init__(self, workers: Sequence[RunGroups], seconds: float) -> None:
+    def __init__(self, workers: Sequence[RolloutProcess], seconds: float) -> None:
         """`seconds` limits the wait for one more group."""
         self._workers = list(workers)
         self.seconds = seconds
@@ -40,9 +49,7 @@ class Dispatcher:
             self._waiting[worker].add(assignment.group)
         for worker, share in enumerate(shares):
             if share:
-                call = asyncio.create_task(self._follow(worker, share))
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
+                self._keep(self._follow(worker, share))
 
     async def next(self) -> GroupSummary | Dropped:
         """The next group to end. Raises what a worker raises, and RolloutFailed when one ends early."""
@@ -50,6 +57,12 @@ class Dispatcher:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+    def abort_stale(self, oldest: int) -> None:
+        """Have the workers drop what runs and is too old; they do it meanwhile."""
+        for worker, waiting in zip(self._workers, self._waiting, strict=True):
+            if waiting:
+                self._keep(worker.abort_stale(oldest))
 
     async def close(self) -> None:
         for call in self._calls:
@@ -64,9 +77,14 @@ class Dispatcher:
             f"{ready} of {count} ready; waiting for {'; '.join(held) or 'no group: too few were started'}"
         )
 
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        call = asyncio.create_task(work)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
     async def _follow(self, worker: int, share: list[GroupAssignment]) -> None:
         try:
-            async for outcome in self._workers[worker](share):
+            async for outcome in self._workers[worker].run_groups(share):
                 self._waiting[worker].discard(outcome.group)
                 self._outcomes.put_nowait(outcome)
             if missing := sorted(self._waiting[worker] & {assignment.group for assignment in share}):
@@ -83,7 +101,7 @@ def _ids(groups: Sequence[int]) -> str:
 class Collector:
     """Keeps as many groups under way as the schedule allows. Belongs to one event loop."""
 
-    def __init__(self, workers: Sequence[RunGroups], schedule: GroupSchedule, seconds: float) -> None:
+    def __init__(self, workers: Sequence[RolloutProcess], schedule: GroupSchedule, seconds: float) -> None:
         """`seconds` limits the wait for one more group."""
         self._dispatcher = Dispatcher(workers, seconds)
         self._schedule = schedule
@@ -94,9 +112,16 @@ class Collector:
     def place(self) -> DataPlace:
         return self._schedule.place
 
+    def take_dropped(self) -> tuple[list[Dropped], int]:
+        """What was dropped since the last call, and the number of groups that were given up."""
+        dropped, given_up = self._schedule.dropped, len(self._schedule.given_up)
+        self._schedule.dropped, self._schedule.given_up = [], []
+        return dropped, given_up
+
     def advance(self, version: int) -> None:
         """Generation has weights of `version` now, counted in steps of the run: start what this allows."""
         self._schedule.advance(version)
+        self._dispatcher.abort_stale(self._schedule.oldest_version)
         self._dispatcher.start(self._schedule.start())
         if self._collecting is None:
             self._collecting = asyncio.create_task(self._collect())
@@ -147,7 +172,7 @@ class Collector:
 
 
 async def sample_validation(
-    workers: Sequence[RunGroups],
+    workers: Sequence[RolloutProcess],
     num_tasks: int,
     samples_per_task: int,
     seconds: float,

@@ -4,7 +4,7 @@ import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from nemorl.rewards.scored import ScoringMetrics
 from nemorl.trajectories import Conversation, StopReason, Trajectory
@@ -63,6 +63,20 @@ class GroupSummary:
     def min_version(self) -> int:
         """Of the oldest weights that sampled a token; very large if none was sampled."""
         return min((t.min_version for t in self.trajectories if t.min_version >= 0), default=sys.maxsize)
+
+
+# Finished too late to train on, ended while it was sampled for the same reason, or its worker died.
+DropReason = Literal["too_old", "aborted", "lost"]
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An attempt at a group that nothing is trained on."""
+
+    group: int
+    reason: DropReason
+    num_sampled: int = 0  # tokens that were sampled for nothing
+    rewards: tuple[float, ...] = ()  # of its trajectories, as far as they were scored
 
 
 def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:

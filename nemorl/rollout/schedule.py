@@ -25,7 +25,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from .groups import GroupAssignment, GroupSummary
+from .groups import Dropped, GroupAssignment, GroupSummary
 
 # Attempts at one group that end too old. What is slower than the steps that the bound allows would otherwise
 # be sampled for ever, and never trained on.
@@ -78,16 +78,6 @@ class DataPlace:
 
     position: int = 0  # every group before it has been handed out
     beyond: tuple[int, ...] = ()  # groups after it that have been handed out too
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """An attempt at a group that trains nothing."""
-
-    group: int
-    reason: str  # a name for metrics: `too_old`, `aborted`, `lost`
-    num_sampled: int = 0  # tokens that were sampled for nothing
-    rewards: tuple[float, ...] = ()  # of its trajectories, as far as they were scored
 
 
 @dataclass

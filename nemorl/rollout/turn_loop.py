@@ -19,6 +19,7 @@ from nemorl.trajectories import (
     Conversation,
     Environment,
     Int16Array,
+    Int32Array,
     Message,
     Step,
     StopReason,
@@ -43,6 +44,9 @@ class Record:
     turns: list[Turn] = field(default_factory=list)
     rewards: dict[str, float] = field(default_factory=dict)
     stop: StopReason = StopReason.ERROR  # until a turn ends in another way
+    # Also of the turn that has not ended.
+    oldest_version: int | None = None  # of the weights that sampled any token
+    num_unfinished: int = 0  # tokens of that turn
     seconds_generation: float = 0.0
     seconds_environment: float = 0.0
 
@@ -58,6 +62,8 @@ class Record:
         self.sampled += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs.tolist()
         self.versions += completion.versions.tolist()
+        self.note(completion.versions)
+        self.num_unfinished = 0
         if completion.routed_experts is not None:
             self.routed_experts.append(completion.routed_experts)
         self.turns.append(Turn(start, len(self.tokens), completion.stop))
@@ -65,8 +71,18 @@ class Record:
         self.stop = completion.stop
 
     @property
+    def num_sampled(self) -> int:
+        return sum(self.sampled) + self.num_unfinished
+
+    @property
     def num_routed(self) -> int:  # tokens from the first on whose experts are known
         return sum(len(rows) for rows in self.routed_experts)
+
+    def note(self, versions: Int32Array) -> None:
+        """Take the versions of tokens of a turn that has not ended."""
+        known = () if self.oldest_version is None else (self.oldest_version,)
+        self.oldest_version = min((*known, *versions.tolist()), default=None)
+        self.num_unfinished += len(versions)
 
     def add_observation(self, messages: tuple[Message, ...], tokens: list[int]) -> None:
         self.exchange += messages
@@ -132,14 +148,17 @@ class SampleKey:
     group: int
     sample: int
     validation: bool = False
+    attempt: int = 0
 
     def seed(self, turn: int) -> int:
         """A seed of 63 bits, unlike that of any other turn of the run."""
-        entropy = (self.run_seed, int(self.validation), self.group, self.sample, turn)
+        entropy: tuple[int, ...] = (self.run_seed, int(self.validation), self.group, self.sample, turn)
+        entropy += (self.attempt,) * (self.attempt > 0)
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
 
     def __str__(self) -> str:
-        return f"{'validation-' if self.validation else ''}{self.group}/{self.sample}"
+        again = f".{self.attempt}" if self.attempt else ""
+        return f"{'validation-' if self.validation else ''}{self.group}{again}/{self.sample}"
 
 
 class ConversationFailed(RuntimeError):
@@ -152,15 +171,21 @@ class TurnLoop:
         self._tokenizer, self._prompts = tokenizer, prompts
 
     async def run(
-        self, task: Task, environment: Environment, key: SampleKey, sampling: SamplingParams
+        self,
+        task: Task,
+        environment: Environment,
+        key: SampleKey,
+        sampling: SamplingParams,
+        record: Record | None = None,
     ) -> Conversation:
         """Converse until the environment is done, the sequence is full or something fails.
 
         A failing or hanging environment, a template that refuses the conversation and an aborted turn end
         this trajectory alone: its `error` names the stage and none of its tokens trains. The environment is
-        closed in every case. An exception of the generator is raised.
+        closed in every case. An exception of the generator is raised. `record`, if given, is the conversation
+        while it grows.
         """
-        record, error = Record(), None
+        record, error = Record() if record is None else record, None
         try:
             await self._converse(record, task, environment, key, sampling)
         except (ConversationFailed, TokenizerError) as failure:
@@ -213,7 +238,7 @@ class TurnLoop:
             conversation=str(key),
             routed_experts_from=record.num_routed,
         )
-        completion = await self._generator.generate(request)
+        completion = await self._generator.generate(request, lambda progress: record.note(progress.versions))
         record.seconds_generation += time.monotonic() - start
         tokens = completion.tokens.tolist()
         ended = tokens and tokens[-1] in limits.stop_token_ids

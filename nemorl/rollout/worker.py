@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemorl.config.experiment import Experiment
@@ -15,10 +15,18 @@ from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
 from nemorl.trajectories import Conversation, EnvironmentFactory, Task, Trajectory
 
-from .groups import GroupAssignment, GroupSummary, SampleText, last_answer, summarize
-from .turn_loop import SampleKey, TurnLimits, TurnLoop
+from .groups import Dropped, GroupAssignment, GroupSummary, SampleText, last_answer, summarize
+from .turn_loop import Record, SampleKey, TurnLimits, TurnLoop
 
 Store = Callable[[list[Trajectory]], Any]
+
+
+@dataclass(eq=False)
+class _Running:
+    assignment: GroupAssignment
+    records: Sequence[Record]
+    work: asyncio.Task[GroupSummary]
+    is_stale: bool = False  # and is cancelled for it
 
 
 class RolloutWorker:
@@ -45,11 +53,14 @@ class RolloutWorker:
             generation_seconds=deadlines.generation,
             environment_seconds=deadlines.environment,
         )
+        self._running: set[_Running] = set()
         self._turns = TurnLoop(generator, self._tokenizer, prompts_of(self._tokenizer, data.chat), limits)
 
-    async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncGenerator[GroupSummary, None]:
+    async def run_groups(
+        self, assignments: Sequence[GroupAssignment]
+    ) -> AsyncGenerator[GroupSummary | Dropped, None]:
         """Yield each group's summary when it has ended. Raises RewardError, or a failure of the generator."""
-        groups = [asyncio.ensure_future(self._run_group(a)) for a in assignments]
+        groups = [asyncio.ensure_future(self._run_or_drop(a)) for a in assignments]
         try:
             for finished in asyncio.as_completed(groups):
                 yield await finished
@@ -57,15 +68,38 @@ class RolloutWorker:
             for group in groups:
                 group.cancel()
 
+    async def abort_stale(self, oldest: int) -> None:
+        """Drop the training groups with a token that was sampled by weights older than version `oldest`."""
+        for running in self._running:
+            versions = [r.oldest_version for r in running.records if r.oldest_version is not None]
+            if not running.assignment.validation and min(versions, default=oldest) < oldest:
+                running.is_stale = True
+                running.work.cancel()
+
     async def close(self) -> None:
         await self._rewards.close()
         await self._environments.close()
 
-    async def _run_group(self, assignment: GroupAssignment) -> GroupSummary:
+    async def _run_or_drop(self, assignment: GroupAssignment) -> GroupSummary | Dropped:
+        # The additional sample is greedy.
+        records = [Record() for _ in range(assignment.num_samples + assignment.greedy_baseline)]
+        work = asyncio.ensure_future(self._run_group(assignment, records))
+        running = _Running(assignment, records, work)
+        self._running.add(running)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not running.is_stale:
+                raise
+            return Dropped(assignment.group, "aborted", sum(record.num_sampled for record in records))
+        finally:
+            self._running.discard(running)
+
+    async def _run_group(self, assignment: GroupAssignment, records: Sequence[Record]) -> GroupSummary:
         tasks = self._held_out[assignment.validation_set] if assignment.validation else self._tasks
         task = tasks[assignment.task_index]
-        samples = range(assignment.num_samples + assignment.greedy_baseline)  # the additional one is greedy
-        conversations = await asyncio.gather(*(self._run_sample(task, assignment, n) for n in samples))
+        samples = (self._run_sample(task, assignment, n, record) for n, record in enumerate(records))
+        conversations = await asyncio.gather(*samples)
         scored = await self._rewards.apply(task, conversations)
         summaries = [summarize(t, row) for row, t in enumerate(scored.trajectories)]
         summaries, greedy = summaries[: assignment.num_samples], summaries[assignment.num_samples :]
@@ -87,11 +121,13 @@ class RolloutWorker:
             scoring=scored.scoring,
         )
 
-    async def _run_sample(self, task: Task, assignment: GroupAssignment, sample: int) -> Conversation:
-        key = SampleKey(self._seed, assignment.group, sample, assignment.validation)
+    async def _run_sample(
+        self, task: Task, assignment: GroupAssignment, sample: int, record: Record
+    ) -> Conversation:
+        key = SampleKey(self._seed, assignment.group, sample, assignment.validation, assignment.attempt)
         greedy = sample == assignment.num_samples
         sampling = SamplingParams(temperature=0.0) if greedy else self._sampling[assignment.validation]
-        return await self._turns.run(task, self._environments.create(), key, sampling)
+        return await self._turns.run(task, self._environments.create(), key, sampling, record)
 
 
 def _params(config: SamplingConfig) -> SamplingParams:
@@ -111,6 +147,10 @@ class RayRolloutWorker(RolloutWorker):
         A reference in the summary would belong to this process, which may drop it before the reader has it.
         """
         async with aclosing(self.run_groups(assignments)) as summaries:
-            async for summary in summaries:
-                yield summary.reference
-                yield replace(summary, reference=None)
+            async for outcome in summaries:
+                if isinstance(outcome, Dropped):
+                    yield None
+                    yield outcome
+                else:
+                    yield outcome.reference
+                    yield replace(outcome, reference=None)

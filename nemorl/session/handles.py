@@ -22,7 +22,7 @@ from nemorl.errors import RunError
 from nemorl.generation import types
 from nemorl.generation.router import Replica, RouterMetrics
 from nemorl.models.registry import load_shape
-from nemorl.rollout.groups import GroupAssignment, GroupSummary
+from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -419,10 +419,17 @@ class RolloutHandle:
     worker: Worker
     deadline_seconds: float
 
-    async def run_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[GroupSummary]:
+    async def run_groups(
+        self, assignments: Sequence[GroupAssignment]
+    ) -> AsyncIterator[GroupSummary | Dropped]:
         """Summaries as the groups end; they refer to the trajectories, which stay in the object store."""
         stage, seconds = "generation", self.deadline_seconds
         pairs = self.worker.stream("stream_groups", assignments, stage=stage, seconds=seconds, pairs=True)
         async with aclosing(pairs):
-            async for reference, summary in pairs:
-                yield replace(summary, reference=reference)
+            async for reference, outcome in pairs:
+                dropped = isinstance(outcome, Dropped)
+                yield outcome if dropped else replace(outcome, reference=reference)
+
+    async def abort_stale(self, oldest: int) -> None:
+        stage, seconds = "generation", self.deadline_seconds
+        await self.worker.call("abort_stale", oldest, stage=stage, seconds=seconds)

@@ -25,7 +25,7 @@ from nemorl.errors import NemorlError
 from nemorl.generation.types import EngineOptions, NoReplicaLeft
 from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
-from nemorl.rollout.collector import RunGroups
+from nemorl.rollout.collector import RolloutProcess
 from nemorl.serve.app import answering
 from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
 from nemorl.weights.process_group import served_store
@@ -42,7 +42,7 @@ class Session:
     """The started processes. Parts that the run does not need are missing."""
 
     models: dict[str, handles.ModelHandle] = field(default_factory=dict)  # by name; the policy is among them
-    rollout: Sequence[RunGroups] = ()
+    rollout: Sequence[RolloutProcess] = ()
     exchange: WeightExchange | None = None
     replicas: ReplicaSupervisor | None = None  # of engines
     version: int = 0  # of the weights that generation samples with; 0: those of the model's folder
@@ -286,7 +286,7 @@ class Starter:
         ranks, host = [kwargs] * experiment.cluster.rollout_workers, "nemorl.rollout.worker:RayRolloutWorker"
         group = await self._start("rollout", host, ranks, threads=1, concurrent=True, environment=environment)
         seconds = experiment.cluster.deadlines.generation
-        self.session.rollout = [handles.RolloutHandle(worker, seconds).run_groups for worker in group.workers]
+        self.session.rollout = [handles.RolloutHandle(worker, seconds) for worker in group.workers]
         return group
 
     async def reward_models(self) -> tuple[tuple[RewardConfig, ...], dict[str, str]]:

@@ -190,6 +190,9 @@ class ScriptedWorker:
     def __init__(self) -> None:
         self.sampled: list[int] = []
 
+    async def abort_stale(self, oldest: int) -> None:
+        """Nothing runs when weights change."""
+
     async def run_groups(self, assignments):  # type: ignore[no-untyped-def]
         for assignment in reversed(assignments):
             self.sampled.append(assignment.group)
@@ -209,7 +212,7 @@ async def collect(steps: range, position: int, max_batches: int) -> list[tuple[l
     plan = CollectorPlan(groups_per_step=4, samples_per_group=3, max_staleness=0)
     order = TaskOrder(50, seed=0, shuffle=True)
     schedule = GroupSchedule(order, plan, steps.start, DataPlace(position), refill(config, 4))
-    sampling = Collector([worker.run_groups], schedule, 5.0)
+    sampling = Collector([worker], schedule, 5.0)
     found = []
     for version in steps:
         sampling.advance(version)

@@ -15,12 +15,16 @@ class StandInWorker:
     def __init__(self, manual: bool = False):
         self.assignments = []
         self.calls = 0
+        self.aborts = []
         self._manual = manual
         self._done: asyncio.Queue[int] = asyncio.Queue()
 
     def finish(self, *groups):
         for group in groups:
             self._done.put_nowait(group)
+
+    async def abort_stale(self, oldest):
+        self.aborts.append(oldest)
 
     async def run_groups(self, assignments):
         self.calls += 1
@@ -41,7 +45,7 @@ def collector(workers, *, staleness=0, position=0, version=0, seconds=5.0, texts
         groups_per_step=4, samples_per_group=2, max_staleness=staleness, texts_per_step=texts
     )
     schedule = GroupSchedule(TaskOrder(10, seed=0, shuffle=False), plan, version, DataPlace(position), refill)
-    return Collector([w.run_groups for w in workers], schedule, seconds)
+    return Collector(workers, schedule, seconds)
 
 
 def groups(batch):
@@ -106,7 +110,7 @@ def test_nothing_is_sampled_for_steps_beyond_the_last(staleness):
         worker = StandInWorker()
         plan = CollectorPlan(groups_per_step=4, samples_per_group=2, max_staleness=staleness, num_steps=2)
         schedule = GroupSchedule(TaskOrder(10, seed=0, shuffle=False), plan)
-        sampling = Collector([worker.run_groups], schedule, 5)
+        sampling = Collector([worker], schedule, 5)
         for version in range(2):
             sampling.advance(version)
             await sampling.next_batch()
@@ -313,7 +317,7 @@ def test_a_failed_trajectory_does_not_train():
 
 def test_validation_samples_the_first_tasks_in_order():
     workers = [StandInWorker(), StandInWorker()]
-    batch = asyncio.run(sample_validation([w.run_groups for w in workers], 5, 3, 5.0, num_texts=1))
+    batch = asyncio.run(sample_validation(workers, 5, 3, 5.0, num_texts=1))
     assert groups(batch) == [0, 1, 2, 3, 4]
     asked = workers[0].assignments + workers[1].assignments
     assert all(a.validation and a.num_samples == 3 and a.task_index == a.group for a in asked)

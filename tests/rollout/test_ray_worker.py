@@ -45,7 +45,7 @@ def collect(rollout: WorkerGroup, num_groups: int):
     """One synchronous step of `num_groups` groups of two."""
 
     async def main():
-        workers = [RolloutHandle(worker, 60.0).run_groups for worker in rollout.workers]
+        workers = [RolloutHandle(worker, 60.0) for worker in rollout.workers]
         schedule = GroupSchedule(TaskOrder(50, 0, False), CollectorPlan(num_groups, 2, 0))
         collector = Collector(workers, schedule, 60)
         collector.advance(0)

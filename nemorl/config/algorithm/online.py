@@ -13,6 +13,10 @@ from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageC
 from .base import AlgorithmBase, Preset
 from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
+STALENESS_METRICS = tuple(
+    f"dropped/{name}"
+    for name in ("too_old", "aborted", "lost", "given_up", "tokens", "tokens_mean", "reward")
+)
 REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
 POLICY_METRICS = ("loss/total", "entropy", "logprob_gap/k1", "logprob_gap/k3")
 Level = Literal["token", "sequence", "geometric"]
@@ -121,7 +125,8 @@ class OnlineBase(AlgorithmBase):
     num_generations_per_prompt: int = Field(ge=1)
     """Trajectories of each task, a group."""
     max_staleness: int = Field(0, ge=0)
-    """Versions by which sampling weights may be older than the trained ones; 0 is synchronous."""
+    """Steps by which the weights that sampled may be older than those that train: 0 samples and trains by
+    turns, 1 samples one step ahead, more is fully asynchronous."""
     filters: FiltersConfig = FiltersConfig()
     """Samples that are left out of training."""
     max_logprob_gap: float = Field(0.2, gt=0)
@@ -141,8 +146,14 @@ class OnlineBase(AlgorithmBase):
             *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted")),
             *("generation/restarts_failed", "generation/requests_moved", "generation/tokens_kept"),
             *("generation/requests_failed", "generation/retries", "logprob_gap/mean", "logprob_gap/max"),
-            *(*REFIT_METRICS, *self.filters.metrics),
+            *(*REFIT_METRICS, *self.filters.metrics, "version/lag_max", "version/spread"),
+            *(STALENESS_METRICS if self.max_staleness else ()),
         }
+
+    @property
+    def ages(self) -> range:
+        """Ages of samples with metrics of their own; older ones count as the last."""
+        return range(min(self.max_staleness, 8) + 1 if self.max_staleness else 0)
 
     @property
     def trajectories_per_step(self) -> int:
@@ -155,8 +166,6 @@ class OnlineBase(AlgorithmBase):
 
     @check
     def _settings_have_an_effect(self) -> Problems:
-        reason = "this release samples with the newest weights only; set it to 0"
-        yield from self.without_effect(("max_staleness",), reason)
         if self.num_generations_per_prompt == 1:
             reason = "in a group of one all rewards are equal; raise num_generations_per_prompt, or remove it"
             names = ("drop_equal_rewards", "keep_most_varied")
@@ -378,6 +387,7 @@ class OnlineConfig(OnlineBase):
         per_token = self.advantage.per_token
         return super().metrics | {
             *POLICY_METRICS,
+            *(f"staleness/{name}_{k}" for k in self.ages for name in ("share", "gap", "ess")),
             "loss/policy",
             *self.loss.metrics,
             *self.correction.metrics,
