@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from nemorl.algorithms.metrics import environment_share, rollout_metrics
+from nemorl.algorithms.metrics import dropped_metrics, environment_share, rollout_metrics
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig, SingleTurnEnvConfig
 from nemorl.config.facts import metric_names as known_figures
 from nemorl.rewards.scored import ScoringMetrics
+from nemorl.rollout.groups import Dropped
 from nemorl.run.validation import validation_metrics
 from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, score, trajectory
@@ -19,7 +20,7 @@ def test_rollout_metrics() -> None:
         group(0, trajectory(1.0), trajectory(0.0, 1, sampled=5, stop=StopReason.LENGTH)),
         group(1, trajectory(0.5), trajectory(0.5, 1, rewards={})),
     ]
-    metrics = rollout_metrics(groups)
+    metrics = rollout_metrics(groups, 0)
     assert metrics["reward/mean"] == pytest.approx(0.5)
     assert metrics["reward/std"] == pytest.approx((2 * 0.25 / 4) ** 0.5)
     assert metrics["reward/exact"] == pytest.approx(1.5 / 3)  # where it does not apply it does not count
@@ -41,7 +42,7 @@ def test_each_reward_has_its_spread_and_how_its_scoring_went() -> None:
             scoring={"exact": ScoringMetrics(1, 4.0, 1.5, None), "judge": ScoringMetrics(0, 5.0, 0, 1)},
         ),
     ]
-    metrics = rollout_metrics(groups)
+    metrics = rollout_metrics(groups, 0)
     assert metrics["reward_std/exact"] == pytest.approx(((0.5**2 + 0.5**2 + 0) / 3) ** 0.5)
     assert metrics["reward_absent/exact"] == pytest.approx(1 / 4)
     assert metrics["reward_absent/kind"] == pytest.approx(3 / 4)
@@ -66,7 +67,7 @@ def test_every_metric_can_be_named_in_a_config() -> None:
         validation=ValidationConfig(period=1, num_generations_per_prompt=2, pass_at_k=(1, 2), cons_at_k=(2,)),
     )  # fmt: skip
     groups = [group(0, *(trajectory(1.0, row, stop=stop) for row, stop in enumerate(StopReason)))]
-    written = rollout_metrics(groups).keys() | validation_metrics(groups * 2, config.validation).keys()
+    written = rollout_metrics(groups, 0).keys() | validation_metrics(groups * 2, config.validation).keys()
     assert written <= known_figures(
         config, SingleTurnEnvConfig(), (FunctionRewardConfig(function="own:exact"),)
     )
@@ -74,7 +75,7 @@ def test_every_metric_can_be_named_in_a_config() -> None:
 
 def test_failed_trajectories_are_no_rewards() -> None:
     lost = trajectory(0.0, 1, error="the environment hung")
-    metrics = rollout_metrics([group(0, trajectory(1.0), lost), group(1, trajectory(0.5), lost)])
+    metrics = rollout_metrics([group(0, trajectory(1.0), lost), group(1, trajectory(0.5), lost)], 0)
     assert metrics["reward/mean"] == 0.75
     assert metrics["errors"] == 2
     assert metrics["group/zero_variance"] == 1
@@ -98,3 +99,32 @@ def test_weights_are_counted_in_each_minibatch_alone() -> None:
         group(1, trajectory(1, sampled=2), trajectory(0, 1, sampled=8)),
     ]
     assert [p.weight for p in score(config, groups)] == pytest.approx([1 / 4, 1 / 4, 1 / 10, 1 / 10])
+
+
+def test_the_lag_is_of_the_oldest_token_and_the_spread_within_a_trajectory() -> None:
+    versions = ((4, 4), (2, 5), (3, 3), (-1, -1))  # the last has no token
+    members = [
+        replace(trajectory(1.0, row), min_version=oldest, max_version=newest)
+        for row, (oldest, newest) in enumerate(versions)
+    ]
+    metrics = rollout_metrics([group(0, *members)], version=5)
+    assert metrics["version/lag"] == pytest.approx((1 + 3 + 2) / 3)
+    assert metrics["version/lag_max"] == 3
+    assert metrics["version/spread"] == pytest.approx((0 + 3 + 0) / 3)
+
+
+def test_dropped_groups_are_counted_by_reason_length_and_reward() -> None:
+    dropped = [
+        Dropped(0, "too_old", 30, (1.0, 0.0)),
+        Dropped(3, "aborted", 10),
+        Dropped(4, "too_old", 20, (1.0,)),
+    ]
+    metrics = dropped_metrics(dropped, num_given_up=1)
+    assert metrics == {
+        "dropped/too_old": 2, "dropped/aborted": 1, "dropped/lost": 0, "dropped/given_up": 1,
+        "dropped/tokens": 60, "dropped/tokens_mean": 20, "dropped/reward": pytest.approx(2 / 3),
+    }  # fmt: skip
+    stale = OnlineConfig(
+        name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=2, max_staleness=1
+    )
+    assert metrics.keys() <= stale.metrics

@@ -103,7 +103,7 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
         "train",
         experiment,
         "policy.layout={tensor_parallel_size: 3, sequence_parallel: true}",
-        "algorithm.max_staleness=2",
+        "algorithm.num_minibatches=7",
         "data.train={name: jsonl, path: nowhere.jsonl}",
         "rewards=[{function: exact_mach}, {function: nowhere.at_all:f}]",
     )
@@ -112,7 +112,7 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
     for part in (
         "6 configuration errors",
         "policy.layout.tensor_parallel_size = 3",
-        "algorithm.max_staleness = 2",
+        "algorithm.num_minibatches = 7",
         "data.train.path = nowhere.jsonl",
         "rewards.0.function = exact_mach",
         "did you mean `exact_match`? built-in rewards: exact_match, format_tags",

@@ -139,8 +139,8 @@ def test_it_is_refused(tmp_path: Path, overrides: list[str], field: str, fix: st
 
 
 def test_a_reward_model_does_not_score_where_the_policy_trains(tmp_path: Path) -> None:
-    overrides = [paid("devices: policy"), "algorithm.max_staleness=1"]  # which nothing takes yet
-    (_, problem) = problems_of(write(tmp_path), *overrides)
+    overrides = [paid("devices: policy"), "algorithm.max_staleness=1"]
+    (problem,) = problems_of(write(tmp_path), *overrides)
     assert (problem.field, problem.value) == ("rewards.0.devices", "policy")
     assert (
         "with algorithm.max_staleness answers are scored while the policy trains; set it to own"

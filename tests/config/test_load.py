@@ -29,10 +29,10 @@ def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
 def test_checks_of_sound_sections_are_made_next_to_a_broken_one(sound: Path) -> None:
     fields = [
         problem.field
-        for problem in problems_of(sound, "logger.console=loud", "algorithm.max_staleness=1", "seed=-1")
+        for problem in problems_of(sound, "logger.console=loud", "algorithm.num_minibatches=3", "seed=-1")
     ]
 
-    assert sorted(fields) == ["algorithm.max_staleness", "logger.console", "seed"]
+    assert sorted(fields) == ["algorithm.num_minibatches", "logger.console", "seed"]
 
 
 def test_a_message_names_file_and_line_of_each_problem(tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ def test_further_checks_join_the_others(sound: Path) -> None:
         return [Problem("run_dir", str(experiment.run_dir), "the disk is full")]
 
     with pytest.raises(ConfigError) as refused:
-        load_experiment(sound, ["algorithm.max_staleness=1"], disk)
+        load_experiment(sound, ["algorithm.num_minibatches=3"], disk)
 
     assert [problem.field for problem in refused.value.problems] == [
         "run_dir",
-        "algorithm.max_staleness",
+        "algorithm.num_minibatches",
     ]
     assert refused.value.problems[0].origin == f"{sound}:1"
 

@@ -199,7 +199,12 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
 }
 
 RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
-    "stale samples": (["algorithm.max_staleness=1"], "algorithm.max_staleness", 1, "set it to 0"),
+    "stale samples of the policy's own processes": (
+        ["algorithm.max_staleness=1", "generation={backend: megatron}"],
+        "generation.backend",
+        "megatron",
+        "use an engine, or set max_staleness to 0",
+    ),
     "minibatches that do not divide": (
         ["algorithm.num_minibatches=3"],
         "algorithm.num_minibatches",

@@ -142,7 +142,7 @@ def test_an_answer_that_cannot_be_scored_costs_no_other():
     # One token of the prompt and two sampled in each, in the lost one too.
     members = tuple(summarize(t, row) for row, t in enumerate(paid.trajectories))
     group = GroupSummary(0, 0, None, members, texts=(SampleText(1, "2 + 3 =", "5"),))
-    metrics = rollout_metrics([group])
+    metrics = rollout_metrics([group], 0)
     assert (metrics["length/mean"], metrics["tokens/generated"], metrics["errors"]) == (2, 6, 1)
     (sample,) = samples_of(1, [group], "training")
     assert (sample.prompt_tokens, sample.sampled_tokens) == (1, 2)

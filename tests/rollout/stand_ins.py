@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class ScriptedGenerator:
     stops: dict[int, StopReason] = field(default_factory=dict)  # of turns that do not just stop
     requests: list[GenerationRequest] = field(default_factory=list)
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(self, request: GenerationRequest, on_progress: Any = None) -> Completion:
         turn = len(self.requests)
         self.requests.append(request)
         stop = self.stops.get(turn, StopReason.STOP)

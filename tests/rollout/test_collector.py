@@ -240,12 +240,14 @@ def test_a_stall_names_who_is_waited_for():
 
 
 def test_a_failing_worker_ends_the_wait():
-    async def dies(assignments):
-        yield GroupSummary(0, 0, None, ())
-        raise ConnectionError("node lost")
+    class Dies:
+        async def run_groups(self, assignments):
+            yield GroupSummary(0, 0, None, ())
+            raise ConnectionError("node lost")
 
-    async def leaves(assignments):
-        yield GroupSummary(0, 0, None, ())
+    class Leaves:
+        async def run_groups(self, assignments):
+            yield GroupSummary(0, 0, None, ())
 
     async def main(worker):
         plan = CollectorPlan(4, 1, 0)
@@ -254,9 +256,9 @@ def test_a_failing_worker_ends_the_wait():
         await sampling.next_batch()
 
     with pytest.raises(ConnectionError, match="node lost"):
-        asyncio.run(main(dies))
+        asyncio.run(main(Dies()))
     with pytest.raises(RolloutFailed, match="rollout worker 0 ended without groups 1, 2, 3"):
-        asyncio.run(main(leaves))
+        asyncio.run(main(Leaves()))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ class TestTemplate:
 class RoutingGenerator(ScriptedGenerator):
     """Returns, for what it read, the number of its turn, from the position that is asked for."""
 
-    async def generate(self, request):
+    async def generate(self, request, on_progress=None):
         answer = await super().generate(request)
         read = len(request.prompt) + len(answer.tokens) - 1
         size = (read - request.routed_experts_from, 3, 2)
@@ -305,7 +305,7 @@ class TestFailures:
 
     def test_a_failing_engine_ends_the_run(self, tokenizer):
         class Dead:
-            async def generate(self, request):
+            async def generate(self, request, on_progress=None):
                 raise ConnectionError("engine gone")
 
         environment = ScriptedEnvironment([])

@@ -2,6 +2,7 @@ import asyncio
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
@@ -12,8 +13,9 @@ from nemorl.config.generation import SamplingConfig, TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.generation.router import Replica, Router
-from nemorl.generation.types import NoReplicaLeft, SamplingParams
-from nemorl.rollout.groups import GroupAssignment
+from nemorl.generation.types import NoReplicaLeft, Progress, SamplingParams
+from nemorl.rollout.groups import Dropped, GroupAssignment
+from nemorl.rollout.turn_loop import SampleKey
 from nemorl.rollout.worker import RolloutWorker
 from nemorl.trajectories import StopReason
 from tests.data.tokenizers import ENDOFTEXT
@@ -227,3 +229,61 @@ def test_votes_of_a_further_validation_set(model_folder, tokenizer):
         f"{int(left) + int(right) + wrong:02d}" for wrong in (0, 1)
     ]
     assert [t.answer for t in by_group[4].trajectories] == [None, None]
+
+
+def test_groups_with_tokens_of_too_old_weights_are_dropped(model_folder):
+    """Also within a turn that has not ended; what has no token yet, or is of a validation, goes on."""
+    aborted: list[str] = []
+
+    async def generate(requests):
+        for request in requests:
+            group = int(request.id.split("/")[0].removeprefix("validation-"))
+            if group != 2:
+                tokens = np.array([1, 2, 3], dtype=np.int32)
+                versions = np.full(3, 5 if group == 1 else 4, dtype=np.int32)
+                yield [Progress(request.id, tokens, np.zeros(3, np.float32), versions)]
+        await reached.wait()
+        for request in requests:
+            if request.id not in aborted:
+                yield [completion(request, [1, 2, 3, ENDOFTEXT], version=5)]
+
+    async def abort(ids):
+        aborted.extend(ids)
+
+    async def main():
+        worker = RolloutWorker(
+            experiment(model_folder), Router([Replica("slow", generate, abort)]), store=lambda _: 0
+        )
+        assignments = [
+            *(GroupAssignment(group, group, 2) for group in (0, 1, 2)),
+            GroupAssignment(3, 3, 2, validation=True),
+        ]
+
+        async def collect():
+            return [outcome async for outcome in worker.run_groups(assignments)]
+
+        collecting = asyncio.create_task(collect())
+        await asyncio.sleep(0.1)
+        await worker.abort_stale(5)
+        await asyncio.sleep(0.1)
+        reached.set()
+        try:
+            return await collecting
+        finally:
+            await worker.close()
+
+    reached = asyncio.Event()
+    outcomes = asyncio.run(main())
+    dropped = [outcome for outcome in outcomes if isinstance(outcome, Dropped)]
+    assert dropped == [Dropped(0, "aborted", num_sampled=6)]
+    assert sorted(outcome.group for outcome in outcomes) == [0, 1, 2, 3]
+    assert sorted(aborted) == ["0/0/0", "0/1/0"]
+
+
+def test_another_attempt_at_a_group_has_other_names_and_seeds(model_folder, tokenizer):
+    engine = EchoEngine(adds(tokenizer))
+    worker = RolloutWorker(experiment(model_folder), Router([Replica("echo", engine.generate)]), lambda _: 0)
+    sample(worker, [GroupAssignment(7, 0, 1), GroupAssignment(7, 0, 1, attempt=2)])
+    assert sorted(name for call in engine.calls for name in call) == ["7.2/0/0", "7/0/0"]
+    seeds = {SampleKey(0, 7, 0, attempt=attempt).seed(0) for attempt in range(3)}
+    assert len(seeds) == 3
