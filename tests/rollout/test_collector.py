@@ -270,12 +270,14 @@ def test_a_failing_worker_ends_the_wait():
     ],
 )
 def test_up_to_eight_missing_groups_are_named(count, named):
-    async def leaves(assignments):
-        return
-        yield
+    class Leaves:
+        async def run_groups(self, assignments):
+            return
+            yield
 
     async def main():
-        sampling = Collector([leaves], TaskOrder(4, 0, False), CollectorPlan(count, 1, 0), 5.0)
+        schedule = GroupSchedule(TaskOrder(4, 0, False), CollectorPlan(count, 1, 0))
+        sampling = Collector([Leaves()], schedule, 5.0)
         sampling.advance(0)
         await sampling.next_batch()
 
@@ -325,5 +327,5 @@ def test_validation_samples_the_first_tasks_in_order():
     assert all(a.validation and a.num_samples == 3 and a.task_index == a.group for a in asked)
     assert sum(a.num_texts for a in asked) == 1
     silent = StandInWorker()
-    asyncio.run(sample_validation([silent.run_groups], 2, 3, 5.0))
+    asyncio.run(sample_validation([silent], 2, 3, 5.0))
     assert [a.num_texts for a in silent.assignments] == [0, 0]

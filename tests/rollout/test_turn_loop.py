@@ -196,7 +196,7 @@ class TestEnds:
 
     def test_times_of_generation_and_environment_add_up_over_turns(self, tokenizer):
         class SlowGenerator(ScriptedGenerator):
-            async def generate(self, request):
+            async def generate(self, request, on_progress=None):
                 await asyncio.sleep(0.02)
                 return await super().generate(request)
 
