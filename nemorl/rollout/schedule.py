@@ -90,7 +90,7 @@ class GroupSchedule:
     place: DataPlace = DataPlace()
     refill: Refill | None = None
     dropped: list[Dropped] = field(default_factory=list)  # since the caller last emptied it
-    given_up: list[int] = field(default_factory=list)  # groups too old `MAX_ATTEMPTS` times, likewise
+    given_up: list[int] = field(default_factory=list)  # groups too old `MAX_ATTEMPTS` times, since then
 
     def __post_init__(self) -> None:
         self._version = self.steps_taken  # of the weights that sample

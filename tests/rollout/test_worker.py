@@ -232,7 +232,7 @@ def test_votes_of_a_further_validation_set(model_folder, tokenizer):
 
 
 def test_groups_with_tokens_of_too_old_weights_are_dropped(model_folder):
-    """Also within a turn that has not ended; what has no token yet, or is of a validation, goes on."""
+    """Also within a turn that has not ended; what has no token yet, or is of a validation, continues."""
     aborted: list[str] = []
 
     async def generate(requests):
