@@ -13,11 +13,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.data.losses import Loss, TrainStats
-from nemorl.data.shards import SequencePlace
+from nemorl.data.shards import Column, Field, SequencePlace
 from nemorl.errors import RunError
 from nemorl.observe.observer import Observer
 from nemorl.observe.timeline import Stage
@@ -42,6 +43,7 @@ from .token_advantages import SequenceKL, TokenEstimator
 logger = logging.getLogger(__name__)
 
 Groups = list[GroupSummary]
+Fields = list[tuple[Field, Column]]  # of other models, for the policy's batch
 
 
 @dataclass(frozen=True)
@@ -118,33 +120,17 @@ class OnlineAlgorithm:
 
     async def train(self, batch: Batch, number: int) -> dict[str, float]:
         """All updates of a step; returns their metrics. No model is called if nothing trains."""
-        metrics, gap = dict(batch.metrics), {}
+        metrics = dict(batch.metrics)
         if not batch.schedule:
             return metrics | (optimizer_metrics([], batch.left_out) if "policy" in batch.losses else {})
         policy, models, stage = self.session.learner, self.session.models, self.observer.stage
         with stage("loading"):
             loaded = [name for name in ("policy", "critic", "reference") if name in models]
             await asyncio.gather(*(self._load(name, batch) for name in loaded))
-        with stage("logprobs"):
-            if batch.needs_old_logprobs or self.gate.due(number):
-                compared = await policy.logprobs(old=True, reference=False, entropy=batch.needs_old_entropies)
-                gap = {"logprob_gap/mean": compared.gap_mean, "logprob_gap/max": compared.gap_max}
-                if batch.sampled_by.start >= number - 1:  # else the update shows the gap by age
-                    self.gate.check(gap, batch.sampled_by, number - 1)
-                if not batch.needs_old_logprobs:
-                    await self._load("policy", batch)  # without the old logprobs, as in every other step
-            if batch.needs_reference and "reference" in models:
-                await models["reference"].logprobs(old=True, reference=False)
-                await policy.take("reference_logprobs", await models["reference"].share("old_logprobs"))
-            elif batch.needs_reference:
-                await policy.logprobs(old=False, reference=True)
+        gap = await self._compute_fields(batch, number)
         if self.teachers is not None:
             with stage("teachers"):
                 await self.teachers.fill(batch.sequences, batch.teachers, "trajectories")
-        if batch.critic_sequences:
-            with stage("values"):
-                await models["critic"].values()
-                await policy.take("values", await models["critic"].share("values"))
         if batch.token_estimator is not None:
             with stage("advantages"):
                 metrics |= await policy.estimate(batch.token_estimator)
@@ -169,9 +155,48 @@ class OnlineAlgorithm:
             metrics |= optimizer_metrics(updates["policy"], batch.left_out) | policy.packing_metrics()
         return metrics | gap
 
+    async def _compute_fields(self, batch: Batch, number: int) -> dict[str, float]:
+        """Logprobs and values before the update, of all models at the same time; the logprob gap."""
+        policy, models, stage = self.session.learner, self.session.models, self.observer.stage
+        has_reference = batch.needs_reference and "reference" in models
+        gap: dict[str, float] = {}
+
+        async def logprobs() -> Fields:
+            with stage("logprobs"):
+                if batch.needs_old_logprobs or self.gate.due(number):
+                    of_entropies = batch.needs_old_entropies
+                    compared = await policy.logprobs(old=True, reference=False, entropy=of_entropies)
+                    gap["logprob_gap/mean"], gap["logprob_gap/max"] = compared.gap_mean, compared.gap_max
+                    if batch.sampled_by.start >= number - 1:  # else the update shows the gap by age
+                        self.gate.check(gap, batch.sampled_by, number - 1)
+                    if not batch.needs_old_logprobs:
+                        await self._load("policy", batch)  # without the old logprobs, as in every other step
+                if batch.needs_reference and not has_reference:
+                    await policy.logprobs(old=False, reference=True)
+            return []
+
+        async def reference_logprobs() -> Fields:
+            with stage("reference"):
+                await models["reference"].logprobs(old=True, reference=False)
+                return [("reference_logprobs", await models["reference"].share("old_logprobs"))]
+
+        async def values() -> Fields:
+            with stage("values"):
+                await models["critic"].values()
+                return [("values", await models["critic"].share("values"))]
+
+        work: list[tuple[str, Callable[[], Awaitable[Fields]]]] = [("policy", logprobs)]
+        work += [("reference", reference_logprobs)] if has_reference else []
+        work += [("critic", values)] if batch.critic_sequences else []
+        for fields in await self.session.run_models(work):
+            for name, column in fields:
+                await policy.take(name, column)
+        return gap
+
     async def _sample(self) -> Groups:
         count = self.config.num_prompts_per_step
-        with self.observer.stage("generation", total=count, unit="groups") as stage:
+        waiting = self.observer.stage("generation", total=count, unit="groups", waits_for="generation")
+        with waiting as stage:
             groups = await self.collector.next_batch(stage.advance)
             stage.share("environment", environment_share(groups))
         errors = [t.error for group in groups for t in group.trajectories]
@@ -191,7 +216,7 @@ class OnlineAlgorithm:
         await self.session.models[name].load(sequences, kind="trajectories", num_minibatches=parts)
 
     async def _updates(self, batch: Batch, progress: Stage) -> dict[str, list[TrainStats]]:
-        """The updates by model: one model after the other on shared devices, else all at the same time."""
+        """The updates by model."""
 
         async def train(name: str, loss: Loss) -> list[TrainStats]:
             updates = []
@@ -200,7 +225,6 @@ class OnlineAlgorithm:
                 progress.advance(tokens=updates[-1].num_tokens if name == "policy" else 0)
             return updates
 
-        if self.session.models_share_devices:
-            return {name: await train(name, loss) for name, loss in batch.losses.items()}
-        updates = await asyncio.gather(*(train(name, loss) for name, loss in batch.losses.items()))
+        work = [(name, partial(train, name, loss)) for name, loss in batch.losses.items()]
+        updates = await self.session.run_models(work)
         return dict(zip(batch.losses, updates, strict=True))

@@ -6,6 +6,7 @@ Results go to the policy's ranks by object reference; the driver only assigns se
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,9 @@ class Teachers:
     async def fill(self, places: Sequence[SequencePlace], teachers: Sequence[str], kind: BatchKind) -> None:
         """Fill the batch that the policy has loaded with the results of each sequence's teacher."""
         rows = {name: [i for i, one in enumerate(teachers) if one == name] for name in self.configs}
-        calls = [self._ask(name, own, places, kind) for name, own in rows.items() if own]
-        if self.session.models_share_devices:
-            answers = [await call for call in calls]
-        else:
-            answers = await asyncio.gather(*calls)
+        asked = {name: own for name, own in rows.items() if own}
+        calls = [(self._model(name), partial(self._ask, name, asked[name], places, kind)) for name in asked]
+        answers = await self.session.run_models(calls)
         order = [i for own in rows.values() for i in own]
         for field, of_policy in self._fields.items():
             by_row = dict(zip(order, [p for columns in answers for p in columns[field]], strict=True))
@@ -50,6 +49,10 @@ class Teachers:
             return {"old_logprobs": "reference_logprobs"}
         return {"top_ids": "top_ids", "top_logprobs": "top_logprobs"}
 
+    def _model(self, name: str) -> str:
+        """The model whose processes query a teacher."""
+        return "policy" if self.configs[name].kind == "endpoint" else group_name(f"teachers.{name}")
+
     async def _ask(
         self, name: str, rows: Sequence[int], places: Sequence[SequencePlace], kind: BatchKind
     ) -> dict[Field, list[tuple[object, int]]]:
@@ -59,7 +62,7 @@ class Teachers:
             await policy.fill(set(rows), EndpointTeacher(config, name, self.top_k), stage="teachers")
             shared = {field: await policy.share(of_policy) for field, of_policy in self._fields.items()}
             return {field: [column.places[row] for row in rows] for field, column in shared.items()}
-        own, teacher = [places[row] for row in rows], self.session.model(group_name(f"teachers.{name}"))
+        own, teacher = [places[row] for row in rows], self.session.model(self._model(name))
         # The result of the padding is not used.
         padded = [*own, *[replace(own[0], weight=0.0)] * (-len(own) % self.multiples[name])]
         await teacher.load([replace(place, compared=None) for place in padded], kind=kind)

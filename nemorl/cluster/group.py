@@ -9,7 +9,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -38,6 +40,7 @@ GRACE_SECONDS_APART = 8.0
 VERDICT_SECONDS = 40.0
 _POLL_SECONDS = 0.5
 ACTIVITY_SECONDS = 3.0
+MAX_SPANS = 100_000  # that are kept if they are not taken, as in a server
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,33 @@ class Worker:
                 ray.cancel(items)
 
 
+Span = tuple[float, float]  # begin and end, in seconds of `time.perf_counter`
+
+
+class BusySpans:
+    """When calls were under way. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._ended: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._begun: dict[object, float] = {}  # of calls under way
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        call = object()
+        self._begun[call] = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._ended.append((self._begun.pop(call), time.perf_counter()))
+
+    def take(self, now: float) -> list[Span]:
+        """Spans since the last call of this; a call under way is split at `now`."""
+        spans = [*self._ended, *((begin, now) for begin in self._begun.values())]
+        self._ended.clear()
+        self._begun = dict.fromkeys(self._begun, now)
+        return spans
+
+
 # Starts the process of a rank and has it make its target; returns it with a reference to its GPUs.
 Launch = Callable[[int, Invocation], tuple[Worker, ray.ObjectRef]]
 
@@ -140,6 +170,7 @@ class WorkerGroup:
     ) -> None:
         self.name, self.workers, self.mesh = name, tuple(workers), mesh
         self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
+        self.spans = BusySpans()  # of calls that were awaited, without those in the background
         self._launch, self._ended = launch, ""  # why its processes ended, if they did
         self._unanswered: set[ray.ObjectRef] = set()  # of calls that failed, were cancelled or still run
 
@@ -283,7 +314,8 @@ class WorkerGroup:
             return await answers(pending, invocation)
         self._unanswered |= pending.keys()
         try:
-            everything = await answers(pending, invocation)
+            with self.spans.busy():
+                everything = await answers(pending, invocation)
         except ClusterError as error:
             if ends_group:
                 self._end(f"its processes were ended after this failure: {str(error).splitlines()[0]}")

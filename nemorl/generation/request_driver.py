@@ -128,6 +128,8 @@ class RequestDriver(EngineFront):
         self.corruption: str | None = None  # in `health` until `recover`; who sets it pauses the engine
         self._last_chunk = time.monotonic()
         self._stats = EngineStats()
+        self._stats_since: float | None = None  # the first request
+        self._busy_since = 0.0  # while requests run
 
     @property
     def version(self) -> int:
@@ -227,6 +229,10 @@ class RequestDriver(EngineFront):
         self._failure = self.corruption = None
 
     async def stats(self) -> EngineStats:
+        now = time.monotonic()
+        self._count_busy(now)
+        self._stats.seconds = now - (self._stats_since or now)
+        self._stats_since = None if self._stats_since is None else now
         done, self._stats = self._stats, EngineStats()
         return done
 
@@ -252,6 +258,7 @@ class RequestDriver(EngineFront):
             stop = StopReason.ABORT if task.cancelled() else task.result()
             sequence.stream.put([sequence.sampled.complete(name, stop, time.monotonic() - sequence.began)])
         del self._sequences[name]
+        self._count_busy(time.monotonic())
         self._running.discard(name)
         if not self._running:
             self._idle.set()
@@ -262,7 +269,8 @@ class RequestDriver(EngineFront):
             async with asyncio.timeout(request.deadline_seconds) as deadline:
                 await self._gate.wait()
                 if not self._running:
-                    self._last_chunk = time.monotonic()  # an idle engine does not hang
+                    self._last_chunk = self._busy_since = time.monotonic()  # an idle engine does not hang
+                    self._stats_since = self._stats_since or self._busy_since
                 self._running.add(request.id)
                 self._idle.clear()
                 self._stats.prompt_tokens += len(request.prompt)
@@ -280,6 +288,11 @@ class RequestDriver(EngineFront):
                 raise
             return StopReason.ABORT
         raise EngineFailed(f"{self.name} ended request {request.id!r} without a stop reason")
+
+    def _count_busy(self, now: float) -> None:
+        if self._running:
+            self._stats.busy_seconds += now - self._busy_since
+            self._busy_since = now
 
     async def _thaw(self) -> None:
         self._last_chunk = time.monotonic()  # nor does a paused one

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from .batching import BatchingEngine
@@ -29,6 +30,8 @@ class StepDriver(EngineFront):
         self._paused = False
         self._leaving, self._closing = threading.Event(), threading.Event()
         self._last_step = time.monotonic()
+        self._busy_seconds = 0.0  # since `_stats_since`
+        self._stats_since: float | None = None
         # Guards what callers and the end of the thread both touch: once `_failure` is set, nothing is posted.
         self._lock = threading.Lock()
         self._futures: set[Future[Any]] = set()
@@ -73,7 +76,7 @@ class StepDriver(EngineFront):
         await self.call(lambda: self._set_paused(False))
 
     async def stats(self) -> EngineStats:
-        return await self.call(self._engine.take_stats)
+        return await self.call(self._take_stats)
 
     def health(self) -> EngineHealth:
         if self._failure is not None:
@@ -122,9 +125,11 @@ class StepDriver(EngineFront):
         if self._paused:
             self._send(self._engine.expire())
         else:
+            began, has_work = time.monotonic(), self._engine.num_running + self._engine.num_waiting > 0
             self._send(self._engine.step(admit=not self._draining))
             self._send(self._engine.take_progress(), ended=False)
             self._last_step = time.monotonic()
+            self._busy_seconds += (self._last_step - began) * has_work
             if self._draining and self._engine.num_running == 0:
                 self._set_paused(True)
         if self._rest is not None and (self._paused or self._engine.num_running == 0):
@@ -155,6 +160,12 @@ class StepDriver(EngineFront):
                 refused.callback(self._engine.abort, request.id)
             refused.pop_all()
         self._streams |= {request.id: stream for request in requests}
+        self._stats_since = self._stats_since or time.monotonic()
+
+    def _take_stats(self) -> EngineStats:
+        now, busy, since = time.monotonic(), self._busy_seconds, self._stats_since
+        self._busy_seconds, self._stats_since = 0.0, None if since is None else now
+        return replace(self._engine.take_stats(), busy_seconds=busy, seconds=now - (since or now))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         ended = [self._engine.abort(request_id) for request_id in request_ids]

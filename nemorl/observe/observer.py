@@ -2,7 +2,8 @@
 
 with Observer(folder, experiment.logger, total_steps=200) as observer:
     with observer.stage("generation", total=64, unit="trajectories") as stage: stage.advance(tokens=31)
-    observer.step(1, version=1, values={"reward/mean": 0.4, "tokens/trained": 5120})
+    values = {"reward/mean": 0.4, "tokens/trained": 5120} | observer.end_step(1)
+    observer.step(1, version=1, values=values)
 """
 
 import importlib.util
@@ -10,7 +11,7 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,7 @@ from nemorl.config.run import LoggerConfig
 from .files import JsonLinesWriter, TrackerMissing, WriteError, write_failed
 from .metrics import SHOWN, Change, Sample, Shown, StepMetrics, format_number
 from .run_folder import RunFolder
-from .timeline import Stage, StageListener, Stages, Timeline, format_seconds
+from .timeline import Stage, StageListener, Stages, Timeline, Work, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Observer:
         self._console = open_console(config, total_steps=total_steps, first_step=first, stream=stream)
         self._stages = Stages([self._console, timeline])
         self.stage = self._stages.stage
+        self.take_work: Callable[[float], Mapping[str, Work]] | None = None  # of the run's processes
         self._open = ExitStack()
         self._open.callback(folder.close)
         for tracker in self._trackers:
@@ -67,15 +69,18 @@ class Observer:
         self.folder.add_facts(facts)
         self._console.header(facts)
 
+    def end_step(self, step: int) -> dict[str, float]:
+        """End the step's time; metrics of it, which are part of its values."""
+        return self._stages.finish_step(step, self.take_work)
+
     def step(self, step: int, *, version: int, values: Mapping[str, float]) -> StepMetrics:
-        """Record a finished step, before its checkpoint: a resume needs the line. Raises `WriteError`."""
-        seconds = self._stages.finish_step(step)
+        """Record a step that has ended, before its checkpoint: a resume needs the line. Raises `WriteError`."""
         throughput = {
-            name: values[tokens] / seconds[stage]
+            name: values[tokens] / values[stage]
             for name, (tokens, stage) in RATES.items()
-            if tokens in values and seconds.get(stage, 0) > 0
+            if tokens in values and values.get(stage, 0) > 0
         }
-        metrics = StepMetrics(step, version, {**values, **throughput, **seconds})
+        metrics = StepMetrics(step, version, {**values, **throughput})
         self._metrics.append(metrics.to_json())
         for tracker in self._trackers:
             tracker.log(metrics)

@@ -9,9 +9,10 @@ import json
 import os
 import time
 from asyncio import CancelledError
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,11 +83,76 @@ class StageListener:
     def step_finished(self, step: int, started: float, seconds: float) -> None:
         """All stages of a step are over. `started` is in seconds since the epoch."""
 
+    def work_finished(self, work: "StepWork") -> None:
+        """What the processes did in the step that has just finished."""
+
+
+Span = tuple[float, float]  # begin and end, in seconds of `time.perf_counter`
+
+
+@dataclass(frozen=True)
+class Work:
+    """When the processes of one kind worked."""
+
+    spans: Sequence[Sequence[Span]]  # of each part that works on its own; those of a part may overlap
+    is_awaited: bool = True  # the driver waits for each span, and continues when it ends
+    has_all: bool = True  # no work is missing, so that the rest of the time was idle
+
+
+@dataclass(frozen=True)
+class StepWork:
+    started: float  # seconds since the epoch
+    busy: Mapping[str, Sequence[Span]]  # disjoint, in seconds since the start, by kind of processes
+    critical: Sequence[tuple[str, Span]]  # of the complete step, in order
+
+
+@dataclass(frozen=True)
+class Wait:
+    span: Span
+    shares: Mapping[str, float]  # by name; they add up to 1
+
+
+DRAWN = 1 / 200  # of a step is the shortest gap in the work of a kind that the timeline shows
+
+
+def merge_spans(spans: Iterable[Span], begin: float, end: float, gap: float = 0.0) -> list[Span]:
+    """Return what the spans cover between `begin` and `end`, in order; no gap is shorter than `gap`."""
+    merged: list[Span] = []
+    for first, last in sorted(spans):
+        first, last = max(first, begin), min(last, end)
+        if merged and first <= merged[-1][1] + gap:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        elif first < last:
+            merged.append((first, last))
+    return merged
+
+
+def critical_path(waits: Sequence[Wait], begin: float, end: float) -> list[tuple[str, Span]]:
+    """Return for all times between `begin` and `end` what the driver waited for, last first.
+
+    Goes back from the end: of what has ended, the last to end is what the driver waited for, since it began.
+    Between two of them the driver itself worked.
+    """
+    path, now = [], end
+    for wait in sorted(waits, key=lambda wait: wait.span[1], reverse=True):
+        first, last = max(wait.span[0], begin), wait.span[1]
+        if last > now or first >= last:  # another ended later
+            continue
+        if last < now:
+            path.append(("driver", (last, now)))
+        now = last
+        for name, share in wait.shares.items():
+            path.append((name, (max(first, now - share * (last - first)), now)))
+            now = path[-1][1][0]
+        now = first
+    return [*path, ("driver", (begin, now))] if begin < now else path
+
 
 class Stages:
     def __init__(self, listeners: Sequence[StageListener]) -> None:
         self._listeners = listeners
         self._seconds: dict[str, float] = {}
+        self._waits: list[Wait] = []
         self._restart_clock()
 
     def _restart_clock(self) -> None:
@@ -94,9 +160,18 @@ class Stages:
 
     @contextmanager
     def stage(
-        self, name: str, *, total: int | None = None, unit: str = "", outside_step: bool = False
+        self,
+        name: str,
+        *,
+        total: int | None = None,
+        unit: str = "",
+        outside_step: bool = False,
+        waits_for: str = "",
     ) -> Iterator[Stage]:
-        """Time a stage; those of one name add up. The clock of a step starts after `outside_step` stages."""
+        """Time a stage; those of one name add up. The clock of a step starts after `outside_step` stages.
+
+        `waits_for` is the kind of processes that the driver waits for, doing nothing else.
+        """
         stage = Stage(name, self._listeners, total, unit)
         for listener in self._listeners:
             listener.stage_started(stage)
@@ -113,19 +188,66 @@ class Stages:
             if outside_step:
                 self._restart_clock()
             else:
-                for part, fraction in [(name, 1 - sum(stage.shares.values())), *stage.shares.items()]:
+                rest = 1 - sum(stage.shares.values())
+                for part, fraction in [(name, rest), *stage.shares.items()]:
                     self._seconds[part] = self._seconds.get(part, 0.0) + fraction * stage.seconds
+                if waits_for:
+                    self._waits.append(Wait((stage.begin, stage.end), {waits_for: rest, **stage.shares}))
             for listener in self._listeners:
                 listener.stage_finished(stage)
 
-    def finish_step(self, step: int) -> dict[str, float]:
-        total = time.perf_counter() - self._begin
+    def finish_step(
+        self, step: int, take_work: Callable[[float], Mapping[str, Work]] | None = None
+    ) -> dict[str, float]:
+        """End a step: its seconds by stage and, with what `take_work` returns, idle shares and critical path.
+
+        `idle/KIND` is the share of the step in which processes had no work, as a mean over them.
+        `critical/KIND` is the share in which the driver waited for them; all of these add up to 1.
+        """
+        end = time.perf_counter()
+        total = end - self._begin
         for listener in self._listeners:
             listener.step_finished(step, self._started, total)
-        seconds = {f"time/{name}": value for name, value in self._seconds.items()} | {"time/step": total}
-        self._seconds = {}
+        metrics = {f"time/{name}": value for name, value in self._seconds.items()} | {"time/step": total}
+        if take_work is not None and total > 0:
+            metrics |= self._attribute(take_work(end), end)
+        self._seconds, self._waits = {}, []
         self._restart_clock()
-        return seconds
+        return metrics
+
+    def _attribute(self, work: Mapping[str, Work], end: float) -> dict[str, float]:
+        begin, metrics, waits = self._begin, {}, list(self._waits)
+        for kind, of_kind in work.items():
+            if of_kind.has_all:
+                busy = [merge_spans(spans, begin, end) for spans in of_kind.spans]
+                seconds = sum(last - first for spans in busy for first, last in spans)
+                metrics[f"idle/{kind}"] = max(0.0, 1 - seconds / (len(busy) * (end - begin)))
+            if of_kind.is_awaited:
+                waits += [Wait(span, {kind: 1.0}) for spans in of_kind.spans for span in spans]
+        path = critical_path(waits, begin, end)
+        names = dict.fromkeys(
+            [*(kind for kind in work if work[kind].is_awaited), *(name for name, _ in path)]
+        )
+        for name in names:
+            seconds = sum(last - first for other, (first, last) in path if other == name)
+            metrics[f"critical/{name}"] = seconds / (end - begin)
+        step_work = self._step_work(work, path, end)
+        for listener in self._listeners:
+            listener.work_finished(step_work)
+        return metrics
+
+    def _step_work(self, work: Mapping[str, Work], path: Sequence[tuple[str, Span]], end: float) -> StepWork:
+        """The same to look at: without what is too short to see."""
+        begin, gap = self._begin, DRAWN * (end - self._begin)
+        busy = {kind: merge_spans(chain(*one.spans), begin, end, gap) for kind, one in work.items()}
+        since = {kind: [(first - begin, last - begin) for first, last in busy[kind]] for kind in busy}
+        critical: list[tuple[str, Span]] = []
+        for name, (first, last) in reversed(path):
+            if critical and (name == critical[-1][0] or last - first < gap):
+                critical[-1] = critical[-1][0], (critical[-1][1][0], last - begin)
+            else:
+                critical.append((name, (first - begin, last - begin)))
+        return StepWork(self._started, since, critical)
 
 
 STEP_TRACK = 0
@@ -133,7 +255,8 @@ OPENING, CLOSING = b"[\n", b"]\n"
 
 
 class Timeline(StageListener):
-    """Writes timeline.json in the Chrome trace format, which Perfetto opens: a track for each stage name.
+    """Writes timeline.json in the Chrome trace format, which Perfetto opens: a track for each stage name, for
+    the work of each kind of processes, and for the critical path.
 
     The JSON array is complete after every event. A resumed run is another process in it.
     """
@@ -159,19 +282,29 @@ class Timeline(StageListener):
         self._append("M", "thread_name", STEP_TRACK, args={"name": "steps"})
 
     def stage_finished(self, stage: Stage) -> None:
-        if stage.name not in self._tracks:
-            self._tracks[stage.name] = len(self._tracks) + 1
-            self._append("M", "thread_name", self._tracks[stage.name], args={"name": stage.name})
         details: dict[str, Any] = {"done": stage.done, "unit": stage.unit} if stage.unit else {}
         if stage.outcome != "done":
             details["outcome"] = stage.outcome
-        self._span(stage.name, self._tracks[stage.name], stage.started, stage.seconds, details)
+        self._span(stage.name, self._track(stage.name), stage.started, stage.seconds, details)
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
         self._span(f"step {step}", STEP_TRACK, started, seconds, {"step": step})
 
+    def work_finished(self, work: StepWork) -> None:
+        for kind, spans in work.busy.items():
+            for first, last in spans:
+                self._span(kind, self._track(f"processes: {kind}"), work.started + first, last - first, {})
+        for name, (first, last) in work.critical:
+            self._span(name, self._track("critical path"), work.started + first, last - first, {})
+
     def close(self) -> None:
         self._file.close()
+
+    def _track(self, name: str) -> int:
+        if name not in self._tracks:
+            self._tracks[name] = len(self._tracks) + 1
+            self._append("M", "thread_name", self._tracks[name], args={"name": name})
+        return self._tracks[name]
 
     def _span(self, name: str, track: int, started: float, seconds: float, details: dict[str, Any]) -> None:
         self._append("X", name, track, ts=round(started * 1e6), dur=round(seconds * 1e6), args=details)

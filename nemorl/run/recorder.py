@@ -56,7 +56,7 @@ class RunRecorder:
         """Write line 0 of a new run: the validation before the first step, if the config requests it."""
         if self.done == 0 and self._algorithm.validation.at_start:
             values = await self.stop.cancellable(self._validate(0))
-            self._observer.step(0, version=0, values=values)
+            self._observer.step(0, version=0, values=values | self._observer.end_step(0))
 
     async def finish(self, number: int, values: dict[str, float], place: DataPlace) -> None:
         """Validate if it is due, write the step's line, then its checkpoint."""
@@ -74,6 +74,7 @@ class RunRecorder:
             values = values | await self._validate(number)
         if self._early_stop.over:
             logger.warning("%s", self._early_stop)
+        values = values | self._observer.end_step(number)
         metrics = self._observer.step(number, version=number, values=values)
         self.done = number
         entropy: tuple[float | None, float | None] = None, None
@@ -89,7 +90,7 @@ class RunRecorder:
     async def save(self, *, last: bool) -> None:
         """Save the newest step's checkpoint if that is still to be done; the `last` one is then committed."""
         if self._experiment.checkpointing.enabled and self._unsaved is not None:
-            with self._observer.stage("checkpoint", outside_step=last):
+            with self._observer.stage("checkpoint", outside_step=last, waits_for="checkpoint"):
                 await self._checkpoints.save(*self._unsaved)
                 if last:
                     await self._checkpoints.settle()
@@ -118,7 +119,7 @@ class RunRecorder:
             return measured
         await self._session.update_weights(number)
         async with self._session.generating():
-            with self._observer.stage("validation", unit="tasks") as stage:
+            with self._observer.stage("validation", unit="tasks", waits_for="validation") as stage:
                 if self._sets is None:
                     self._sets = validation_sets(self._experiment)
                 values, groups = await validate(self._session, self._experiment, self._sets, stage.advance)

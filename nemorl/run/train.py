@@ -160,6 +160,7 @@ async def _train_session(
                     elif algorithm.data.held_out:
                         recorder.measure = algorithm.validation_metrics
                     await recorder.start()
+                    observer.take_work = session.take_work
                     for number in recorder.steps():
                         metrics = await algorithm.step(number)
                         await recorder.finish(number, metrics, algorithm.place)

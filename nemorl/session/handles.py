@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemorl.cluster.errors import ClusterError, WorkerFailed
-from nemorl.cluster.group import Worker, WorkerGroup
+from nemorl.cluster.group import BusySpans, Worker, WorkerGroup
 from nemorl.config.facts import ModelSpec
 from nemorl.config.run import DeadlineConfig
 from nemorl.errors import RunError
@@ -418,6 +418,7 @@ class RouterHandle:
 class RolloutHandle:
     worker: Worker
     deadline_seconds: float
+    spans: BusySpans = field(default_factory=BusySpans)  # in which the worker had groups
 
     async def run_groups(
         self, assignments: Sequence[GroupAssignment]
@@ -426,9 +427,10 @@ class RolloutHandle:
         stage, seconds = "generation", self.deadline_seconds
         pairs = self.worker.stream("stream_groups", assignments, stage=stage, seconds=seconds, pairs=True)
         async with aclosing(pairs):
-            async for reference, outcome in pairs:
-                dropped = isinstance(outcome, Dropped)
-                yield outcome if dropped else replace(outcome, reference=reference)
+            with self.spans.busy():
+                async for reference, outcome in pairs:
+                    dropped = isinstance(outcome, Dropped)
+                    yield outcome if dropped else replace(outcome, reference=reference)
 
     async def abort_stale(self, oldest: int) -> None:
         stage, seconds = "generation", self.deadline_seconds

@@ -6,15 +6,16 @@ Starter ─▶ policy and other models ─┬─ weights ─▶ engines ◀─ r
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
 from nemorl.cluster.errors import WorkerDied
-from nemorl.cluster.group import Mesh, WorkerGroup
+from nemorl.cluster.group import Mesh, Span, WorkerGroup
 from nemorl.cluster.placement import Placement, worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.environment import RewardConfig
@@ -25,7 +26,7 @@ from nemorl.errors import NemorlError
 from nemorl.generation.types import EngineOptions, NoReplicaLeft
 from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
-from nemorl.rollout.collector import RolloutProcess
+from nemorl.observe.timeline import Work
 from nemorl.serve.app import answering
 from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
 from nemorl.weights.process_group import served_store
@@ -36,13 +37,16 @@ from .supervisor import ReplicaSupervisor
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 @dataclass
 class Session:
     """The started processes. Parts that the run does not need are missing."""
 
     models: dict[str, handles.ModelHandle] = field(default_factory=dict)  # by name; the policy is among them
-    rollout: Sequence[RolloutProcess] = ()
+    groups: dict[str, WorkerGroup] = field(default_factory=dict)  # of all processes, by name
+    rollout: Sequence[handles.RolloutHandle] = ()
     exchange: WeightExchange | None = None
     replicas: ReplicaSupervisor | None = None  # of engines
     version: int = 0  # of the weights that generation samples with; 0: those of the model's folder
@@ -57,14 +61,48 @@ class Session:
     def trained(self) -> handles.TrainedModels:
         return handles.TrainedModels({name: model for name, model in self.models.items() if model.trains})
 
-    @property
-    def models_share_devices(self) -> bool:
-        """True if another model is on the policy's devices, so that they cannot compute at the same time."""
-        return len({id(model.devices) for model in self.models.values()}) < len(self.models)
-
     def model(self, name: str) -> handles.ModelHandle:
         assert name in self.models, f"this session was started without a {name}"
         return self.models[name]
+
+    async def run_models(self, work: Sequence[tuple[str, Callable[[], Awaitable[T]]]]) -> list[T]:
+        """Run work of models, given by name: at the same time, or in sequence where they share devices.
+
+        The first failure cancels what is left.
+        """
+        results: dict[int, T] = {}
+        by_devices: dict[int, list[int]] = defaultdict(list)
+        for number, (name, _) in enumerate(work):
+            by_devices[id(self.model(name).devices)].append(number)
+
+        async def in_sequence(numbers: list[int]) -> None:
+            for number in numbers:
+                results[number] = await work[number][1]()
+
+        running = [asyncio.ensure_future(in_sequence(numbers)) for numbers in by_devices.values()]
+        try:
+            await asyncio.gather(*running)
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        return [results[number] for number in range(len(work))]
+
+    def take_work(self, now: float) -> dict[str, Work]:
+        """When the processes worked since the last call, by kind: all teachers are one.
+
+        What rollout workers request of engines is missing here: `generation_metrics` has their idle share.
+        """
+        spans: dict[str, list[list[Span]]] = defaultdict(list)
+        for name, group in self.groups.items():
+            if name not in ("rollout", "endpoint"):
+                spans[name.partition("_")[0]].append(group.spans.take(now))
+        if self.rollout:
+            spans["rollout"] = [worker.spans.take(now) for worker in self.rollout]
+        return {
+            kind: Work(of_kind, is_awaited=kind not in ("reward", "rollout"), has_all=kind != "generation")
+            for kind, of_kind in spans.items()
+        }
 
     async def update_weights(self, version: int) -> dict[str, float]:
         """Give the policy's weights, of `version`, to the engines that are left; metrics of the refit."""
@@ -331,6 +369,7 @@ class Starter:
         options |= {"placement": self.placement, "run_dir": self.experiment.run_dir}
         seconds = self.experiment.cluster.deadlines.start
         group = await WorkerGroup.start(name, target, kwargs, deadline_seconds=seconds, **options)
+        self.session.groups[name] = group
 
         async def end(_kind: object, error: BaseException | None, _trace: object) -> None:
             await group.shutdown(after=error)

@@ -13,13 +13,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from statistics import fmean
 from typing import Protocol
 
 from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 from nemorl.config.run import DeadlineConfig
 from nemorl.generation.router import Replica, RouterMetrics
-from nemorl.generation.types import EngineFailed, EngineHealth, NoReplicaLeft
+from nemorl.generation.types import EngineFailed, EngineHealth, EngineStats, NoReplicaLeft
 
 from .handles import EngineHandle
 
@@ -186,12 +187,14 @@ class ReplicaSupervisor:
     async def metrics(self) -> dict[str, float]:
         seconds = self._deadlines.health
 
-        async def retries(engine: EngineHandle) -> int:
+        async def stats(engine: EngineHandle) -> EngineStats:
             try:
-                return (await engine.stats(seconds)).retries
+                return await engine.stats(seconds)
             except ClusterError:  # which the next check finds, and names
-                return 0
+                return EngineStats()
 
+        of_engines = await asyncio.gather(*map(stats, self.engines))
+        idle = [max(0.0, 1 - one.busy_seconds / one.seconds) for one in of_engines if one.seconds > 0]
         of_routers = [one for routers in self._routers for one in await routers.take_metrics(seconds)]
         return {
             "generation/replicas": float(len(self.engines)),
@@ -201,7 +204,8 @@ class ReplicaSupervisor:
             "generation/requests_moved": float(sum(one.moved_requests for one in of_routers)),
             "generation/tokens_kept": float(sum(one.kept_tokens for one in of_routers)),
             "generation/requests_failed": float(sum(one.failed_requests for one in of_routers)),
-            "generation/retries": float(sum(await asyncio.gather(*map(retries, self.engines)))),
+            "generation/retries": float(sum(one.retries for one in of_engines)),
+            **({"idle/generation": fmean(idle)} if idle else {}),
         }
 
     async def _check_and_admit(self) -> int:

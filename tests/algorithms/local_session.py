@@ -54,6 +54,8 @@ class Stored(tuple[Any, ...]):
 class LocalLearner:
     """What `ModelHandle` does for one rank."""
 
+    devices = None
+
     def __init__(self, host: PolicyWorker, tokens: int) -> None:
         self.host = host
         self.loads = 0
@@ -105,7 +107,7 @@ class Run:
         self.lines: list[StepMetrics] = []
         self.learner = LocalLearner(host, experiment.policy.micro_batch_tokens)
         self.session: Any = SimpleNamespace(learner=self.learner, store=Stored)
-        self.observer: Any = SimpleNamespace(stage=no_stage, step=self._step)
+        self.observer: Any = SimpleNamespace(stage=no_stage, end_step=lambda step: {}, step=self._step)
         head = host.parameters().get(SCALAR_HEAD.param)
         if head is not None:  # which the folder of a language model lacks
             head.data.zero_()

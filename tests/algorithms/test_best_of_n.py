@@ -15,6 +15,7 @@ from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_arithmetic_model
 from nemorl.rollout.groups import GroupSummary, summarize
+from nemorl.session.session import Session
 from nemorl.trajectories import StopReason, Trajectory
 from tests.algorithms.groups import group, trajectory
 from tests.algorithms.local_session import LocalLearner, Stored, no_stage, start_host
@@ -104,7 +105,8 @@ def test_what_was_picked_is_learned(folder: Path, method: str) -> None:
     rendezvous.mkdir()
     host = start_host(experiment, rendezvous)
     learner = LocalLearner(host, experiment.policy.micro_batch_tokens)
-    session: Any = SimpleNamespace(learner=learner, models={"policy": learner}, models_share_devices=False)
+    models: Any = {"policy": learner}
+    session = Session(models=models)
     observer: Any = SimpleNamespace(stage=no_stage)
     nobody: Any = None
     generation = experiment.generation

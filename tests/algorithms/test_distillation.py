@@ -25,6 +25,7 @@ from nemorl.config.auxiliary import EndpointTeacherConfig, ModelTeacherConfig
 from nemorl.data.packed import Compared, PackedBatch
 from nemorl.data.shards import Column, SequencePlace
 from nemorl.errors import RunError
+from nemorl.session.session import Session
 from nemorl.trajectories import Task
 from tests.algorithms.groups import failed, group
 
@@ -250,6 +251,7 @@ class StandInGroup:
         self.loaded: list[list[SequencePlace]] = []
         self.taken: dict[str, list[Any]] = {}
         self.calls: list[Any] = []
+        self.devices: Any = None
 
     async def load(self, places: list[SequencePlace], *, kind: str) -> None:
         self.loaded.append(places)
@@ -274,10 +276,10 @@ class StandInGroup:
 def told(top_k: int | None, *, shares_devices: bool) -> tuple[StandInGroup, StandInGroup, StandInGroup]:
     """Five sequences, by the teachers: sums, prose, sums, far (a server), sums."""
     policy, sums, prose = StandInGroup(0), StandInGroup(1), StandInGroup(2)
-    groups = {"teacher_sums": sums, "teacher_prose": prose}
-    session: Any = SimpleNamespace(
-        learner=policy, models_share_devices=shares_devices, model=groups.__getitem__
-    )
+    models: Any = {"policy": policy, "teacher_sums": sums, "teacher_prose": prose}
+    for model in () if shares_devices else models.values():
+        model.devices = model
+    session = Session(models=models)
     far = EndpointTeacherConfig(kind="endpoint", base_url="http://far/v1", model="m")
     model = ModelTeacherConfig(model_path=Path("m"))
     configs = {"sums": model, "prose": model, "far": far}

@@ -17,6 +17,7 @@ from nemorl.config.algorithm import OnlineConfig
 from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.shards import SequencePlace
 from nemorl.rollout.groups import GroupSummary
+from nemorl.session.session import Session
 from tests.algorithms.groups import failed, group, trajectory
 
 GROUPS = [
@@ -29,21 +30,29 @@ POLICY = {"tokens": 4.0, "entropy": 1.0, "loss/policy": 0.5, "logprob_gap/mean":
 
 
 class Model:
-    """A `ModelHandle` that remembers what it is asked."""
+    """A `ModelHandle` that remembers what it is asked; with a barrier it computes when others do."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
+    def __init__(self, name: str, log: list[str], barrier: asyncio.Barrier | None = None) -> None:
+        self.name, self.log, self.barrier = name, log, barrier
+        self.devices = self if barrier else None
         self.places: Sequence[SequencePlace] = ()
+
+    async def meet_others(self) -> None:
+        if self.barrier is not None:
+            async with asyncio.timeout(10):
+                await self.barrier.wait()
 
     async def load(self, places: Sequence[SequencePlace], **_: Any) -> None:
         self.places = places
         self.log.append(f"{self.name} load")
 
     async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> LogprobStats:
+        await self.meet_others()
         self.log.append(f"{self.name} logprobs{' old' * old}{' reference' * reference}{' entropy' * entropy}")
         return LogprobStats(0.0, 0.0, 9)
 
     async def values(self) -> None:
+        await self.meet_others()
         self.log.append(f"{self.name} values")
 
     async def share(self, field: str) -> str:
@@ -74,16 +83,18 @@ class Model:
 
 
 def step_of(
-    names: Sequence[str], step: int = 1, groups: Sequence[GroupSummary] = GROUPS, **fields: Any
+    names: Sequence[str],
+    step: int = 1,
+    groups: Sequence[GroupSummary] = GROUPS,
+    barrier: asyncio.Barrier | None = None,
+    **fields: Any,
 ) -> tuple[list[str], dict[str, Model], Any]:
     """One step of an algorithm over models of these names: what was asked, the models and the metrics."""
     counts = {"num_steps": 9, "num_prompts_per_step": 2, "num_generations_per_prompt": 2}
     config = OnlineConfig.model_validate({**counts, **fields})
     log: list[str] = []
-    models = {name: Model(name, log) for name in names}
-    session: Any = SimpleNamespace(
-        models=models, model=models.__getitem__, learner=models["policy"], models_share_devices=True
-    )
+    models: Any = {name: Model(name, log, barrier) for name in names}
+    session = Session(models=models)
     observer: Any = SimpleNamespace(stage=lambda *_, **__: nullcontext(SimpleNamespace(advance=ignore)))
     gate: Any = SimpleNamespace(due=lambda _: False, check=ignore)
     nobody: Any = None
@@ -113,8 +124,8 @@ def test_ppo_with_a_reference_of_its_own() -> None:
         "reference load",
         "policy logprobs old",
         "reference logprobs old",
-        "policy takes old_logprobs of the reference as reference_logprobs",
         "critic values",
+        "policy takes old_logprobs of the reference as reference_logprobs",
         "policy takes values of the critic as values",
         "policy estimates gae",
         "critic takes returns of the policy as returns",
@@ -128,6 +139,20 @@ def test_ppo_with_a_reference_of_its_own() -> None:
     assert [place.weight for place in models["critic"].places] == pytest.approx([1 / 8, 1 / 4, 1 / 3, 0])
     # What a turn was rewarded stays with it, and all else goes to the last one.
     assert [place.rewards for place in models["policy"].places] == [(1.0,), (0.0,), (0.25, 0.75), (0.0,)]
+
+
+def test_models_on_devices_of_their_own_compute_at_the_same_time() -> None:
+    """None of them gets past the barrier before all three compute; the policy takes results afterwards."""
+    names, kl = ["policy", "critic", "reference"], {"coefficient": 0.1}
+    log, _, together = step_of(names, name="ppo", kl=kl, num_epochs=2, barrier=asyncio.Barrier(3))
+    computed = ["policy logprobs old", "reference logprobs old", "critic values"]
+    assert sorted(log[3:6]) == sorted(computed)
+    assert log[6:8] == [
+        "policy takes old_logprobs of the reference as reference_logprobs",
+        "policy takes values of the critic as values",
+    ]
+    _, _, in_turns = step_of(names, name="ppo", kl=kl, num_epochs=2)
+    assert together == in_turns
 
 
 def test_in_warm_up_the_critic_learns_alone() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import ray
 
 from nemorl.cluster.errors import WorkerFailed
-from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.group import BusySpans, WorkerGroup
 
 LIMITS = {"stage": "testing", "seconds": 30.0}
 
@@ -132,3 +133,27 @@ def test_processes_are_named_by_group_and_rank(policy: WorkerGroup):
     assert [psutil.Process(pid).cmdline()[0] for pid in pids] == [
         f"nemorl policy {rank}" for rank in range(4)
     ]
+
+
+def test_calls_under_way_are_split_where_their_spans_are_taken(monkeypatch: pytest.MonkeyPatch):
+    now = 1.0
+    monkeypatch.setattr("nemorl.cluster.group.time.perf_counter", lambda: now)
+    spans = BusySpans()
+    with spans.busy():
+        now = 2.0
+        with spans.busy():
+            now = 3.0
+        assert sorted(spans.take(4.0)) == [(1.0, 4.0), (2.0, 3.0)]
+        now = 5.0
+    assert spans.take(6.0) == [(4.0, 5.0)]
+    assert spans.take(7.0) == []
+
+
+def test_calls_that_are_awaited_have_spans(policy: WorkerGroup):
+    policy.spans.take(time.perf_counter())
+    begin = time.perf_counter()
+    asyncio.run(policy.call("record", **LIMITS))
+    asyncio.run(policy.call("record", background=True, **LIMITS))
+    end = time.perf_counter()
+    ((first, last),) = policy.spans.take(end)
+    assert begin < first < last < end

@@ -27,11 +27,8 @@ def observe(folder: RunFolder, screen: io.StringIO, steps: range) -> Path:
             with observer.stage("training"):
                 logging.getLogger("nemorl.somewhere").info("a note for the file")
             observer.samples([make_sample(step)])
-            observer.step(
-                step,
-                version=step,
-                values={"reward/mean": step / 4, "tokens/trained": 60.0, "tokens/generated": 40.0},
-            )
+            values = {"reward/mean": step / 4, "tokens/trained": 60.0, "tokens/generated": 40.0}
+            observer.step(step, version=step, values=values | observer.end_step(step))
         logging.getLogger("another.library").warning("look here")
         return observer.summary([Change("reward/mean", 0.25, 0.75)])
 

@@ -1,9 +1,11 @@
 """One `with` times a stage for everybody who listens."""
 
+from random import Random
+
 import pytest
 
 from nemorl.observe import timeline as stages_module
-from nemorl.observe.timeline import Stage, Stages
+from nemorl.observe.timeline import Stage, Stages, Work, merge_spans
 
 
 class Clock:
@@ -120,3 +122,56 @@ def test_stages_that_overlap_each_count_in_full(clock):
         with stages.stage("training"):
             clock.now += 2.0
     assert stages.finish_step(1) == {"time/training": 2.0, "time/generation": 3.0, "time/step": 3.0}
+
+
+def test_what_the_driver_waits_for_and_who_is_idle(clock):
+    """Ten seconds: 4 of sampling (1 of it environments), 1 of the driver, critic and policy, a refit."""
+    stages = Stages([])
+    with stages.stage("generation", waits_for="generation") as stage:
+        clock.now += 4.0
+        stage.share("environment", 0.25)
+    clock.now += 6.0
+    work = {
+        # The second call overlaps with the critic's, which ends later: that one is waited for.
+        "policy": Work([[(105.0, 106.0), (106.0, 107.0), (108.0, 109.5)]]),
+        "critic": Work([[(105.5, 108.0)]]),
+        "generation": Work([[(108.5, 110.0)]], has_all=False),
+        "reward": Work([[(101.0, 102.0)], [(109.0, 110.0)]], is_awaited=False),
+    }
+    assert stages.finish_step(1, lambda now: work) == {
+        "time/generation": 3.0,
+        "time/environment": 1.0,
+        "time/step": 10.0,
+        "idle/policy": pytest.approx(0.65),
+        "idle/critic": pytest.approx(0.75),
+        "idle/reward": pytest.approx(0.9),
+        "critical/policy": 0.0,
+        "critical/critic": pytest.approx(0.25),
+        "critical/generation": pytest.approx(0.45),
+        "critical/environment": pytest.approx(0.1),
+        # 4.0 to 5.5 and 8.0 to 8.5: the policy did not end last.
+        "critical/driver": pytest.approx(0.2),
+    }
+
+
+def test_work_on_both_sides_of_a_step_counts_inside():
+    spans = [(-5.0, 2.0), (1.0, 3.0), (3.5, 4.0), (8.0, 99.0), (-9.0, -8.0)]
+    assert merge_spans(spans, 0.0, 10.0) == [(0.0, 3.0), (3.5, 4.0), (8.0, 10.0)]
+    assert merge_spans(spans, 0.0, 10.0, gap=1.0) == [(0.0, 4.0), (8.0, 10.0)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_shares_of_the_critical_path_add_up_and_lie_in_the_work(seed, clock):
+    draw, stages = Random(seed), Stages([])
+
+    def spans():
+        begins = [draw.uniform(90, 115) for _ in range(draw.randrange(6))]
+        return [(begin, begin + draw.uniform(0, 8)) for begin in begins]
+
+    clock.now += 10.0
+    work = {kind: Work([spans()]) for kind in ("policy", "critic", "generation")}
+    metrics = stages.finish_step(1, lambda now: work)
+    assert sum(metrics[name] for name in metrics if name.startswith("critical/")) == pytest.approx(1)
+    for kind in work:
+        assert metrics[f"critical/{kind}"] >= 0
+        assert metrics[f"critical/{kind}"] + metrics[f"idle/{kind}"] <= 1 + 1e-9

@@ -15,6 +15,7 @@ from nemorl.observe.metrics import StepMetrics, read_metrics
 
 # Time differs from run to run; everything else must not.
 CLOCKS = ("time/", "throughput/", "refit/gigabytes_per_second", "reward_seconds/", "reward_waiting/")
+CLOCKS += ("idle/", "critical/")
 
 
 def tiny_model(folder: Path, layers: int = 2, seed: int = 0) -> Path:

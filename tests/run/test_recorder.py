@@ -48,6 +48,7 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
     )
     observer: Any = SimpleNamespace(
         stage=Stages([]).stage,
+        end_step=lambda step: {},
         step=lambda step, version, values: StepMetrics(step, version, values),
         samples=lambda samples: None,
     )
@@ -79,7 +80,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
         waited.append(values["early_stop/waited"])
         return StepMetrics(step, version, values)
 
-    observer: Any = SimpleNamespace(stage=Stages([]).stage, step=told)
+    observer: Any = SimpleNamespace(stage=Stages([]).stage, end_step=lambda step: {}, step=told)
     saved: list[Progress] = []
 
     async def save(progress: Progress, metrics: StepMetrics) -> None:
@@ -109,7 +110,9 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
 def test_a_run_that_is_asked_to_stop_begins_no_step_and_saves_the_last_one_once(tmp_path: Path) -> None:
     experiment = load_experiment(write(tmp_path), ["checkpointing.period=3"])
     observer: Any = SimpleNamespace(
-        stage=Stages([]).stage, step=lambda step, version, values: StepMetrics(step, version, values)
+        stage=Stages([]).stage,
+        end_step=lambda step: {},
+        step=lambda step, version, values: StepMetrics(step, version, values),
     )
     saved: list[tuple[int, int]] = []
 

@@ -1,5 +1,6 @@
 """Whole runs through the command line: real Ray, Megatron over gloo, the weight exchange, the engine."""
 
+import json
 import os
 import signal
 import time
@@ -65,6 +66,22 @@ def test_a_run_leaves_its_story(uninterrupted: Path) -> None:
         "step_00000004",
         "step_00000006",
     ]
+
+
+def test_time_is_attributed_to_processes(uninterrupted: Path) -> None:
+    for step in lines(uninterrupted):
+        values = step.values
+        critical = {name: share for name, share in values.items() if name.startswith("critical/")}
+        assert sum(critical.values()) == pytest.approx(1, abs=1e-9)
+        assert all(0 < values[f"idle/{kind}"] < 1 for kind in ("policy", "rollout", "generation"))
+        assert 0 < critical["critical/policy"] <= 1 - values["idle/policy"] + 1e-9
+        # The policy does nothing while the driver waits for samples; engines also receive weights.
+        sampling = (values["time/generation"] + values["time/environment"]) / values["time/step"]
+        assert values["idle/policy"] >= sampling - 1e-9
+        assert critical["critical/environment"] <= sampling
+    events = json.loads((uninterrupted / "timeline.json").read_text())
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {"critical path", "processes: policy", "processes: rollout", "processes: generation"} <= tracks
 
 
 def test_a_finished_run_is_not_started_again(uninterrupted: Path) -> None:

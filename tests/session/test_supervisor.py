@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,7 +17,7 @@ from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.run import ClusterConfig, DeadlineConfig
 from nemorl.generation.router import Replica, Router, RouterMetrics
-from nemorl.generation.types import EngineHealth, EngineOptions, NoReplicaLeft
+from nemorl.generation.types import EngineHealth, EngineOptions, EngineStats, NoReplicaLeft
 from nemorl.models.create import create_arithmetic_model
 from nemorl.session.handles import EngineHandle
 from nemorl.session.supervisor import ReplicaSupervisor, State, hanging
@@ -199,7 +198,7 @@ class Engine:
         if method == "health":
             return EngineHealth(0, running=0, waiting=0, paused=False, seconds_since_step=0.0)
         if method == "stats":
-            return SimpleNamespace(retries=0)
+            return EngineStats()
         self.told.append(f"{method} {args[0]}")
         if method == "sleep" and self.stays_awake:
             raise ClusterError("no room for the weights in host memory")

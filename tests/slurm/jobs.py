@@ -22,7 +22,7 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL"
 # What a job says at its end of a node that Slurm has lost.
 NODE_LOST = re.compile(r"stopped by SIGTERM \(node n2 \(down\*?: .*\) is lost\).*\(exit status 143\)")
 # Metrics that are clocks, or divided by one.
-CLOCKS = re.compile(r"^time/|^throughput/|seconds|waiting|per_second")
+CLOCKS = re.compile(r"^time/|^throughput/|^idle/|^critical/|seconds|waiting|per_second")
 
 # Step, version and metrics by name, of each line of metrics.jsonl.
 Metrics = list[tuple[int, int, dict[str, float]]]

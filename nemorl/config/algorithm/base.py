@@ -11,6 +11,8 @@ from nemorl.config.generation import GenerationConfig, SamplingConfig
 from nemorl.config.yaml import merged
 from nemorl.errors import Problem, Problems
 
+PROCESSES = ("policy", "critic", "reference", "teacher", "reward", "generation", "rollout")
+WAITS = ("environment", "validation", "checkpoint", "driver")  # of a step, for other reasons
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
 ]
@@ -136,6 +138,8 @@ class AlgorithmBase(Config):
                 # Of models with experts; checks of a config do not open the folder of the model.
                 *("experts/load_max", "experts/load_max_of_a_layer", "experts/idle", "loss/balance"),
                 *("time/step", "time/training", "time/checkpoint"),
+                *(f"idle/{kind}" for kind in PROCESSES),
+                *(f"critical/{what}" for what in (*PROCESSES, *WAITS)),
             }
         )
 

@@ -142,7 +142,7 @@ class OnlineBase(AlgorithmBase):
             *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
             *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
             *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "error")),
-            *("time/generation", "time/environment", "time/loading", "time/logprobs"),
+            *("time/generation", "time/environment", "time/loading", "time/logprobs", "time/reference"),
             *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted")),
             *("generation/restarts_failed", "generation/requests_moved", "generation/tokens_kept"),
             *("generation/requests_failed", "generation/retries", "logprob_gap/mean", "logprob_gap/max"),
