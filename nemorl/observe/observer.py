@@ -74,7 +74,7 @@ class Observer:
         return self._stages.finish_step(step, self.take_work)
 
     def step(self, step: int, *, version: int, values: Mapping[str, float]) -> StepMetrics:
-        """Record a step that has ended, before its checkpoint: a resume needs the line. Raises `WriteError`."""
+        """Record an ended step, before its checkpoint: a resume needs the line. Raises `WriteError`."""
         throughput = {
             name: values[tokens] / values[stage]
             for name, (tokens, stage) in RATES.items()

@@ -52,7 +52,7 @@ ABOUT = """# A run of nemorl
 | `header.json` | one entry for each start: command, versions, machine, commit, kernels in use |
 | `metrics.jsonl` | the metrics of every step, a line each; NaN and infinity are null, named in `nonfinite` |
 | `samples.jsonl` | some conversations of every step, a JSON object a line |
-| `timeline.json` | when each stage ran; open it in Perfetto or in chrome://tracing |
+| `timeline.json` | stages, work of processes, critical path; open it in Perfetto or chrome://tracing |
 | `report.html` | all of this as one page that needs no network; `nemorl report` writes it again |
 | `tensorboard/` | the metrics for TensorBoard, if enabled |
 | `checkpoints/` | what `--resume` continues from |
