@@ -235,7 +235,7 @@ class PackedAttention(torch.nn.Module):
 LATENT_NORM_EPS = 1e-6
 
 if not isinstance(multi_latent_attention.TELinear, type):
-    # Without Transformer Engine Megatron has stand-ins for its classes, and takes them for the real here.
+    # Without Transformer Engine, Megatron defines placeholders, which this module takes for its classes.
     multi_latent_attention.HAVE_TE = False
 
 
