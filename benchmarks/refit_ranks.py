@@ -1,5 +1,6 @@
 """Processes of the refit benchmark: policy ranks and ranks of engines, which do a refit in two ways."""
 
+import asyncio
 import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
@@ -166,7 +167,7 @@ class Side:
 
     async def prepare(self, parts: Sequence[Part]) -> None:
         """As the exchange asks."""
-        self.ranks.each("exchange", [(self.transport, "prepare", part) for part in parts])
+        await asyncio.to_thread(self.ranks.each, "exchange", [(self.transport, "prepare", p) for p in parts])
 
     async def send(self, session: RefitSession) -> list[SendReport]:
         """As the exchange asks."""
@@ -185,7 +186,8 @@ class Side:
         await self._all("abandon")
 
     async def _all(self, method: str, *given: Any) -> list[Any]:
-        return self.ranks.all("exchange", self.transport, method, *given)
+        # In a thread, because both sides of a refit wait for each other.
+        return await asyncio.to_thread(self.ranks.all, "exchange", self.transport, method, *given)
 
 
 def _serve(end: "Connection[Any, Any]") -> None:
