@@ -4,7 +4,7 @@
 
 Real runs with injected seconds (`paced.py`): an engine at full batch samples a step's tokens in the time in
 which the policy trains on them (times `--balance`), and completions have a long tail. The bound is the longer
-of the two: the sampling of a step at full batch, and its training without sampling beside it, which is
+of the two: the sampling of a step at full batch, and its training while nothing is sampled, which is
 measured in the first run. Counted are steps in the middle of a run: before them the first groups are on their
 way, and for the last steps nothing more is sampled.
 """
