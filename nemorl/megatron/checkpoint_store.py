@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nemorl.errors import RunError
-from nemorl.observe.files import fsync
 
 logger = logging.getLogger(__name__)
 
@@ -111,14 +111,14 @@ class CheckpointStore:
         with writing(temporary / MANIFEST):
             (temporary / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
             for path in (*temporary.rglob("*"), temporary):
-                fsync(path)
+                _flush(path)
         replaced = self.folder / f".step_{step:08d}.old.tmp"
         if final.exists():
             # A run that was resumed from an older step writes this one again.
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         temporary.rename(final)
-        fsync(self.folder)
+        _flush(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
@@ -199,3 +199,12 @@ def _record(path: Path, base: Path) -> FileRecord:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(str(path.relative_to(base)), path.stat().st_size, digest)
+
+
+def _flush(path: Path) -> None:
+    """Put the file, or the entries of the folder, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -13,8 +14,6 @@ from typing import Literal, Self
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-
-from nemorl.observe.files import fsync
 
 from .hf_config import INDEX_FILE, SINGLE_FILE, BrokenModelFolder, read_json_object
 from .hf_folder import HfFolder
@@ -38,6 +37,15 @@ def complete_folder(folder: Path, out: Path) -> None:
         fsync(path)
     folder.rename(out)
     fsync(out.parent)
+
+
+def fsync(path: Path) -> None:
+    """Have a file, or the names in a folder, written to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # Files beyond config and weights that a model needs to answer.

@@ -40,15 +40,6 @@ def room_left(folder: Path) -> str:
         return f"its folder {existing} cannot be read"
 
 
-def fsync(path: Path) -> None:
-    """Have a file, or the names in a folder, written to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
     """Replace a file: after a crash it holds the old text or the new one. Raises `WriteError`."""
     temporary = path.with_name(path.name + ".tmp")

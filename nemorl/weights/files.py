@@ -23,8 +23,8 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemorl.models.hf_writer import fsync
 from nemorl.models.slices import TensorSlice
-from nemorl.observe.files import fsync
 
 from .messages import (
     ITEM_BYTES,
