@@ -168,9 +168,11 @@ class LogprobGate:
         """Raise LogprobGapTooLarge where `logprob_gap/mean` or `logprob_gap/max` passes its limit."""
         self.compared = True
         # Of stale samples those of the youngest weights are compared: the rest differ by updates as well.
-        of_ages = (metrics.get(f"staleness/gap_{age}") for age in self.config.ages)
-        mean = next((gap for gap in of_ages if gap is not None), metrics["logprob_gap/mean"])
-        largest = metrics["logprob_gap/max"]
+        ages = (age for age in self.config.ages if f"staleness/gap_{age}" in metrics)
+        if (youngest := next(ages, None)) is None:
+            mean, largest = metrics["logprob_gap/mean"], metrics["logprob_gap/max"]
+        else:
+            mean, largest = metrics[f"staleness/gap_{youngest}"], metrics[f"staleness/gap_max_{youngest}"]
         limit, token_limit = self.config.max_logprob_gap, self.config.max_token_logprob_gap
         if not mean <= limit:  # also of a NaN
             broken = f"algorithm.max_logprob_gap allows a mean of {limit:g}"
@@ -189,6 +191,9 @@ class LogprobGate:
         if (start := sampled_by.start) < version:
             versions = f"{start} to {sampled_by.stop - 1}"
             yield f"stale weights: tokens are of versions {versions}, and the trainer's weights of {version}"
+            if self.generation.on_update == "continue":
+                kept = "sequences keep the keys and values of the weights before an update"
+                yield f"generation.on_update is continue: {kept}; restart computes them again"
         missing = "" if self.generation.takes_weights else "; this back end gets none from the run"
         yield f"other weights, or another tokenizer, in the engine than in the trainer{missing}"
         yield (

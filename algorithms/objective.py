@@ -183,8 +183,7 @@ class Ages:
 
         `finish_metrics` makes of them `staleness/share_k`, `staleness/gap_k` and `staleness/ess_k`.
         """
-        assert batch.versions is not None, "ages require the versions that sampled"
-        age, metrics = (self.version - batch.versions).clamp(max=self.oldest), {}
+        age, metrics = self._of(batch), {}
         for k in range(self.oldest + 1):
             of_age = (age == k).float()
             metrics[f"age_{k}/share"] = of_age
@@ -193,6 +192,15 @@ class Ages:
             if weight is not None:
                 metrics[f"age_{k}/weight"], metrics[f"age_{k}/square"] = of_age * weight, of_age * weight**2
         return metrics
+
+    def largest(self, batch: PackedBatch, gap: Tensor) -> Metrics:
+        """The gap to the trainer's logprobs at the tokens of each age, and 0 at the others."""
+        age = self._of(batch)
+        return {f"staleness/gap_max_{k}": (age == k) * gap for k in range(self.oldest + 1)}
+
+    def _of(self, batch: PackedBatch) -> Tensor:
+        assert batch.versions is not None, "ages require the versions that sampled"
+        return (self.version - batch.versions).clamp(max=self.oldest)  # [N]
 
 
 def _of_ages(means: Mapping[str, float]) -> dict[str, float]:

@@ -347,8 +347,10 @@ class PolicyLoss:
             terms = terms * corrected.weight
             metrics, largest = metrics | corrected.metrics, largest | corrected.largest
         if self.ages is not None:
-            weight = None if corrected is None else corrected.weight
-            metrics |= self.ages.metrics(batch, gaps.get("logprob_gap/mean"), weight)
+            weight, gap = None if corrected is None else corrected.weight, gaps.get("logprob_gap/mean")
+            metrics |= self.ages.metrics(batch, gap, weight)
+            if gap is not None:
+                largest |= self.ages.largest(batch, gap)
         if self.least_entropy is not None:
             assert batch.old_entropies is not None, "a choice by entropy requires those before the updates"
             metrics["top_entropy_fraction"] = batch.old_entropies >= self.least_entropy

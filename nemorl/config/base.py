@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -46,6 +46,7 @@ class Config(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+    replaced_fields: ClassVar[Mapping[str, str]] = {}  # what to set instead of a field of earlier versions
 
     def problems(self, sections: Mapping[str, object]) -> Problems:
         """Problems of this section and those in it; `sections` are the valid ones of the experiment."""

@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:  # algorithms have a section of this module, the sampling of t
     from .algorithm import AlgorithmConfig
 
 Update = Literal["staged", "in_place", "reload"]  # of the weights in vLLM
+OnUpdate = Literal["continue", "finish", "restart"]
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM reserves for adapters
 _REPLAY = "policy.moe.router_replay"
 ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
@@ -79,6 +81,10 @@ class GenerationBase(Config):
     package: ClassVar[str] = ""  # that nemorl does not require; the plan module has its `installed_version()`
     cache_field: ClassVar[str] = "max_kv_tokens"  # the field that bounds the KV cache
     workers_hold_gpus: ClassVar[bool] = False  # processes that the engine starts through Ray, not its own
+    replaced_fields: ClassVar[Mapping[str, str]] = {
+        "recompute_kv_cache": "`on_update` to restart (it recomputes the KV cache) or continue (it keeps it)",
+        "in_flight_updates": "`on_update` to finish (nothing is in flight), restart or continue",
+    }
 
     replicas: int = Field(1, ge=1)
     """Engines, each in a separate process."""
@@ -92,6 +98,10 @@ class GenerationBase(Config):
     """Strings that end a turn; the tokens that complete them are kept."""
     precision: Literal["float32", "bfloat16"] | None = None
     """Type of the engine's weights; the policy's when not given."""
+    on_update: OnUpdate = "continue"
+    """What becomes of the sequences that run when new weights are ready. `continue`: they keep their tokens
+    and KV cache. `restart`: they keep their tokens, and their KV cache is recomputed by the new weights.
+    `finish`: they end first; those that take longer than half of `cluster.deadlines.refit` restart."""
     bucket_megabytes: int = Field(64, ge=1)
     """Size of one of the two buckets through which weights travel."""
     transport: Literal["auto", "shared_memory", "cuda_ipc", "gloo", "nccl", "files"] = "auto"
@@ -180,6 +190,7 @@ class MegatronGenerationConfig(GenerationBase):  # docs/megatron_generation.md
             "precision": "it computes in policy.precision",
             "threads": "its processes have cluster.policy_threads",
             "endpoint": "between two stages of sampling it cannot answer",
+            "on_update": "all sequences have ended when it trains",
         } | dict.fromkeys(("bucket_megabytes", "transport", "delta", "check_one_in"), "no weights are sent")
         for name, reason in reasons.items():
             yield from self.without_effect((name,), f"the policy's processes sample, and {reason}; remove it")
@@ -207,7 +218,7 @@ class OpenAIGenerationConfig(GenerationBase):
 
     @check
     def _settings_of_engines(self) -> Problems:
-        names = ("precision", "bucket_megabytes", "transport", "delta", "check_one_in")
+        names = ("precision", "on_update", "bucket_megabytes", "transport", "delta", "check_one_in")
         yield from self.without_effect(names, "the server receives no weights from the run; remove it")
         if not self.token_ids:
             reason = "with generation.token_ids: false only text is sent to the server; remove it"
@@ -275,10 +286,7 @@ class TrtllmGenerationConfig(GenerationBase):
     """`handles`: the replica's process gathers weights in host memory, while sampling continues, and passes
     them to its workers by CUDA IPC; all on one machine. `workers`: each worker receives its part, with no
     memory but buckets, while the engine is paused."""
-    in_flight_updates: bool = False
-    """Sequences in flight continue with new weights; otherwise they end before an update."""
-    recompute_kv_cache: bool = False
-    """After an update in flight, recompute the KV cache of the sequences that continue."""
+    on_update: OnUpdate = "finish"
     trtllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `tensorrt_llm.AsyncLLM`, by its names."""
 
@@ -308,15 +316,11 @@ class TrtllmGenerationConfig(GenerationBase):
     @check
     def _updates_in_flight(self) -> Problems:
         """Every token must have the version that sampled it, and no cache may outlive its weights."""
-        if not self.in_flight_updates:
-            reason = "nothing is in flight at an update; set it to false, or in_flight_updates to true"
-            yield from self.without_effect(("recompute_kv_cache",), reason)
-            return
-        if self.pipeline_parallel_size > 1:
-            fix = "micro-batches between two stages would have tokens of no single version; set it to false"
-            yield Problem("in_flight_updates", True, fix)
-        if self.prefix_caching and not self.recompute_kv_cache:
-            fix = "sequences leave an old KV cache for others; set it to false, or recompute_kv_cache to true"
+        if self.on_update != "finish" and self.pipeline_parallel_size > 1:
+            fix = "micro-batches between two stages would have tokens of no single version; set it to finish"
+            yield Problem("on_update", self.on_update, fix)
+        if self.on_update == "continue" and self.prefix_caching:
+            fix = "sequences leave an old KV cache for others; set it to false, or on_update to restart"
             yield Problem("prefix_caching", True, fix)
 
     @check
@@ -389,8 +393,7 @@ class VllmGenerationConfig(GenerationBase):
     which vLLM computes in addition to the weights of `policy.model_path`."""
     colocated: bool = False
     """Share the policy's processors or GPUs: the engines sleep while it trains."""
-    recompute_kv_cache: bool = True
-    """Recompute keys and values of the sequences in flight with new weights; false keeps the old ones."""
+    on_update: OnUpdate = "restart"
     quantization: str | None = None
     """Quantize weights as they are loaded, by vLLM's name, such as `fp8`; then they are sent by
     `update: reload`, or not at all with `adapters: separate`."""

@@ -88,6 +88,9 @@ def _describe_choice(given: str, known: list[str]) -> str:
 def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
     name = str(path[-1])
     _, owners = locate(location[:-1])
+    for owner in owners:
+        if name in owner.replaced_fields:
+            return f"unknown field; set {owner.replaced_fields[name]}"
     # The variants from which one was selected, whose name is the last step but one of the location.
     named = len(location) > 1 and any(location[-2] in names(owner) for owner in owners)
     around = locate(location[:-2])[1] if named else ()

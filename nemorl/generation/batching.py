@@ -227,6 +227,10 @@ class ActiveSequence:
     def num_tokens(self) -> int:
         return len(self.request.prompt) + len(self.sampled)
 
+    def tokens_read(self) -> Int32Array:
+        """The tokens whose keys and values a running sequence has: all but the last, which is read next."""
+        return np.concatenate([self.request.prompt, np.array(self.sampled.tokens[:-1], np.int32)])
+
     def append(self, token: int, logprob: float, version: int, now: float) -> StopReason | None:
         """Take a sampled token; the stop reason if the sequence ends with it."""
         self.sampled.append(token, logprob, version)
@@ -307,8 +311,8 @@ class BatchingEngine:
     """The synchronous core: requests go in by `add`, a `step` samples one token for every running sequence.
 
     Who shares the batch changes what is sampled for a request by rounding at most, and where oneDNN computes,
-    not at all. A sequence whose weights change in flight keeps its keys and values. Nothing ends a turn but
-    what its request names, not even the model's own end token. Not thread-safe.
+    not at all. Nothing ends a turn but what its request names, not even the model's own end token. Not
+    thread-safe.
     """
 
     def __init__(
@@ -330,10 +334,16 @@ class BatchingEngine:
         self._sampler: Sampler | None = None  # of the running batch; None when its members changed
         self._stats = EngineStats()
 
-    def weights_changed(self, version: int) -> None:
+    def weights_changed(self, version: int, *, restart: bool = False) -> None:
+        """New weights sample from the next step on; with `restart` they read all running sequences again."""
         self.version = version
-        for _, sequence in self._scheduler.running():
+        running = list(self._scheduler.running())
+        for _, sequence in running:
             sequence.prompt_hidden = None  # no sequence may start from a prompt that the old weights read
+        if restart:
+            texts = [Prompt(sequence.tokens_read(), [row]) for row, sequence in running]
+            self._runner.prefill(texts)
+            self._stats.prompt_tokens += sum(len(text.tokens) for text in texts)
 
     @property
     def num_waiting(self) -> int:

@@ -16,6 +16,10 @@ from .types import EngineHealth, EngineStats, GenerationRequest, Progress, Repor
 PauseMode = Literal["wait", "keep", "abort"]
 
 
+# Share of `cluster.deadlines.refit` within which running sequences may finish before an update.
+DRAIN_SHARE = 0.5
+
+
 class ReportStream:
     """Reports on their way, in batches, to the event loop that made the stream; written from any thread."""
 

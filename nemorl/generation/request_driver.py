@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from nemorl.config.generation import OnUpdate
 from nemorl.trajectories import Int16Array, StopReason
 from nemorl.weights.messages import RefitDeadline, RefitFailed
 
-from .front import EngineFront, PauseMode, ReportStream
+from .front import DRAIN_SHARE, EngineFront, PauseMode, ReportStream
 from .tokens import TokenBuffer
 from .types import EngineFailed, EngineHealth, EngineStats, GenerationRequest, Refusal, RequestRefused
 
@@ -109,6 +110,8 @@ class _Sequence:
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
     began: float = field(default_factory=time.monotonic)
     task: asyncio.Task[StopReason] = field(init=False)  # answers the request when it has ended
+    restarts: bool = False  # its task was cancelled to continue with what is left of the request
+    stop: StopReason | None = None  # once the engine has ended it
 
 
 class RequestDriver(EngineFront):
@@ -178,13 +181,19 @@ class RequestDriver(EngineFront):
             self._set_gate()
 
     @asynccontextmanager
-    async def paused(self, *, drain: bool) -> AsyncIterator[None]:
-        """No step runs in the block, sequences have ended (`drain`) or stay frozen. Blocks may overlap."""
+    async def paused(self, *, drain_seconds: float | None = None) -> AsyncIterator[None]:
+        """No step runs in the block; blocks may overlap.
+
+        Sequences stay frozen in the engine. With `drain_seconds` they leave it: what does not end within that
+        time continues after the block from the tokens that it has.
+        """
         self._num_blocks += 1
         self._set_gate()
         try:
-            if drain:  # sequences that another holder has frozen do not end
-                await first_of(self._idle, self._lock.paused)
+            if drain_seconds is not None:  # sequences that another holder has frozen do not end
+                await first_of(self._idle, self._lock.paused, seconds=drain_seconds)
+                self._restart_running()
+                await self._idle.wait()
             holder = object()
             await self._lock.acquire(holder)
             try:
@@ -196,12 +205,13 @@ class RequestDriver(EngineFront):
             self._set_gate()
 
     @asynccontextmanager
-    async def paused_for(self, version: int, *, drain: bool, seconds: float) -> AsyncIterator[None]:
+    async def paused_for(self, version: int, on_update: OnUpdate, *, seconds: float) -> AsyncIterator[None]:
         """`paused`, for an update to `version`. Raises RefitDeadline unless it begins within `seconds`."""
+        drain_seconds = DRAIN_SHARE * seconds if on_update == "finish" else None
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(seconds):
-                    await stack.enter_async_context(self.paused(drain=drain))
+                    await stack.enter_async_context(self.paused(drain_seconds=drain_seconds))
             except TimeoutError as error:
                 late = f"{self.name} did not pause within {seconds:g} s (cluster.deadlines.refit)"
                 raise RefitDeadline(f"refit to version {version}: {late}") from error
@@ -258,35 +268,58 @@ class RequestDriver(EngineFront):
             stop = StopReason.ABORT if task.cancelled() else task.result()
             sequence.stream.put([sequence.sampled.complete(name, stop, time.monotonic() - sequence.began)])
         del self._sequences[name]
+        self._leave(name)
+
+    def _leave(self, name: str) -> None:
         self._count_busy(time.monotonic())
         self._running.discard(name)
         if not self._running:
             self._idle.set()
 
+    def _restart_running(self) -> None:
+        """Take the running sequences out of the engine; they enter again when the gate opens."""
+        for name in self._running:
+            sequence = self._sequences[name]
+            sequence.restarts = sequence.task.cancel()
+
     async def _sample(self, sequence: _Sequence) -> StopReason:
-        request, sampled = sequence.request, sequence.sampled
         try:
-            async with asyncio.timeout(request.deadline_seconds) as deadline:
-                await self._gate.wait()
-                if not self._running:
-                    self._last_chunk = self._busy_since = time.monotonic()  # an idle engine does not hang
-                    self._stats_since = self._stats_since or self._busy_since
-                self._running.add(request.id)
-                self._idle.clear()
-                self._stats.prompt_tokens += len(request.prompt)
-                async with aclosing(self._engine.sample(request)) as chunks:
-                    async for chunk in chunks:
-                        sampled.extend(chunk.tokens, chunk.logprobs, chunk.versions, chunk.routed_experts)
-                        self._stats.tokens_generated += len(chunk.tokens)
-                        self._last_chunk = time.monotonic()
-                        if chunk.stop is not None:
-                            return chunk.stop
-                        if 0 < request.progress_tokens <= sampled.num_unreported:
-                            sequence.stream.put([sampled.take_progress(request.id)])
+            async with asyncio.timeout(sequence.request.deadline_seconds) as deadline:
+                while sequence.stop is None:
+                    await self._gate.wait()
+                    try:
+                        await self._follow(sequence)
+                    except asyncio.CancelledError:
+                        # Another cancellation is an abort, or the deadline.
+                        if not sequence.restarts or sequence.task.uncancel():
+                            raise
+                        sequence.restarts = False
+                        self._leave(sequence.request.id)
+                return sequence.stop
         except TimeoutError:
             if not deadline.expired():
                 raise
             return StopReason.ABORT
+
+    async def _follow(self, sequence: _Sequence) -> None:
+        """Take what the engine samples for what is left of a request, to its end."""
+        sampled, request = sequence.sampled, sequence.sampled.remaining(sequence.request)
+        if not self._running:
+            self._last_chunk = self._busy_since = time.monotonic()  # an idle engine does not hang
+            self._stats_since = self._stats_since or self._busy_since
+        self._running.add(request.id)
+        self._idle.clear()
+        self._stats.prompt_tokens += len(request.prompt)
+        async with aclosing(self._engine.sample(request)) as chunks:
+            async for chunk in chunks:
+                sampled.extend(chunk.tokens, chunk.logprobs, chunk.versions, chunk.routed_experts)
+                self._stats.tokens_generated += len(chunk.tokens)
+                self._last_chunk = time.monotonic()
+                if chunk.stop is not None:
+                    sequence.stop = chunk.stop
+                    return
+                if 0 < request.progress_tokens <= sampled.num_unreported:
+                    sequence.stream.put([sampled.take_progress(request.id)])
         raise EngineFailed(f"{self.name} ended request {request.id!r} without a stop reason")
 
     def _count_busy(self, now: float) -> None:

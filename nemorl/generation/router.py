@@ -9,8 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from nemorl.trajectories import StopReason
 
 from .tokens import TokenBuffer
@@ -53,19 +51,14 @@ class _Flight:
         return len(self.sampled) - self.num_kept
 
     def remaining(self, progress_tokens: int) -> GenerationRequest:
-        """What is left to ask of a replica: the sampled tokens are the end of the prompt."""
+        """What is left to ask of a replica."""
         self.num_kept, self.num_rows_kept = len(self.sampled), self.sampled.num_expert_rows
-        request = replace(self.request, progress_tokens=self.request.progress_tokens or progress_tokens)
-        if not self.num_kept:
-            return request
-        return replace(
-            request,
-            prompt=np.concatenate([request.prompt, np.array(self.sampled.tokens, np.int32)]),
-            max_new_tokens=request.max_new_tokens - self.num_kept,
-            sampled_before=request.sampled_before + self.num_kept,
-            deadline_seconds=max(_MIN_SECONDS, request.deadline_seconds - self.seconds),
-            routed_experts_from=request.routed_experts_from + self.num_rows_kept,
-        )
+        request = self.sampled.remaining(self.request)
+        seconds = request.deadline_seconds
+        if self.num_kept:
+            seconds = max(_MIN_SECONDS, seconds - self.seconds)
+        progress_tokens = request.progress_tokens or progress_tokens
+        return replace(request, progress_tokens=progress_tokens, deadline_seconds=seconds)
 
     def take(self, report: Report) -> None:
         """Keep what was sampled since the last report; answer with what ends the request."""

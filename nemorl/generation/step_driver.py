@@ -27,6 +27,7 @@ class StepDriver(EngineFront):
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, ReportStream] = {}  # of each request in flight
         self._draining: list[Future[None]] = []  # pauses that wait for running sequences to finish
+        self._drained: list[tuple[float, Callable[[], None]]] = []  # commands that do, each until a time
         self._paused = False
         self._leaving, self._closing = threading.Event(), threading.Event()
         self._last_step = time.monotonic()
@@ -94,11 +95,14 @@ class StepDriver(EngineFront):
         if self._failure is None:
             self.post(self._closing.set)
 
-    def post(self, function: Callable[[], T]) -> Future[T]:
-        """As `call`, from any thread and without waiting; a future that is cancelled in time is not run."""
-        return self._post(lambda future: future.set_result(function()))
+    def post(self, function: Callable[[], T], drain_seconds: float = 0.0) -> Future[T]:
+        """As `call`, from any thread and without waiting; a future that is cancelled in time is not run.
 
-    def _post(self, command: Callable[[Future[T]], None]) -> Future[T]:
+        Running sequences may finish first, within `drain_seconds`, during which others wait.
+        """
+        return self._post(lambda future: future.set_result(function()), drain_seconds)
+
+    def _post(self, command: Callable[[Future[T]], None], drain_seconds: float = 0.0) -> Future[T]:
         """Have the thread run `command`, which completes the future, unless that is cancelled before."""
         future: Future[T] = Future()
 
@@ -109,11 +113,14 @@ class StepDriver(EngineFront):
                 except RequestRefused as refusal:
                     future.set_exception(refusal)
 
+        def run_drained() -> None:
+            self._drained.append((time.monotonic() + drain_seconds, run))
+
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             self._futures.add(future)
-            self._commands.put(run)
+            self._commands.put(run_drained if drain_seconds else run)
         future.add_done_callback(self._futures.discard)
         return future
 
@@ -122,11 +129,12 @@ class StepDriver(EngineFront):
             command()
         if self._is_ending():
             return
+        self._run_drained()
         if self._paused:
             self._send(self._engine.expire())
         else:
             began, has_work = time.monotonic(), self._engine.num_running + self._engine.num_waiting > 0
-            self._send(self._engine.step(admit=not self._draining))
+            self._send(self._engine.step(admit=not (self._draining or self._drained)))
             self._send(self._engine.take_progress(), ended=False)
             self._last_step = time.monotonic()
             self._busy_seconds += (self._last_step - began) * has_work
@@ -138,7 +146,7 @@ class StepDriver(EngineFront):
     def _take_commands(self) -> list[Callable[[], None]]:
         """Posted commands; with nothing to step, wait for one or for the next deadline."""
         in_flight = self._engine.num_running + self._engine.num_waiting > 0
-        stepping = not self._paused and (in_flight or bool(self._draining))
+        stepping = not self._paused and (in_flight or bool(self._draining or self._drained))
         expiry = self._engine.next_expiry
         timeout = None if expiry is None else max(0.0, expiry - time.monotonic())
         if self._rest_seconds is not None:
@@ -152,6 +160,15 @@ class StepDriver(EngineFront):
                 commands.append(self._commands.get_nowait())
         except queue.Empty:
             return commands
+
+    def _run_drained(self) -> None:
+        """Run the commands for which no sequence runs (while paused none ends), or whose time has come."""
+        still = self._paused or self._engine.num_running == 0
+        now, waiting = time.monotonic(), self._drained
+        self._drained = [(until, run) for until, run in waiting if not still and now < until]
+        for until, run in waiting:
+            if still or now >= until:
+                run()
 
     def _add(self, requests: Sequence[GenerationRequest], stream: ReportStream) -> None:
         with ExitStack() as refused:

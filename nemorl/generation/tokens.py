@@ -1,7 +1,7 @@
 """One request in any engine: its limits, its seed, what was sampled for it, and its stop strings."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,18 @@ class TokenBuffer:
     def add(self, report: Progress | Completion) -> None:
         self.extend(
             report.tokens.tolist(), report.logprobs.tolist(), report.versions.tolist(), report.routed_experts
+        )
+
+    def remaining(self, request: GenerationRequest) -> GenerationRequest:
+        """What is left to sample of `request`: these tokens become the end of its prompt."""
+        if not self.tokens:
+            return request
+        return replace(
+            request,
+            prompt=np.concatenate([request.prompt, np.array(self.tokens, np.int32)]),
+            max_new_tokens=request.max_new_tokens - len(self),
+            sampled_before=request.sampled_before + len(self),
+            routed_experts_from=request.routed_experts_from + self.num_expert_rows,
         )
 
     def take_progress(self, request_id: str) -> Progress:

@@ -137,6 +137,21 @@ def test_stale_tokens_are_named_first(right):
         gate(max_logprob_gap=0.01).check(FIGURES, range(5, 6), 5)
 
 
+def test_of_stale_samples_the_youngest_count():
+    """The rest differ from the trainer by updates."""
+    ages = {
+        "staleness/gap_1": 0.05,
+        "staleness/gap_max_1": 0.4,
+        "staleness/gap_2": 0.5,
+        "staleness/gap_max_2": 3.0,
+    }
+    mine = gate(max_staleness=2, max_logprob_gap=0.06, max_token_logprob_gap=0.5)
+    mine.check({**FIGURES, "staleness/gap_max_0": 0.0, **ages}, range(3, 5), 5)
+    for name in ("staleness/gap_1", "staleness/gap_max_1"):
+        with pytest.raises(LogprobGapTooLarge, match="on_update is continue: sequences keep"):
+            mine.check({**FIGURES, **ages, name: 0.6}, range(3, 5), 5)
+
+
 def test_the_first_batch_and_those_of_the_period_are_compared_before_they_are_learned():
     mine = gate(logprob_gap_period=3)
     assert mine.due(1)

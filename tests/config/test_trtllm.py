@@ -50,14 +50,11 @@ def test_expert_sizes_multiply_to_the_tensor_parallel_size(tensor, expert, sound
     ("fields", "wrong"),
     [
         ({}, []),
-        ({"recompute_kv_cache": True}, ["recompute_kv_cache"]),
-        ({"in_flight_updates": True}, ["prefix_caching"]),
-        ({"in_flight_updates": True, "prefix_caching": False}, []),
-        ({"in_flight_updates": True, "recompute_kv_cache": True}, []),
-        (
-            {"in_flight_updates": True, "recompute_kv_cache": True, "pipeline_parallel_size": 2},
-            ["in_flight_updates"],
-        ),
+        ({"pipeline_parallel_size": 2}, []),
+        ({"on_update": "continue"}, ["prefix_caching"]),
+        ({"on_update": "continue", "prefix_caching": False}, []),
+        ({"on_update": "restart"}, []),
+        ({"on_update": "restart", "pipeline_parallel_size": 2}, ["on_update"]),
     ],
 )
 def test_updates_in_flight_keep_versions_and_caches_apart(fields, wrong):

@@ -184,6 +184,18 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         0.1,
         "this field belongs to `clip`, `gspo`, `gspo_token`, `gmpo` and others, and",
     ),
+    "the former setting of vLLM's cache": (
+        ["generation={backend: vllm, recompute_kv_cache: false}"],
+        "generation.recompute_kv_cache",
+        False,
+        "unknown field; set `on_update` to restart (it recomputes the KV cache) or continue (it keeps it)",
+    ),
+    "the former setting of TensorRT-LLM's updates": (
+        ["generation={backend: trtllm, in_flight_updates: true}"],
+        "generation.in_flight_updates",
+        True,
+        "unknown field; set `on_update` to finish (nothing is in flight), restart or continue",
+    ),
     "a correction nobody knows": (
         ["algorithm.correction.name=ppo"],
         "algorithm.correction.name",
@@ -199,6 +211,18 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
 }
 
 RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
+    "sequences of the policy's own processes over an update": (
+        ["generation={backend: megatron, on_update: finish}"],
+        "generation.on_update",
+        "finish",
+        "the policy's processes sample, and all sequences have ended when it trains; remove it",
+    ),
+    "updates of a server that receives no weights": (
+        ["generation={backend: openai, base_url: 'http://127.0.0.1:1/v1', model: m, on_update: restart}"],
+        "generation.on_update",
+        "restart",
+        "the server receives no weights from the run; remove it",
+    ),
     "stale samples of the policy's own processes": (
         ["algorithm.max_staleness=1", "generation={backend: megatron}"],
         "generation.backend",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemorl.config.generation import OnUpdate
 from nemorl.generation import request_driver
 from nemorl.generation.request_driver import Chunk, RequestDriver
 from nemorl.generation.router import Replica, Router
@@ -23,6 +24,7 @@ from nemorl.generation.types import (
 )
 from nemorl.session.supervisor import hanging
 from nemorl.trajectories import StopReason
+from nemorl.weights.messages import RefitDeadline
 from tests.generation.examples import Prompts, completions, request
 
 
@@ -32,6 +34,7 @@ class Engine:
     def __init__(self) -> None:
         self.version = 3
         self.permits = asyncio.Semaphore(0)
+        self.asked: list[GenerationRequest] = []
         self.closed: list[str] = []
         self.calls: list[str] = []
         self.error: Exception | None = None
@@ -47,6 +50,7 @@ class Engine:
             raise RequestRefused("too long")
 
     async def sample(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+        self.asked.append(request)
         try:
             for number in range(1, request.max_new_tokens + 1):
                 await self.permits.acquire()
@@ -275,7 +279,7 @@ def test_a_waiting_pause_ends_with_what_runs_or_with_a_resume() -> None:
 def test_nothing_steps_while_paused_and_a_pause_outlasts_a_block() -> None:
     async def test(engine: Engine, front: RequestDriver) -> None:
         await front.pause("wait")
-        async with front.paused(drain=True):
+        async with front.paused(drain_seconds=9.0):
             await front.resume()  # in vain until the block ends
             held = later(front, ask("a"))
             engine.allow(4)
@@ -284,10 +288,10 @@ def test_nothing_steps_while_paused_and_a_pause_outlasts_a_block() -> None:
         assert (await held).stop is StopReason.LENGTH
         assert engine.calls == ["freeze", "thaw"]
         await front.pause("keep")
-        async with front.paused(drain=False):
+        async with front.paused():
             pass
         assert engine.calls == ["freeze", "thaw", "freeze"]  # it stays paused
-        async with front.paused(drain=False):
+        async with front.paused():
             await front.resume()
             assert engine.calls[-1] == "freeze"
         assert engine.calls[-1] == "thaw"
@@ -300,7 +304,7 @@ def test_an_engine_that_does_not_pause_in_time_resumes() -> None:
     async def test(engine: Engine, front: RequestDriver) -> None:
         engine.stops.clear()
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), front.paused(drain=False):
+            async with asyncio.timeout(0.01), front.paused():
                 raise AssertionError("it is not paused")
         assert engine.calls == ["freeze", "thaw"]
         assert not front.health().paused
@@ -310,7 +314,7 @@ def test_an_engine_that_does_not_pause_in_time_resumes() -> None:
         assert engine.calls == ["freeze", "thaw"] * 2
         await front.resume()
         engine.stops.set()
-        async with front.paused(drain=False):
+        async with front.paused():
             assert engine.calls == ["freeze", "thaw"] * 2 + ["freeze"]
         engine.allow(4)
         assert (await later(front, ask("a"))).stop is StopReason.LENGTH
@@ -334,7 +338,7 @@ def test_an_engine_that_does_neither_has_failed(
         engine.stops.clear()
         engine.goes_on = goes_on
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), front.paused(drain=False):
+            async with asyncio.timeout(0.01), front.paused():
                 raise AssertionError("it is not paused")
         with pytest.raises(EngineFailed, match=f"engine 7 has ended: {message}"):
             front.health()
@@ -345,7 +349,7 @@ def test_an_engine_that_does_neither_has_failed(
 def test_a_second_holder_waits_until_the_engine_has_paused() -> None:
     async def test(engine: Engine, front: RequestDriver) -> None:
         async def update() -> None:
-            async with front.paused(drain=False):
+            async with front.paused():
                 assert engine.stops.is_set()
 
         engine.stops.clear()
@@ -374,7 +378,7 @@ def test_a_pause_that_is_resumed_before_it_fails_leaves_nothing_behind() -> None
         pausing.cancel()
         await resuming
         engine.stops.set()
-        async with front.paused(drain=False):
+        async with front.paused():
             assert engine.calls == ["freeze", "thaw", "freeze"]
         assert engine.calls[-1] == "thaw"
 
@@ -385,20 +389,110 @@ def test_pauses_overlap_and_the_last_one_resumes() -> None:
     async def test(engine: Engine, front: RequestDriver) -> None:
         running = later(front, ask("a"))
         await turns()
-        draining = front.paused(drain=True)
+        draining = front.paused(drain_seconds=9.0)
         entering = asyncio.create_task(draining.__aenter__())
         await turns()
         assert engine.calls == []  # a sequence runs
-        async with front.paused(drain=False):
-            await entering  # what others hold still does not end
+        async with front.paused():
+            await entering  # what others hold still does not end, and starts again
+            assert engine.closed == ["a"]
         held = later(front, ask("b"))
         await turns()
         assert engine.calls == ["freeze"]
-        assert front.health().waiting == 1
+        assert front.health().waiting == 2
         await draining.__aexit__(None, None, None)
         assert engine.calls == ["freeze", "thaw"]
         engine.allow(8)
         assert (await running).stop is (await held).stop is StopReason.LENGTH
+
+    run(test)
+
+
+async def sampled(front: RequestDriver, tokens: int) -> None:
+    """Return once that number of tokens were sampled."""
+    while tokens > 0:
+        await asyncio.sleep(0)
+        tokens -= (await front.stats()).tokens_generated
+
+
+def test_an_update_waits_for_what_runs_and_what_arrives_waits_for_the_update() -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
+        running = later(front, ask("a"))
+        await turns()
+        updating = asyncio.create_task(update(engine, front, "finish", 20.0))
+        await turns()
+        held, late = later(front, ask("b")), later(front, ask("c", deadline_seconds=0.01))
+        assert ((await late).stop, len((await late).tokens)) == (StopReason.ABORT, 0)
+        assert not updating.done()
+        engine.allow(4)
+        await updating
+        engine.allow(4)
+        assert (await running).versions.tolist() == [3] * 4
+        assert (await held).versions.tolist() == [4] * 4
+        assert [request.id for request in engine.asked] == ["a", "b"]
+
+    run(test)
+
+
+async def update(engine: Engine, front: RequestDriver, mode: OnUpdate, seconds: float) -> None:
+    async with front.paused_for(4, mode, seconds=seconds):
+        engine.version = 4
+
+
+def test_what_does_not_end_in_time_continues_from_its_tokens() -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
+        asked = ask("a", seed=5, progress_tokens=1)
+        running = later(front, asked)
+        engine.allow(3)
+        await sampled(front, 3)
+        async with front.paused_for(4, "finish", seconds=0.1):
+            assert engine.closed == ["a"]
+            assert (front.health().running, front.health().waiting) == (0, 1)
+            engine.version = 4
+        engine.allow(1)
+        answer = await running
+        assert answer.tokens.tolist() == [1, 2, 3, 1]  # this engine counts from 1 again
+        assert answer.versions.tolist() == [3, 3, 3, 4]
+        assert answer.stop is StopReason.LENGTH
+        rest = engine.asked[1]
+        assert rest.prompt.tolist() == [*asked.prompt.tolist(), 1, 2, 3]
+        assert (rest.max_new_tokens, rest.sampled_before, rest.seed) == (1, 3, 5)
+
+    run(test)
+
+
+@pytest.mark.parametrize("mode", ["continue", "restart"])
+def test_other_updates_leave_sequences_in_the_engine(mode: OnUpdate) -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
+        running = later(front, ask("a"))
+        engine.allow(3)
+        await sampled(front, 3)
+        await update(engine, front, mode, 20.0)
+        engine.allow(1)
+        assert (await running).versions.tolist() == [3, 3, 3, 4]
+        assert len(engine.asked) == 1
+
+    run(test)
+
+
+def test_who_is_taken_out_may_still_be_aborted_end_or_be_late() -> None:
+    async def test(engine: Engine, front: RequestDriver) -> None:
+        aborted, late = later(front, ask("aborted")), later(front, ask("late", deadline_seconds=0.2))
+        ended = later(front, ask("ended", 1))
+        await turns()
+        engine.allow(3)
+        engine.ends.clear()  # the last one has its token and its stop, and is still being closed
+        await sampled(front, 3)
+        updating = asyncio.create_task(update(engine, front, "finish", 0.02))
+        await asyncio.sleep(0.05)
+        engine.ends.set()
+        with pytest.raises(RefitDeadline, match=r"engine 7 did not pause within 0\.02 s"):
+            await updating
+        await front.pause("keep")
+        await front.abort(["aborted"])
+        assert [(await one).stop for one in (aborted, late)] == [StopReason.ABORT] * 2
+        assert [(await one).tokens.tolist() for one in (aborted, late, ended)] == [[1]] * 3
+        assert (await ended).stop is StopReason.LENGTH
 
     run(test)
 
@@ -413,7 +507,7 @@ def test_a_paused_engine_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
         await turns()
         now = 50.0
         assert front.health().seconds_since_step == 50.0
-        async with front.paused(drain=False):
+        async with front.paused():
             assert hanging(front.health(), 600.0) is None
             now += 700.0
             assert hanging(front.health(), 600.0) is None

@@ -1,7 +1,9 @@
 """The worker: many callers, one engine, weights that change under way, and what happens when it dies."""
 
 import asyncio
+import copy
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from tokenizers import Tokenizer
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.torch_engine.engine import TorchEngine, TorchHost
-from nemorl.generation.types import EngineFailed, EngineOptions, RequestRefused
+from nemorl.generation.types import EngineFailed, EngineOptions, RequestRefused, SamplingParams
 from nemorl.models.create import create_arithmetic_model
 from nemorl.models.hf_folder import HfFolder
 from nemorl.trajectories import StopReason
@@ -69,11 +71,13 @@ class Gate:
             assert self._go.wait(20)
         return self._step(engine, admit)
 
-    async def during(self, action):
+    async def during(self, action, is_posted=lambda: True):
         """Post what `action` starts while the engine is held, let it continue, and return the result."""
         assert await asyncio.to_thread(self._reached.wait, 20)
         posted = asyncio.ensure_future(action)
         await asyncio.sleep(0)
+        while not is_posted():
+            await asyncio.sleep(0.001)
         self._go.set()
         return await posted
 
@@ -122,6 +126,82 @@ def test_weights_are_swapped_whole_while_sequences_run(make_worker, monkeypatch)
         assert completion.versions.tolist() == [0] * 11 + [5] * 19  # the first step samples two tokens
         assert completion.tokens[:11].tolist() == undisturbed[name].tokens[:11].tolist()
     assert any(c.tokens.tolist() != undisturbed[name].tokens.tolist() for name, c in changed.items())
+
+
+def logprobs_by_hand(model, prompt, completion):
+    """By transformers: of version 0, of 0.7 times its weights, and of these with the old keys and values."""
+    tokens = completion.tokens.tolist()
+    text = torch.tensor([[*prompt.tolist(), *tokens]])
+    old = completion.versions.tolist().count(0)
+    scaled = copy.deepcopy(model.network)
+    with torch.no_grad():
+        for parameter in scaled.parameters():
+            parameter.mul_(0.7)
+        first = model.network(text).logits[0]
+        again = scaled(text).logits[0]
+        # The last token of the old weights was not read by them.
+        read = len(prompt) + max(0, old - 1)
+        cache = model.network(text[:, :read], use_cache=True).past_key_values
+        kept = torch.cat([first[:read], scaled(text[:, read:], past_key_values=cache).logits[0]])
+    picked = torch.tensor(tokens).unsqueeze(1)
+    rows = slice(len(prompt) - 1, -1)
+    return [logits[rows].log_softmax(-1).gather(1, picked)[:, 0].numpy() for logits in (first, again, kept)]
+
+
+@pytest.mark.parametrize("mode", ["continue", "finish", "restart"])
+def test_an_update_by_mode(make_worker, monkeypatch, hf_models, mode):
+    """Two sequences run and one waits; each logprob is that of the weights whose version its token has."""
+    worker = make_worker(on_update=mode, max_batch_size=2)
+    requests = group("", 3, 30, SamplingParams())
+    for parameter in worker.engine.model.staging_parameters().values():
+        parameter.mul_(0.7)
+    gate = Gate(monkeypatch, before_step=10)
+
+    async def main():
+        running = asyncio.create_task(collect(worker, requests))
+        update = asyncio.to_thread(worker._commit, 5)
+        await gate.during(update, lambda: not worker._commands.empty())
+        return await running
+
+    completions = asyncio.run(main())
+    for number, one in enumerate(requests):
+        got = completions[one.id]
+        parted = [0] * 30 if mode == "finish" else [0] * 11 + [5] * 19
+        assert got.versions.tolist() == (parted if number < 2 else [5] * 30)
+        old, new, kept = logprobs_by_hand(hf_models["llama"], one.prompt, got)
+        of_old = got.versions == 0
+        np.testing.assert_allclose(got.logprobs[of_old], old[of_old], atol=1e-4)
+        after = kept if mode == "continue" and number < 2 else new
+        np.testing.assert_allclose(got.logprobs[~of_old], after[~of_old], atol=1e-4)
+        if mode == "continue" and number < 2:
+            assert np.abs(got.logprobs - new)[~of_old].max() > 1e-2, "old keys and values make no difference"
+
+
+def test_what_does_not_end_in_time_is_restarted_and_deadlines_hold(make_worker, monkeypatch, hf_models):
+    worker = make_worker(max_batch_size=1)
+    running, late, waiting = group("", 3, 150)
+    late = replace(late, deadline_seconds=0.001)
+    for parameter in worker.engine.model.staging_parameters().values():
+        parameter.mul_(0.7)
+    gate = Gate(monkeypatch, before_step=10)
+
+    async def main():
+        async def update():
+            swap = worker.post(lambda: worker.engine.commit(5, restart=True), drain_seconds=0.01)
+            await asyncio.wrap_future(swap)
+
+        sampling = asyncio.create_task(collect(worker, [running, late, waiting]))
+        await gate.during(update())
+        return await sampling
+
+    completions = asyncio.run(main())
+    assert (completions["1"].stop, len(completions["1"].tokens)) == (StopReason.ABORT, 0)
+    assert completions["2"].versions.tolist() == [5] * 150
+    got = completions["0"]
+    assert got.versions.tolist() == sorted(got.versions)
+    assert set(got.versions.tolist()) == {0, 5}
+    old, new, _ = logprobs_by_hand(hf_models["llama"], running.prompt, got)
+    np.testing.assert_allclose(got.logprobs, np.where(got.versions == 0, old, new), atol=1e-4)
 
 
 def test_staged_weights_are_those_an_exchange_describes(make_worker, hf_models):

@@ -36,11 +36,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, model: Path, generation: dict[str, Any], policy: dict[str, Any]) -> list[StepMetrics]:
+def run(
+    folder: Path, model: Path, generation: dict[str, Any], policy: dict[str, Any], **algorithm: Any
+) -> list[StepMetrics]:
     """The steps of a run of three."""
     config = write_experiment(
-        folder, model, "run", algorithm={"num_steps": 3, "validation": {}}, data={"validation": None},
-        policy=policy, rewards=[{"function": "tests.run.rewards:differs"}],
+        folder, model, "run", algorithm={"num_steps": 3, "validation": {}, **algorithm},
+        data={"validation": None}, policy=policy, rewards=[{"function": "tests.run.rewards:differs"}],
     )  # fmt: skip
     tree = yaml.safe_load(config.read_text())
     tree |= {"generation": {"max_new_tokens": 6, **generation}, "checkpointing": {"enabled": False}}
@@ -84,6 +86,20 @@ def test_adapters_alone_go_to_engines_that_share_the_policys_time(tmp_path: Path
     num_bytes = 4 * 2 * sum(map(math.prod, sent.values()))  # to each rank all of them
     assert all(s.values["refit/gigabytes"] == num_bytes / 1e9 for s in steps)
     assert all(s.values["version/lag"] == 0 for s in steps)
+
+
+def test_samples_of_an_asynchronous_run_have_the_logprobs_of_their_versions(
+    tmp_path: Path, model: Path
+) -> None:
+    """Sequences run over the updates, after which the KV cache is recomputed."""
+    engine = {"backend": "vllm", "threads": 1, "max_num_seqs": 2, "max_new_tokens": 112}
+    policy = {"layout": {}, "max_sequence_length": 128, "micro_batch_tokens": 1024,
+              "optimizer": {"name": "adam", "lr": 1e-2}}  # fmt: skip
+    stale = {"max_staleness": 1, "num_prompts_per_step": 2, "max_logprob_gap": 9.0}
+    steps = run(tmp_path, model, engine, policy, **stale)
+    assert max(s.values["version/lag_max"] for s in steps) == 1
+    assert max(s.values["version/spread"] for s in steps) > 0
+    assert max(s.values["staleness/gap_max_0"] for s in steps) < 1e-3  # tokens of the trained version
 
 
 @contextmanager

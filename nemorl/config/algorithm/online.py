@@ -387,7 +387,7 @@ class OnlineConfig(OnlineBase):
         per_token = self.advantage.per_token
         return super().metrics | {
             *POLICY_METRICS,
-            *(f"staleness/{name}_{k}" for k in self.ages for name in ("share", "gap", "ess")),
+            *(f"staleness/{name}_{k}" for k in self.ages for name in ("share", "gap", "gap_max", "ess")),
             "loss/policy",
             *self.loss.metrics,
             *self.correction.metrics,

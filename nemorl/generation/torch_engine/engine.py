@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.batching import BatchingEngine, Prompt
+from nemorl.generation.front import DRAIN_SHARE
 from nemorl.generation.step_driver import StepDriver
 from nemorl.generation.tokens import Decode, RequestLimits, load_decoder
 from nemorl.generation.types import EngineOptions
@@ -330,10 +331,10 @@ class TorchEngine(BatchingEngine):
         limits = RequestLimits(shape.vocab_size, length, kv, decode)
         super().__init__(self.model, limits, max_batch_size=rows, device=device, clock=clock)
 
-    def commit(self, version: int) -> None:
-        """Sample with the staged weights of `model` from the next step on."""
+    def commit(self, version: int, *, restart: bool = False) -> None:
+        """Sample with the staged weights of `model` from the next step on; `restart` as `weights_changed`."""
         self.model.commit()
-        self.weights_changed(version)
+        self.weights_changed(version, restart=restart)
 
 
 def create_engine(config: TorchGenerationConfig, options: EngineOptions) -> TorchEngine:
@@ -354,7 +355,7 @@ class TorchHost(StepDriver):
     """A rank of the embedded engine with its thread."""
 
     def __init__(self, config: TorchGenerationConfig, options: EngineOptions) -> None:
-        self._options = options
+        self._options, self._on_update = options, config.on_update
         self._set_threads()
         self.engine = create_engine(config, options)
         super().__init__(self.engine, f"generation engine {options.rank}")
@@ -391,7 +392,9 @@ class TorchHost(StepDriver):
         self.run()
 
     def _commit(self, version: int) -> None:
-        swap, seconds = self.post(lambda: self.engine.commit(version)), self._options.commit_seconds
+        seconds, restart = self._options.commit_seconds, self._on_update != "continue"
+        drain_seconds = DRAIN_SHARE * seconds if self._on_update == "finish" else 0.0
+        swap = self.post(lambda: self.engine.commit(version, restart=restart), drain_seconds)
         try:
             swap.result(seconds)
         except TimeoutError as error:

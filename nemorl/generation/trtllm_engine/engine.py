@@ -53,7 +53,7 @@ def engine_arguments(config: TrtllmGenerationConfig, options: EngineOptions) -> 
         "ray_worker_extension_cls": _EXTENSION,
         **config.trtllm_kwargs,
     }
-    if config.in_flight_updates:  # of a step that overlaps with the next one no count has the tokens
+    if config.on_update != "finish":  # of a step that overlaps with the next one no count has the tokens
         arguments["disable_overlap_scheduler"] = True
     names = ("moe_tensor_parallel_size", "moe_expert_parallel_size")
     return arguments | {name: size for name in names if (size := getattr(config, name)) is not None}

@@ -99,7 +99,7 @@ class TrtllmHost(RequestDriver):
             await asyncio.to_thread(self._receiver.commit, version)
             return
         try:
-            await self._trtllm.call("nemorl_commit", version, self._config.recompute_kv_cache)
+            await self._trtllm.call("nemorl_commit", version, self._recompute)
         except Exception as error:
             raise self.fail_update(version, error) from error
         self._trtllm.switch(version)
@@ -160,7 +160,7 @@ class TrtllmHost(RequestDriver):
                 for names in _batches(self._staging, self._config.bucket_megabytes * 2**20):
                     copies = await asyncio.to_thread(copied, names)
                     await self._trtllm.call("nemorl_load", _handles(copies))
-                await self._trtllm.call("nemorl_finish", self._config.recompute_kv_cache)
+                await self._trtllm.call("nemorl_finish", self._recompute)
             except Exception as error:
                 unfinished = f"{self.name} did not finish its update to version {version}"
                 problem = f"{unfinished}: its weights are of two versions until a complete refit"
@@ -182,8 +182,12 @@ class TrtllmHost(RequestDriver):
         return {name: torch.device("cuda", here[name]) for name in names}
 
     def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
-        drain = not self._config.in_flight_updates  # sequences in flight end first
-        return self.paused_for(version, drain=drain, seconds=self._commit_seconds)
+        return self.paused_for(version, self._config.on_update, seconds=self._commit_seconds)
+
+    @property
+    def _recompute(self) -> bool:
+        # With `finish` too: a request that was taken out may still be in the engine and leave its cache.
+        return self._config.on_update != "continue"
 
     async def _keep_watch(self) -> None:
         # Notices workers that die; calls wait their turn behind whatever a worker does.

@@ -103,7 +103,7 @@ class VllmHost(RequestDriver):
         self._folder_lock = hold(self._folder)
         self._rendezvous: Path | None = None  # the file at which vLLM's ranks have met
         self._options, self._lora = options, lora
-        self._update = config.update_on(options.device)
+        self._update, self._on_update = config.update_on(options.device), config.on_update
         self._layouts: tuple[ReceiverLayout, ...] = ()
         self._pause = AsyncExitStack()  # holds the engine paused while an update in place lasts
         self._died = asyncio.Event()
@@ -117,7 +117,7 @@ class VllmHost(RequestDriver):
             variables,
             RequestLimits(shape.vocab_size, length, length, load_decoder(options.tokenizer_path)),
             name=f"generation engine {options.rank}",
-            recompute_kv_cache=config.recompute_kv_cache,
+            recompute_kv_cache=config.on_update != "continue",
             moe_layers=[n for n in range(shape.num_layers) if shape.is_moe(n)] if return_experts else [],
             adapters=lora is not None,
             last_words=last_words,
@@ -226,7 +226,7 @@ class VllmHost(RequestDriver):
         self._clean_up()
 
     def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
-        return self.paused_for(version, drain=False, seconds=self._options.commit_seconds)
+        return self.paused_for(version, self._on_update, seconds=self._options.commit_seconds)
 
     def _lose(self, failure: str) -> None:
         self._died.set()

@@ -76,5 +76,5 @@ def replica(make) -> Setup:
 @pytest.fixture(params=["handles", "workers"])
 def delivery(request, replica) -> Setup:
     """The replica with each way of taking weights; updates wait for what is in flight."""
-    replica.configure(weight_delivery=request.param, in_flight_updates=False, recompute_kv_cache=False)
+    replica.configure(weight_delivery=request.param, on_update="finish")
     return replica

@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 
+from nemorl.generation import request_driver
 from nemorl.generation.types import EngineFailed
 from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import TransportOptions
@@ -76,7 +77,7 @@ def test_receivers_get_each_tensor_once(delivery):
 
 @pytest.mark.parametrize("transport", ["gloo", "files"])
 def test_workers_receive_by_every_transport(replica, network_of, transport, tmp_path):
-    replica.configure(weight_delivery="workers", in_flight_updates=False)
+    replica.configure(weight_delivery="workers", on_update="finish")
     replica.rewire(TransportOptions(transport, tmp_path))
     tensors = replica.weights(20)
     version = replica.refit(tensors)
@@ -101,9 +102,17 @@ def test_what_is_in_flight_ends_before_an_update(delivery):
 
 
 def test_an_update_in_flight_lets_every_token_carry_its_version(delivery, network_of):
-    delivery.configure(
-        weight_delivery=delivery.host._config.weight_delivery, in_flight_updates=True, recompute_kv_cache=True
-    )
+    delivery.configure(weight_delivery=delivery.host._config.weight_delivery, on_update="restart")
+    refit_in_flight(delivery, network_of)
+
+
+def test_what_does_not_end_in_time_continues_with_the_new_weights(delivery, network_of, monkeypatch):
+    monkeypatch.setattr(request_driver, "DRAIN_SHARE", 1e-3)  # of 20 seconds
+    refit_in_flight(delivery, network_of)
+
+
+def refit_in_flight(delivery, network_of):
+    """Sample over an update, and compare logprobs with those of the weights of their versions."""
     before, after = delivery.weights(6), delivery.weights(7)
     old = delivery.refit(before)
     requests = [replace(one, progress_tokens=5) for one in group("flying", count=3, max_new_tokens=200)]
@@ -152,7 +161,7 @@ def break_sender(replica, monkeypatch):
 
 
 def test_a_transfer_that_fails_leaves_the_old_version(replica, network_of, monkeypatch):
-    replica.configure(weight_delivery="handles", in_flight_updates=False)
+    replica.configure(weight_delivery="handles", on_update="finish")
     tensors = replica.weights(8)
     replica.refit(tensors)
     with monkeypatch.context() as patch:
@@ -276,8 +285,9 @@ def test_a_missing_final_none_is_noticed(replica, network_of, monkeypatch, way):
     assert_samples_with(replica, network_of(tensors), replica.version, f"after-{way}")
 
 
-def test_an_engine_that_does_not_pause_is_named(replica):
-    replica.configure(weight_delivery="handles", in_flight_updates=False)
+def test_an_engine_that_does_not_pause_is_named(replica, monkeypatch):
+    replica.configure(weight_delivery="handles", on_update="finish")
+    monkeypatch.setattr(request_driver, "DRAIN_SHARE", 1e3)  # it waits for ever
     (long,) = group("endless", count=1, max_new_tokens=200)
     replica.host._commit_seconds = 0.05
 

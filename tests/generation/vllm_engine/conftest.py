@@ -93,6 +93,6 @@ def one(dense: tuple[Path, Any]) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def two(mixture: tuple[Path, Any]) -> Iterator[Running]:
     """A mixture on two processes, updated in place. A test kills one of them: it comes last."""
-    engine = Running(mixture[0], tensor_parallel_size=2, update="in_place", recompute_kv_cache=False)
+    engine = Running(mixture[0], tensor_parallel_size=2, update="in_place", on_update="continue")
     yield engine
     engine.close()

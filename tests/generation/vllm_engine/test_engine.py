@@ -1,6 +1,7 @@
 """The protocol of all engines, over vLLM, and refits of an engine that continues sampling."""
 
 import asyncio
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from nemorl.generation import request_driver
 from nemorl.generation.types import (
     Completion,
     EngineOptions,
@@ -250,38 +252,71 @@ def test_every_parameter_of_a_dense_model_comes_as_its_shard(one: Any, dense: An
     assert set(layout.dtypes) == {"float32"}
 
 
-def test_an_update_in_flight_parts_tokens_by_version(one: Any, dense: Any) -> None:
-    """Tokens before it are of the old weights, those after it of the new ones, keys and values read again."""
+def logprobs_over_an_update(old: Any, new: Any, prompt: Any, completion: Completion, *, kept: bool) -> Any:
+    """Of each token by transformers under the weights of its version; `kept` the old keys and values."""
+    tokens = completion.tokens.tolist()
+    text = torch.tensor([[*prompt.tolist(), *tokens]])
+    num_old = completion.versions.tolist().count(completion.versions[0])
+    read = len(prompt) + num_old - 1  # the last token of the old weights was not read by them
+    with torch.no_grad():
+        first = old(text).logits[0]
+        after = new(text).logits[0][read:]
+        if kept:
+            cache = old(text[:, :read], use_cache=True).past_key_values
+            after = new(text[:, read:], past_key_values=cache).logits[0]
+    rows = torch.cat([first[:read], after])[len(prompt) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(tokens).unsqueeze(1))[:, 0].numpy()
+
+
+@pytest.fixture
+def on_update(one: Any) -> Iterator[Any]:
+    """Sets `generation.on_update` of the engine for one test."""
+    host = one.host
+
+    def choose(mode: str) -> None:
+        host._on_update, host._vllm._recompute = mode, mode != "continue"
+
+    yield choose
+    choose("restart")
+
+
+@pytest.mark.parametrize("mode", ["continue", "finish", "late", "restart"])
+def test_an_update_by_mode(
+    one: Any, dense: Any, on_update: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Each logprob is that of the weights whose version its token has."""
+    on_update("finish" if mode == "late" else mode)
+    if mode == "late":
+        monkeypatch.setattr(request_driver, "DRAIN_SHARE", 1e-4)  # of a minute
     folder, network = dense
     exchange = exchange_of(one, folder, of_network(folder, network))
     before = one.host.version
     requests = group("", 3, 120, PLAIN)
-
-    async def sample() -> dict[str, Completion]:
-        return await collect(one.host, requests)
-
     one.run(one.host.stats())
-    running = one.submit(sample())
+    running = one.submit(collect(one.host, requests))
     one.run(until_sampled(one.host, 30))
-    old = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    old = copy.deepcopy(network)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.mul_(0.9)
     stats = asyncio.run(exchange.refit(before + 1))
     completions = running.result(120)
-    new = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     assert stats.num_bytes == sum(4 * np.prod(s) for s in hf_tensors(load_shape(folder)).values())
     for asked in requests:
         got = completions[asked.id]
+        assert (got.stop, len(got.tokens)) == (StopReason.LENGTH, 120)
         versions = got.versions.tolist()
         assert versions == sorted(versions)
-        assert set(versions) == {before, before + 1}
-        for version, weights in ((before, old), (before + 1, new)):
-            network.load_state_dict(weights)
-            own = torch.tensor([v == version for v in versions])
-            gap = gaps(network, asked.prompt, got)
-            assert gap[own].max() < 1e-3
-            assert gap[~own].max() > 1e-2, "the other version's logprobs are others"
+        assert set(versions) == {before} if mode == "finish" else {before, before + 1}
+        kept = mode == "continue"
+        expected = logprobs_over_an_update(old, network, asked.prompt, got, kept=kept)
+        np.testing.assert_allclose(got.logprobs, expected, atol=1e-3)
+        others = logprobs_over_an_update(old, network, asked.prompt, got, kept=not kept)
+        if mode != "finish":
+            assert np.abs(got.logprobs - others).max() > 1e-2, "the keys and values make no difference"
+    after = one.run(collect(one.host, [request(requests[0].prompt, "after", PLAIN, 8)]))["after"]
+    assert after.versions.tolist() == [before + 1] * 8
+    assert gaps(network, requests[0].prompt, after).max() < 1e-3
 
 
 def test_new_weights_read_a_cached_prompt_again(one: Any, dense: Any) -> None:
