@@ -1,13 +1,14 @@
 """Weights, masks and metrics of the correction, one token at a time in Python floats."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.objective import correct, finish_metrics
+from nemorl.algorithms.objective import Ages, correct, finish_metrics
 from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import (
     CorrectionConfig,
@@ -323,3 +324,29 @@ def test_every_metric_of_a_loss_can_be_named_in_a_config(name: str) -> None:
     ).keys()
     assert written <= metric_names(config, SingleTurnEnvConfig(), ())
     assert config.loss.metrics <= written
+
+
+def test_metrics_by_age_are_those_of_its_tokens_within_trajectories_of_several_versions() -> None:
+    batch = ragged(12)
+    versions = torch.arange(batch.num_tokens, dtype=torch.int32) % 4 + 2  # 2 to 5, each trajectory several
+    batch = replace(batch, versions=torch.where(batch.loss_mask, versions, -1))
+    logprobs = current(batch, 12)
+    loss = PolicyLoss(ClipLossConfig(), KLConfig(), KINDS["tis"]("token"), ages=Ages(5, 2))
+    output = loss(batch, logprobs, torch.zeros(batch.num_tokens))
+    metrics = finish_metrics(
+        {name: float(value) for name, value in output.sums.items()},
+        {name: float(value) for name, value in output.maxima.items()},
+    )
+    mask = batch.loss_mask
+    weights = weights_by_hand(batch.old_logprobs, batch, "tis", "token")  # type: ignore[arg-type]
+    gaps = (logprobs - batch.logprobs)[mask].abs().tolist()  # type: ignore[operator]
+    ages = [min(5 - version, 2) for version in versions[mask].tolist()]
+    for age in range(3):
+        of_age = [(g, w) for g, w, a in zip(gaps, weights, ages, strict=True) if a == age]
+        total, square = sum(w for _, w in of_age), sum(w * w for _, w in of_age)
+        assert metrics[f"staleness/share_{age}"] == pytest.approx(len(of_age) / len(ages))
+        assert metrics[f"staleness/gap_{age}"] == pytest.approx(
+            sum(g for g, _ in of_age) / len(of_age), rel=1e-4
+        )
+        assert metrics[f"staleness/gap_max_{age}"] == pytest.approx(max(g for g, _ in of_age), rel=1e-5)
+        assert metrics[f"staleness/ess_{age}"] == pytest.approx(total**2 / (len(of_age) * square), rel=1e-4)
