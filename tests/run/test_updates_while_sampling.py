@@ -25,7 +25,7 @@ def test_an_asynchronous_run_by_mode(tmp_path: Path, model: Path, mode: str) -> 
         rewards=[{"function": "tests.run.rewards:differs"}],
         algorithm={"num_steps": 6, "num_prompts_per_step": 2, "max_staleness": 1, "max_logprob_gap": 9.0,
                    "correction": {"name": "tis"}, "validation": {}},
-        data={"validation": None}, checkpointing={"enabled": False},
+        data={"validation": None}, checkpointing={"period": 100},
     )  # fmt: skip
     status, output = finish(start("train", config))
     assert status == 0, output
