@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -33,7 +32,7 @@ class _Flight:
     on_progress: OnProgress | None
     losses: int = 0  # of the replicas that it was on
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     num_kept: int = 0  # tokens from before the replica it is on now
     num_rows_kept: int = 0  # the same of rows of experts
 
@@ -44,7 +43,7 @@ class _Flight:
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self.began
+        return asyncio.get_running_loop().time() - self.began
 
     @property
     def num_new(self) -> int:

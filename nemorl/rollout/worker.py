@@ -1,6 +1,7 @@
 """Rollout worker: samples groups, scores them, keeps the trajectories and returns summaries."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -29,32 +30,11 @@ class _Running:
     is_stale: bool = False  # and is cancelled for it
 
 
-class RolloutWorker:
-    """Runs turn loops, environments and rewards in one event loop; imports neither torch nor Ray."""
+class GroupRunner(ABC):
+    """Samples groups in one event loop, and ends those that became too old."""
 
-    def __init__(self, experiment: Experiment, generator: Generator, store: Store) -> None:
-        """`store` keeps trajectories by reference. Raises DatasetError, TokenizerError or RewardError."""
-        self._seed, self._store, data = experiment.seed, store, experiment.data
-        self._tasks = load_tasks(data.train, data)
-        held_out = ({} if data.validation is None else {"": data.validation}) | data.validation_sets
-        self._held_out = {name: load_tasks(dataset, data) for name, dataset in held_out.items()}
-        sampling, validation = experiment.generation.sampling, experiment.algorithm.validation
-        self._votes = bool(validation.cons_at_k)
-        self._sampling = {False: _params(sampling), True: _params(validation.sampling or sampling)}
-        self._tokenizer = load_tokenizer(experiment.policy)
-        self._environments: EnvironmentFactory = experiment.env.make_factory()
-        deadlines, weights = experiment.cluster.deadlines, self._environments.reward_weights
-        self._rewards = Rewards(experiment.rewards, weights, data.chat, deadlines.environment)
-        limits = TurnLimits(
-            max_sequence_length=experiment.policy.max_sequence_length,
-            max_new_tokens=experiment.generation.max_new_tokens,
-            stop_token_ids=self._tokenizer.end_token_ids | set(experiment.generation.stop_token_ids),
-            stop_strings=experiment.generation.stop_strings,
-            generation_seconds=deadlines.generation,
-            environment_seconds=deadlines.environment,
-        )
+    def __init__(self) -> None:
         self._running: set[_Running] = set()
-        self._turns = TurnLoop(generator, self._tokenizer, prompts_of(self._tokenizer, data.chat), limits)
 
     async def run_groups(
         self, assignments: Sequence[GroupAssignment]
@@ -76,10 +56,6 @@ class RolloutWorker:
                 running.is_stale = True
                 running.work.cancel()
 
-    async def close(self) -> None:
-        await self._rewards.close()
-        await self._environments.close()
-
     async def _run_or_drop(self, assignment: GroupAssignment) -> GroupSummary | Dropped:
         # The additional sample is greedy.
         records = [Record() for _ in range(assignment.num_samples + assignment.greedy_baseline)]
@@ -94,6 +70,42 @@ class RolloutWorker:
             return Dropped(assignment.group, "aborted", sum(record.num_sampled for record in records))
         finally:
             self._running.discard(running)
+
+    @abstractmethod
+    async def _run_group(self, assignment: GroupAssignment, records: Sequence[Record]) -> GroupSummary:
+        """Sample and score a group; `records` are its conversations while they grow."""
+
+
+class RolloutWorker(GroupRunner):
+    """Runs turn loops, environments and rewards in one event loop; imports neither torch nor Ray."""
+
+    def __init__(self, experiment: Experiment, generator: Generator, store: Store) -> None:
+        """`store` keeps trajectories by reference. Raises DatasetError, TokenizerError or RewardError."""
+        super().__init__()
+        self._seed, self._store, data = experiment.seed, store, experiment.data
+        self._tasks = load_tasks(data.train, data)
+        held_out = ({} if data.validation is None else {"": data.validation}) | data.validation_sets
+        self._held_out = {name: load_tasks(dataset, data) for name, dataset in held_out.items()}
+        sampling, validation = experiment.generation.sampling, experiment.algorithm.validation
+        self._votes = bool(validation.cons_at_k)
+        self._sampling = {False: _params(sampling), True: _params(validation.sampling or sampling)}
+        self._tokenizer = load_tokenizer(experiment.policy)
+        self._environments: EnvironmentFactory = experiment.env.make_factory()
+        deadlines, weights = experiment.cluster.deadlines, self._environments.reward_weights
+        self._rewards = Rewards(experiment.rewards, weights, data.chat, deadlines.environment)
+        limits = TurnLimits(
+            max_sequence_length=experiment.policy.max_sequence_length,
+            max_new_tokens=experiment.generation.max_new_tokens,
+            stop_token_ids=self._tokenizer.end_token_ids | set(experiment.generation.stop_token_ids),
+            stop_strings=experiment.generation.stop_strings,
+            generation_seconds=deadlines.generation,
+            environment_seconds=deadlines.environment,
+        )
+        self._turns = TurnLoop(generator, self._tokenizer, prompts_of(self._tokenizer, data.chat), limits)
+
+    async def close(self) -> None:
+        await self._rewards.close()
+        await self._environments.close()
 
     async def _run_group(self, assignment: GroupAssignment, records: Sequence[Record]) -> GroupSummary:
         tasks = self._held_out[assignment.validation_set] if assignment.validation else self._tasks
