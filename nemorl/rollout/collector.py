@@ -83,12 +83,14 @@ class Dispatcher:
         call.add_done_callback(self._calls.discard)
 
     async def _follow(self, worker: int, share: list[GroupAssignment]) -> None:
+        left = {assignment.group for assignment in share}  # another call may have one of them again
         try:
             async for outcome in self._workers[worker].run_groups(share):
+                left.discard(outcome.group)
                 self._waiting[worker].discard(outcome.group)
                 self._outcomes.put_nowait(outcome)
-            if missing := sorted(self._waiting[worker] & {assignment.group for assignment in share}):
-                raise RolloutFailed(f"rollout worker {worker} ended without groups {_ids(missing)}")
+            if left:
+                raise RolloutFailed(f"rollout worker {worker} ended without groups {_ids(sorted(left))}")
         except Exception as error:  # noqa: BLE001  raised by `next`
             self._outcomes.put_nowait(error)
 

@@ -3,8 +3,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from nemorl.rollout.collector import Collector, RolloutFailed, sample_validation
-from nemorl.rollout.groups import GroupSummary, summarize
+from nemorl.rollout.collector import Collector, Dispatcher, RolloutFailed, sample_validation
+from nemorl.rollout.groups import GroupAssignment, GroupSummary, summarize
 from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule, Refill, TaskOrder
 from nemorl.trajectories import StopReason, Trajectory, Turn
 
@@ -142,6 +142,25 @@ def test_with_staleness_a_batch_is_what_finished_first():
     assert second == [1, 3, 4, 6]
     # Group 1 was still out after the first batch; after the second nothing is.
     assert positions == [1, 8]
+
+
+def test_a_group_starts_again_while_others_of_its_first_call_run():
+    """A group that was too old when it was taken: its worker still samples what came with it."""
+
+    async def main():
+        worker = StandInWorker(manual=True)
+        dispatcher = Dispatcher([worker], 5.0)
+        dispatcher.start([GroupAssignment(0, 0, 1), GroupAssignment(1, 1, 1)])
+        worker.finish(0)
+        finished = [await dispatcher.next()]
+        dispatcher.start([GroupAssignment(0, 0, 1, attempt=1)])
+        for group in (1, 0):  # the first call ends before the second
+            worker.finish(group)
+            finished.append(await dispatcher.next())
+        await dispatcher.close()
+        return groups(finished)
+
+    assert asyncio.run(main()) == [0, 1, 0]
 
 
 def taught_by(*numbers):
