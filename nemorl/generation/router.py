@@ -30,6 +30,7 @@ class _Flight:
     request: GenerationRequest
     answer: asyncio.Future[Completion]
     on_progress: OnProgress | None
+    member: "_Member | None" = None  # with the replica that it is on, or was
     losses: int = 0  # of the replicas that it was on
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
@@ -213,6 +214,7 @@ class Router:
         if not member.pending:
             asyncio.get_running_loop().call_soon(self._send, member)
         member.flights[flight.request.id] = flight
+        flight.member = member
         member.pending.append(flight)
         member.outstanding_tokens += flight.cost
 
@@ -280,15 +282,14 @@ class Router:
 
     def _release(self, flight: _Flight) -> None:
         """Forget a request; end it if its caller has left."""
-        answered = flight.answer.done() and not flight.answer.cancelled()
-        for member in self._members.values():
-            if not member.holds(flight):
-                continue
-            member.drop(flight)
-            if member.replica.abort is not None and not answered and flight not in member.pending:
-                task = asyncio.create_task(_quietly(member.replica.abort([flight.request.id])))
-                self._aborts.add(task)
-                task.add_done_callback(self._aborts.discard)
+        answered, member = flight.answer.done() and not flight.answer.cancelled(), flight.member
+        if member is None or not member.holds(flight):
+            return
+        member.drop(flight)
+        if member.replica.abort is not None and not answered and flight not in member.pending:
+            task = asyncio.create_task(_quietly(member.replica.abort([flight.request.id])))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
 
 
 async def _quietly(abort: Coroutine[Any, Any, None]) -> None:
