@@ -45,7 +45,8 @@ LIBRARY = set(ALLOWED)
 ALLOWED["session"] = LIBRARY
 ALLOWED["algorithms"] = LIBRARY | {"session"}
 ALLOWED["run"] = LIBRARY | {"session", "algorithms"}
-ALLOWED["commands"] = LIBRARY | {"session", "algorithms", "run"}
+ALLOWED["simulate"] = LIBRARY | {"session", "algorithms"}
+ALLOWED["commands"] = LIBRARY | {"session", "algorithms", "run", "simulate"}
 ALLOWED["cli"] = {"commands", "errors"}
 
 TORCH = {"torch", "megatron", "ray", "transformers"}

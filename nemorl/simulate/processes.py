@@ -1,0 +1,229 @@
+"""The other simulated processes of a run: rollout workers with a real router each, and the policy."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from nemorl.algorithms.metrics import versions_of
+from nemorl.algorithms.online import Batch
+from nemorl.config.algorithm import OnlineBase
+from nemorl.config.experiment import Experiment
+from nemorl.data.losses import LogprobStats, TrainStats
+from nemorl.data.shards import SequencePlace
+from nemorl.generation.router import Replica, Router, RouterMetrics
+from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
+from nemorl.rollout.groups import GroupAssignment, GroupSummary, TrajectorySummary
+from nemorl.rollout.turn_loop import Record, SampleKey
+from nemorl.rollout.worker import GroupRunner
+from nemorl.trajectories import StopReason
+
+from .engines import Scale
+from .workload import Workload
+
+_PROGRESS_TOKENS = 64  # the router's own, in tokens
+_SAMPLING = SamplingParams()
+_CONVERSATION = 2**20  # instead of a turn in the key of draws that belong to no turn
+FORWARD_SHARE = 1 / 3  # of the seconds of a pass that trains
+
+
+class SimulatedRolloutWorker(GroupRunner):
+    """Conversations over a router; a task is solved with a probability that is uniform over tasks."""
+
+    def __init__(
+        self, experiment: Experiment, workload: Workload, scale: Scale, replicas: Sequence[Replica], seed: int
+    ) -> None:
+        super().__init__()
+        self._workload, self._scale, self._seed = workload, scale, seed
+        self._turn_limit = scale.blocks(experiment.generation.max_new_tokens)
+        self._limit = scale.blocks(experiment.policy.max_sequence_length)
+        self._seconds = experiment.cluster.deadlines.generation
+        self.router = Router(replicas, max(1, _PROGRESS_TOKENS // scale.block))
+
+    async def _run_group(self, assignment: GroupAssignment, records: Sequence[Record]) -> GroupSummary:
+        of_task = Random(hash((self._seed, assignment.task_index)))
+        prompt, solved = self._scale.blocks(self._workload.prompt_tokens.draw(of_task)), of_task.random()
+        samples = (self._run_sample(assignment, n, r, prompt, solved) for n, r in enumerate(records))
+        trajectories = tuple(await asyncio.gather(*samples))
+        members, greedy = trajectories[: assignment.num_samples], trajectories[assignment.num_samples :]
+        reference = (assignment.group, assignment.attempt)
+        index = assignment.task_index
+        return GroupSummary(assignment.group, index, reference, members, greedy=next(iter(greedy), None))
+
+    async def _run_sample(
+        self, assignment: GroupAssignment, sample: int, record: Record, prompt: int, solved: float
+    ) -> TrajectorySummary:
+        key = SampleKey(self._seed, assignment.group, sample, assignment.validation, assignment.attempt)
+        random, clock = Random(key.seed(_CONVERSATION)), asyncio.get_running_loop().time
+        tokens, newest, error, stop, turn = prompt, -1, None, StopReason.LENGTH, 0
+        began, environment = clock(), 0.0
+
+        def note(progress: Progress) -> None:
+            nonlocal newest
+            record.note(progress.versions)
+            newest = max(newest, int(progress.versions.max(initial=-1)))
+
+        for turn in range(1, max(1, round(self._workload.turns.draw(random))) + 1):
+            if tokens >= self._limit:
+                break
+            request = GenerationRequest(
+                id=f"{key}/{turn}",
+                prompt=np.zeros(tokens, np.int32),
+                sampling=_SAMPLING,
+                max_new_tokens=min(self._turn_limit, self._limit - tokens),
+                seed=key.seed(turn),
+                deadline_seconds=self._seconds,
+                conversation=str(key),
+            )
+            completion = await self.router.generate(request, note)
+            tokens, stop = tokens + len(completion.tokens), completion.stop
+            if stop in (StopReason.ABORT, StopReason.ERROR):
+                error = f"generation of turn {turn}: ended with `{stop}`"
+                break
+            if seconds := self._workload.environment.draw(random):
+                await asyncio.sleep(seconds)
+                environment += seconds
+            if stop is StopReason.LENGTH:
+                break
+        block = self._scale.block
+        return TrajectorySummary(
+            row=sample,
+            reward=float(random.random() < solved),
+            rewards={},
+            num_tokens=tokens * block,
+            num_sampled=(tokens - prompt) * block,
+            num_turns=turn,
+            stop=stop,
+            min_version=-1 if record.oldest_version is None else record.oldest_version,
+            max_version=newest,
+            error=error,
+            seconds_generation=clock() - began - environment,
+            seconds_environment=environment,
+            trains=error is None,
+        )
+
+
+@dataclass(frozen=True)
+class SimulatedRouters:
+    """The routers of all rollout workers (`Routers`)."""
+
+    workers: Sequence[SimulatedRolloutWorker]
+
+    async def take_metrics(self, seconds: float) -> list[RouterMetrics]:
+        return [worker.router.take_metrics() for worker in self.workers]
+
+    async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
+        return [worker.router.lost_replicas() for worker in self.workers]
+
+    async def add(self, replica: Replica, seconds: float) -> None:
+        for worker in self.workers:
+            worker.router.add(replica)
+
+
+@dataclass
+class SimulatedPolicy:
+    """A model that trains (`ModelHandle`): every call takes its seconds."""
+
+    workload: Workload
+    trains: bool = True
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by activity
+    trained_tokens: int = 0
+    devices: object = None
+    _tokens: list[int] = field(default_factory=list)  # of each minibatch
+
+    async def load(self, sequences: Sequence[SequencePlace], *, kind: str, num_minibatches: int = 1) -> None:
+        size = -(-len(sequences) // num_minibatches)
+        lengths = [sequence.num_tokens for sequence in sequences]
+        self._tokens = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
+        await self._spend("loading", self.workload.loading)
+
+    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> LogprobStats:
+        tokens = sum(self._tokens)
+        await self._spend("logprobs", (old + reference) * FORWARD_SHARE * tokens * self.workload.training)
+        return LogprobStats(gap_mean=0.0, gap_max=0.0, num_tokens=tokens)
+
+    async def train(self, loss: Any, minibatch: int = 0) -> TrainStats:
+        tokens = self._tokens[minibatch]
+        await self._spend("training", tokens * self.workload.training + self.workload.update)
+        self.trained_tokens += tokens
+        return TrainStats(
+            {}, {}, 1.0, 0.0, skipped=False, empty=False, num_tokens=tokens, num_computed=tokens
+        )
+
+    def packing_metrics(self) -> dict[str, float]:
+        return {}
+
+    async def onload(self) -> None: ...
+
+    async def release_devices(self) -> None: ...
+
+    async def _spend(self, kind: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self.seconds[kind] += seconds
+
+
+@dataclass
+class SimulatedUpdate:
+    """Trains on all trajectories without an error (`Update`); counts their tokens by age."""
+
+    config: OnlineBase
+    ages: Counter[int] = field(default_factory=Counter)  # tokens by the age of their trajectory
+
+    def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
+        config, members = self.config, [(g, t) for g in groups for t in g.trajectories if t.trains]
+        for _, trajectory in members:
+            if trajectory.min_version >= 0:
+                self.ages[number - 1 - trajectory.min_version] += trajectory.num_sampled
+        places = [SequencePlace(g.reference, t.row, t.num_tokens, weight=1.0) for g, t in members]
+        parts = getattr(config, "num_minibatches", 1)
+        schedule = [*range(parts)] * getattr(config, "num_epochs", 1) if members else []
+        loss: Any = None  # which a simulated model does not compute
+        return Batch(
+            places,
+            versions_of(groups),
+            {"policy": loss},
+            schedule=schedule,
+            num_updates=len(schedule),
+            num_minibatches=parts,
+            needs_reference=getattr(config, "keeps_reference", False),
+            needs_old_logprobs=getattr(config, "needs_old_logprobs", False),
+        )
+
+    def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
+        return {}
+
+
+@dataclass
+class SimulatedStage:
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def advance(self, count: int = 1, *, tokens: int = 0) -> None: ...
+
+    def share(self, name: str, fraction: float) -> None:
+        self.shares[name] = fraction
+
+
+@dataclass
+class SimulatedObserver:
+    """Adds up the virtual seconds of stages (`Observer`)."""
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextmanager
+    def stage(self, name: str, **_: Any) -> Iterator[SimulatedStage]:
+        clock = asyncio.get_running_loop().time
+        stage, began = SimulatedStage(), clock()
+        try:
+            yield stage
+        finally:
+            passed, shared = clock() - began, sum(stage.shares.values())
+            self.seconds[name] += passed * (1 - shared)
+            for part, fraction in stage.shares.items():
+                self.seconds[part] += passed * fraction
+
+    def samples(self, samples: Sequence[Any]) -> None: ...
