@@ -54,6 +54,7 @@ CHOSEN = {
     "Prompts": "ChatPrompts",
     "scored:Scorer": "FunctionReward",
     "Generator": "Router",
+    "GroupRunner": "RolloutWorker",
     "EngineFront": "TorchHost",
     "PolicyWorker": "PolicyWorker",
     "Venue": "SocketVenue",
@@ -67,6 +68,7 @@ STOPS = {
     "after the step: records, checkpoints, validation": ("RunRecorder",),
     "a process that died": ("ReplicaSupervisor", "resolve_error", "describe_activity"),
     "models that share devices": ("DeviceScheduler",),
+    "a simulated run": ("SimulatedWorker", "SimulatedGroup", "SimulatedRolloutWorker"),
     "a critic": (
         "PolicyWorker.estimate",
         "PolicyWorker.share",

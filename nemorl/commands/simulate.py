@@ -94,7 +94,7 @@ def _on(experiment: Experiment, gpus: int | None) -> Experiment:
         raise UsageError(f"algorithm.name = {algorithm.name}: it does not sample, so nothing is simulated")
     if not generation.has_engines or not generation.takes_weights:
         problem = f"generation.backend = {generation.backend}: the simulator requires engines of the run"
-        raise UsageError(f"{problem}; take torch, vllm or trtllm")
+        raise UsageError(f"{problem}; see docs/generation.md")
     if gpus is None:
         return experiment
     taken = 0 if generation.shares_devices else experiment.policy.layout.world_size

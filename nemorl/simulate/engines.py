@@ -132,7 +132,7 @@ class SimulatedEngine:
                 left -= sum(not isinstance(report, Progress) for report in batch)
                 yield batch
         finally:
-            self._end(sequence for r in requests if (sequence := self._sequences.get(r.id)))
+            self._end(self._sequences[r.id] for r in requests if r.id in self._sequences)
 
     async def abort(self, ids: Sequence[str]) -> None:
         self.settle()
@@ -171,7 +171,7 @@ class SimulatedEngine:
         self._pause()
         await self._unless_ended(asyncio.sleep(self._workload.refit))
 
-    async def commit_weights(self, version: int, *, recompute: bool) -> None:
+    async def commit_weights(self, version: int, recompute: bool) -> None:
         """Sample with new weights; `recompute` reads again what each running sequence has so far."""
         self.settle()
         self.version = version
@@ -343,7 +343,7 @@ def died(cause: str, rank: int = 0, stage: str = "generation") -> WorkerDied:
 class SimulatedWorker(Worker):
     """A process with an engine; `actor` is the engine."""
 
-    async def call(self, method: str, *args: Any, stage: str, seconds: float, **options: Any) -> Any:
+    async def call(self, method: str, *args: Any, stage: str, seconds: float) -> Any:
         engine: SimulatedEngine = self.actor
         if engine.hangs and not engine.failure.done():
             await asyncio.wait({engine.failure}, timeout=seconds)
@@ -351,7 +351,7 @@ class SimulatedWorker(Worker):
                 raise DeadlineExceeded(self.group, (self.rank,), stage, seconds, ("it hangs",))
         if engine.failure.done():
             raise died(engine.failure.result(), self.rank, stage)
-        return await getattr(engine, method)(*args, **options)
+        return await getattr(engine, method)(*args)
 
     async def stream(
         self, method: str, *args: Any, stage: str, seconds: float, pairs: bool = False
@@ -416,7 +416,7 @@ class SimulatedExchange:
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if not errors:
-            calls = (w.call("commit_weights", version, recompute=self.recompute, **options) for w in workers)
+            calls = (w.call("commit_weights", version, self.recompute, **options) for w in workers)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if errors:

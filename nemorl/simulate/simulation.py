@@ -155,7 +155,8 @@ async def open_simulation(
     recompute = on_update == "restart" or getattr(generation, "recompute_kv_cache", False)
     exchange: Any = SimulatedExchange(engines, on_update, recompute, cluster.deadlines.refit)
     policy: Any = SimulatedPolicy(workload)
-    session = Session(models={"policy": policy}, rollout=workers, exchange=exchange, replicas=replicas)
+    rollout: Any = workers
+    session = Session(models={"policy": policy}, rollout=rollout, exchange=exchange, replicas=replicas)
     plan = CollectorPlan(
         groups_per_step=config.num_prompts_per_step,
         samples_per_group=config.num_generations_per_prompt,
