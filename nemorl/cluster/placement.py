@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.util import placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
@@ -145,8 +145,15 @@ class Placement:
         node_ids = {node.id for group in groups for node in self.nodes[group]}
         return LOOPBACK if node_ids <= {self.driver} else str(ray.util.get_node_ip_address())
 
+    def with_one_on_each(self, group: str, nodes: Sequence[Node]) -> "Placement":
+        """Also a process of `group` on each of these nodes, for which nothing is reserved."""
+        return replace(self, nodes={**self.nodes, group: tuple(nodes)})
+
     def options(self, group: str, rank: int) -> dict[str, Any]:
         """Ray options for the actor of one rank; processes that share a device get equal fractions of it."""
+        if group not in self.requests:  # of `with_one_on_each`
+            node = NodeAffinitySchedulingStrategy(self.nodes[group][rank].id, soft=False)
+            return {"num_cpus": 0, "scheduling_strategy": node}
         request = self.requests[group]
         is_hosted = request.host_group in self.requests
         host = request.host_group if is_hosted else group

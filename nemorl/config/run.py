@@ -1,5 +1,6 @@
 """`cluster`, `logger`, `checkpointing`: where a run executes, what it shows and what it keeps."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -82,6 +83,10 @@ class CheckpointingConfig(Config):
     """Steps between checkpoints; the last step is always saved."""
     asynchronous: bool = True
     """Write from a copy in host memory while training continues; false waits until the files are written."""
+    memory_period: int | None = Field(None, ge=1)
+    """Steps between checkpoints in the nodes' memory, for lost processes; null keeps none there."""
+    memory_dir: Path = Path("/dev/shm")
+    """Folder in memory (tmpfs) of each node for these checkpoints."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
     metric: str | None = None
@@ -93,8 +98,18 @@ class CheckpointingConfig(Config):
     save_hf: bool = False
     """Write the last checkpoint's weights as a Hugging Face folder `hf/` into the run folder."""
 
+    @property
+    def keeps_in_memory(self) -> bool:
+        return self.enabled and self.memory_period is not None
+
     @check
     def _checkpoints_are_written(self) -> Problems:
+        if self.memory_period is None:
+            reason = "checkpointing.memory_period is not given; set it, or remove this"
+            yield from self.without_effect(("memory_dir",), reason)
+        elif self.enabled and not self.asynchronous:
+            fix = "they are written from a copy: set checkpointing.asynchronous to true, or this to null"
+            yield Problem("memory_period", self.memory_period, fix)
         if self.metric is None:
             reason = "checkpointing.metric is not given; set it, or remove this"
             yield from self.without_effect(("higher_is_better",), reason)

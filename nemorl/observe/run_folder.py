@@ -73,6 +73,7 @@ class RunPaths:
         self.metrics, self.samples = root / "metrics.jsonl", root / "samples.jsonl"
         self.timeline, self.tensorboard = root / "timeline.json", root / "tensorboard"
         self.checkpoints, self.logs = root / "checkpoints", root / "logs"
+        self.memory = self.checkpoints / "memory"  # name of the folder with the newest one in memory
         self.endpoint_key = root / "endpoint_key"
 
     @property

@@ -88,6 +88,8 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
     """What does not fit into the memory of this machine, where the run is for this machine."""
     if not is_this_machine(experiment, machine):
         return
+    if not machine.nodes:
+        yield from _memory_dir_problems(experiment, processes)
     if not experiment.cluster.gpus_per_node:
         needed = sum(process.total * process.count for process in processes)
         if needed > machine.memory_bytes:
@@ -136,6 +138,22 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
         yield Problem(f"{guest}.devices", "policy", fix)
 
 
+def _memory_dir_problems(experiment: Experiment, processes: Sequence[ProcessMemory]) -> Problems:
+    """Checkpoints in memory for which the folder of this machine has no room."""
+    checkpointing = experiment.checkpointing
+    folder, needed = checkpointing.memory_dir, sum(p.checkpoints_in_memory * p.count for p in processes)
+    if not needed:
+        return
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        fix = "there is no such folder to write to: name one in memory (tmpfs)"
+        yield Problem("checkpointing.memory_dir", str(folder), fix)
+    elif needed > (free := shutil.disk_usage(folder).free):
+        problem = f"the newest checkpoint and the next one need {_gigabytes(needed)} in {folder}"
+        room = f"make room there, for example by a larger tmpfs (docker: --shm-size={needed // 10**9 + 1}g)"
+        fix = f"{problem}, which has {_gigabytes(free)} free: {room}, or set this to null"
+        yield Problem("checkpointing.memory_period", checkpointing.memory_period, fix)
+
+
 def _blamed(
     experiment: Experiment, processes: Sequence[ProcessMemory], problem: str, *, on_device: bool = False
 ) -> Problem:
@@ -172,6 +190,8 @@ def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[
         case "activations", _:
             given = spec and spec.config.micro_batch_tokens != experiment.policy.micro_batch_tokens
             return f"{section if given else 'policy'}.micro_batch_tokens", "lower it"
+        case "checkpoints_in_memory", _:
+            return "checkpointing.memory_period", "set it to null, which keeps none in memory"
         case "checkpoint", _:
             return "checkpointing.asynchronous", "set it to false, which keeps no copy of the training state"
         case (("optimizer" | "optimizer_on_host"), _) if spec:

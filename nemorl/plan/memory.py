@@ -50,6 +50,7 @@ class ProcessMemory:
     staging_on_host: int = 0  # the same in the host's memory: what `delta` keeps, whole tensors for loaders
     optimizer_on_host: int = 0  # in the host's memory, as policy.optimizer.on_host has it
     checkpoint: int = 0  # the copy that is written during training, always in the host's memory
+    checkpoints_in_memory: int = 0  # files in memory_dir: the newest, and those being written
     runtime: int = 0  # libraries, and for the driver Ray and its object store
 
     @property
@@ -69,7 +70,8 @@ class ProcessMemory:
 
 
 MEMORY_PARTS = tuple(field.name for field in fields(ProcessMemory) if field.name not in ("group", "count"))
-ON_HOST = ("staging_on_host", "optimizer_on_host", "checkpoint")  # also where there are GPUs
+# Also where there are GPUs.
+ON_HOST = ("staging_on_host", "optimizer_on_host", "checkpoint", "checkpoints_in_memory")
 
 
 def estimate_memory(
@@ -93,7 +95,8 @@ def estimate_memory(
         if model_shape.head == "scalar":
             parts["logits"] = 0
         if not model.trains:
-            parts |= {"gradients": 0, "optimizer": 0, "optimizer_on_host": 0, "checkpoint": 0}
+            parts |= {"gradients": 0, "optimizer": 0, "optimizer_on_host": 0}
+            parts |= {"checkpoint": 0, "checkpoints_in_memory": 0}
             # One layer's at a time: nothing is kept for a backward pass.
             layers = model_shape.num_layers // model.config.layout.pipeline_parallel_size
             parts["activations"] = rank.activations // max(1, layers)
@@ -130,6 +133,9 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
     on_host = policy.optimizer.state_is_on_host
     state_copy = updated * _FLOAT32 * (1 + policy.optimizer.num_moments)
     copies = experiment.checkpointing.enabled and experiment.checkpointing.asynchronous
+    in_memory = 0
+    if experiment.checkpointing.keeps_in_memory:  # on several nodes with those of another node
+        in_memory = state_copy * 2 * (1 if experiment.cluster.num_nodes == 1 else 2)
     # Without its adapters a model is its own reference.
     has_reference = algorithm.keeps_reference and policy.lora is None and experiment.reference is None
     sends = algorithm.generates and generation.has_engines
@@ -171,6 +177,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         staging_on_host=sent if generation.delta else 0,
         optimizer_on_host=state_copy if on_host else 0,
         checkpoint=state_copy if copies else 0,
+        checkpoints_in_memory=in_memory,
         runtime=_POLICY_RUNTIME,
     )
 

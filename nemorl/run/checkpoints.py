@@ -12,6 +12,7 @@ from typing import Literal
 
 from safetensors import SafetensorError
 
+from nemorl.cluster.errors import ClusterError, WorkerFailed
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment
@@ -23,10 +24,11 @@ from nemorl.observe.files import WriteError, room_left
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.schedule import DataPlace
-from nemorl.session.handles import TrainedModels, folder_of
+from nemorl.session.handles import Folder, TrainedModels, folder_of
+
+from .memory import PROGRESS_FILE, MemoryCheckpoints
 
 ORIGIN_FILE = "nemorl.json"
-PROGRESS_FILE = "driver.json"
 Save = Callable[[Path], Awaitable[Sequence[FileRecord]]]
 
 logger = logging.getLogger(__name__)
@@ -85,24 +87,48 @@ class Progress:
         return DataPlace(self.position, tuple(self.beyond))
 
     @classmethod
+    def parse(cls, text: str) -> "Progress":
+        return cls(**json.loads(text))
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
     def read(cls, checkpoint: Path) -> "Progress":
-        return cls(**json.loads((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8")))
+        return cls.parse((checkpoint / PROGRESS_FILE).read_text(encoding="utf-8"))
 
     def write(self, checkpoint: Path) -> None:
         with writing(checkpoint / PROGRESS_FILE):
-            (checkpoint / PROGRESS_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+            (checkpoint / PROGRESS_FILE).write_text(self.text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A complete checkpoint of this run, in memory or on disk."""
+
+    progress: Progress
+    folder: Folder  # for `TrainedModels.restore`
+    in_memory: bool
 
 
 class Checkpoints:
     """Saves one at a time. Leaving its `with` waits for the one that is still being written.
 
     With `checkpointing.asynchronous` a step waits only for the copy of the state and, if it is not done yet,
-    for the checkpoint before. A failure is raised at the next `save`, `check` or `settle`.
+    for the checkpoint before. A failure is raised at the next `save`, `check` or `settle`. One in `memory` is
+    written from the same copy; it never fails a run and never lets a step wait for the one before.
     """
 
-    def __init__(self, experiment: Experiment, models: TrainedModels, store: CheckpointStore) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        models: TrainedModels,
+        store: CheckpointStore,
+        memory: MemoryCheckpoints | None = None,
+    ) -> None:
         self._experiment, self._config = experiment, experiment.checkpointing
-        self._models, self._store = models, store
+        self._models, self._store, self._memory = models, store, memory
         self._step = 0  # of the one that is being written
         self._writing: asyncio.Task[None] | None = None
 
@@ -112,9 +138,38 @@ class Checkpoints:
         if not self._config.asynchronous:
             await self._write(progress, metrics, self._models.save)
             return
-        await self._models.copy_for_checkpoint()
-        self._step = progress.step
-        self._writing = asyncio.create_task(self._write(progress, metrics, self._models.write_copy))
+        await self._begin(progress, metrics, to_disk=True)
+
+    def due_in_memory(self, step: int) -> bool:
+        """True if `save_in_memory` would begin a checkpoint."""
+        busy = self._writing is not None and not self._writing.done()
+        return not busy and self._memory is not None and self._memory.due(step)
+
+    async def save_in_memory(self, progress: Progress, metrics: StepMetrics) -> None:
+        """Begin a checkpoint of a step in memory, after the one before."""
+        await self.settle()
+        await self._begin(progress, metrics, to_disk=False)
+
+    async def newest_state(self) -> SavedState | None:
+        """The newest complete checkpoint: in memory, else on disk. For when ranks have died.
+
+        What these ranks were writing is given up. In memory the files are brought to the nodes on which the
+        session's models are placed now.
+        """
+        try:
+            await self.settle()
+        except ClusterError as error:
+            self._writing = None
+            if isinstance(error, WorkerFailed):  # the disk is full: not a matter of the ranks
+                raise
+            logger.warning("the checkpoint of step %d was not completed: %s", self._step, error)
+        held = await self._memory.newest() if self._memory is not None else None
+        if held is not None and held.step >= max(self._store.steps(), default=0):
+            return SavedState(Progress.parse(held.progress), held.folder, in_memory=True)
+        found = self._store.latest_valid()
+        if held is not None and (found is None or held.step > found.step):
+            return SavedState(Progress.parse(held.progress), held.folder, in_memory=True)
+        return SavedState(Progress.read(found.path), found.path, in_memory=False) if found else None
 
     def check(self) -> None:
         """Raise the error of the checkpoint that is being written, if it has failed."""
@@ -139,6 +194,18 @@ class Checkpoints:
             if failure is error:  # `check` has raised it, and it is on its way
                 return
             logger.warning("the checkpoint of step %d was not completed: %s", self._step, failure)
+
+    async def _begin(self, progress: Progress, metrics: StepMetrics, *, to_disk: bool) -> None:
+        await self._models.copy_for_checkpoint()
+        self._step = progress.step
+        self._writing = asyncio.create_task(self._write_copy(progress, metrics, to_disk))
+
+    async def _write_copy(self, progress: Progress, metrics: StepMetrics, to_disk: bool) -> None:
+        if self._memory is not None and self._memory.due(progress.step):
+            write = self._models.write_copy
+            await self._memory.save(progress.step, progress.text, metrics.values, write)
+        if to_disk:
+            await self._write(progress, metrics, self._models.write_copy)
 
     async def _write(self, progress: Progress, metrics: StepMetrics, save: Save) -> None:
         """Write and commit a checkpoint; a failed one leaves nothing on the disk."""

@@ -86,6 +86,9 @@ class RunRecorder:
         self._checkpoints.check()
         if last or number % self._experiment.checkpointing.period == 0:
             await self.save(last=last)
+        elif self._checkpoints.due_in_memory(number):
+            with self._observer.stage("checkpoint"):
+                await self._checkpoints.save_in_memory(progress, metrics)
 
     async def save(self, *, last: bool) -> None:
         """Save the newest step's checkpoint if that is still to be done; the `last` one is then committed."""

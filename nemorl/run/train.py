@@ -40,6 +40,7 @@ from nemorl.rollout.schedule import CollectorPlan, GroupSchedule, TaskOrder
 from nemorl.session.session import Session, open_session
 
 from .checkpoints import Checkpoints, Origin, Progress, full_disk_named, replace_hf
+from .memory import Keeper, MemoryCheckpoints, local_keeper
 from .recorder import RunRecorder
 from .stop import EarlyStop, StepCancelled, StopRequest
 from .validation import validate, validation_sets
@@ -66,8 +67,13 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 def train(experiment: Experiment, resume: bool = False) -> RunResult:
     """Run an experiment to its end, or from its newest complete checkpoint on. Raises NemorlError."""
     check_trackers(experiment.logger)
+    with local_keeper(experiment, resume) as keeper:
+        return _train_with(keeper, experiment, resume)
+
+
+def _train_with(keeper: Keeper | None, experiment: Experiment, resume: bool) -> RunResult:
     store = CheckpointStore(experiment.run_dir / "checkpoints")
-    found = store.latest_valid() if resume else None
+    found = _newest(experiment, store, keeper) if resume else None
     if resume and found is None and (corrupt := store.corrupt()):
         problem = f"No complete checkpoint in {store.folder} (corrupt: {', '.join(corrupt)})."
         raise RunError(f"{problem} To start over, delete the run folder or set another run_dir.")
@@ -79,7 +85,20 @@ def train(experiment: Experiment, resume: bool = False) -> RunResult:
     step = found.step if found else None
     folder = RunFolder.resume(run_dir, yaml, step) if resume else RunFolder.create(run_dir, yaml)
     with Observer(folder, experiment.logger, total_steps=experiment.algorithm.num_steps) as observer:
-        return run_to_end(_train(experiment, observer, store, found))
+        return run_to_end(_train(experiment, observer, store, keeper, found))
+
+
+def _newest(experiment: Experiment, store: CheckpointStore, keeper: Keeper | None) -> Found | None:
+    """The newest complete checkpoint of the run: one that a killed driver left in memory, else on disk."""
+    if keeper is None:
+        return store.latest_valid()
+    held = keeper.store.latest_valid()
+    # A complete run has its last checkpoint on disk.
+    if held is None or held.step <= max(store.steps(), default=0) or fix_if_complete(experiment, held):
+        keeper.remove_all()
+        return store.latest_valid()
+    logger.warning("continuing from the state of step %d in %s", held.step, held.path.parent)
+    return held
 
 
 def fix_if_complete(experiment: Experiment, found: Found) -> str:
@@ -103,13 +122,17 @@ def _finish_complete_run(experiment: Experiment, found: Found, fix: str) -> RunR
 
 
 async def _train(
-    experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None
+    experiment: Experiment,
+    observer: Observer,
+    store: CheckpointStore,
+    keeper: Keeper | None,
+    found: Found | None,
 ) -> RunResult:
     """Run to the end. Raises RunStopped if a signal ends the run."""
     stop = StopRequest()
     stop.install()
     try:
-        return await _train_session(experiment, observer, store, found, stop)
+        return await _train_session(experiment, observer, store, keeper, found, stop)
     except asyncio.CancelledError:
         if stop.signal is None or stop.immediate:
             raise
@@ -117,7 +140,12 @@ async def _train(
 
 
 async def _train_session(
-    experiment: Experiment, observer: Observer, store: CheckpointStore, found: Found | None, stop: StopRequest
+    experiment: Experiment,
+    observer: Observer,
+    store: CheckpointStore,
+    keeper: Keeper | None,
+    found: Found | None,
+    stop: StopRequest,
 ) -> RunResult:
     config = experiment.algorithm
     progress = Progress.read(found.path) if found else Progress()
@@ -149,7 +177,9 @@ async def _train_session(
         if found is not None:
             with observer.stage("restore", outside_step=True):
                 await session.trained.restore(found.path)
-        async with Checkpoints(experiment, session.trained, store) as checkpoints:
+        in_memory = experiment.checkpointing.keeps_in_memory
+        memory = MemoryCheckpoints(experiment, session, keeper) if in_memory else None
+        async with Checkpoints(experiment, session.trained, store, memory) as checkpoints:
             recorder = RunRecorder(experiment, session, observer, checkpoints, progress, stop)
             with stop.stepping(), suppress(StepCancelled):
                 algorithm = _algorithm(experiment, data, references, session, observer, recorder, progress)

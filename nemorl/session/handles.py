@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nemorl.cluster.errors import ClusterError, WorkerFailed
 from nemorl.cluster.group import BusySpans, Worker, WorkerGroup
+from nemorl.cluster.nodes import Home
 from nemorl.config.facts import ModelSpec
 from nemorl.config.run import DeadlineConfig
 from nemorl.errors import RunError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from nemorl.weights import messages
 
 BatchKind = Literal["trajectories", "examples"]
+Folder = Path | Mapping[str, Path]  # of a checkpoint: for all ranks, or by the ID of their node
 
 GRACE_SECONDS = 30.0  # beyond a deadline that the processes keep themselves, whose error names what is late
 _ABORT_SECONDS = 30.0
@@ -229,24 +231,29 @@ class ModelHandle:
 
     async def save(self, folder: Path) -> "list[FileRecord]":
         await self.onload()
-        return await self._checkpoint("save_checkpoint", folder.absolute())
+        return await self._checkpoint("save_checkpoint", folder)
 
     async def copy_for_checkpoint(self) -> None:
         """Copy all that `save` writes within the memory of the ranks."""
         await self.onload()
         await self._checkpoint("copy_for_checkpoint")
 
-    async def write_copy(self, folder: Path) -> "list[FileRecord]":
+    async def write_copy(self, folder: Folder) -> "list[FileRecord]":
         """Write the copy while the ranks do other work; ends before anything is copied again."""
-        return await self._checkpoint("write_copy", folder.absolute(), background=True)
+        return await self._checkpoint("write_copy", folder, background=True)
 
-    async def restore(self, folder: Path) -> None:
+    async def restore(self, folder: Folder) -> None:
         await self.onload()
-        await self._checkpoint("load_checkpoint", folder.absolute())
+        await self._checkpoint("load_checkpoint", folder)
 
-    async def _checkpoint(self, method: str, *args: Path, background: bool = False) -> "list[FileRecord]":
-        seconds = self._deadlines.checkpoint
-        records = await self._call(method, *args, stage="checkpoint", seconds=seconds, background=background)
+    async def _checkpoint(
+        self, method: str, folder: Folder | None = None, background: bool = False
+    ) -> "list[FileRecord]":
+        options: dict[str, Any] = {"seconds": self._deadlines.checkpoint, "background": background}
+        if folder is not None:
+            folders = [_folder_at(folder, worker.home) for worker in self.group.workers]
+            options |= {"shards": folders, "axis": "rank"}
+        records = await self._call(method, stage="checkpoint", **options)
         return [record for of_rank in records for record in of_rank or ()]
 
 
@@ -263,26 +270,40 @@ class TrainedModels:
         for model in self.models.values():
             await model.copy_for_checkpoint()
 
-    async def write_copy(self, folder: Path) -> "list[FileRecord]":
+    async def write_copy(self, folder: Folder) -> "list[FileRecord]":
         """Write the copies at the same time, while training continues."""
-        writes = (model.write_copy(folder_of(folder, name)) for name, model in self.models.items())
+        writes = (model.write_copy(_of_model(folder, name)) for name, model in self.models.items())
         return _placed(dict(zip(self.models, await asyncio.gather(*writes), strict=True)))
 
-    async def restore(self, folder: Path) -> None:
+    async def restore(self, folder: Folder) -> None:
         """Load all of them from a checkpoint. Raises RunError where one is not in it."""
-        missing = [name for name in self.models if not folder_of(folder, name).is_dir()]
-        if missing:
+        if isinstance(folder, Path) and (
+            missing := [name for name in self.models if not folder_of(folder, name).is_dir()]
+        ):
             raise RunError(
                 f"{folder} holds no {' and no '.join(missing)}, as a run of another algorithm wrote it: "
                 "resume with the algorithm it began with, or start a new run from an export of its weights"
             )
         for name, model in self.models.items():
-            await model.restore(folder_of(folder, name))
+            await model.restore(_of_model(folder, name))
 
 
 def folder_of(checkpoint: Path, name: str) -> Path:
     """The folder of a model's files: for the policy the checkpoint itself, for others one of their name."""
     return checkpoint if name == "policy" else checkpoint / name
+
+
+def _of_model(folder: Folder, name: str) -> Folder:
+    if isinstance(folder, Path):
+        return folder_of(folder, name)
+    return {node: folder_of(path, name) for node, path in folder.items()}
+
+
+def _folder_at(folder: Folder, home: Home | None) -> Path:
+    if isinstance(folder, Path):
+        return folder.absolute()
+    assert home is not None, "a run on one node has one folder"
+    return folder[home.node]
 
 
 def _placed(written: "Mapping[str, Sequence[FileRecord]]") -> "list[FileRecord]":
@@ -435,3 +456,51 @@ class RolloutHandle:
     async def abort_stale(self, oldest: int) -> None:
         stage, seconds = "generation", self.deadline_seconds
         await self.worker.call("abort_stale", oldest, stage=stage, seconds=seconds)
+
+
+@dataclass(frozen=True)
+class KeeperHandle:
+    """The `Keeper` of another node. Can be sent to other keepers."""
+
+    worker: Worker
+    deadline_seconds: float
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await self.worker.call(method, *args, stage="checkpoint", seconds=self.deadline_seconds)
+
+    async def begin(self, step: int, progress: str) -> Path:
+        folder: Path = await self._call("begin", step, progress)
+        return folder
+
+    async def files(self, step: int) -> list[str]:
+        names: list[str] = await self._call("files", step)
+        return names
+
+    async def read(self, file: str, start: int) -> bytes:
+        piece: bytes = await self._call("read", file, start)
+        return piece
+
+    async def pull(self, folder: str, names: Sequence[str], peer: "KeeperHandle") -> "list[FileRecord]":
+        records: list[FileRecord] = await self._call("pull", folder, names, peer)
+        return records
+
+    async def commit(self, step: int, metrics: Mapping[str, float], records: "Sequence[FileRecord]") -> None:
+        await self._call("commit", step, metrics, records)
+
+    async def keep_only(self, step: int) -> None:
+        await self._call("keep_only", step)
+
+    async def steps(self) -> list[int]:
+        steps: list[int] = await self._call("steps")
+        return steps
+
+    async def path(self, step: int) -> Path:
+        path: Path = await self._call("path", step)
+        return path
+
+    async def intact(self, step: int) -> list[str]:
+        names: list[str] = await self._call("intact", step)
+        return names
+
+    async def clear(self) -> None:
+        await self._call("clear")

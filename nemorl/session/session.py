@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 
 from nemorl.cluster.errors import WorkerDied
 from nemorl.cluster.group import Mesh, Span, WorkerGroup
+from nemorl.cluster.nodes import Node
 from nemorl.cluster.placement import Placement, worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.environment import RewardConfig
@@ -52,6 +54,7 @@ class Session:
     version: int = 0  # of the weights that generation samples with; 0: those of the model's folder
     policy_samples: bool = False  # without engines
     nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: the processes on each
+    starter: "Starter | None" = None  # for processes that are started later
 
     @property
     def learner(self) -> handles.ModelHandle:
@@ -60,6 +63,24 @@ class Session:
     @property
     def trained(self) -> handles.TrainedModels:
         return handles.TrainedModels({name: model for name, model in self.models.items() if model.trains})
+
+    @property
+    def trained_nodes(self) -> tuple[Node, ...]:
+        """The nodes on which the models that train have their ranks."""
+        assert self.starter is not None, "a session that was not opened has no nodes"
+        placed = self.starter.placement.nodes
+        of_ranks = [node for name in self.trained.models for node in placed[name]]
+        return tuple({node.id: node for node in of_ranks}.values())
+
+    @property
+    def driver_node(self) -> str:
+        assert self.starter is not None, "a session that was not opened has no nodes"
+        return self.starter.placement.driver
+
+    async def start_keepers(self, nodes: Sequence[Node], memory_dir: Path) -> list[handles.KeeperHandle]:
+        """A process on each of these nodes that keeps checkpoints in memory."""
+        assert self.starter is not None, "a session that was not opened starts nothing"
+        return await self.starter.keepers(nodes, memory_dir)
 
     def model(self, name: str) -> handles.ModelHandle:
         assert name in self.models, f"this session was started without a {name}"
@@ -174,7 +195,7 @@ async def open_session(experiment: Experiment, *, policy: bool, sampling: bool) 
     async with AsyncExitStack() as stack:
         placement = await stack.enter_async_context(reserved(experiment, groups))
         session = Session(nodes=placement.described, policy_samples=policy_samples)
-        starter = Starter(experiment, placement, stack, session)
+        session.starter = starter = Starter(experiment, placement, stack, session)
         if learns and asks and experiment.generation.shares_devices:
             await starter.models(training=policy)
             await starter.engines_on_policy_devices()
@@ -347,6 +368,14 @@ class Starter:
             rewards[place], environment[key] = reward_by_url(rewards[place], at.url, key), at.api_key
         return tuple(rewards), environment
 
+    async def keepers(self, nodes: Sequence[Node], memory_dir: Path) -> list[handles.KeeperHandle]:
+        placement = self.placement.with_one_on_each("keeper", nodes)
+        target, kwargs = "nemorl.run.memory:Keeper", [{"parent": memory_dir.absolute()}] * len(nodes)
+        options = {"placement": placement, "threads": 1, "concurrent": True}
+        group = await self._start("keeper", target, kwargs, **options)
+        seconds = self.experiment.cluster.deadlines.checkpoint
+        return [handles.KeeperHandle(worker, seconds) for worker in group.workers]
+
     def exchange(self, policy: WorkerGroup, generation: WorkerGroup) -> WeightExchange:
         config, seconds = self.experiment.generation, self.experiment.cluster.deadlines.refit
         options = TransportOptions(
@@ -366,7 +395,7 @@ class Starter:
         self, name: str, target: str, kwargs: Sequence[dict[str, Any]], **options: Any
     ) -> WorkerGroup:
         """Start a group, which ends with the stack, by the error that ends it, if any."""
-        options |= {"placement": self.placement, "run_dir": self.experiment.run_dir}
+        options = {"placement": self.placement, "run_dir": self.experiment.run_dir, **options}
         seconds = self.experiment.cluster.deadlines.start
         group = await WorkerGroup.start(name, target, kwargs, deadline_seconds=seconds, **options)
         self.session.groups[name] = group

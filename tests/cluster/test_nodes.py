@@ -116,3 +116,30 @@ def test_a_node_that_is_lost_is_named_once(cluster: Cluster, tmp_path: Path) -> 
     assert f"and with it {told['node second']}: the machine is down" in output, output
     assert "died in stage" not in output
     assert "Traceback" not in output
+
+
+def test_the_state_of_a_lost_node_comes_from_its_buddy(cluster: Cluster, tmp_path: Path) -> None:
+    third = cluster.add_node(**SHARED, node_name="third")
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    config = write_experiment(
+        tmp_path,
+        tiny_model(tmp_path / "model"),
+        "kept",
+        cluster={"num_nodes": 2, "placement": "SPREAD"},
+        policy={"layout": {"data_parallel_size": 2}},
+        checkpointing={"memory_period": 1, "memory_dir": str(memory)},
+    )
+    command = [sys.executable, "-m", "tests.cluster.buddy_driver", str(config)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    driver = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+    try:
+        first = driver.stdout.readline()
+        assert first, driver.communicate()[1]
+        assert sorted(json.loads(first)["nodes"]) == ["first", "third"]
+        cluster.remove_node(third, allow_graceful=False)
+        output, errors = driver.communicate("\n", timeout=120)
+    finally:
+        driver.kill()
+    found, *_ = (json.loads(line) for line in output.splitlines())
+    assert found == {"step": 3, "progress": '{"step": 3}', "same": True, "files": 9, "more": 0}, errors

@@ -1,6 +1,7 @@
 """What is wrong beyond the configuration: the model, the files it names, the machine."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -355,6 +356,21 @@ def test_more_memory_than_there_is(
 
     assert (problem.field, problem.value) == (field, value)
     assert fix in problem.fix
+
+
+def test_checkpoints_in_memory_for_which_there_is_no_room(configure: Configure, tmp_path: Path) -> None:
+    kept = configure("checkpointing.memory_period=5", f"checkpointing.memory_dir={tmp_path}")
+    free = shutil.disk_usage(tmp_path).free
+    large = ProcessMemory("policy", 2, checkpoints_in_memory=free)
+    roomy = replace(ROOMY, memory_bytes=10**18)
+
+    assert list(memory_problems(kept, [replace(large, checkpoints_in_memory=1000)], roomy)) == []
+    (problem,) = memory_problems(kept, [large], roomy)
+    assert (problem.field, problem.value) == ("checkpointing.memory_period", 5)
+    assert f"GB in {tmp_path}, which has" in problem.fix
+    missing = configure("checkpointing.memory_period=5", "checkpointing.memory_dir=/there/is/none")
+    (problem,) = memory_problems(missing, [large], roomy)
+    assert (problem.field, problem.value) == ("checkpointing.memory_dir", "/there/is/none")
 
 
 def test_buckets_larger_than_there_is_room_for(configure: Configure) -> None:

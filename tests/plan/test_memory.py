@@ -104,6 +104,18 @@ def test_checkpoints_during_training_keep_a_copy_of_the_state(configure: Configu
     assert copied("checkpointing.enabled=false").checkpoint == 0
 
 
+def test_checkpoints_in_memory_are_two_at_a_time_and_on_two_nodes(configure: Configure) -> None:
+    def kept(*overrides: str) -> ProcessMemory:
+        return group("policy", estimate_memory(configure(*overrides), SHAPE, training=True))
+
+    one = "checkpointing.memory_period=1"
+    assert kept().checkpoints_in_memory == 0
+    assert kept(one).checkpoints_in_memory == 2 * 12 * WHOLE
+    assert kept(one, "policy.layout.data_parallel_size=2").checkpoints_in_memory == 12 * WHOLE
+    assert kept(one, "cluster.num_nodes=2").checkpoints_in_memory == 4 * 12 * WHOLE
+    assert kept(one).on_device == kept().on_device
+
+
 def test_adapters_leave_the_weights_without_gradients_optimizer_state_and_reference(
     configure: Configure,
 ) -> None:

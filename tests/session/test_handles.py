@@ -8,7 +8,14 @@ HANDLES = ROOT / "nemorl" / "session" / "handles.py"
 CALLS = {"call", "stream"}  # of workers and groups; all name a stage
 LOCAL = {"_call", "_forward", "_checkpoint"}  # of the handles
 # Folders and modules of the hosted classes.
-HOSTED = ("megatron", "generation", "rollout/worker.py", "weights/endpoints.py", "session/endpoints.py")
+HOSTED = (
+    "megatron",
+    "generation",
+    "rollout/worker.py",
+    "run/memory.py",
+    "weights/endpoints.py",
+    "session/endpoints.py",
+)
 
 
 def remote_methods(path: Path, calls: set[str]) -> set[str]:

@@ -1,0 +1,63 @@
+"""A driver of its own, for a test with several nodes: keeps the policy's state in memory, and finds it again
+after a node was lost. Says what it found, beside what was written to the disk of the same copy."""
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from nemorl.config.load import load_experiment
+from nemorl.megatron.checkpoint_store import CheckpointStore, Manifest, verify
+from nemorl.observe.run_folder import RunPaths
+from nemorl.run.memory import MemoryCheckpoints
+from nemorl.session.session import open_session
+
+STEP = 3
+
+
+def say(**content: object) -> None:
+    sys.stdout.write(json.dumps(content) + "\n")
+    sys.stdout.flush()
+
+
+async def main(config: Path) -> None:
+    experiment = load_experiment(config)
+    RunPaths(experiment.run_dir).checkpoints.mkdir(parents=True)
+    async with open_session(experiment, policy=True, sampling=False) as session:
+        memory = MemoryCheckpoints(experiment, session, None)
+        trained, store = session.trained, CheckpointStore(experiment.run_dir / "checkpoints")
+        await trained.copy_for_checkpoint()
+        for step in (STEP - 1, STEP):
+            await memory.save(step, json.dumps({"step": step}), {}, trained.write_copy)
+        records = await trained.write_copy(store.begin(STEP))
+        store.commit(STEP, {}, records)
+        say(nodes=[node.name for node in session.trained_nodes])
+        sys.stdin.readline()  # a node is gone
+        starter = session.starter
+        assert starter is not None
+        left = tuple(n for n in session.trained_nodes if n.id == session.driver_node)
+        nodes = {**starter.placement.nodes, "policy": left * 2}  # as a restart of the policy would place it
+        session.starter = replace(starter, placement=replace(starter.placement, nodes=nodes))
+        state = await memory.newest()
+        assert state is not None
+        assert isinstance(state.folder, Path)
+        ours = {path.name for path in state.folder.iterdir()} - {"manifest.json", "driver.json"}
+        on_disk = store.path(STEP)
+        same = [
+            (state.folder / f.path).read_bytes() == (on_disk / f.path).read_bytes()
+            for f in verify(on_disk).files
+        ]
+        say(
+            step=state.step,
+            progress=state.progress,
+            same=all(same),
+            files=len(same),
+            more=len(ours) - len(same),
+        )
+        held = {file.path for file in Manifest.read(state.folder).files}
+        say(copied=sorted(ours - held))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

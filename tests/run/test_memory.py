@@ -1,0 +1,259 @@
+"""Checkpoints in memory: from the copy that the disk has, newer, and never the reason for a run to end."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from nemorl.cluster.errors import WorkerDied, WorkerFailed
+from nemorl.cluster.runtime import hold
+from nemorl.config.experiment import Experiment
+from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, Manifest
+from nemorl.run.checkpoints import Checkpoints, Progress
+from nemorl.run.memory import FOLDERS, Keeper, MemoryCheckpoints, local_keeper
+from tests.config.experiments import GRPO
+from tests.run.runs import assert_same_run, finish, lines, start
+from tests.run.test_checkpoints import SlowPolicy, in_a_loop, metrics
+from tests.run.test_critic_runs import ppo
+
+HERE = SimpleNamespace(trained_nodes=[SimpleNamespace(id="here")], driver_node="here")
+
+
+class CountingPolicy(SlowPolicy):
+    """Writes at once, unless `disk` is cleared, and counts its copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk.set()
+        self.copies = 0
+
+    async def copy_for_checkpoint(self) -> None:
+        self.copies += 1
+        await super().copy_for_checkpoint()
+
+
+def experiment_in(folder: Path) -> Experiment:
+    memory = folder / "memory"
+    memory.mkdir(exist_ok=True)
+    (folder / "run" / "checkpoints").mkdir(parents=True, exist_ok=True)
+    kept = {"memory_period": 1, "memory_dir": str(memory)}
+    changes = {"run_dir": str(folder / "run"), "checkpointing": kept}
+    return Experiment.model_validate({**yaml.safe_load(GRPO), **changes})
+
+
+class Saving:
+    """The checkpoints of a run on this node, in folders of a test."""
+
+    def __init__(self, folder: Path, keeper: Keeper | None = None) -> None:
+        self.policy, experiment = CountingPolicy(), experiment_in(folder)
+        self.keeper = keeper or Keeper(folder / "memory")
+        self.memory = MemoryCheckpoints(experiment, HERE, self.keeper)  # type: ignore[arg-type]
+        self.store = CheckpointStore(folder / "run" / "checkpoints")
+        self.checkpoints = Checkpoints(experiment, self.policy, self.store, self.memory)  # type: ignore[arg-type]
+
+    async def step(self, number: int, to_disk: bool = False) -> None:
+        """What the recorder does after a step, and the end of what it began."""
+        self.policy.state = f"weights {number}"
+        if to_disk:
+            await self.checkpoints.save(Progress(step=number), metrics(number))
+        elif self.checkpoints.due_in_memory(number):
+            await self.checkpoints.save_in_memory(Progress(step=number), metrics(number))
+
+    async def newest(self) -> tuple[int, str, bool]:
+        state = await self.checkpoints.newest_state()
+        assert state is not None
+        assert isinstance(state.folder, Path)
+        return state.progress.step, (state.folder / "weights").read_text(), state.in_memory
+
+
+@in_a_loop
+async def test_the_newest_state_is_in_memory_and_only_that(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    for number in (1, 2, 3):
+        await saving.step(number)
+        await saving.checkpoints.settle()
+    assert await saving.newest() == (3, "weights 3", True)
+    assert saving.keeper.store.steps() == [3]
+    assert saving.store.steps() == []
+
+
+@in_a_loop
+async def test_a_step_that_is_due_in_memory_and_on_disk_is_copied_once(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    await saving.step(1, to_disk=True)
+    await saving.checkpoints.settle()
+    assert saving.policy.copies == 1
+    assert saving.keeper.store.steps() == saving.store.steps() == [1]
+    both = (Manifest.read(store.path(1)).files for store in (saving.keeper.store, saving.store))
+    assert len(set(both)) == 1  # names, sizes and checksums
+
+
+@in_a_loop
+async def test_no_step_waits_for_the_one_before(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    saving.policy.disk.clear()
+    await saving.step(1)
+    await saving.step(2)  # left out, since the first still reads the copy
+    assert saving.policy.copies == 1
+    saving.policy.disk.set()
+    await saving.checkpoints.settle()
+    await saving.step(3)
+    assert await saving.newest() == (3, "weights 3", True)
+
+
+@in_a_loop
+async def test_a_rank_that_dies_while_it_writes_leaves_the_one_before(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    await saving.step(1)
+    await saving.checkpoints.settle()
+    saving.policy.failure = WorkerDied("policy", 1, "checkpoint", "killed", tmp_path / "log", ())
+    await saving.step(2)
+    assert await saving.newest() == (1, "weights 1", True)
+    saving.policy.failure = None  # the group was started again
+    await saving.step(3)
+    saving.checkpoints.check()
+    assert await saving.newest() == (3, "weights 3", True)
+    assert [path.name for path in saving.keeper.folder.glob("*step*")] == ["step_00000003"]
+
+
+@in_a_loop
+async def test_what_is_torn_or_older_in_memory_comes_from_the_disk(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    await saving.step(2, to_disk=True)
+    await saving.step(3)
+    await saving.checkpoints.settle()
+    (saving.keeper.store.path(3) / "weights").write_text("weigh")
+    assert await saving.newest() == (2, "weights 2", False)
+    await saving.step(3)  # again, after the restore
+    assert await saving.newest() == (3, "weights 3", True)
+    for path in saving.keeper.folder.glob("step_*"):
+        (path / "manifest.json").unlink()  # as if it had not been completed
+    assert await saving.newest() == (2, "weights 2", False)
+
+
+@in_a_loop
+async def test_a_full_memory_is_reported_once_and_the_run_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saving = Saving(tmp_path)
+    await saving.step(1)
+    await saving.checkpoints.settle()
+    full = "weights cannot be written: No space left on device. Checkpoints that are complete"
+    kind = "nemorl.megatron.checkpoint_store.UnwritableCheckpoint"
+    saving.policy.failure = WorkerFailed("policy", 1, "checkpoint", kind, full, tmp_path / "log")
+    with caplog.at_level(logging.WARNING):
+        await saving.step(2)
+        await saving.checkpoints.settle()
+        saving.policy.failure = None
+        await saving.step(3)
+        await saving.step(4, to_disk=True)
+    assert len(caplog.records) == 1
+    assert "No space left on device. The run continues with those on disk. Make room in" in caplog.text
+    assert list(saving.keeper.folder.glob("*step*")) == []
+    assert await saving.newest() == (4, "weights 4", False)
+
+
+def test_a_run_leaves_nothing_in_memory_unless_it_is_newer_than_the_disk(tmp_path: Path) -> None:
+    experiment = experiment_in(tmp_path)
+
+    async def run(keeper: Keeper, step: int, *, to_disk: bool) -> None:
+        saving = Saving(tmp_path, keeper)
+        await saving.step(step, to_disk=to_disk)
+        await saving.checkpoints.settle()
+
+    with local_keeper(experiment, resume=False) as keeper:
+        assert keeper is not None
+        asyncio.run(run(keeper, 3, to_disk=False))
+    (left,) = (tmp_path / "memory").iterdir()
+    with local_keeper(experiment, resume=True) as keeper:  # it continues from there
+        assert keeper is not None
+        assert keeper.folder == left
+        assert keeper.store.steps() == [3]
+        asyncio.run(run(keeper, 4, to_disk=True))
+    assert list((tmp_path / "memory").iterdir()) == []
+    assert not (tmp_path / "run" / "checkpoints" / "memory").exists()
+
+
+def test_a_folder_in_use_or_of_another_place_is_not_taken(tmp_path: Path) -> None:
+    used = tmp_path / f"{FOLDERS}used"
+    used.mkdir()
+    with hold(used):
+        keeper = Keeper(tmp_path, used.name)
+        assert keeper.folder != used
+        keeper.close()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "in").mkdir()
+    keeper = Keeper(tmp_path / "in", "../outside")
+    assert keeper.folder.parent == tmp_path / "in"
+    keeper.close()
+    assert outside.is_dir()
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from nemorl.run.memory import Keeper
+keeper = Keeper(Path(sys.argv[1]))
+print(keeper.folder, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_folder_of_a_killed_driver_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdout is not None
+    folder = Path(driver.stdout.readline().strip())
+    Keeper(tmp_path).close()
+    assert folder.is_dir()  # it is locked
+    driver.kill()
+    driver.wait()
+    Keeper(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def states(run: Path, step: int) -> tuple[FileRecord, ...]:
+    """The files of a checkpoint with their checksums."""
+    return Manifest.read(run / "checkpoints" / f"step_{step:08d}").files
+
+
+def test_a_killed_run_continues_from_memory_bit_for_bit(tmp_path: Path) -> None:
+    """Policy and critic of two ranks each; the disk has no checkpoint before the last step."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    one: dict[str, Any] = {"cluster": {"policy_threads": 1}, "generation": {"threads": 1}}
+    kept = {"period": 100, "memory_period": 1, "memory_dir": str(memory)}
+    whole = ppo(tmp_path, "whole", 4, checkpointing={"period": 100}, **one)
+    status, output = finish(start("train", whole))
+    assert status == 0, output
+    killed = ppo(tmp_path, "killed", 4, checkpointing=kept, **one)
+    driver = start("train", killed)
+    while not list(memory.glob(f"{FOLDERS}*/step_*")):
+        assert driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.02)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.communicate()
+    (left,) = memory.glob(f"{FOLDERS}*/step_*")
+    assert not list((tmp_path / "killed" / "checkpoints").glob("step_*"))
+    status, output = finish(start("train", killed, "--resume"))
+    assert status == 0, output
+    assert f"continuing from the state of step {int(left.name[5:])} in {left.parent}" in output
+    header = json.loads((tmp_path / "killed" / "header.json").read_text())
+    assert header[-1]["resumed_step"] == int(left.name[5:])
+    assert_same_run(lines(tmp_path / "killed"), lines(tmp_path / "whole"))
+    ours, its = states(tmp_path / "killed", 4), states(tmp_path / "whole", 4)
+    assert len(ours) > 12
+    assert ours == its
+    assert list(memory.iterdir()) == []
