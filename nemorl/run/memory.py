@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from nemorl.cluster.errors import ClusterError, WorkerFailed
 from nemorl.cluster.nodes import alive_nodes
@@ -34,7 +34,9 @@ from nemorl.megatron.checkpoint_store import (
 from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
 from nemorl.session.handles import Folder, KeeperHandle
-from nemorl.session.session import Session
+
+if TYPE_CHECKING:
+    from nemorl.session.session import Session  # which a keeper's process does without
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ class Keeper:
             path, digest, size = self.folder / folder / name, hashlib.sha256(), 0
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("wb", buffering=0) as file:
+                with path.open("wb") as file:
                     while piece := await peer.read(f"{folder}/{name}", size):
                         digest.update(piece)
                         await asyncio.to_thread(file.write, piece)
@@ -202,7 +204,7 @@ class MemoryCheckpoints:
     which are started when they are needed. A memory that is full is not used again, and the run continues.
     """
 
-    def __init__(self, experiment: Experiment, session: Session, local: Keeper | None) -> None:
+    def __init__(self, experiment: Experiment, session: "Session", local: Keeper | None) -> None:
         self._config, self._session = experiment.checkpointing, session
         self._period = self._config.memory_period
         self._keepers: dict[str, Keeper | KeeperHandle] = {}  # by the node's ID
@@ -293,7 +295,7 @@ class MemoryCheckpoints:
             if known.get(record.path, record) != record:
                 raise CorruptCheckpoint(f"{record.path} is not what was written on its node")
         of_step = {step: {name for names in written.values() for name in names}}
-        self._files = {number: self._files[number] for number in sorted(self._files)[-1:]} | of_step
+        self._files = {number: self._files[number] for number in list(self._files)[-1:]} | of_step
 
     async def _collect(self, step: int, holders: "Mapping[str, Keeper | KeeperHandle]") -> Folder | None:
         """Bring the files of a checkpoint to the ranks' nodes; None if one of them is nowhere."""

@@ -130,6 +130,7 @@ async def test_a_rank_that_dies_while_it_writes_leaves_the_one_before(tmp_path: 
 async def test_what_is_torn_or_older_in_memory_comes_from_the_disk(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
     await saving.step(2, to_disk=True)
+    await saving.checkpoints.settle()
     await saving.step(3)
     await saving.checkpoints.settle()
     (saving.keeper.store.path(3) / "weights").write_text("weigh")
