@@ -1,14 +1,20 @@
 """PPO from the command line: a critic of another layout than the policy's, and a reference of its own."""
 
+import json
+import os
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
-from nemorl.megatron.checkpoint_store import verify
+from nemorl.megatron.checkpoint_store import FileRecord, Manifest, verify
 from nemorl.observe.metrics import StepMetrics
+from nemorl.run.memory import FOLDERS
 from tests.run.runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
 
 
@@ -80,3 +86,38 @@ def test_a_run_with_a_critic_on_the_policys_devices_continues_as_it_would_have(f
     run(ppo(folder, "halves", 2, **sections))
     resumed = run(ppo(folder, "halves", 4, **sections), "--resume")
     assert_same_run(resumed, whole)
+
+
+def states(run: Path, step: int) -> tuple[FileRecord, ...]:
+    """The files of a checkpoint with their checksums."""
+    return Manifest.read(run / "checkpoints" / f"step_{step:08d}").files
+
+
+def test_a_killed_run_continues_from_memory_bit_for_bit(tmp_path: Path) -> None:
+    """Policy and critic of two ranks each; the disk has no checkpoint before the last step."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    one: dict[str, Any] = {"cluster": {"policy_threads": 1}, "generation": {"threads": 1}}
+    kept = {"period": 100, "memory_period": 1, "memory_dir": str(memory)}
+    whole = ppo(tmp_path, "whole", 4, checkpointing={"period": 100}, **one)
+    status, output = finish(start("train", whole))
+    assert status == 0, output
+    killed = ppo(tmp_path, "killed", 4, checkpointing=kept, **one)
+    driver = start("train", killed)
+    while not list(memory.glob(f"{FOLDERS}*/step_*")):
+        assert driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.02)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.communicate()
+    (left,) = memory.glob(f"{FOLDERS}*/step_*")
+    assert not list((tmp_path / "killed" / "checkpoints").glob("step_*"))
+    status, output = finish(start("train", killed, "--resume"))
+    assert status == 0, output
+    assert f"continuing from the state of step {int(left.name[5:])} in {left.parent}" in output
+    header = json.loads((tmp_path / "killed" / "header.json").read_text())
+    assert header[-1]["resumed_step"] == int(left.name[5:])
+    assert_same_run(lines(tmp_path / "killed"), lines(tmp_path / "whole"))
+    ours, its = states(tmp_path / "killed", 4), states(tmp_path / "whole", 4)
+    assert len(ours) > 12
+    assert ours == its
+    assert list(memory.iterdir()) == []

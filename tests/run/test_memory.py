@@ -1,16 +1,11 @@
 """Checkpoints in memory: from the copy that the disk has, newer, and never the reason for a run to end."""
 
 import asyncio
-import json
 import logging
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -18,13 +13,11 @@ import yaml
 from nemorl.cluster.errors import WorkerDied, WorkerFailed
 from nemorl.cluster.runtime import hold
 from nemorl.config.experiment import Experiment
-from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, Manifest
+from nemorl.megatron.checkpoint_store import CheckpointStore, Manifest
 from nemorl.run.checkpoints import Checkpoints, Progress
 from nemorl.run.memory import FOLDERS, Keeper, MemoryCheckpoints, local_keeper
 from tests.config.experiments import GRPO
-from tests.run.runs import assert_same_run, finish, lines, start
 from tests.run.test_checkpoints import SlowPolicy, in_a_loop, metrics
-from tests.run.test_critic_runs import ppo
 
 HERE = SimpleNamespace(trained_nodes=[SimpleNamespace(id="here")], driver_node="here")
 
@@ -223,38 +216,3 @@ def test_the_folder_of_a_killed_driver_is_removed_by_the_next_start(tmp_path: Pa
     driver.wait()
     Keeper(tmp_path).close()
     assert list(tmp_path.iterdir()) == []
-
-
-def states(run: Path, step: int) -> tuple[FileRecord, ...]:
-    """The files of a checkpoint with their checksums."""
-    return Manifest.read(run / "checkpoints" / f"step_{step:08d}").files
-
-
-def test_a_killed_run_continues_from_memory_bit_for_bit(tmp_path: Path) -> None:
-    """Policy and critic of two ranks each; the disk has no checkpoint before the last step."""
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    one: dict[str, Any] = {"cluster": {"policy_threads": 1}, "generation": {"threads": 1}}
-    kept = {"period": 100, "memory_period": 1, "memory_dir": str(memory)}
-    whole = ppo(tmp_path, "whole", 4, checkpointing={"period": 100}, **one)
-    status, output = finish(start("train", whole))
-    assert status == 0, output
-    killed = ppo(tmp_path, "killed", 4, checkpointing=kept, **one)
-    driver = start("train", killed)
-    while not list(memory.glob(f"{FOLDERS}*/step_*")):
-        assert driver.poll() is None, driver.communicate()[0]
-        time.sleep(0.02)
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.communicate()
-    (left,) = memory.glob(f"{FOLDERS}*/step_*")
-    assert not list((tmp_path / "killed" / "checkpoints").glob("step_*"))
-    status, output = finish(start("train", killed, "--resume"))
-    assert status == 0, output
-    assert f"continuing from the state of step {int(left.name[5:])} in {left.parent}" in output
-    header = json.loads((tmp_path / "killed" / "header.json").read_text())
-    assert header[-1]["resumed_step"] == int(left.name[5:])
-    assert_same_run(lines(tmp_path / "killed"), lines(tmp_path / "whole"))
-    ours, its = states(tmp_path / "killed", 4), states(tmp_path / "whole", 4)
-    assert len(ours) > 12
-    assert ours == its
-    assert list(memory.iterdir()) == []

@@ -55,7 +55,7 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
     session: Any = SimpleNamespace(
         rollout=(), update_weights=update_weights, generating=contextlib.nullcontext
     )
-    checkpoints: Any = SimpleNamespace(check=lambda: None)
+    checkpoints: Any = SimpleNamespace(check=lambda: None, due_in_memory=lambda step: False)
     recorder = RunRecorder(experiment, session, observer, checkpoints, Progress())
 
     async def three_validations() -> None:
@@ -89,7 +89,9 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     async def settle() -> None:
         """Nothing is being written."""
 
-    checkpoints: Any = SimpleNamespace(check=lambda: None, save=save, settle=settle)
+    checkpoints: Any = SimpleNamespace(
+        check=lambda: None, due_in_memory=lambda step: False, save=save, settle=settle
+    )
     nobody: Any = None
     recorder = RunRecorder(experiment, nobody, observer, checkpoints, Progress())
 
@@ -123,7 +125,9 @@ def test_a_run_that_is_asked_to_stop_begins_no_step_and_saves_the_last_one_once(
     async def settle() -> None:
         """Nothing is being written."""
 
-    checkpoints: Any = SimpleNamespace(check=lambda: None, save=save, settle=settle)
+    checkpoints: Any = SimpleNamespace(
+        check=lambda: None, due_in_memory=lambda step: False, save=save, settle=settle
+    )
     nobody: Any = None
 
     async def run(told_in: int) -> int:
