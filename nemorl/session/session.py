@@ -116,7 +116,7 @@ class Session:
         """
         spans: dict[str, list[list[Span]]] = defaultdict(list)
         for name, group in self.groups.items():
-            if name not in ("rollout", "endpoint"):
+            if name not in ("rollout", "endpoint", "keeper"):
                 spans[name.partition("_")[0]].append(group.spans.take(now))
         if self.rollout:
             spans["rollout"] = [worker.spans.take(now) for worker in self.rollout]

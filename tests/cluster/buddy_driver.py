@@ -1,5 +1,5 @@
 """A driver of its own, for a test with several nodes: keeps the policy's state in memory, and finds it again
-after a node was lost. Says what it found, beside what was written to the disk of the same copy."""
+after a node was lost. Compares what it found with a checkpoint on disk from the same copy."""
 
 import asyncio
 import json

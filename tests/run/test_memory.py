@@ -120,7 +120,7 @@ async def test_a_rank_that_dies_while_it_writes_leaves_the_one_before(tmp_path: 
 
 
 @in_a_loop
-async def test_what_is_torn_or_older_in_memory_comes_from_the_disk(tmp_path: Path) -> None:
+async def test_what_is_corrupt_or_older_in_memory_comes_from_the_disk(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
     await saving.step(2, to_disk=True)
     await saving.checkpoints.settle()
