@@ -10,13 +10,10 @@ import importlib
 import inspect
 import logging
 import os
-import sys
-import threading
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -24,6 +21,7 @@ from typing import Any
 
 import ray
 
+from .activity import Activity, Call, collectives, place_of, stacks
 from .errors import ClusterError, NotShared, WorkerFailed
 from .logs import send_output_to
 
@@ -54,15 +52,6 @@ class _Running:
     thread: str = ""  # name of the thread that runs it; empty: it waits for its turn, or is a coroutine
     since: float = field(default_factory=time.monotonic)
 
-    def __str__(self) -> str:
-        activity = f"in {self.method} for {time.monotonic() - self.since:.1f} s"
-        threads = {thread.name: thread.ident for thread in threading.enumerate()}
-        frame = sys._current_frames().get(threads.get(self.thread) or 0)
-        if frame is None:
-            return activity
-        line = traceback.extract_stack(frame)[-1]
-        return f"{activity}, at {line.filename}:{line.lineno} in {line.name}"
-
 
 @ray.remote(concurrency_groups={"control": 1})
 class Actor:
@@ -70,6 +59,8 @@ class Actor:
         self._identity = identity
         self._concurrent = concurrent
         self._running: list[_Running] = []
+        self._finished, self._idle_since = "", time.monotonic()  # the method that ended last, and when
+        self._loop: asyncio.AbstractEventLoop | None = None  # that runs the coroutines of the target
         self._target: Any = self  # until it is constructed
         self._kept: dict[str, ray.ObjectRef] = {}  # answers that other workers read
         self._unshared = [folder for folder in (identity.folder, identity.log.parent) if not folder.is_dir()]
@@ -81,6 +72,7 @@ class Actor:
     async def make(self, invocation: Invocation, path: str, **kwargs: Any) -> tuple[str, ...]:
         """Make the target and start it; return the process's GPUs, as CUDA_VISIBLE_DEVICES names them."""
         ray._raylet.setproctitle(f"nemorl {self._identity.group} {self._identity.rank}")
+        self._loop = asyncio.get_running_loop()
         self._target = await self.call(replace(invocation, method="construct"), path, kwargs)
         if self._concurrent and hasattr(self._target, "start"):  # which requires a running event loop
             await self.call(replace(invocation, method="start"))
@@ -130,10 +122,16 @@ class Actor:
             await self.call(invocation)
 
     @ray.method(concurrency_group="control")
-    async def describe_activity(self) -> str:
-        """Describe the current calls, from a thread of its own; the stacks of all threads go to the log."""
+    async def describe_activity(self) -> Activity:
+        """Describe what runs here, from a thread of its own; the stacks of all threads go to the log."""
         faulthandler.dump_traceback(file=2, all_threads=True)
-        return "; ".join(map(str, self._running)) or "idle"
+        now, queues = time.monotonic(), {}
+        if hasattr(self._target, "queues"):
+            with suppress(Exception):  # an engine that has failed has none
+                queues = self._target.queues()
+        calls = [Call(one.method, now - one.since, place_of(one.thread)) for one in tuple(self._running)]
+        idle = now - self._idle_since
+        return Activity(tuple(calls), self._finished, idle, collectives(), queues, stacks(self._loop))
 
     @contextmanager
     def _reporting(self, invocation: Invocation) -> Iterator[_Running]:
@@ -151,6 +149,7 @@ class Actor:
             raise WorkerFailed(group, rank, invocation.stage, kind, str(error), log) from error
         finally:
             self._running.remove(running)
+            self._finished, self._idle_since = invocation.method, time.monotonic()
 
 
 async def _resolved(tree: Any) -> Any:

@@ -7,12 +7,13 @@ Each call has a stage and a deadline, and its errors name the rank and the cause
 
 import asyncio
 import logging
+import os
 import re
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,9 +22,10 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from nemorl.config.policy import LayoutConfig
 
+from .activity import ProcessReport, process_state
 from .actor import Actor, Identity, Invocation
 from .errors import ClusterError, DeadlineExceeded, GroupEnded, NodeLost, WorkerDied, WorkerFailed
-from .logs import last_lines, log_path
+from .logs import last_lines, log_path, process_of
 from .nodes import Home
 from .placement import Placement
 
@@ -120,8 +122,8 @@ class Worker:
             running = False
             raise await resolve_error(self, stage, error) from None
         except TimeoutError:
-            where = await describe_activity([self])
-            raise DeadlineExceeded(self.group, (self.rank,), stage, seconds, where) from None
+            where = str((await describe_activity([self]))[0])
+            raise DeadlineExceeded(self.group, (self.rank,), stage, seconds, (where,)) from None
         finally:
             if running:
                 ray.cancel(items)
@@ -156,6 +158,8 @@ class BusySpans:
 
 # Starts the process of a rank and has it make its target; returns it with a reference to its GPUs.
 Launch = Callable[[int, Invocation], tuple[Worker, ray.ObjectRef]]
+# Called with a deadline's error and the workers of the group, before their processes are ended.
+OnDeadline = Callable[[DeadlineExceeded, Sequence[Worker]], Awaitable[None]]
 
 
 class WorkerGroup:
@@ -166,9 +170,15 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, name: str, workers: Sequence[Worker], mesh: Mesh, launch: Launch | None = None
+        self,
+        name: str,
+        workers: Sequence[Worker],
+        mesh: Mesh,
+        launch: Launch | None = None,
+        on_deadline: OnDeadline | None = None,
     ) -> None:
         self.name, self.workers, self.mesh = name, tuple(workers), mesh
+        self._on_deadline = on_deadline
         self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
         self.spans = BusySpans()  # of calls that were awaited, without those in the background
         self._launch, self._ended = launch, ""  # why its processes ended, if they did
@@ -188,6 +198,7 @@ class WorkerGroup:
         mesh: Mesh | None = None,
         concurrent: bool = False,
         environment: Mapping[str, str] | None = None,
+        on_deadline: OnDeadline | None = None,
     ) -> "WorkerGroup":
         """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
 
@@ -215,9 +226,13 @@ class WorkerGroup:
 
         invocation = Invocation("make", f"start {name}", deadline_seconds)
         launched = [launch(rank, invocation) for rank in range(ranks)]
-        group = cls(name, [worker for worker, _ in launched], mesh, launch)
+        group = cls(name, [worker for worker, _ in launched], mesh, launch, on_deadline)
         group.gpus = await group._answers({reference: worker for worker, reference in launched}, invocation)
         return group
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._ended)
 
     def kill(self, worker: Worker) -> None:
         """End one process, even one that does not respond; calls of it fail, those that run too."""
@@ -310,14 +325,15 @@ class WorkerGroup:
         self._end("it was shut down")
 
     async def _answers(self, pending: Pending, invocation: Invocation, ends_group: bool = True) -> list[Any]:
-        if invocation.background:  # of methods that wait for no other rank
-            return await answers(pending, invocation)
-        self._unanswered |= pending.keys()
+        if not invocation.background:  # a method there waits for no other rank
+            self._unanswered |= pending.keys()
         try:
             with self.spans.busy():
                 everything = await answers(pending, invocation)
         except ClusterError as error:
-            if ends_group:
+            if isinstance(error, DeadlineExceeded) and self._on_deadline is not None:
+                await self._on_deadline(error, self.workers)
+            if ends_group and not invocation.background:
                 self._end(f"its processes were ended after this failure: {str(error).splitlines()[0]}")
             raise
         self._unanswered -= pending.keys()
@@ -356,25 +372,33 @@ async def answers(pending: Pending, invocation: Invocation) -> list[Any]:
         raise next(e for kind in (NodeLost, WorkerDied, ClusterError) for e in errors if isinstance(e, kind))
     if waiting:
         late = [worker for future, worker in futures.items() if future in waiting]
-        where = await describe_activity(late)
+        where = tuple(map(str, await describe_activity(late)))
         raise DeadlineExceeded(late[0].group, tuple(w.rank for w in late), stage, seconds, where)
     return [future.result() for future in futures]
 
 
-async def describe_activity(workers: Sequence[Worker]) -> tuple[str, ...]:
-    """Describe the current activity of each worker, and write its stacks to its log."""
+async def describe_activity(workers: Sequence[Worker]) -> list[ProcessReport]:
+    """Describe what each worker does, and write its stacks to its log.
+
+    One that does not answer within `ACTIVITY_SECONDS` is described from outside, if it is on this machine.
+    """
     asked = [asyncio.wrap_future(worker.actor.describe_activity.remote().future()) for worker in workers]
-    await asyncio.wait(asked, timeout=ACTIVITY_SECONDS)
-    activities = []
+    if asked:
+        await asyncio.wait(asked, timeout=ACTIVITY_SECONDS)
+    reports = []
     for future, worker in zip(asked, workers, strict=True):
+        pid, host = process_of(worker.log) or (None, "")
+        here = pid is not None and host == os.uname().nodename
+        report = ProcessReport(worker.group, worker.rank, str(worker.log), pid, host)
+        report = replace(report, state=process_state(pid) if pid and here else None)
         if not future.done():
             future.cancel()
-            activities.append("does not respond; its process is stopped or holds the interpreter's lock")
         elif (error := future.exception()) is not None:
-            activities.append(str(typed_error(worker, "describe_activity", error)))
+            report = replace(report, error=str(typed_error(worker, "describe_activity", error)))
         else:
-            activities.append(f"{future.result()} (stacks in {worker.log})")
-    return tuple(activities)
+            report = replace(report, activity=future.result())
+        reports.append(report)
+    return reports
 
 
 async def resolve_error(worker: Worker, stage: str, error: BaseException | None) -> ClusterError:

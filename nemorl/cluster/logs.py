@@ -41,6 +41,16 @@ def send_output_to(path: Path, group: str, rank: int) -> None:
     sys.stderr.write(f"{START_OF_LOG} {group}-{rank} process {os.getpid()} on {host} {started}\n")
 
 
+def process_of(path: Path) -> tuple[int, str] | None:
+    """Process and host of the latest start that wrote a worker's log; None if it cannot be read."""
+    try:
+        text = path.read_bytes().rpartition(START_OF_LOG.encode())[2].decode("utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.match(r" \S+ process (\d+) on (\S+) ", text)
+    return (int(found[1]), found[2]) if found else None
+
+
 def last_lines(path: Path, count: int = 20) -> tuple[str, ...]:
     """The end of a worker's log, of its latest start, without Python's warnings; or why it cannot be read."""
     try:

@@ -1,4 +1,7 @@
-"""`nemorl doctor`: what is installed, what this machine offers, and what is missing for what."""
+"""`nemorl doctor`: what is installed, what this machine offers, and what is missing for what.
+
+With a run folder: what became of the run, and what to look at first.
+"""
 
 import platform
 import shutil
@@ -58,14 +61,22 @@ _DEFAULT_OBJECT_STORE_BYTES = 512 * 2**20
 
 
 def register(commands: Commands) -> None:
-    help_text = "report the installed packages, the hardware, and what is missing for training"
+    help_text = (
+        "report the installed packages, the hardware, and what is missing for training; or explain a run"
+    )
     doctor = add_command(commands, "doctor", _doctor, help_text)
+    run_help = (
+        "run folder: report whether the run is healthy, hangs or ended, the probable cause and what to do"
+    )
+    doctor.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help=run_help)
     doctor.add_argument("--brief", action="store_true", help="print only what is missing")
     gpus_help = "fail unless torch can use at least N GPUs"
     doctor.add_argument("--gpus", type=int, default=0, metavar="N", help=gpus_help)
 
 
 def _doctor(arguments: Namespace) -> int:
+    if arguments.run_dir is not None:
+        return _explain(arguments.run_dir)
     machine = read_machine()
     findings = [*_installed(), *_hardware(machine), *_cuda(len(machine.gpus), arguments.gpus)]
     findings += [*_kernels("cuda" if machine.gpus else "cpu"), _gloo()]
@@ -78,6 +89,20 @@ def _doctor(arguments: Namespace) -> int:
     named = (f"{finding.what} ({finding.found})" if arguments.brief else finding.what for finding in missing)
     say(f"not ready: {', '.join(named)}" if missing else "ready to train on this machine")
     return ExitCode.FAILED if missing else ExitCode.WELL
+
+
+def _explain(run_dir: Path) -> int:
+    """Explain a run; fail if it has failed or hangs."""
+    from nemorl.run.diagnosis import Condition, diagnose  # imports Ray
+
+    found = diagnose(run_dir)
+    lines = [f"{run_dir}: {found.condition.value}"]
+    lines += [f"probable cause: {found.cause}"] * bool(found.cause)
+    lines += [f"  - {fact}" for fact in found.facts]
+    lines += ["next:", *(f"  {command}" for command in found.commands)] if found.commands else []
+    say("\n".join(lines))
+    fine = (Condition.COMPLETE, Condition.HEALTHY, Condition.STOPPED)
+    return ExitCode.WELL if found.condition in fine else ExitCode.FAILED
 
 
 def _installed() -> Iterator[Finding]:

@@ -31,6 +31,8 @@ class DeadlineConfig(Config):
     """Sending the weights to generation."""
     checkpoint: float = Field(1800.0, gt=0)
     """Writing or reading a checkpoint."""
+    stall: float = Field(300.0, gt=0)
+    """Without progress of a stage; the run then writes a stall report, and continues to wait."""
 
 
 class ClusterConfig(Config):

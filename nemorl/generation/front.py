@@ -82,6 +82,12 @@ class EngineFront(ABC):
     def health(self) -> EngineHealth:
         """Current state. Raises EngineFailed, with its cause, if the engine has failed."""
 
+    def queues(self) -> dict[str, float]:
+        """What waits here, for a stall report; called from any thread. Raises as `health`."""
+        health = self.health()
+        since = health.seconds_since_step
+        return {"running": health.running, "waiting": health.waiting, "seconds_since_step": since}
+
     async def generate_batches(
         self, requests: Sequence[GenerationRequest]
     ) -> AsyncGenerator[Sequence[Report], None]:

@@ -54,7 +54,7 @@ class Observer:
         first = folder.resumed_step or 0
         self._console = open_console(config, total_steps=total_steps, first_step=first, stream=stream)
         self._stages = Stages([self._console, timeline])
-        self.stage = self._stages.stage
+        self.stage, self.listen = self._stages.stage, self._stages.listen
         self.take_work: Callable[[float], Mapping[str, Work]] | None = None  # of the run's processes
         self._open = ExitStack()
         self._open.callback(folder.close)
@@ -106,7 +106,8 @@ class Observer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.folder.record_end(error)
         self._open.close()
 
 

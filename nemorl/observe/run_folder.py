@@ -14,7 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from .files import JsonObject, RunFolderError, keep_json_lines, write_atomically, write_failed
+from nemorl.errors import RunStopped
+
+from .files import JsonObject, RunFolderError, WriteError, keep_json_lines, write_atomically, write_failed
 
 PACKAGES = ("nemorl", "torch", "megatron-core", "transformers", "ray", "numpy", "pydantic")
 
@@ -49,12 +51,13 @@ ABOUT = """# A run of nemorl
 | file | what it holds |
 |---|---|
 | `config.yaml` | the whole configuration, defaults included; `nemorl train config.yaml` repeats the run |
-| `header.json` | one entry for each start: command, versions, machine, commit, kernels in use |
+| `header.json` | one entry for each start: command, versions, machine, commit, kernels in use, how it ended |
 | `metrics.jsonl` | the metrics of every step, a line each; NaN and infinity are null, named in `nonfinite` |
 | `samples.jsonl` | some conversations of every step, a JSON object a line |
 | `timeline.json` | stages, work of processes, critical path; open it in Perfetto or chrome://tracing |
 | `report.html` | all of this as one page that needs no network; `nemorl report` writes it again |
 | `tensorboard/` | the metrics for TensorBoard, if enabled |
+| `stall-N.json` | what every process did when a stage made no progress; `nemorl doctor` explains it |
 | `checkpoints/` | what `--resume` continues from |
 | `hf/` | the final weights in the Hugging Face format (`checkpointing.save_hf`) |
 | `eval/` | metrics and samples of the latest `nemorl eval` |
@@ -135,6 +138,15 @@ class RunFolder:
         """Add facts known only after the start, such as the kernels in use, to this start's entry."""
         self._start["run"] = self._start.get("run", {}) | dict(facts)
         self._write_header()
+
+    def record_end(self, error: BaseException | None) -> None:
+        """Add to this start's entry how it ended. On a full disk the entry stays without it."""
+        text = "" if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])
+        outcome = "complete" if error is None else "stopped" if isinstance(error, RunStopped) else "failed"
+        ended = datetime.now(UTC).isoformat(timespec="seconds")
+        self._start["end"] = {"time": ended, "outcome": outcome, "error": text}
+        with suppress(WriteError):
+            self._write_header()
 
     def close(self) -> None:
         self._lock.close()

@@ -155,6 +155,10 @@ class Stages:
         self._waits: list[Wait] = []
         self._restart_clock()
 
+    def listen(self, listener: StageListener) -> None:
+        """Report the stages that begin from now on to this listener too."""
+        self._listeners = [*self._listeners, listener]
+
     def _restart_clock(self) -> None:
         self._started, self._begin = time.time(), time.perf_counter()
 

@@ -25,6 +25,10 @@ class RolloutFailed(RunError):
     """Groups that will not come; the message names them and their workers."""
 
 
+class SamplingStalled(RolloutFailed):
+    """No group finished within the deadline."""
+
+
 def ignore(finished: int) -> None:
     """For a caller that does not count them."""
 
@@ -69,10 +73,14 @@ class Dispatcher:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
 
-    def stalled(self, ready: int, count: int) -> RolloutFailed:
+    def queues(self) -> dict[str, float]:
+        """Groups that each worker still has to finish."""
+        return {f"worker {w}": float(len(ids)) for w, ids in enumerate(self._waiting)}
+
+    def stalled(self, ready: int, count: int) -> SamplingStalled:
         """The error for a wait that was too long."""
         held = (f"worker {w}: groups {_ids(sorted(ids))}" for w, ids in enumerate(self._waiting) if ids)
-        return RolloutFailed(
+        return SamplingStalled(
             f"sampling: no group finished within {self.seconds:g} s (`cluster.deadlines.generation`), with "
             f"{ready} of {count} ready; waiting for {'; '.join(held) or 'no group: too few were started'}"
         )
@@ -113,6 +121,11 @@ class Collector:
     @property
     def place(self) -> DataPlace:
         return self._schedule.place
+
+    def queues(self) -> dict[str, float]:
+        """Groups running, ready for a step, and to be finished by each worker."""
+        counts = {"running": float(len(self._schedule.running)), "ready": float(self._schedule.num_ready)}
+        return counts | self._dispatcher.queues()
 
     def take_dropped(self) -> tuple[list[Dropped], int]:
         """What was dropped since the last call, and the number of groups that were given up."""

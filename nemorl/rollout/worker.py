@@ -56,6 +56,12 @@ class GroupRunner(ABC):
                 running.is_stale = True
                 running.work.cancel()
 
+    def queues(self) -> dict[str, float]:
+        """What is in progress here, for a stall report; called from any thread."""
+        running = tuple(self._running)
+        tokens = sum(record.num_sampled for one in running for record in one.records)
+        return {"groups": len(running), "tokens_sampled": tokens}
+
     async def _run_or_drop(self, assignment: GroupAssignment) -> GroupSummary | Dropped:
         # The additional sample is greedy.
         records = [Record() for _ in range(assignment.num_samples + assignment.greedy_baseline)]

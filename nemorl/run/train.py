@@ -154,6 +154,9 @@ async def _train_session(
         with observer.stage("start", outside_step=True):
             started = open_session(experiment, policy=True, sampling=config.generates)
             session = await stack.enter_async_context(started)
+        assert session.stalls is not None
+        observer.listen(session.stalls)
+        await stack.enter_async_context(session.stalls.watching())
         done = f"{progress.step} of {config.num_steps} done" if progress.step else str(config.num_steps)
         observer.header(
             {
@@ -186,6 +189,7 @@ async def _train_session(
                 async with AsyncExitStack() as closing:
                     if isinstance(algorithm, OnlineAlgorithm):
                         closing.push_async_callback(algorithm.collector.close)
+                        session.stalls.queues["collector"] = algorithm.collector.queues
                         await session.update_weights(recorder.done)
                     elif algorithm.data.held_out:
                         recorder.measure = algorithm.validation_metrics

@@ -35,6 +35,7 @@ from nemorl.weights.process_group import served_store
 
 from . import handles
 from .scoring import RewardScorer, reporting_failures, reward_by_url, reward_routes
+from .stalls import StallReporter
 from .supervisor import ReplicaSupervisor
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Session:
     policy_samples: bool = False  # without engines
     nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: the processes on each
     starter: "Starter | None" = None  # for processes that are started later
+    stalls: StallReporter | None = None
 
     @property
     def learner(self) -> handles.ModelHandle:
@@ -195,6 +197,8 @@ async def open_session(experiment: Experiment, *, policy: bool, sampling: bool) 
     async with AsyncExitStack() as stack:
         placement = await stack.enter_async_context(reserved(experiment, groups))
         session = Session(nodes=placement.described, policy_samples=policy_samples)
+        seconds = experiment.cluster.deadlines.stall
+        session.stalls = StallReporter(experiment.run_dir, seconds, session.groups)
         session.starter = starter = Starter(experiment, placement, stack, session)
         if learns and asks and experiment.generation.shares_devices:
             await starter.models(training=policy)
@@ -396,7 +400,9 @@ class Starter:
     ) -> WorkerGroup:
         """Start a group, which ends with the stack, by the error that ends it, if any."""
         options = {"placement": self.placement, "run_dir": self.experiment.run_dir, **options}
-        seconds = self.experiment.cluster.deadlines.start
+        seconds, stalls = self.experiment.cluster.deadlines.start, self.session.stalls
+        if stalls is not None:
+            options["on_deadline"] = stalls.explain
         group = await WorkerGroup.start(name, target, kwargs, deadline_seconds=seconds, **options)
         self.session.groups[name] = group
 

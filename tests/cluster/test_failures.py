@@ -141,7 +141,10 @@ def test_a_deadline_does_not_wait_for_a_stopped_process(
     group = start_fragile()
     pids = asyncio.run(group.call("process", **LIMITS))
     os.kill(pids[1], signal.SIGSTOP)
-    with pytest.raises(DeadlineExceeded, match=r"no answer from rank 1.*\n.*rank 1: does not respond"):
+    stopped = (
+        rf"no answer from rank 1.*\n.*rank 1: does not respond; its process {pids[1]} is stopped \(state T"
+    )
+    with pytest.raises(DeadlineExceeded, match=stopped):
         asyncio.run(group.call("process", stage="logprobs", seconds=2.0))
 
 
