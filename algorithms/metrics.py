@@ -4,6 +4,7 @@ The first batch of a process and every batch of the config's period are compared
 the gap comes with the update itself, except in best-of-n, whose losses do not compute it.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from nemorl.data.losses import TrainStats
 from nemorl.errors import RunError
 from nemorl.observe.metrics import Phase, Sample
 from nemorl.rollout.groups import Dropped, DropReason, GroupSummary, TrajectorySummary
+from nemorl.trajectories import StopReason
 
 
 def rollout_metrics(groups: Sequence[GroupSummary], version: int) -> dict[str, float]:
@@ -56,20 +58,50 @@ def _version_metrics(members: Sequence[TrajectorySummary], version: int) -> dict
     }
 
 
-def dropped_metrics(dropped: Sequence[Dropped], num_given_up: int) -> dict[str, float]:
-    """Attempts at groups that nothing was trained on since the last step, in numbers that show a bias."""
+def dropped_metrics(
+    dropped: Sequence[Dropped], num_given_up: int, groups: Sequence[GroupSummary]
+) -> dict[str, float]:
+    """Attempts at groups since the last step that nothing was trained on, next to the `groups` of this step.
+
+    Without a bias by length `dropped/length_ratio` is 1 and each `dropped/share_q*`, the share of dropped
+    trajectories with lengths of that quarter of the finished ones, 0.25; without one by reward
+    `dropped/reward_gap` is 0. Trajectories that a deadline ended in these groups count as dropped.
+    """
+    members = [t for group in groups for t in group.trajectories]
+    late = [t.num_sampled for t in members if t.stop is StopReason.DEADLINE]
     reasons = Counter(one.reason for one in dropped)
     rewards = [reward for one in dropped for reward in one.rewards]
+    lengths = [*(length for one in dropped for length in one.lengths), *late]
+    finished = [t for t in members if t.error is None]
     metrics = {f"dropped/{reason}": float(reasons[reason]) for reason in get_args(DropReason)}
     metrics |= {
         "dropped/given_up": float(num_given_up),
-        "dropped/tokens": float(sum(one.num_sampled for one in dropped)),
+        "dropped/late": float(len(late)),
+        "dropped/tokens": float(sum(lengths)),
     }
-    if dropped:
-        metrics["dropped/tokens_mean"] = fmean(one.num_sampled for one in dropped)
     if rewards:
         metrics["dropped/reward"] = fmean(rewards)
+        metrics["dropped/reward_gap"] = fmean(rewards) - fmean(t.reward for t in finished)
+    if lengths:
+        kept = [t.num_sampled for t in finished]
+        metrics["dropped/length"] = fmean(lengths)
+        metrics["dropped/length_ratio"] = fmean(lengths) / max(1.0, fmean(kept))
+        shares = _shares_of_quarters(lengths, kept)
+        metrics |= {f"dropped/share_q{quarter}": share for quarter, share in enumerate(shares, 1)}
     return metrics
+
+
+def _shares_of_quarters(lengths: Sequence[int], others: Sequence[int]) -> list[float]:
+    """Shares of `lengths` in the quarters of `others`; a length that several quarters have counts in each."""
+    ordered, shares = sorted(others), [0.0] * 4
+    for length in lengths:
+        low, high = (4 * find(ordered, length) / len(ordered) for find in (bisect_left, bisect_right))
+        for quarter in range(4):
+            inside = max(0.0, min(high, quarter + 1) - max(low, quarter))
+            # A length that none of the others has is a point between them.
+            share = inside / (high - low) if high > low else float(quarter == min(3, int(low)))
+            shares[quarter] += share / len(lengths)
+    return shares
 
 
 def environment_share(groups: Sequence[GroupSummary]) -> float:

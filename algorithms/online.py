@@ -110,8 +110,8 @@ class OnlineAlgorithm:
         filtered = filter_groups(groups, self.config.filters, self.config.num_prompts_per_step)
         batch = self.update.prepare(filtered.groups, number)
         metrics = rollout_metrics(groups, number - 1) | filtered.metrics | await self.train(batch, number)
-        if self.config.max_staleness:
-            metrics |= dropped_metrics(*self.collector.take_dropped())
+        if self.config.max_staleness or self.config.oversampling > 1 or self.config.group_seconds:
+            metrics |= dropped_metrics(*self.collector.take_dropped(), groups)
         with self.observer.stage("refit"):
             metrics |= await self.session.update_weights(number)
         metrics |= await self.session.generation_metrics()

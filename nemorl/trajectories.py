@@ -20,6 +20,7 @@ class StopReason(StrEnum):
     LENGTH = "length"  # the token limit of the turn or of the sequence
     TOOL_CALLS = "tool_calls"  # the turn ended in a call of a tool
     ABORT = "abort"  # cancelled from outside
+    DEADLINE = "deadline"  # not finished within `algorithm.group_seconds`
     ERROR = "error"  # the environment or the engine failed
 
 

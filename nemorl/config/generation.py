@@ -116,6 +116,9 @@ class GenerationBase(Config):
     GPUs when not given."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of one engine; the cores divided by the engines when not given."""
+    concurrency: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Trajectories of training per engine that are sampled at a time; more wait in rollout workers, not in
+    engines. `auto` follows the queues of engines and the age of samples; null sets no limit."""
     endpoint: EndpointConfig | None = None
     """An OpenAI-compatible HTTP server over the engines while the run lasts; none when not given."""
 
@@ -128,6 +131,13 @@ class GenerationBase(Config):
     def ranks_per_replica(self) -> int:
         """Devices of one engine, or its processes on a CPU."""
         return getattr(self, "tensor_parallel_size", 1) * getattr(self, "pipeline_parallel_size", 1)
+
+    @property
+    def initial_concurrency(self) -> int | None:
+        """Trajectories per engine that are sampled at a time when the run begins; None: any number."""
+        if self.concurrency == "auto":
+            return int(getattr(self, self.batch_field))
+        return self.concurrency
 
     def host_options(self, policy: PolicyConfig) -> dict[str, object]:
         """Arguments of `host_class` that other engines' hosts do not have."""
@@ -189,6 +199,7 @@ class MegatronGenerationConfig(GenerationBase):  # docs/megatron_generation.md
             "replicas": "their number is policy.layout.data_parallel_size",
             "precision": "it computes in policy.precision",
             "threads": "its processes have cluster.policy_threads",
+            "concurrency": "generation.max_batch_size is what they sample at a time",
             "endpoint": "between two stages of sampling it cannot answer",
             "on_update": "all sequences have ended when it trains",
         } | dict.fromkeys(("bucket_megabytes", "transport", "delta", "check_one_in"), "no weights are sent")
@@ -220,6 +231,9 @@ class OpenAIGenerationConfig(GenerationBase):
     def _settings_of_engines(self) -> Problems:
         names = ("precision", "on_update", "bucket_megabytes", "transport", "delta", "check_one_in")
         yield from self.without_effect(names, "the server receives no weights from the run; remove it")
+        if self.concurrency == "auto":
+            fix = "the server does not report which requests wait; set it to a number, or remove it"
+            yield Problem("concurrency", "auto", fix)
         if not self.token_ids:
             reason = "with generation.token_ids: false only text is sent to the server; remove it"
             yield from self.without_effect(("stop_token_ids",), reason)

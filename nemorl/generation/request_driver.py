@@ -256,6 +256,7 @@ class RequestDriver(EngineFront):
             paused=self._paused or bool(self._lock.holders),
             seconds_since_step=time.monotonic() - self._last_chunk if self._running else 0.0,
             corruption=self.corruption,
+            queued=sum(len(sequence.sampled) == 0 for sequence in self._sequences.values()),
         )
 
     def _finish(self, sequence: _Sequence, task: asyncio.Task[StopReason]) -> None:

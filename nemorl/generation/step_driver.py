@@ -88,6 +88,7 @@ class StepDriver(EngineFront):
             waiting=self._engine.num_waiting,
             paused=self._paused,
             seconds_since_step=time.monotonic() - self._last_step,
+            queued=self._engine.num_waiting,
         )
 
     def close(self) -> None:

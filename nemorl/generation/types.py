@@ -83,6 +83,7 @@ class EngineHealth:
     paused: bool
     seconds_since_step: float  # or since it was last idle
     corruption: str | None = None  # why its requests wait until a complete refit
+    queued: int = 0  # running or waiting requests that have no token yet
 
 
 class Generator(Protocol):

@@ -1,7 +1,7 @@
 """The driver's side of sampling: gives groups to rollout workers and hands them out, step by step."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence, Set
 from typing import Any, Protocol
 
 from nemorl.errors import RunError
@@ -19,6 +19,9 @@ class RolloutProcess(Protocol):
 
     async def abort_stale(self, oldest: int, /) -> None:
         """Drop the training groups with a token of weights older than version `oldest`."""
+
+    async def abort_groups(self, groups: list[int], /) -> None:
+        """Drop these training groups, as cut off, as far as they run."""
 
 
 class RolloutFailed(RunError):
@@ -67,6 +70,12 @@ class Dispatcher:
         for worker, waiting in zip(self._workers, self._waiting, strict=True):
             if waiting:
                 self._keep(worker.abort_stale(oldest))
+
+    def abort_groups(self, groups: Set[int]) -> None:
+        """Have the workers drop these groups; they do it meanwhile."""
+        for worker, waiting in zip(self._workers, self._waiting, strict=True):
+            if ended := sorted(waiting & groups):
+                self._keep(worker.abort_groups(ended))
 
     async def close(self) -> None:
         for call in self._calls:
@@ -144,32 +153,41 @@ class Collector:
     async def next_batch(self, on_finished: OnFinished = ignore) -> list[GroupSummary]:
         """The groups of the next step, as `GroupSchedule.take`; `on_finished` counts those that train.
 
-        Raises what a worker raises, and RolloutFailed when one ends early or the deadline passes.
+        Returns when what it cuts off has ended: with `max_staleness` 0 nothing runs between steps. Raises
+        what a worker raises, and RolloutFailed when one ends early or the deadline passes.
         """
         count, reported = self._schedule.plan.groups_per_step, 0
         while True:
-            self._changed.clear()
             ready = min(self._schedule.num_ready, count)
             if ready > reported:
                 on_finished(ready - reported)
                 reported = ready
             if (batch := self._schedule.take()) is not None:
-                return batch
+                break
             self._dispatcher.start(self._schedule.start())  # in place of what was too old
-            assert self._collecting is not None, "nothing was started: call advance first"
-            if self._collecting.done():
-                self._collecting.result()
-            try:
-                async with asyncio.timeout(self._dispatcher.seconds):
-                    await self._changed.wait()
-            except TimeoutError:
-                raise self._dispatcher.stalled(ready, count) from None
+            await self._change(ready)
+        self._dispatcher.abort_groups(self._schedule.cut_off)
+        while self._schedule.cut_off:
+            await self._change(count)
+        return batch
 
     async def close(self) -> None:
         if self._collecting is not None:
             self._collecting.cancel()
             await asyncio.gather(self._collecting, return_exceptions=True)
         await self._dispatcher.close()
+
+    async def _change(self, ready: int) -> None:
+        """Wait until a group ends; `ready` is for the error."""
+        assert self._collecting is not None, "nothing was started: call advance first"
+        self._changed.clear()
+        if self._collecting.done():
+            self._collecting.result()
+        try:
+            async with asyncio.timeout(self._dispatcher.seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            raise self._dispatcher.stalled(ready, self._schedule.plan.groups_per_step) from None
 
     async def _collect(self) -> None:
         """Follow the groups as they end, also while a step trains."""

@@ -65,8 +65,9 @@ class GroupSummary:
         return min((t.min_version for t in self.trajectories if t.min_version >= 0), default=sys.maxsize)
 
 
-# Finished too late to train on, ended while it was sampled for the same reason, or its worker died.
-DropReason = Literal["too_old", "aborted", "lost"]
+# Finished too late to train on, ended while it was sampled for the same reason, not among the first of an
+# over-sampled step, too few members finished before the group's deadline, or its worker died.
+DropReason = Literal["too_old", "aborted", "cut_off", "deadline", "lost"]
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,25 @@ class Dropped:
 
     group: int
     reason: DropReason
-    num_sampled: int = 0  # tokens that were sampled for nothing
+    lengths: tuple[int, ...] = ()  # tokens that its trajectories had sampled when it ended
     rewards: tuple[float, ...] = ()  # of its trajectories, as far as they were scored
 
+    @classmethod
+    def of_summary(cls, group: GroupSummary, reason: DropReason) -> "Dropped":
+        members = group.trajectories
+        rewards = tuple(t.reward for t in members if t.error is None)
+        return cls(group.group, reason, tuple(t.num_sampled for t in members), rewards)
 
-def summarize(trajectory: Trajectory, row: int) -> TrajectorySummary:
+
+def summarize(trajectory: Trajectory, row: int, num_unfinished: int = 0) -> TrajectorySummary:
+    """`num_unfinished`: tokens of a turn that did not end, which are not in the trajectory."""
     sampled = trajectory.versions[trajectory.versions >= 0]
     return TrajectorySummary(
         row=row,
         reward=trajectory.reward,
         rewards=trajectory.rewards,
-        num_tokens=trajectory.num_tokens,
-        num_sampled=trajectory.num_sampled,
+        num_tokens=trajectory.num_tokens + num_unfinished,
+        num_sampled=trajectory.num_sampled + num_unfinished,
         num_turns=len(trajectory.turns),
         stop=trajectory.stop,
         min_version=int(sampled.min()) if len(sampled) else -1,

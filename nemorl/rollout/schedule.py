@@ -1,18 +1,22 @@
 """Accounts for the groups of a run: which may be sampled now, and which step trains on each.
 
     waiting ──start──▶ running ──finish──▶ ready ──take──▶ handed out
-       ▲                  │ lost, too old    │ too old
+       ▲                  │ lost, too old,   │ too old,
+       │                  │ cut off          │ cut off
        └──────────────────┴──────────────────┘
 
 Synchronous, one-step-off and fully asynchronous training differ in one number. The version of the weights
 that a step trains is the number of steps taken before it; the age of a group is that version minus the oldest
 one that sampled any of its tokens. `max_staleness` bounds the age twice:
 
-    running or ready groups  <=  (version + max_staleness + 1 - steps taken) * groups_per_step
+    running or ready groups  <=  (version + max_staleness + 1 - steps taken) * groups_per_step + extra_groups
     age of a group that is trained on  <=  max_staleness
 
 The first alone keeps the bound where groups finish in the order in which they start. One that others overtake
 becomes too old: it is dropped, counted, and its task is sampled again.
+
+With `extra_groups` a step does not wait for its slowest groups. Those continue for later steps as far as
+their age allows; with `max_staleness` 0 they are cut off, and what was cut off twice is waited for.
 
 Nothing here waits or reads a clock: a collector calls it in real time, the simulator in virtual time.
 """
@@ -25,11 +29,12 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from .groups import Dropped, GroupAssignment, GroupSummary
+from .groups import Dropped, DropReason, GroupAssignment, GroupSummary
 
-# Attempts at one group that end too old. What is slower than the steps that the bound allows would otherwise
-# be sampled for ever, and never trained on.
+# Attempts at one group that end too old or at its deadline. What is slower than these allow would otherwise
+# be sampled for ever, and never trained on. Of attempts that may be cut off the last one is waited for.
 MAX_ATTEMPTS = 3
+_GIVEN_UP_AFTER: frozenset[DropReason] = frozenset({"too_old", "aborted", "deadline"})
 
 
 class TaskOrder:
@@ -62,6 +67,7 @@ class CollectorPlan:
     texts_per_step: int = 0  # samples of a step whose text is kept, spread over its groups
     num_steps: int | None = None  # of the run; nothing is sampled for steps beyond; None: no end
     greedy_baseline: bool = False  # a greedy sample in addition to each group
+    extra_groups: int = 0  # started for a step besides those that it trains on, the first to finish
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class GroupSchedule:
     place: DataPlace = DataPlace()
     refill: Refill | None = None
     dropped: list[Dropped] = field(default_factory=list)  # since the caller last emptied it
-    given_up: list[int] = field(default_factory=list)  # groups too old `MAX_ATTEMPTS` times, since then
+    given_up: list[int] = field(default_factory=list)  # groups too slow `MAX_ATTEMPTS` times, since then
 
     def __post_init__(self) -> None:
         self._version = self.steps_taken  # of the weights that sample
@@ -99,12 +105,18 @@ class GroupSchedule:
         self._waiting: list[int] = []  # a heap of groups to start again
         self._attempts: Counter[int] = Counter()  # that ended, of groups that are not handed out
         self._running: set[int] = set()
+        self._cut_off: set[int] = set()  # of the running ones
         self._ready: list[GroupSummary] = []
         self._refused: list[GroupSummary] = []  # since the last step was taken
 
     @property
     def running(self) -> frozenset[int]:
         return frozenset(self._running)
+
+    @property
+    def cut_off(self) -> frozenset[int]:
+        """Running groups that the caller ends, because the step that they were started for has been taken."""
+        return frozenset(self._cut_off)
 
     @property
     def num_ready(self) -> int:
@@ -130,11 +142,13 @@ class GroupSchedule:
         steps = self._version + self.plan.max_staleness + 1
         if self.plan.num_steps is not None:
             steps = min(steps, self.plan.num_steps)
-        size = self.plan.groups_per_step
+        size, extra = self.plan.groups_per_step, self.plan.extra_groups
         room = (steps - self.steps_taken) * size - len(self._running) - len(self._ready)
+        if steps > self.steps_taken:
+            room += extra
         if self.refill is not None:
             # Of the groups that may be sampled for the next step, some have been refused.
-            spare = self.refill.max_groups - size - len(self._refused)
+            spare = self.refill.max_groups - size - extra - len(self._refused)
             room = min(room, room + spare)
         started = [self._take_waiting() for _ in range(max(0, room))]
         self._running.update(started)
@@ -143,6 +157,9 @@ class GroupSchedule:
     def finish(self, group: GroupSummary) -> bool:
         """Take a group that has been sampled; True if it can be trained on."""
         self._running.remove(group.group)
+        if group.group in self._cut_off:
+            self._again(Dropped.of_summary(group, "cut_off"))
+            return False
         if self.refill is not None and not self.refill.accepts(group):
             self._refused.append(group)
             return False
@@ -161,33 +178,44 @@ class GroupSchedule:
         be more than a step trains, or fewer that are accepted.
         """
         self._drop_old()
+        cuts_off = self.plan.extra_groups > 0 and self.plan.max_staleness == 0
+        if cuts_off and any(map(self._is_overdue, self._running)):
+            return None
         size = self.plan.groups_per_step
         sampled = len(self._ready) + len(self._refused)
         full = self.refill is not None and sampled >= self.refill.max_groups
         if len(self._ready) < size and not full:
             return None
-        self._ready.sort(key=lambda group: (group.min_version, group.group))
+        self._ready.sort(key=lambda g: (g.min_version, not self._is_overdue(g.group), g.group))
         taken, self._ready = self._ready[:size], self._ready[size:]
         taken += self._refused
         self._refused = []
         self.steps_taken += 1
         self._hand_out(group.group for group in taken)
+        if cuts_off:
+            self._drop_ready(lambda _: True, "cut_off")
+            self._cut_off = set(self._running)
         return sorted(taken, key=lambda group: group.group)
 
+    def _is_overdue(self, group: int) -> bool:
+        return self._attempts[group] >= MAX_ATTEMPTS - 1
+
     def _drop_old(self) -> None:
+        self._drop_ready(lambda group: group.min_version < self.oldest_version, "too_old")
+
+    def _drop_ready(self, drops: Callable[[GroupSummary], bool], reason: DropReason) -> None:
         ready, self._ready = self._ready, []
         for group in ready:
-            if group.min_version >= self.oldest_version:
+            if drops(group):
+                self._again(Dropped.of_summary(group, reason))
+            else:
                 self._ready.append(group)
-                continue
-            members = group.trajectories
-            rewards = tuple(t.reward for t in members if t.error is None)
-            self._again(Dropped(group.group, "too_old", sum(t.num_sampled for t in members), rewards))
 
     def _again(self, dropped: Dropped) -> None:
         self.dropped.append(dropped)
+        self._cut_off.discard(dropped.group)
         self._attempts[dropped.group] += 1
-        if dropped.reason == "too_old" and self._attempts[dropped.group] >= MAX_ATTEMPTS:
+        if dropped.reason in _GIVEN_UP_AFTER and self._attempts[dropped.group] >= MAX_ATTEMPTS:
             self.given_up.append(dropped.group)
             self._hand_out([dropped.group])
         else:

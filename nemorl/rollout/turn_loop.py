@@ -3,6 +3,7 @@
 task ─reset▶ opening ─▶ tokens ─▶ [ generate ─▶ step ─▶ observation ─▶ tokens ]… ─▶ Trajectory
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Coroutine
@@ -27,6 +28,9 @@ from nemorl.trajectories import (
     Trajectory,
     Turn,
 )
+
+# Ended from outside, while nothing had failed.
+_CUT_SHORT = frozenset({StopReason.ABORT, StopReason.DEADLINE})
 
 
 @dataclass
@@ -109,7 +113,7 @@ class Record:
             turns=tuple(self.turns),
             rewards={} if failed else dict(self.rewards),
             reward=0.0,
-            stop=StopReason.ERROR if failed and self.stop is not StopReason.ABORT else self.stop,
+            stop=StopReason.ERROR if failed and self.stop not in _CUT_SHORT else self.stop,
             group=group,
             task=task,
             error=error,
@@ -177,17 +181,25 @@ class TurnLoop:
         key: SampleKey,
         sampling: SamplingParams,
         record: Record | None = None,
+        seconds: float | None = None,
     ) -> Conversation:
         """Converse until the environment is done, the sequence is full or something fails.
 
-        A failing or hanging environment, a template that refuses the conversation and an aborted turn end
-        this trajectory alone: its `error` names the stage and none of its tokens trains. The environment is
-        closed in every case. An exception of the generator is raised. `record`, if given, is the conversation
-        while it grows.
+        A failing or hanging environment, a template that refuses the conversation, an aborted turn and the
+        end of `seconds` end this trajectory alone: its `error` names the stage and none of its tokens trains.
+        The environment is closed in every case. An exception of the generator is raised. `record`, if given,
+        is the conversation while it grows.
         """
         record, error = Record() if record is None else record, None
         try:
-            await self._converse(record, task, environment, key, sampling)
+            async with asyncio.timeout(seconds) as limit:
+                await self._converse(record, task, environment, key, sampling)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            record.stop = StopReason.DEADLINE
+            error = f"not finished within {seconds:g} s (`algorithm.group_seconds`)"
+            log.warning("sample %s of task %d: %s", key, task.index, error)
         except (ConversationFailed, TokenizerError) as failure:
             error = str(failure)
             log.warning("sample %s of task %d: %s", key, task.index, error)

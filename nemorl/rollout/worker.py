@@ -2,11 +2,12 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemorl.config.algorithm import OnlineBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig
 from nemorl.data.datasets import load_tasks
@@ -14,9 +15,18 @@ from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
-from nemorl.trajectories import Conversation, EnvironmentFactory, Task, Trajectory
+from nemorl.trajectories import Conversation, EnvironmentFactory, StopReason, Task, Trajectory
 
-from .groups import Dropped, GroupAssignment, GroupSummary, SampleText, last_answer, summarize
+from .concurrency import Places, PlacesUse, share_of_worker
+from .groups import (
+    Dropped,
+    DropReason,
+    GroupAssignment,
+    GroupSummary,
+    SampleText,
+    last_answer,
+    summarize,
+)
 from .turn_loop import Record, SampleKey, TurnLimits, TurnLoop
 
 Store = Callable[[list[Trajectory]], Any]
@@ -26,8 +36,12 @@ Store = Callable[[list[Trajectory]], Any]
 class _Running:
     assignment: GroupAssignment
     records: Sequence[Record]
-    work: asyncio.Task[GroupSummary]
-    is_stale: bool = False  # and is cancelled for it
+    work: asyncio.Task[GroupSummary | Dropped]
+    dropped_for: DropReason | None = None  # and is cancelled for it
+
+    def drop(self, reason: DropReason) -> None:
+        self.dropped_for = reason
+        self.work.cancel()
 
 
 class GroupRunner(ABC):
@@ -35,6 +49,7 @@ class GroupRunner(ABC):
 
     def __init__(self) -> None:
         self._running: set[_Running] = set()
+        self._num_stale = 0  # groups that were ended for their age since the last report
 
     async def run_groups(
         self, assignments: Sequence[GroupAssignment]
@@ -50,11 +65,20 @@ class GroupRunner(ABC):
 
     async def abort_stale(self, oldest: int) -> None:
         """Drop the training groups with a token that was sampled by weights older than version `oldest`."""
-        for running in self._running:
+        for running in self._training_groups():
             versions = [r.oldest_version for r in running.records if r.oldest_version is not None]
-            if not running.assignment.validation and min(versions, default=oldest) < oldest:
-                running.is_stale = True
-                running.work.cancel()
+            if min(versions, default=oldest) < oldest:
+                running.drop("aborted")
+                self._num_stale += 1
+
+    async def abort_groups(self, groups: Collection[int]) -> None:
+        """Drop these training groups, as far as they run."""
+        for running in self._training_groups():
+            if running.assignment.group in groups:
+                running.drop("cut_off")
+
+    def _training_groups(self) -> list[_Running]:
+        return [running for running in self._running if not running.assignment.validation]
 
     def queues(self) -> dict[str, float]:
         """What is in progress here, for a stall report; called from any thread."""
@@ -71,14 +95,16 @@ class GroupRunner(ABC):
         try:
             return await work
         except asyncio.CancelledError:
-            if not running.is_stale:
+            if running.dropped_for is None:
                 raise
-            return Dropped(assignment.group, "aborted", sum(record.num_sampled for record in records))
+            return Dropped(assignment.group, running.dropped_for, tuple(r.num_sampled for r in records))
         finally:
             self._running.discard(running)
 
     @abstractmethod
-    async def _run_group(self, assignment: GroupAssignment, records: Sequence[Record]) -> GroupSummary:
+    async def _run_group(
+        self, assignment: GroupAssignment, records: Sequence[Record]
+    ) -> GroupSummary | Dropped:
         """Sample and score a group; `records` are its conversations while they grow."""
 
 
@@ -107,19 +133,40 @@ class RolloutWorker(GroupRunner):
             generation_seconds=deadlines.generation,
             environment_seconds=deadlines.environment,
         )
+        algorithm = experiment.algorithm
+        self._group_seconds = algorithm.group_seconds if isinstance(algorithm, OnlineBase) else None
+        self._min_members = algorithm.min_members if isinstance(algorithm, OnlineBase) else 1
+        generation, num_workers = experiment.generation, experiment.cluster.rollout_workers
+        per_engine, limit = generation.initial_concurrency, None
+        if per_engine is not None:
+            limit = share_of_worker(per_engine * generation.replicas, num_workers)
+        self._places = Places(limit)
         self._turns = TurnLoop(generator, self._tokenizer, prompts_of(self._tokenizer, data.chat), limits)
+
+    async def set_concurrency(self, limit: int) -> PlacesUse:
+        """Set the trajectories of training that are sampled at a time, and report them."""
+        self._places.resize(limit)
+        num_stale, self._num_stale = self._num_stale, 0
+        return replace(self._places.use, num_stale=num_stale)
 
     async def close(self) -> None:
         await self._rewards.close()
         await self._environments.close()
 
-    async def _run_group(self, assignment: GroupAssignment, records: Sequence[Record]) -> GroupSummary:
+    async def _run_group(
+        self, assignment: GroupAssignment, records: Sequence[Record]
+    ) -> GroupSummary | Dropped:
         tasks = self._held_out[assignment.validation_set] if assignment.validation else self._tasks
-        task = tasks[assignment.task_index]
-        samples = (self._run_sample(task, assignment, n, record) for n, record in enumerate(records))
+        task, seconds = tasks[assignment.task_index], None if assignment.validation else self._group_seconds
+        samples = (self._run_sample(task, assignment, n, record, seconds) for n, record in enumerate(records))
         conversations = await asyncio.gather(*samples)
+        members = [c.trajectory for c in conversations[: assignment.num_samples]]
+        num_finished = sum(t.error is None for t in members)
+        if num_finished < self._min_members and any(t.stop is StopReason.DEADLINE for t in members):
+            return Dropped(assignment.group, "deadline", tuple(record.num_sampled for record in records))
         scored = await self._rewards.apply(task, conversations)
-        summaries = [summarize(t, row) for row, t in enumerate(scored.trajectories)]
+        rows = enumerate(zip(scored.trajectories, records, strict=True))
+        summaries = [summarize(trajectory, row, record.num_unfinished) for row, (trajectory, record) in rows]
         summaries, greedy = summaries[: assignment.num_samples], summaries[assignment.num_samples :]
         if assignment.validation and self._votes:
             sampled = conversations[: assignment.num_samples]
@@ -140,12 +187,13 @@ class RolloutWorker(GroupRunner):
         )
 
     async def _run_sample(
-        self, task: Task, assignment: GroupAssignment, sample: int, record: Record
+        self, task: Task, assignment: GroupAssignment, sample: int, record: Record, seconds: float | None
     ) -> Conversation:
         key = SampleKey(self._seed, assignment.group, sample, assignment.validation, assignment.attempt)
         greedy = sample == assignment.num_samples
         sampling = SamplingParams(temperature=0.0) if greedy else self._sampling[assignment.validation]
-        return await self._turns.run(task, self._environments.create(), key, sampling, record)
+        async with nullcontext() if assignment.validation else self._places:
+            return await self._turns.run(task, self._environments.create(), key, sampling, record, seconds)
 
 
 def _params(config: SamplingConfig) -> SamplingParams:

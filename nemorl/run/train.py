@@ -265,6 +265,7 @@ def _algorithm(
         texts_per_step=experiment.logger.samples_per_step,
         num_steps=config.num_steps,
         greedy_baseline=config.greedy_baseline,
+        extra_groups=config.extra_groups,
     )
     seconds = experiment.cluster.deadlines.generation
     replacing = refill(config.filters, config.num_prompts_per_step)

@@ -23,6 +23,7 @@ from nemorl.errors import RunError
 from nemorl.generation import types
 from nemorl.generation.router import Replica, RouterMetrics
 from nemorl.models.registry import load_shape
+from nemorl.rollout.concurrency import PlacesUse
 from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary
 
 if TYPE_CHECKING:
@@ -456,6 +457,15 @@ class RolloutHandle:
     async def abort_stale(self, oldest: int) -> None:
         stage, seconds = "generation", self.deadline_seconds
         await self.worker.call("abort_stale", oldest, stage=stage, seconds=seconds)
+
+    async def abort_groups(self, groups: Sequence[int]) -> None:
+        stage, seconds = "generation", self.deadline_seconds
+        await self.worker.call("abort_groups", groups, stage=stage, seconds=seconds)
+
+    async def set_concurrency(self, limit: int) -> PlacesUse:
+        stage, seconds = "generation", self.deadline_seconds
+        use: PlacesUse = await self.worker.call("set_concurrency", limit, stage=stage, seconds=seconds)
+        return use
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from nemorl.generation.types import EngineOptions, NoReplicaLeft
 from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
 from nemorl.observe.timeline import Work
+from nemorl.rollout.concurrency import ConcurrencyControl, ConcurrencyLimit
 from nemorl.serve.app import answering
 from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
 from nemorl.weights.process_group import served_store
@@ -52,6 +53,7 @@ class Session:
     rollout: Sequence[handles.RolloutHandle] = ()
     exchange: WeightExchange | None = None
     replicas: ReplicaSupervisor | None = None  # of engines
+    concurrency: ConcurrencyControl | None = None
     version: int = 0  # of the weights that generation samples with; 0: those of the model's folder
     policy_samples: bool = False  # without engines
     nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: the processes on each
@@ -167,7 +169,8 @@ class Session:
             yield
 
     async def generation_metrics(self) -> dict[str, float]:
-        return await self.replicas.metrics() if self.replicas is not None else {}
+        metrics = await self.replicas.metrics() if self.replicas is not None else {}
+        return metrics | (self.concurrency.take_metrics() if self.concurrency is not None else {})
 
     def store(self, sequences: Sequence[Any]) -> Any:
         """A reference by which workers read these sequences, all of them at once."""
@@ -338,8 +341,20 @@ class Starter:
             endpoint = handles.RouterHandle(group)
             replicas.connect(endpoint)
             await open_endpoint(endpoint, self.experiment)
-        replicas.connect(handles.RouterHandle(await self.rollout(replicas.engines)))
+        workers = await self.rollout(replicas.engines)
+        replicas.connect(handles.RouterHandle(workers))
         replicas.start_watch()
+        generation, deadlines = self.experiment.generation, self.experiment.cluster.deadlines
+        if (limit := generation.initial_concurrency) is not None:
+            adaptive = generation.concurrency == "auto"
+            control = self.session.concurrency = ConcurrencyControl(
+                ConcurrencyLimit.adaptive(limit) if adaptive else ConcurrencyLimit(limit),
+                lambda: replicas.engines,
+                self.session.rollout,
+                deadlines.health,
+            )
+            self.stack.push_async_callback(control.close)
+            control.start()
 
     async def rollout(self, engines: Sequence[handles.EngineHandle]) -> WorkerGroup:
         """The rollout workers over these engines, and the reward models that they call."""

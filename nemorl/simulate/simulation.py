@@ -163,6 +163,7 @@ async def open_simulation(
         max_staleness=config.max_staleness,
         num_steps=num_steps,
         greedy_baseline=config.greedy_baseline,
+        extra_groups=config.extra_groups,
     )
     order = TaskOrder(_TASKS, seed, shuffle=False)
     schedule = GroupSchedule(

@@ -115,16 +115,36 @@ def test_the_lag_is_of_the_oldest_token_and_the_spread_within_a_trajectory() -> 
 
 def test_dropped_groups_are_counted_by_reason_length_and_reward() -> None:
     dropped = [
-        Dropped(0, "too_old", 30, (1.0, 0.0)),
-        Dropped(3, "aborted", 10),
-        Dropped(4, "too_old", 20, (1.0,)),
+        Dropped(0, "too_old", (16, 14), (1.0, 0.0)),
+        Dropped(3, "aborted", (2, 8)),
+        Dropped(4, "cut_off", (20,), (1.0,)),
     ]
-    metrics = dropped_metrics(dropped, num_given_up=1)
+    late = trajectory(0.0, 4, sampled=30, error="not finished", trains=False, stop=StopReason.DEADLINE)
+    lengths = enumerate((4, 8, 8, 12))
+    trained = group(1, *(trajectory(row % 2, row, sampled=length) for row, length in lengths), late)
+    metrics = dropped_metrics(dropped, 1, [trained])
+    # Lengths 2 | 8 is that of the second and third quarter | 14, 16, 20 and 30 are longer than all.
     assert metrics == {
-        "dropped/too_old": 2, "dropped/aborted": 1, "dropped/lost": 0, "dropped/given_up": 1,
-        "dropped/tokens": 60, "dropped/tokens_mean": 20, "dropped/reward": pytest.approx(2 / 3),
+        "dropped/too_old": 1, "dropped/aborted": 1, "dropped/cut_off": 1, "dropped/deadline": 0,
+        "dropped/lost": 0, "dropped/given_up": 1, "dropped/late": 1,
+        "dropped/tokens": 90, "dropped/length": 15, "dropped/length_ratio": pytest.approx(15 / 8),
+        "dropped/reward": pytest.approx(2 / 3), "dropped/reward_gap": pytest.approx(2 / 3 - 1 / 2),
+        "dropped/share_q1": pytest.approx(1 / 6), "dropped/share_q2": pytest.approx(1 / 12),
+        "dropped/share_q3": pytest.approx(1 / 12), "dropped/share_q4": pytest.approx(4 / 6),
     }  # fmt: skip
-    stale = OnlineConfig(
-        name="grpo", num_steps=1, num_prompts_per_step=1, num_generations_per_prompt=2, max_staleness=1
-    )
-    assert metrics.keys() <= stale.metrics
+    nothing = dropped_metrics([], 0, [group(1, trajectory(1.0))])
+    assert set(nothing.values()) == {0}
+    counts = {"num_steps": 1, "num_prompts_per_step": 4, "num_generations_per_prompt": 2}
+    for field, value in {"max_staleness": 1, "oversampling": 1.25, "group_seconds": 9.0}.items():
+        config = OnlineConfig.model_validate({"name": "grpo", **counts, field: value})
+        assert metrics.keys() <= config.metrics
+    assert not metrics.keys() & OnlineConfig.model_validate({"name": "grpo", **counts}).metrics
+
+
+def test_equal_lengths_show_no_bias() -> None:
+    """Also where limits cut many answers to the same length, or all are that long."""
+    for lengths in ([5] * 8, [1, 2, 3, 4, 9, 9, 9, 9]):
+        members = [trajectory(row % 2, row, sampled=length) for row, length in enumerate(lengths)]
+        metrics = dropped_metrics([Dropped(0, "lost", tuple(lengths))], 0, [group(1, *members)])
+        assert [metrics[f"dropped/share_q{quarter}"] for quarter in range(1, 5)] == pytest.approx([0.25] * 4)
+        assert metrics["dropped/length_ratio"] == 1

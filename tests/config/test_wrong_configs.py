@@ -223,6 +223,33 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "restart",
         "the server receives no weights from the run; remove it",
     ),
+    "more groups than dynamic sampling allows": (
+        [
+            "algorithm.oversampling=2.5",
+            "algorithm.filters={drop_equal_rewards: true, refill: {max_batches: 2}}",
+        ],
+        "algorithm.oversampling",
+        2.5,
+        "a step samples at most algorithm.filters.refill.max_batches, 2, times num_prompts_per_step",
+    ),
+    "concurrency by the queue of a server": (
+        ["generation={backend: openai, base_url: 'http://127.0.0.1:9/v1', model: m, concurrency: auto}"],
+        "generation.concurrency",
+        "auto",
+        "the server does not report which requests wait",
+    ),
+    "concurrency of the policy's own processes": (
+        ["generation={backend: megatron, concurrency: 8}"],
+        "generation.concurrency",
+        8,
+        "generation.max_batch_size is what they sample at a time; remove it",
+    ),
+    "a deadline of groups after that of the run": (
+        ["algorithm.group_seconds=1800"],
+        "algorithm.group_seconds",
+        1800,
+        "the run ends after cluster.deadlines.generation, 1800, without a finished group",
+    ),
     "stale samples of the policy's own processes": (
         ["algorithm.max_staleness=1", "generation={backend: megatron}"],
         "generation.backend",

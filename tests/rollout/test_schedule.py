@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.groups import DropReason, GroupSummary, TrajectorySummary
 from nemorl.rollout.schedule import (
     MAX_ATTEMPTS,
     CollectorPlan,
@@ -29,9 +29,13 @@ def summary(group: int, version: int) -> GroupSummary:
 
 
 def schedule(
-    staleness: int, step: int = 0, place: DataPlace | None = None, refill: Refill | None = None
+    staleness: int,
+    step: int = 0,
+    place: DataPlace | None = None,
+    refill: Refill | None = None,
+    extra: int = 0,
 ) -> GroupSchedule:
-    plan = CollectorPlan(groups_per_step=SIZE, samples_per_group=2, max_staleness=staleness)
+    plan = CollectorPlan(SIZE, samples_per_group=2, max_staleness=staleness, extra_groups=extra)
     return GroupSchedule(TaskOrder(50, 0, False), plan, step, place or DataPlace(), refill)
 
 
@@ -45,10 +49,12 @@ class Driver:
         if self.draw.random() < 0.4:
             most = int(self.draw.integers(SIZE, 4 * SIZE))
             self.refill = Refill(lambda group: group.group % 3 != 1, max_groups=most)
-        self.groups = schedule(self.staleness, refill=self.refill)
+        self.extra = int(self.draw.integers(1, SIZE)) if self.draw.random() < 0.5 else 0
+        self.groups = schedule(self.staleness, refill=self.refill, extra=self.extra)
         self.version = 0
         self.began: dict[int, int] = {}  # the version under which each running group began
         self.handed_out: Counter[int] = Counter()
+        self.cut_off: Counter[int] = Counter()  # attempts at each group
         self.kinds: Counter[str] = Counter()
 
     def turn(self) -> None:
@@ -58,7 +64,7 @@ class Driver:
             self.began[started.group] = self.version
             self.kinds["started"] += 1
         assert groups.running == set(self.began)
-        bound = (self.version + self.staleness + 1 - groups.steps_taken) * SIZE
+        bound = (self.version + self.staleness + 1 - groups.steps_taken) * SIZE + self.extra
         assert len(self.began) + groups.num_ready <= bound
         steps = groups.steps_taken
         batch = groups.take()
@@ -67,6 +73,7 @@ class Driver:
             self.check_batch(batch, steps)
             self.handed_out.update(group.group for group in batch)
             self.kinds["handed out"] += len(batch)
+            self.end_cut_off()
             self.version += 1
             groups.advance(self.version)
             return
@@ -76,6 +83,7 @@ class Driver:
 
     def count_dropped(self) -> None:
         self.kinds.update(dropped.reason for dropped in self.groups.dropped)
+        self.cut_off.update(d.group for d in self.groups.dropped if d.reason == "cut_off")
         self.handed_out.update(self.groups.given_up)
         self.groups.dropped.clear()
         self.groups.given_up.clear()
@@ -86,6 +94,19 @@ class Driver:
         if len(accepted) < SIZE:
             assert self.refill is not None
             assert len(batch) >= self.refill.max_groups
+
+    def end_cut_off(self) -> None:
+        """What is cut off ends before the next weights, unless it finishes meanwhile."""
+        cut_off = self.groups.cut_off
+        assert cut_off == (set(self.began) if self.extra and not self.staleness else set())
+        if cut_off:
+            assert self.groups.num_ready == 0
+        for group in cut_off:
+            began = self.began.pop(group)
+            if self.draw.random() < 0.8:
+                self.groups.drop(Dropped(group, "cut_off"))
+            else:
+                assert not self.groups.finish(summary(group, began))
 
     def end_one(self) -> None:
         group = int(self.draw.choice(sorted(self.began)))
@@ -99,8 +120,10 @@ class Driver:
         """Continue from what a checkpoint has: what runs or is ready is lost."""
         self.count_dropped()
         self.kinds["lost in a resume"] += len(self.began) + self.groups.num_ready + self.groups.num_refused
-        self.groups = schedule(self.staleness, self.groups.steps_taken, self.groups.place, self.refill)
+        taken, place = self.groups.steps_taken, self.groups.place
+        self.groups = schedule(self.staleness, taken, place, self.refill, self.extra)
         self.began.clear()
+        self.cut_off.clear()  # so are the numbers of attempts
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -116,6 +139,7 @@ def test_every_group_is_handed_out_once_and_none_is_too_old(seed: int) -> None:
         pytest.fail("15 steps were not taken: the schedule does not go on")
     driver.count_dropped()
     groups = driver.groups
+    assert all(count < MAX_ATTEMPTS for count in driver.cut_off.values())
     assert set(driver.handed_out.values()) == {1}
     assert set(driver.handed_out) == {*range(groups.place.position), *groups.place.beyond}
     # Every attempt that was started ended somewhere.
@@ -140,6 +164,65 @@ def test_a_group_that_others_overtake_is_sampled_again_and_then_given_up() -> No
     assert reasons == ["too_old"] * MAX_ATTEMPTS
     assert groups.given_up == [slow]
     assert groups.place.position > slow
+
+
+def test_a_step_takes_the_first_to_finish_and_waits_for_what_was_cut_off_twice() -> None:
+    groups = schedule(staleness=0, extra=2)
+    slow = 0  # always the last
+    for version in range(MAX_ATTEMPTS - 1):
+        started = groups.start()
+        assert len(started) == SIZE + 2
+        assert next(one.attempt for one in started if one.group == slow) == version
+        others = [one.group for one in started if one.group != slow]
+        for group in others[:-1]:
+            assert groups.take() is None
+            groups.finish(summary(group, version))
+        batch = groups.take()
+        assert batch is not None
+        assert [group.group for group in batch] == others[:-1]
+        assert groups.cut_off == {slow, others[-1]}
+        for group in sorted(groups.cut_off):
+            groups.drop(Dropped(group, "cut_off", (3,)))
+        assert groups.start() == []  # before the next weights
+        groups.advance(version + 1)
+    started = groups.start()
+    for one in started[1:]:
+        groups.finish(summary(one.group, MAX_ATTEMPTS - 1))
+        assert groups.take() is None
+    groups.finish(summary(slow, MAX_ATTEMPTS - 1))
+    batch = groups.take()
+    assert batch is not None
+    assert batch[0].group == slow
+    assert groups.given_up == []
+    # What had finished too is counted with its lengths and rewards.
+    assert groups.dropped[-1] == Dropped(started[-1].group, "cut_off", (3,), (1.0,))
+
+
+def test_with_staleness_what_a_step_does_not_wait_for_continues() -> None:
+    groups = schedule(staleness=1, extra=2)
+    started = [one.group for one in groups.start()]
+    assert started == list(range(2 * SIZE + 2))
+    for group in started[:SIZE]:
+        groups.finish(summary(group, 0))
+    assert groups.take() is not None
+    assert groups.cut_off == set()
+    assert groups.running == set(started[SIZE:])
+    groups.advance(1)
+    assert len(groups.start()) == SIZE
+    groups.finish(summary(started[-1], 0))
+    assert groups.num_ready == 1
+
+
+@pytest.mark.parametrize("reason", ["aborted", "deadline"])
+def test_a_group_that_is_always_too_slow_is_given_up(reason: DropReason) -> None:
+    groups = schedule(staleness=0)
+    for attempt in range(MAX_ATTEMPTS):
+        first = groups.start()[0]
+        assert (first.group, first.attempt) == (0, attempt)
+        groups.drop(Dropped(0, reason))
+    assert groups.given_up == [0]
+    assert groups.place == DataPlace(1)
+    assert [one.group for one in groups.start()] == [SIZE]
 
 
 def test_the_oldest_groups_are_handed_out_first() -> None:

@@ -18,7 +18,7 @@ OBSERVE = Step((Message("tool", "12"),), {"step": 0.25}, done=False)
 DONE = Step(rewards={"step": 0.5, "end": 1.0})
 
 
-def run(tokenizer, generator, environment, prompts=None, **limits):
+def run(tokenizer, generator, environment, prompts=None, group_seconds=None, **limits):
     """One conversation."""
     defaults = {
         "max_sequence_length": 1000,
@@ -31,7 +31,7 @@ def run(tokenizer, generator, environment, prompts=None, **limits):
     loop = TurnLoop(
         generator, tokenizer, prompts or ChatPrompts(tokenizer), TurnLimits(**(defaults | limits))
     )
-    return asyncio.run(loop.run(TASK, environment, KEY, SamplingParams()))
+    return asyncio.run(loop.run(TASK, environment, KEY, SamplingParams(), seconds=group_seconds))
 
 
 class TestTokens:
@@ -257,6 +257,16 @@ class TestFailures:
             tokenizer, ScriptedGenerator([[50, IM_END]]), Stubborn([]), environment_seconds=0.05
         ).trajectory
         self.assert_failed(trajectory, match="environment step 1: no answer")
+
+    def test_the_deadline_of_its_group_ends_a_trajectory_with_a_hanging_environment(self, tokenizer):
+        environment = ScriptedEnvironment([None])
+        trajectory = run(
+            tokenizer, ScriptedGenerator([[50, IM_END]]), environment, group_seconds=0.05
+        ).trajectory
+        assert trajectory.stop is StopReason.DEADLINE
+        assert trajectory.error == "not finished within 0.05 s (`algorithm.group_seconds`)"
+        assert not trajectory.loss_mask.any()
+        assert environment.closes == 1
 
     def test_a_failing_reset_or_close_is_no_worse(self, tokenizer, caplog):
         class Broken(ScriptedEnvironment):

@@ -275,7 +275,7 @@ def test_groups_with_tokens_of_too_old_weights_are_dropped(model_folder):
     reached = asyncio.Event()
     outcomes = asyncio.run(main())
     dropped = [outcome for outcome in outcomes if isinstance(outcome, Dropped)]
-    assert dropped == [Dropped(0, "aborted", num_sampled=6)]
+    assert dropped == [Dropped(0, "aborted", lengths=(3, 3))]
     assert sorted(outcome.group for outcome in outcomes) == [0, 1, 2, 3]
     assert sorted(aborted) == ["0/0/0", "0/1/0"]
 

@@ -212,6 +212,8 @@ def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path)
             "num_steps": 2,
             "advantage": {"name": "remax"},
             "filters": {"drop_equal_rewards": True, "refill": {"max_batches": 3}},
+            "oversampling": 1.5,
+            "group_seconds": 300,
         },
         rewards=[{"function": "tests.run.rewards:differs"}],
         policy={"layout": {"data_parallel_size": 2}},
@@ -229,6 +231,9 @@ def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path)
         assert values["filters/kept"] + values["filters/dropped_equal_rewards"] == values["filters/sampled"]
         assert 4 <= values["filters/sampled"] <= 12
         assert 0 <= values["reward/of_greedy"] <= 1
+        # Six groups are sampled at a time, as far as a step may sample more, and four of them trained on.
+        assert values["dropped/cut_off"] == min(2, 12 - values["filters/sampled"])
+        assert values["dropped/late"] == values["dropped/deadline"] == 0
     assert {name for s in steps for name in s.values} <= known_figures(folder / "several")
 
 

@@ -20,6 +20,11 @@ class AdvantageBase(Config):
     needs_greedy_sample: ClassVar[bool] = False  # of each task
     uses_reward_sum: ClassVar[bool] = True  # so that a divergence can be subtracted from it
 
+    @property
+    def min_members(self) -> int:
+        """Trajectories of a group below which all its advantages are 0, or it has none."""
+        return 2 if self.needs_group else 1
+
     @check
     def _epsilon_is_used(self) -> Problems:
         if not getattr(self, "normalize", True):
@@ -181,6 +186,10 @@ class PassAtKAdvantageConfig(AdvantageBase):
     """Samples of which one has to pass."""
     pass_reward: float = 1.0
     """A trajectory passes when its reward is at least this."""
+
+    @property
+    def min_members(self) -> int:
+        return self.k + 1
 
 
 class TurnAdvantageConfig(AdvantageBase):

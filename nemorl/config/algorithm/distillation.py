@@ -142,6 +142,10 @@ class IterativePreferenceConfig(PickedBase):
     def keeps_reference(self) -> bool:
         return self.loss.keeps_reference
 
+    @property
+    def min_members(self) -> int:
+        return 2
+
     @check
     def _loss_has_its_sft_term(self) -> Problems:
         yield from sft_problems(self.loss, self.sft_coefficient)

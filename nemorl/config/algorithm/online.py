@@ -1,11 +1,13 @@
 """Algorithms that learn from what the policy samples: one section, of which each algorithm is a preset."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from nemorl.config.base import Config, Variants, check
+from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem, Problems
 
 from . import advantages, losses
@@ -13,9 +15,10 @@ from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageC
 from .base import AlgorithmBase, Preset
 from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
-STALENESS_METRICS = tuple(
-    f"dropped/{name}"
-    for name in ("too_old", "aborted", "lost", "given_up", "tokens", "tokens_mean", "reward")
+DROPPED_METRICS = (
+    *(f"dropped/{reason}" for reason in ("too_old", "aborted", "cut_off", "deadline", "lost", "given_up")),
+    *("dropped/late", "dropped/tokens", "dropped/length", "dropped/length_ratio"),
+    *("dropped/reward", "dropped/reward_gap", *(f"dropped/share_q{quarter}" for quarter in range(1, 5))),
 )
 REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
 POLICY_METRICS = ("loss/total", "entropy", "logprob_gap/k1", "logprob_gap/k3")
@@ -127,6 +130,12 @@ class OnlineBase(AlgorithmBase):
     max_staleness: int = Field(0, ge=0)
     """Steps by which the weights that sampled may be older than those that train: 0 samples and trains by
     turns, 1 samples one step ahead, more is fully asynchronous."""
+    oversampling: float = Field(1.0, ge=1)
+    """Groups that are started for a step, as a multiple of `num_prompts_per_step`; it trains on the first to
+    finish (docs/asynchronous.md)."""
+    group_seconds: float | None = Field(None, gt=0)
+    """Seconds for the trajectories of a group; those that take longer end without being trained on, and so
+    does the group if too few of it are left for the algorithm. null sets no limit."""
     filters: FiltersConfig = FiltersConfig()
     """Samples that are left out of training."""
     max_logprob_gap: float = Field(0.2, gt=0)
@@ -141,14 +150,26 @@ class OnlineBase(AlgorithmBase):
         return super().metrics | {
             *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
             *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
-            *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "error")),
+            *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "deadline", "error")),
             *("time/generation", "time/environment", "time/loading", "time/logprobs", "time/reference"),
             *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted")),
             *("generation/restarts_failed", "generation/requests_moved", "generation/tokens_kept"),
+            *("generation/concurrency", "generation/in_flight", "generation/queued"),
             *("generation/requests_failed", "generation/retries", "logprob_gap/mean", "logprob_gap/max"),
             *(*REFIT_METRICS, *self.filters.metrics, "version/lag_max", "version/spread"),
-            *(STALENESS_METRICS if self.max_staleness else ()),
+            *(DROPPED_METRICS if self.max_staleness or self.oversampling > 1 or self.group_seconds else ()),
         }
+
+    @property
+    def extra_groups(self) -> int:
+        """Groups started for a step besides those that it trains on."""
+        size = self.num_prompts_per_step
+        return math.ceil(round(self.oversampling * size, 6)) - size
+
+    @property
+    def min_members(self) -> int:
+        """Finished trajectories that a group needs to be trained on."""
+        return 1
 
     @property
     def ages(self) -> range:
@@ -170,6 +191,16 @@ class OnlineBase(AlgorithmBase):
             reason = "in a group of one all rewards are equal; raise num_generations_per_prompt, or remove it"
             names = ("drop_equal_rewards", "keep_most_varied")
             yield from self.filters.without_effect(names, reason, "filters.")
+
+    @check
+    def _long_tails_are_bounded(self, cluster: ClusterConfig) -> Problems:
+        refill, deadline = self.filters.refill, cluster.deadlines.generation
+        if refill is not None and self.oversampling > refill.max_batches:
+            fix = f"a step samples at most algorithm.filters.refill.max_batches, {refill.max_batches}, times"
+            yield Problem("oversampling", self.oversampling, f"{fix} num_prompts_per_step; lower it")
+        if self.group_seconds is not None and self.group_seconds >= deadline:
+            fix = f"the run ends after cluster.deadlines.generation, {deadline:g}, without a finished group"
+            yield Problem("group_seconds", self.group_seconds, f"{fix}; set it to less")
 
 
 class SequenceMaskConfig(Config):
@@ -417,6 +448,10 @@ class OnlineConfig(OnlineBase):
     @property
     def greedy_baseline(self) -> bool:
         return self.advantage.needs_greedy_sample
+
+    @property
+    def min_members(self) -> int:
+        return self.advantage.min_members
 
     @property
     def needs_old_logprobs(self) -> bool:

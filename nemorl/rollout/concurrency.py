@@ -1,0 +1,169 @@
+"""How many trajectories are sampled at a time: the places of a rollout worker, and what sets their number.
+
+Too few leave engines idle. Too many wait in the queues of engines, are slower, and so older when they are
+trained on. The number therefore follows what engines report: a little more as long as trajectories wait for a
+place, a fifth less when requests wait in engines or groups become too old (additive increase, multiplicative
+decrease: Chiu and Jain 1989, "Analysis of the increase and decrease algorithms for congestion avoidance").
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Protocol, TypeVar
+
+from nemorl.errors import NemorlError
+from nemorl.generation.types import EngineHealth
+
+MAX_QUEUED = 0.1  # share of their time in an engine that requests may wait
+DECREASE = 0.8
+PERIOD_SECONDS = 1.0  # between two observations
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PlacesUse:
+    in_use: int
+    num_waiting: int  # trajectories without a place
+    num_stale: int = 0  # groups that were ended for their age since the last report
+
+
+class Places:
+    """A semaphore whose size may change; first come, first served. Belongs to one event loop."""
+
+    def __init__(self, limit: int | None) -> None:
+        """None: no limit."""
+        self._limit, self._in_use = limit, 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def use(self) -> PlacesUse:
+        return PlacesUse(self._in_use, sum(not turn.done() for turn in self._waiting))
+
+    def resize(self, limit: int) -> None:
+        """What is beyond a smaller limit keeps its places."""
+        self._limit = limit
+        self._admit()
+
+    async def __aenter__(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._admit()
+        if not turn.done():  # else without a suspension
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # it was admitted at the same time
+                    await self.__aexit__()
+                raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._in_use -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and (self._limit is None or self._in_use < self._limit):
+            turn = self._waiting.popleft()
+            if not turn.done():  # by a cancellation
+                self._in_use += 1
+                turn.set_result(None)
+
+
+@dataclass
+class ConcurrencyLimit:
+    """Trajectories per engine, adapted to what is observed of all engines and all rollout workers."""
+
+    value: int
+    increase: int = 0  # of an observation; 0 keeps the value
+
+    @classmethod
+    def adaptive(cls, batch_size: int) -> "ConcurrencyLimit":
+        """Begin with the number of sequences that an engine decodes together."""
+        return cls(batch_size, max(1, batch_size // 16))
+
+    def observe(self, engines: Sequence[EngineHealth], workers: Sequence[PlacesUse]) -> None:
+        """Take the state of at least one engine. The limit changes only while it is what limits sampling."""
+        if not self.increase:
+            return
+        if queued_share(engines) > MAX_QUEUED or any(use.num_stale for use in workers):
+            # The last trajectories of a step may wait too, but not because they are too many.
+            if sum(use.in_use for use in workers) >= DECREASE * self.value * len(engines):
+                self.value = max(1, int(DECREASE * self.value))
+        elif any(use.num_waiting for use in workers):
+            self.value += self.increase
+
+
+def share_of_worker(num_trajectories: int, num_workers: int) -> int:
+    return max(1, math.ceil(num_trajectories / num_workers))
+
+
+def queued_share(engines: Sequence[EngineHealth]) -> float:
+    """Share of requests in a queue, which by Little's law is that of their time which they wait there."""
+    requests = sum(engine.running + engine.waiting for engine in engines)
+    return sum(engine.queued for engine in engines) / requests if requests else 0.0
+
+
+async def _answers(calls: Iterable[Awaitable[T]]) -> list[T]:
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, NemorlError):
+            raise outcome
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+
+
+class Engine(Protocol):
+    async def health(self, seconds: float, /) -> EngineHealth: ...
+
+
+class Sampler(Protocol):
+    async def set_concurrency(self, limit: int, /) -> PlacesUse:
+        """Set the number of trajectories that a rollout worker samples at a time."""
+
+
+@dataclass
+class ConcurrencyControl:
+    """Distributes a limit over rollout workers and adapts it. Belongs to one event loop."""
+
+    limit: ConcurrencyLimit
+    engines: Callable[[], Sequence[Engine]]  # those that are up
+    workers: Sequence[Sampler]
+    seconds: float  # limits the wait for the state of an engine
+
+    def __post_init__(self) -> None:
+        self._observed: list[tuple[float, float, float]] = []  # since the metrics were taken
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        async def observe_periodically() -> None:
+            while True:
+                await asyncio.sleep(PERIOD_SECONDS)
+                await self.observe()
+
+        self._task = asyncio.create_task(observe_periodically())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def observe(self) -> None:
+        """Adapt the limit to what engines and workers report; those that do not answer have no part in it."""
+        engines = await _answers(engine.health(self.seconds) for engine in self.engines())
+        if not engines:
+            return
+        share = share_of_worker(self.limit.value * len(engines), len(self.workers))
+        workers = await _answers(worker.set_concurrency(share) for worker in self.workers)
+        in_flight = sum(use.in_use for use in workers)
+        self._observed.append((float(self.limit.value), in_flight / len(engines), queued_share(engines)))
+        self.limit.observe(engines, workers)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Means over the observations since the last call; none without any. Raises what ended them."""
+        if self._task is not None and self._task.done():
+            self._task.result()
+        observed, self._observed = self._observed, []
+        names = ("generation/concurrency", "generation/in_flight", "generation/queued")
+        return {name: fmean(values) for name, values in zip(names, zip(*observed, strict=True), strict=False)}

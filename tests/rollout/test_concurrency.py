@@ -1,0 +1,156 @@
+"""Places of rollout workers, and the limit that follows engines: against a simulated engine."""
+
+import asyncio
+
+import pytest
+
+from nemorl.errors import RunError
+from nemorl.generation.types import EngineHealth
+from nemorl.rollout.concurrency import (
+    MAX_QUEUED,
+    ConcurrencyControl,
+    ConcurrencyLimit,
+    Places,
+    PlacesUse,
+    queued_share,
+)
+
+
+def engine(running: int, queued: int) -> EngineHealth:
+    return EngineHealth(0, running, queued, paused=False, seconds_since_step=0.0, queued=queued)
+
+
+@pytest.mark.parametrize("capacity", [3, 40, 300])
+def test_the_limit_finds_what_engines_run_together(capacity: int) -> None:
+    """Two engines that run `capacity` requests each, of more than they could run."""
+    limit, values = ConcurrencyLimit.adaptive(64), []
+    for _ in range(400):
+        running = min(limit.value, capacity)
+        engines = [engine(running, limit.value - running)] * 2
+        limit.observe(engines, [PlacesUse(limit.value, 10)] * 2)
+        values.append(limit.value)
+    found = values[200:]
+    # It overshoots until a tenth of the requests wait, and falls by a fifth.
+    assert max(found) <= capacity / (1 - MAX_QUEUED) + limit.increase
+    assert min(found) >= 0.8 * capacity - 1
+    assert max(found) >= capacity
+
+
+def test_samples_that_become_too_old_lower_the_limit() -> None:
+    limit = ConcurrencyLimit.adaptive(64)
+    limit.observe([engine(64, 0)], [PlacesUse(64, 5, num_stale=1)])
+    assert limit.value == 51
+
+
+def test_a_limit_that_nothing_waits_for_stays() -> None:
+    """As at the end of a step, where a few trajectories are left."""
+    limit = ConcurrencyLimit.adaptive(64)
+    for left in (40, 10, 2, 0):
+        limit.observe([engine(left // 2, left - left // 2)], [PlacesUse(left, 0)])
+    assert limit.value == 64
+    fixed = ConcurrencyLimit(8)
+    fixed.observe([engine(1, 7)], [PlacesUse(8, 10, num_stale=3)])
+    assert fixed.value == 8
+
+
+def test_the_share_of_queued_requests_is_of_all_engines() -> None:
+    assert queued_share([engine(6, 2), engine(0, 0), engine(2, 0)]) == 0.2
+    assert queued_share([engine(0, 0)]) == 0
+
+
+def test_places_are_given_in_order_and_their_number_may_change() -> None:
+    async def main() -> None:
+        places, entered, leave = Places(2), [], asyncio.Semaphore(0)
+
+        async def sample(number: int) -> None:
+            async with places:
+                entered.append(number)
+                await leave.acquire()
+
+        async def settle() -> None:
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(sample(number)) for number in range(8)]
+        await settle()
+        assert (entered, places.use) == ([0, 1], PlacesUse(2, 6))
+        tasks[2].cancel()  # while it waits
+        leave.release()
+        await settle()
+        assert (entered, places.use) == ([0, 1, 3], PlacesUse(2, 4))
+        places.resize(4)
+        await settle()
+        assert (entered, places.use) == ([0, 1, 3, 4, 5], PlacesUse(4, 2))
+        places.resize(1)
+        leave.release()
+        leave.release()
+        await settle()
+        assert places.use == PlacesUse(2, 2)
+        leave.release()
+        leave.release()
+        await settle()
+        assert (entered[-1], places.use) == (6, PlacesUse(1, 1))
+        tasks[6].cancel()  # while it has a place
+        await settle()
+        assert (entered[-1], places.use) == (7, PlacesUse(1, 0))
+        # Cancelled in the same moment in which it was admitted: the place is free again.
+        late = asyncio.create_task(sample(9))
+        await settle()
+        leave.release()
+        places.resize(2)
+        late.cancel()
+        await settle()
+        assert places.use == PlacesUse(0, 0)
+        assert 9 not in entered
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_without_a_limit_nothing_waits() -> None:
+    async def main() -> None:
+        places = Places(None)
+        for number in range(100):
+            await places.__aenter__()
+            assert places.use == PlacesUse(number + 1, 0)
+
+    asyncio.run(main())
+
+
+class Engine:
+    def __init__(self, health: EngineHealth | None) -> None:
+        self.state = health
+
+    async def health(self, seconds: float) -> EngineHealth:
+        if self.state is None:
+            raise RunError("lost")
+        return self.state
+
+
+class Worker:
+    def __init__(self, use: PlacesUse) -> None:
+        self.use, self.limits = use, list[int]()
+
+    async def set_concurrency(self, limit: int) -> PlacesUse:
+        self.limits.append(limit)
+        return self.use
+
+
+def test_the_control_shares_the_limit_among_workers_and_measures() -> None:
+    async def main() -> None:
+        await control.observe()
+        await control.observe()
+
+    workers = [Worker(PlacesUse(20, 1)), Worker(PlacesUse(12, 1)), Worker(PlacesUse(0, 0))]
+    engines = [Engine(engine(16, 0)), Engine(engine(15, 1)), Engine(None)]
+    control = ConcurrencyControl(ConcurrencyLimit.adaptive(16), lambda: engines, workers, 1.0)
+    asyncio.run(main())
+    # Of the two engines that answer, for three workers; one more after the first observation.
+    assert workers[0].limits == workers[1].limits == [11, 12]
+    metrics = control.take_metrics()
+    assert metrics == {
+        "generation/concurrency": 16.5,
+        "generation/in_flight": 16.0,
+        "generation/queued": 1 / 32,
+    }
+    assert control.take_metrics() == {}
