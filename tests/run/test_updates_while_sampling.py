@@ -21,16 +21,17 @@ def test_an_asynchronous_run_by_mode(tmp_path: Path, model: Path, mode: str) -> 
         tmp_path, model, "run",
         policy={"layout": {}, "max_sequence_length": 128, "micro_batch_tokens": 1024,
                 "optimizer": {"name": "adam", "lr": 1e-2}},
-        generation={"max_new_tokens": 112, "max_batch_size": 4, "threads": 1, "on_update": mode},
+        generation={"max_new_tokens": 112, "max_batch_size": 1, "threads": 1, "on_update": mode},
         rewards=[{"function": "tests.run.rewards:differs"}],
-        algorithm={"num_steps": 6, "num_prompts_per_step": 2, "max_staleness": 1, "max_logprob_gap": 9.0,
+        algorithm={"num_steps": 4, "num_generations_per_prompt": 32, "num_prompts_per_step": 2,
+                   "max_staleness": 1, "max_logprob_gap": 9.0,
                    "correction": {"name": "tis"}, "validation": {}},
         data={"validation": None}, checkpointing={"period": 100},
     )  # fmt: skip
     status, output = finish(start("train", config))
     assert status == 0, output
     steps = [step.values for step in lines(tmp_path / "run")]
-    assert len(steps) == 6
+    assert len(steps) == 4
     assert all(s["version/lag_max"] <= 1 for s in steps)
     assert max(s["version/lag_max"] for s in steps) == 1
     assert all(s["errors"] == 0 for s in steps)

@@ -92,10 +92,11 @@ def test_samples_of_an_asynchronous_run_have_the_logprobs_of_their_versions(
     tmp_path: Path, model: Path
 ) -> None:
     """Sequences run over the updates, after which the KV cache is recomputed."""
-    engine = {"backend": "vllm", "threads": 1, "max_num_seqs": 2, "max_new_tokens": 112}
+    engine = {"backend": "vllm", "threads": 1, "max_num_seqs": 1, "max_new_tokens": 112}
     policy = {"layout": {}, "max_sequence_length": 128, "micro_batch_tokens": 1024,
               "optimizer": {"name": "adam", "lr": 1e-2}}  # fmt: skip
-    stale = {"max_staleness": 1, "num_prompts_per_step": 2, "max_logprob_gap": 9.0}
+    stale = {"max_staleness": 1, "num_prompts_per_step": 2, "num_generations_per_prompt": 32,
+             "max_logprob_gap": 9.0}  # fmt: skip
     steps = run(tmp_path, model, engine, policy, **stale)
     assert max(s.values["version/lag_max"] for s in steps) == 1
     assert max(s.values["version/spread"] for s in steps) > 0
