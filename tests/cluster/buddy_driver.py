@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemorl.config.load import load_experiment
-from nemorl.megatron.checkpoint_store import CheckpointStore, Manifest, verify
+from nemorl.megatron.checkpoint_store import CheckpointStore, verify
 from nemorl.observe.run_folder import RunPaths
 from nemorl.run.memory import MemoryCheckpoints
 from nemorl.session.session import open_session
@@ -55,8 +55,6 @@ async def main(config: Path) -> None:
             files=len(same),
             more=len(ours) - len(same),
         )
-        held = {file.path for file in Manifest.read(state.folder).files}
-        say(copied=sorted(ours - held))
 
 
 if __name__ == "__main__":

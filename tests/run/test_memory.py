@@ -4,6 +4,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ import yaml
 from nemorl.cluster.errors import WorkerDied, WorkerFailed
 from nemorl.cluster.runtime import hold
 from nemorl.config.experiment import Experiment
-from nemorl.megatron.checkpoint_store import CheckpointStore, Manifest
+from nemorl.config.run import ClusterConfig
+from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, Manifest
 from nemorl.run.checkpoints import Checkpoints, Progress
 from nemorl.run.memory import FOLDERS, Keeper, MemoryCheckpoints, local_keeper
+from nemorl.session.handles import Folder, KeeperHandle
 from tests.config.experiments import GRPO
 from tests.run.test_checkpoints import SlowPolicy, in_a_loop, metrics
 
@@ -216,3 +219,113 @@ def test_the_folder_of_a_killed_driver_is_removed_by_the_next_start(tmp_path: Pa
     driver.wait()
     Keeper(tmp_path).close()
     assert list(tmp_path.iterdir()) == []
+
+
+class Process:
+    """A keeper's process on a node that may be lost; its calls are answered here."""
+
+    def __init__(self, parent: Path) -> None:
+        self.keeper, self.lost = Keeper(parent), False
+
+    async def call(self, method: str, *args: object, **options: object) -> object:
+        if self.lost:
+            raise WorkerDied("keeper", 0, "checkpoint", "its node was lost", Path("log"), ())
+        return await getattr(self.keeper, method)(*args)
+
+
+class Nodes:
+    """Three nodes with a policy rank each, which writes one file."""
+
+    def __init__(self, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.processes: dict[str, Process] = {}
+        self.memory, self.driver_node = memory, "a"
+        self.trained_nodes = [SimpleNamespace(id=name) for name in "abc"]
+        monkeypatch.setattr("nemorl.run.memory.alive_nodes", self.alive)
+
+    def alive(self) -> list[SimpleNamespace]:
+        lost = {name for name, process in self.processes.items() if process.lost}
+        return [SimpleNamespace(id=name) for name in "abcd" if name not in lost]
+
+    async def start_keepers(self, nodes: list[SimpleNamespace], memory_dir: Path) -> list[KeeperHandle]:
+        assert memory_dir == self.memory
+        started = {node.id: Process(memory_dir) for node in nodes}
+        self.processes |= started
+        return [KeeperHandle(process, 1.0) for process in started.values()]  # type: ignore[arg-type]
+
+    async def write(self, folder: Folder) -> list[FileRecord]:
+        assert isinstance(folder, dict)
+        records = []
+        for node, path in folder.items():
+            text = f"weights of {node}"
+            (path / f"weight_{node}").write_text(text)
+            records.append(FileRecord(f"weight_{node}", len(text), sha256(text.encode()).hexdigest()))
+        return records
+
+
+@in_a_loop
+async def test_every_file_is_on_two_nodes_and_one_may_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = experiment_in(tmp_path)
+    nodes = Nodes(tmp_path / "memory", monkeypatch)
+    memory = MemoryCheckpoints(
+        experiment.model_copy(update={"cluster": ClusterConfig(num_nodes=3)}),
+        nodes,  # type: ignore[arg-type]
+        None,
+    )
+    for step in (1, 2):
+        await memory.save(step, f"progress {step}", {}, nodes.write)
+    names = {
+        name: {p.name for p in process.keeper.store.path(2).glob("w*")}
+        for name, process in nodes.processes.items()
+    }
+    assert names == {
+        "a": {"weight_a", "weight_b"},
+        "b": {"weight_b", "weight_c"},
+        "c": {"weight_c", "weight_a"},
+    }
+    assert all(process.keeper.store.steps() == [2] for process in nodes.processes.values())
+
+    nodes.processes["c"].lost = True
+    nodes.trained_nodes = [SimpleNamespace(id=name) for name in "abd"]  # where the ranks are started again
+    state = await memory.newest()
+    assert state is not None
+    assert (state.step, state.progress) == (2, "progress 2")
+    assert isinstance(state.folder, dict)
+    assert set(state.folder) == {"a", "b", "d"}
+    for path in state.folder.values():
+        assert {p.name: p.read_text() for p in path.glob("w*")} == {
+            f"weight_{n}": f"weights of {n}" for n in "abc"
+        }
+
+    await memory.save(3, "progress 3", {}, nodes.write)  # over the nodes that there are now
+    nodes.processes["b"].lost = nodes.processes["d"].lost = True  # a node and its buddy
+    assert await memory.newest() is None
+    for process in nodes.processes.values():
+        process.keeper.close()
+
+
+@in_a_loop
+async def test_a_file_that_its_buddy_lacks_is_not_half_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node is lost between the writing and the copying: the one before is complete."""
+    experiment = experiment_in(tmp_path)
+    nodes = Nodes(tmp_path / "memory", monkeypatch)
+    several = experiment.model_copy(update={"cluster": ClusterConfig(num_nodes=3)})
+    memory = MemoryCheckpoints(several, nodes, None)  # type: ignore[arg-type]
+    await memory.save(1, "progress 1", {}, nodes.write)
+
+    async def write_and_lose(folder: Folder) -> list[FileRecord]:
+        records = await nodes.write(folder)
+        nodes.processes["c"].lost = True
+        return records
+
+    await memory.save(2, "progress 2", {}, write_and_lose)
+    nodes.trained_nodes = [SimpleNamespace(id=name) for name in "ab"]
+    state = await memory.newest()
+    assert state is not None
+    assert (state.step, state.progress) == (1, "progress 1")
+    assert memory.due(2)  # it is not given up
+    for process in nodes.processes.values():
+        process.keeper.close()
