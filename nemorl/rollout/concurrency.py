@@ -133,7 +133,9 @@ class ConcurrencyControl:
     seconds: float  # limits the wait for the state of an engine
 
     def __post_init__(self) -> None:
-        self._observed: list[tuple[float, float, float]] = []  # since the metrics were taken
+        # Of each observation since the metrics were taken: trajectories per engine, and the share of a queue.
+        self._in_flight: list[float] = []
+        self._queued: list[float] = []
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -156,14 +158,17 @@ class ConcurrencyControl:
             return
         share = share_of_worker(self.limit.value * len(engines), len(self.workers))
         workers = await _answers(worker.set_concurrency(share) for worker in self.workers)
-        in_flight = sum(use.in_use for use in workers)
-        self._observed.append((float(self.limit.value), in_flight / len(engines), queued_share(engines)))
+        self._in_flight.append(sum(use.in_use for use in workers) / len(engines))
+        self._queued.append(queued_share(engines))
         self.limit.observe(engines, workers)
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the observations since the last call; none without any. Raises what ended them."""
+        """The limit, and means over the observations since the last call, if any. Raises what ended them."""
         if self._task is not None and self._task.done():
             self._task.result()
-        observed, self._observed = self._observed, []
-        names = ("generation/concurrency", "generation/in_flight", "generation/queued")
-        return {name: fmean(values) for name, values in zip(names, zip(*observed, strict=True), strict=False)}
+        in_flight, self._in_flight = self._in_flight, []
+        queued, self._queued = self._queued, []
+        metrics = {"generation/concurrency": float(self.limit.value)}
+        if in_flight:
+            metrics |= {"generation/in_flight": fmean(in_flight), "generation/queued": fmean(queued)}
+        return metrics
