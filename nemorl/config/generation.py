@@ -116,9 +116,12 @@ class GenerationBase(Config):
     GPUs when not given."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of one engine; the cores divided by the engines when not given."""
-    concurrency: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    concurrency: int | None = Field(None, ge=1)
     """Trajectories of training per engine that are sampled at a time; more wait in rollout workers, not in
-    engines. `auto` follows the queues of engines and the age of samples; null sets no limit."""
+    engines. null sets no limit."""
+    adaptive_concurrency: bool = False
+    """Let this limit follow the queues of engines and the age of samples; it begins with `concurrency`, or
+    with what an engine decodes together."""
     endpoint: EndpointConfig | None = None
     """An OpenAI-compatible HTTP server over the engines while the run lasts; none when not given."""
 
@@ -135,7 +138,7 @@ class GenerationBase(Config):
     @property
     def initial_concurrency(self) -> int | None:
         """Trajectories per engine that are sampled at a time when the run begins; None: any number."""
-        if self.concurrency == "auto":
+        if self.adaptive_concurrency and self.concurrency is None:
             return int(getattr(self, self.batch_field))
         return self.concurrency
 
@@ -200,6 +203,7 @@ class MegatronGenerationConfig(GenerationBase):  # docs/megatron_generation.md
             "precision": "it computes in policy.precision",
             "threads": "its processes have cluster.policy_threads",
             "concurrency": "generation.max_batch_size is what they sample at a time",
+            "adaptive_concurrency": "generation.max_batch_size is what they sample at a time",
             "endpoint": "between two stages of sampling it cannot answer",
             "on_update": "all sequences have ended when it trains",
         } | dict.fromkeys(("bucket_megabytes", "transport", "delta", "check_one_in"), "no weights are sent")
@@ -231,9 +235,8 @@ class OpenAIGenerationConfig(GenerationBase):
     def _settings_of_engines(self) -> Problems:
         names = ("precision", "on_update", "bucket_megabytes", "transport", "delta", "check_one_in")
         yield from self.without_effect(names, "the server receives no weights from the run; remove it")
-        if self.concurrency == "auto":
-            fix = "the server does not report which requests wait; set it to a number, or remove it"
-            yield Problem("concurrency", "auto", fix)
+        reason = "the server does not report which requests wait; remove it, or set generation.concurrency"
+        yield from self.without_effect(("adaptive_concurrency",), reason)
         if not self.token_ids:
             reason = "with generation.token_ids: false only text is sent to the server; remove it"
             yield from self.without_effect(("stop_token_ids",), reason)

@@ -80,9 +80,8 @@ class ConcurrencyLimit:
     increase: int = 0  # of an observation; 0 keeps the value
 
     @classmethod
-    def adaptive(cls, batch_size: int) -> "ConcurrencyLimit":
-        """Begin with the number of sequences that an engine decodes together."""
-        return cls(batch_size, max(1, batch_size // 16))
+    def of(cls, initial: int, *, adaptive: bool) -> "ConcurrencyLimit":
+        return cls(initial, max(1, initial // 16) if adaptive else 0)
 
     def observe(self, engines: Sequence[EngineHealth], workers: Sequence[PlacesUse]) -> None:
         """Take the state of at least one engine. The limit changes only while it is what limits sampling."""

@@ -346,9 +346,8 @@ class Starter:
         replicas.start_watch()
         generation, deadlines = self.experiment.generation, self.experiment.cluster.deadlines
         if (limit := generation.initial_concurrency) is not None:
-            adaptive = generation.concurrency == "auto"
             control = self.session.concurrency = ConcurrencyControl(
-                ConcurrencyLimit.adaptive(limit) if adaptive else ConcurrencyLimit(limit),
+                ConcurrencyLimit.of(limit, adaptive=generation.adaptive_concurrency),
                 lambda: replicas.engines,
                 self.session.rollout,
                 deadlines.health,

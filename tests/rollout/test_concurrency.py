@@ -23,7 +23,7 @@ def engine(running: int, queued: int) -> EngineHealth:
 @pytest.mark.parametrize("capacity", [3, 40, 300])
 def test_the_limit_finds_what_engines_run_together(capacity: int) -> None:
     """Two engines that run `capacity` requests each, of more than they could run."""
-    limit, values = ConcurrencyLimit.adaptive(64), []
+    limit, values = ConcurrencyLimit.of(64, adaptive=True), []
     for _ in range(400):
         running = min(limit.value, capacity)
         engines = [engine(running, limit.value - running)] * 2
@@ -37,18 +37,18 @@ def test_the_limit_finds_what_engines_run_together(capacity: int) -> None:
 
 
 def test_samples_that_become_too_old_lower_the_limit() -> None:
-    limit = ConcurrencyLimit.adaptive(64)
+    limit = ConcurrencyLimit.of(64, adaptive=True)
     limit.observe([engine(64, 0)], [PlacesUse(64, 5, num_stale=1)])
     assert limit.value == 51
 
 
 def test_a_limit_that_nothing_waits_for_stays() -> None:
     """As at the end of a step, where a few trajectories are left."""
-    limit = ConcurrencyLimit.adaptive(64)
+    limit = ConcurrencyLimit.of(64, adaptive=True)
     for left in (40, 10, 2, 0):
         limit.observe([engine(left // 2, left - left // 2)], [PlacesUse(left, 0)])
     assert limit.value == 64
-    fixed = ConcurrencyLimit(8)
+    fixed = ConcurrencyLimit.of(8, adaptive=False)
     fixed.observe([engine(1, 7)], [PlacesUse(8, 10, num_stale=3)])
     assert fixed.value == 8
 
@@ -143,7 +143,7 @@ def test_the_control_shares_the_limit_among_workers_and_measures() -> None:
 
     workers = [Worker(PlacesUse(20, 1)), Worker(PlacesUse(12, 1)), Worker(PlacesUse(0, 0))]
     engines = [Engine(engine(16, 0)), Engine(engine(15, 1)), Engine(None)]
-    control = ConcurrencyControl(ConcurrencyLimit.adaptive(16), lambda: engines, workers, 1.0)
+    control = ConcurrencyControl(ConcurrencyLimit.of(16, adaptive=True), lambda: engines, workers, 1.0)
     asyncio.run(main())
     # Of the two engines that answer, for three workers; one more after the first observation.
     assert workers[0].limits == workers[1].limits == [11, 12]

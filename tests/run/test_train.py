@@ -217,7 +217,7 @@ def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path)
         },
         rewards=[{"function": "tests.run.rewards:differs"}],
         policy={"layout": {"data_parallel_size": 2}},
-        generation={"replicas": 2, "threads": 1, "concurrency": 4},
+        generation={"replicas": 2, "threads": 1, "concurrency": 4, "adaptive_concurrency": True},
         cluster={"rollout_workers": 2},
     )
     status, output = finish(start("train", config))
@@ -234,7 +234,7 @@ def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path)
         # Six groups are sampled at a time, as far as a step may sample more, and four of them trained on.
         assert values["dropped/cut_off"] == min(2, 12 - values["filters/sampled"])
         assert values["dropped/late"] == values["dropped/deadline"] == 0
-        assert values["generation/concurrency"] == 4
+        assert values["generation/concurrency"] >= 1
     assert {name for s in steps for name in s.values} <= known_figures(folder / "several")
 
 
