@@ -233,9 +233,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "a step samples at most algorithm.filters.refill.max_batches, 2, times num_prompts_per_step",
     ),
     "concurrency by the queue of a server": (
-        [
-            "generation={backend: openai, base_url: 'http://127.0.0.1:9/v1', model: m, adaptive_concurrency: true}"
-        ],
+        ["generation={backend: openai, base_url: 'http://host/v1', model: m, adaptive_concurrency: true}"],
         "generation.adaptive_concurrency",
         True,
         "the server does not report which requests wait",
