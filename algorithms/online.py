@@ -112,6 +112,10 @@ class OnlineAlgorithm:
         metrics = rollout_metrics(groups, number - 1) | filtered.metrics | await self.train(batch, number)
         if self.config.max_staleness or self.config.oversampling > 1 or self.config.group_seconds:
             metrics |= dropped_metrics(*self.collector.take_dropped(), groups)
+        if self.session.pinned.locked():
+            with self.observer.stage("validation_wait", waits_for="validation"):
+                async with self.session.pinned:
+                    pass  # a validation samples with the version before
         with self.observer.stage("refit"):
             metrics |= await self.session.update_weights(number)
         metrics |= await self.session.generation_metrics()

@@ -32,6 +32,7 @@ SECOND_PART = {
     "tests/megatron/test_scalar_head.py",
     "tests/megatron/test_transformer_engine.py",
     "tests/models/test_policy_layout.py",
+    "tests/run/test_async_validation.py",
     "tests/run/test_critic_runs.py",
     "tests/run/test_engines_of_runs.py",
     "tests/run/test_layouts_of_runs.py",

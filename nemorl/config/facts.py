@@ -65,7 +65,7 @@ def metric_names(
     if algorithm.early_stop is not None:
         names.add("early_stop/waited")
     if algorithm.validation.scheduled and algorithm.generates:
-        names |= {*REFIT_METRICS, "time/validation"}
+        names |= {*REFIT_METRICS, "time/validation", "time/validation_wait"}
         sets = [] if data is None else [f"validation/{name}" for name in data.validation_sets]
         if data is None or data.validation is not None:
             sets.append("validation")

@@ -132,8 +132,11 @@ class Checkpoints:
         self._step = 0  # of the one that is being written
         self._writing: asyncio.Task[None] | None = None
 
-    async def save(self, progress: Progress, metrics: StepMetrics) -> None:
-        """Begin the checkpoint of a step, and end it unless `checkpointing.asynchronous`."""
+    async def save(self, progress: Progress, metrics: Awaitable[StepMetrics]) -> None:
+        """Begin the checkpoint of a step, and end it unless `checkpointing.asynchronous`.
+
+        It is committed when its step's line is written, which gives `metrics`.
+        """
         await self.settle()
         if not self._config.asynchronous:
             await self._write(progress, metrics, self._models.save)
@@ -145,7 +148,7 @@ class Checkpoints:
         busy = self._writing is not None and not self._writing.done()
         return not busy and self._memory is not None and self._memory.due(step)
 
-    async def save_in_memory(self, progress: Progress, metrics: StepMetrics) -> None:
+    async def save_in_memory(self, progress: Progress, metrics: Awaitable[StepMetrics]) -> None:
         """Begin a checkpoint of a step in memory, after the one before."""
         await self.settle()
         await self._begin(progress, metrics, to_disk=False)
@@ -195,19 +198,19 @@ class Checkpoints:
                 return
             logger.warning("the checkpoint of step %d was not completed: %s", self._step, failure)
 
-    async def _begin(self, progress: Progress, metrics: StepMetrics, *, to_disk: bool) -> None:
+    async def _begin(self, progress: Progress, metrics: Awaitable[StepMetrics], *, to_disk: bool) -> None:
         await self._models.copy_for_checkpoint()
         self._step = progress.step
         self._writing = asyncio.create_task(self._write_copy(progress, metrics, to_disk))
 
-    async def _write_copy(self, progress: Progress, metrics: StepMetrics, to_disk: bool) -> None:
+    async def _write_copy(self, progress: Progress, metrics: Awaitable[StepMetrics], to_disk: bool) -> None:
         if self._memory is not None and self._memory.due(progress.step):
-            write = self._models.write_copy
-            await self._memory.save(progress.step, progress.text, metrics.values, write)
+            write, values = self._models.write_copy, (await metrics).values
+            await self._memory.save(progress.step, progress.text, values, write)
         if to_disk:
             await self._write(progress, metrics, self._models.write_copy)
 
-    async def _write(self, progress: Progress, metrics: StepMetrics, save: Save) -> None:
+    async def _write(self, progress: Progress, metrics: Awaitable[StepMetrics], save: Save) -> None:
         """Write and commit a checkpoint; a failed one leaves nothing on the disk."""
         config, store = self._config, self._store
         folder = store.begin(progress.step)
@@ -219,7 +222,8 @@ class Checkpoints:
                 with full_disk_named("The Hugging Face folder of checkpointing.export_hf", folder, fix):
                     await asyncio.to_thread(export_hf, folder, folder / "hf", self._experiment.policy)
                     Origin(str(self._experiment.run_dir.absolute()), progress.step).write(folder / "hf")
-            await asyncio.to_thread(store.commit, progress.step, metrics.values, records)
+            values = (await metrics).values
+            await asyncio.to_thread(store.commit, progress.step, values, records)
             await asyncio.to_thread(store.prune, config.keep, config.metric, config.higher_is_better)
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # not there once it has its name

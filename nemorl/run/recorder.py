@@ -1,5 +1,6 @@
 """The steps around a run's steps: validate, write metrics and samples, save checkpoints, stop."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from nemorl.algorithms.metrics import samples_of
 from nemorl.algorithms.objective import EntropyWeight
 from nemorl.config.experiment import Experiment
+from nemorl.errors import NemorlError
 from nemorl.observe.metrics import Change, StepMetrics, read_metrics
 from nemorl.observe.observer import Observer
 from nemorl.rollout.schedule import DataPlace
@@ -34,7 +36,8 @@ class RunRecorder:
         self.stop = stop or StopRequest()
         self.done = start.step  # steps whose line is written
         self._skipped = start.skipped_updates
-        self._unsaved: tuple[Progress, StepMetrics] | None = None  # of the last step
+        self._line: asyncio.Task[StepMetrics] | None = None  # of the last step, while its validation runs
+        self._unsaved: tuple[Progress, asyncio.Task[StepMetrics]] | None = None  # of the last step
         self._early_stop = EarlyStop(self._algorithm.early_stop, start.best_value, start.waited)
         self._sets: dict[str, int] | None = None  # of the validation, once they have been read
         self.entropy: EntropyWeight | None = None  # its state is in every checkpoint
@@ -59,13 +62,18 @@ class RunRecorder:
             self._observer.step(0, version=0, values=values | self._observer.end_step(0))
 
     async def finish(self, number: int, values: dict[str, float], place: DataPlace) -> None:
-        """Validate if it is due, write the step's line, then its checkpoint."""
+        """Validate if it is due, write the step's line, then its checkpoint.
+
+        A validation may overlap with the next step. The line and the commit of the checkpoint then follow it.
+        """
+        await self.settle()
         validation = self._algorithm.validation
         if "updates/skipped" in values:
             self._skipped += int(values["updates/skipped"])
             values = values | {"skipped_updates": float(self._skipped)}
         periodic = validation.period is not None and number % validation.period == 0
-        if periodic:
+        overlaps = periodic and self._overlaps_validation and number < self._algorithm.num_steps
+        if periodic and not overlaps:
             values = values | await self._validate(number)
         last = self._early_stop.update(values) or number == self._algorithm.num_steps
         if self._algorithm.early_stop is not None:  # by which the report recognizes a run that ended early
@@ -75,20 +83,41 @@ class RunRecorder:
         if self._early_stop.over:
             logger.warning("%s", self._early_stop)
         values = values | self._observer.end_step(number)
-        metrics = self._observer.step(number, version=number, values=values)
+        if overlaps:
+            await self._session.pinned.acquire()
+        line = self._line = asyncio.create_task(self._write_line(number, values, validate=overlaps))
+        if last or not overlaps:
+            await self.settle()
         self.done = number
         entropy: tuple[float | None, float | None] = None, None
         if self.entropy is not None:
             entropy = self.entropy.coefficient, self.entropy.entropy
         stop = self._early_stop.best, self._early_stop.waited
         progress = Progress(number, place.position, self._skipped, *entropy, *stop, place.beyond)
-        self._unsaved = progress, metrics
+        self._unsaved = progress, line
         self._checkpoints.check()
         if last or number % self._experiment.checkpointing.period == 0:
             await self.save(last=last)
         elif self._checkpoints.due_in_memory(number):
-            with self._observer.stage("checkpoint"):
-                await self._checkpoints.save_in_memory(progress, metrics)
+            with self._observer.stage("checkpoint", waits_for="checkpoint"):
+                await self._checkpoints.save_in_memory(progress, line)
+
+    async def settle(self) -> None:
+        """Wait until the validation of the last step has ended and its line is written."""
+        line, self._line = self._line, None
+        if line is not None:
+            await line
+
+    async def close(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """End with the run's steps: `settle`, but after a cancellation end the validation."""
+        if self._line is not None and isinstance(error, asyncio.CancelledError):
+            self._line.cancel()
+        try:
+            await self.settle()
+        except (NemorlError, asyncio.CancelledError) as failure:
+            if error is None:
+                raise
+            logger.warning("the validation of step %d was not completed: %s", self.done, failure)
 
     async def save(self, *, last: bool) -> None:
         """Save the newest step's checkpoint if that is still to be done; the `last` one is then committed."""
@@ -116,15 +145,34 @@ class RunRecorder:
         changes = [Change(name, of[0], of[-1]) for name, of in measured.items() if len(of) > 1]
         return self._observer.summary(changes)
 
+    @property
+    def _overlaps_validation(self) -> bool:
+        """True if engines sample while the policy trains, and no decision waits for the validation."""
+        stop = self._algorithm.early_stop
+        waits = stop is not None and stop.metric.startswith("validation/")
+        return self._algorithm.allows_staleness and not waits
+
+    async def _write_line(self, number: int, values: dict[str, float], *, validate: bool) -> StepMetrics:
+        """`validate` holds the engines at their version, and lets go of them."""
+        if validate:
+            try:
+                values = values | await self._sample_validation(number)
+            finally:
+                self._session.pinned.release()
+        return self._observer.step(number, version=number, values=values)
+
     async def _validate(self, number: int) -> dict[str, float]:
         measured = await self.measure() if self.measure is not None else {}
         if not self._algorithm.generates:
             return measured
         await self._session.update_weights(number)
         async with self._session.generating():
-            with self._observer.stage("validation", unit="tasks", waits_for="validation") as stage:
-                if self._sets is None:
-                    self._sets = validation_sets(self._experiment)
-                values, groups = await validate(self._session, self._experiment, self._sets, stage.advance)
+            return measured | await self._sample_validation(number, waits_for="validation")
+
+    async def _sample_validation(self, number: int, waits_for: str = "") -> dict[str, float]:
+        with self._observer.stage("validation", unit="tasks", waits_for=waits_for) as stage:
+            if self._sets is None:
+                self._sets = validation_sets(self._experiment)
+            values, groups = await validate(self._session, self._experiment, self._sets, stage.advance)
         self._observer.samples(list(samples_of(number, groups, "validation")))
-        return measured | values
+        return values

@@ -189,6 +189,7 @@ async def _train_session(
                 async with AsyncExitStack() as closing:
                     if isinstance(algorithm, OnlineAlgorithm):
                         closing.push_async_callback(algorithm.collector.close)
+                        closing.push_async_exit(recorder.close)
                         session.stalls.queues["collector"] = algorithm.collector.queues
                         await session.update_weights(recorder.done)
                     elif algorithm.data.held_out:

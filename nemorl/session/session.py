@@ -56,6 +56,8 @@ class Session:
     concurrency: ConcurrencyControl | None = None
     version: int = 0  # of the weights that generation samples with; 0: those of the model's folder
     policy_samples: bool = False  # without engines
+    # Held while engines must keep the version they have; waiting updates come in their order.
+    pinned: asyncio.Lock = field(default_factory=asyncio.Lock)
     nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: the processes on each
     starter: "Starter | None" = None  # for processes that are started later
     stalls: StallReporter | None = None
@@ -138,7 +140,7 @@ class Session:
         if "policy" in self.models:
             await self.learner.onload()
         stats: RefitStats | None = None
-        async with self.replicas.refitting():
+        async with self.pinned, self.replicas.refitting():
             while stats is None:
                 try:
                     stats = await self.exchange.refit(version)

@@ -60,8 +60,10 @@ def checkpoints(policy: SlowPolicy, store: CheckpointStore, **fields: object) ->
     return Checkpoints(experiment, policy, store)  # type: ignore[arg-type]
 
 
-def metrics(step: int) -> StepMetrics:
-    return StepMetrics(step, step, {})
+def metrics(step: int) -> asyncio.Future[StepMetrics]:
+    line: asyncio.Future[StepMetrics] = asyncio.get_running_loop().create_future()
+    line.set_result(StepMetrics(step, step, {}))
+    return line
 
 
 @in_a_loop
@@ -163,3 +165,18 @@ async def test_a_run_that_fails_says_so_and_not_what_followed(
     with caplog.at_level(logging.WARNING), pytest.raises(RunError, match="engine died"):
         await fail_after_saving(7, policy, store)
     assert "the checkpoint of step 7 was not completed: policy rank 0 died" in caplog.text
+
+
+@in_a_loop
+async def test_a_checkpoint_is_committed_when_the_line_of_its_step_is_written(store: CheckpointStore) -> None:
+    policy, line = SlowPolicy(), asyncio.get_running_loop().create_future()
+    policy.disk.set()
+    async with checkpoints(policy, store) as saving:
+        await saving.save(Progress(step=1), line)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert store.steps() == []
+        line.set_result(StepMetrics(1, 1, {"validation/accuracy": 0.5}))
+    found = store.latest_valid()
+    assert found is not None
+    assert found.metrics == {"validation/accuracy": 0.5}

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+from collections.abc import Awaitable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from nemorl.rollout.schedule import DataPlace
 from nemorl.run import validation
 from nemorl.run.checkpoints import Progress
 from nemorl.run.recorder import RunRecorder
+from nemorl.session.session import Session
 from tests.algorithms.groups import group, trajectory
 from tests.config.experiments import write
 
@@ -83,7 +85,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     observer: Any = SimpleNamespace(stage=Stages([]).stage, end_step=lambda step: {}, step=told)
     saved: list[Progress] = []
 
-    async def save(progress: Progress, metrics: StepMetrics) -> None:
+    async def save(progress: Progress, metrics: Awaitable[StepMetrics]) -> None:
         saved.append(progress)
 
     async def settle() -> None:
@@ -118,8 +120,8 @@ def test_a_run_that_is_asked_to_stop_begins_no_step_and_saves_the_last_one_once(
     )
     saved: list[tuple[int, int]] = []
 
-    async def save(progress: Progress, metrics: StepMetrics) -> None:
-        assert progress.step == metrics.step
+    async def save(progress: Progress, metrics: Awaitable[StepMetrics]) -> None:
+        assert progress.step == (await metrics).step
         saved.append((progress.step, progress.position))
 
     async def settle() -> None:
@@ -175,3 +177,110 @@ def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pyte
     assert told(("nan",), ("nan",)) == [f"2 of 2 {skipped}; the run has learned nothing."]
     assert told(("one", "zero"), left_out=2) == [f"3 of 4 {empty}; they changed no weight."]
     assert told((), (), left_out=1) == [f"2 of 2 {empty}; the run has learned nothing."]
+
+
+class Validations:
+    """A recorder of a run at staleness 1 whose validations end when the test says so."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+        self.ended = asyncio.Event()
+        self.lines: list[StepMetrics] = []
+        self.saved: list[Awaitable[StepMetrics]] = []
+        settings = ["algorithm.max_staleness=1", "algorithm.validation={period: 2}", "algorithm.num_steps=4"]
+        settings += ["checkpointing.period=2", *overrides]
+        experiment = load_experiment(write(folder), settings)
+        self.session = Session()
+
+        async def sample_validation(*rest: object, **options: object) -> list[Any]:
+            await self.ended.wait()
+            return [group(0, trajectory(1.0))]
+
+        async def save(progress: Progress, metrics: Awaitable[StepMetrics]) -> None:
+            self.saved.append(metrics)
+
+        async def settle() -> None:
+            """Nothing is being written."""
+
+        def write_line(step: int, version: int, values: dict[str, float]) -> StepMetrics:
+            self.lines.append(StepMetrics(step, version, values))
+            return self.lines[-1]
+
+        monkeypatch.setattr(validation, "sample_validation", sample_validation)
+        monkeypatch.setattr("nemorl.run.recorder.validation_sets", lambda experiment: {"": 1})
+        observer: Any = SimpleNamespace(
+            stage=Stages([]).stage,
+            end_step=lambda step: {"time/step": float(step)},
+            step=write_line,
+            samples=lambda samples: None,
+        )
+        checkpoints: Any = SimpleNamespace(check=lambda: None, save=save, settle=settle)
+        self.recorder = RunRecorder(experiment, self.session, observer, checkpoints, Progress())
+
+    async def finish(self, step: int) -> None:
+        await self.recorder.finish(step, {"reward/mean": step / 10}, DataPlace(4 * step))
+
+
+def test_a_validation_overlaps_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        run = Validations(tmp_path, monkeypatch)
+        await run.finish(1)
+        await run.finish(2)  # does not wait for the validation
+        assert [line.step for line in run.lines] == [1]
+        assert run.session.pinned.locked()  # so that the engines keep version 2
+        (saved,) = run.saved
+        third = asyncio.create_task(run.finish(3))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not third.done()  # lines keep their order
+        run.ended.set()
+        await third
+        assert not run.session.pinned.locked()
+        assert [line.step for line in run.lines] == [1, 2, 3]
+        second = run.lines[1]
+        assert await saved is second
+        assert (second.values["time/step"], second.values["validation/accuracy"]) == (2.0, 1.0)
+        assert "validation/accuracy" not in run.lines[2].values
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("overrides", [
+    ["algorithm.early_stop={metric: validation/accuracy}"],
+    ["algorithm.num_steps=2"],
+    ["algorithm.max_staleness=0"],
+])  # fmt: skip
+def test_a_step_waits_for_a_validation_that_decides_or_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str]
+) -> None:
+    async def main() -> None:
+        run = Validations(tmp_path, monkeypatch, *overrides)
+        second = asyncio.create_task(run.finish(2))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not second.done()
+        assert run.lines == []
+        run.ended.set()
+        await second
+        assert run.lines[0].values["validation/accuracy"] == 1.0
+
+    asyncio.run(main())
+
+
+def test_the_end_of_the_steps_waits_for_a_validation_but_not_after_a_cancellation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        run = Validations(tmp_path, monkeypatch)
+        await run.finish(2)
+        closing = asyncio.create_task(run.recorder.close(None, ValueError("the policy died"), None))
+        await asyncio.sleep(0)
+        run.ended.set()
+        await closing
+        assert run.lines[0].values["validation/accuracy"] == 1.0
+        run.ended.clear()
+        other = Validations(tmp_path, monkeypatch)
+        await other.finish(2)
+        await other.recorder.close(None, asyncio.CancelledError(), None)
+        assert other.lines == []
+
+    asyncio.run(main())
