@@ -21,7 +21,7 @@ from nemorl.data.shards import SequencePlace, plan_batch
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics
-from nemorl.rollout.schedule import TaskOrder
+from nemorl.rollout.schedule import DataPlace, TaskOrder
 from nemorl.run.checkpoints import Progress
 from nemorl.run.recorder import RunRecorder
 
@@ -141,7 +141,7 @@ class Run:
             data,
             references,
             order,
-            0,
+            DataPlace(),
             self.observer,
             multiple=1,
         )
