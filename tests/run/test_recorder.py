@@ -213,7 +213,9 @@ class Validations:
             step=write_line,
             samples=lambda samples: None,
         )
-        checkpoints: Any = SimpleNamespace(check=lambda: None, save=save, settle=settle)
+        checkpoints: Any = SimpleNamespace(
+            check=lambda: None, due_in_memory=lambda step: False, save=save, settle=settle
+        )
         self.recorder = RunRecorder(experiment, self.session, observer, checkpoints, Progress())
 
     async def finish(self, step: int) -> None:
