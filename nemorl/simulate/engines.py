@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from nemorl.cluster.errors import DeadlineExceeded, WorkerDied
 from nemorl.cluster.group import Mesh, Worker, WorkerGroup
+from nemorl.config.generation import OnUpdate
 from nemorl.generation.types import (
     Completion,
     EngineHealth,
@@ -34,7 +35,6 @@ from nemorl.weights.exchange import RefitStats
 
 from .workload import Workload
 
-OnUpdate = Literal["continue", "finish", "restart"]
 HANG_SHARE = 0.25  # of the failures of engines; the others end the process
 _TOLERANCE = 1e-6  # of a step, so that rounding of times leaves nothing to decode
 _ENTRIES = 64  # of the array of an average turn
@@ -171,12 +171,12 @@ class SimulatedEngine:
         self._pause()
         await self._unless_ended(asyncio.sleep(self._workload.refit))
 
-    async def commit_weights(self, version: int, recompute: bool) -> None:
-        """Sample with new weights; `recompute` reads again what each running sequence has so far."""
+    async def commit_weights(self, version: int, on_update: OnUpdate) -> None:
+        """Sample with new weights; `restart` reads again what each running sequence has so far."""
         self.settle()
         self.version = version
         self._cached.clear()
-        if recompute:
+        if on_update == "restart":
             for name in self._running:
                 sequence = self._sequences[name]
                 self._read(len(sequence.request.prompt) + self._sampled(sequence))
@@ -403,7 +403,6 @@ class SimulatedExchange:
 
     group: SimulatedGroup
     on_update: OnUpdate
-    recompute: bool  # keys and values of running sequences
     deadline_seconds: float
     seconds: float = 0.0  # of all updates so far
 
@@ -416,7 +415,7 @@ class SimulatedExchange:
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if not errors:
-            calls = (w.call("commit_weights", version, self.recompute, **options) for w in workers)
+            calls = (w.call("commit_weights", version, self.on_update, **options) for w in workers)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if errors:

@@ -25,7 +25,7 @@ from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule, Tas
 from nemorl.session.session import Session
 from nemorl.session.supervisor import ReplicaSupervisor
 
-from .engines import OnUpdate, SimulatedExchange, SimulatedGroup
+from .engines import SimulatedExchange, SimulatedGroup
 from .processes import (
     SimulatedObserver,
     SimulatedPolicy,
@@ -151,9 +151,7 @@ async def open_simulation(
     ]
     replicas.connect(SimulatedRouters(workers))
     replicas.start_watch()
-    on_update: OnUpdate = getattr(generation, "on_update", "continue")
-    recompute = on_update == "restart" or getattr(generation, "recompute_kv_cache", False)
-    exchange: Any = SimulatedExchange(engines, on_update, recompute, cluster.deadlines.refit)
+    exchange: Any = SimulatedExchange(engines, generation.on_update, cluster.deadlines.refit)
     policy: Any = SimulatedPolicy(workload)
     rollout: Any = workers
     session = Session(models={"policy": policy}, rollout=rollout, exchange=exchange, replicas=replicas)

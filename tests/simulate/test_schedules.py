@@ -8,12 +8,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
 from nemorl.config.experiment import Experiment
+from nemorl.config.generation import OnUpdate
 from nemorl.errors import RunError
 from nemorl.generation.types import NoReplicaLeft
 from nemorl.rollout.groups import Dropped, GroupSummary
@@ -51,7 +52,11 @@ class Scenario:
             }
         )
         generation = base.generation.model_copy(
-            update={"replicas": random.randint(1, 4), "max_batch_size": random.choice((2, 8, 64))}
+            update={
+                "replicas": random.randint(1, 4),
+                "max_batch_size": random.choice((2, 8, 64)),
+                "on_update": random.choice(get_args(OnUpdate)),
+            }
         )
         cluster = base.cluster.model_copy(update={"rollout_workers": random.randint(1, 3)})
         sections = {"algorithm": algorithm, "generation": generation, "cluster": cluster}
@@ -223,9 +228,9 @@ def check_all(base: Experiment, numbers: Iterator[int]) -> None:
 
 
 def test_random_runs_keep_their_promises(base: Experiment) -> None:
-    check_all(base, seeds(0, 300))
+    check_all(base, seeds(0, 100))
 
 
 @pytest.mark.slow
 def test_thousands_of_random_runs_keep_their_promises(base: Experiment) -> None:
-    check_all(base, seeds(300, 5000))
+    check_all(base, seeds(100, 5000))

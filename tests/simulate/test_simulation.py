@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.simulate.simulation import Deadlock, predict, run_in_virtual_time
+from nemorl.simulate.simulation import Deadlock, Prediction, predict, run_in_virtual_time
 from nemorl.simulate.workload import LogNormal, Workload
 from tests.simulate.experiments import experiment
 
@@ -87,6 +87,21 @@ def test_a_slow_policy_is_the_bottleneck(tmp_path: Path) -> None:
     assert predicted.bottleneck == "policy"
     assert predicted.step_seconds == pytest.approx(10 + 40 + 1 + 4, rel=0.02)
     assert predicted.shares["policy"]["idle"] == pytest.approx(0, abs=0.02)
+
+
+def test_what_an_update_costs(tmp_path: Path) -> None:
+    """`continue` pauses for the update alone, `restart` reads again, `finish` waits for what runs."""
+
+    def predicted(on_update: str) -> Prediction:
+        overrides = (f"generation.on_update={on_update}",)
+        one = experiment(tmp_path, prompts=4, samples=4, staleness=2, overrides=overrides)
+        return predict(one, replace(EVEN, update=8.0, refit=4.0, prefill=0.05), 0, 8)
+
+    kept, read_again, ended = map(predicted, ("continue", "restart", "finish"))
+
+    assert kept.stages["refit"] == read_again.stages["refit"] == pytest.approx(4)
+    assert kept.step_seconds < read_again.step_seconds
+    assert ended.stages["refit"] > 4
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

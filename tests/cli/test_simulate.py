@@ -1,0 +1,54 @@
+"""`nemorl simulate` as a person sees it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Nemorl
+
+
+def test_the_output_has_the_assumptions_and_the_prediction(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl("simulate", experiment, "algorithm.max_staleness=1", "--gpus", 5, "--steps", 2)
+
+    assert outcome.status == 0
+    lines = outcome.out.splitlines()
+    assert lines[0].startswith("Assumptions (defaults)")
+    assert any(line.startswith("seconds of an engine's step, plus") for line in lines)
+    assert any(line.startswith("Prediction: 5 devices, max_staleness 1") for line in lines)
+    for name in ("step ", "trained tokens per second", "time of the policy", "age of sampled tokens"):
+        assert any(line.startswith(name) for line in lines), name
+    assert outcome.err.startswith("bottleneck: ")
+    assert "2 steps simulated in" in outcome.err
+    assert "give --trace RUN_DIR" in outcome.err
+
+
+def test_json_has_all_values_and_a_seed_repeats_them(nemorl: Nemorl, experiment: Path) -> None:
+    words = ("simulate", experiment, "--json", "--steps", 2, "--failure-hours", 0.1, "--seed")
+
+    first, again = (nemorl(*words, 3).out for _ in range(2))
+
+    listed = json.loads(first)
+    assert first == again
+    assert listed["steps"] == 2
+    assert listed["ages"] == {"0": 1.0}
+    assert listed["assumptions"]["seconds between failures of one engine"] == "360"
+    assert sum(listed["shares"]["policy"].values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpus", 1), "--gpus 1: the policy takes 1 and an engine 1; give at least 2"),
+        (("generation.backend=megatron",), "the simulator requires engines of the run"),
+        (("--trace", "nowhere"), "--trace nowhere: expected the folder of a run"),
+        (("--failure-hours", "0"), "'0': expected a number above 0"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    nemorl: Nemorl, experiment: Path, words: tuple[object, ...], message: str
+) -> None:
+    outcome = nemorl("simulate", experiment, *words)
+
+    assert outcome.status == 2
+    assert message in outcome.err
