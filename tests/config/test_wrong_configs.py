@@ -594,7 +594,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [*SFT, "checkpointing.metric=ratio/mean"],
         "checkpointing.metric",
         "ratio/mean",
-        "grad_norm, loss/balance, loss/sft, lr, nll, ",
+        "loss/balance, loss/sft, lr, nll, ",
     ),
     "a best checkpoint by a divergence that is not computed": (
         ["checkpointing.metric=kl/reference"],
