@@ -12,7 +12,7 @@ import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -328,7 +328,7 @@ class WorkerGroup:
         if not invocation.background:  # a method there waits for no other rank
             self._unanswered |= pending.keys()
         try:
-            with self.spans.busy():
+            with nullcontext() if invocation.background else self.spans.busy():
                 everything = await answers(pending, invocation)
         except ClusterError as error:
             if isinstance(error, DeadlineExceeded) and self._on_deadline is not None:
