@@ -12,6 +12,7 @@ from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.packed import PLACEHOLDER_TOKENS, Compared
 from nemorl.data.shards import SequencePlace
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
+from nemorl.rollout.versions import UNBROKEN, Lineage
 
 from .metrics import versions_of
 from .objective import finish_metrics, means_over, sequence_weights
@@ -59,7 +60,7 @@ class BestOfNUpdate:
     config: IterativePreferenceConfig | RejectionSamplingConfig
     multiple: int  # of units into which a batch is laid over ranks and stages
 
-    def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
+    def prepare(self, groups: Sequence[GroupSummary], number: int, lineage: Lineage = UNBROKEN) -> Batch:
         """Select pairs or the best samples; a batch may give none, and then nothing trains."""
         config, needs_reference = self.config, False
         loss: Loss = CrossEntropyLoss()

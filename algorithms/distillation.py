@@ -11,6 +11,7 @@ from nemorl.data.losses import Loss, LossOutput, TrainStats
 from nemorl.data.packed import PLACEHOLDER_TOKENS, PackedBatch
 from nemorl.data.shards import SequencePlace
 from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.versions import UNBROKEN, Lineage
 
 from .metrics import versions_of
 from .objective import engine_gap, finish_metrics, kl_divergence, sequence_weights, token_loss_output
@@ -115,7 +116,7 @@ class DistillationUpdate:
     task_teachers: Sequence[str]  # the teacher of each training task
     multiple: int  # of sequences into which a batch is laid over ranks and stages
 
-    def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
+    def prepare(self, groups: Sequence[GroupSummary], number: int, lineage: Lineage = UNBROKEN) -> Batch:
         members = [(group, t) for group in groups for t in group.trajectories]
         sampled = [t.num_sampled if t.trains else 0 for _, t in members]
         weights = sequence_weights(sampled, self.config.aggregation).tolist()

@@ -17,10 +17,13 @@ from nemorl.data.losses import TrainStats
 from nemorl.errors import RunError
 from nemorl.observe.metrics import Phase, Sample
 from nemorl.rollout.groups import Dropped, DropReason, GroupSummary, TrajectorySummary
+from nemorl.rollout.versions import UNBROKEN, Lineage
 from nemorl.trajectories import StopReason
 
 
-def rollout_metrics(groups: Sequence[GroupSummary], version: int) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[GroupSummary], version: int, lineage: Lineage = UNBROKEN
+) -> dict[str, float]:
     """Rewards, lengths, stop reasons and errors of a step in which at least one trajectory succeeded.
 
     Failed trajectories count, with the tokens they sampled, among lengths, stops and errors, not among
@@ -42,15 +45,17 @@ def rollout_metrics(groups: Sequence[GroupSummary], version: int) -> dict[str, f
         **{f"stop/{reason}": count / len(members) for reason, count in stops.items()},
         "errors": float(sum(t.error is not None for t in members)),
         "tokens/generated": float(sum(t.num_sampled for t in members)),
-        **_version_metrics(members, version),
+        **_version_metrics(members, version, lineage),
         **({"reward/of_greedy": fmean(greedy)} if greedy else {}),
     }
 
 
-def _version_metrics(members: Sequence[TrajectorySummary], version: int) -> dict[str, float]:
+def _version_metrics(
+    members: Sequence[TrajectorySummary], version: int, lineage: Lineage
+) -> dict[str, float]:
     """How old samples are: `version` is the trained one, a trajectory's age that of its oldest token."""
     sampled = [t for t in members if t.min_version >= 0]
-    ages = [version - t.min_version for t in sampled] or [0]
+    ages = [max(lineage.age(of_tokens, version) for of_tokens in t.versions) for t in sampled] or [0]
     return {
         "version/lag": fmean(ages),
         "version/lag_max": float(max(ages)),

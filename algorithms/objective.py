@@ -42,6 +42,7 @@ from torch import Tensor
 from nemorl.config.algorithm import Aggregation, CorrectionConfig, EntropyConfig, KLConfig
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
+from nemorl.rollout.versions import UNBROKEN, Lineage
 
 MAX_LOG_RATIO = 20.0  # beyond it a ratio carries no information and its exponential overflows in float32
 
@@ -173,10 +174,11 @@ def engine_gap(batch: PackedBatch, logprobs: Tensor) -> tuple[Metrics, Metrics]:
 
 @dataclass(frozen=True)
 class Ages:
-    """Which ages the tokens of a step may have: the trained version less the one that sampled."""
+    """Which ages the tokens of a step may have: updates between the weights that sampled and the trained."""
 
     version: int  # of the weights before the step
     oldest: int  # age; older tokens count as this old
+    lineage: Lineage = UNBROKEN
 
     def metrics(self, batch: PackedBatch, gap: Tensor | None, weight: Tensor | None) -> Metrics:
         """Of each age its tokens, the gap to the trainer's logprobs and the weights of the correction.
@@ -199,8 +201,15 @@ class Ages:
         return {f"staleness/gap_max_{k}": (age == k) * gap for k in range(self.oldest + 1)}
 
     def _of(self, batch: PackedBatch) -> Tensor:
+        """`Lineage.age` of each token [N], without a look at the values."""
         assert batch.versions is not None, "ages require the versions that sampled"
-        return (self.version - batch.versions).clamp(max=self.oldest)  # [N]
+        ages = torch.zeros_like(batch.versions)
+        for first, offset, fork in self.lineage.pieces():
+            steps = batch.versions + offset
+            shared = steps if fork is None else steps.clamp(max=fork)
+            of_piece = self.lineage.step(self.version) + steps - 2 * shared
+            ages = torch.where(batch.versions >= first, of_piece, ages)
+        return ages.clamp(max=self.oldest)
 
 
 def _of_ages(means: Mapping[str, float]) -> dict[str, float]:

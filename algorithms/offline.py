@@ -184,6 +184,9 @@ class OfflineAlgorithm:
     multiple: int  # of units into which a batch is laid over ranks and stages
     teachers: Teachers | None = None  # of distillation
 
+    def rewind(self, step: int, place: DataPlace) -> None:
+        self.place = place
+
     async def step(self, number: int) -> dict[str, float]:
         positions = range(self.place.position, self.place.position + self.config.batch_size)
         units = [self.data.units[self.order.task_index(position)] for position in positions]

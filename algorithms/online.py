@@ -25,6 +25,7 @@ from nemorl.observe.timeline import Stage
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupSummary
 from nemorl.rollout.schedule import DataPlace
+from nemorl.rollout.versions import Lineage
 from nemorl.session.session import Session
 
 from .filters import filter_groups
@@ -79,7 +80,7 @@ class Batch:
 class Update(Protocol):
     """What differs between online algorithms: what is learned from a step's groups."""
 
-    def prepare(self, groups: Sequence[GroupSummary], number: int, /) -> Batch:
+    def prepare(self, groups: Sequence[GroupSummary], number: int, lineage: Lineage, /) -> Batch:
         """The batch of a step; filters and errors may leave nothing that trains."""
 
     def metrics(self, updates: Sequence[TrainStats], /) -> dict[str, float]:
@@ -102,14 +103,20 @@ class OnlineAlgorithm:
     def place(self) -> DataPlace:
         return self.collector.place
 
+    def rewind(self, step: int, place: DataPlace) -> None:
+        """Continue after an earlier step, whose weights the models and the engines have again."""
+        self.collector.rewind(step, place, self.session.lineage)
+
     async def step(self, number: int) -> dict[str, float]:
         """Sample, learn, update the engines; metrics. Raises RunError if a limit of the config is passed."""
         async with self.session.generating():
             self.collector.advance(number - 1)
             groups = await self.cancellable(self._sample())
         filtered = filter_groups(groups, self.config.filters, self.config.num_prompts_per_step)
-        batch = self.update.prepare(filtered.groups, number)
-        metrics = rollout_metrics(groups, number - 1) | filtered.metrics | await self.train(batch, number)
+        lineage = self.session.lineage
+        batch = self.update.prepare(filtered.groups, number, lineage)
+        metrics = rollout_metrics(groups, lineage.version(number - 1), lineage) | filtered.metrics
+        metrics |= await self.train(batch, number)
         if self.config.max_staleness or self.config.oversampling > 1 or self.config.group_seconds:
             metrics |= dropped_metrics(*self.collector.take_dropped(), groups)
         if self.session.pinned.locked():
@@ -128,6 +135,7 @@ class OnlineAlgorithm:
         if not batch.schedule:
             return metrics | (optimizer_metrics([], batch.left_out) if "policy" in batch.losses else {})
         policy, models, stage = self.session.learner, self.session.models, self.observer.stage
+        version = self.session.lineage.version(number - 1)
         with stage("loading"):
             loaded = [name for name in ("policy", "critic", "reference") if name in models]
             await asyncio.gather(*(self._load(name, batch) for name in loaded))
@@ -155,7 +163,7 @@ class OnlineAlgorithm:
         if "policy" in updates:
             metrics |= self.update.metrics(updates["policy"])
             if "logprob_gap/mean" in metrics:
-                self.gate.check(metrics, batch.sampled_by, number - 1)
+                self.gate.check(metrics, batch.sampled_by, version)
             metrics |= optimizer_metrics(updates["policy"], batch.left_out) | policy.packing_metrics()
         return metrics | gap
 
@@ -163,6 +171,7 @@ class OnlineAlgorithm:
         """Logprobs and values before the update, of all models at the same time; the logprob gap."""
         policy, models, stage = self.session.learner, self.session.models, self.observer.stage
         has_reference = batch.needs_reference and "reference" in models
+        version = self.session.lineage.version(number - 1)
         gap: dict[str, float] = {}
 
         async def logprobs() -> Fields:
@@ -171,8 +180,8 @@ class OnlineAlgorithm:
                     of_entropies = batch.needs_old_entropies
                     compared = await policy.logprobs(old=True, reference=False, entropy=of_entropies)
                     gap["logprob_gap/mean"], gap["logprob_gap/max"] = compared.gap_mean, compared.gap_max
-                    if batch.sampled_by.start >= number - 1:  # else the update shows the gap by age
-                        self.gate.check(gap, batch.sampled_by, number - 1)
+                    if batch.sampled_by.start >= version:  # else the update shows the gap by age
+                        self.gate.check(gap, batch.sampled_by, version)
                     if not batch.needs_old_logprobs:
                         await self._load("policy", batch)  # without the old logprobs, as in every other step
                 if batch.needs_reference and not has_reference:

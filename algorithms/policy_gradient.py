@@ -11,6 +11,7 @@ from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.packed import PLACEHOLDER_TOKENS, Advantage
 from nemorl.data.shards import SequencePlace
 from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.versions import UNBROKEN, Lineage
 
 from .advantages import Estimator, estimator
 from .metrics import versions_of
@@ -45,14 +46,15 @@ class PolicyGradientUpdate:
             self._estimate = estimator(config.advantage, reward_weights or {})
             self._divergence = SequenceKL(kl) if kl is not None else None
 
-    def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
+    def prepare(self, groups: Sequence[GroupSummary], number: int, lineage: Lineage = UNBROKEN) -> Batch:
         """The batch of a step, whose schedule leaves out minibatches in which nothing trains."""
         config, places = self._config, self.score(groups)
         losses: dict[str, Loss] = {}
         if config.critic is not None:
             losses["critic"] = ValueLoss(config.critic)
         if config.critic is None or number > config.critic.warmup_steps:
-            ages = Ages(number - 1, config.ages[-1]) if config.ages else None
+            version = lineage.version(number - 1)
+            ages = Ages(version, config.ages[-1], lineage) if config.ages else None
             losses["policy"] = replace(self._loss, entropy_coefficient=self._entropy.weight, ages=ages)
         penalty = None
         if self._divergence is not None:

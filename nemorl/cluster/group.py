@@ -156,8 +156,9 @@ class BusySpans:
         return spans
 
 
-# Starts the process of a rank and has it make its target; returns it with a reference to its GPUs.
-Launch = Callable[[int, Invocation], tuple[Worker, ray.ObjectRef]]
+# Starts the process of a rank and has it make its target, with changes of the group's arguments; returns it
+# with a reference to its GPUs.
+Launch = Callable[[int, Invocation, Mapping[str, Any]], tuple[Worker, ray.ObjectRef]]
 # Called with a deadline's error and the workers of the group, before their processes are ended.
 OnDeadline = Callable[[DeadlineExceeded, Sequence[Worker]], Awaitable[None]]
 
@@ -182,6 +183,7 @@ class WorkerGroup:
         self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
         self.spans = BusySpans()  # of calls that were awaited, without those in the background
         self._launch, self._ended = launch, ""  # why its processes ended, if they did
+        self._has_lost = False  # and whether one of them had died or hung
         self._unanswered: set[ray.ObjectRef] = set()  # of calls that failed, were cancelled or still run
 
     @classmethod
@@ -214,7 +216,7 @@ class WorkerGroup:
         variables = {**dict.fromkeys(libraries, str(threads)), "PYTHONFAULTHANDLER": "1"}
         variables |= {**placement.environment, **(environment or {})}
 
-        def launch(rank: int, invocation: Invocation) -> tuple[Worker, ray.ObjectRef]:
+        def launch(rank: int, invocation: Invocation, **changed: Any) -> tuple[Worker, ray.ObjectRef]:
             log = log_path(run_dir.absolute(), name, rank)
             log.parent.mkdir(parents=True, exist_ok=True)
             actor_class: Any = Actor  # which Ray has wrapped
@@ -222,7 +224,7 @@ class WorkerGroup:
                 runtime_env={"env_vars": dict(variables)}, max_restarts=0, **placement.options(name, rank)
             ).remote(Identity(name, rank, log, Path.cwd()), concurrent=concurrent)
             worker = Worker(name, rank, log, actor, placement.home(name, rank))
-            return worker, actor.make.remote(invocation, target, **per_rank_kwargs[rank])
+            return worker, actor.make.remote(invocation, target, **{**per_rank_kwargs[rank], **changed})
 
         invocation = Invocation("make", f"start {name}", deadline_seconds)
         launched = [launch(rank, invocation) for rank in range(ranks)]
@@ -257,6 +259,29 @@ class WorkerGroup:
             self.kill(worker)
             raise
         return worker
+
+    async def lost_one(self, seconds: float) -> bool:
+        """True if a process has died, or does not respond within `seconds`."""
+        if self._ended:
+            return self._has_lost
+        asked = [asyncio.wrap_future(w.actor.describe_activity.remote().future()) for w in self.workers]
+        _, silent = await asyncio.wait(asked, timeout=seconds)
+        for future in silent:
+            future.cancel()
+        return bool(silent) or any(isinstance(future.exception(), RayActorError) for future in asked)
+
+    async def replace_all(self, deadline_seconds: float, **changed: Any) -> None:
+        """End all processes and start others in their places, their targets made with `changed` arguments.
+
+        Raises like `call`.
+        """
+        assert self._launch is not None, "a group of given workers has nothing to start more with"
+        self._end(self._ended or "its processes are being replaced")
+        invocation = Invocation("make", f"restart {self.name}", deadline_seconds)
+        launched = [self._launch(worker.rank, invocation, **changed) for worker in self.workers]
+        self.workers, self._unanswered = tuple(worker for worker, _ in launched), set()
+        self.gpus = await self._answers({reference: worker for worker, reference in launched}, invocation)
+        self._ended = ""
 
     def admit(self, worker: Worker) -> None:
         self.workers = tuple(sorted([*self.workers, worker], key=lambda w: w.rank))
@@ -334,6 +359,7 @@ class WorkerGroup:
             if isinstance(error, DeadlineExceeded) and self._on_deadline is not None:
                 await self._on_deadline(error, self.workers)
             if ends_group and not invocation.background:
+                self._has_lost = isinstance(error, WorkerDied | DeadlineExceeded)
                 self._end(f"its processes were ended after this failure: {str(error).splitlines()[0]}")
             raise
         self._unanswered -= pending.keys()

@@ -52,6 +52,9 @@ class ClusterConfig(Config):
     """CPU threads of each policy process; the cores divided by the processes when not given."""
     object_store_megabytes: int = Field(512, ge=100)
     """Shared memory that a local Ray sets aside for objects."""
+    max_model_restarts: int = Field(3, ge=0)
+    """Restarts in a row, without a further step, of models that lost a process; then the run stops. A restart
+    continues from the newest checkpoint."""
     deadlines: DeadlineConfig = DeadlineConfig()
     """Seconds each stage may take."""
 

@@ -62,12 +62,21 @@ class JsonLinesWriter:
     def __init__(self, path: Path) -> None:
         """Open for appending and cut off a partial last line. Raises `WriteError`."""
         self.path = path
+        self._open()
+
+    def _open(self) -> None:
         try:
-            self._file = path.open("ab", buffering=0)
-            self._size = path.read_bytes().rfind(b"\n") + 1
+            self._file = self.path.open("ab", buffering=0)
+            self._size = self.path.read_bytes().rfind(b"\n") + 1
             self._file.truncate(self._size)
         except OSError as error:
-            raise write_failed(path, error) from error
+            raise write_failed(self.path, error) from error
+
+    def keep(self, keep: Callable[[JsonObject], bool]) -> None:
+        """Drop lines as `keep_json_lines`, and append after the rest."""
+        self.close()
+        keep_json_lines(self.path, keep)
+        self._open()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one line, unbuffered. Raises `WriteError`, with the file as before."""

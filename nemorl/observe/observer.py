@@ -87,6 +87,14 @@ class Observer:
         self._console.step(metrics)
         return metrics
 
+    def rewind(self, step: int) -> None:
+        """Discard what was recorded after a step, as a resumed run does."""
+        for file in (self._metrics, self._samples):
+            file.keep(lambda line: int(line["step"]) <= step)
+        for tracker in self._trackers:
+            tracker.rewind(step)
+        self._stages.discard_step()
+
     def samples(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             self._samples.append(asdict(sample))
@@ -151,14 +159,21 @@ class TensorBoardTracker:
     """TensorBoard event files in the run folder. Raises `WriteError`."""
 
     def __init__(self, folder: Path, *, resumed_step: int | None) -> None:
+        self._folder = folder
+        self._open(resumed_step)
+
+    def _open(self, resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._folder = folder
         purge_step = None if resumed_step is None else resumed_step + 1  # hides steps that come again
         try:
-            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
         except OSError as error:
-            raise write_failed(folder, error) from error
+            raise write_failed(self._folder, error) from error
+
+    def rewind(self, step: int) -> None:
+        self.close()
+        self._open(step)
 
     def log(self, metrics: StepMetrics) -> None:
         try:

@@ -200,6 +200,11 @@ class Stages:
             for listener in self._listeners:
                 listener.stage_finished(stage)
 
+    def discard_step(self) -> None:
+        """Forget the stages of the step in progress, which starts again."""
+        self._seconds, self._waits = {}, []
+        self._restart_clock()
+
     def finish_step(
         self, step: int, take_work: Callable[[float], Mapping[str, Work]] | None = None
     ) -> dict[str, float]:
@@ -215,8 +220,7 @@ class Stages:
         metrics = {f"time/{name}": value for name, value in self._seconds.items()} | {"time/step": total}
         if take_work is not None and total > 0:
             metrics |= self._attribute(take_work(end), end)
-        self._seconds, self._waits = {}, []
-        self._restart_clock()
+        self.discard_step()
         return metrics
 
     def _attribute(self, work: Mapping[str, Work], end: float) -> dict[str, float]:

@@ -8,6 +8,7 @@ from nemorl.errors import RunError
 
 from .groups import Dropped, GroupAssignment, GroupSummary
 from .schedule import DataPlace, GroupSchedule
+from .versions import Lineage
 
 OnFinished = Callable[[int], None]  # receives how many more groups have finished
 
@@ -141,6 +142,10 @@ class Collector:
         dropped, given_up = self._schedule.dropped, len(self._schedule.given_up)
         self._schedule.dropped, self._schedule.given_up = [], []
         return dropped, given_up
+
+    def rewind(self, step: int, place: DataPlace, lineage: Lineage) -> None:
+        """Continue from an earlier step between two steps, as `GroupSchedule.rewind`."""
+        self._schedule.rewind(step, place, lineage)
 
     def advance(self, version: int) -> None:
         """Generation has weights of `version` now, counted in steps of the run: start what this allows."""

@@ -40,6 +40,11 @@ class TrajectorySummary:
     answer: str | None = None  # canonical final answer; in validations with votes
     trains: bool = True  # False after an error, or where a filter takes it out
 
+    @property
+    def versions(self) -> range:
+        """Of the weights between the first and the last sampled token; empty when none was sampled."""
+        return range(self.min_version, self.max_version + 1) if self.min_version >= 0 else range(0)
+
 
 @dataclass(frozen=True)
 class SampleText:
@@ -66,8 +71,9 @@ class GroupSummary:
 
 
 # Finished too late to train on, ended while it was sampled for the same reason, not among the first of an
-# over-sampled step, too few members finished before the group's deadline, or its worker died.
-DropReason = Literal["too_old", "aborted", "cut_off", "deadline", "lost"]
+# over-sampled step, too few members finished before the group's deadline, its worker died, or it was sampled
+# by updates that were discarded.
+DropReason = Literal["too_old", "aborted", "cut_off", "deadline", "lost", "discarded"]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """Accounts for the groups of a run: which may be sampled now, and which step trains on each.
 
     waiting ──start──▶ running ──finish──▶ ready ──take──▶ handed out
-       ▲                  │ lost, too old,   │ too old,
-       │                  │ cut off          │ cut off
-       └──────────────────┴──────────────────┘
+       ▲                  │ lost, too old,   │ too old,        │ rewind
+       │                  │ cut off          │ cut off         │
+       └──────────────────┴──────────────────┴─────────────────┘
 
-Synchronous, one-step-off and fully asynchronous training differ in one number. The version of the weights
-that a step trains is the number of steps taken before it; the age of a group is that version minus the oldest
-one that sampled any of its tokens. `max_staleness` bounds the age twice:
+Synchronous, one-step-off and fully asynchronous training differ in one number. The age of a group is the
+number of updates between the oldest weights that sampled any of its tokens and those that the step trains
+(`Lineage`). `max_staleness` bounds the age twice, with the version of the weights that sample in steps:
 
     running or ready groups  <=  (version + max_staleness + 1 - steps taken) * groups_per_step + extra_groups
     age of a group that is trained on  <=  max_staleness
@@ -22,7 +22,7 @@ Nothing here waits or reads a clock: a collector calls it in real time, the simu
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -30,6 +30,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from .groups import Dropped, DropReason, GroupAssignment, GroupSummary
+from .versions import UNBROKEN, Lineage
 
 # Attempts at one group that end too old or at its deadline. What is slower than these allow would otherwise
 # be sampled for ever, and never trained on. Of attempts that may be cut off the last one is waited for.
@@ -68,6 +69,7 @@ class CollectorPlan:
     num_steps: int | None = None  # of the run; nothing is sampled for steps beyond; None: no end
     greedy_baseline: bool = False  # a greedy sample in addition to each group
     extra_groups: int = 0  # started for a step besides those that it trains on, the first to finish
+    trains_discarded: bool = False  # also on samples of weights that a restart has discarded
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,10 @@ class GroupSchedule:
     refill: Refill | None = None
     dropped: list[Dropped] = field(default_factory=list)  # since the caller last emptied it
     given_up: list[int] = field(default_factory=list)  # groups too slow `MAX_ATTEMPTS` times, since then
+    lineage: Lineage = UNBROKEN  # of the versions of groups
 
     def __post_init__(self) -> None:
-        self._version = self.steps_taken  # of the weights that sample
+        self._version = self.steps_taken  # of the weights that sample, in steps
         self._next = self.place.position  # the first group never started
         self._handed_out = set(self.place.beyond)  # after the place
         self._waiting: list[int] = []  # a heap of groups to start again
@@ -131,11 +134,24 @@ class GroupSchedule:
     @property
     def oldest_version(self) -> int:
         """Groups with tokens of an older version are too old for the next step."""
-        return self.steps_taken - self.plan.max_staleness
+        return self.lineage.oldest(self.steps_taken - self.plan.max_staleness)
 
     def advance(self, version: int) -> None:
-        """The weights of `version` sample from now on."""
+        """The weights after this number of steps sample from now on."""
         self._version = version
+
+    def rewind(self, step: int, place: DataPlace, lineage: Lineage) -> None:
+        """Return to the weights after `step`: what was handed out since then is sampled again, as at first.
+
+        Groups that run or are ready stay, as far as a step may train on them.
+        """
+        self.steps_taken = self._version = step
+        self.place, self._handed_out, self.lineage = place, set(place.beyond), lineage
+        self._ready, self._refused = map(self._still_usable, (self._ready, self._refused))
+        finished = {group.group for group in (*self._ready, *self._refused)}
+        elsewhere = finished | self._running | self._handed_out
+        self._waiting = [group for group in range(place.position, self._next) if group not in elsewhere]
+        self.given_up = [group for group in self.given_up if group not in self._waiting]
 
     def start(self) -> list[GroupAssignment]:
         """The groups that may start now; the caller starts all of them."""
@@ -193,7 +209,7 @@ class GroupSchedule:
         self.steps_taken += 1
         self._hand_out(group.group for group in taken)
         if cuts_off:
-            self._drop_ready(lambda _: True, "cut_off")
+            self._drop_ready(lambda _: "cut_off")
             self._cut_off = set(self._running)
         return sorted(taken, key=lambda group: group.group)
 
@@ -201,15 +217,30 @@ class GroupSchedule:
         return self._attempts[group] >= MAX_ATTEMPTS - 1
 
     def _drop_old(self) -> None:
-        self._drop_ready(lambda group: group.min_version < self.oldest_version, "too_old")
+        self._drop_ready(self._drop_reason)
 
-    def _drop_ready(self, drops: Callable[[GroupSummary], bool], reason: DropReason) -> None:
+    def _drop_ready(self, reason_of: Callable[[GroupSummary], DropReason | None]) -> None:
         ready, self._ready = self._ready, []
         for group in ready:
-            if drops(group):
-                self._again(Dropped.of_summary(group, reason))
-            else:
+            if (reason := reason_of(group)) is None:
                 self._ready.append(group)
+            else:
+                self._again(Dropped.of_summary(group, reason))
+
+    def _still_usable(self, groups: Sequence[GroupSummary]) -> list[GroupSummary]:
+        """The groups that the next step may train on; the others do not count as attempts."""
+        reasons = [(group, self._drop_reason(group)) for group in groups]
+        self.dropped += [Dropped.of_summary(group, reason) for group, reason in reasons if reason is not None]
+        return [group for group, reason in reasons if reason is None]
+
+    def _drop_reason(self, group: GroupSummary) -> DropReason | None:
+        """Why the next step may not train on a group, if it may not."""
+        versions = {version for t in group.trajectories for version in t.versions}
+        if not self.plan.trains_discarded and any(map(self.lineage.discarded, versions)):
+            return "discarded"
+        current = self.lineage.version(self.steps_taken)
+        age = max((self.lineage.age(version, current) for version in versions), default=0)
+        return "too_old" if age > self.plan.max_staleness else None
 
     def _again(self, dropped: Dropped) -> None:
         self.dropped.append(dropped)

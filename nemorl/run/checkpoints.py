@@ -24,6 +24,7 @@ from nemorl.observe.files import WriteError, room_left
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.schedule import DataPlace
+from nemorl.rollout.versions import Epoch, Lineage
 from nemorl.session.handles import Folder, TrainedModels, folder_of
 
 from .memory import PROGRESS_FILE, MemoryCheckpoints
@@ -81,10 +82,16 @@ class Progress:
     best_value: float | None = None  # see `EarlyStop`
     waited: int = 0  # measurements since then
     beyond: Sequence[int] = ()  # of `DataPlace`
+    extra_versions: int = 0  # by which the version of the weights is larger than `step`: of discarded steps
 
     @property
     def place(self) -> DataPlace:
         return DataPlace(self.position, tuple(self.beyond))
+
+    @property
+    def lineage(self) -> Lineage:
+        """Of a run that begins here. Later versions of an ended run may come again: no sample has them."""
+        return Lineage((Epoch(self.step + self.extra_versions, self.step),))
 
     @classmethod
     def parse(cls, text: str) -> "Progress":

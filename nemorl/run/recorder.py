@@ -34,22 +34,23 @@ class RunRecorder:
         self._experiment, self._algorithm = experiment, experiment.algorithm
         self._session, self._observer, self._checkpoints = session, observer, checkpoints
         self.stop = stop or StopRequest()
-        self.done = start.step  # steps whose line is written
-        self._skipped = start.skipped_updates
+        self._restore(start)
         self._line: asyncio.Task[StepMetrics] | None = None  # of the last step, while its validation runs
         self._unsaved: tuple[Progress, asyncio.Task[StepMetrics]] | None = None  # of the last step
-        self._early_stop = EarlyStop(self._algorithm.early_stop, start.best_value, start.waited)
         self._sets: dict[str, int] | None = None  # of the validation, once they have been read
         self.entropy: EntropyWeight | None = None  # its state is in every checkpoint
         # Metrics of the validation data that need no sampling, of algorithms that have any.
         self.measure: Callable[[], Awaitable[dict[str, float]]] | None = None
 
+    def _restore(self, start: Progress) -> None:
+        self.done = start.step  # steps whose line is written
+        self._skipped = start.skipped_updates
+        self._early_stop = EarlyStop(self._algorithm.early_stop, start.best_value, start.waited)
+
     def steps(self) -> Iterator[int]:
         """Numbers of the remaining steps, from 1, until an early stop or a stop request."""
-        for number in range(self.done + 1, self._algorithm.num_steps + 1):
-            if self._early_stop.over or self.stop.requested:
-                return
-            yield number
+        while not self.finished and not self.stop.requested:
+            yield self.done + 1
 
     @property
     def finished(self) -> bool:
@@ -93,7 +94,9 @@ class RunRecorder:
         if self.entropy is not None:
             entropy = self.entropy.coefficient, self.entropy.entropy
         stop = self._early_stop.best, self._early_stop.waited
-        progress = Progress(number, place.position, self._skipped, *entropy, *stop, place.beyond)
+        state = self._skipped, *entropy, *stop, place.beyond
+        extra_versions = self._session.lineage.version(number) - number
+        progress = Progress(number, place.position, *state, extra_versions)
         self._unsaved = progress, line
         self._checkpoints.check()
         if last or number % self._experiment.checkpointing.period == 0:
@@ -118,6 +121,15 @@ class RunRecorder:
             if error is None:
                 raise
             logger.warning("the validation of step %d was not completed: %s", self.done, failure)
+
+    def rewind(self, start: Progress) -> None:
+        """Discard the steps after `start`, which are taken again."""
+        self._restore(start)
+        self._unsaved = None
+        if self.entropy is not None:
+            weight = EntropyWeight.of(self.entropy.config, start.entropy_coefficient, start.entropy)
+            self.entropy.coefficient, self.entropy.entropy = weight.coefficient, weight.entropy
+        self._observer.rewind(start.step)
 
     async def save(self, *, last: bool) -> None:
         """Save the newest step's checkpoint if that is still to be done; the `last` one is then committed."""
@@ -159,7 +171,8 @@ class RunRecorder:
                 values = values | await self._sample_validation(number)
             finally:
                 self._session.pinned.release()
-        return self._observer.step(number, version=number, values=values)
+        version = self._session.lineage.version(number)
+        return self._observer.step(number, version=version, values=values)
 
     async def _validate(self, number: int) -> dict[str, float]:
         measured = await self.measure() if self.measure is not None else {}

@@ -29,7 +29,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import reward_weights
 from nemorl.config.load import to_yaml
 from nemorl.data.datasets import load_tasks
-from nemorl.errors import RunError, RunStopped
+from nemorl.errors import NemorlError, RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import JsonLinesWriter, write_atomically
 from nemorl.observe.observer import Observer, check_trackers
@@ -42,6 +42,7 @@ from nemorl.session.session import Session, open_session
 from .checkpoints import Checkpoints, Origin, Progress, full_disk_named, replace_hf
 from .memory import Keeper, MemoryCheckpoints, local_keeper
 from .recorder import RunRecorder
+from .recovery import Recovery
 from .stop import EarlyStop, StepCancelled, StopRequest
 from .validation import validate, validation_sets
 
@@ -154,6 +155,7 @@ async def _train_session(
         with observer.stage("start", outside_step=True):
             started = open_session(experiment, policy=True, sampling=config.generates)
             session = await stack.enter_async_context(started)
+            session.lineage = progress.lineage
         assert session.stalls is not None
         observer.listen(session.stalls)
         await stack.enter_async_context(session.stalls.watching())
@@ -196,9 +198,13 @@ async def _train_session(
                         recorder.measure = algorithm.validation_metrics
                     await recorder.start()
                     observer.take_work = session.take_work
+                    recovery = Recovery(experiment, session, observer, checkpoints, recorder, algorithm)
                     for number in recorder.steps():
-                        metrics = await algorithm.step(number)
-                        await recorder.finish(number, metrics, algorithm.place)
+                        try:
+                            metrics = await algorithm.step(number)
+                            await recorder.finish(number, metrics, algorithm.place)
+                        except NemorlError as error:
+                            await recovery.recover(number, error)
             if stop.requested and not recorder.finished:
                 await recorder.save(last=True)
                 await checkpoints.settle()
@@ -267,10 +273,11 @@ def _algorithm(
         num_steps=config.num_steps,
         greedy_baseline=config.greedy_baseline,
         extra_groups=config.extra_groups,
+        trains_discarded=config.corrects_age,
     )
     seconds = experiment.cluster.deadlines.generation
     replacing = refill(config.filters, config.num_prompts_per_step)
-    schedule = GroupSchedule(data.order, plan, recorder.done, start.place, replacing)
+    schedule = GroupSchedule(data.order, plan, recorder.done, start.place, replacing, lineage=session.lineage)
     collector = Collector(session.rollout, schedule, seconds)
     gate, cancellable = LogprobGate(config, experiment.generation), recorder.stop.cancellable
     return OnlineAlgorithm(config, session, collector, update, gate, observer, cancellable, teachers)

@@ -77,8 +77,12 @@ class DeviceScheduler:
 class ModelHandle:
     """A model: the policy, a critic, a reference, a teacher or a reward model. Belongs to one event loop."""
 
-    def __init__(self, group: WorkerGroup, spec: ModelSpec, deadlines: DeadlineConfig) -> None:
+    def __init__(
+        self, group: WorkerGroup, spec: ModelSpec, deadlines: DeadlineConfig, rendezvous: str = ""
+    ) -> None:
+        """`rendezvous`: where the ranks connect; its path is a prefix of the store's keys."""
         self.group = group
+        self._rendezvous, self._restarts = rendezvous, 0
         self.trains = spec.trains
         self.devices = DeviceScheduler([self])  # replaced if other models compute on the same devices
         self._config = spec.config
@@ -105,6 +109,17 @@ class ModelHandle:
     async def release_devices(self) -> None:
         """Give the devices to generation: all models that share them offload."""
         await self.devices.give_to(None)
+
+    async def lost_one(self) -> bool:
+        """True if a process of the model has died or does not respond."""
+        return await self.group.lost_one(self._deadlines.health)
+
+    async def restart(self) -> None:
+        """Replace the processes by others, which have the weights of the model's folder and no batch."""
+        self._restarts += 1
+        self._batch, self._offloaded = None, False
+        rendezvous = f"{self._rendezvous}.{self._restarts}"
+        await self.group.replace_all(self._deadlines.start, rendezvous=rendezvous)
 
     async def header(self) -> dict[str, str]:
         seconds = self._deadlines.start

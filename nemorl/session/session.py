@@ -30,6 +30,7 @@ from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
 from nemorl.observe.timeline import Work
 from nemorl.rollout.concurrency import ConcurrencyControl, ConcurrencyLimit
+from nemorl.rollout.versions import UNBROKEN, Lineage
 from nemorl.serve.app import answering
 from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
 from nemorl.weights.process_group import served_store
@@ -55,6 +56,7 @@ class Session:
     replicas: ReplicaSupervisor | None = None  # of engines
     concurrency: ConcurrencyControl | None = None
     version: int = 0  # of the weights that generation samples with; 0: those of the model's folder
+    lineage: Lineage = UNBROKEN  # versions of the policy's weights
     policy_samples: bool = False  # without engines
     # Held while engines must keep the version they have; waiting updates come in their order.
     pinned: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -131,8 +133,9 @@ class Session:
             for kind, of_kind in spans.items()
         }
 
-    async def update_weights(self, version: int) -> dict[str, float]:
-        """Give the policy's weights, of `version`, to the engines that are left; metrics of the refit."""
+    async def update_weights(self, step: int) -> dict[str, float]:
+        """Give the policy's weights, of after `step`, to the engines that are left; metrics of the refit."""
+        version = self.lineage.version(step)
         if self.policy_samples:
             self.version = version
         if self.exchange is None or self.replicas is None or version == self.version:
@@ -157,6 +160,27 @@ class Session:
             self.version = version
         speed = stats.gigabytes_per_second
         return {"refit/gigabytes": stats.num_bytes / 1e9, "refit/gigabytes_per_second": speed}
+
+    async def lost_models(self) -> list[str]:
+        """Names of the models of which a process has died or does not respond."""
+        lost = await asyncio.gather(*(model.lost_one() for model in self.models.values()))
+        return [name for name, has_lost in zip(self.models, lost, strict=True) if has_lost]
+
+    async def restart_models(self, lost: Sequence[str]) -> None:
+        """Start new processes for these models and for all that train, with the weights of their folders."""
+        if self.replicas is not None and self.replicas.shares_devices:
+            await self.replicas.sleep()
+        restarted = [model for name, model in self.models.items() if name in lost or model.trains]
+        for model in self.models.values():
+            if model not in restarted:
+                await model.offload()
+        # All of them, before any error: what starts late would be in the places of another attempt.
+        results = await asyncio.gather(*(model.restart() for model in restarted), return_exceptions=True)
+        if self.exchange is not None:
+            self.exchange.layout_changed()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     @asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
@@ -289,7 +313,7 @@ class Starter:
             shared["tokenizer_path"] = (spec.config.tokenizer.path or spec.config.model_path).absolute()
         kwargs = [{**shared, "rank": rank} for rank in range(layout.world_size)]
         group = await self._start(spec.name, target, kwargs, threads=threads, mesh=Mesh.of(layout))
-        return handles.ModelHandle(group, spec, deadlines)
+        return handles.ModelHandle(group, spec, deadlines, shared["rendezvous"])
 
     async def engines(self, gpus: Sequence[tuple[str, ...]] = ()) -> ReplicaSupervisor:
         """The engines; each sees `gpus`, of policy ranks on its node, those that it shares first."""

@@ -73,7 +73,7 @@ class ReplicaSupervisor:
         """Engines that share their devices have been started while no other process used them."""
         self.group = group
         self._deadlines = deadlines
-        self._shares_devices = shares_devices
+        self.shares_devices = shares_devices
         self._replicas = {worker.rank: Supervised(EngineHandle(worker)) for worker in group.workers}
         self._routers: list[Routers] = []
         self.on_change: Callable[[], None] = lambda: None  # called when engines leave or join the group
@@ -142,7 +142,7 @@ class ReplicaSupervisor:
 
         Raises NoReplicaLeft.
         """
-        if not self._shares_devices:
+        if not self.shares_devices:
             yield
             return
         async with self._lock:
@@ -171,7 +171,7 @@ class ReplicaSupervisor:
             admitted = self._admit()
             self._require_one()
             self._initial_weights = False
-            if self._shares_devices:
+            if self.shares_devices:
                 await self._wake(("weights",))
             async with self._ending_silent():
                 yield

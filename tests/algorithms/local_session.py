@@ -22,6 +22,7 @@ from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics
 from nemorl.rollout.schedule import DataPlace, TaskOrder
+from nemorl.rollout.versions import UNBROKEN
 from nemorl.run.checkpoints import Progress
 from nemorl.run.recorder import RunRecorder
 
@@ -106,7 +107,7 @@ class Run:
         self.experiment = experiment
         self.lines: list[StepMetrics] = []
         self.learner = LocalLearner(host, experiment.policy.micro_batch_tokens)
-        self.session: Any = SimpleNamespace(learner=self.learner, store=Stored)
+        self.session: Any = SimpleNamespace(learner=self.learner, store=Stored, lineage=UNBROKEN)
         self.observer: Any = SimpleNamespace(stage=no_stage, end_step=lambda step: {}, step=self._step)
         head = host.parameters().get(SCALAR_HEAD.param)
         if head is not None:  # which the folder of a language model lacks

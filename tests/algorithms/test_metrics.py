@@ -126,7 +126,7 @@ def test_dropped_groups_are_counted_by_reason_length_and_reward() -> None:
     # Lengths 2 | 8 is that of the second and third quarter | 14, 16, 20 and 30 are longer than all.
     assert metrics == {
         "dropped/too_old": 1, "dropped/aborted": 1, "dropped/cut_off": 1, "dropped/deadline": 0,
-        "dropped/lost": 0, "dropped/given_up": 1, "dropped/late": 1,
+        "dropped/lost": 0, "dropped/discarded": 0, "dropped/given_up": 1, "dropped/late": 1,
         "dropped/tokens": 90, "dropped/length": 15, "dropped/length_ratio": pytest.approx(15 / 8),
         "dropped/reward": pytest.approx(2 / 3), "dropped/reward_gap": pytest.approx(2 / 3 - 1 / 2),
         "dropped/share_q1": pytest.approx(1 / 6), "dropped/share_q2": pytest.approx(1 / 12),

@@ -15,15 +15,17 @@ from nemorl.rollout.schedule import (
     Refill,
     TaskOrder,
 )
+from nemorl.rollout.versions import UNBROKEN
 from nemorl.trajectories import StopReason
 
 SIZE = 4  # groups of a step
 
 
-def summary(group: int, version: int) -> GroupSummary:
+def summary(group: int, version: int, last: int | None = None) -> GroupSummary:
     trajectory = TrajectorySummary(
         row=0, reward=1.0, rewards={}, num_tokens=5, num_sampled=3, num_turns=1, stop=StopReason.STOP,
-        min_version=version, max_version=version, error=None, seconds_generation=0.0, seconds_environment=0.0,
+        min_version=version, max_version=version if last is None else last, error=None,
+        seconds_generation=0.0, seconds_environment=0.0,
     )  # fmt: skip
     return GroupSummary(group, group, f"reference {group}", (trajectory,))
 
@@ -34,8 +36,11 @@ def schedule(
     place: DataPlace | None = None,
     refill: Refill | None = None,
     extra: int = 0,
+    trains_discarded: bool = False,
 ) -> GroupSchedule:
-    plan = CollectorPlan(SIZE, samples_per_group=2, max_staleness=staleness, extra_groups=extra)
+    plan = CollectorPlan(
+        SIZE, 2, max_staleness=staleness, extra_groups=extra, trains_discarded=trains_discarded
+    )
     return GroupSchedule(TaskOrder(50, 0, False), plan, step, place or DataPlace(), refill)
 
 
@@ -50,10 +55,15 @@ class Driver:
             most = int(self.draw.integers(SIZE, 4 * SIZE))
             self.refill = Refill(lambda group: group.group % 3 != 1, max_groups=most)
         self.extra = int(self.draw.integers(1, SIZE)) if self.draw.random() < 0.5 else 0
-        self.groups = schedule(self.staleness, refill=self.refill, extra=self.extra)
-        self.version = 0
+        self.corrected = bool(self.draw.random() < 0.5)
+        self.groups = schedule(
+            self.staleness, refill=self.refill, extra=self.extra, trains_discarded=self.corrected
+        )
+        self.step = 0  # of the weights that sample
+        self.lineage = UNBROKEN
         self.began: dict[int, int] = {}  # the version under which each running group began
-        self.handed_out: Counter[int] = Counter()
+        self.handed_out: Counter[int] = Counter()  # in the steps that count
+        self.checkpoint = 0, DataPlace(), self.handed_out.copy()
         self.cut_off: Counter[int] = Counter()  # attempts at each group
         self.kinds: Counter[str] = Counter()
 
@@ -61,10 +71,10 @@ class Driver:
         groups = self.groups
         for started in groups.start():
             assert started.group not in self.began
-            self.began[started.group] = self.version
+            self.began[started.group] = self.lineage.version(self.step)
             self.kinds["started"] += 1
         assert groups.running == set(self.began)
-        bound = (self.version + self.staleness + 1 - groups.steps_taken) * SIZE + self.extra
+        bound = (self.step + self.staleness + 1 - groups.steps_taken) * SIZE + self.extra
         assert len(self.began) + groups.num_ready <= bound
         steps = groups.steps_taken
         batch = groups.take()
@@ -74,8 +84,10 @@ class Driver:
             self.handed_out.update(group.group for group in batch)
             self.kinds["handed out"] += len(batch)
             self.end_cut_off()
-            self.version += 1
-            groups.advance(self.version)
+            self.step += 1
+            groups.advance(self.step)
+            if self.draw.random() < 0.3:
+                self.checkpoint = self.step, groups.place, self.handed_out.copy()
             return
         assert self.began or groups.num_ready < SIZE
         if self.began:
@@ -90,7 +102,10 @@ class Driver:
 
     def check_batch(self, batch: list[GroupSummary], steps: int) -> None:
         accepted = [group for group in batch if self.refill is None or self.refill.accepts(group)]
-        assert all(steps - group.min_version <= self.staleness for group in accepted)
+        present = self.lineage.version(steps)
+        for version in {version for group in accepted for version in group.trajectories[0].versions}:
+            assert self.lineage.age(version, present) <= self.staleness
+            assert self.corrected or not self.lineage.discarded(version)
         if len(accepted) < SIZE:
             assert self.refill is not None
             assert len(batch) >= self.refill.max_groups
@@ -114,14 +129,26 @@ class Driver:
         if self.draw.random() < 0.15:
             self.groups.drop(Dropped(group, "lost"))
         else:
-            self.groups.finish(summary(group, began))
+            self.groups.finish(summary(group, began, self.lineage.version(self.step)))
+
+    def restart(self) -> None:
+        """Return to the checkpoint: what was handed out since then is sampled again."""
+        self.count_dropped()
+        newest = self.lineage.version(max(self.step, self.groups.steps_taken))
+        for group in self.handed_out - self.checkpoint[2]:  # sampled again, as at first
+            del self.cut_off[group]
+        self.step, place, self.handed_out = self.checkpoint[0], self.checkpoint[1], self.checkpoint[2].copy()
+        self.lineage = self.lineage.restored(self.step, newest)
+        self.groups.rewind(self.step, place, self.lineage)
+        self.count_dropped()
 
     def resume(self) -> None:
         """Continue from what a checkpoint has: what runs or is ready is lost."""
         self.count_dropped()
         self.kinds["lost in a resume"] += len(self.began) + self.groups.num_ready + self.groups.num_refused
         taken, place = self.groups.steps_taken, self.groups.place
-        self.groups = schedule(self.staleness, taken, place, self.refill, self.extra)
+        self.groups = schedule(self.staleness, taken, place, self.refill, self.extra, self.corrected)
+        self.groups.lineage = self.lineage
         self.began.clear()
         self.cut_off.clear()  # so are the numbers of attempts
 
@@ -131,8 +158,11 @@ def test_every_group_is_handed_out_once_and_none_is_too_old(seed: int) -> None:
     driver = Driver(seed)
     for _ in range(2000):
         driver.turn()
-        if driver.draw.random() < 0.01:
+        event = driver.draw.random()
+        if event < 0.01:
             driver.resume()
+        elif event < 0.02:
+            driver.restart()
         if driver.groups.steps_taken == 15:
             break
     else:
@@ -145,6 +175,52 @@ def test_every_group_is_handed_out_once_and_none_is_too_old(seed: int) -> None:
     # Every attempt that was started ended somewhere.
     open_ = len(driver.began) + groups.num_ready + groups.num_refused
     assert driver.kinds.pop("started") == open_ + sum(driver.kinds.values())
+
+
+def run_to(groups: GroupSchedule, steps: int) -> list[GroupSummary]:
+    """Groups end in order, sampled by the weights in use; the groups of the last step."""
+    batch: list[GroupSummary] = []
+    while groups.steps_taken < steps:
+        groups.advance(groups.steps_taken)
+        for one in groups.start():
+            groups.finish(summary(one.group, groups.lineage.version(groups.steps_taken)))
+        batch = groups.take() or []
+    return batch
+
+
+def test_after_a_restart_on_policy_steps_sample_the_same_groups_with_the_same_seeds() -> None:
+    groups = schedule(staleness=0)
+    run_to(groups, 2)
+    place = groups.place
+    expected = [group.group for group in run_to(groups, 3)]
+    run_to(groups, 5)
+    groups.rewind(2, place, UNBROKEN.restored(2, newest=5))
+    groups.advance(2)
+    again = groups.start()
+    assert [one.group for one in again] == expected
+    assert all(one.attempt == 0 for one in again)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_ready_groups_outlive_a_restart_unless_discarded_updates_sampled_them(corrected: bool) -> None:
+    place = DataPlace(12)
+    groups = schedule(staleness=2, step=3, place=place, trains_discarded=corrected)
+    first = [one.group for one in groups.start()]
+    for group in first[:8]:
+        groups.finish(summary(group, 3))
+    trained = groups.take()
+    assert trained is not None
+    groups.advance(4)
+    later = [one.group for one in groups.start()]
+    for group in later:
+        groups.finish(summary(group, 4))
+    groups.rewind(3, place, UNBROKEN.restored(3, newest=5))
+    assert groups.running == set(first[8:])
+    assert {dropped.group for dropped in groups.dropped} == (set() if corrected else set(later))
+    assert {dropped.reason for dropped in groups.dropped} <= {"discarded"}
+    assert groups.num_ready == (8 if corrected else 4)
+    again = [one.group for one in groups.start()]
+    assert again == [group.group for group in trained][: len(again)]
 
 
 def test_a_group_that_others_overtake_is_sampled_again_and_then_given_up() -> None:

@@ -17,6 +17,7 @@ from nemorl.observe.files import JsonLinesWriter
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.timeline import Stages
 from nemorl.rollout.schedule import DataPlace
+from nemorl.rollout.versions import UNBROKEN
 from nemorl.run import validation
 from nemorl.run.checkpoints import Progress
 from nemorl.run.recorder import RunRecorder
@@ -55,7 +56,10 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
         samples=lambda samples: None,
     )
     session: Any = SimpleNamespace(
-        rollout=(), update_weights=update_weights, generating=contextlib.nullcontext
+        rollout=(),
+        update_weights=update_weights,
+        generating=contextlib.nullcontext,
+        lineage=UNBROKEN,
     )
     checkpoints: Any = SimpleNamespace(check=lambda: None, due_in_memory=lambda step: False)
     recorder = RunRecorder(experiment, session, observer, checkpoints, Progress())
@@ -94,7 +98,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     checkpoints: Any = SimpleNamespace(
         check=lambda: None, due_in_memory=lambda step: False, save=save, settle=settle
     )
-    nobody: Any = None
+    nobody: Any = SimpleNamespace(lineage=UNBROKEN)
     recorder = RunRecorder(experiment, nobody, observer, checkpoints, Progress())
 
     async def run(rewards: list[float]) -> list[int]:
@@ -130,7 +134,7 @@ def test_a_run_that_is_asked_to_stop_begins_no_step_and_saves_the_last_one_once(
     checkpoints: Any = SimpleNamespace(
         check=lambda: None, due_in_memory=lambda step: False, save=save, settle=settle
     )
-    nobody: Any = None
+    nobody: Any = SimpleNamespace(lineage=UNBROKEN)
 
     async def run(told_in: int) -> int:
         saved.clear()
@@ -154,7 +158,7 @@ def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pyte
     observer: Any = SimpleNamespace(
         folder=SimpleNamespace(paths=SimpleNamespace(metrics=metrics)), summary=lambda changes: None
     )
-    nobody: Any = None
+    nobody: Any = SimpleNamespace(lineage=UNBROKEN)
     recorder = RunRecorder(load_experiment(write(tmp_path), []), nobody, observer, nobody, Progress())
 
     def told(*steps: tuple[str, ...], left_out: int = 0) -> list[str]:

@@ -16,8 +16,8 @@ from .base import AlgorithmBase, Preset
 from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
 DROPPED_METRICS = (
-    *(f"dropped/{reason}" for reason in ("too_old", "aborted", "cut_off", "deadline", "lost", "given_up")),
-    *("dropped/late", "dropped/tokens", "dropped/length", "dropped/length_ratio"),
+    *(f"dropped/{reason}" for reason in ("too_old", "aborted", "cut_off", "deadline", "lost", "discarded")),
+    *("dropped/given_up", "dropped/late", "dropped/tokens", "dropped/length", "dropped/length_ratio"),
     *("dropped/reward", "dropped/reward_gap", *(f"dropped/share_q{quarter}" for quarter in range(1, 5))),
 )
 REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
@@ -175,6 +175,11 @@ class OnlineBase(AlgorithmBase):
     def ages(self) -> range:
         """Ages of samples with metrics of their own; older ones count as the last."""
         return range(min(self.max_staleness, 8) + 1 if self.max_staleness else 0)
+
+    @property
+    def corrects_age(self) -> bool:
+        """True if the loss weights tokens for samples of other weights than the trained ones."""
+        return False
 
     @property
     def trajectories_per_step(self) -> int:
@@ -452,6 +457,10 @@ class OnlineConfig(OnlineBase):
     @property
     def min_members(self) -> int:
         return self.advantage.min_members
+
+    @property
+    def corrects_age(self) -> bool:
+        return self.correction.weighs
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -1,0 +1,135 @@
+"""Whole runs that lose a rank of the policy, and continue from their newest checkpoint by themselves."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemorl.config.load import load_experiment
+from nemorl.run.train import train
+from nemorl.session.handles import ModelHandle, PolicySenders
+from tests.run.runs import lines, timeless, tiny_model, write_experiment
+
+SETTINGS: dict[str, Any] = {"checkpointing": {"period": 2, "keep": 1, "save_hf": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("restarts")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return tiny_model(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, model: Path) -> Path:
+    train(load_experiment(write_experiment(folder, model, "undisturbed", **SETTINGS)))
+    return folder / "undisturbed"
+
+
+class Faults:
+    """Signals to policy rank 1, each just before a certain call of a method of the driver."""
+
+    def __init__(self, run: Path, patch: pytest.MonkeyPatch) -> None:
+        self.log, self.patch = run / "logs" / "policy-1.log", patch
+        self.sent: list[str] = []
+
+    def at(self, handle: type, method: str, call: int, number: signal.Signals = signal.SIGKILL) -> None:
+        original: Callable[..., Any] = getattr(handle, method)
+        calls = 0
+
+        async def disturbed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                pid = int(re.findall(r"policy-1 process (\d+)", self.log.read_text())[-1])
+                os.kill(pid, number)
+                self.sent.append(method)
+            return await original(*args, **kwargs)
+
+        self.patch.setattr(handle, method, disturbed)
+
+
+def driver_log(run: Path) -> str:
+    return (run / "logs" / "driver.log").read_text()
+
+
+def assert_same_to_the_bit(run: Path, other: Path) -> None:
+    for ours, theirs in zip(lines(run), lines(other), strict=True):
+        assert timeless(ours) == timeless(theirs), f"step {ours.step}"
+    file = Path("hf") / "model.safetensors"
+    assert (run / file).read_bytes() == (other / file).read_bytes()
+
+
+def test_a_rank_is_killed_in_training_and_in_a_weight_update(
+    folder: Path, model: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "killed"
+    faults = Faults(run, monkeypatch)
+    faults.at(ModelHandle, "train", 4)  # in step 4, after the checkpoint of step 2
+    faults.at(PolicySenders, "send", 6)  # in step 4 again: of 3 steps, of the restored weights and of step 3
+    train(load_experiment(write_experiment(folder, model, "killed", **SETTINGS)))
+    assert faults.sent == ["train", "send"]
+    assert_same_to_the_bit(run, undisturbed)
+    text = driver_log(run)
+    assert text.count("policy lost in step 4, restarting: policy rank 1 died in stage 'training'") == 1
+    assert text.count("continuing after step 2: 1 completed steps are discarded (3 to 3)") == 2
+    # 3 and 4 were discarded, 5 are the restored weights, 6 those of step 3; and the same once more.
+    assert [line.version for line in lines(run)] == [1, 2, 9, 10, 11, 12]
+
+
+def test_a_rank_is_killed_in_a_checkpoint_and_one_hangs(
+    folder: Path, model: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "hung"
+    faults = Faults(run, monkeypatch)
+    faults.at(ModelHandle, "write_copy", 1)  # of step 2: there is no checkpoint yet
+    faults.at(ModelHandle, "train", 6, signal.SIGSTOP)
+    deadlines = {"training": 20.0, "health": 10.0}
+    train(
+        load_experiment(write_experiment(folder, model, "hung", **SETTINGS, cluster={"deadlines": deadlines}))
+    )
+    assert faults.sent == ["write_copy", "train"]
+    assert_same_to_the_bit(run, undisturbed)
+    text = driver_log(run)
+    assert "the checkpoint of step 2 was not completed" in text
+    assert re.search(r"continuing after step 0: \d completed steps are discarded", text)
+    assert "policy has not finished stage 'training' in 20 s; no answer from rank" in text
+
+
+def test_samples_of_other_weights_outlive_a_restart(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folder / "ahead"
+    faults = Faults(run, monkeypatch)
+    faults.at(ModelHandle, "train", 4)
+    ahead = {"max_staleness": 2, "validation": {"period": None}}
+    train(load_experiment(write_experiment(folder, model, "ahead", **SETTINGS, algorithm=ahead)))
+    steps = lines(run)
+    assert [line.step for line in steps] == [1, 2, 3, 4, 5, 6]
+    # The versions of step 3 and of the step that was lost are not used again.
+    assert [line.version for line in steps] == [1, 2, 6, 7, 8, 9]
+    assert all(line.values["version/lag_max"] <= 2 for line in steps)
+    assert "dropped/discarded" in steps[-1].values
+
+
+def test_sft_continues_too(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sft = {"name": "sft", "num_steps": 4, "batch_size": 8, "validation": {"at_end": True}}
+    losses = []
+    for name, kill in (("sft", False), ("sft-killed", True)):
+        if kill:
+            Faults(folder / name, monkeypatch).at(ModelHandle, "train", 4)
+        path = write_experiment(folder, model, name, checkpointing={"period": 2})
+        tree = yaml.safe_load(path.read_text()) | {"algorithm": sft}
+        path.write_text(yaml.safe_dump(tree))
+        train(load_experiment(path))
+        losses.append([timeless(line) for line in lines(folder / name)])
+    assert losses[0] == losses[1]
+    assert "policy restarted in" in driver_log(folder / "sft-killed")
