@@ -178,3 +178,19 @@ def test_errors_travel_between_processes(error: Exception):
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy) == vars(error)
+
+
+def test_lost_processes_are_replaced(start_fragile: StartFragile):
+    """Handles of the group stay valid; the targets are made with changed arguments."""
+    group = start_fragile()
+    pids = asyncio.run(group.call("process", **LIMITS))
+    assert not asyncio.run(group.lost_one(30.0))
+    os.kill(pids[1], signal.SIGKILL)
+    assert alive(pids[1:]) == []
+    assert asyncio.run(group.lost_one(30.0))
+    asyncio.run(group.replace_all(60.0, rank=7))
+    assert alive(pids) == []
+    assert [rank for rank, _, _ in asyncio.run(group.call("record", **LIMITS))] == [7, 7]
+    with pytest.raises(WorkerFailed):
+        asyncio.run(group.call("fail_on", 0, "no loss", others_sleep=0.0, **LIMITS))
+    assert not asyncio.run(group.lost_one(30.0))
