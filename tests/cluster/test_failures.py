@@ -192,5 +192,5 @@ def test_lost_processes_are_replaced(start_fragile: StartFragile):
     assert alive(pids) == []
     assert [rank for rank, _, _ in asyncio.run(group.call("record", **LIMITS))] == [7, 7]
     with pytest.raises(WorkerFailed):
-        asyncio.run(group.call("fail_on", 0, "no loss", others_sleep=0.0, **LIMITS))
+        asyncio.run(group.call("fail_on", 7, "no loss", others_sleep=0.0, **LIMITS))
     assert not asyncio.run(group.lost_one(30.0))
