@@ -37,6 +37,7 @@ SECOND_PART = {
     "tests/run/test_engines_of_runs.py",
     "tests/run/test_layouts_of_runs.py",
     "tests/run/test_megatron_generation.py",
+    "tests/run/test_restarts.py",
     "tests/run/test_reward_runs.py",
     "tests/run/test_stalled_runs.py",
     "tests/run/test_updates_while_sampling.py",

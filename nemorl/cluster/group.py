@@ -216,7 +216,9 @@ class WorkerGroup:
         variables = {**dict.fromkeys(libraries, str(threads)), "PYTHONFAULTHANDLER": "1"}
         variables |= {**placement.environment, **(environment or {})}
 
-        def launch(rank: int, invocation: Invocation, **changed: Any) -> tuple[Worker, ray.ObjectRef]:
+        def launch(
+            rank: int, invocation: Invocation, changed: Mapping[str, Any]
+        ) -> tuple[Worker, ray.ObjectRef]:
             log = log_path(run_dir.absolute(), name, rank)
             log.parent.mkdir(parents=True, exist_ok=True)
             actor_class: Any = Actor  # which Ray has wrapped
@@ -227,7 +229,7 @@ class WorkerGroup:
             return worker, actor.make.remote(invocation, target, **{**per_rank_kwargs[rank], **changed})
 
         invocation = Invocation("make", f"start {name}", deadline_seconds)
-        launched = [launch(rank, invocation) for rank in range(ranks)]
+        launched = [launch(rank, invocation, {}) for rank in range(ranks)]
         group = cls(name, [worker for worker, _ in launched], mesh, launch, on_deadline)
         group.gpus = await group._answers({reference: worker for worker, reference in launched}, invocation)
         return group
@@ -252,7 +254,7 @@ class WorkerGroup:
         """Start a dropped rank again; `admit` adds it to calls. Raises like `Worker.call`."""
         assert self._launch is not None, "a group of given workers has nothing to start more with"
         invocation = Invocation("make", f"restart {self.name}", deadline_seconds)
-        worker, reference = self._launch(rank, invocation)
+        worker, reference = self._launch(rank, invocation, {})
         try:
             await answers({reference: worker}, invocation)
         except BaseException:
@@ -278,7 +280,7 @@ class WorkerGroup:
         assert self._launch is not None, "a group of given workers has nothing to start more with"
         self._end(self._ended or "its processes are being replaced")
         invocation = Invocation("make", f"restart {self.name}", deadline_seconds)
-        launched = [self._launch(worker.rank, invocation, **changed) for worker in self.workers]
+        launched = [self._launch(worker.rank, invocation, changed) for worker in self.workers]
         self.workers, self._unanswered = tuple(worker for worker, _ in launched), set()
         self.gpus = await self._answers({reference: worker for worker, reference in launched}, invocation)
         self._ended = ""

@@ -1,6 +1,7 @@
 """When a run recovers from an error and when it ends, with stand-ins for processes and files."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,10 +43,14 @@ class Run:
         self.events.append(f"restart {' '.join(lost)}")
 
     async def newest_state(self) -> SavedState:
-        async def restore() -> None:
-            self.events.append("restore")
+        return SavedState(Progress(step=2), Path("checkpoint"), in_memory=False)
 
-        return SavedState(Progress(step=2), restore)
+    @property
+    def trained(self) -> Any:
+        async def restore(folder: Path) -> None:
+            self.events.append(f"restore {folder}")
+
+        return SimpleNamespace(restore=restore)
 
     def recover(self, number: int) -> None:
         asyncio.run(self.recovery.recover(number, RunError("the first error")))
@@ -54,7 +59,7 @@ class Run:
 def test_all_parts_return_to_the_checkpoint() -> None:
     run = Run()
     run.recover(5)
-    assert run.events == ["restart policy", "restore", "data of 2"]
+    assert run.events == ["restart policy", "restore checkpoint", "data of 2"]
     assert run.recorder.done == 2
     assert run.lineage.version(2) == 6  # 5 may have been in use already
 
@@ -93,7 +98,7 @@ def test_a_restart_that_fails_is_tried_again() -> None:
     run = Run(max_restarts=3)
     run.failures = 2
     run.recover(5)
-    assert run.events == ["restart policy", "restore", "data of 2"]
+    assert run.events == ["restart policy", "restore checkpoint", "data of 2"]
     run = Run()
     run.failures = 2
     with pytest.raises(RunError, match="lost again"):
