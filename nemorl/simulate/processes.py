@@ -20,6 +20,7 @@ from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
 from nemorl.rollout.groups import GroupAssignment, GroupSummary, TrajectorySummary
 from nemorl.rollout.turn_loop import Record, SampleKey
+from nemorl.rollout.versions import UNBROKEN, Lineage
 from nemorl.rollout.worker import GroupRunner
 from nemorl.trajectories import StopReason
 
@@ -174,11 +175,12 @@ class SimulatedUpdate:
     config: OnlineBase
     ages: Counter[int] = field(default_factory=Counter)  # tokens by the age of their trajectory
 
-    def prepare(self, groups: Sequence[GroupSummary], number: int) -> Batch:
+    def prepare(self, groups: Sequence[GroupSummary], number: int, lineage: Lineage = UNBROKEN) -> Batch:
         config, members = self.config, [(g, t) for g in groups for t in g.trajectories if t.trains]
         for _, trajectory in members:
             if trajectory.min_version >= 0:
-                self.ages[number - 1 - trajectory.min_version] += trajectory.num_sampled
+                age = lineage.age(trajectory.min_version, lineage.version(number - 1))
+                self.ages[age] += trajectory.num_sampled
         places = [SequencePlace(g.reference, t.row, t.num_tokens, weight=1.0) for g, t in members]
         parts = getattr(config, "num_minibatches", 1)
         schedule = [*range(parts)] * getattr(config, "num_epochs", 1) if members else []
