@@ -21,7 +21,7 @@ class Run:
         self.lost = ["policy"]
         self.events: list[Any] = []
         self.lineage, self.policy_samples = UNBROKEN, False
-        self.recorder: Any = SimpleNamespace(done=4, rewind=self.rewind)
+        self.recorder: Any = SimpleNamespace(done=4, rewind=self.rewind, settle=self.settle)
         self.failures = 0  # of the next restarts
         experiment: Any = SimpleNamespace(cluster=SimpleNamespace(max_model_restarts=max_restarts))
         observer: Any = SimpleNamespace(stage=Stages([]).stage)
@@ -29,6 +29,9 @@ class Run:
         session: Any = self
         checkpoints: Any = self
         self.recovery = Recovery(experiment, session, observer, checkpoints, self.recorder, algorithm)
+
+    async def settle(self) -> None:
+        """The line of the last step is written."""
 
     def rewind(self, progress: Progress) -> None:
         self.recorder.done = progress.step
