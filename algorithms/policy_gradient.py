@@ -54,7 +54,7 @@ class PolicyGradientUpdate:
             losses["critic"] = ValueLoss(config.critic)
         if config.critic is None or number > config.critic.warmup_steps:
             version = lineage.version(number - 1)
-            ages = Ages(version, config.ages[-1], lineage) if config.ages else None
+            ages = Ages(version, config.max_staleness, lineage) if config.max_staleness else None
             losses["policy"] = replace(self._loss, entropy_coefficient=self._entropy.weight, ages=ages)
         penalty = None
         if self._divergence is not None:
