@@ -205,7 +205,7 @@ class LogprobGate:
         """Raise LogprobGapTooLarge where `logprob_gap/mean` or `logprob_gap/max` passes its limit."""
         self.compared = True
         # Of stale samples those of the youngest weights are compared: the rest differ by updates as well.
-        ages = (age for age in self.config.ages if f"staleness/gap_{age}" in metrics)
+        ages = (age for age in range(self.config.max_staleness + 1) if f"staleness/gap_{age}" in metrics)
         if (youngest := next(ages, None)) is None:
             mean, largest = metrics["logprob_gap/mean"], metrics["logprob_gap/max"]
         else:

@@ -45,6 +45,16 @@ class PolicyGradientUpdate:
         else:
             self._estimate = estimator(config.advantage, reward_weights or {})
             self._divergence = SequenceKL(kl) if kl is not None else None
+        self._last_age = max(config.ages, default=0)
+        self._batch = partial(  # with what is the same in every step
+            Batch,
+            num_updates=config.updates_per_step,
+            num_minibatches=config.num_minibatches,
+            needs_reference=config.keeps_reference,
+            needs_old_logprobs=config.needs_old_logprobs,
+            needs_old_entropies=config.loss.selects_by_entropy,
+            token_estimator=self._token_estimator,
+        )
 
     def prepare(self, groups: Sequence[GroupSummary], number: int, lineage: Lineage = UNBROKEN) -> Batch:
         """The batch of a step, whose schedule leaves out minibatches in which nothing trains."""
@@ -54,24 +64,18 @@ class PolicyGradientUpdate:
             losses["critic"] = ValueLoss(config.critic)
         if config.critic is None or number > config.critic.warmup_steps:
             version = lineage.version(number - 1)
-            ages = Ages(version, config.max_staleness, lineage) if config.max_staleness else None
+            ages = Ages(version, self._last_age, lineage) if self._last_age else None
             losses["policy"] = replace(self._loss, entropy_coefficient=self._entropy.weight, ages=ages)
         penalty = None
         if self._divergence is not None:
             penalty = RewardPenalty(self._divergence, partial(self._penalized, groups, places))
         trains = [any(p.weight > 0 for p in part) for part in self._minibatches(places)]
-        return Batch(
+        return self._batch(
             places,
             versions_of(groups),
             losses,
             schedule=[number for number, some in enumerate(trains) if some] * config.num_epochs,
-            num_updates=config.updates_per_step,
-            num_minibatches=config.num_minibatches,
             critic_sequences=self._for_critic(groups, places),
-            needs_reference=config.keeps_reference,
-            needs_old_logprobs=config.needs_old_logprobs,
-            needs_old_entropies=config.loss.selects_by_entropy,
-            token_estimator=self._token_estimator,
             penalty=penalty,
         )
 
