@@ -48,14 +48,20 @@ SYSTEM_CONFIG = {
 
 @contextmanager
 def sigterm_handler_kept() -> Iterator[None]:
-    """Inside, `ray.init` does not replace a handler of SIGTERM by its own, which ends the process."""
-    set_handler = utils.set_sigterm_handler
-    if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    """Inside, `ray.init` does not replace a handler of SIGTERM by its own two, which end the process.
+
+    The one in Python exits; the one in C++ prints a trace and has the process aborted after 3 seconds.
+    """
+    set_handler, handler = utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    kept = handler != signal.SIG_DFL
+    if kept:
         utils.set_sigterm_handler = lambda handler: None
     try:
         yield
     finally:
         utils.set_sigterm_handler = set_handler
+        if kept:
+            signal.signal(signal.SIGTERM, handler)  # again, over the one in C++
 
 
 def start_apart(deadline_seconds: float, **options: Any) -> None:
