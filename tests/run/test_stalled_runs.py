@@ -12,7 +12,7 @@ from tests.run.test_train import worker_pid
 
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     # Long enough for the first steps on a busy machine; what waits for the stopped rank waits for all of it.
-    deadlines = {"stall": 2.0, "logprobs": 10.0, "training": 10.0}
+    deadlines = {"stall": 2.0} | dict.fromkeys(("logprobs", "training", "refit", "checkpoint"), 10.0)
     algorithm = {"num_steps": 1000, "validation": {"period": None}}
     changes = {"cluster": {"deadlines": deadlines}, "algorithm": algorithm}
     driver = start("train", write_experiment(tmp_path, tiny_model(tmp_path / "model"), "run", **changes))
