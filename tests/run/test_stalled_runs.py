@@ -14,7 +14,8 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     # Long enough for the first steps on a busy machine; what waits for the stopped rank waits for all of it.
     deadlines = {"stall": 2.0} | dict.fromkeys(("logprobs", "training", "refit", "checkpoint"), 10.0)
     algorithm = {"num_steps": 1000, "validation": {"period": None}}
-    changes = {"cluster": {"deadlines": deadlines}, "algorithm": algorithm}
+    cluster = {"deadlines": deadlines, "max_model_restarts": 0}  # the fault ends the run
+    changes = {"cluster": cluster, "algorithm": algorithm}
     driver = start("train", write_experiment(tmp_path, tiny_model(tmp_path / "model"), "run", **changes))
     run = tmp_path / "run"
     while len(lines(run)) < 2:
