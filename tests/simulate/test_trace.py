@@ -40,9 +40,9 @@ def write_run(of: Experiment, workload: Workload, folder: Path, num_steps: int =
     async def main() -> None:
         async with open_simulation(of, workload, seed=7) as simulation:
             prepare = simulation.update.prepare
-            simulation.update.prepare = lambda groups, number: (  # type: ignore[method-assign]
+            simulation.update.prepare = lambda groups, number, *rest: (  # type: ignore[method-assign]
                 [record(simulation, number, group.trajectories) for group in groups],
-                prepare(groups, number),
+                prepare(groups, number, *rest),
             )[1]
             for number in range(1, num_steps + 1):
                 before = simulation.snapshot()
