@@ -80,6 +80,7 @@ STOPS = {
     "a policy that generates its samples": ("DecodingCopy", "LeaderCache", "LeadingRunner"),
     "a function of the user's": ("own_advantages", "custom:custom_loss"),
     "other advantages": ("turn_relative", "reinforce", "group_then_batch", "gdpo"),
+    "a limit of the trajectories in flight": ("ConcurrencyControl", "Places"),
     "adapters": ("Adapters",),
     "a model with experts": ("Routers",),
     "an entropy bonus": ("EntropyWeight",),

@@ -34,8 +34,7 @@ class PlacesUse:
 class Places:
     """A semaphore whose size may change; first come, first served. Belongs to one event loop."""
 
-    def __init__(self, limit: int | None) -> None:
-        """None: no limit."""
+    def __init__(self, limit: int) -> None:
         self._limit, self._in_use = limit, 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -65,7 +64,7 @@ class Places:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and (self._limit is None or self._in_use < self._limit):
+        while self._waiting and self._in_use < self._limit:
             turn = self._waiting.popleft()
             if not turn.done():  # by a cancellation
                 self._in_use += 1

@@ -137,14 +137,14 @@ class RolloutWorker(GroupRunner):
         self._group_seconds = algorithm.group_seconds if isinstance(algorithm, OnlineBase) else None
         self._min_members = algorithm.min_members if isinstance(algorithm, OnlineBase) else 1
         generation, num_workers = experiment.generation, experiment.cluster.rollout_workers
-        per_engine, limit = generation.initial_concurrency, None
-        if per_engine is not None:
-            limit = share_of_worker(per_engine * generation.replicas, num_workers)
-        self._places = Places(limit)
+        self._places: Places | None = None  # without a limit
+        if (per_engine := generation.initial_concurrency) is not None:
+            self._places = Places(share_of_worker(per_engine * generation.replicas, num_workers))
         self._turns = TurnLoop(generator, self._tokenizer, prompts_of(self._tokenizer, data.chat), limits)
 
     async def set_concurrency(self, limit: int) -> PlacesUse:
         """Set the trajectories of training that are sampled at a time, and report them."""
+        assert self._places is not None, "generation.concurrency sets no limit"
         self._places.resize(limit)
         num_stale, self._num_stale = self._num_stale, 0
         return replace(self._places.use, num_stale=num_stale)
@@ -192,7 +192,7 @@ class RolloutWorker(GroupRunner):
         key = SampleKey(self._seed, assignment.group, sample, assignment.validation, assignment.attempt)
         greedy = sample == assignment.num_samples
         sampling = SamplingParams(temperature=0.0) if greedy else self._sampling[assignment.validation]
-        async with nullcontext() if assignment.validation else self._places:
+        async with nullcontext() if assignment.validation or self._places is None else self._places:
             return await self._turns.run(task, self._environments.create(), key, sampling, record, seconds)
 
 

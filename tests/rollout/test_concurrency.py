@@ -107,16 +107,6 @@ def test_places_are_given_in_order_and_their_number_may_change() -> None:
     asyncio.run(main())
 
 
-def test_without_a_limit_nothing_waits() -> None:
-    async def main() -> None:
-        places = Places(None)
-        for number in range(100):
-            await places.__aenter__()
-            assert places.use == PlacesUse(number + 1, 0)
-
-    asyncio.run(main())
-
-
 class Engine:
     def __init__(self, health: EngineHealth | None) -> None:
         self.state = health
