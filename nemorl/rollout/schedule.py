@@ -70,6 +70,7 @@ class CollectorPlan:
     greedy_baseline: bool = False  # a greedy sample in addition to each group
     extra_groups: int = 0  # started for a step besides those that it trains on, the first to finish
     trains_discarded: bool = False  # also on samples of weights that a restart has discarded
+    fixed_weights: bool = False  # engines receive none: all samples are of version 0, and none is too old
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ class GroupSchedule:
     @property
     def oldest_version(self) -> int:
         """Groups with tokens of an older version are too old for the next step."""
+        if self.plan.fixed_weights:
+            return 0
         return self.lineage.oldest(self.steps_taken - self.plan.max_staleness)
 
     def advance(self, version: int) -> None:
@@ -235,6 +238,8 @@ class GroupSchedule:
 
     def _drop_reason(self, group: GroupSummary) -> DropReason | None:
         """Why the next step may not train on a group, if it may not."""
+        if self.plan.fixed_weights:
+            return None
         versions = {version for t in group.trajectories for version in t.versions}
         if not self.plan.trains_discarded and any(map(self.lineage.discarded, versions)):
             return "discarded"

@@ -274,6 +274,7 @@ def _algorithm(
         greedy_baseline=config.greedy_baseline,
         extra_groups=config.extra_groups,
         trains_discarded=config.corrects_age,
+        fixed_weights=not experiment.generation.takes_weights,
     )
     seconds = experiment.cluster.deadlines.generation
     replacing = refill(config.filters, config.num_prompts_per_step)

@@ -311,6 +311,18 @@ def test_the_oldest_groups_are_handed_out_first() -> None:
     assert [group.group for group in batch] == [2, 3, 4, 6]
 
 
+def test_samples_of_engines_that_receive_no_weights_are_never_too_old() -> None:
+    plan = CollectorPlan(SIZE, 2, max_staleness=0, fixed_weights=True)
+    groups = GroupSchedule(TaskOrder(50, 0, False), plan, 5)
+    assert groups.oldest_version == 0
+    for one in groups.start():
+        groups.finish(summary(one.group, 0))
+    batch = groups.take()
+    assert batch is not None
+    assert len(batch) == SIZE
+    assert groups.dropped == []
+
+
 def test_a_resumed_run_samples_what_was_not_handed_out() -> None:
     groups = schedule(staleness=1)
     groups.start()
