@@ -4,13 +4,14 @@ import shlex
 from argparse import Namespace
 from pathlib import Path
 
-from nemorl.config.load import to_yaml
+from nemorl.config.load import load_experiment, to_yaml
 from nemorl.errors import ConfigError, NemorlError, RunStopped
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import read_machine
 from nemorl.slurm.start import newest_step
 
 from .check import describe_unverified, prepare
+from .supervise import Supervisor
 from .terminal import Commands, ExitCode, add_command, add_experiment, notes, output, plan_table, say, table
 
 
@@ -21,6 +22,9 @@ def register(commands: Commands) -> None:
     train.add_argument("--dry-run", action="store_true", help=dry_run)
     resume = "continue from the newest complete checkpoint in the run folder"
     train.add_argument("--resume", action="store_true", help=resume)
+    supervise = "restart a run whose processes die, until it is complete (NEMORL_MAX_RESTARTS, 3 by default, "
+    supervise += "limits restarts in a row without a new checkpoint)"
+    train.add_argument("--supervise", action="store_true", help=supervise)
     help_text = "evaluate the model of an experiment on its validation tasks"
     add_experiment(add_command(commands, "eval", _evaluate, help_text))
     report = add_command(commands, "report", _report, "recreate report.html of a run from its files")
@@ -28,6 +32,9 @@ def register(commands: Commands) -> None:
 
 
 def _train(arguments: Namespace) -> int:
+    if arguments.supervise and not arguments.dry_run:
+        run_dir = load_experiment(arguments.config, arguments.overrides).run_dir
+        return Supervisor(run_dir, [str(arguments.config), *arguments.overrides]).run(resume=arguments.resume)
     ready = prepare(
         arguments.config,
         arguments.overrides,

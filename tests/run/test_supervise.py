@@ -1,0 +1,104 @@
+"""`nemorl train --supervise`: which ends are restarted, how often, and what is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.run.runs import finish, lines, start, tiny_model, write_experiment
+
+# Supervises a script in the place of the run.
+SUPERVISE = """
+import sys
+from pathlib import Path
+from nemorl.commands import supervise
+supervise.ORPHAN_SECONDS = 0.5
+sys.executable, folder = sys.argv[1:]
+sys.exit(supervise.Supervisor(Path(folder), ["run.yaml"]).run(resume=False))
+"""
+
+Supervise = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def supervise(tmp_path: Path) -> Supervise:
+    """Supervise shell lines as the run; `$N` is the number of the start, the arguments are in `starts`."""
+
+    def run(script: str, max_restarts: int) -> "subprocess.CompletedProcess[str]":
+        path = tmp_path / "run.sh"
+        count = f'echo "$*" >> {tmp_path}/starts; N=$(wc -l < {tmp_path}/starts)'
+        path.write_text(
+            f"#!/bin/bash\n{count}\nmkdir -p {tmp_path}/checkpoints\n{script}\n", encoding="utf-8"
+        )
+        path.chmod(0o755)
+        return subprocess.run(
+            [sys.executable, "-c", SUPERVISE, str(path), str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "NEMORL_MAX_RESTARTS": str(max_restarts)},
+        )
+
+    return run
+
+
+def starts(folder: Path) -> list[str]:
+    return (folder / "starts").read_text(encoding="utf-8").splitlines()
+
+
+def test_starts_without_a_new_checkpoint_are_bounded(tmp_path: Path, supervise: Supervise) -> None:
+    done = supervise("exit 1", max_restarts=2)
+    assert done.returncode == 1
+    first = "-m nemorl.cli train run.yaml"
+    assert starts(tmp_path) == [first, f"{first} --resume", f"{first} --resume"]
+    assert "3 starts in a row wrote no new checkpoint (NEMORL_MAX_RESTARTS = 2): giving up" in done.stderr
+
+
+def test_a_new_checkpoint_is_progress(tmp_path: Path, supervise: Supervise) -> None:
+    script = f"[ $N = 4 ] && exit 0; mkdir {tmp_path}/checkpoints/step_0000000$N; exit 1"
+    done = supervise(script, max_restarts=0)
+    assert done.returncode == 0
+    assert len(starts(tmp_path)) == 4
+    assert "failed (exit status 1); newest checkpoint: step 3. Restarting" in done.stderr
+
+
+@pytest.mark.parametrize("status", [0, 2, 75, 130])
+def test_an_end_that_a_restart_cannot_change(tmp_path: Path, supervise: Supervise, status: int) -> None:
+    assert supervise(f"exit {status}", max_restarts=3).returncode == status
+    assert len(starts(tmp_path)) == 1
+
+
+def test_what_a_killed_run_leaves_is_ended(tmp_path: Path, supervise: Supervise) -> None:
+    script = f"sleep 1000 & echo $! > {tmp_path}/orphan; kill -STOP $!; kill -9 $$"
+    done = supervise(script, max_restarts=0)
+    assert done.returncode == 1
+    assert "was killed by SIGKILL; no checkpoint yet" in done.stderr
+    assert not psutil.pid_exists(int((tmp_path / "orphan").read_text(encoding="utf-8")))
+
+
+def test_a_killed_driver_is_restarted_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    memory = Path("/dev/shm")
+    before = {path.name for path in memory.iterdir()}
+    run = tmp_path / "run"
+    supervisor = start(
+        "train", write_experiment(tmp_path, tiny_model(tmp_path / "model"), "run"), "--supervise"
+    )
+    while len(lines(run)) < 3:
+        assert supervisor.poll() is None, supervisor.communicate()[0]
+        time.sleep(0.05)
+    (driver,) = psutil.Process(supervisor.pid).children()
+    family = driver.children(recursive=True)
+    driver.send_signal(signal.SIGKILL)
+    status, output = finish(supervisor)
+    assert status == 0, output
+    assert "The run was killed by SIGKILL; newest checkpoint: step 2. Restarting with --resume." in output
+    assert [step.step for step in lines(run)] == [1, 2, 3, 4, 5, 6]
+    assert [process.pid for process in family if process.is_running()] == []
+    left = {path.name for path in memory.iterdir()} - before
+    assert [name for name in left if name.startswith(("nemorl", "plasma", "torch"))] == []
