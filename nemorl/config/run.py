@@ -94,6 +94,8 @@ class CheckpointingConfig(Config):
     """Folder in memory (tmpfs) of each node for these checkpoints."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    max_failures: int = Field(3, ge=0)
+    """Checkpoints in a row that the disk may refuse, as when it is full, before the run ends."""
     metric: str | None = None
     """Also keep the checkpoint with the best value of this metric, such as `validation/reward`."""
     higher_is_better: bool = True

@@ -18,7 +18,13 @@ from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import ConfigError, NemorlError, UsageError
-from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, verify, writing
+from nemorl.megatron.checkpoint_store import (
+    CheckpointStore,
+    FileRecord,
+    UnwritableCheckpoint,
+    verify,
+    writing,
+)
 from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.observe.files import WriteError, room_left
 from nemorl.observe.metrics import StepMetrics
@@ -123,8 +129,10 @@ class Checkpoints:
     """Saves one at a time. Leaving its `with` waits for the one that is still being written.
 
     With `checkpointing.asynchronous` a step waits only for the copy of the state and, if it is not done yet,
-    for the checkpoint before. A failure is raised at the next `save`, `check` or `settle`. One in `memory` is
-    written from the same copy; it never fails a run and never lets a step wait for the one before.
+    for the checkpoint before. Where the disk refuses a write, as a full one does, the next `save`, `check` or
+    `settle` warns, and raises after more than `checkpointing.max_failures` in a row; other errors are raised
+    there. One in `memory` is written from the same copy; it never fails a run and never lets a step wait for
+    the one before.
     """
 
     def __init__(
@@ -137,6 +145,7 @@ class Checkpoints:
         self._experiment, self._config = experiment, experiment.checkpointing
         self._models, self._store, self._memory = models, store, memory
         self._step = 0  # of the one that is being written
+        self._failures = 0  # of writes to the disk, in a row
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, progress: Progress, metrics: Awaitable[StepMetrics]) -> None:
@@ -145,10 +154,12 @@ class Checkpoints:
         It is committed when its step's line is written, which gives `metrics`.
         """
         await self.settle()
-        if not self._config.asynchronous:
-            await self._write(progress, metrics, self._models.save)
+        if self._config.asynchronous:
+            await self._begin(progress, metrics, to_disk=True)
             return
-        await self._begin(progress, metrics, to_disk=True)
+        self._step = progress.step
+        self._writing = asyncio.create_task(self._write(progress, metrics, self._models.save))
+        await self.settle()
 
     def due_in_memory(self, step: int) -> bool:
         """True if `save_in_memory` would begin a checkpoint."""
@@ -182,22 +193,35 @@ class Checkpoints:
         return SavedState(Progress.read(found.path), found.path, in_memory=False) if found else None
 
     def check(self) -> None:
-        """Raise the error of the checkpoint that is being written, if it has failed."""
+        """Take the result of the checkpoint that was being written, if it has ended."""
         if self._writing is not None and self._writing.done():
-            self._writing.result()
+            self._take_result(self._writing)
 
-    async def settle(self) -> None:
-        """Wait until the one that is being written is committed."""
+    async def settle(self, *, last: bool = False) -> None:
+        """Wait until the one that is being written has ended; any failure of the `last` one is raised."""
         if self._writing is not None:
-            await self._writing
-            self._writing = None
+            await asyncio.wait({self._writing})
+            self._take_result(self._writing, last=last)
+
+    def _take_result(self, writing: "asyncio.Task[None]", *, last: bool = False) -> None:
+        error, bound = writing.exception(), self._config.max_failures
+        if error is not None:
+            if last or not is_write_failure(error) or self._failures >= bound:
+                raise error
+            self._failures += 1
+            counts = f"{self._failures} in a row, checkpointing.max_failures is {bound}"
+            kept = "older ones are kept and training continues"
+            logger.warning(
+                "the checkpoint of step %d is not written (%s); %s: %s", self._step, counts, kept, error
+            )
+        self._writing = None
 
     async def __aenter__(self) -> "Checkpoints":
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            await self.settle()
+            await self.settle(last=True)
         except NemorlError as failure:
             if error is None:
                 raise
@@ -231,9 +255,18 @@ class Checkpoints:
                     Origin(str(self._experiment.run_dir.absolute()), progress.step).write(folder / "hf")
             values = (await metrics).values
             await asyncio.to_thread(store.commit, progress.step, values, records)
+            self._failures = 0
             await asyncio.to_thread(store.prune, config.keep, config.metric, config.higher_is_better)
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # not there once it has its name
+
+
+def is_write_failure(error: BaseException) -> bool:
+    """True if a file system refused a write, of the driver or of a rank; the processes can continue."""
+    unwritable = f"{UnwritableCheckpoint.__module__}.{UnwritableCheckpoint.__qualname__}"
+    if isinstance(error, WorkerFailed):
+        return error.kind == unwritable
+    return isinstance(error, UnwritableCheckpoint | WriteError)
 
 
 def export_checkpoint(

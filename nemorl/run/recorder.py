@@ -137,7 +137,7 @@ class RunRecorder:
             with self._observer.stage("checkpoint", outside_step=last, waits_for="checkpoint"):
                 await self._checkpoints.save(*self._unsaved)
                 if last:
-                    await self._checkpoints.settle()
+                    await self._checkpoints.settle(last=True)
             self._unsaved = None
 
     def summarize(self) -> Path | None:

@@ -207,7 +207,7 @@ async def _train_session(
                             await recovery.recover(number, error)
             if stop.requested and not recorder.finished:
                 await recorder.save(last=True)
-                await checkpoints.settle()
+                await checkpoints.settle(last=True)
                 raise RunStopped(_stopped(stop, store, recorder.done))
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:

@@ -266,6 +266,8 @@ class ModelHandle:
         self, method: str, folder: Folder | None = None, background: bool = False
     ) -> "list[FileRecord]":
         options: dict[str, Any] = {"seconds": self._deadlines.checkpoint, "background": background}
+        # Not collective: where the disk is full, the ranks can train on.
+        options["ends_group"] = method != "save_checkpoint"
         if folder is not None:
             folders = [_folder_at(folder, worker.home) for worker in self.group.workers]
             options |= {"shards": folders, "axis": "rank"}

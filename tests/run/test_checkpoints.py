@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nemorl.cluster.errors import WorkerFailed
 from nemorl.config.experiment import Experiment
 from nemorl.errors import RunError
-from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord
+from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, UnwritableCheckpoint
 from nemorl.observe.metrics import StepMetrics
 from nemorl.run.checkpoints import Checkpoints, Progress
 from tests.config.experiments import GRPO
+
+UNWRITABLE = f"{UnwritableCheckpoint.__module__}.{UnwritableCheckpoint.__qualname__}"
 
 
 class SlowPolicy:
@@ -118,6 +121,57 @@ async def test_a_failure_is_raised_at_the_next_check(store: CheckpointStore) -> 
     with pytest.raises(RunError, match="rank 1: the disk is full"):
         saving.check()
     assert store.latest_valid() is None
+
+
+def full(step: int) -> RunError:
+    """The error of a rank whose disk is full."""
+    return WorkerFailed("policy", 1, "checkpoint", UNWRITABLE, f"step {step}: no space", Path("log"))
+
+
+@in_a_loop
+@pytest.mark.parametrize("asynchronous", [True, False])
+async def test_a_full_disk_costs_a_checkpoint_and_no_step(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture, asynchronous: bool
+) -> None:
+    policy = SlowPolicy()
+    policy.disk.set()
+    async with checkpoints(policy, store, asynchronous=asynchronous, max_failures=2) as saving:
+        await saving.save(Progress(step=1), metrics(1))
+        for step in (2, 3):
+            await saving.settle()
+            policy.failure = full(step)
+            await saving.save(Progress(step=step), metrics(step))
+        await saving.settle()
+        assert store.steps() == [1]
+        assert [
+            record.message.count(f"step {step}: no space") for step, record in enumerate(caplog.records, 2)
+        ] == [1, 1]
+        policy.failure = None
+        await saving.save(Progress(step=4), metrics(4))
+    assert store.steps() == [1, 4]
+
+
+@in_a_loop
+async def test_a_disk_that_stays_full_ends_the_run(store: CheckpointStore) -> None:
+    policy = SlowPolicy()
+    policy.disk.set()
+    saving = checkpoints(policy, store, max_failures=1)
+    policy.failure = full(1)
+    await saving.save(Progress(step=1), metrics(1))
+    await saving.save(Progress(step=2), metrics(2))
+    with pytest.raises(WorkerFailed, match="no space"):
+        await saving.save(Progress(step=3), metrics(3))
+
+
+@in_a_loop
+async def test_the_last_checkpoint_has_to_be_written(store: CheckpointStore) -> None:
+    policy = SlowPolicy()
+    policy.disk.set()
+    saving = checkpoints(policy, store)
+    policy.failure = full(1)
+    await saving.save(Progress(step=1), metrics(1))
+    with pytest.raises(WorkerFailed, match="no space"):
+        await saving.settle(last=True)
 
 
 async def save_and_check(saving: Checkpoints) -> None:

@@ -1,8 +1,12 @@
 """A write that fails is a sentence, and costs nothing that was finished before."""
 
 import errno
+import resource
+import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,6 +14,8 @@ from safetensors.torch import save_file
 from nemorl.observe.files import WriteError
 from nemorl.run.checkpoints import full_disk_named
 from tests.full_disk import files_end_at
+from tests.run.runs import finish, start, tiny_model, write_experiment
+from tests.run.test_train import worker_pid
 
 
 def test_safetensors_own_error_is_a_sentence(tmp_path: Path) -> None:
@@ -32,3 +38,35 @@ def test_the_file_that_an_error_names_is_shown_also_in_a_folder_that_is_not_ther
 def test_a_folder_that_exists_is_another_matter(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError), full_disk_named("The model", tmp_path, "Make room."):
         tmp_path.mkdir()
+
+
+@pytest.mark.ci
+def test_a_run_continues_when_a_rank_cannot_write_a_checkpoint(tmp_path: Path) -> None:
+    algorithm, run = {"num_steps": 1000, "validation": {"period": None}}, tmp_path / "run"
+    changes = {"algorithm": algorithm, "checkpointing": {"period": 2, "max_failures": 100}}
+    driver = start("train", write_experiment(tmp_path, tiny_model(tmp_path / "model"), "run", **changes))
+
+    def steps() -> list[int]:
+        assert driver.poll() is None, driver.communicate()[0]
+        time.sleep(0.05)
+        return [int(path.name[5:]) for path in (run / "checkpoints").glob("step_*")]
+
+    while not steps():
+        pass
+    log = run / "logs" / "policy-1.log"
+    rank = psutil.Process(worker_pid(log))
+    room = log.stat().st_size + 4096  # less than the rank's part of a checkpoint
+    rank.rlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    while "(1 in a row, checkpointing.max_failures is 100); older ones are kept" not in (
+        run / "logs" / "driver.log"
+    ).read_text(encoding="utf-8"):
+        steps()
+    rank.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    kept = max(steps())
+    while max(steps()) <= kept:
+        pass
+    driver.send_signal(signal.SIGTERM)
+    status, output = finish(driver, seconds=60)
+    assert status == 75, output
+    assert "File too large" in output
+    assert list((run / "checkpoints").glob(".step_*")) == []
