@@ -82,9 +82,9 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def end_orphans(seconds: float = ORPHAN_SECONDS) -> None:
-    """Wait until this process has no children, and end those that are left after `seconds`."""
-    end = time.monotonic() + seconds
+def end_orphans() -> None:
+    """Wait until this process has no children, and end those that are left after `ORPHAN_SECONDS`."""
+    end = time.monotonic() + ORPHAN_SECONDS
     while True:
         try:
             if os.waitpid(-1, os.WNOHANG)[0]:

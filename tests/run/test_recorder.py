@@ -92,7 +92,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
     async def save(progress: Progress, metrics: Awaitable[StepMetrics]) -> None:
         saved.append(progress)
 
-    async def settle() -> None:
+    async def settle(*, last: bool = False) -> None:
         """Nothing is being written."""
 
     checkpoints: Any = SimpleNamespace(
@@ -128,7 +128,7 @@ def test_a_run_that_is_asked_to_stop_begins_no_step_and_saves_the_last_one_once(
         assert progress.step == (await metrics).step
         saved.append((progress.step, progress.position))
 
-    async def settle() -> None:
+    async def settle(*, last: bool = False) -> None:
         """Nothing is being written."""
 
     checkpoints: Any = SimpleNamespace(
