@@ -1,12 +1,13 @@
 """A write that fails is a sentence, and costs nothing that was finished before."""
 
 import errno
-import resource
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,7 +16,6 @@ from nemorl.observe.files import WriteError
 from nemorl.run.checkpoints import full_disk_named
 from tests.full_disk import files_end_at
 from tests.run.runs import finish, start, tiny_model, write_experiment
-from tests.run.test_train import worker_pid
 
 
 def test_safetensors_own_error_is_a_sentence(tmp_path: Path) -> None:
@@ -40,8 +40,20 @@ def test_a_folder_that_exists_is_another_matter(tmp_path: Path) -> None:
         tmp_path.mkdir()
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MB for the checkpoints of the run `run`."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("this user cannot mount a disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 @pytest.mark.ci
-def test_a_run_continues_when_a_rank_cannot_write_a_checkpoint(tmp_path: Path) -> None:
+def test_a_run_continues_when_the_disk_is_full(tmp_path: Path, small_disk: Path) -> None:
     algorithm, run = {"num_steps": 1000, "validation": {"period": None}}, tmp_path / "run"
     changes = {"algorithm": algorithm, "checkpointing": {"period": 2, "max_failures": 100}}
     driver = start("train", write_experiment(tmp_path, tiny_model(tmp_path / "model"), "run", **changes))
@@ -49,24 +61,23 @@ def test_a_run_continues_when_a_rank_cannot_write_a_checkpoint(tmp_path: Path) -
     def steps() -> list[int]:
         assert driver.poll() is None, driver.communicate()[0]
         time.sleep(0.05)
-        return [int(path.name[5:]) for path in (run / "checkpoints").glob("step_*")]
+        return [int(path.name[5:]) for path in small_disk.glob("step_*")]
 
     while not steps():
         pass
-    log = run / "logs" / "policy-1.log"
-    rank = psutil.Process(worker_pid(log))
-    room = log.stat().st_size + 4096  # less than the rank's part of a checkpoint
-    rank.rlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-    while "(1 in a row, checkpointing.max_failures is 100); older ones are kept" not in (
-        run / "logs" / "driver.log"
-    ).read_text(encoding="utf-8"):
+    ballast = small_disk / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(2**16)):  # until the disk is full
+            pass
+    warning = "(1 in a row, checkpointing.max_failures is 100); older ones are kept"
+    while warning not in (run / "logs" / "driver.log").read_text(encoding="utf-8"):
         steps()
-    rank.rlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     kept = max(steps())
+    ballast.unlink()
     while max(steps()) <= kept:
         pass
     driver.send_signal(signal.SIGTERM)
     status, output = finish(driver, seconds=60)
     assert status == 75, output
-    assert "File too large" in output
-    assert list((run / "checkpoints").glob(".step_*")) == []
+    assert "No space left on device" in output
+    assert list(small_disk.glob(".step_*")) == []
