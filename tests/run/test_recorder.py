@@ -202,7 +202,7 @@ class Validations:
         async def save(progress: Progress, metrics: Awaitable[StepMetrics]) -> None:
             self.saved.append(metrics)
 
-        async def settle() -> None:
+        async def settle(*, last: bool = False) -> None:
             """Nothing is being written."""
 
         def write_line(step: int, version: int, values: dict[str, float]) -> StepMetrics:
