@@ -165,8 +165,12 @@ class ExitRecord:
 
 
 def newest_step(run_dir: Path) -> int:
-    """Step of the newest checkpoint; 0 without one."""
-    names = (path.name for path in RunPaths(run_dir).checkpoints.glob("step_*"))
+    """Step of the newest checkpoint on disk; 0 without one."""
+    return newest_step_in(RunPaths(run_dir).checkpoints)
+
+
+def newest_step_in(folder: Path) -> int:
+    names = (path.name for path in folder.glob("step_*"))
     found = (re.fullmatch(r"step_(\d+)", name) for name in names)
     return max((int(match[1]) for match in found if match), default=0)
 

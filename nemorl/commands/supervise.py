@@ -1,7 +1,8 @@
 """`nemorl train --supervise`: restarts a run whose driver dies or fails, until it is complete.
 
 The run is a child process; it is restarted with `--resume`, as a requeued job of Slurm is, and with the same
-bound on restarts without a new checkpoint. Processes that it leaves behind are ended before the next start.
+bound on restarts in a row without progress: a checkpoint of a later step than all before, on disk or in
+memory. Processes that the run leaves behind are ended before the next start.
 """
 
 import ctypes
@@ -15,7 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from nemorl.slurm.start import MAX_RESTARTS, newest_step, parse_max_restarts
+from nemorl.config.experiment import Experiment
+from nemorl.observe.run_folder import RunPaths
+from nemorl.slurm.start import MAX_RESTARTS, newest_step, newest_step_in, parse_max_restarts
 
 from .terminal import ExitCode, complain
 
@@ -28,21 +31,21 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 class Supervisor:
-    def __init__(self, run_dir: Path, words: Sequence[str]) -> None:
+    def __init__(self, experiment: Experiment, words: Sequence[str]) -> None:
         """`words` are those of `nemorl train`, without `--supervise` and `--resume`."""
-        self._run_dir, self._words = run_dir, [*words]
+        self._experiment, self._words = experiment, [*words]
         self._max_restarts = parse_max_restarts(os.environ)
         self._run: subprocess.Popen[bytes] | None = None
-        self._signal: signal.Signals | None = None  # the first one
+        self._stopping = False  # a signal came
+        self._unsent: list[int] = []  # signals for the run
 
     def run(self, *, resume: bool) -> int:
         """Return the exit status of the last start."""
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans of the run become our children
         for number in SIGNALS:
             signal.signal(number, self._pass_on)
-        without_progress = 0
+        furthest, without_progress = self._newest_step(), 0
         while True:
-            before = newest_step(self._run_dir)
             status = self._start(resume)
             end_orphans()
             how = (
@@ -50,10 +53,11 @@ class Supervisor:
                 if status < 0
                 else f"failed (exit status {status})"
             )
-            if status in FINAL or self._signal is not None:
+            if status in FINAL or self._stopping:
                 return status if status >= 0 else ExitCode.FAILED
-            step = newest_step(self._run_dir)
-            without_progress = without_progress + 1 if step <= before else 0
+            step = self._newest_step()
+            without_progress = without_progress + 1 if step <= furthest else 0
+            furthest = max(furthest, step)
             place = f"newest checkpoint: step {step}" if step else "no checkpoint yet"
             if without_progress > self._max_restarts:
                 starts = f"{without_progress} starts in a row wrote no new checkpoint"
@@ -68,14 +72,30 @@ class Supervisor:
         command = [sys.executable, "-m", "nemorl.cli", "train", *self._words, *(["--resume"] * resume)]
         # A group of its own: Ctrl-C reaches it through us alone. It stops in order if we are killed.
         self._run = subprocess.Popen(command, process_group=0, preexec_fn=_die_with_parent)
-        if self._signal is not None:  # it came before there was a process to pass it on to
-            self._run.send_signal(self._signal)
-        return self._run.wait()
+        try:
+            self._send()
+            return self._run.wait()
+        finally:
+            self._run = None
+
+    def _newest_step(self) -> int:
+        """Step from which a restart continues."""
+        paths, on_disk = RunPaths(self._experiment.run_dir), newest_step(self._experiment.run_dir)
+        if not paths.memory.exists():
+            return on_disk
+        folder = self._experiment.checkpointing.memory_dir / paths.memory.read_text(encoding="utf-8").strip()
+        return max(on_disk, newest_step_in(folder))
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._signal = self._signal or signal.Signals(number)
-        if self._run is not None:
-            self._run.send_signal(number)
+        self._stopping = True
+        self._unsent.append(number)
+        self._send()
+
+    def _send(self) -> None:
+        """Each signal once: a second one would end the run without a checkpoint."""
+        with suppress(IndexError):  # a signal that comes here has sent the rest
+            while self._run is not None:
+                self._run.send_signal(self._unsent.pop(0))
 
 
 def _die_with_parent() -> None:

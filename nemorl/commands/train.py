@@ -22,7 +22,7 @@ def register(commands: Commands) -> None:
     train.add_argument("--dry-run", action="store_true", help=dry_run)
     resume = "continue from the newest complete checkpoint in the run folder"
     train.add_argument("--resume", action="store_true", help=resume)
-    supervise = "restart a run whose processes die, until it is complete (NEMORL_MAX_RESTARTS, 3 by default, "
+    supervise = "restart a run whose driver dies, until it is complete (NEMORL_MAX_RESTARTS, 3 by default, "
     supervise += "limits restarts in a row without a new checkpoint)"
     train.add_argument("--supervise", action="store_true", help=supervise)
     help_text = "evaluate the model of an experiment on its validation tasks"
@@ -33,8 +33,9 @@ def register(commands: Commands) -> None:
 
 def _train(arguments: Namespace) -> int:
     if arguments.supervise and not arguments.dry_run:
-        run_dir = load_experiment(arguments.config, arguments.overrides).run_dir
-        return Supervisor(run_dir, [str(arguments.config), *arguments.overrides]).run(resume=arguments.resume)
+        experiment = load_experiment(arguments.config, arguments.overrides)
+        words = [str(arguments.config), *arguments.overrides]
+        return Supervisor(experiment, words).run(resume=arguments.resume)
     ready = prepare(
         arguments.config,
         arguments.overrides,

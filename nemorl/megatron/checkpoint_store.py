@@ -30,7 +30,7 @@ class CorruptCheckpoint(RunError, ValueError):
 
 
 class UnwritableCheckpoint(RunError):
-    """A file of a checkpoint could not be written; continuing could lose work unnoticed."""
+    """A file of a checkpoint could not be written."""
 
 
 @contextmanager

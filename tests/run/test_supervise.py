@@ -17,10 +17,13 @@ from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 SUPERVISE = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from nemorl.commands import supervise
 supervise.ORPHAN_SECONDS = 0.5
 sys.executable, folder = sys.argv[1:]
-sys.exit(supervise.Supervisor(Path(folder), ["run.yaml"]).run(resume=False))
+saving = SimpleNamespace(memory_dir=Path(folder) / "memory")
+experiment = SimpleNamespace(run_dir=Path(folder), checkpointing=saving)
+sys.exit(supervise.Supervisor(experiment, ["run.yaml"]).run(resume=False))
 """
 
 Supervise = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -66,6 +69,23 @@ def test_a_new_checkpoint_is_progress(tmp_path: Path, supervise: Supervise) -> N
     assert done.returncode == 0
     assert len(starts(tmp_path)) == 4
     assert "failed (exit status 1); newest checkpoint: step 3. Restarting" in done.stderr
+
+
+def test_a_checkpoint_in_memory_is_progress(tmp_path: Path, supervise: Supervise) -> None:
+    memory = f"echo kept > {tmp_path}/checkpoints/memory; mkdir -p {tmp_path}/memory/kept/step_0000000$N"
+    done = supervise(f"[ $N = 4 ] && exit 0; {memory}; exit 1", max_restarts=0)
+    assert done.returncode == 0
+    assert "failed (exit status 1); newest checkpoint: step 3. Restarting" in done.stderr
+
+
+def test_the_same_checkpoint_again_is_no_progress(tmp_path: Path, supervise: Supervise) -> None:
+    """As of a run whose newest checkpoint turns out to be corrupt, which a resume renames."""
+    folder = f"{tmp_path}/checkpoints/step_00000002"
+    done = supervise(
+        f"[ -e {folder} ] && mv {folder} {folder}.corrupt || mkdir {folder}; exit 1", max_restarts=1
+    )
+    assert done.returncode == 1
+    assert len(starts(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("status", [0, 2, 75, 130])
