@@ -11,44 +11,36 @@ The reward of a step is the share of right answers among its 512. TRL is in the 
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common import OUT, publish, table_of
+from curves import Curves, plot, train_in_processes
 from trl_side import train_with_trl
 
+from nemorl.config.base import counted
 from nemorl.config.load import load_experiment
 from nemorl.data.datasets import load_tasks
-from nemorl.observe.metrics import read_metrics
 from nemorl.rollout.schedule import TaskOrder
 
 CONFIG = Path("configs/quickstart/grpo.yaml")
 MODEL = Path("runs/quickstart/sft/hf")
 PROMPTS, SAMPLES, NEW_TOKENS, LEARNING_RATE, WARMUP = 64, 8, 6, 2e-4, 10
 LAST = 5  # steps whose mean is compared
-Curves = dict[int, list[float]]  # by seed, the reward of each step
 
 
 def nemorl_curve(seed: int, steps: int) -> list[float]:
-    """A run of ours, in processes of its own."""
-    run_dir = OUT / f"curve-{seed}"
-    shutil.rmtree(run_dir, ignore_errors=True)
     overrides = [
-        f"run_dir={run_dir}",
         f"seed={seed}",
         f"algorithm.num_steps={steps}",
         "algorithm.validation={at_start: false, at_end: false, period: null}",
         f"checkpointing.period={steps}",
-        "logger.console=plain",
     ]
-    cli = [sys.executable, "-m", "nemorl.cli", "train", str(CONFIG), *overrides]
-    subprocess.run(cli, check=True, stdout=sys.stderr)
-    return [line.values["reward/mean"] for line in read_metrics(run_dir / "metrics.jsonl") if line.step]
+    lines = train_in_processes(CONFIG, OUT / f"curve-{seed}", overrides)
+    return [line.values["reward/mean"] for line in lines if line.step]
 
 
 def trl_curve(seed: int, steps: int) -> list[float]:
@@ -106,27 +98,6 @@ def ends(curves: Curves) -> list[float]:
     return [statistics.fmean(curve[-LAST:]) for curve in curves.values()]
 
 
-def plot(sides: Mapping[str, Curves], path: Path) -> None:
-    """Mean over seeds as a line, all between the lowest and the highest seed as a band."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    metric, axes = pyplot.subplots(figsize=(7, 4))
-    for name, curves in sides.items():
-        by_step: list[Sequence[float]] = list(zip(*curves.values(), strict=True))
-        steps = range(1, len(by_step) + 1)
-        (line,) = axes.plot(steps, [statistics.fmean(at) for at in by_step], label=name)
-        axes.fill_between(
-            steps, [min(at) for at in by_step], [max(at) for at in by_step], color=line.get_color(), alpha=0.2
-        )
-    axes.set(xlabel="step", ylabel="right answers", title="GRPO on sums of two digits, three seeds")
-    axes.legend()
-    metric.tight_layout()
-    metric.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Train on both sides, in turns, and compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -153,7 +124,11 @@ def main() -> None:
         }
         for name, curves in sides.items()
     ]
-    plot(sides, OUT / "learning_curves.png")
+    plot(
+        sides,
+        f"GRPO on sums of two digits, {counted(len(arguments.seeds), 'seed')}",
+        OUT / "learning_curves.png",
+    )
     title = f"share of right answers over {arguments.steps} steps, {len(arguments.seeds)} seeds"
     publish("learning_curves", {"curves": sides}, table_of(title, rows))
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from dataclasses import asdict
 
 from rich.table import Table
@@ -33,18 +33,8 @@ def register(commands: Commands) -> None:
     gpus_help = "number of devices for the policy"
     layouts.add_argument("--gpus", type=terminal.positive_integer, required=True, metavar="N", help=gpus_help)
     memory_help = "available memory of a device in GB (10^9 bytes); default: this machine's smallest GPU"
-    layouts.add_argument("--memory-gb", type=_size, metavar="GB", help=memory_help)
+    layouts.add_argument("--memory-gb", type=terminal.positive_number, metavar="GB", help=memory_help)
     layouts.add_argument("--json", action="store_true", help="print all values as JSON, with sizes in bytes")
-
-
-def _size(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not 0 < size < float("inf"):
-        raise ArgumentTypeError(f"{text!r}: a device has more than 0 GB")
-    return size
 
 
 def _layouts(arguments: Namespace) -> int:

@@ -1,9 +1,8 @@
 """`nemorl simulate`: the throughput of an experiment on a cluster, before anything starts."""
 
 import json
-import math
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,21 +38,11 @@ def register(commands: Commands) -> None:
         "--steps", type=terminal.positive_integer, metavar="N", default=_STEPS, help=steps_help
     )
     failures_help = "mean hours between failures of a device of the engines (default: none fails)"
-    parser.add_argument("--failure-hours", type=_hours, metavar="HOURS", help=failures_help)
+    parser.add_argument("--failure-hours", type=terminal.positive_number, metavar="HOURS", help=failures_help)
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of lengths, delays and failures (default: 0)"
     )
     parser.add_argument("--json", action="store_true", help="print all values as JSON")
-
-
-def _hours(text: str) -> float:
-    try:
-        hours = float(text)
-    except ValueError:
-        hours = 0.0
-    if not 0 < hours < math.inf:
-        raise ArgumentTypeError(f"{text!r}: expected a number above 0")
-    return hours
 
 
 def _simulate(arguments: Namespace) -> int:

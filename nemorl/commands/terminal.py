@@ -1,6 +1,7 @@
 """Output, arguments and exit codes of commands. Results go to standard output, all else to standard error."""
 
 import difflib
+import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -65,6 +66,16 @@ def positive_integer(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
     return int(text)
+
+
+def positive_number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return number
 
 
 def output() -> Console:

@@ -196,7 +196,7 @@ class GroupSchedule:
         Of those that are ready the oldest. With `refill` the refused groups are among them, so that there may
         be more than a step trains, or fewer that are accepted.
         """
-        self._drop_old()
+        self._drop_ready(self._drop_reason)
         cuts_off = self.plan.extra_groups > 0 and self.plan.max_staleness == 0
         if cuts_off and any(map(self._is_overdue, self._running)):
             return None
@@ -218,9 +218,6 @@ class GroupSchedule:
 
     def _is_overdue(self, group: int) -> bool:
         return self._attempts[group] >= MAX_ATTEMPTS - 1
-
-    def _drop_old(self) -> None:
-        self._drop_ready(self._drop_reason)
 
     def _drop_ready(self, reason_of: Callable[[GroupSummary], DropReason | None]) -> None:
         ready, self._ready = self._ready, []

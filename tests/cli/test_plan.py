@@ -72,8 +72,8 @@ def test_overrides_change_what_is_valid(nemorl: Nemorl, experiment: Path) -> Non
     [
         ("--gpus", "0", "argument --gpus: '0': expected an integer of at least 1"),
         ("--gpus", "2.5", "argument --gpus: '2.5': expected an integer of at least 1"),
-        ("--memory-gb", "-1", "argument --memory-gb: '-1': a device has more than 0 GB"),
-        ("--memory-gb", "much", "argument --memory-gb: 'much': a device has more than 0 GB"),
+        ("--memory-gb", "-1", "argument --memory-gb: '-1': expected a number above 0"),
+        ("--memory-gb", "much", "argument --memory-gb: 'much': expected a number above 0"),
     ],
 )
 def test_numbers_that_mean_nothing_are_wrong_usage(

@@ -262,17 +262,17 @@ class Nodes:
         return records
 
 
+def memory_of_three_nodes(folder: Path, nodes: Nodes) -> MemoryCheckpoints:
+    experiment = experiment_in(folder).model_copy(update={"cluster": ClusterConfig(num_nodes=3)})
+    return MemoryCheckpoints(experiment, nodes, None)  # type: ignore[arg-type]
+
+
 @in_a_loop
 async def test_every_file_is_on_two_nodes_and_one_may_be_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment = experiment_in(tmp_path)
     nodes = Nodes(tmp_path / "memory", monkeypatch)
-    memory = MemoryCheckpoints(
-        experiment.model_copy(update={"cluster": ClusterConfig(num_nodes=3)}),
-        nodes,  # type: ignore[arg-type]
-        None,
-    )
+    memory = memory_of_three_nodes(tmp_path, nodes)
     for step in (1, 2):
         await memory.save(step, f"progress {step}", {}, nodes.write)
     names = {
@@ -310,10 +310,8 @@ async def test_a_file_that_its_buddy_lacks_is_not_half_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node is lost between the writing and the copying: the one before is complete."""
-    experiment = experiment_in(tmp_path)
     nodes = Nodes(tmp_path / "memory", monkeypatch)
-    several = experiment.model_copy(update={"cluster": ClusterConfig(num_nodes=3)})
-    memory = MemoryCheckpoints(several, nodes, None)  # type: ignore[arg-type]
+    memory = memory_of_three_nodes(tmp_path, nodes)
     await memory.save(1, "progress 1", {}, nodes.write)
 
     async def write_and_lose(folder: Folder) -> list[FileRecord]:

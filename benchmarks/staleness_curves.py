@@ -1,0 +1,121 @@
+"""Does GRPO learn as well from samples of older weights?
+
+    python benchmarks/staleness_curves.py [--config FILE] [--steps N] [--seeds 1 2 3]
+
+The same experiment at several values of `max_staleness`, with truncated importance sampling and without, each
+with every seed. All runs train on as many samples. Accuracy is measured on the tasks of `data.validation`
+before the first and after the last step. Differences are between runs of the same seed, with the interval of
+Student's t over the seeds.
+
+Runs are kept: what is in `runs/bench` from an earlier call with the same arguments is not repeated.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common import OUT, publish, table_of
+from curves import Curves, plot, train_in_processes
+
+from nemorl.config.base import counted
+from nemorl.config.load import load_experiment
+from nemorl.data.datasets import load_tasks
+
+CONFIG = Path("configs/quickstart/grpo.yaml")
+ACCURACY = "validation/accuracy"
+SIDES = {  # by the value of `max_staleness` and the correction
+    "0": ["algorithm.max_staleness=0"],
+    "1": ["algorithm.max_staleness=1"],
+    "1, tis": ["algorithm.max_staleness=1", "algorithm.correction={name: tis}"],
+    "4": ["algorithm.max_staleness=4"],
+    "4, tis": ["algorithm.max_staleness=4", "algorithm.correction={name: tis}"],
+}
+BASE = "0"
+
+
+def run(config: Path, side: str, seed: int, steps: int, samples: int) -> dict[str, Any]:
+    """The reward of each step, the mean age of its samples, and both accuracies."""
+    name = f"staleness-{config.stem}-{side.replace(', ', '-')}-{seed}-{steps}"
+    kept = OUT / f"{name}.json"
+    if kept.exists():
+        return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    overrides = [
+        *SIDES[side],
+        f"seed={seed}",
+        f"algorithm.num_steps={steps}",
+        f"algorithm.validation={{at_start: true, at_end: true, num_generations_per_prompt: {samples}}}",
+        "checkpointing.enabled=false",
+    ]
+    lines = train_in_processes(config, OUT / name, overrides)
+    trained = [line.values for line in lines if line.step]
+    before, after = (v[ACCURACY] for v in (line.values for line in lines) if ACCURACY in v)
+    found = {
+        "rewards": [values["reward/mean"] for values in trained],
+        "lag": statistics.fmean(values["version/lag"] for values in trained),
+        "before": before,
+        "after": after,
+    }
+    kept.write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
+def interval(differences: list[float]) -> tuple[float, float]:
+    """Mean, and half of the 95 % interval."""
+    from scipy.stats import t as student
+
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences), float(student.ppf(0.975, len(differences) - 1)) * error
+
+
+def row(side: str, runs: Mapping[str, Mapping[int, dict[str, Any]]], num_tasks: int) -> dict[str, object]:
+    of_side = runs[side].values()
+    before, after = (statistics.fmean(found[when] for found in of_side) for when in ("before", "after"))
+    # The tasks are drawn once for all seeds, so that more seeds or samples do not make them more certain.
+    error = math.sqrt((before * (1 - before) + after * (1 - after)) / num_tasks)
+    difference, half = interval(
+        [found["after"] - runs[BASE][seed]["after"] for seed, found in runs[side].items()]
+    )
+    return {
+        "max_staleness": side,
+        "age": statistics.fmean(found["lag"] for found in of_side),
+        "before": before,
+        "after": after,
+        "rise in standard errors": (after - before) / error,
+        f"after, less that at {BASE}": difference,
+        "± (95 %)": half,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--samples", type=int, default=4, help="of each validation task (default 4)")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    arguments = parser.parse_args()
+    data = load_experiment(arguments.config).data
+    if data.validation is None:
+        parser.error(f"{arguments.config} has no data.validation to measure the accuracy on")
+    num_tasks = len(load_tasks(data.validation, data))
+    OUT.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, dict[int, dict[str, Any]]] = {side: {} for side in arguments.sides}
+    for seed in arguments.seeds:
+        for side in arguments.sides:
+            runs[side][seed] = run(arguments.config, side, seed, arguments.steps, arguments.samples)
+    curves: dict[str, Curves] = {
+        side: {seed: found["rewards"] for seed, found in of_side.items()} for side, of_side in runs.items()
+    }
+    seeds = counted(len(arguments.seeds), "seed")
+    name = f"staleness_{arguments.config.parent.name}_{arguments.config.stem}"
+    plot(curves, f"{arguments.config.stem} by max_staleness, {seeds}", OUT / f"{name}.png")
+    rows = [row(side, runs, num_tasks) for side in arguments.sides]
+    publish(name, {"runs": runs}, table_of(f"accuracy after {arguments.steps} steps, {seeds}", rows))
+
+
+if __name__ == "__main__":
+    main()
