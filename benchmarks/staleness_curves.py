@@ -48,7 +48,7 @@ def run(config: Path, side: str, seed: int, steps: int, samples: int) -> dict[st
         f"seed={seed}",
         f"algorithm.num_steps={steps}",
         f"algorithm.validation={{at_start: true, at_end: true, num_generations_per_prompt: {samples}}}",
-        "checkpointing.enabled=false",
+        f"checkpointing={{period: {steps}}}",
     ]
     lines = train_in_processes(config, OUT / name, overrides)
     trained = [line.values for line in lines if line.step]
