@@ -27,7 +27,7 @@ def plot(sides: Mapping[str, Curves], title: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    chart, axes = pyplot.subplots(figsize=(7, 4))
     for name, curves in sides.items():
         by_step: list[Sequence[float]] = list(zip(*curves.values(), strict=True))
         steps = range(1, len(by_step) + 1)
@@ -37,5 +37,5 @@ def plot(sides: Mapping[str, Curves], title: str, path: Path) -> None:
         )
     axes.set(xlabel="step", ylabel="right answers", title=title)
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    chart.tight_layout()
+    chart.savefig(path, dpi=120)
