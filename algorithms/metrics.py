@@ -155,6 +155,7 @@ def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[
         return counts
     loads = [u.experts for u in updates if u.experts is not None]
     return {
+        **guard_metrics(updates),
         **{name: sum(load[name] for load in loads) / len(loads) for name in (loads or [{}])[0]},
         "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
         "lr": updates[-1].lr,
@@ -162,6 +163,12 @@ def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[
         "tokens/trained": float(sum(u.num_tokens for u in updates)),
         "packing/padding": 1 - sum(u.num_tokens for u in updates) / sum(u.num_computed for u in updates),
     }
+
+
+def guard_metrics(updates: Sequence[TrainStats]) -> dict[str, float]:
+    """Updates beyond a limit, for each quantity that has limits; empty updates have no values."""
+    names = dict.fromkeys(name for update in updates for name in update.guards)
+    return {f"guards/{name}": float(sum(u.guards.get(name, False) for u in updates)) for name in names}
 
 
 def samples_of(step: int, groups: Sequence[GroupSummary], phase: Phase) -> Iterator[Sample]:
@@ -194,6 +201,7 @@ class LogprobGate:
 
     config: OnlineBase
     generation: GenerationBase
+    guarded: bool = False  # a guard of updates decides after the first batch
     compared: bool = False  # this process has compared engine and trainer once
 
     def due(self, step: int) -> bool:
@@ -203,6 +211,8 @@ class LogprobGate:
 
     def check(self, metrics: Mapping[str, float], sampled_by: range, version: int) -> None:
         """Raise LogprobGapTooLarge where `logprob_gap/mean` or `logprob_gap/max` passes its limit."""
+        if self.guarded and self.compared:
+            return
         self.compared = True
         # Of stale samples those of the youngest weights are compared: the rest differ by updates as well.
         ages = (age for age in range(self.config.max_staleness + 1) if f"staleness/gap_{age}" in metrics)

@@ -32,6 +32,7 @@ entropy terms are neither weighted nor masked. verl removes masked tokens from t
 the entropy too: `divisor: kept`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
@@ -309,6 +310,8 @@ class EntropyWeight:
         if self.config.name == "bonus":
             return {}
         used = self.weight
+        if not math.isfinite(entropy):  # of an update that was skipped
+            return {"entropy/coefficient": used}
         if entropy != self.config.target:
             change = self.config.change if entropy < self.config.target else -self.config.change
             self.coefficient = min(max(self.coefficient + change, 0.0), self.config.max_coefficient)

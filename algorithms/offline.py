@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from nemorl.config import algorithm as configs
+from nemorl.config.algorithm.base import TOTAL_LOSSES
 from nemorl.config.data import DatasetConfig
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
@@ -193,8 +194,8 @@ class OfflineAlgorithm:
         learner = self.session.learner
         with self.observer.stage("training"):
             loss, divergence = await self._load(units)
+            self.place = DataPlace(positions.stop)
             update = await learner.train(loss)
-        self.place = DataPlace(positions.stop)
         return {
             **self.objective.metrics(update.sums, update.maxima),
             **divergence,
@@ -208,8 +209,7 @@ class OfflineAlgorithm:
             loss, _ = await self._load(self.data.held_out)
             evaluation = await self.session.learner.evaluate(loss)
         metrics = self.objective.metrics(evaluation.sums, evaluation.maxima)
-        total = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in metrics)
-        loss_value = metrics.pop(total)
+        loss_value = metrics.pop(next(name for name in TOTAL_LOSSES if name in metrics))
         return {"validation/loss": loss_value, **{f"validation/{name}": v for name, v in metrics.items()}}
 
     async def _load(self, units: Sequence[Unit]) -> tuple[Loss, dict[str, float]]:

@@ -27,6 +27,7 @@ from nemorl.data.packed import PackedBatch
 
 from . import objective
 from .custom import custom_loss
+from .metrics import guard_metrics
 from .objective import TokenLoss, bounded_exp, log_ratio, loss_output, sequence_means
 
 
@@ -419,7 +420,7 @@ class ValueLoss:
             "clip_fraction": clipped,
         }
         sums = {name: (value * mask).sum() for name, value in metrics.items()}
-        return loss_output(loss, {"loss": loss, "tokens": mask.sum(), **sums})
+        return loss_output(loss, {"loss/total": loss, "tokens": mask.sum(), **sums})
 
 
 def value_metrics(updates: Sequence[TrainStats]) -> dict[str, float]:
@@ -436,10 +437,11 @@ def value_metrics(updates: Sequence[TrainStats]) -> dict[str, float]:
     # Sums are of float32, so that a difference of this size says nothing.
     varies = of_returns > 1e-6 * mean["return_squared"]
     return {
-        "critic/loss": sums["loss"] / len(updates),
+        "critic/loss": sums["loss/total"] / len(updates),
         **{f"critic/{name}": mean[name] for name in ("value", "return", "clip_fraction")},
         "critic/explained_variance": 1 - of_errors / of_returns if varies else 0.0,
         "critic/grad_norm": sum(u.grad_norm for u in updates) / len(updates),
         "critic/lr": updates[-1].lr,
         "critic/skipped_updates": float(sum(u.skipped for u in updates)),
+        **{f"critic/{name}": count for name, count in guard_metrics(updates).items()},
     }

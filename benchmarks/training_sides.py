@@ -13,7 +13,7 @@ Only the first two make their inputs inside the measured step; the others find t
 import gc
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -137,9 +137,9 @@ class Nemorl:
     def _time_the_optimizer(self, device: DeviceKind) -> None:
         step = self._worker.optimizer.step
 
-        def timed() -> Any:
+        def timed(values: Mapping[str, float]) -> Any:
             before = now(device)
-            result = step()
+            result = step(values)
             self.optimizer += now(device) - before
             return result
 

@@ -21,6 +21,7 @@ from .policy import (
     PolicyConfig,
     RecomputeConfig,
     ScheduleConfig,
+    UpdateGuardsConfig,
     decay_problems,
 )
 from .run import ClusterConfig
@@ -126,9 +127,12 @@ class CriticConfig(ModelGroupConfig):
     """The learning rate over the critic's optimizer steps."""
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients of a larger norm are scaled down to it; null clips nothing."""
+    guards: UpdateGuardsConfig = UpdateGuardsConfig()
+    """Limits beyond which an optimizer step of the critic is skipped."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        fields = {name: getattr(self, name) for name in ("lora", "optimizer", "schedule", "max_grad_norm")}
+        names = ("lora", "optimizer", "schedule", "max_grad_norm", "guards")
+        fields = {name: getattr(self, name) for name in names}
         fields |= {"head": "scalar", "recompute": self.recompute or policy.recompute}
         return super().worker_config(policy).model_copy(update=fields)
 

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from nemorl.errors import Problem, Problems
 
 from .base import Config, Variants, check
-from .run import ClusterConfig
+from .run import CheckpointingConfig, ClusterConfig
 
 if TYPE_CHECKING:  # sections that depend on this module
     from .algorithm import AlgorithmConfig
@@ -307,6 +307,92 @@ class MoeConfig(Config):
     generation back end returns them."""
 
 
+class LimitsConfig(Config):
+    """Limits of one quantity of an update; docs/faults.md has the formula of a spike."""
+
+    min_value: float | None = None
+    """Smallest value of an update."""
+    max_value: float | None = None
+    """Largest value of an update."""
+    max_deviations: float | None = Field(None, gt=0)
+    """Largest distance from the median of the updates before, in standard deviations as their median absolute
+    deviation estimates them. A gradient norm or a logprob gap below the median is no spike."""
+    min_change: float = Field(0.0, ge=0)
+    """A smaller distance from the median is no spike, however little the updates before differ."""
+    action: Literal["skip", "count"] = "skip"
+    """Skip an update beyond a limit, or only count it."""
+
+    @property
+    def active(self) -> bool:
+        return (self.min_value, self.max_value, self.max_deviations) != (None, None, None)
+
+    @check
+    def _limits_allow_values(self) -> Problems:
+        if self.min_value is not None and self.max_value is not None and self.min_value >= self.max_value:
+            fix = f"it must be less than max_value, {self.max_value:g}, or every update would be beyond one"
+            yield Problem("min_value", self.min_value, fix)
+        if self.max_deviations is None:
+            reason = "max_deviations is not given; set it, or remove this"
+            yield from self.without_effect(("min_change",), reason)
+        if not self.active:
+            reason = "there is no limit; set min_value, max_value or max_deviations, or remove this"
+            yield from self.without_effect(("action",), reason)
+
+
+class UpdateGuardsConfig(Config):
+    """Limits of updates, checked before the weights change."""
+
+    loss: LimitsConfig = LimitsConfig()
+    """Limits of the loss."""
+    grad_norm: LimitsConfig = LimitsConfig()
+    """Limits of the gradient norm before clipping."""
+    window: int = Field(64, ge=4)
+    """Newest updates, without the skipped ones, whose median and deviations `max_deviations` uses."""
+    warmup: int = Field(16, ge=4)
+    """Updates that these need before a value can be a spike."""
+
+    @property
+    def limits(self) -> dict[str, LimitsConfig]:
+        """The limits that are set, by quantity."""
+        sections = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: one for name, one in sections if isinstance(one, LimitsConfig) and one.active}
+
+    @check
+    def _window_is_used(self) -> Problems:
+        if all(limits.max_deviations is None for limits in self.limits.values()):
+            reason = "no quantity has max_deviations; set it for one, or remove this"
+            yield from self.without_effect(("window", "warmup"), reason)
+        elif self.warmup > self.window:
+            fix = f"a spike would never be recognized; set it to at most window, {self.window}"
+            yield Problem("warmup", self.warmup, fix)
+
+
+class GuardsConfig(UpdateGuardsConfig):
+    """Limits of the policy's updates, and what happens if updates stay beyond them."""
+
+    entropy: LimitsConfig = LimitsConfig()
+    """Limits of the mean entropy per token."""
+    logprob_gap: LimitsConfig = LimitsConfig()
+    """Limits of the mean difference between the logprobs of engine and trainer. After the first batch
+    `algorithm.max_logprob_gap` and `max_token_logprob_gap` then do not stop the run."""
+    max_rollbacks: int = Field(0, ge=0)
+    """Times that a run returns to an earlier checkpoint, with other data, when more than
+    `policy.max_skipped_steps` updates in a row were skipped; then it stops."""
+
+    @check
+    def _quantities_are_computed(self, algorithm: "AlgorithmConfig") -> Problems:
+        for name, metric in (("entropy", "entropy"), ("logprob_gap", "logprob_gap/k1")):
+            if name in self.limits and metric not in algorithm.metrics:
+                fix = f"the updates of `{algorithm.name}` do not compute it; remove this"
+                yield Problem(name, self.limits[name].model_dump(mode="json", exclude_unset=True), fix)
+
+    @check
+    def _there_is_a_checkpoint(self, checkpointing: CheckpointingConfig) -> Problems:
+        if self.max_rollbacks and not checkpointing.enabled:
+            fix = "checkpointing.enabled is false, so there is no checkpoint; enable it, or set this to 0"
+            yield Problem("max_rollbacks", self.max_rollbacks, fix)
+
+
 class PolicyConfig(Config):
     model_path: Path
     """Folder of a Hugging Face model (config.json and safetensors)."""
@@ -337,7 +423,10 @@ class PolicyConfig(Config):
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients of a larger norm are scaled down to it; null clips nothing."""
     max_skipped_steps: int = Field(10, ge=0)
-    """Optimizer steps in a row that may be skipped for non-finite gradients before the run stops."""
+    """Optimizer steps in a row that may be skipped, for values that are not finite or by `guards`, before the
+    run stops or returns to a checkpoint."""
+    guards: GuardsConfig = GuardsConfig()
+    """Limits beyond which an optimizer step is skipped."""
     kernels: Literal["auto", "local", "transformer_engine"] = "auto"
     """Matrices and norms on a GPU: `local` are Megatron's, `auto` is Transformer Engine's if it is installed.
     The run's header shows which."""

@@ -1,7 +1,7 @@
 """Protocols between the policy worker and algorithms, and the results of the worker's calls."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -98,8 +98,11 @@ class TrainStats:
     maxima: dict[str, float]
     grad_norm: float  # before clipping
     lr: float
-    skipped: bool  # the gradients were not finite: nothing was changed
+    skipped: bool  # not finite, or beyond a limit of a guard: nothing was changed
     empty: bool  # the gradients were all 0: nothing was changed
     num_tokens: int  # tokens of the global batch, prompts included
     num_computed: int  # the same with padding
     experts: dict[str, float] | None = None  # metrics of the router, of models that have experts
+    guards: Mapping[str, bool] = field(default_factory=dict)  # of each quantity with limits: it is beyond one
+    skip_reason: str = ""
+    skipped_in_a_row: int = 0  # updates until this one

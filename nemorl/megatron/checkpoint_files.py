@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -96,7 +97,7 @@ def write_state(folder: Path, state: str, rank: int, shards: Mapping[str, Shard]
 
 
 def write_index(
-    folder: Path, trained: TrainedWeights, layout: LayoutConfig, states: list[str], progress: dict[str, int]
+    folder: Path, trained: TrainedWeights, layout: LayoutConfig, states: list[str], progress: dict[str, Any]
 ) -> None:
     index = {
         "format": FORMAT,
@@ -132,7 +133,7 @@ class SavedState:
             )
         self.layout = LayoutConfig(**index["layout"])
         self.states: tuple[str, ...] = tuple(index["states"])
-        self.progress: dict[str, int] = index["progress"]
+        self.progress: dict[str, Any] = index["progress"]
         # By tensor: its boxes as ranks of the writing layout held them, with the ranks that updated the
         # parameter, each a share of it; the optimizer spreads a parameter over all ranks that hold it.
         ranks_of: dict[PolicyRank, list[int]] = defaultdict(list)

@@ -128,10 +128,13 @@ class CheckpointStore:
     def temporary(self, step: int) -> Path:
         return self.folder / f".step_{step:08d}.tmp"
 
-    def latest_valid(self) -> Found | None:
-        """Return the newest complete checkpoint, or None. Corrupt ones are logged and renamed."""
+    def latest_valid(self, before: float = math.inf) -> Found | None:
+        """Return the newest complete checkpoint of a step `before`, or None.
+
+        Corrupt ones are logged and renamed.
+        """
         skipped: list[str] = []
-        for step in sorted(self.steps(), reverse=True):
+        for step in sorted((step for step in self.steps() if step < before), reverse=True):
             path = self.path(step)
             try:
                 manifest = verify(path)
@@ -164,6 +167,12 @@ class CheckpointStore:
             shutil.rmtree(self.path(step))
         for leftover in self.folder.glob(".step_*.tmp"):
             shutil.rmtree(leftover)
+
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, which a run that returned to this one takes again."""
+        for later in self.steps():
+            if later > step:
+                shutil.rmtree(self.path(later))
 
     def best(self, metric: str, higher_is_better: bool) -> int | None:
         """Step with the best recorded value of a metric; the newest of equals."""

@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -16,6 +16,7 @@ from nemorl.models.layout import chunk_prefix
 
 from .checkpoint_files import WEIGHT, Shard
 from .device import DeviceKind, finish_copies, host_buffer, release_memory
+from .guards import History, UpdateGuards
 from .inner_optimizer import build_optimizer
 from .model import PolicyParallel, local_name
 
@@ -38,28 +39,28 @@ def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
     return schedule.min_lr + left * (peak - schedule.min_lr)
 
 
-class TooManySkippedSteps(RuntimeError):
-    """Gradients stayed non-finite for more optimizer steps in a row than the config allows."""
-
-
 @dataclass(frozen=True)
 class StepResult:
     grad_norm: float  # before clipping, over all parameters
     lr: float  # the rate of this step
-    skipped: bool = False  # the norm was not finite, so nothing was changed
+    skipped: bool = False  # by a guard, so nothing was changed
     empty: bool = False  # the norm was 0, so nothing was changed
+    guards: dict[str, bool] = field(default_factory=dict)  # of `Verdict`
+    skip_reason: str = ""
+    skipped_in_a_row: int = 0
 
 
 @dataclass
 class OptimizerProgress:
-    """State of the schedule and of the guard against skipped steps; part of a checkpoint."""
+    """State of the schedule and of the guards; part of a checkpoint."""
 
     updates: int = 0  # optimizer steps that changed the weights
     skipped_in_a_row: int = 0
+    accepted: History = field(default_factory=dict)  # of the newest of these; never changed in place
 
 
 class PolicyOptimizer:
-    """Steps Megatron's optimizer unless the gradients are not finite, or all 0."""
+    """Steps Megatron's optimizer unless a guard skips the step, or the gradients are all 0."""
 
     def __init__(
         self, config: PolicyConfig, chunks: list[PolicyParallel], device: DeviceKind, trained: TrainedWeights
@@ -67,6 +68,7 @@ class PolicyOptimizer:
         self._config, self._chunks = config, chunks
         self.name = config.optimizer.name
         self.progress = OptimizerProgress()
+        self._guards = UpdateGuards(config.guards)
         # The float32 weights and the optimizer's own tensors, as a checkpoint names them.
         self.state_names = (WEIGHT, *config.optimizer.moments)
         parameters = {
@@ -84,28 +86,25 @@ class PolicyOptimizer:
         self.megatron.zero_grad()
 
     @torch.no_grad()
-    def step(self) -> StepResult:
-        """One update from the gradients in the model's buffers; none if their norm is 0 or not finite.
+    def step(self, values: Mapping[str, float]) -> StepResult:
+        """One update from the gradients in the model's buffers, unless their norm is 0 or a guard skips it.
 
-        Raises `TooManySkippedSteps` after more than `policy.max_skipped_steps` of the latter in a row.
+        `values` of the update are equal on all ranks, as the norm is.
         """
         lr = learning_rate(self.progress.updates + 1, self._config.optimizer.lr, self._config.schedule)
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
-        if not math.isfinite(norm):
-            self.progress.skipped_in_a_row += 1
-            row, most = self.progress.skipped_in_a_row, self._config.max_skipped_steps
+        progress, values = self.progress, {**values, "grad_norm": norm}
+        if norm == 0 and all(map(math.isfinite, values.values())):
+            # Momentum and weight decay would move the weights without anything to learn from.
+            return StepResult(norm, lr, empty=True, skipped_in_a_row=progress.skipped_in_a_row)
+        verdict = self._guards.judge(values, progress.accepted)
+        if verdict.reason:
+            progress.skipped_in_a_row += 1
+            row, most = progress.skipped_in_a_row, self._config.max_skipped_steps
             counts = f"{row} in a row, policy.max_skipped_steps is {most}"
-            logger.warning("optimizer step skipped: the gradient norm is %s (%s)", norm, counts)
-            if row > most:
-                raise TooManySkippedSteps(
-                    f"the gradient norm was not finite in {row} optimizer steps in a row "
-                    f"(policy.max_skipped_steps is {most}): lower policy.optimizer.lr, or look at the "
-                    "rewards and logprobs of these steps for infinities"
-                )
-            return StepResult(norm, lr, skipped=True)
-        if norm == 0:  # momentum and weight decay would move the weights without anything to learn from
-            return StepResult(norm, lr, empty=True)
+            logger.warning("optimizer step skipped: %s (%s)", verdict.reason, counts)
+            return StepResult(norm, lr, True, False, verdict.guards, verdict.reason, row)
         if self._config.max_grad_norm is not None and norm > self._config.max_grad_norm:
             coefficient = self._config.max_grad_norm / (torch.tensor(norm) + 1e-6)
             for part in self._main.values():
@@ -113,9 +112,10 @@ class PolicyOptimizer:
         for group in self.megatron.param_groups:
             group["lr"] = lr
         self.megatron.step_with_ready_grads()
-        self.progress.updates += 1
-        self.progress.skipped_in_a_row = 0
-        return StepResult(norm, lr)
+        progress.updates += 1
+        progress.skipped_in_a_row = 0
+        progress.accepted = self._guards.accept(values, progress.accepted)
+        return StepResult(norm, lr, guards=verdict.guards)
 
     def weights_changed(self) -> None:
         """Take the model's weights as the new float32 weights, after loading them from outside."""

@@ -6,7 +6,7 @@ from dividing.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,6 +182,15 @@ def sum_over_data_parallel(values: Tensor, device: torch.device) -> Tensor:
     total = values.to(device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
     return total.cpu()
+
+
+def of_first_rank(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
+    """Equal values on all ranks of the model, for decisions that all of them must take together."""
+    if not values:
+        return {}
+    shared = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.broadcast(shared, src=0)
+    return dict(zip(values, shared.tolist(), strict=True))
 
 
 def logprob_gap(batch: PackedBatch, trainer: Tensor | None, device: torch.device) -> LogprobStats:

@@ -27,13 +27,21 @@ from . import checkpoint, parallel
 from .checkpoint_store import FileRecord
 from .decode import CachedModel, DecodingCopy
 from .device import DeviceKind, select_device
+from .guards import guarded_values
 from .kernels import Installed, check_optimizer, choose, recompute_notes
 from .lora import Adapters
 from .model import build_model, local_name
 from .moe import Routers
 from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
 from .packing import MicroBatch, MicroBatchMaker, check_batch
-from .schedule import Pipeline, logprob_gap, over_data_parallel, sum_over_data_parallel, value_metrics
+from .schedule import (
+    Pipeline,
+    logprob_gap,
+    of_first_rank,
+    over_data_parallel,
+    sum_over_data_parallel,
+    value_metrics,
+)
 
 
 class PolicyWorker:
@@ -296,7 +304,7 @@ class PolicyWorker:
             minibatch = batch.select([sequence for micro in micro_batches for sequence in micro])
             loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
         sums, maxima = self._pipeline.run_loss(made, loss, backward=True)
-        step = self.optimizer.step()
+        step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
         counts = [sum(m.batch.num_tokens for m in made), sum(m.num_computed for m in made)]
         num_tokens, num_computed = sum_over_data_parallel(torch.tensor(counts), self.device).tolist()
         return losses.TrainStats(

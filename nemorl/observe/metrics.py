@@ -117,6 +117,8 @@ SHOWN = (
     Shown("kl/", "Divergence from the reference"),
     Shown("entropy", "Entropy of the policy", "entropy", 10, 9),
     Shown("grad_norm", "Gradient norm", "grad norm", 8),
+    Shown("guards/", "Updates beyond limits, and returns to a checkpoint"),
+    Shown("critic/guards/", "Updates beyond limits, and returns to a checkpoint"),
     Shown("lr", "Learning rate", "lr", 15),
     # Mean and maximum lie orders of magnitude apart.
     Shown("logprob_gap/max", "Logprob gap between engine and trainer", "gap", 14, log_scale=True),

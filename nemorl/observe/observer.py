@@ -215,7 +215,7 @@ def choose_columns(values: Mapping[str, float], width: int) -> tuple[Shown, ...]
 
 
 def describe_losses(values: Mapping[str, float]) -> list[str]:
-    """Return what a step lost: trajectories with an error, updates with no finite gradients or only 0."""
+    """Return what a step lost: trajectories with an error, updates skipped or without a gradient."""
     lost = {key: format_number(value) for key, value in values.items() if value > 0}
     errors = ", ".join(f"{k} {n}" for k, n in lost.items() if k == "errors" or k.startswith("reward_errors/"))
     texts = {
@@ -223,7 +223,11 @@ def describe_losses(values: Mapping[str, float]) -> list[str]:
         "updates/empty": "nothing to learn in {} of {} updates",
         "critic/skipped_updates": "critic skipped {} updates",
     }
+    limited = [key for key in lost if key.startswith("guards/") and key != "guards/rollbacks"]
     parts = [f"{errors} (why: logs/rollout-*.log)"] if errors else []
+    if limited:
+        beyond = ", ".join(f"{key.removeprefix('guards/')} {lost[key]}" for key in limited)
+        parts.append(f"updates beyond limits: {beyond}")
     return parts + [t.format(lost[key], lost.get("updates/all")) for key, t in texts.items() if key in lost]
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -82,13 +83,15 @@ class Progress:
 
     step: int = 0  # steps that are done
     position: int = 0  # of `DataPlace`
-    skipped_updates: int = 0  # optimizer steps left out for non-finite gradients
+    skipped_updates: int = 0  # optimizer steps of the policy that guards skipped
     entropy_coefficient: float | None = None  # see `EntropyWeight`; None before the first step
     entropy: float | None = None  # mean per token during the last step's updates
     best_value: float | None = None  # see `EarlyStop`
     waited: int = 0  # measurements since then
     beyond: Sequence[int] = ()  # of `DataPlace`
     extra_versions: int = 0  # by which the version of the weights is larger than `step`: of discarded steps
+    skipping_steps: int = 0  # newest steps at whose end the latest update of a model was a skipped one
+    rollbacks: int = 0  # returns to an earlier checkpoint so far
 
     @property
     def place(self) -> DataPlace:
@@ -171,8 +174,8 @@ class Checkpoints:
         await self.settle()
         await self._begin(progress, metrics, to_disk=False)
 
-    async def newest_state(self) -> SavedState | None:
-        """The newest complete checkpoint: in memory, else on disk. For when ranks have died.
+    async def newest_state(self, before: float = math.inf) -> SavedState | None:
+        """The newest complete checkpoint of a step `before`: in memory, else on disk. Ranks may have died.
 
         What these ranks were writing is given up. In memory the files are brought to the nodes on which the
         session's models are placed now.
@@ -184,13 +187,20 @@ class Checkpoints:
             if isinstance(error, WorkerFailed):  # the disk is full: not a matter of the ranks
                 raise
             logger.warning("the checkpoint of step %d was not completed: %s", self._step, error)
-        held = await self._memory.newest() if self._memory is not None else None
-        if held is not None and held.step >= max(self._store.steps(), default=0):
+        held = await self._memory.newest(before) if self._memory is not None else None
+        steps = (step for step in self._store.steps() if step < before)
+        if held is not None and held.step >= max(steps, default=0):
             return SavedState(Progress.parse(held.progress), held.folder, in_memory=True)
-        found = self._store.latest_valid()
+        found = self._store.latest_valid(before)
         if held is not None and (found is None or held.step > found.step):
             return SavedState(Progress.parse(held.progress), held.folder, in_memory=True)
         return SavedState(Progress.read(found.path), found.path, in_memory=False) if found else None
+
+    async def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, which would otherwise be the newest ones."""
+        await asyncio.to_thread(self._store.remove_after, step)
+        if self._memory is not None:
+            await self._memory.remove_after(step)
 
     def check(self) -> None:
         """Take the result of the checkpoint that was being written, if it has ended."""

@@ -195,6 +195,7 @@ def _facts(run_dir: Path, steps: Sequence[StepMetrics]) -> Iterator[str]:
         ("generation/replicas_lost", "engines were lost {} times so far"),
         ("generation/restarts_failed", "{} restarts of engines failed"),
         ("skipped_updates", "{} updates were skipped"),
+        ("guards/rollbacks", "the run returned to an earlier checkpoint {} times"),
         ("errors", "{} trajectories of the last step failed"),
     ):
         if last.get(name, 0) > 0:

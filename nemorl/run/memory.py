@@ -11,6 +11,7 @@ each copies the files of the next one, so that every file is on two nodes:
 import asyncio
 import hashlib
 import logging
+import math
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -114,6 +115,9 @@ class Keeper:
     async def keep_only(self, step: int) -> None:
         """Remove all other checkpoints, also later ones: the run may have been restored from an older one."""
         await asyncio.to_thread(self.remove_all, but=self.store.path(step))
+
+    async def remove_after(self, step: int) -> None:
+        await asyncio.to_thread(self.store.remove_after, step)
 
     def remove_all(self, but: Path | None = None) -> None:
         for path in self.folder.glob("*step_*"):  # also what is being written
@@ -239,8 +243,12 @@ class MemoryCheckpoints:
         except (ClusterError, CorruptCheckpoint) as error:  # the death of a rank is for others to report
             logger.info("the checkpoint of step %d in memory was not completed: %s", step, error)
 
-    async def newest(self) -> HeldState | None:
-        """The newest checkpoint that is complete, with all its files on the nodes where the ranks are now."""
+    async def remove_after(self, step: int) -> None:
+        with suppress(ClusterError):  # a keeper that is lost has none
+            await _each(keeper.remove_after(step) for keeper in self._keepers.values())
+
+    async def newest(self, before: float = math.inf) -> HeldState | None:
+        """The newest complete checkpoint of a step `before`, with all its files on the ranks' nodes."""
         held: dict[str, list[int]] = {}
         alive = set(self._keepers) if self._local is not None else {node.id for node in alive_nodes()}
         for node, keeper in list(self._keepers.items()):
@@ -248,7 +256,8 @@ class MemoryCheckpoints:
                 held[node] = await keeper.steps() if node in alive else []
             if not held.get(node):
                 held.pop(node, None)
-        for step in sorted({step for steps in held.values() for step in steps}, reverse=True):
+        known = {step for steps in held.values() for step in steps if step < before}
+        for step in sorted(known, reverse=True):
             holders = {node: self._keepers[node] for node, steps in held.items() if step in steps}
             try:
                 if (folder := await self._collect(step, holders)) is not None:

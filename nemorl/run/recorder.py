@@ -34,6 +34,8 @@ class RunRecorder:
         self._experiment, self._algorithm = experiment, experiment.algorithm
         self._session, self._observer, self._checkpoints = session, observer, checkpoints
         self.stop = stop or StopRequest()
+        self._rolls_back = experiment.policy.guards.max_rollbacks > 0
+        self.rollbacks = 0  # returns to an earlier checkpoint so far
         self._restore(start)
         self._line: asyncio.Task[StepMetrics] | None = None  # of the last step, while its validation runs
         self._unsaved: tuple[Progress, asyncio.Task[StepMetrics]] | None = None  # of the last step
@@ -45,12 +47,19 @@ class RunRecorder:
     def _restore(self, start: Progress) -> None:
         self.done = start.step  # steps whose line is written
         self._skipped = start.skipped_updates
+        self._skipping_steps = start.skipping_steps if self._rolls_back else 0
+        self.rollbacks = max(self.rollbacks, start.rollbacks)
         self._early_stop = EarlyStop(self._algorithm.early_stop, start.best_value, start.waited)
 
     def steps(self) -> Iterator[int]:
         """Numbers of the remaining steps, from 1, until an early stop or a stop request."""
         while not self.finished and not self.stop.requested:
             yield self.done + 1
+
+    @property
+    def done_before_row(self) -> int:
+        """Steps that were done before the present row of skipped updates, if there is one."""
+        return self.done - self._skipping_steps
 
     @property
     def finished(self) -> bool:
@@ -72,6 +81,10 @@ class RunRecorder:
         if "updates/skipped" in values:
             self._skipped += int(values["updates/skipped"])
             values = values | {"skipped_updates": float(self._skipped)}
+        if self._rolls_back:
+            values = values | {"guards/rollbacks": float(self.rollbacks)}
+            skipping = any(model.skipped_in_a_row for model in self._session.trained.models.values())
+            self._skipping_steps = self._skipping_steps + 1 if skipping else 0
         periodic = validation.period is not None and number % validation.period == 0
         overlaps = periodic and self._overlaps_validation and number < self._algorithm.num_steps
         if periodic and not overlaps:
@@ -96,9 +109,12 @@ class RunRecorder:
         stop = self._early_stop.best, self._early_stop.waited
         state = self._skipped, *entropy, *stop, place.beyond
         extra_versions = self._session.lineage.version(number) - number
-        progress = Progress(number, place.position, *state, extra_versions)
+        of_guards = self._skipping_steps, self.rollbacks
+        progress = Progress(number, place.position, *state, extra_versions, *of_guards)
         self._unsaved = progress, line
         self._checkpoints.check()
+        if self._skipping_steps and not last:
+            return  # a checkpoint would take the place of one to which the run may return
         if last or number % self._experiment.checkpointing.period == 0:
             await self.save(last=last)
         elif self._checkpoints.due_in_memory(number):
@@ -146,6 +162,8 @@ class RunRecorder:
         names = "updates/all", "updates/skipped", "updates/empty"
         updates, skipped, empty = (int(sum(step.values.get(name, 0) for step in steps)) for name in names)
         not_finite = "were skipped because their gradients were not finite"
+        if self._experiment.policy.guards.limits:
+            not_finite = "were skipped because they were not finite or beyond a limit of policy.guards"
         no_gradient = "had no gradient because of filters, errors, equal rewards or masks"
         for count, why in ((skipped, not_finite), (empty, no_gradient)):
             if count:

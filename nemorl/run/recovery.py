@@ -1,19 +1,24 @@
-"""Continues a run that has lost processes of a model: starts them again and restores the newest checkpoint.
+"""Continues a run from a checkpoint: after the loss of processes of a model, and if guards skip its updates.
 
     step ──lost──▶ restart ─▶ restore ─▶ weights to the engines ─▶ rewind data and records ─▶ step
+         ──skipped in a row──▶ restore an earlier one ─▶ weights to the engines ─▶ rewind records ─▶ step
 
-Engines and rollout workers continue meanwhile, with the weights that they have.
+Engines and rollout workers continue meanwhile, with the weights that they have. The second kind keeps its
+place in the data: the same batches would be skipped again.
 """
 
 import logging
 import time
+from dataclasses import replace
 
 from nemorl.algorithms.offline import OfflineAlgorithm
 from nemorl.algorithms.online import OnlineAlgorithm
+from nemorl.cluster.errors import ClusterError
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
 from nemorl.observe.observer import Observer
 from nemorl.observe.timeline import format_seconds
+from nemorl.session.handles import TooManySkippedSteps
 from nemorl.session.session import Session
 
 from .checkpoints import Checkpoints, Progress
@@ -33,18 +38,26 @@ class Recovery:
         algorithm: OnlineAlgorithm | OfflineAlgorithm,
     ) -> None:
         self._max_restarts = experiment.cluster.max_model_restarts
+        self._max_rollbacks = experiment.policy.guards.max_rollbacks
         self._session, self._observer, self._checkpoints = session, observer, checkpoints
         self._recorder, self._algorithm = recorder, algorithm
         self._furthest = recorder.done  # the last step before a restart
         self._restarts = 0  # since a step was completed for the first time
 
     async def recover(self, number: int, error: NemorlError) -> None:
-        """Return to the newest checkpoint if `error` of this step comes from a lost process of a model.
+        """Return to a checkpoint if `error` of this step comes from a lost process or from skipped updates.
 
-        Raises `error`, or a later one, where it does not, or where restarts bring no further step.
+        Raises `error`, or a later one, where it does not, or where that is not allowed again.
         """
         if self._recorder.done > self._furthest:
             self._furthest, self._restarts = self._recorder.done, 0
+        if isinstance(error, TooManySkippedSteps) and self._max_rollbacks:
+            try:
+                with self._observer.stage("rollback", outside_step=True):
+                    await self._roll_back(number, error)
+                return
+            except ClusterError as failure:
+                error = failure
         while True:
             lost = await self._session.lost_models()
             # Rollout workers cannot exchange the processes of a policy that samples.
@@ -63,16 +76,42 @@ class Recovery:
                 error = failure
 
     async def _restart(self, number: int, lost: list[str], error: NemorlError) -> None:
-        session, began, done = self._session, time.monotonic(), self._recorder.done
+        session, began = self._session, time.monotonic()
         names = " and ".join(lost)
         logger.warning("%s lost in step %d, restarting: %s", names, number, error)
         await self._recorder.settle()  # the line of a step that may be kept
         await session.restart_models(lost)
         saved = await self._checkpoints.newest_state()
-        start = saved.progress if saved is not None else Progress()
         if saved is not None:
             await session.trained.restore(saved.folder)
-        step = start.step
+        discarded = await self._continue_after(number, saved.progress if saved is not None else Progress())
+        seconds = format_seconds(time.monotonic() - began)
+        logger.warning("%s restarted in %s, %s", names, seconds, discarded)
+
+    async def _roll_back(self, number: int, error: NemorlError) -> None:
+        """To a checkpoint from before the weights whose updates are skipped; if there is none, of these."""
+        recorder, checkpoints = self._recorder, self._checkpoints
+        if recorder.rollbacks == self._max_rollbacks:
+            times = f"{recorder.rollbacks} times (policy.guards.max_rollbacks)"
+            error.add_note(f"the run has returned to a checkpoint {times}")
+            raise error
+        await recorder.settle()
+        before = recorder.done_before_row
+        saved = await checkpoints.newest_state(before) or await checkpoints.newest_state(before + 1)
+        if saved is None:
+            error.add_note(f"there is no checkpoint of step {before} or before (checkpointing.period)")
+            raise error
+        logger.warning("step %d: %s", number, error)
+        await self._session.trained.restore(saved.folder)
+        place, count = self._algorithm.place, recorder.rollbacks + 1
+        start = replace(saved.progress, position=place.position, beyond=place.beyond, rollbacks=count)
+        await checkpoints.remove_after(start.step)
+        discarded = await self._continue_after(number, start)
+        logger.warning("rollback %d of %d, %s", count, self._max_rollbacks, discarded)
+
+    async def _continue_after(self, number: int, start: Progress) -> str:
+        """Continue from restored weights; returns a description."""
+        session, done, step = self._session, self._recorder.done, start.step
         # Generation may have the weights of step `number` already.
         newest = session.lineage.version(max(number, done))
         session.lineage = session.lineage.restored(step, newest)
@@ -83,5 +122,4 @@ class Recovery:
         discarded = "no completed step is lost"
         if done > step:
             discarded = f"{done - step} completed steps are discarded ({step + 1} to {done})"
-        seconds = format_seconds(time.monotonic() - began)
-        logger.warning("%s restarted in %s, continuing after step %d: %s", names, seconds, step, discarded)
+        return f"continuing after step {step}: {discarded}"

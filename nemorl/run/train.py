@@ -173,7 +173,8 @@ async def _train_session(
         references = offline.ReferenceSums()
         if isinstance(config, configs.OfflineBase) and config.precomputes_reference:
             assert data.examples is not None
-            left = config.num_steps - progress.step
+            # Steps after a rollback continue with other data.
+            left = (1 + experiment.policy.guards.max_rollbacks) * config.num_steps - progress.step
             to_compare = partial(data.examples.compared, data.order, config, progress.position, left)
             policy, multiple = experiment.policy, experiment.policy.layout.fewest_units
             references = await offline.reference_sums(
@@ -280,7 +281,8 @@ def _algorithm(
     replacing = refill(config.filters, config.num_prompts_per_step)
     schedule = GroupSchedule(data.order, plan, recorder.done, start.place, replacing, lineage=session.lineage)
     collector = Collector(session.rollout, schedule, seconds)
-    gate, cancellable = LogprobGate(config, experiment.generation), recorder.stop.cancellable
+    gate = LogprobGate(config, experiment.generation, guarded="logprob_gap" in policy.guards.limits)
+    cancellable = recorder.stop.cancellable
     return OnlineAlgorithm(config, session, collector, update, gate, observer, cancellable, teachers)
 
 

@@ -43,6 +43,10 @@ _ABANDON_SECONDS = 30.0
 _REFUSED = f"{types.RequestRefused.__module__}.{types.RequestRefused.__qualname__}"
 
 
+class TooManySkippedSteps(RunError):
+    """More optimizer steps in a row were skipped than the config allows."""
+
+
 class DeviceScheduler:
     """Gives the devices that models share to one at a time; reward models borrow them during generation."""
 
@@ -90,6 +94,7 @@ class ModelHandle:
         self._deadlines = deadlines
         self._offloaded = False
         self._batch: shards.BatchPlan | None = None
+        self.skipped_in_a_row = 0  # updates until the last one
 
     async def offload(self) -> None:
         """Free device memory as far as the model's `offload` says; does nothing if that was done."""
@@ -117,7 +122,7 @@ class ModelHandle:
     async def restart(self) -> None:
         """Replace the processes by others, which have the weights of the model's folder and no batch."""
         self._restarts += 1
-        self._batch, self._offloaded = None, False
+        self._batch, self._offloaded, self.skipped_in_a_row = None, False, 0
         rendezvous = f"{self._rendezvous}.{self._restarts}"
         await self.group.replace_all(self._deadlines.start, rendezvous=rendezvous)
 
@@ -214,10 +219,19 @@ class ModelHandle:
         return await self._call(method, *args, shards=self.batch.micro_batches, **options)
 
     async def train(self, loss: "losses.Loss", minibatch: int = 0) -> "losses.TrainStats":
+        """One optimizer step. Raises `TooManySkippedSteps` if it ends a row that is too long."""
         await self.onload()
         shards, seconds = self.batch.minibatches[minibatch], self._deadlines.training
         stats: list[losses.TrainStats]
         stats = await self._call("train", loss, shards=shards, stage="training", seconds=seconds)
+        row, most = stats[0].skipped_in_a_row, self._config.max_skipped_steps
+        self.skipped_in_a_row = row
+        if row > most:
+            raise TooManySkippedSteps(
+                f"{self.group.name} skipped {row} optimizer steps in a row in stage 'training' "
+                f"(policy.max_skipped_steps is {most}); of the last one {stats[0].skip_reason}. Lower the "
+                "learning rate, or look at the rewards, logprobs and samples of these steps"
+            )
         return stats[0]
 
     async def evaluate(self, loss: "losses.Loss") -> "losses.Evaluation":
@@ -261,6 +275,7 @@ class ModelHandle:
     async def restore(self, folder: Folder) -> None:
         await self.onload()
         await self._checkpoint("load_checkpoint", folder)
+        self.skipped_in_a_row = 0
 
     async def _checkpoint(
         self, method: str, folder: Folder | None = None, background: bool = False
@@ -516,6 +531,9 @@ class KeeperHandle:
 
     async def keep_only(self, step: int) -> None:
         await self._call("keep_only", step)
+
+    async def remove_after(self, step: int) -> None:
+        await self._call("remove_after", step)
 
     async def steps(self) -> list[int]:
         steps: list[int] = await self._call("steps")

@@ -52,3 +52,9 @@ def test_the_bonus_is_in_the_loss_with_the_weights_of_the_tokens() -> None:
     torch.testing.assert_close(gradient, -0.3 * batch.weights)
     torch.testing.assert_close(bonus.loss, plain - 0.3 * (batch.weights * entropy).sum())
     assert bonus.sums["loss/policy"] == pytest.approx(plain.item())
+
+
+def test_a_skipped_update_does_not_change_the_weight() -> None:
+    weight = EntropyWeight.of(AdaptiveEntropyConfig(name="adaptive", target=0.4), 0.1, 0.3)
+    assert weight.update(float("nan")) == {"entropy/coefficient": 0.1}
+    assert (weight.coefficient, weight.entropy) == (0.1, 0.3)

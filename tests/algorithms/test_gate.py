@@ -169,3 +169,10 @@ def test_versions_of_a_batch(right):
     stale = replace(summaries[0], min_version=-1, max_version=7, error="lost", trains=False)
     assert versions_of([GroupSummary(0, 0, None, (*summaries, stale))]) == range(1)
     assert not versions_of([])
+
+
+def test_a_guard_of_the_gap_decides_after_the_first_batch():
+    guarded = LogprobGate(OnlineConfig(**GRPO, max_logprob_gap=0.01), TorchGenerationConfig(), guarded=True)
+    with pytest.raises(LogprobGapTooLarge):
+        guarded.check(FIGURES, range(1), 0)
+    guarded.check(FIGURES, range(1, 2), 1)

@@ -24,7 +24,7 @@ GROUPS = [
     group(0, trajectory(1.0, 0, 4), trajectory(0.0, 1, 2)),
     group(1, trajectory(1.0, 0, 3, num_turns=2, turn_rewards=(0.25, 0.0)), failed(1)),
 ]
-VALUES = {"loss": 0.5, "tokens": 4.0, "value": 1.0, "return": 2.0, "return_squared": 2.0, "error": 1.0}
+VALUES = {"loss/total": 0.5, "tokens": 4.0, "value": 1.0, "return": 2.0, "return_squared": 2.0, "error": 1.0}
 VALUES |= {"error_squared": 1.0, "clip_fraction": 0.0}
 POLICY = {"tokens": 4.0, "entropy": 1.0, "loss/policy": 0.5, "logprob_gap/mean": 0.0}
 

@@ -93,6 +93,6 @@ def test_metrics_of_a_step():
 
 
 def test_returns_that_do_not_vary_are_not_explained():
-    sums = {"loss": 0.0, "tokens": 4.0, "value": 0.0, "return": 2.0, "return_squared": 1.0}
+    sums = {"loss/total": 0.0, "tokens": 4.0, "value": 0.0, "return": 2.0, "return_squared": 1.0}
     sums |= {"error": 2.0, "error_squared": 1.0, "clip_fraction": 0.0}
     assert value_metrics([stats(sums)])["critic/explained_variance"] == 0

@@ -170,3 +170,12 @@ def test_an_empty_checkpoint_is_refused(store):
     store.begin(1)
     with pytest.raises(ValueError, match="nothing was written"):
         store.commit(1, {})
+
+
+def test_an_earlier_checkpoint_and_the_removal_of_later_ones(store):
+    for step in (2, 4, 6):
+        write(store, step)
+    assert store.latest_valid(before=6).step == 4
+    assert store.latest_valid(before=2) is None
+    store.remove_after(4)
+    assert store.steps() == [2, 4]

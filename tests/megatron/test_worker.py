@@ -11,7 +11,6 @@ from nemorl.algorithms.policy_losses import CrossEntropyLoss, PolicyLoss
 from nemorl.config.algorithm import MaskedCorrectionConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.data.losses import LossOutput
-from nemorl.megatron.optimizer import TooManySkippedSteps
 from tests.megatron.cases import LOSS, partition, start_worker
 from tests.megatron.examples import (
     FAMILIES,
@@ -112,7 +111,7 @@ def test_reference_logprobs_stay_when_the_policy_learns(worker):
 
 
 def test_a_step_with_nan_gradients_changes_nothing_and_is_counted(worker):
-    policy = worker(max_skipped_steps=2)
+    policy = worker()
     policy.load_batch(ragged_batch())
     policy.train(ALL, CrossEntropyLoss())
     weights = {name: p.clone() for name, p in policy.parameters().items()}
@@ -130,10 +129,6 @@ def test_a_step_with_nan_gradients_changes_nothing_and_is_counted(worker):
 
     assert not policy.train(ALL, CrossEntropyLoss()).skipped
     assert progress.skipped_in_a_row == 0
-    for _ in range(2):
-        policy.train(ALL, NotANumber())
-    with pytest.raises(TooManySkippedSteps, match=r"not finite in 3 optimizer steps in a row"):
-        policy.train(ALL, NotANumber())
 
 
 @pytest.mark.parametrize("where", [layout(), layout(tp=2, sp=True), layout(pp=2), layout(dp=2)])

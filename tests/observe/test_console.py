@@ -50,6 +50,9 @@ LOST = StepMetrics(
         "errors": 2.0,
         "reward_errors/judge": 1.0,
         "reward_errors/format": 0.0,
+        "guards/loss": 0.0,
+        "guards/grad_norm": 1.0,
+        "guards/rollbacks": 2.0,
         "updates/all": 4.0,
         "updates/skipped": 1.0,
         "updates/empty": 2.0,
@@ -57,7 +60,8 @@ LOST = StepMetrics(
     },
 )
 LOSSES = (
-    "errors 2, reward_errors/judge 1 (why: logs/rollout-*.log), skipped 1 of 4 updates, "
+    "errors 2, reward_errors/judge 1 (why: logs/rollout-*.log), "
+    "updates beyond limits: grad_norm 1, skipped 1 of 4 updates, "
     "nothing to learn in 2 of 4 updates"
 )
 

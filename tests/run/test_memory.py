@@ -84,6 +84,19 @@ async def test_the_newest_state_is_in_memory_and_only_that(tmp_path: Path) -> No
 
 
 @in_a_loop
+async def test_an_earlier_state_comes_from_memory_or_disk_and_later_ones_are_removed(tmp_path: Path) -> None:
+    saving = Saving(tmp_path)
+    for number in (1, 2, 3, 4):
+        await saving.step(number, to_disk=number < 4)
+        await saving.checkpoints.settle()
+    states = [await saving.checkpoints.newest_state(before) for before in (5, 4, 3, 2)]
+    found = [state and (state.progress.step, state.in_memory) for state in states]
+    assert found == [(4, True), (3, False), (2, False), None]
+    await saving.checkpoints.remove_after(2)
+    assert (saving.keeper.store.steps(), saving.store.steps()) == ([], [2])
+
+
+@in_a_loop
 async def test_a_step_that_is_due_in_memory_and_on_disk_is_copied_once(tmp_path: Path) -> None:
     saving = Saving(tmp_path)
     await saving.step(1, to_disk=True)

@@ -13,6 +13,8 @@ from nemorl.errors import Problem, Problems
 
 PROCESSES = ("policy", "critic", "reference", "teacher", "reward", "generation", "rollout")
 WAITS = ("environment", "validation", "checkpoint", "driver")  # of a step, for other reasons
+TOTAL_LOSSES = ("loss/total", "loss/preference", "loss/sft")  # the first that there is, is the complete loss
+GUARDED = ("loss", "grad_norm", "entropy", "logprob_gap")  # quantities of an update with limits
 Aggregation = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"
 ]
@@ -132,6 +134,7 @@ class AlgorithmBase(Config):
     def metrics(self) -> frozenset[str]:
         return frozenset(
             {
+                *(f"guards/{name}" for name in (*GUARDED, "rollbacks")),
                 *("grad_norm", "lr", "skipped_updates", "updates/all", "updates/skipped", "updates/empty"),
                 *("tokens/trained", "throughput/tokens_per_second"),
                 *(f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")),

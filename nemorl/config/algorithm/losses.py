@@ -183,6 +183,7 @@ class CriticLearningConfig(Config):
         {
             *("time/values", "critic/skipped_updates", "critic/loss", "critic/value", "critic/return"),
             *("critic/clip_fraction", "critic/explained_variance", "critic/grad_norm", "critic/lr"),
+            *("critic/guards/loss", "critic/guards/grad_norm"),
         }
     )
     value_clip: float | None = Field(0.2, gt=0)

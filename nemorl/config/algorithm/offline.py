@@ -8,7 +8,7 @@ from pydantic import Field
 from nemorl.config.base import Config, Variants, check
 from nemorl.errors import Problem, Problems
 
-from .base import Aggregation, AlgorithmBase, Preset, ValidationConfig
+from .base import TOTAL_LOSSES, Aggregation, AlgorithmBase, Preset, ValidationConfig
 from .pair_losses import PREFERENCE_PRESETS, LogisticLossConfig, PairLossConfig
 
 _OF_SAMPLING = ("num_generations_per_prompt", "pass_at_k", "cons_at_k", "pass_reward", "sampling")
@@ -66,7 +66,7 @@ class OfflineBase(AlgorithmBase):
         trained = self.loss_metrics
         names = super().metrics | trained | {"epoch"}
         if self.validation.scheduled:
-            total = next(n for n in ("loss/total", "loss/preference", "loss/sft") if n in trained)
+            total = next(name for name in TOTAL_LOSSES if name in trained)
             measured = trained - {total, "kl/reference"}
             names |= {f"validation/{name}" for name in ("loss", *measured)} | {"time/validation"}
         return names
