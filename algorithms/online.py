@@ -117,8 +117,6 @@ class OnlineAlgorithm:
         batch = self.update.prepare(filtered.groups, number, lineage)
         metrics = rollout_metrics(groups, lineage.version(number - 1), lineage) | filtered.metrics
         metrics |= await self.train(batch, number)
-        if self.config.max_staleness or self.config.oversampling > 1 or self.config.group_seconds:
-            metrics |= dropped_metrics(*self.collector.take_dropped(), groups)
         if self.session.pinned.locked():
             with self.observer.stage("validation_wait", waits_for="validation"):
                 async with self.session.pinned:
@@ -126,6 +124,9 @@ class OnlineAlgorithm:
         with self.observer.stage("refit"):
             metrics |= await self.session.update_weights(number)
         metrics |= await self.session.generation_metrics()
+        # Last, so that a step that fails leaves them to its repetition.
+        if self.config.max_staleness or self.config.oversampling > 1 or self.config.group_seconds:
+            metrics |= dropped_metrics(*self.collector.take_dropped(), groups)
         self.observer.samples(list(samples_of(number, groups, "training")))
         return metrics
 
