@@ -127,6 +127,7 @@ class Collector:
         self._schedule = schedule
         self._collecting: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._progress_at = 0.0  # when a group finished, or a step began to wait
 
     @property
     def place(self) -> DataPlace:
@@ -162,6 +163,7 @@ class Collector:
         what a worker raises, and RolloutFailed when one ends early or the deadline passes.
         """
         count, reported = self._schedule.plan.groups_per_step, 0
+        self._progress_at = asyncio.get_running_loop().time()
         while True:
             ready = min(self._schedule.num_ready, count)
             if ready > reported:
@@ -183,13 +185,13 @@ class Collector:
         await self._dispatcher.close()
 
     async def _change(self, ready: int) -> None:
-        """Wait until a group ends; `ready` is for the error."""
+        """Wait until a group ends; the deadline is for one that finishes. `ready` is for the error."""
         assert self._collecting is not None, "nothing was started: call advance first"
         self._changed.clear()
         if self._collecting.done():
             self._collecting.result()
         try:
-            async with asyncio.timeout(self._dispatcher.seconds):
+            async with asyncio.timeout_at(self._progress_at + self._dispatcher.seconds):
                 await self._changed.wait()
         except TimeoutError:
             raise self._dispatcher.stalled(ready, self._schedule.plan.groups_per_step) from None
@@ -203,6 +205,7 @@ class Collector:
                     self._schedule.drop(outcome)
                 else:
                     self._schedule.finish(outcome)
+                    self._progress_at = asyncio.get_running_loop().time()
                 self._dispatcher.start(self._schedule.start())
                 self._changed.set()
         finally:

@@ -3,8 +3,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from nemorl.rollout.collector import Collector, Dispatcher, RolloutFailed, sample_validation
-from nemorl.rollout.groups import GroupAssignment, GroupSummary, summarize
+from nemorl.rollout.collector import Collector, Dispatcher, RolloutFailed, SamplingStalled, sample_validation
+from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary, summarize
 from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule, Refill, TaskOrder
 from nemorl.trajectories import StopReason, Trajectory, Turn
 
@@ -237,6 +237,25 @@ def test_with_staleness_each_refused_group_starts_one_more():
     assert [len(good & set(batch)) for batch in (first, second)] == [4, 4]
     refused = len(set(range(started)) - good)
     assert 8 < started <= 3 * 4 + refused
+
+
+def test_groups_that_are_dropped_without_end_are_a_stall():
+    class DroppingWorker(StandInWorker):
+        async def run_groups(self, assignments):
+            for assignment in assignments:
+                await asyncio.sleep(0.001)
+                yield Dropped(assignment.group, "deadline")
+
+    async def main():
+        sampling = collector([DroppingWorker()], seconds=0.05)
+        sampling.advance(0)
+        try:
+            await asyncio.wait_for(sampling.next_batch(), 30.0)
+        finally:
+            await sampling.close()
+
+    with pytest.raises(SamplingStalled, match=r"no group finished within 0\.05 s"):
+        asyncio.run(main())
 
 
 def test_a_stall_names_who_is_waited_for():
