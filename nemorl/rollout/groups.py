@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,6 +90,12 @@ class Dropped:
         members = group.trajectories
         rewards = tuple(t.reward for t in members if t.error is None)
         return cls(group.group, reason, tuple(t.num_sampled for t in members), rewards)
+
+
+def misses_deadline(members: Sequence[Trajectory | TrajectorySummary], min_members: int) -> bool:
+    """True if a deadline has left fewer finished members of a group than it needs."""
+    num_finished = sum(member.error is None for member in members)
+    return num_finished < min_members and any(member.stop is StopReason.DEADLINE for member in members)
 
 
 def summarize(trajectory: Trajectory, row: int, num_unfinished: int = 0) -> TrajectorySummary:

@@ -15,7 +15,7 @@ from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
-from nemorl.trajectories import Conversation, EnvironmentFactory, StopReason, Task, Trajectory
+from nemorl.trajectories import Conversation, EnvironmentFactory, Task, Trajectory
 
 from .concurrency import Places, PlacesUse, share_of_worker
 from .groups import (
@@ -25,6 +25,7 @@ from .groups import (
     GroupSummary,
     SampleText,
     last_answer,
+    misses_deadline,
     summarize,
 )
 from .turn_loop import Record, SampleKey, TurnLimits, TurnLoop
@@ -161,8 +162,7 @@ class RolloutWorker(GroupRunner):
         samples = (self._run_sample(task, assignment, n, record, seconds) for n, record in enumerate(records))
         conversations = await asyncio.gather(*samples)
         members = [c.trajectory for c in conversations[: assignment.num_samples]]
-        num_finished = sum(t.error is None for t in members)
-        if num_finished < self._min_members and any(t.stop is StopReason.DEADLINE for t in members):
+        if misses_deadline(members, self._min_members):
             return Dropped(assignment.group, "deadline", tuple(record.num_sampled for record in records))
         scored = await self._rewards.apply(task, conversations)
         rows = enumerate(zip(scored.trajectories, records, strict=True))

@@ -9,7 +9,7 @@ Token arrays would be most of the work, so that an entry of an array is a block 
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -132,7 +132,9 @@ class SimulatedEngine:
                 left -= sum(not isinstance(report, Progress) for report in batch)
                 yield batch
         finally:
-            self._end(self._sequences[r.id] for r in requests if r.id in self._sequences)
+            # A request of a later call may have the same name, of a group that is sampled again.
+            unended = [self._sequences[r.id] for r in requests if r.id in self._sequences]
+            self._end(sequence for sequence in unended if sequence.reports is reports)
 
     async def abort(self, ids: Sequence[str]) -> None:
         self.settle()
@@ -404,7 +406,10 @@ class SimulatedExchange:
     group: SimulatedGroup
     on_update: OnUpdate
     deadline_seconds: float
+    check_sender: Callable[[str], None]  # raises WorkerDied if the policy cannot send
     seconds: float = 0.0  # of all updates so far
+
+    def layout_changed(self) -> None: ...
 
     async def refit(self, version: int) -> RefitStats:
         """Raises what the first lost engine raises."""
@@ -414,6 +419,10 @@ class SimulatedExchange:
         calls = (worker.call("receive_weights", self.on_update, **options) for worker in workers)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        try:
+            self.check_sender("refit")
+        except WorkerDied as error:
+            errors.append(error)
         if not errors:
             calls = (w.call("commit_weights", version, self.on_update, **options) for w in workers)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)

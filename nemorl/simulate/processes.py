@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,16 +13,24 @@ import numpy as np
 
 from nemorl.algorithms.metrics import versions_of
 from nemorl.algorithms.online import Batch
+from nemorl.cluster.errors import WorkerDied
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.experiment import Experiment
 from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.shards import SequencePlace
 from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
-from nemorl.rollout.groups import GroupAssignment, GroupSummary, TrajectorySummary
+from nemorl.rollout.groups import (
+    Dropped,
+    GroupAssignment,
+    GroupSummary,
+    TrajectorySummary,
+    misses_deadline,
+)
 from nemorl.rollout.turn_loop import Record, SampleKey
 from nemorl.rollout.versions import UNBROKEN, Lineage
 from nemorl.rollout.worker import GroupRunner
+from nemorl.session.handles import Folder
 from nemorl.trajectories import StopReason
 
 from .engines import Scale
@@ -44,14 +53,21 @@ class SimulatedRolloutWorker(GroupRunner):
         self._turn_limit = scale.blocks(experiment.generation.max_new_tokens)
         self._limit = scale.blocks(experiment.policy.max_sequence_length)
         self._seconds = experiment.cluster.deadlines.generation
+        config = experiment.algorithm
+        assert isinstance(config, OnlineBase)
+        self._group_seconds, self._min_members = config.group_seconds, config.min_members
         self.router = Router(replicas, max(1, _PROGRESS_TOKENS // scale.block))
 
-    async def _run_group(self, assignment: GroupAssignment, records: Sequence[Record]) -> GroupSummary:
+    async def _run_group(
+        self, assignment: GroupAssignment, records: Sequence[Record]
+    ) -> GroupSummary | Dropped:
         of_task = Random(hash((self._seed, assignment.task_index)))
         prompt, solved = self._scale.blocks(self._workload.prompt_tokens.draw(of_task)), of_task.random()
         samples = (self._run_sample(assignment, n, r, prompt, solved) for n, r in enumerate(records))
         trajectories = tuple(await asyncio.gather(*samples))
         members, greedy = trajectories[: assignment.num_samples], trajectories[assignment.num_samples :]
+        if misses_deadline(members, self._min_members):
+            return Dropped(assignment.group, "deadline", tuple(record.num_sampled for record in records))
         reference = (assignment.group, assignment.attempt)
         index = assignment.task_index
         return GroupSummary(assignment.group, index, reference, members, greedy=next(iter(greedy), None))
@@ -61,43 +77,48 @@ class SimulatedRolloutWorker(GroupRunner):
     ) -> TrajectorySummary:
         key = SampleKey(self._seed, assignment.group, sample, assignment.validation, assignment.attempt)
         random, clock = Random(key.seed(_CONVERSATION)), asyncio.get_running_loop().time
-        tokens, newest, error, stop, turn = prompt, -1, None, StopReason.LENGTH, 0
+        tokens, newest, stop, turn, block = prompt, -1, StopReason.LENGTH, 0, self._scale.block
+        error: str | None = None
         began, environment = clock(), 0.0
 
         def note(progress: Progress) -> None:
             nonlocal newest
             record.note(progress.versions)
+            record.num_unfinished += (block - 1) * len(progress.versions)
             newest = max(newest, int(progress.versions.max(initial=-1)))
 
-        for turn in range(1, max(1, round(self._workload.turns.draw(random))) + 1):
-            if tokens >= self._limit:
-                break
-            request = GenerationRequest(
-                id=f"{key}/{turn}",
-                prompt=np.zeros(tokens, np.int32),
-                sampling=_SAMPLING,
-                max_new_tokens=min(self._turn_limit, self._limit - tokens),
-                seed=key.seed(turn),
-                deadline_seconds=self._seconds,
-                conversation=str(key),
-            )
-            completion = await self.router.generate(request, note)
-            tokens, stop = tokens + len(completion.tokens), completion.stop
-            if stop in (StopReason.ABORT, StopReason.ERROR):
-                error = f"generation of turn {turn}: ended with `{stop}`"
-                break
-            if seconds := self._workload.environment.draw(random):
-                await asyncio.sleep(seconds)
-                environment += seconds
-            if stop is StopReason.LENGTH:
-                break
-        block = self._scale.block
+        try:
+            async with asyncio.timeout(self._group_seconds):
+                for turn in range(1, max(1, round(self._workload.turns.draw(random))) + 1):
+                    if tokens >= self._limit:
+                        break
+                    request = GenerationRequest(
+                        id=f"{key}/{turn}",
+                        prompt=np.zeros(tokens, np.int32),
+                        sampling=_SAMPLING,
+                        max_new_tokens=min(self._turn_limit, self._limit - tokens),
+                        seed=key.seed(turn),
+                        deadline_seconds=self._seconds,
+                        conversation=str(key),
+                    )
+                    completion = await self.router.generate(request, note)
+                    tokens, stop = tokens + len(completion.tokens), completion.stop
+                    if stop in (StopReason.ABORT, StopReason.ERROR):
+                        error = f"generation of turn {turn}: ended with `{stop}`"
+                        break
+                    if seconds := self._workload.environment.draw(random):
+                        await asyncio.sleep(seconds)
+                        environment += seconds
+                    if stop is StopReason.LENGTH:
+                        break
+        except TimeoutError:
+            stop, error = StopReason.DEADLINE, "not finished within algorithm.group_seconds"
         return TrajectorySummary(
             row=sample,
             reward=float(random.random() < solved),
             rewards={},
-            num_tokens=tokens * block,
-            num_sampled=(tokens - prompt) * block,
+            num_tokens=prompt * block + record.num_sampled,
+            num_sampled=record.num_sampled,
             num_turns=turn,
             stop=stop,
             min_version=-1 if record.oldest_version is None else record.oldest_version,
@@ -135,6 +156,7 @@ class SimulatedPolicy:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by activity
     trained_tokens: int = 0
     devices: object = None
+    failure: str = ""  # why its process has ended, if it has
     _tokens: list[int] = field(default_factory=list)  # of each minibatch
 
     async def load(self, sequences: Sequence[SequencePlace], *, kind: str, num_minibatches: int = 1) -> None:
@@ -163,8 +185,24 @@ class SimulatedPolicy:
 
     async def release_devices(self) -> None: ...
 
+    def check(self, stage: str) -> None:
+        """Raise WorkerDied if its process has ended."""
+        if self.failure:
+            raise WorkerDied("policy", 0, stage, self.failure, Path("simulated"), ())
+
+    async def lost_one(self) -> bool:
+        return bool(self.failure)
+
+    async def restart(self) -> None:
+        await asyncio.sleep(self.workload.engine_start)
+        self.failure = ""
+
+    async def restore(self, folder: Folder) -> None:
+        await self._spend("loading", self.workload.loading)
+
     async def _spend(self, kind: str, seconds: float) -> None:
         await asyncio.sleep(seconds)
+        self.check(kind)
         self.seconds[kind] += seconds
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from nemorl.algorithms.filters import refill
 from nemorl.algorithms.metrics import LogprobGate
@@ -20,8 +20,9 @@ from nemorl.config.algorithm import OnlineBase
 from nemorl.config.experiment import Experiment
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Collector
-from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.groups import DropReason, GroupSummary
 from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule, TaskOrder
+from nemorl.rollout.versions import UNBROKEN, Lineage
 from nemorl.session.session import Session
 from nemorl.session.supervisor import ReplicaSupervisor
 
@@ -108,9 +109,8 @@ class Simulation:
     async def step(self) -> dict[str, float]:
         metrics = await self.algorithm.step(self.schedule.steps_taken + 1)
         self.generated += int(metrics["tokens/generated"])
-        names = {name: value for name, value in metrics.items() if name.startswith("dropped/")}
-        for name in ("too_old", "aborted", "lost", "given_up", "tokens"):
-            self.dropped[name] += int(names.get(f"dropped/{name}", 0))
+        for name in (*get_args(DropReason), "given_up", "tokens"):
+            self.dropped[name] += int(metrics.get(f"dropped/{name}", 0))
         return metrics
 
     def snapshot(self) -> Snapshot:
@@ -137,6 +137,7 @@ async def open_simulation(
     done: int = 0,
     place: DataPlace | None = None,
     num_steps: int | None = None,
+    lineage: Lineage = UNBROKEN,
 ) -> AsyncIterator[Simulation]:
     """A run that has `done` steps and is at `place` in its data; without `num_steps` it has no last step."""
     config, generation, cluster = experiment.algorithm, experiment.generation, experiment.cluster
@@ -151,10 +152,11 @@ async def open_simulation(
     ]
     replicas.connect(SimulatedRouters(workers))
     replicas.start_watch()
-    exchange: Any = SimulatedExchange(engines, generation.on_update, cluster.deadlines.refit)
     policy: Any = SimulatedPolicy(workload)
+    exchange: Any = SimulatedExchange(engines, generation.on_update, cluster.deadlines.refit, policy.check)
     rollout: Any = workers
     session = Session(models={"policy": policy}, rollout=rollout, exchange=exchange, replicas=replicas)
+    session.lineage = lineage
     plan = CollectorPlan(
         groups_per_step=config.num_prompts_per_step,
         samples_per_group=config.num_generations_per_prompt,
@@ -162,11 +164,11 @@ async def open_simulation(
         num_steps=num_steps,
         greedy_baseline=config.greedy_baseline,
         extra_groups=config.extra_groups,
+        trains_discarded=config.corrects_age,
     )
     order = TaskOrder(_TASKS, seed, shuffle=False)
-    schedule = GroupSchedule(
-        order, plan, done, place or DataPlace(), refill(config.filters, config.num_prompts_per_step)
-    )
+    replacing = refill(config.filters, config.num_prompts_per_step)
+    schedule = GroupSchedule(order, plan, done, place or DataPlace(), replacing, lineage=lineage)
     collector = Collector(workers, schedule, cluster.deadlines.generation)
     update, observer, gate = SimulatedUpdate(config), SimulatedObserver(), LogprobGate(config, generation)
     observed: Any = observer
