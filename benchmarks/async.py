@@ -1,12 +1,15 @@
 """How much faster is a run whose sampling may be ahead of its training by 1 or 4 steps?
 
-    python benchmarks/async.py [--staleness 0 1 4] [--steps 12] [--balance 1.0]
+    python benchmarks/async.py [--staleness 0 1 4] [--steps 12] [--balance 1.0] [--simulate]
 
 Real runs with injected seconds (`paced.py`): an engine at full batch samples a step's tokens in the time in
 which the policy trains on them (times `--balance`), and completions have a long tail. The bound is the longer
 of the two: the sampling of a step at full batch, and its training while nothing is sampled, which is
 measured in the first run. Counted are steps in the middle of a run: before them the first groups are on their
 way, and for the last steps nothing more is sampled.
+
+With `--simulate` each run is compared with what `nemorl simulate --trace` predicts from the run without
+staleness. The lengths and times of that run are all that the prediction has of the others.
 """
 
 import argparse
@@ -23,9 +26,12 @@ from common import OUT, publish, table_of
 from nemorl.config.experiment import Experiment
 from nemorl.observe.metrics import read_metrics
 from nemorl.run.train import train
+from nemorl.simulate.simulation import predict
+from nemorl.simulate.trace import traced_workload
 
 PROMPTS, SAMPLES = 16, 4
 WARM_UP = 6  # steps that are not counted, at the start; at the end as many as the staleness
+SIMULATED_STEPS = 100
 TRAINING = ("loading", "logprobs", "training", "refit")  # stages of a step that do not sample
 
 
@@ -57,16 +63,32 @@ def experiment(run_dir: Path, staleness: int, steps: int, balance: float) -> Exp
             },
             "cluster": {"policy_threads": 1},
             "checkpointing": {"enabled": False},
-            "logger": {"console": "plain"},
+            "logger": {"console": "plain", "samples_per_step": PROMPTS * SAMPLES},
         }
     )
     generation = paced.PacedConfig.model_validate(checked.generation.model_dump(exclude_unset=True))
     return checked.model_copy(update={"generation": generation})
 
 
+def folder_of(staleness: int) -> Path:
+    return OUT / f"async-{staleness}"
+
+
+def add_predictions(runs: list[dict[str, Any]], balance: float) -> None:
+    """What the simulator predicts for each run, from the run without staleness."""
+    steps = max(run["steps"] for run in runs)
+    workload = traced_workload(experiment(folder_of(0), 0, steps, balance), folder_of(0))
+    for run in runs:
+        config = experiment(folder_of(run["staleness"]), run["staleness"], steps, balance)
+        prediction = predict(config, workload, seed=0, num_steps=SIMULATED_STEPS)
+        run["predicted_seconds"] = prediction.step_seconds
+        run["predicted_tokens_per_second"] = prediction.generated_per_second
+        run["predicted_over_measured"] = prediction.generated_per_second / run["tokens_per_second"]
+
+
 def measure(staleness: int, steps: int, balance: float) -> dict[str, Any]:
     """Means over the counted steps of a run in processes of its own."""
-    run_dir = OUT / f"async-{staleness}"
+    run_dir = folder_of(staleness)
     shutil.rmtree(run_dir, ignore_errors=True)
     options = ["--steps", str(steps), "--balance", str(balance), "--run", str(run_dir)]
     subprocess.run(
@@ -96,8 +118,11 @@ def main() -> None:
     parser.add_argument(
         "--balance", type=float, default=1.0, help="seconds of training over those of sampling"
     )
+    parser.add_argument("--simulate", action="store_true", help="predict the runs too, from the first")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.simulate and options.staleness[0] != 0:
+        parser.error("--simulate takes its times from the run without staleness: begin with --staleness 0")
     if options.run:
         (staleness,) = options.staleness
         train(experiment(options.run, staleness, options.steps + WARM_UP + staleness, options.balance))
@@ -113,11 +138,15 @@ def main() -> None:
         run["bound_seconds"] = max(sampling, training)
         run["share_of_bound"] = run["bound_seconds"] / run["seconds"]
         run["over_first"] = run["tokens_per_second"] / first["tokens_per_second"]
+    if options.simulate:
+        add_predictions(runs, options.balance)
     shown = {
         "tokens_per_second": "tokens/s",
         "share_of_bound": "share of bound",
         "over_first": "over the first",
     }
+    if options.simulate:
+        shown |= {"predicted_tokens_per_second": "predicted", "predicted_over_measured": "ratio"}
     columns = [
         "staleness",
         "steps",

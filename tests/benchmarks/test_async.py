@@ -1,0 +1,45 @@
+"""The predictions next to the asynchronous benchmark's runs, for a run whose workload is known."""
+
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from nemorl.simulate.simulation import predict
+from nemorl.simulate.workload import LogNormal, Workload
+from tests.simulate.test_trace import write_run
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "async.py"
+
+
+def test_runs_are_predicted_from_the_one_without_staleness(tmp_path, monkeypatch):
+    spec = util.spec_from_file_location("bench_async", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "bench_async", benchmark)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(benchmark, "OUT", tmp_path)
+    monkeypatch.setattr(benchmark, "SIMULATED_STEPS", 20)
+    # As in paced.py: a decode step has its seconds whatever its batch, and training those of its tokens.
+    workload = Workload(
+        prompt_tokens=LogNormal(6),
+        turn_tokens=LogNormal(32, sigma=0.8),
+        decode_base=0.03,
+        decode_each=0.0,
+        training=0.03 / 16,
+        update=0.0,
+        loading=0.05,
+        refit=0.1,
+    )
+    runs = []
+    for staleness in (0, 4):
+        config = benchmark.experiment(benchmark.folder_of(staleness), staleness, 12, 1.0)
+        measured = predict(config, workload, seed=5, num_steps=20).generated_per_second
+        runs.append({"staleness": staleness, "steps": 12, "tokens_per_second": measured})
+    write_run(benchmark.experiment(benchmark.folder_of(0), 0, 12, 1.0), workload, tmp_path / "async-0", 12)
+
+    benchmark.add_predictions(runs, balance=1.0)
+
+    assert [run["predicted_over_measured"] for run in runs] == [pytest.approx(1.0, abs=0.1)] * 2
