@@ -1,0 +1,327 @@
+"""What does the driver spend on a step, from 8 to 4,096 workers and to 100,000 trajectories?
+
+    python benchmarks/scale.py [--workers 8 64 1024] [--trajectories-per-worker 24] [--steps 3]
+
+Real: the driver of an asynchronous run (`max_staleness` 1) with schedule, collector, dispatcher, step,
+advantages, batch plan, weight exchange, supervisor of engines, metrics, and the calls and streams of Ray.
+Simulated: the workers. A few real actors answer for all of them, at once and without arrays. Half of the
+workers are policy ranks, an eighth are rollout workers and the rest are engines.
+
+A step is taken to last 100 s, in which the engines have three health checks. CPU seconds are those of the
+driver's process and all its threads, which other load on the machine changes little, and bytes those of the
+objects that Ray serializes and deserializes in it. Each number of workers has a driver of its own; the first
+step, which makes what later ones keep, is not counted. Not measured are the connections to thousands of
+processes, Ray's other processes, and the plan of a refit of a real model, which benchmarks/refit.py measures.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from common import OUT, publish, table_of
+from meter import measured
+from ray._private.serialization import SerializationContext
+from rich.console import Console
+
+from nemorl.algorithms.metrics import LogprobGate
+from nemorl.algorithms.objective import EntropyWeight
+from nemorl.algorithms.online import OnlineAlgorithm
+from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
+from nemorl.cluster.actor import Actor, Identity, Invocation
+from nemorl.cluster.group import Mesh, Worker, WorkerGroup
+from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.config.algorithm import OnlineConfig
+from nemorl.config.experiment import Experiment
+from nemorl.config.facts import ModelSpec
+from nemorl.config.load import to_yaml
+from nemorl.config.run import ClusterConfig
+from nemorl.data.losses import LogprobStats, TrainStats
+from nemorl.generation.router import RouterMetrics
+from nemorl.generation.types import EngineHealth, EngineStats
+from nemorl.models.slices import TensorSlice
+from nemorl.observe.observer import Observer
+from nemorl.observe.run_folder import RunFolder
+from nemorl.rollout.collector import Collector
+from nemorl.rollout.groups import GroupAssignment, GroupSummary, TrajectorySummary
+from nemorl.rollout.schedule import CollectorPlan, GroupSchedule, TaskOrder
+from nemorl.session.handles import (
+    GenerationReceivers,
+    ModelHandle,
+    PolicySenders,
+    RolloutHandle,
+    RouterHandle,
+)
+from nemorl.session.session import Session
+from nemorl.session.supervisor import ReplicaSupervisor
+from nemorl.trajectories import StopReason
+from nemorl.weights.exchange import TransportOptions, WeightExchange
+from nemorl.weights.messages import ReceiveReport, ReceiverLayout, SenderLayout, SendReport
+
+SAMPLES = 16  # trajectories of a group
+STALENESS = 1
+ACTORS = 2  # of each kind
+STEP_SECONDS = 100.0  # of which the driver's share is shown
+MODEL = Path("models/arithmetic")
+WEIGHTS = (TensorSlice.whole("weight", (64,)),)  # of every rank: a plan as small as possible
+SHOWN = {
+    "workers": "workers",
+    "trajectories": "trajectories",
+    "cpu_seconds": "CPU s",
+    "share_of_step_percent": "% of 100 s",
+    "cpu_milliseconds_per_worker": "ms a worker",
+    "megabytes_sent": "MB sent",
+    "megabytes_received": "MB received",
+    "memory_megabytes": "MB held",
+    "wall_seconds": "s here",
+}
+
+
+class SimulatedRollout:
+    """Answers for rollout workers: every group at once, sampled by the weights in use."""
+
+    def __init__(self, groups_per_step: int) -> None:
+        self._groups_per_step = groups_per_step
+        self.router = self
+
+    async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
+        for assignment in assignments:
+            version = max(0, assignment.group // self._groups_per_step - STALENESS)
+            members = (_summary(row, assignment.group, version) for row in range(assignment.num_samples))
+            yield [b""] * assignment.num_samples  # in place of the trajectories
+            yield GroupSummary(assignment.group, assignment.task_index, None, tuple(members))
+
+    async def abort_stale(self, oldest: int) -> None: ...
+
+    async def take_metrics(self) -> RouterMetrics:
+        return RouterMetrics()
+
+    async def lost_replicas(self) -> dict[str, str]:
+        return {}
+
+
+def _summary(row: int, group: int, version: int) -> TrajectorySummary:
+    reward = float((row + group) % 2)
+    return TrajectorySummary(
+        row=row,
+        reward=reward,
+        rewards={"exact_match": reward},
+        num_tokens=300 + 17 * row,
+        num_sampled=200 + 17 * row,
+        num_turns=1,
+        stop=StopReason.STOP,
+        min_version=version,
+        max_version=version,
+        error=None,
+        seconds_generation=1.0,
+        seconds_environment=0.0,
+    )
+
+
+class SimulatedEngine:
+    async def health(self) -> EngineHealth:
+        return EngineHealth(0, 0, 0, False, 0.0)
+
+    async def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def describe_weights(self) -> tuple[ReceiverLayout, ...]:
+        return (ReceiverLayout(WEIGHTS, ("float32",) * len(WEIGHTS)),)
+
+    async def prepare_refit(self, parts: Any) -> None: ...
+
+    async def receive_weights(self, session: Any) -> tuple[ReceiveReport, ...]:
+        return (ReceiveReport({}, 0),)
+
+    async def commit_weights(self, version: int) -> None: ...
+
+
+class SimulatedRank:
+    def __init__(self) -> None:
+        self.sender = self
+
+    def describe(self) -> SenderLayout:
+        return SenderLayout(WEIGHTS)
+
+    def prepare(self, part: Any) -> None: ...
+
+    def send(self, session: Any) -> SendReport:
+        return SendReport({}, 0)
+
+    def load_trajectories(self, shard: Any) -> None: ...
+
+    def compute_logprobs(self, micro_batches: Any, **_: Any) -> LogprobStats:
+        return LogprobStats(0.0, 0.0, 1)
+
+    def train(self, micro_batches: Any, loss: Any) -> TrainStats:
+        sums = {"loss/policy": 0.0, "loss/total": 0.0, "entropy": 1.0, "tokens": 1.0}
+        return TrainStats(sums, {}, 1.0, 1e-6, skipped=False, empty=False, num_tokens=1, num_computed=1)
+
+
+@dataclass
+class Traffic:
+    """Bytes of the objects that this process sends and receives, from `count` on."""
+
+    sent: int = 0
+    received: int = 0
+
+    def count(self) -> None:
+        """Count in Ray's serialization, which has no hook for it."""
+        context: Any = SerializationContext
+        serialize, deserialize = context.serialize, context._deserialize_object
+
+        def serialized(self_: Any, value: Any) -> Any:
+            result = serialize(self_, value)
+            self.sent += result.total_bytes
+            return result
+
+        def deserialized(self_: Any, data: Any, metadata: Any, *rest: Any) -> Any:
+            self.received += (len(data) if data is not None else 0) + len(metadata or b"")
+            return deserialize(self_, data, metadata, *rest)
+
+        context.serialize, context._deserialize_object = serialized, deserialized
+
+
+async def group(kind: str, target: str, count: int, *, concurrent: bool, **kwargs: Any) -> WorkerGroup:
+    """Workers for which a few real processes answer."""
+    made: list[Any] = []
+    for number in range(ACTORS):
+        log = (OUT / "scale" / f"{kind}-{number}.log").absolute()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        actor_class: Any = Actor
+        identity = Identity(kind, number, log, Path.cwd())
+        actor = actor_class.options(num_cpus=0).remote(identity, concurrent=concurrent)
+        await actor.make.remote(Invocation("make", "start", 60.0), f"scale:{target}", **kwargs)
+        made.append(actor)
+    workers = [Worker(kind, rank, Path("scale.log"), made[rank % ACTORS]) for rank in range(count)]
+    return WorkerGroup(kind, workers, Mesh(data=count))
+
+
+def experiment(groups: int, steps: int) -> Experiment:
+    return Experiment.model_validate(
+        {
+            "run_dir": str(OUT / "scale" / "run"),
+            "policy": {
+                "model_path": str(MODEL),
+                "max_sequence_length": 2048,
+                "micro_batch_tokens": 32768,
+            },
+            "data": {"chat": False, "train": {"name": "arithmetic", "digits": 2, "size": 9000, "seed": 1}},
+            "rewards": [{"function": "exact_match"}],
+            "algorithm": {
+                "name": "grpo",
+                "num_steps": steps,
+                "num_prompts_per_step": groups,
+                "num_generations_per_prompt": SAMPLES,
+                "max_staleness": STALENESS,
+            },
+            "logger": {"console": "plain"},
+        }
+    )
+
+
+async def steps_of_a_run(count: int, groups: int, steps: int) -> dict[str, float]:
+    """Means over the steps but the first."""
+    checked = experiment(groups, steps + 1)
+    config, deadlines = checked.algorithm, checked.cluster.deadlines
+    assert isinstance(config, OnlineConfig)
+    num_ranks, num_rollout = max(1, count // 2), max(1, count // 8)
+    ranks = await group("policy", "SimulatedRank", num_ranks, concurrent=False)
+    rollout = await group("rollout", "SimulatedRollout", num_rollout, concurrent=True, groups_per_step=groups)
+    engines = await group(
+        "generation", "SimulatedEngine", max(1, count - num_ranks - num_rollout), concurrent=True
+    )
+    replicas = ReplicaSupervisor(engines, deadlines)
+    replicas.connect(RouterHandle(rollout))
+    exchange = WeightExchange(
+        PolicySenders(ranks, 60.0), GenerationReceivers(engines, 60.0), 2**20, 60.0, TransportOptions()
+    )
+    policy = ModelHandle(ranks, ModelSpec("policy", "policy", checked.policy), deadlines)
+    handles = [RolloutHandle(worker, deadlines.generation) for worker in rollout.workers]
+    session = Session(models={"policy": policy}, rollout=handles, exchange=exchange, replicas=replicas)
+    plan = CollectorPlan(groups, SAMPLES, STALENESS, num_steps=steps + 2)
+    collector = Collector(handles, GroupSchedule(TaskOrder(9000, 1, True), plan), deadlines.generation)
+    update = PolicyGradientUpdate(config, EntropyWeight.of(config.entropy), {"exact_match": 1.0})
+    shutil.rmtree(checked.run_dir, ignore_errors=True)
+    folder, traffic = RunFolder.create(checked.run_dir, to_yaml(checked)), Traffic()
+    traffic.count()
+    with Observer(folder, checked.logger, total_steps=steps + 1) as observer:
+
+        async def directly(work: Any) -> Any:
+            return await work
+
+        gate = LogprobGate(config, checked.generation)
+        algorithm = OnlineAlgorithm(config, session, collector, update, gate, observer, directly)
+
+        async def step(number: int) -> None:
+            values = await algorithm.step(number)
+            assert values["dropped/too_old"] == values["dropped/aborted"] == 0
+            for _ in range(int(STEP_SECONDS / deadlines.health)):
+                await replicas.check()
+            observer.step(number, version=number, values=values)
+
+        await session.update_weights(0)
+        await step(1)
+        before = time.monotonic(), time.process_time(), traffic.sent, traffic.received
+        for number in range(2, steps + 2):
+            await step(number)
+        after = time.monotonic(), time.process_time(), traffic.sent, traffic.received
+        await collector.close()
+        await replicas.close()
+    wall, cpu, sent, received = ((b - a) / steps for a, b in zip(before, after, strict=True))
+    return {
+        "cpu_seconds": cpu,
+        "wall_seconds": wall,
+        "megabytes_sent": sent / 1e6,
+        "megabytes_received": received / 1e6,
+    }
+
+
+def measure(count: int, per_worker: int, steps: int) -> dict[str, Any]:
+    """One number of workers, in a process of its own."""
+    groups = max(1, count * per_worker // SAMPLES)
+    with ClusterRuntime(ClusterConfig(), ()):
+        ray.get(ray.put(0))  # the connection is made before memory is measured
+        row, _, memory = measured("cpu", lambda: asyncio.run(steps_of_a_run(count, groups, steps)))
+    return {
+        "workers": count,
+        "trajectories": groups * SAMPLES,
+        **row,
+        "share_of_step_percent": 100 * row["cpu_seconds"] / STEP_SECONDS,
+        "cpu_milliseconds_per_worker": 1000 * row["cpu_seconds"] / count,
+        "memory_megabytes": memory.work_bytes / 1e6,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512, 1024, 2048, 4096])
+    parser.add_argument("--trajectories-per-worker", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=3)
+    options = parser.parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+    if not MODEL.exists():
+        create = [sys.executable, "-m", "nemorl.cli", "models", "create", "arithmetic", str(MODEL)]
+        subprocess.run(create, check=True, stdout=sys.stderr)
+    rows, context, progress = [], multiprocessing.get_context("spawn"), Console(stderr=True)
+    for count in options.workers:
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            row = process.submit(measure, count, options.trajectories_per_worker, options.steps).result()
+        progress.print(f"{count} workers: {row['cpu_seconds']:.3g} CPU seconds a step")
+        rows.append(row)
+    shown = [{title: row[name] for name, title in SHOWN.items()} for row in rows]
+    metrics = {"rows": rows, "steps": options.steps, "step_seconds": STEP_SECONDS}
+    publish("scale", metrics, table_of("the driver's part of a step", shown))
+
+
+if __name__ == "__main__":
+    main()
