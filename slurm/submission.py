@@ -2,6 +2,7 @@
 
 import fcntl
 import itertools
+import math
 import os
 import re
 import shlex
@@ -31,6 +32,8 @@ SCRIPT = Path(__file__).with_name("nemorl.sbatch")
 SUBMISSIONS = "submissions.jsonl"
 LOCK = "submit.lock"
 SHORT_LIMIT_SECONDS = 20 * 60
+DEFAULT_SIGNAL_SECONDS = 60  # of Slurm, where `--signal` names none
+END_SECONDS = 30  # for Ray and the launchers, after the run has ended
 MAX_NAME_LENGTH = 80
 
 
@@ -48,6 +51,7 @@ class Options:
     at_once: int | None = None  # tasks of a sweep
     sbatch: tuple[str, ...] = ()  # further options of sbatch
     cpu_sbatch: tuple[str, ...] = ()  # for the CPU nodes
+    stop_seconds: float | None = None  # `checkpointing.stop_seconds`
 
     def sbatch_arguments(self, name: str, folder: Path, tasks: int) -> list[str]:
         """For a job, or for an array of `tasks`; a job gets whole nodes. Raises `OptionError`."""
@@ -55,10 +59,7 @@ class Options:
             raise OptionError(f"--sbatch={arrays[0]}: its tasks would share one run folder; use --sweep")
         # The launcher needs PATH and NEMORL_*, whatever a site sets in SBATCH_EXPORT.
         common = ["--exclusive", "--mem=0", "--ntasks-per-node=1", "--export=ALL", *_words(time=self.time)]
-        limit = parse_time_limit(self.time) if self.time is not None else 0
-        if 0 < limit < SHORT_LIMIT_SECONDS and "SBATCH_SIGNAL" not in os.environ:
-            # The script's signal, 300 s before the end, would come at the start.
-            common.append(f"--signal=USR1@{max(10, limit // 4)}")
+        common += self._signal()
         common += _words(account=self.account)
         output = f"{str(folder).replace('%', '%%')}/{'%A_%a.log' if tasks else '%j.log'}"
         first = [*_words(job_name=name, output=output, nodes=self.nodes), *common]
@@ -71,6 +72,27 @@ class Options:
         second = [*_words(nodes=self.cpu_nodes), *common, "--requeue"]
         second += _words(partition=self.cpu_partition or self.partition)
         return [*first, ":", *second, *self.cpu_sbatch]
+
+    def _signal(self) -> list[str]:
+        """The option for the signal before the time limit; none where the script's, or one given, serves."""
+        limit = parse_time_limit(self.time) if self.time is not None else 0
+        options = [f"--signal={os.environ['SBATCH_SIGNAL']}"] if "SBATCH_SIGNAL" in os.environ else []
+        options += [option for option in self.sbatch if option.startswith("--signal=")]
+        if self.stop_seconds is None:
+            if options or not 0 < limit < SHORT_LIMIT_SECONDS:
+                return []
+            # The script's signal, 300 s before the end, would come at the start.
+            return [f"--signal=USR1@{max(10, limit // 4)}"]
+        needed = math.ceil(self.stop_seconds) + END_SECONDS
+        reason = f"checkpointing.stop_seconds = {self.stop_seconds:g} and the job's end take {needed} s"
+        if 0 < limit <= needed:
+            raise OptionError(f"--time {self.time}: {reason}; raise the limit, or lower stop_seconds")
+        if not options:
+            return [f"--signal=USR1@{needed}"]
+        seconds = options[-1].partition("@")[2]
+        if (int(seconds) if seconds.isdecimal() else DEFAULT_SIGNAL_SECONDS) < needed:
+            raise OptionError(f"{options[-1]}: {reason}; set USR1@{needed} or earlier, or lower stop_seconds")
+        return []
 
     @property
     def resume_options(self) -> list[str]:

@@ -42,6 +42,7 @@ SECOND_PART = {
     "tests/run/test_reward_runs.py",
     "tests/run/test_stalled_runs.py",
     "tests/run/test_updates_while_sampling.py",
+    "tests/run/test_stop_seconds.py",
     "tests/run/test_supervise.py",
     "tests/run/test_vllm_runs.py",
     "tests/slurm/test_on_cluster.py",

@@ -152,6 +152,7 @@ def _options(arguments: Namespace, experiment: Experiment) -> "Options":
         gpus_per_node=experiment.cluster.gpus_per_node,
         sbatch=tuple(arguments.sbatch),
         cpu_sbatch=tuple(arguments.cpu_sbatch),
+        stop_seconds=experiment.checkpointing.stop_seconds,
         **{name: getattr(arguments, name) for name in same},
     )
 

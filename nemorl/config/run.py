@@ -94,6 +94,9 @@ class CheckpointingConfig(Config):
     """Folder in memory (tmpfs) of each node for these checkpoints."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    stop_seconds: float | None = Field(None, gt=0)
+    """Seconds from SIGTERM or SIGUSR1 to the end of the run. A step that has not ended after half of them is
+    dropped, and the checkpoint is of the step before, whose state is copied for this. null: without limit."""
     max_failures: int = Field(3, ge=0)
     """Checkpoints in a row that the disk may refuse, as when it is full, before the run ends."""
     metric: str | None = None
@@ -117,6 +120,9 @@ class CheckpointingConfig(Config):
         elif self.enabled and not self.asynchronous:
             fix = "they are written from a copy: set checkpointing.asynchronous to true, or this to null"
             yield Problem("memory_period", self.memory_period, fix)
+        if self.enabled and self.stop_seconds is not None and not self.asynchronous:
+            fix = "the checkpoint may be of a copy: set checkpointing.asynchronous to true, or this to null"
+            yield Problem("stop_seconds", self.stop_seconds, fix)
         if self.metric is None:
             reason = "checkpointing.metric is not given; set it, or remove this"
             yield from self.without_effect(("higher_is_better",), reason)

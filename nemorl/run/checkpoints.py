@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -135,7 +136,7 @@ class Checkpoints:
     for the checkpoint before. Where the disk refuses a write, as a full one does, the next `save`, `check` or
     `settle` warns, and raises after more than `checkpointing.max_failures` in a row; other errors are raised
     there. One in `memory` is written from the same copy; it never fails a run and never lets a step wait for
-    the one before.
+    the one before. With `checkpointing.stop_seconds` the state of all other steps is copied for `save_copy`.
     """
 
     def __init__(
@@ -148,6 +149,8 @@ class Checkpoints:
         self._experiment, self._config = experiment, experiment.checkpointing
         self._models, self._store, self._memory = models, store, memory
         self._step = 0  # of the one that is being written
+        self._committed = 0  # the newest step on disk, of those that were written here
+        self._copied: tuple[Progress, Awaitable[StepMetrics]] | None = None  # and not written to the disk
         self._failures = 0  # of writes to the disk, in a row
         self._writing: asyncio.Task[None] | None = None
 
@@ -157,6 +160,8 @@ class Checkpoints:
         It is committed when its step's line is written, which gives `metrics`.
         """
         await self.settle()
+        if progress.step == self._committed:  # by `save_copy`
+            return
         if self._config.asynchronous:
             await self._begin(progress, metrics, to_disk=True)
             return
@@ -164,15 +169,26 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._write(progress, metrics, self._models.save))
         await self.settle()
 
-    def due_in_memory(self, step: int) -> bool:
-        """True if `save_in_memory` would begin a checkpoint."""
-        busy = self._writing is not None and not self._writing.done()
-        return not busy and self._memory is not None and self._memory.due(step)
+    def due_copy(self, step: int, *, has_line: bool) -> bool:
+        """True if `copy` is to be called after a step that is not saved.
 
-    async def save_in_memory(self, progress: Progress, metrics: Awaitable[StepMetrics]) -> None:
-        """Begin a checkpoint of a step in memory, after the one before."""
+        A stop may drop the validation of this step, and so its line: until it has one, the copy of the step
+        before is kept.
+        """
+        busy = self._writing is not None and not self._writing.done()
+        in_memory = self._memory is not None and self._memory.due(step)
+        return not busy and (in_memory or (has_line and self._config.stop_seconds is not None))
+
+    async def copy(self, progress: Progress, metrics: Awaitable[StepMetrics]) -> None:
+        """Copy the state of a step, for `save_copy`, and begin a checkpoint in memory if one is due."""
         await self.settle()
         await self._begin(progress, metrics, to_disk=False)
+
+    def save_copy(self) -> None:
+        """Begin the checkpoint of the newest copy on disk, while a step continues."""
+        if self._copied is not None:
+            (progress, metrics), self._copied = self._copied, None
+            self._writing = asyncio.create_task(self._write_after(self._writing, progress, metrics))
 
     async def newest_state(self, before: float = math.inf) -> SavedState | None:
         """The newest complete checkpoint of a step `before`: in memory, else on disk. Ranks may have died.
@@ -187,6 +203,7 @@ class Checkpoints:
             if isinstance(error, WorkerFailed):  # the disk is full: not a matter of the ranks
                 raise
             logger.warning("the checkpoint of step %d was not completed: %s", self._step, error)
+        self._copied, self._committed = None, 0  # later steps come again
         held = await self._memory.newest(before) if self._memory is not None else None
         steps = (step for step in self._store.steps() if step < before)
         if held is not None and held.step >= max(steps, default=0):
@@ -240,8 +257,10 @@ class Checkpoints:
             logger.warning("the checkpoint of step %d was not completed: %s", self._step, failure)
 
     async def _begin(self, progress: Progress, metrics: Awaitable[StepMetrics], *, to_disk: bool) -> None:
+        self._copied = None
         await self._models.copy_for_checkpoint()
         self._step = progress.step
+        self._copied = None if to_disk else (progress, metrics)
         self._writing = asyncio.create_task(self._write_copy(progress, metrics, to_disk))
 
     async def _write_copy(self, progress: Progress, metrics: Awaitable[StepMetrics], to_disk: bool) -> None:
@@ -251,9 +270,16 @@ class Checkpoints:
         if to_disk:
             await self._write(progress, metrics, self._models.write_copy)
 
+    async def _write_after(
+        self, before: "asyncio.Task[None] | None", progress: Progress, metrics: Awaitable[StepMetrics]
+    ) -> None:
+        if before is not None:
+            await asyncio.wait({before})  # of the same copy, in memory
+        await self._write(progress, metrics, self._models.write_copy)
+
     async def _write(self, progress: Progress, metrics: Awaitable[StepMetrics], save: Save) -> None:
         """Write and commit a checkpoint; a failed one leaves nothing on the disk."""
-        config, store = self._config, self._store
+        config, store, began = self._config, self._store, time.monotonic()
         folder = store.begin(progress.step)
         try:
             progress.write(folder)
@@ -263,12 +289,21 @@ class Checkpoints:
                 with full_disk_named("The Hugging Face folder of checkpointing.export_hf", folder, fix):
                     await asyncio.to_thread(export_hf, folder, folder / "hf", self._experiment.policy)
                     Origin(str(self._experiment.run_dir.absolute()), progress.step).write(folder / "hf")
+            waits = time.monotonic()
             values = (await metrics).values
+            began += time.monotonic() - waits
             await asyncio.to_thread(store.commit, progress.step, values, records)
-            self._failures = 0
+            self._failures, self._committed = 0, progress.step
+            self._check_seconds(time.monotonic() - began)
             await asyncio.to_thread(store.prune, config.keep, config.metric, config.higher_is_better)
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # not there once it has its name
+
+    def _check_seconds(self, seconds: float) -> None:
+        bound = self._config.stop_seconds
+        if bound is not None and seconds > bound / 2:
+            problem = f"{seconds:.0f} s for a checkpoint are more than half of checkpointing.stop_seconds"
+            logger.warning("%s (%g): raise it, or a stop may end without one", problem, bound)
 
 
 def is_write_failure(error: BaseException) -> bool:

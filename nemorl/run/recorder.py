@@ -117,9 +117,9 @@ class RunRecorder:
             return  # a checkpoint would take the place of one to which the run may return
         if last or number % self._experiment.checkpointing.period == 0:
             await self.save(last=last)
-        elif self._checkpoints.due_in_memory(number):
+        elif self._checkpoints.due_copy(number, has_line=line.done()):
             with self._observer.stage("checkpoint", waits_for="checkpoint"):
-                await self._checkpoints.save_in_memory(progress, line)
+                await self._checkpoints.copy(progress, line)
 
     async def settle(self) -> None:
         """Wait until the validation of the last step has ended and its line is written."""

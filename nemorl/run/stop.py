@@ -1,13 +1,14 @@
 """When a run ends before its last step: a signal, or a metric that no longer improves.
 
 The first signal ends the run where its state is complete: sampling is cancelled, since a resumed run samples
-the same again, and the rest of a step is finished. The second one ends the run immediately.
+the same again, and the rest of a step is finished. With `checkpointing.stop_seconds` it is dropped after half
+of them; the other half is for the checkpoint. The second signal ends the run immediately.
 """
 
 import asyncio
 import logging
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,7 +29,11 @@ class StepCancelled(Exception):
 class StopRequest:
     """The stop request of one run, from signals. Belongs to the run's event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float | None = None) -> None:
+        """`seconds` from the first signal to the end of the run; None: as long as the step takes."""
+        self.seconds = seconds
+        self.expired = False  # half of `seconds` is over: nothing more is begun
+        self.on_request: Callable[[], None] = lambda: None  # while a step continues for a part of `seconds`
         self.signal: signal.Signals | None = None  # the first one
         self.immediate = False  # a second one came
         self._stepping = False
@@ -73,10 +78,19 @@ class StopRequest:
             self.immediate = True
         elif self._stepping:
             effect = "cancelling the step if it is sampling, finishing it otherwise"
+            if self.seconds is not None:
+                effect += f" if it ends within {self.seconds / 2:g} s"
+                asyncio.get_running_loop().call_later(self.seconds / 2, self._expire, work)
+                self.on_request()
             logger.warning("%s received: %s; a second signal ends the run immediately", number.name, effect)
         self.signal = self.signal or number
         self._requested.set()
         if self.immediate or not self._stepping:
+            work.cancel()
+
+    def _expire(self, work: "asyncio.Task[Any]") -> None:
+        self.expired = True
+        if self._stepping:
             work.cancel()
 
 

@@ -130,7 +130,7 @@ async def _train(
     found: Found | None,
 ) -> RunResult:
     """Run to the end. Raises RunStopped if a signal ends the run."""
-    stop = StopRequest()
+    stop = StopRequest(experiment.checkpointing.stop_seconds)
     stop.install()
     try:
         return await _train_session(experiment, observer, store, keeper, found, stop)
@@ -187,6 +187,7 @@ async def _train_session(
         memory = MemoryCheckpoints(experiment, session, keeper) if in_memory else None
         async with Checkpoints(experiment, session.trained, store, memory) as checkpoints:
             recorder = RunRecorder(experiment, session, observer, checkpoints, progress, stop)
+            stop.on_request = checkpoints.save_copy
             with stop.stepping(), suppress(StepCancelled):
                 algorithm = _algorithm(experiment, data, references, session, observer, recorder, progress)
                 async with AsyncExitStack() as closing:
@@ -207,8 +208,10 @@ async def _train_session(
                         except NemorlError as error:
                             await recovery.recover(number, error)
             if stop.requested and not recorder.finished:
-                await recorder.save(last=True)
-                await checkpoints.settle(last=True)
+                await checkpoints.settle()
+                if not stop.expired:
+                    await recorder.save(last=True)
+                    await checkpoints.settle(last=True)
                 raise RunStopped(_stopped(stop, store, recorder.done))
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:
@@ -293,6 +296,8 @@ def _stopped(stop: StopRequest, store: CheckpointStore, done: int | None = None)
     if newest is None:
         fix = "There is no checkpoint: --resume starts from the beginning"
     when = "outside of its steps" if done is None else f"after step {done}"
+    if done is None and stop.expired:
+        when = f"in a step that did not end in half of checkpointing.stop_seconds ({stop.seconds:g})"
     return f"Stopped by {stop.signal.name} {when}. {fix}."
 
 

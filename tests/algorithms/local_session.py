@@ -133,7 +133,7 @@ class Run:
         data = load_offline_data(self.experiment, config)
         order = TaskOrder(len(data.units), self.experiment.seed, self.experiment.data.shuffle)
         references = await self.references(data, order)
-        checkpoints: Any = SimpleNamespace(check=lambda: None, due_in_memory=lambda step: False)
+        checkpoints: Any = SimpleNamespace(check=lambda: None, due_copy=lambda step, has_line: False)
         recorder = RunRecorder(self.experiment, self.session, self.observer, checkpoints, Progress())
         algorithm = OfflineAlgorithm(
             config,

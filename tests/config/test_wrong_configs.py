@@ -602,6 +602,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "kl/reference",
         "unknown metric of this run",
     ),
+    "a bounded stop without a copy of the state": (
+        ["checkpointing.stop_seconds=60", "checkpointing.asynchronous=false"],
+        "checkpointing.stop_seconds",
+        60.0,
+        "set checkpointing.asynchronous to true, or this to null",
+    ),
     "better than what": (
         ["checkpointing.higher_is_better=false"],
         "checkpointing.higher_is_better",

@@ -174,6 +174,53 @@ async def test_the_last_checkpoint_has_to_be_written(store: CheckpointStore) -> 
         await saving.settle(last=True)
 
 
+@in_a_loop
+async def test_a_stop_writes_the_copy_of_the_last_step(store: CheckpointStore) -> None:
+    policy = SlowPolicy()
+    policy.disk.set()
+    async with checkpoints(policy, store, stop_seconds=60) as saving:
+        assert saving.due_copy(1, has_line=True)
+        await saving.copy(Progress(step=1), metrics(1))
+        policy.state = "half of step 2"
+        assert not saving.due_copy(2, has_line=False)  # its validation may be dropped
+        saving.save_copy()
+        saving.save_copy()  # as when two parts of a run request it
+    assert store.steps() == [1]
+    assert (store.path(1) / "weights").read_text() == "weights"
+
+
+@in_a_loop
+async def test_the_copy_of_a_step_and_its_checkpoint_are_one(store: CheckpointStore) -> None:
+    policy = SlowPolicy()
+    policy.disk.set()
+    async with checkpoints(policy, store, stop_seconds=60) as saving:
+        await saving.copy(Progress(step=1), metrics(1))
+        saving.save_copy()
+        policy.state = "not copied"
+        await saving.save(Progress(step=1), metrics(1))
+        await saving.copy(Progress(step=2), metrics(2))
+        await saving.save(Progress(step=3), metrics(3))
+        saving.save_copy()  # the copy of step 2 is that of step 3 now
+    assert store.steps() == [1, 3]
+    assert (store.path(1) / "weights").read_text() == "weights"
+
+
+@in_a_loop
+async def test_without_a_limit_nothing_is_copied_for_a_stop(store: CheckpointStore) -> None:
+    assert not checkpoints(SlowPolicy(), store).due_copy(1, has_line=True)
+
+
+@in_a_loop
+async def test_a_checkpoint_that_takes_too_long_for_a_stop_is_a_warning(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = SlowPolicy()
+    async with checkpoints(policy, store, stop_seconds=1e-6) as saving:
+        await saving.save(Progress(step=1), metrics(1))
+        policy.disk.set()
+    assert "more than half of checkpointing.stop_seconds (1e-06): raise it" in caplog.text
+
+
 async def save_and_check(saving: Checkpoints) -> None:
     async with saving:
         await saving.save(Progress(step=1), metrics(1))

@@ -62,8 +62,8 @@ class Saving:
         self.policy.state = f"weights {number}"
         if to_disk:
             await self.checkpoints.save(Progress(step=number), metrics(number))
-        elif self.checkpoints.due_in_memory(number):
-            await self.checkpoints.save_in_memory(Progress(step=number), metrics(number))
+        elif self.checkpoints.due_copy(number, has_line=True):
+            await self.checkpoints.copy(Progress(step=number), metrics(number))
 
     async def newest(self) -> tuple[int, str, bool]:
         state = await self.checkpoints.newest_state()

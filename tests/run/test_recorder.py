@@ -61,7 +61,7 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
         generating=contextlib.nullcontext,
         lineage=UNBROKEN,
     )
-    checkpoints: Any = SimpleNamespace(check=lambda: None, due_in_memory=lambda step: False)
+    checkpoints: Any = SimpleNamespace(check=lambda: None, due_copy=lambda step, has_line: False)
     recorder = RunRecorder(experiment, session, observer, checkpoints, Progress())
 
     async def three_validations() -> None:
@@ -96,7 +96,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
         """Nothing is being written."""
 
     checkpoints: Any = SimpleNamespace(
-        check=lambda: None, due_in_memory=lambda step: False, save=save, settle=settle
+        check=lambda: None, due_copy=lambda step, has_line: False, save=save, settle=settle
     )
     nobody: Any = SimpleNamespace(lineage=UNBROKEN)
     recorder = RunRecorder(experiment, nobody, observer, checkpoints, Progress())
@@ -132,7 +132,7 @@ def test_a_run_that_is_asked_to_stop_begins_no_step_and_saves_the_last_one_once(
         """Nothing is being written."""
 
     checkpoints: Any = SimpleNamespace(
-        check=lambda: None, due_in_memory=lambda step: False, save=save, settle=settle
+        check=lambda: None, due_copy=lambda step, has_line: False, save=save, settle=settle
     )
     nobody: Any = SimpleNamespace(lineage=UNBROKEN)
 
@@ -218,7 +218,7 @@ class Validations:
             samples=lambda samples: None,
         )
         checkpoints: Any = SimpleNamespace(
-            check=lambda: None, due_in_memory=lambda step: False, save=save, settle=settle
+            check=lambda: None, due_copy=lambda step, has_line: False, save=save, settle=settle
         )
         self.recorder = RunRecorder(experiment, self.session, observer, checkpoints, Progress())
 

@@ -23,9 +23,9 @@ def handlers_as_before() -> Any:
         signal.signal(number, handler)
 
 
-def run(work: Callable[[StopRequest], Awaitable[Any]]) -> StopRequest:
+def run(work: Callable[[StopRequest], Awaitable[Any]], seconds: float | None = None) -> StopRequest:
     """Run the work in a task that handles the signals."""
-    stop = StopRequest()
+    stop = StopRequest(seconds)
 
     async def main() -> None:
         stop.install()
@@ -108,3 +108,34 @@ def test_a_second_signal_ends_the_work_immediately() -> None:
         run(work)
     assert stops[0].signal is signal.SIGUSR1
     assert stops[0].immediate
+
+
+def test_a_step_that_does_not_end_in_time_is_cancelled() -> None:
+    stops: list[StopRequest] = []
+    written: list[str] = []
+
+    async def work(stop: StopRequest) -> None:
+        stops.append(stop)
+        stop.on_request = lambda: written.append("copy")
+        with stop.stepping():
+            send(signal.SIGTERM)
+            await asyncio.Event().wait()
+
+    with pytest.raises(asyncio.CancelledError):
+        run(work, seconds=0.02)
+    assert stops[0].expired
+    assert not stops[0].immediate
+    assert written == ["copy"]
+
+
+def test_what_follows_a_step_is_not_cancelled() -> None:
+    async def work(stop: StopRequest) -> None:
+        with stop.stepping():
+            send(signal.SIGTERM)
+            while not stop.requested:
+                await asyncio.sleep(0)
+        while not stop.expired:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # as the write of a checkpoint
+
+    assert run(work, seconds=0.1).expired

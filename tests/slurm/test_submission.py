@@ -213,6 +213,22 @@ def test_a_short_limit_has_a_later_signal(monkeypatch: pytest.MonkeyPatch) -> No
     assert "--signal" not in words(Options(nodes=1, time="5"))
 
 
+def test_the_signal_leaves_the_time_of_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own seconds, and 30 for Ray and the launchers."""
+    monkeypatch.delenv("SBATCH_SIGNAL", raising=False)
+    assert "--signal=USR1@150" in words(Options(nodes=1, time="10", stop_seconds=120))
+    assert "--signal=USR1@150" in words(Options(nodes=1, stop_seconds=119.5))
+    given = words(Options(nodes=1, sbatch=("--signal=B:USR1@150",), stop_seconds=120))
+    assert given.count("--signal") == 1
+    with pytest.raises(SlurmError, match=r"stop_seconds = 121 and the job's end take 151 s; set USR1@151"):
+        words(Options(nodes=1, sbatch=("--signal=USR1@150",), stop_seconds=121))
+    with pytest.raises(SlurmError, match=r"--time 2: checkpointing.stop_seconds = 90 .* raise the limit"):
+        words(Options(nodes=1, time="2", stop_seconds=90))
+    monkeypatch.setenv("SBATCH_SIGNAL", "USR1")  # 60 s before the limit
+    with pytest.raises(SlurmError, match=r"--signal=USR1: checkpointing.stop_seconds = 40"):
+        words(Options(nodes=1, stop_seconds=40))
+
+
 def test_all_combinations_the_last_field_changing_first() -> None:
     tasks = sweep_tasks(["policy.optimizer.lr=1e-4,3e-4", "seed=1, 2"])
 
