@@ -42,12 +42,17 @@ def stop_in(patch: pytest.MonkeyPatch, owner: type, method: str, call: int, seco
     patch.setattr(owner, method, longer)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("stops") / "model")
+
+
 class Run:
-    def __init__(self, folder: Path, name: str, **algorithm: Any) -> None:
+    def __init__(self, model: Path, name: str, **algorithm: Any) -> None:
         saving = {"period": 4, "save_hf": True, "stop_seconds": 2.0}
         changes = {"checkpointing": saving, "algorithm": algorithm}
-        path = write_experiment(folder, tiny_model(folder / "model"), name, **changes)
-        self.experiment, self.folder = load_experiment(path), folder / name
+        path = write_experiment(model.parent, model, name, **changes)
+        self.experiment, self.folder = load_experiment(path), model.parent / name
 
     def train(self) -> None:
         train(self.experiment, resume=self.folder.exists())
@@ -61,8 +66,8 @@ class Run:
         return max(CheckpointStore(self.folder / "checkpoints").steps()), str(stop.value)
 
 
-def test_a_stop_costs_no_more_than_the_step_that_does_not_end(tmp_path: Path) -> None:
-    undisturbed, run = (Run(tmp_path, name, validation={"period": 2}) for name in ("undisturbed", "run"))
+def test_a_stop_costs_no_more_than_the_step_that_does_not_end(model: Path) -> None:
+    undisturbed, run = (Run(model, name, validation={"period": 2}) for name in ("undisturbed", "run"))
     undisturbed.train()
 
     step, message = run.stop_in(ModelHandle, "train", 2)  # the weights are those of step 2 already
@@ -85,8 +90,8 @@ def test_a_stop_costs_no_more_than_the_step_that_does_not_end(tmp_path: Path) ->
     assert (run.folder / file).read_bytes() == (undisturbed.folder / file).read_bytes()
 
 
-def test_samples_in_progress_are_taken_again(tmp_path: Path) -> None:
-    run = Run(tmp_path, "run", max_staleness=2, validation={"period": None})
+def test_samples_in_progress_are_taken_again(model: Path) -> None:
+    run = Run(model, "ahead", max_staleness=2, validation={"period": None})
     step, message = run.stop_in(ModelHandle, "train", 3)
     assert step == 2
     assert DROPPED in message
