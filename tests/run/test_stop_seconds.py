@@ -66,6 +66,7 @@ class Run:
         return max(CheckpointStore(self.folder / "checkpoints").steps()), str(stop.value)
 
 
+@pytest.mark.slow
 def test_a_stop_costs_no_more_than_the_step_that_does_not_end(model: Path) -> None:
     undisturbed, run = (Run(model, name, validation={"period": 2}) for name in ("undisturbed", "run"))
     undisturbed.train()
