@@ -208,10 +208,9 @@ async def _train_session(
                         except NemorlError as error:
                             await recovery.recover(number, error)
             if stop.requested and not recorder.finished:
-                await checkpoints.settle()
                 if not stop.expired:
                     await recorder.save(last=True)
-                    await checkpoints.settle(last=True)
+                await checkpoints.settle(last=True)
                 raise RunStopped(_stopped(stop, store, recorder.done))
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:
