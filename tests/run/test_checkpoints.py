@@ -206,6 +206,22 @@ async def test_the_copy_of_a_step_and_its_checkpoint_are_one(store: CheckpointSt
 
 
 @in_a_loop
+async def test_a_step_that_comes_again_after_a_rollback_is_saved_again(store: CheckpointStore) -> None:
+    policy = SlowPolicy()
+    policy.disk.set()
+    async with checkpoints(policy, store, stop_seconds=60) as saving:
+        for step in (1, 2):
+            await saving.save(Progress(step=step), metrics(step))
+        saved = await saving.newest_state(before=2)
+        assert saved is not None
+        assert saved.progress.step == 1
+        await saving.remove_after(1)
+        policy.state = "other weights"
+        await saving.save(Progress(step=2), metrics(2))
+    assert (store.path(2) / "weights").read_text() == "other weights"
+
+
+@in_a_loop
 async def test_without_a_limit_nothing_is_copied_for_a_stop(store: CheckpointStore) -> None:
     assert not checkpoints(SlowPolicy(), store).due_copy(1, has_line=True)
 
