@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from nemorl.config.experiment import Experiment
-from nemorl.observe.run_folder import RunPaths
+from nemorl.observe.run_folder import RunPaths, read_header
 from nemorl.slurm.start import MAX_RESTARTS, newest_step, newest_step_in, parse_max_restarts
 
 from .terminal import ExitCode, complain
@@ -28,6 +29,11 @@ FINAL = (ExitCode.WELL, ExitCode.REFUSED, ExitCode.STOPPED, ExitCode.INTERRUPTED
 ORPHAN_SECONDS = 30.0  # for the processes of a run that died to end on their own
 _POLL_SECONDS = 0.2
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
+
+
+class Failure(NamedTuple):
+    start: int  # of the run, from 1
+    error: str  # empty of one that was killed
 
 
 class Supervisor:
@@ -45,6 +51,7 @@ class Supervisor:
         for number in SIGNALS:
             signal.signal(number, self._pass_on)
         furthest, without_progress = self._newest_step(), 0
+        failure = self._failure()._replace(error="")  # of an earlier command: its cause may be gone
         while True:
             status = self._start(resume)
             end_orphans()
@@ -58,14 +65,18 @@ class Supervisor:
             step = self._newest_step()
             without_progress = without_progress + 1 if step <= furthest else 0
             furthest = max(furthest, step)
-            place = f"newest checkpoint: step {step}" if step else "no checkpoint yet"
+            earlier, failure = failure, self._failure()
+            recurs = failure.start > earlier.start and failure.error == earlier.error != ""
+            place, reason = f"newest checkpoint: step {step}" if step else "no checkpoint yet", ""
             if without_progress > self._max_restarts:
-                starts = f"{without_progress} starts in a row wrote no new checkpoint"
-                complain(
-                    f"The run {how}; {place}. {starts} ({MAX_RESTARTS} = {self._max_restarts}): giving up."
-                )
+                bound = f"({MAX_RESTARTS} = {self._max_restarts})"
+                reason = f"{without_progress} starts in a row wrote no new checkpoint {bound}"
+            elif without_progress and recurs:
+                reason = "A restart without progress had the same error"
+            outcome = f"{reason}: giving up" if reason else "Restarting with --resume"
+            complain(f"The run {how}; {place}. {outcome}.")
+            if reason:
                 return ExitCode.FAILED
-            complain(f"The run {how}; {place}. Restarting with --resume.")
             resume = True
 
     def _start(self, resume: bool) -> int:
@@ -85,6 +96,11 @@ class Supervisor:
             return on_disk
         folder = self._experiment.checkpointing.memory_dir / paths.memory.read_text(encoding="utf-8").strip()
         return max(on_disk, newest_step_in(folder))
+
+    def _failure(self) -> Failure:
+        starts = read_header(RunPaths(self._experiment.run_dir).header)
+        end = starts[-1].get("end", {}) if starts else {}
+        return Failure(len(starts), end.get("error", ""))
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True

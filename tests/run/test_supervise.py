@@ -1,5 +1,6 @@
 """`nemorl train --supervise`: which ends are restarted, how often, and what is left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -86,6 +87,20 @@ def test_the_same_checkpoint_again_is_no_progress(tmp_path: Path, supervise: Sup
     )
     assert done.returncode == 1
     assert len(starts(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(("errors", "count"), [(["a", "a"], 2), (["a", "b", "b"], 3), (["a", "", "a"], 4)])
+def test_an_error_that_recurs_is_not_tried_again(
+    tmp_path: Path, supervise: Supervise, errors: list[str], count: int
+) -> None:
+    """The last start fails before it adds an entry to the header."""
+    for number in range(1, len(errors) + 1):
+        entries = [{"end": {"error": error}} if error else {} for error in errors[:number]]
+        (tmp_path / f"header-{number}").write_text(json.dumps(entries), encoding="utf-8")
+    done = supervise(f"cp {tmp_path}/header-$N {tmp_path}/header.json; exit 1", max_restarts=3)
+    assert done.returncode == 1
+    assert len(starts(tmp_path)) == count
+    assert ("had the same error: giving up" in done.stderr) == (count < 4)
 
 
 @pytest.mark.parametrize("status", [0, 2, 75, 130])
