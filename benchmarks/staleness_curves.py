@@ -47,7 +47,8 @@ def run(config: Path, side: str, seed: int, steps: int, samples: int) -> dict[st
         *SIDES[side],
         f"seed={seed}",
         f"algorithm.num_steps={steps}",
-        f"algorithm.validation={{at_start: true, at_end: true, num_generations_per_prompt: {samples}}}",
+        "algorithm.validation={at_start: true, period: null, at_end: true}",
+        f"algorithm.validation.num_generations_per_prompt={samples}",
         f"checkpointing={{period: {steps}}}",
     ]
     lines = train_in_processes(config, OUT / name, overrides)
