@@ -214,19 +214,23 @@ class LogprobGate:
         if self.guarded and self.compared:
             return
         self.compared = True
-        # Of stale samples those of the youngest weights are compared: the rest differ by updates as well.
+        # Of stale samples those of the youngest weights are compared: the others differ by more updates.
+        # Each update since allows as much again: it changes the policy, which is no error of the engine.
         ages = (age for age in range(self.config.max_staleness + 1) if f"staleness/gap_{age}" in metrics)
         if (youngest := next(ages, None)) is None:
-            mean, largest = metrics["logprob_gap/mean"], metrics["logprob_gap/max"]
+            age, mean, largest = 0, metrics["logprob_gap/mean"], metrics["logprob_gap/max"]
         else:
-            mean, largest = metrics[f"staleness/gap_{youngest}"], metrics[f"staleness/gap_max_{youngest}"]
+            age, of_age = youngest, ("staleness/gap", "staleness/gap_max")
+            mean, largest = (metrics[f"{name}_{age}"] for name in of_age)
         limit, token_limit = self.config.max_logprob_gap, self.config.max_token_logprob_gap
-        if not mean <= limit:  # also of a NaN
+        if not mean <= (1 + age) * limit:  # also of a NaN
             broken = f"algorithm.max_logprob_gap allows a mean of {limit:g}"
-        elif token_limit is not None and not largest <= token_limit:
+        elif token_limit is not None and not largest <= (1 + age) * token_limit:
             broken = f"algorithm.max_token_logprob_gap allows {token_limit:g} at a token"
         else:
             return
+        if age:
+            broken += f", and the age of the tokens, {age}, as much again for each update"
         raise LogprobGapTooLarge(
             f"engine and trainer disagree on the logprobs of the same tokens: the mean difference is "
             f"{mean:.4g}, the largest {largest:.4g}; {broken}. Likely causes:"

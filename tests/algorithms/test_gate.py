@@ -145,11 +145,17 @@ def test_of_stale_samples_the_youngest_count():
         "staleness/gap_2": 0.5,
         "staleness/gap_max_2": 3.0,
     }
-    mine = gate(max_staleness=2, max_logprob_gap=0.06, max_token_logprob_gap=0.5)
+    mine = gate(max_staleness=2, max_logprob_gap=0.03, max_token_logprob_gap=0.25)  # 0.06 and 0.5 at age 1
     mine.check({**FIGURES, "staleness/gap_max_0": 0.0, **ages}, range(3, 5), 5)
     for name in ("staleness/gap_1", "staleness/gap_max_1"):
-        with pytest.raises(LogprobGapTooLarge, match="on_update is continue: sequences keep"):
+        with pytest.raises(
+            LogprobGapTooLarge, match=r"the age of the tokens, 1, as much again(.|\n)*: sequences keep"
+        ):
             mine.check({**FIGURES, **ages, name: 0.6}, range(3, 5), 5)
+    younger = {**ages, "staleness/gap_0": 0.02, "staleness/gap_max_0": 0.2}
+    mine.check({**FIGURES, **younger}, range(3, 6), 5)
+    with pytest.raises(LogprobGapTooLarge, match=r"allows a mean of 0\.03\. "):
+        mine.check({**FIGURES, **younger, "staleness/gap_0": 0.04}, range(3, 6), 5)
 
 
 def test_the_first_batch_and_those_of_the_period_are_compared_before_they_are_learned():

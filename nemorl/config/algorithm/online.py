@@ -139,7 +139,8 @@ class OnlineBase(AlgorithmBase):
     filters: FiltersConfig = FiltersConfig()
     """Samples that are left out of training."""
     max_logprob_gap: float = Field(0.2, gt=0)
-    """Stop if the mean absolute difference between the engine's and the trainer's logprobs is larger."""
+    """Stop if the mean absolute difference between the engine's and the trainer's logprobs is larger. Each
+    update since the tokens were sampled allows as much again."""
     max_token_logprob_gap: float | None = Field(None, gt=0)
     """Stop if that difference is larger at any token; null does not check it."""
     logprob_gap_period: int | None = Field(None, ge=1)
