@@ -44,6 +44,8 @@ def rollout_metrics(
         "turns/mean": fmean(t.num_turns for t in members),
         **{f"stop/{reason}": count / len(members) for reason, count in stops.items()},
         "errors": float(sum(t.error is not None for t in members)),
+        "environment/errors": float(sum(t.environment_failed for t in members)),
+        "environment/retries": float(sum(t.num_retries for t in members)),
         "tokens/generated": float(sum(t.num_sampled for t in members)),
         **_version_metrics(members, version, lineage),
         **({"reward/of_greedy": fmean(greedy)} if greedy else {}),

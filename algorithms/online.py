@@ -10,6 +10,7 @@ without processes of its own is the policy with its first weights.
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,7 +139,7 @@ class OnlineAlgorithm:
         policy, models, stage = self.session.learner, self.session.models, self.observer.stage
         version = self.session.lineage.version(number - 1)
         with stage("loading"):
-            loaded = [name for name in ("policy", "critic", "reference") if name in models]
+            loaded = [name for name in ("policy", "critic") if name in models]
             await asyncio.gather(*(self._load(name, batch) for name in loaded))
         gap = await self._compute_fields(batch, number)
         if self.teachers is not None:
@@ -189,22 +190,28 @@ class OnlineAlgorithm:
                     await policy.logprobs(old=False, reference=True)
             return []
 
+        async def of_reference() -> Fields:
+            await self._load("reference", batch)
+            await models["reference"].logprobs(old=True, reference=False)
+            return [("reference_logprobs", await models["reference"].share("old_logprobs"))]
+
         async def reference_logprobs() -> Fields:
             with stage("reference"):
-                await models["reference"].logprobs(old=True, reference=False)
-                return [("reference_logprobs", await models["reference"].share("old_logprobs"))]
+                return await models["reference"].outlasting(of_reference)
 
         async def values() -> Fields:
             with stage("values"):
                 await models["critic"].values()
                 return [("values", await models["critic"].share("values"))]
 
+        async def take(of_models: Sequence[Fields]) -> None:
+            for name, column in itertools.chain.from_iterable(of_models):
+                await policy.take(name, column)
+
         work: list[tuple[str, Callable[[], Awaitable[Fields]]]] = [("policy", logprobs)]
         work += [("reference", reference_logprobs)] if has_reference else []
         work += [("critic", values)] if batch.critic_sequences else []
-        for fields in await self.session.run_models(work):
-            for name, column in fields:
-                await policy.take(name, column)
+        await self.session.run_and_take(work, take)
         return gap
 
     async def _sample(self) -> Groups:

@@ -19,6 +19,7 @@ from nemorl.data.shards import Column, Field, SequencePlace
 from nemorl.errors import RunError
 from nemorl.generation.openai_client import OpenAIClient
 from nemorl.generation.types import EngineFailed, RequestRefused
+from nemorl.rewards.scored import Attempts, Service
 from nemorl.session.handles import BatchKind
 from nemorl.session.session import Session
 from nemorl.trajectories import Task
@@ -36,11 +37,15 @@ class Teachers:
         rows = {name: [i for i, one in enumerate(teachers) if one == name] for name in self.configs}
         asked = {name: own for name, own in rows.items() if own}
         calls = [(self._model(name), partial(self._ask, name, asked[name], places, kind)) for name in asked]
-        answers = await self.session.run_models(calls)
         order = [i for own in rows.values() for i in own]
-        for field, of_policy in self._fields.items():
-            by_row = dict(zip(order, [p for columns in answers for p in columns[field]], strict=True))
-            await self.session.learner.take(of_policy, Column(tuple(by_row[i] for i in range(len(places)))))
+
+        async def take(answers: Sequence[Mapping[Field, Sequence[tuple[object, int]]]]) -> None:
+            for field, of_policy in self._fields.items():
+                by_row = dict(zip(order, [p for columns in answers for p in columns[field]], strict=True))
+                column = Column(tuple(by_row[i] for i in range(len(places))))
+                await self.session.learner.take(of_policy, column)
+
+        await self.session.run_and_take(calls, take)
 
     @property
     def _fields(self) -> Mapping[Field, Field]:
@@ -65,12 +70,16 @@ class Teachers:
         own, teacher = [places[row] for row in rows], self.session.model(self._model(name))
         # The result of the padding is not used.
         padded = [*own, *[replace(own[0], weight=0.0)] * (-len(own) % self.multiples[name])]
-        await teacher.load([replace(place, compared=None) for place in padded], kind=kind)
-        if self.top_k is None:
-            await teacher.logprobs(old=True, reference=False)
-        else:
-            await teacher.top(self.top_k)
-        return {field: list((await teacher.share(field)).places[: len(own)]) for field in self._fields}
+
+        async def compute() -> dict[Field, list[tuple[object, int]]]:
+            await teacher.load([replace(place, compared=None) for place in padded], kind=kind)
+            if self.top_k is None:
+                await teacher.logprobs(old=True, reference=False)
+            else:
+                await teacher.top(self.top_k)
+            return {field: list((await teacher.share(field)).places[: len(own)]) for field in self._fields}
+
+        return await teacher.outlasting(compute)
 
 
 def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Sequence[str]) -> list[str]:
@@ -143,9 +152,10 @@ class EndpointTeacher:
         spans = [range(starts[s], starts[s + 1]) for s in sequences]
         spans = [span for span in spans if bool(batch.loss_mask[span.start : span.stop].any())]
         prompts = [batch.tokens[span.start : span.stop].tolist() for span in spans]
+        service = Service(f"{self._section} at {config.base_url}", seconds)
         try:
             async with asyncio.timeout(seconds):
-                answers = await asyncio.gather(*(self._ask(client, prompt) for prompt in prompts))
+                answers = await asyncio.gather(*(self._ask(client, service, prompt) for prompt in prompts))
         except TimeoutError as error:
             problem = f"no answer within {seconds:g} s (cluster.deadlines.logprobs)"
             raise RunError(f"{self._section}: {problem}") from error
@@ -160,10 +170,17 @@ class EndpointTeacher:
             if batch.loss_mask[place]
         ]
 
-    async def _ask(self, client: OpenAIClient, tokens: list[int]) -> list[Scores]:
-        """The scores at each token but the first."""
+    async def _ask(self, client: OpenAIClient, service: Service, tokens: list[int]) -> list[Scores]:
+        """The scores at each token but the first. A server that does not answer is waited for."""
         body = {"model": self._config.model, "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
-        answer = await client.post("/completions", {**body, "prompt_logprobs": self._top_k or 0})
+        answer, attempts = None, Attempts(service)
+        while answer is None:
+            try:
+                answer = await client.post("/completions", {**body, "prompt_logprobs": self._top_k or 0})
+                service.answered()
+            except EngineFailed as error:
+                if not await attempts.repeat(str(error)):
+                    raise
         scores = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
         server = f"{self._section}.base_url = {self._config.base_url}: the server"
         if not scores:

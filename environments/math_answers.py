@@ -30,7 +30,7 @@ class MathEnvironment(Environment):
         return task.messages
 
     async def step(self, action: Action) -> Step:
-        return Step(rewards={"math": await self._scoring.score(verify_answer, self._answer, action.text)})
+        return await self._scoring.step("math", verify_answer, self._answer, action.text)
 
 
 class MathFactory(EnvironmentFactory):

@@ -34,8 +34,8 @@ class ReasoningGymEnvironment(Environment):
         entry = {key: columns[key] for key in ("question", "metadata")} | {"answer": self._task.answer}
         answer = action.text if self._answer_tag is None else last_tagged(action.text, self._answer_tag) or ""
         options = json.dumps(columns["reasoning_gym_options"], sort_keys=True)
-        score = await self._scoring.score(score_entry, columns["reasoning_gym_task"], options, answer, entry)
-        return Step(rewards={"reasoning_gym": score})
+        arguments = columns["reasoning_gym_task"], options, answer, entry
+        return await self._scoring.step("reasoning_gym", score_entry, *arguments)
 
 
 class ReasoningGymFactory(EnvironmentFactory):

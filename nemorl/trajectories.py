@@ -52,6 +52,14 @@ class Step:
     messages: tuple[Message, ...] = ()  # the observation; empty when done
     rewards: dict[str, float] = field(default_factory=dict)  # by name; summed over turns
     done: bool = True
+    num_retries: int = 0  # of what the environment had to do again, since it lost a process
+
+
+class EnvironmentLost(RuntimeError):
+    """Raised by an environment whose process or service is gone.
+
+    The trajectory is sampled again in a new environment, for as long as `cluster.deadlines.outage`.
+    """
 
 
 class Environment(Protocol):

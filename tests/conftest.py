@@ -40,6 +40,7 @@ SECOND_PART = {
     "tests/run/test_megatron_generation.py",
     "tests/run/test_restarts.py",
     "tests/run/test_reward_runs.py",
+    "tests/run/test_services_of_runs.py",
     "tests/run/test_stalled_runs.py",
     "tests/run/test_updates_while_sampling.py",
     "tests/run/test_stop_seconds.py",

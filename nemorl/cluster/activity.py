@@ -45,6 +45,19 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class ServiceCalls:
+    """Calls of a service outside of the run's processes, or of environments, that wait for an answer."""
+
+    service: str
+    number: int
+    seconds: float  # in which none of them has been answered
+
+    def __str__(self) -> str:
+        calls = f"{self.number} call waits" if self.number == 1 else f"{self.number} calls wait"
+        return f"{self.service} has not answered for {self.seconds:.0f} s; {calls}"
+
+
+@dataclass(frozen=True)
 class Activity:
     """A process by its own report."""
 
@@ -53,6 +66,7 @@ class Activity:
     idle_seconds: float = 0.0  # since it ended, or since the process began
     collectives: tuple[Collective, ...] = ()
     queues: Mapping[str, float] = field(default_factory=dict)  # depths, as the target names them
+    services: tuple[ServiceCalls, ...] = ()
     stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # lines by thread, innermost last
 
     def __str__(self) -> str:

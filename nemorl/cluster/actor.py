@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from .activity import Activity, Call, collectives, place_of, stacks
+from .activity import Activity, Call, ServiceCalls, collectives, place_of, stacks
 from .errors import ClusterError, NotShared, WorkerFailed
 from .logs import send_output_to
 
@@ -122,16 +122,23 @@ class Actor:
             await self.call(invocation)
 
     @ray.method(concurrency_group="control")
+    async def respond(self) -> None:
+        """Show that the process runs, whatever its other threads do."""
+
+    @ray.method(concurrency_group="control")
     async def describe_activity(self) -> Activity:
         """Describe what runs here, from a thread of its own; the stacks of all threads go to the log."""
         faulthandler.dump_traceback(file=2, all_threads=True)
-        now, queues = time.monotonic(), {}
+        now, queues, services = time.monotonic(), {}, []
         if hasattr(self._target, "queues"):
             with suppress(Exception):  # an engine that has failed has none
                 queues = self._target.queues()
+        if hasattr(self._target, "service_calls"):
+            services = [ServiceCalls(*waiting) for waiting in self._target.service_calls()]
         calls = [Call(one.method, now - one.since, place_of(one.thread)) for one in tuple(self._running)]
         idle = now - self._idle_since
-        return Activity(tuple(calls), self._finished, idle, collectives(), queues, stacks(self._loop))
+        of_loop = stacks(self._loop)
+        return Activity(tuple(calls), self._finished, idle, collectives(), queues, tuple(services), of_loop)
 
     @contextmanager
     def _reporting(self, invocation: Invocation) -> Iterator[_Running]:

@@ -95,5 +95,9 @@ class DeadlineExceeded(ClusterError):
         return f"{problem}; no answer from rank{'s' * (len(self.ranks) > 1)} {ranks}.{doing}"
 
 
+class RestartsExhausted(ClusterError):
+    """A model was lost again after as many restarts as are allowed; the cause is the last loss."""
+
+
 class GroupEnded(ClusterError):
     """A call to a group whose processes have already ended, after a failure or by `shutdown`."""

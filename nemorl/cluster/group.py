@@ -266,7 +266,7 @@ class WorkerGroup:
         """True if a process has died, or does not respond within `seconds`."""
         if self._ended:
             return self._has_lost
-        asked = [asyncio.wrap_future(w.actor.describe_activity.remote().future()) for w in self.workers]
+        asked = [asyncio.wrap_future(w.actor.respond.remote().future()) for w in self.workers]
         _, silent = await asyncio.wait(asked, timeout=seconds)
         for future in silent:
             future.cancel()

@@ -14,6 +14,9 @@ from .base import Config, Variants, call_within, check, function_at
 from .generation import ADDRESS, is_address
 from .policy import LayoutConfig, NoRecompute, PolicyConfig, TokenizerConfig
 
+# Of a reward that cannot be computed or an environment that fails; all but `fail` are counted.
+OnError = Literal["skip", "drop_group", "zero", "fail"]
+
 
 class EnvBase(Config):
     factory_path: ClassVar[str]  # `module:class` of an EnvironmentFactory that takes this section
@@ -23,6 +26,12 @@ class EnvBase(Config):
     has_one_turn: ClassVar[bool] = False
 
     name: str
+    max_retries: int = Field(1, ge=0)
+    """Times a trajectory whose environment fails or hangs is sampled again, in a new environment."""
+    on_error: OnError = "skip"
+    """After that, `skip`: leave the trajectory out of training and count it. `drop_group`: drop its group,
+    which is sampled again. `zero`: train on it as far as it came, with no reward of the environment. `fail`:
+    end the run."""
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -147,8 +156,9 @@ class RewardBase(Config):
     """Seconds of one call, including retries but not waiting; null is `cluster.deadlines.environment`."""
     max_concurrent: int = Field(8, ge=1)
     """Concurrent calls of each rollout worker; more wait."""
-    on_error: Literal["skip", "fail"] = "skip"
-    """`skip`: leave a trajectory that cannot be scored out of training and count it. `fail`: end the run."""
+    on_error: OnError = "skip"
+    """`skip`: leave a trajectory that cannot be scored out of training and count it. `drop_group`: drop its
+    group, which is sampled again. `zero`: the reward is 0. `fail`: end the run."""
 
     @property
     def metric(self) -> str:

@@ -23,6 +23,9 @@ class DeadlineConfig(Config):
     """One step of an engine that has work; an engine that takes longer is lost."""
     environment: float = Field(60.0, gt=0)
     """One call of an environment or a reward."""
+    outage: float | None = Field(None, ge=0)
+    """Repeating calls of a reward's server or of an environment's service that does not answer; null is half
+    of `generation`."""
     logprobs: float = Field(1800.0, gt=0)
     """Recomputing logprobs of a batch."""
     training: float = Field(3600.0, gt=0)
@@ -33,6 +36,16 @@ class DeadlineConfig(Config):
     """Writing or reading a checkpoint."""
     stall: float = Field(300.0, gt=0)
     """Without progress of a stage; the run then writes a stall report, and continues to wait."""
+
+    @property
+    def outage_seconds(self) -> float:
+        return self.generation / 2 if self.outage is None else self.outage
+
+    @check
+    def _outage_ends_before_sampling(self) -> Problems:
+        if self.outage is not None and self.outage >= self.generation:
+            fix = f"the run ends after cluster.deadlines.generation, {self.generation:g}, without a group"
+            yield Problem("outage", self.outage, f"{fix}; set it to less")
 
 
 class ClusterConfig(Config):
@@ -53,8 +66,9 @@ class ClusterConfig(Config):
     object_store_megabytes: int = Field(512, ge=100)
     """Shared memory that a local Ray sets aside for objects."""
     max_model_restarts: int = Field(3, ge=0)
-    """Restarts in a row, without a further step, of models that lost a process; then the run stops. A restart
-    continues from the newest checkpoint."""
+    """Restarts in a row, without a further step, of models that lost a process; then the run stops. They
+    continue from the newest checkpoint. Models that do not train repeat the batch in which they were lost,
+    and the limit is for a batch."""
     deadlines: DeadlineConfig = DeadlineConfig()
     """Seconds each stage may take."""
 

@@ -137,6 +137,7 @@ SHOWN = (
     Shown("reward_seconds/", "Seconds to score a group"),
     Shown("reward_waiting/", "Seconds that the scoring of a group waits for a free slot"),
     Shown("reward_retries/", "Retried requests of rewards"),
+    Shown("environment/", "Trajectories whose environment failed, and attempts that were repeated"),
     Shown("tokens/", "Tokens of a step"),
 )
 

@@ -22,7 +22,7 @@ from nemorl.config.base import call_within, counted
 from nemorl.trajectories import Conversation, Message, StopReason, Task, Trajectory, Turn
 
 from .find import RewardError, find_reward
-from .scored import Answers, Columns, Failed, Score, Scored, Scorer, ScoringMetrics, text_of
+from .scored import Answers, Columns, Failed, Score, Scored, Scorer, ScoringMetrics, Service, text_of
 
 log = logging.getLogger(__name__)
 
@@ -176,44 +176,61 @@ def _scripted(task: Task, text: str) -> Conversation:
 class ScoredGroup:
     trajectories: list[Trajectory]  # with their rewards
     scoring: Mapping[str, ScoringMetrics]  # by reward
+    is_dropped: bool = False  # since a reward with `on_error: drop_group` failed
 
 
 class Rewards:
     """All rewards of an experiment. Groups are scored while others sample."""
 
     def __init__(
-        self, rewards: Sequence[configs.RewardConfig], weights: dict[str, float], chat: bool, seconds: float
+        self,
+        rewards: Sequence[configs.RewardConfig],
+        weights: dict[str, float],
+        chat: bool,
+        seconds: float,
+        outage_seconds: float = 0.0,
     ) -> None:
-        """`weights` are the environment's; `seconds` bound a call without a deadline. Raises RewardError."""
+        """`weights` are the environment's; `seconds` bound a call without a deadline, `outage_seconds` the
+        wait for a service that does not answer. Raises RewardError.
+        """
         self._weights, self._chat = dict(weights), chat
         for config in rewards:
             if config.metric in self._weights:
                 raise RewardError(f"two rewards are named `{config.metric}`; a metric can hold only one")
             self._weights[config.metric] = config.weight
-        self._fails = {config.metric for config in rewards if config.on_error == "fail"}
-        self._scorers = [_scorer(config, seconds) for config in rewards]
+        self._on_error = {config.metric: config.on_error for config in rewards}
+        self._scorers = [_scorer(config, seconds, outage_seconds) for config in rewards]
+        self.services: list[Service] = [s.service for s in self._scorers if s.service is not None]
 
     async def apply(self, task: Task, conversations: Sequence[Conversation]) -> ScoredGroup:
         """The conversations' trajectories with all rewards and their weighted sum; failed ones as they are.
 
-        Where a reward cannot be computed the trajectory fails too: it holds the reason and trains nothing.
-        Raises RewardError where a reward says `on_error: fail`, and for what no answer can have.
+        Where a reward cannot be computed the trajectory fails too: it holds the reason and trains nothing,
+        unless the reward says `on_error: zero`. Raises RewardError where it says `on_error: fail`, and for
+        what no answer can have.
         """
         whole = [c for c in conversations if c.trajectory.error is None]
         if not whole:
             return ScoredGroup([c.trajectory for c in conversations], {})
         answers, scoring = Answers(task, whole, self._chat), {}
-        scored = await asyncio.gather(*(scorer.score(answers) for scorer in self._scorers))
-        for scorer, one in zip(self._scorers, scored, strict=True):
+        scored = list(await asyncio.gather(*(scorer.score(answers) for scorer in self._scorers)))
+        is_dropped = False
+        for number, (scorer, one) in enumerate(zip(self._scorers, scored, strict=True)):
+            on_error = self._on_error[scorer.name]
             reasons = Counter(score.reason for score in one.scores if isinstance(score, Failed))
             for reason, count in reasons.items():
-                if scorer.name in self._fails:
+                if on_error == "fail":
                     raise RewardError(reason)
-                log.warning("task %d: %d trajectories lost: %s", task.index, count, reason)
+                consequence = "have the reward 0" if on_error == "zero" else "lost"
+                log.warning("task %d: %d trajectories %s: %s", task.index, count, consequence, reason)
+            is_dropped |= bool(reasons) and on_error == "drop_group"
+            if on_error == "zero":
+                scores = [0.0 if isinstance(score, Failed) else score for score in one.scores]
+                scored[number] = replace(one, scores=scores)
             scoring[scorer.name] = ScoringMetrics(reasons.total(), one.seconds, one.waited, one.retries)
         of_whole = (self._with_rewards(c.trajectory, scored, row) for row, c in enumerate(whole))
         trajectories = [next(of_whole) if c.trajectory.error is None else c.trajectory for c in conversations]
-        return ScoredGroup(trajectories, scoring)
+        return ScoredGroup(trajectories, scoring, is_dropped)
 
     async def close(self) -> None:
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))
@@ -238,12 +255,12 @@ class Rewards:
         return sum(self._weights[name] * value for name, value in rewards.items())
 
 
-def _scorer(config: configs.RewardConfig, seconds: float) -> Scorer:
+def _scorer(config: configs.RewardConfig, seconds: float, outage_seconds: float) -> Scorer:
     if isinstance(config, configs.FunctionRewardConfig):
         return FunctionReward(config, seconds)
     from .services import JudgeReward, ModelServiceReward  # with aiohttp
 
     if isinstance(config, configs.JudgeRewardConfig):
-        return JudgeReward(config, seconds)
+        return JudgeReward(config, seconds, outage_seconds)
     assert isinstance(config, configs.ModelRewardConfig), "a session gives models of the run's own an address"
-    return ModelServiceReward(config, seconds)
+    return ModelServiceReward(config, seconds, outage_seconds)

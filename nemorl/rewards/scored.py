@@ -1,18 +1,29 @@
-"""Parts that all rewards share: the answers, their scores, and bounded calls of user code and of servers."""
+"""Parts that all rewards share: the answers, their scores, and bounded calls of user code and of servers.
+
+A call that a service does not answer is repeated until the outage is over, within a bound.
+"""
 
 import asyncio
+import logging
+import math
+import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from nemorl.config.environment import RewardBase
 from nemorl.trajectories import Conversation, Message, Task
 
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 10.0  # between attempts at a call that is not answered
+
 Columns = dict[str, list[Any]]
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,7 @@ class Outcome(Generic[T]):
 
     value: T | None = None
     failure: str | None = None
+    error: BaseException | None = field(default=None, compare=False)  # TimeoutError for the deadline
 
 
 async def attempt(call: Coroutine[Any, Any, T], stage: str, seconds: float) -> Outcome[T]:
@@ -101,12 +113,90 @@ async def attempt(call: Coroutine[Any, Any, T], stage: str, seconds: float) -> O
     finally:
         task.cancel()  # nothing when it is done; needed when it hangs or when this wait itself is cancelled
     if not done:
-        return Outcome(failure=f"{stage}: no answer within {seconds:g} s")
+        return Outcome(failure=f"{stage}: no answer within {seconds:g} s", error=TimeoutError())
     if task.cancelled():
         return Outcome(failure=f"{stage}: cancelled itself")
     if (error := task.exception()) is not None:
-        return Outcome(failure=f"{stage}: {type(error).__name__}: {error}")
+        return Outcome(failure=f"{stage}: {type(error).__name__}: {error}", error=error)
     return Outcome(value=task.result())
+
+
+class Service:
+    """A server or other processes that calls depend on. Belongs to one event loop."""
+
+    def __init__(self, name: str, outage_seconds: float = 0.0) -> None:
+        """`outage_seconds`: how long calls are repeated while none is answered."""
+        self.name, self.outage_seconds = name, outage_seconds
+        self.answered_at = -math.inf  # the last time, of `time.monotonic`
+        self._calls: dict[int, float] = {}  # when each that waits for an answer began
+        self._outage: tuple[float, int] | None = None  # the first call without an answer, attempts since
+        self._num_retries = 0
+
+    def waits(self) -> tuple[int, float]:
+        """Calls that wait, and for how many seconds none of them has been answered; from any thread."""
+        began = list(self._calls.values())
+        now = time.monotonic()
+        return len(began), now - max(self.answered_at, min(began)) if began else 0.0
+
+    def take_retries(self) -> int:
+        retries, self._num_retries = self._num_retries, 0
+        return retries
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Inside, a call waits for an answer."""
+        number = max(self._calls, default=0) + 1
+        self._calls[number] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._calls[number]
+
+    def answered(self) -> None:
+        self.answered_at = time.monotonic()
+        if self._outage is not None:
+            (since, attempts), self._outage = self._outage, None
+            seconds = self.answered_at - since
+            log.warning("%s answers again, after %.1f s and %d attempts", self.name, seconds, attempts)
+
+    def not_answered(self, failure: str) -> float:
+        """Note an attempt without an answer. Return when the outage began."""
+        if self._outage is None:
+            log.warning("%s does not answer; calls wait for it: %s", self.name, failure)
+        since, attempts = self._outage or (time.monotonic(), 0)
+        self._outage = since, attempts + 1
+        return since
+
+    def count_retry(self) -> None:
+        self._num_retries += 1
+
+
+class Attempts:
+    """The attempts at one call of a service, or at work that needs several."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._began = service, time.monotonic()
+        self._failed_at = math.inf  # the attempt before
+        self._wait = FIRST_WAIT_SECONDS
+
+    async def repeat(self, failure: str) -> bool:
+        """After an attempt without an answer: True, after a wait, if another one should follow.
+
+        A call that is not answered twice while others are has failed alone: the service is up.
+        """
+        service, now = self._service, time.monotonic()
+        if service.answered_at > self._failed_at:
+            return False
+        since = min(self._began, service.not_answered(failure))
+        self._failed_at = now
+        if now - since >= service.outage_seconds:
+            return False
+        # Not in step with others, but never beyond the bound.
+        wait = min(self._wait * random.uniform(0.5, 1.0), since + service.outage_seconds - now)
+        self._wait = min(2 * self._wait, MAX_WAIT_SECONDS)
+        await asyncio.sleep(wait)
+        service.count_retry()
+        return True
 
 
 class Scorer(ABC):
@@ -118,6 +208,7 @@ class Scorer(ABC):
         self.label = f"reward `{self.name}`"  # for messages
         self._places = asyncio.Semaphore(config.max_concurrent)
         self._seconds = config.deadline or seconds
+        self.service: Service | None = None  # that its calls depend on
 
     async def score(self, answers: Answers) -> Scored:
         """A score for each answer; what goes wrong is in them. Raises RewardError for what none can have."""
@@ -144,11 +235,14 @@ class Scorer(ABC):
     def _take_retries(self) -> int | None:
         return None
 
+    async def _call(self, part: Answers) -> Outcome[Any]:
+        return await attempt(self._ask(part), self.label, self._seconds)
+
     async def _score_part(self, part: Answers) -> Scored:
         asked, count = time.monotonic(), len(part)
         async with self._places:
             started = time.monotonic()  # from here on the deadline counts
-            outcome = await attempt(self._ask(part), self.label, self._seconds)
+            outcome = await self._call(part)
         seconds, failure = time.monotonic() - started, outcome.failure
         scores = self._read(outcome.value, count) if failure is None else [Failed(failure)] * count
         return Scored(scores, seconds, started - asked)

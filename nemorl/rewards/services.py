@@ -9,17 +9,21 @@ from typing import Any, Generic, TypeVar
 
 from nemorl.config.environment import JudgeRewardConfig, ModelRewardConfig, ServiceRewardBase
 from nemorl.generation.openai_client import MissingKey, OpenAIClient
+from nemorl.generation.types import EngineFailed
 
 from .find import RewardError
-from .scored import Answers, Failed, Score, Scorer, as_dicts, text_of
+from .scored import Answers, Attempts, Failed, Outcome, Score, Scorer, Service, as_dicts, text_of
 
 C = TypeVar("C", bound=ServiceRewardBase)
 
 
 class ServiceScorer(Scorer, Generic[C]):
-    def __init__(self, config: C, seconds: float) -> None:
+    service: Service
+
+    def __init__(self, config: C, seconds: float, outage_seconds: float) -> None:
         super().__init__(config, seconds)
         self._config = config
+        self.service = Service(f"{self.label} at {config.url}", outage_seconds)
         given = config.model_dump(include={"api_key_env", "max_concurrent", "max_retries"})
         try:
             self._client = OpenAIClient(config.url, key_field=f"rewards ({self.name}): api_key_env", **given)
@@ -31,7 +35,18 @@ class ServiceScorer(Scorer, Generic[C]):
 
     def _take_retries(self) -> int:
         """Groups that are scored at the same time share them out."""
-        return self._client.take_retries()
+        return self._client.take_retries() + self.service.take_retries()
+
+    async def _call(self, part: Answers) -> Outcome[Any]:
+        attempts = Attempts(self.service)
+        with self.service.calling():
+            while True:
+                outcome = await super()._call(part)
+                if not isinstance(outcome.error, EngineFailed | TimeoutError):
+                    self.service.answered()
+                    return outcome
+                if not await attempts.repeat(str(outcome.failure)):
+                    return outcome
 
 
 class JudgeReward(ServiceScorer[JudgeRewardConfig]):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from nemorl.errors import RunError
 
 from .groups import Dropped, GroupAssignment, GroupSummary
-from .schedule import DataPlace, GroupSchedule
+from .schedule import MAX_ATTEMPTS, DataPlace, GroupSchedule
 from .versions import Lineage
 
 OnFinished = Callable[[int], None]  # receives how many more groups have finished
@@ -197,13 +197,26 @@ class Collector:
             raise self._dispatcher.stalled(ready, self._schedule.plan.groups_per_step) from None
 
     async def _collect(self) -> None:
-        """Follow the groups as they end, also while a step trains."""
+        """Follow the groups as they end, also while a step trains.
+
+        Raises RolloutFailed if as many groups have failed in a row as all attempts at those of a step are.
+        """
+        num_failed, limit = 0, MAX_ATTEMPTS * self._schedule.plan.groups_per_step
         try:
             while True:
                 outcome = await self._dispatcher.next()
                 if isinstance(outcome, Dropped):
                     self._schedule.drop(outcome)
+                    num_failed += outcome.reason == "failed"
+                    if num_failed == limit:
+                        problem = (
+                            f"{num_failed} groups in a row were dropped, since an environment or a reward"
+                        )
+                        raise RolloutFailed(
+                            f"{problem} failed (on_error: drop_group); see logs/rollout-*.log"
+                        )
                 else:
+                    num_failed = 0
                     self._schedule.finish(outcome)
                     self._progress_at = asyncio.get_running_loop().time()
                 self._dispatcher.start(self._schedule.start())

@@ -39,6 +39,8 @@ class TrajectorySummary:
     turn_rewards: tuple[float, ...] = ()  # of each turn, weighted; the environment's alone
     answer: str | None = None  # canonical final answer; in validations with votes
     trains: bool = True  # False after an error, or where a filter takes it out
+    environment_failed: bool = False
+    num_retries: int = 0  # attempts before this one, and what its environment did again
 
     @property
     def versions(self) -> range:
@@ -71,9 +73,9 @@ class GroupSummary:
 
 
 # Finished too late to train on, ended while it was sampled for the same reason, not among the first of an
-# over-sampled step, too few members finished before the group's deadline, its worker died, or it was sampled
-# by updates that were discarded.
-DropReason = Literal["too_old", "aborted", "cut_off", "deadline", "lost", "discarded"]
+# over-sampled step, too few members finished before the group's deadline, its worker died, it was sampled by
+# updates that were discarded, or an environment or a reward with `on_error: drop_group` failed.
+DropReason = Literal["too_old", "aborted", "cut_off", "deadline", "lost", "discarded", "failed"]
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ import numpy as np
 from .groups import Dropped, DropReason, GroupAssignment, GroupSummary
 from .versions import UNBROKEN, Lineage
 
-# Attempts at one group that end too old or at its deadline. What is slower than these allow would otherwise
-# be sampled for ever, and never trained on. Of attempts that may be cut off the last one is waited for.
+# Attempts at one group that fail, or end too old or at its deadline. What is slower than these allow would
+# otherwise be sampled for ever, and never trained on. Of attempts that may be cut off the last is waited for.
 MAX_ATTEMPTS = 3
-_GIVEN_UP_AFTER: frozenset[DropReason] = frozenset({"too_old", "aborted", "deadline"})
+_GIVEN_UP_AFTER: frozenset[DropReason] = frozenset({"too_old", "aborted", "deadline", "failed"})
 
 
 class TaskOrder:

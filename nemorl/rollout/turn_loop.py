@@ -14,11 +14,12 @@ import numpy as np
 
 from nemorl.data.tokenizer import Prompts, Tokenizer, TokenizerError
 from nemorl.generation.types import Completion, GenerationRequest, Generator, SamplingParams
-from nemorl.rewards.scored import attempt
+from nemorl.rewards.scored import Service, attempt
 from nemorl.trajectories import (
     Action,
     Conversation,
     Environment,
+    EnvironmentLost,
     Int16Array,
     Int32Array,
     Message,
@@ -53,6 +54,17 @@ class Record:
     num_unfinished: int = 0  # tokens of that turn
     seconds_generation: float = 0.0
     seconds_environment: float = 0.0
+    failure: BaseException | None = None  # of the environment
+    num_retries: int = 0  # attempts before this one, and what the environment did again
+
+    def restart(self) -> None:
+        """Begin again, after an attempt that failed."""
+        fresh = Record(
+            num_retries=self.num_retries + 1,
+            seconds_generation=self.seconds_generation,
+            seconds_environment=self.seconds_environment,
+        )
+        self.__dict__.update(fresh.__dict__)
 
     def open(self, messages: tuple[Message, ...], tokens: list[int]) -> None:
         self.opening = messages
@@ -97,6 +109,7 @@ class Record:
         self.turns[-1] = replace(self.turns[-1], rewards=dict(step.rewards))
         for name, value in step.rewards.items():
             self.rewards[name] = self.rewards.get(name, 0.0) + value
+        self.num_retries += step.num_retries
 
     def finish(self, group: int, task: int, error: str | None) -> Conversation:
         """The conversation so far. After an error it neither trains nor has rewards."""
@@ -170,9 +183,17 @@ class ConversationFailed(RuntimeError):
 
 
 class TurnLoop:
-    def __init__(self, generator: Generator, tokenizer: Tokenizer, prompts: Prompts, limits: TurnLimits):
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        prompts: Prompts,
+        limits: TurnLimits,
+        environments: Service | None = None,
+    ) -> None:
         self._generator, self._limits = generator, limits
         self._tokenizer, self._prompts = tokenizer, prompts
+        self._environments = environments or Service("the environment")
 
     async def run(
         self,
@@ -265,8 +286,13 @@ class TurnLoop:
     async def _ask(self, record: Record, call: Coroutine[Any, Any, T], stage: str) -> T:
         """What the environment answers. Raises ConversationFailed when it fails or hangs."""
         start = time.monotonic()
-        outcome = await attempt(call, stage, self._limits.environment_seconds)
+        with self._environments.calling():
+            outcome = await attempt(call, stage, self._limits.environment_seconds)
         record.seconds_environment += time.monotonic() - start
+        if not isinstance(outcome.error, EnvironmentLost | TimeoutError):
+            self._environments.answered()
         if outcome.value is None:
-            raise ConversationFailed(outcome.failure or f"{stage}: answered None")
+            failure = ConversationFailed(outcome.failure or f"{stage}: answered None")
+            record.failure = failure if outcome.error is None else outcome.error
+            raise failure
         return outcome.value

@@ -1,6 +1,7 @@
 """Rollout worker: samples groups, scores them, keeps the trajectories and returns summaries."""
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, nullcontext
@@ -15,7 +16,8 @@ from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
-from nemorl.trajectories import Conversation, EnvironmentFactory, Task, Trajectory
+from nemorl.rewards.scored import Attempts, Service
+from nemorl.trajectories import Conversation, EnvironmentFactory, EnvironmentLost, Task, Trajectory
 
 from .concurrency import Places, PlacesUse, share_of_worker
 from .groups import (
@@ -28,7 +30,7 @@ from .groups import (
     misses_deadline,
     summarize,
 )
-from .turn_loop import Record, SampleKey, TurnLimits, TurnLoop
+from .turn_loop import ConversationFailed, Record, SampleKey, TurnLimits, TurnLoop
 
 Store = Callable[[list[Trajectory]], Any]
 
@@ -123,9 +125,10 @@ class RolloutWorker(GroupRunner):
         self._votes = bool(validation.cons_at_k)
         self._sampling = {False: _params(sampling), True: _params(validation.sampling or sampling)}
         self._tokenizer = load_tokenizer(experiment.policy)
+        self._env, deadlines = experiment.env, experiment.cluster.deadlines
         self._environments: EnvironmentFactory = experiment.env.make_factory()
-        deadlines, weights = experiment.cluster.deadlines, self._environments.reward_weights
-        self._rewards = Rewards(experiment.rewards, weights, data.chat, deadlines.environment)
+        weights, outage_seconds = self._environments.reward_weights, deadlines.outage_seconds
+        self._rewards = Rewards(experiment.rewards, weights, data.chat, deadlines.environment, outage_seconds)
         limits = TurnLimits(
             max_sequence_length=experiment.policy.max_sequence_length,
             max_new_tokens=experiment.generation.max_new_tokens,
@@ -141,7 +144,10 @@ class RolloutWorker(GroupRunner):
         self._places: Places | None = None  # without a limit
         if (per_engine := generation.initial_concurrency) is not None:
             self._places = Places(share_of_worker(per_engine * generation.replicas, num_workers))
-        self._turns = TurnLoop(generator, self._tokenizer, prompts_of(self._tokenizer, data.chat), limits)
+        self._calls = Service(f"environment `{experiment.env.name}`")  # single ones, for stall reports
+        self._episodes = Service(self._calls.name, outage_seconds)
+        prompts = prompts_of(self._tokenizer, data.chat)
+        self._turns = TurnLoop(generator, self._tokenizer, prompts, limits, self._calls)
 
     async def set_concurrency(self, limit: int) -> PlacesUse:
         """Set the trajectories of training that are sampled at a time, and report them."""
@@ -149,6 +155,11 @@ class RolloutWorker(GroupRunner):
         self._places.resize(limit)
         num_stale, self._num_stale = self._num_stale, 0
         return replace(self._places.use, num_stale=num_stale)
+
+    def service_calls(self) -> list[tuple[str, int, float]]:
+        """Of each service with calls: their number, and seconds without an answer; from any thread."""
+        states = [(one.name, *one.waits()) for one in (self._calls, *self._rewards.services)]
+        return [state for state in states if state[1]]
 
     async def close(self) -> None:
         await self._rewards.close()
@@ -162,11 +173,24 @@ class RolloutWorker(GroupRunner):
         samples = (self._run_sample(task, assignment, n, record, seconds) for n, record in enumerate(records))
         conversations = await asyncio.gather(*samples)
         members = [c.trajectory for c in conversations[: assignment.num_samples]]
+        lengths = tuple(record.num_sampled for record in records)
         if misses_deadline(members, self._min_members):
-            return Dropped(assignment.group, "deadline", tuple(record.num_sampled for record in records))
+            return Dropped(assignment.group, "deadline", lengths)
+        drops = not assignment.validation  # if anything failed
+        if drops and self._env.on_error == "drop_group" and any(record.failure for record in records):
+            return Dropped(assignment.group, "failed", lengths)
         scored = await self._rewards.apply(task, conversations)
+        if drops and scored.is_dropped:
+            return Dropped(assignment.group, "failed", lengths)
         rows = enumerate(zip(scored.trajectories, records, strict=True))
-        summaries = [summarize(trajectory, row, record.num_unfinished) for row, (trajectory, record) in rows]
+        summaries = [
+            replace(
+                summarize(trajectory, row, record.num_unfinished),
+                environment_failed=record.failure is not None,
+                num_retries=record.num_retries,
+            )
+            for row, (trajectory, record) in rows
+        ]
         summaries, greedy = summaries[: assignment.num_samples], summaries[assignment.num_samples :]
         if assignment.validation and self._votes:
             sampled = conversations[: assignment.num_samples]
@@ -193,7 +217,39 @@ class RolloutWorker(GroupRunner):
         greedy = sample == assignment.num_samples
         sampling = SamplingParams(temperature=0.0) if greedy else self._sampling[assignment.validation]
         async with nullcontext() if assignment.validation or self._places is None else self._places:
-            return await self._turns.run(task, self._environments.create(), key, sampling, record, seconds)
+            conversation = await self._converse(task, key, sampling, record, seconds)
+        if record.failure is None:
+            return conversation
+        error = conversation.trajectory.error
+        if self._env.on_error == "fail":
+            raise ConversationFailed(f"sample {key} of task {task.index}: {error}")
+        if self._env.on_error == "zero" and record.turns:
+            record.rewards = dict.fromkeys(self._environments.reward_weights, 0.0)
+            record.turns = [replace(turn, rewards={}) for turn in record.turns]
+            return record.finish(key.group, task.index, None)
+        return conversation
+
+    async def _converse(
+        self, task: Task, key: SampleKey, sampling: SamplingParams, record: Record, seconds: float | None
+    ) -> Conversation:
+        """A conversation, sampled again if its environment fails, with the same seeds."""
+        attempts, began, num_retries = Attempts(self._episodes), time.monotonic(), 0
+        while True:
+            left = None if seconds is None else max(0.0, began + seconds - time.monotonic())
+            environment = self._environments.create()
+            conversation = await self._turns.run(task, environment, key, sampling, record, left)
+            if record.failure is None:
+                self._episodes.answered()
+                return conversation
+            if isinstance(record.failure, EnvironmentLost) and await attempts.repeat(
+                conversation.trajectory.error or ""
+            ):
+                record.restart()
+                continue
+            if num_retries == self._env.max_retries:
+                return conversation
+            num_retries += 1
+            record.restart()
 
 
 def _params(config: SamplingConfig) -> SamplingParams:

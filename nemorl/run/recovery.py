@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from nemorl.algorithms.offline import OfflineAlgorithm
 from nemorl.algorithms.online import OnlineAlgorithm
-from nemorl.cluster.errors import ClusterError
+from nemorl.cluster.errors import ClusterError, RestartsExhausted
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
 from nemorl.observe.observer import Observer
@@ -61,7 +61,8 @@ class Recovery:
         while True:
             lost = await self._session.lost_models()
             # Rollout workers cannot exchange the processes of a policy that samples.
-            if not lost or self._session.policy_samples or not self._max_restarts:
+            ends = isinstance(error, RestartsExhausted) or not self._max_restarts
+            if not lost or self._session.policy_samples or ends:
                 raise error
             if self._restarts == self._max_restarts:
                 problem = f"restarted {self._restarts} times without a further step"

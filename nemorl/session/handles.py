@@ -7,14 +7,16 @@ Rollout workers use `EngineHandle` too, so this module imports torch for type ch
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence, Set
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from nemorl.cluster.errors import ClusterError, WorkerFailed
+from nemorl.cluster.errors import ClusterError, RestartsExhausted, WorkerFailed
 from nemorl.cluster.group import BusySpans, Worker, WorkerGroup
 from nemorl.cluster.nodes import Home
 from nemorl.config.facts import ModelSpec
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from nemorl.serve.app import Listening
     from nemorl.weights import messages
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 BatchKind = Literal["trajectories", "examples"]
 Folder = Path | Mapping[str, Path]  # of a checkpoint: for all ranks, or by the ID of their node
 
@@ -82,11 +87,16 @@ class ModelHandle:
     """A model: the policy, a critic, a reference, a teacher or a reward model. Belongs to one event loop."""
 
     def __init__(
-        self, group: WorkerGroup, spec: ModelSpec, deadlines: DeadlineConfig, rendezvous: str = ""
+        self,
+        group: WorkerGroup,
+        spec: ModelSpec,
+        deadlines: DeadlineConfig,
+        rendezvous: str = "",
+        max_restarts: int = 0,
     ) -> None:
         """`rendezvous`: where the ranks connect; its path is a prefix of the store's keys."""
         self.group = group
-        self._rendezvous, self._restarts = rendezvous, 0
+        self._rendezvous, self._restarts, self._max_restarts = rendezvous, 0, max_restarts
         self.trains = spec.trains
         self.devices = DeviceScheduler([self])  # replaced if other models compute on the same devices
         self._config = spec.config
@@ -125,6 +135,50 @@ class ModelHandle:
         self._batch, self._offloaded, self.skipped_in_a_row = None, False, 0
         rendezvous = f"{self._rendezvous}.{self._restarts}"
         await self.group.replace_all(self._deadlines.start, rendezvous=rendezvous)
+
+    async def outlasting(self, work: Callable[[], Awaitable[T]]) -> T:
+        """The result of work of a model that does not train, after restarts if it loses processes.
+
+        The weights are those of its folder, so a restart loses only the work, which is done again from its
+        beginning: it loads its own batch. Raises RestartsExhausted, and errors that no loss explains.
+        """
+        assert not self.trains, "a restarted model that trains has to return to a checkpoint"
+        lost: ClusterError | None = None
+        attempts = 0
+        while True:
+            try:
+                if lost is not None:
+                    await self._restart_in_place(lost)
+                return await self._unless_hung(work())
+            except ClusterError as error:
+                if not self._max_restarts or not await self.lost_one():
+                    raise
+                if attempts == self._max_restarts:
+                    problem = f"{self.group.name} was restarted {attempts} times without completing its work"
+                    raise RestartsExhausted(f"{problem} (cluster.max_model_restarts): {error}") from error
+                lost, attempts = error, attempts + 1
+
+    async def _restart_in_place(self, lost: ClusterError) -> None:
+        name, began = self.group.name, time.monotonic()
+        logger.warning("%s lost, restarting: %s", name, lost)
+        for other in self.devices.tenants:
+            if other is not self:
+                await other.offload()
+        await self.restart()
+        logger.warning("%s restarted in %.1f s", name, time.monotonic() - began)
+
+    async def _unless_hung(self, work: Awaitable[T]) -> T:
+        """Await work; it fails after two periods of health checks if a process does not respond."""
+        task, seconds = asyncio.ensure_future(work), self._deadlines.health
+        try:
+            while not (await asyncio.wait({task}, timeout=seconds))[0]:
+                if await self.lost_one() and not task.done():
+                    logger.warning("%s: a process does not respond within %g s", self.group.name, seconds)
+                    for worker in self.group.workers:
+                        self.group.kill(worker)
+            return task.result()
+        finally:
+            task.cancel()
 
     async def header(self) -> dict[str, str]:
         seconds = self._deadlines.start
@@ -171,7 +225,8 @@ class ModelHandle:
 
     async def take(self, field: "shards.Field", column: "shards.Column") -> None:
         shards = self.batch.column_shards(column)
-        await self._call("take", field, shards=shards, stage=field, resolve=True)
+        # It fails if the column was lost with its process, and leaves the batch as it was.
+        await self._call("take", field, shards=shards, stage=field, resolve=True, ends_group=False)
 
     async def estimate(self, estimator: "losses.TokenEstimator") -> dict[str, float]:
         """Compute the batch's `advantages`, and `returns` for a critic; metrics of the estimator."""

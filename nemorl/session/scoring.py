@@ -48,20 +48,27 @@ class RewardScorer:
         store = ray.put(sequences)
         places = [SequencePlace(store, row, e.num_tokens) for row, e in enumerate(sequences)]
         turn = nullcontext() if self.devices is None else self.devices.borrow_during_generation(self.model)
-        async with turn:
+
+        async def compute() -> list[float]:
             await self.model.load(places, kind="examples")
             await self.model.values()
             return (await self.model.sequence_metrics(LastValue()))[: len(examples)]
 
+        async with turn:
+            return await self.model.outlasting(compute)
+
 
 def reporting_failures(scorer: RewardScorer) -> Score:
-    """The scorer for an endpoint, which reports the failure of its processes to rollout workers."""
+    """The scorer for an endpoint, which reports the failure of its processes to rollout workers.
+
+    With a status for which they do not try again: restarts have failed.
+    """
 
     async def score(examples: Sequence[Example]) -> list[float]:
         try:
             return await scorer.score(examples)
         except ClusterError as error:
-            raise ApiError(503, str(error), kind="server_error") from error
+            raise ApiError(410, str(error), kind="server_error") from error
 
     return score
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from nemorl.cluster.errors import WorkerDied
+from nemorl.cluster.errors import ClusterError, WorkerDied
 from nemorl.cluster.group import Mesh, Span, WorkerGroup
 from nemorl.cluster.nodes import Node
 from nemorl.cluster.placement import Placement, worker_requests
@@ -116,6 +116,27 @@ class Session:
                 each.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         return [results[number] for number in range(len(work))]
+
+    async def run_and_take(
+        self,
+        work: Sequence[tuple[str, Callable[[], Awaitable[T]]]],
+        take: Callable[[Sequence[T]], Awaitable[None]],
+    ) -> None:
+        """`take` results of `run_models` that stay in the processes of models until the policy has them.
+
+        If one of those that do not train is lost in between, its work is done again.
+        """
+        results = await self.run_models(work)
+        while True:
+            try:
+                return await take(results)
+            except ClusterError:
+                frozen = [number for number, (name, _) in enumerate(work) if not self.model(name).trains]
+                lost = [number for number in frozen if await self.model(work[number][0]).lost_one()]
+                if not lost:
+                    raise
+            for number, result in zip(lost, await self.run_models([work[n] for n in lost]), strict=True):
+                results[number] = result
 
     def take_work(self, now: float) -> dict[str, Work]:
         """When the processes worked since the last call, by kind: all teachers are one.
@@ -313,7 +334,8 @@ class Starter:
             shared["tokenizer_path"] = (spec.config.tokenizer.path or spec.config.model_path).absolute()
         kwargs = [{**shared, "rank": rank} for rank in range(layout.world_size)]
         group = await self._start(spec.name, target, kwargs, threads=threads, mesh=Mesh.of(layout))
-        return handles.ModelHandle(group, spec, deadlines, shared["rendezvous"])
+        max_restarts = experiment.cluster.max_model_restarts
+        return handles.ModelHandle(group, spec, deadlines, shared["rendezvous"], max_restarts)
 
     async def engines(self, gpus: Sequence[tuple[str, ...]] = ()) -> ReplicaSupervisor:
         """The engines; each sees `gpus`, of policy ranks on its node, those that it shares first."""

@@ -62,6 +62,7 @@ class StallReport:
                 yield from (f"  in flight: {one}" for one in activity.collectives)
                 if activity.queues:
                     yield f"  {_listed(activity.queues)}"
+                yield from (f"  {waiting}" for waiting in activity.services)
 
 
 def newest_report(run_dir: Path) -> Path | None:
@@ -77,7 +78,7 @@ def _listed(depths: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in depths.items())
 
 
-BUSY_SECONDS = 60.0  # without a step of an engine that has work
+BUSY_SECONDS = 60.0  # without a step of an engine that has work, or an answer of a service that is asked
 
 
 def _causes(processes: Sequence[ProcessReport]) -> Iterator[str]:
@@ -92,6 +93,11 @@ def _causes(processes: Sequence[ProcessReport]) -> Iterator[str]:
     for process in processes:
         if process.state is not None and process.state.code == "D" and process.activity is None:
             yield f"{process.name} is {process.state}: a device or a file system does not answer"
+    for process in processes:
+        services = process.activity.services if process.activity is not None else ()
+        for waiting in sorted(services, key=lambda waiting: -waiting.seconds):
+            if waiting.seconds > BUSY_SECONDS:
+                yield f"{waiting} in {process.name}"
     for process in processes:
         if process.activity is None:
             yield f"{process.name} {process}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -252,6 +253,9 @@ class StandInGroup:
         self.taken: dict[str, list[Any]] = {}
         self.calls: list[Any] = []
         self.devices: Any = None
+
+    async def outlasting(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        return await work()
 
     async def load(self, places: list[SequencePlace], *, kind: str) -> None:
         self.loaded.append(places)

@@ -1,7 +1,7 @@
 """The steps of learning from a batch: who is asked what, in which order, and what goes where."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,9 @@ class Model:
         self.name, self.log, self.barrier = name, log, barrier
         self.devices = self if barrier else None
         self.places: Sequence[SequencePlace] = ()
+
+    async def outlasting(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        return await work()
 
     async def meet_others(self) -> None:
         if self.barrier is not None:
@@ -121,8 +124,8 @@ def test_ppo_with_a_reference_of_its_own() -> None:
     assert log == [
         "policy load",
         "critic load",
-        "reference load",
         "policy logprobs old",
+        "reference load",
         "reference logprobs old",
         "critic values",
         "policy takes old_logprobs of the reference as reference_logprobs",

@@ -14,6 +14,7 @@ from nemorl.algorithms.teachers import EndpointTeacher
 from nemorl.config.auxiliary import EndpointTeacherConfig
 from nemorl.data.packed import PackedBatch
 from nemorl.errors import RunError
+from nemorl.rewards import scored
 
 VOCABULARY = 6
 BATCH = PackedBatch(
@@ -117,3 +118,16 @@ def test_sequences_of_other_teachers_stay_as_they_are() -> None:
 def test_what_it_does_not_return_is_an_error(answer: Any, problem: str) -> None:
     with pytest.raises(RunError, match=rf"teachers\.sums\.base_url = .*{problem}"):
         ask(BATCH, [0], None, answer)
+
+
+def test_a_server_that_is_down_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scored, "FIRST_WAIT_SECONDS", 0.01)
+    failures = iter(range(3))
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if next(failures, None) is not None:
+            raise web.HTTPServiceUnavailable
+        return vllm_like(body)
+
+    (logprobs,) = ask(BATCH, [0, 1], None, answer).values()
+    torch.testing.assert_close(logprobs, *ask(BATCH, [0, 1], None).values())

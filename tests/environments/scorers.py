@@ -1,7 +1,9 @@
 """Scorers for the scoring process: module-level, so that the child can import them."""
 
 import os
+import signal
 import time
+from pathlib import Path
 
 
 def length(text: str) -> float:
@@ -24,6 +26,14 @@ def spin() -> float:
 
 def die() -> float:
     os._exit(3)
+
+
+def length_after_a_kill(text: str, marker: str) -> float:
+    """Killed when it is called for the first time."""
+    if not Path(marker).exists():
+        Path(marker).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return length(text)
 
 
 def refuse() -> float:

@@ -277,6 +277,29 @@ def test_a_stall_names_who_is_waited_for():
         asyncio.run(main())
 
 
+@pytest.mark.parametrize(("num_failing", "ends"), [(11, False), (12, True)])
+def test_groups_that_fail_are_sampled_again_until_nothing_else_comes(num_failing, ends):
+    class Failing(StandInWorker):
+        async def run_groups(self, assignments):
+            async for summary in super().run_groups(assignments):
+                failed = self.assignments.index(next(a for a in assignments if a.group == summary.group))
+                yield Dropped(summary.group, "failed") if failed < num_failing else summary
+
+    async def main():
+        sampling = collector([Failing()])
+        sampling.advance(0)
+        try:
+            return await sampling.next_batch()
+        finally:
+            await sampling.close()
+
+    if ends:
+        with pytest.raises(RolloutFailed, match="12 groups in a row were dropped"):
+            asyncio.run(main())
+    else:
+        assert len(asyncio.run(main())) == 4
+
+
 def test_a_failing_worker_ends_the_wait():
     class Dies:
         async def run_groups(self, assignments):

@@ -15,6 +15,9 @@ from nemorl.config.load import load_experiment
 from nemorl.megatron.checkpoint_store import FileRecord, Manifest, verify
 from nemorl.observe.metrics import StepMetrics
 from nemorl.run.memory import FOLDERS
+from nemorl.run.train import train
+from nemorl.session.handles import ModelHandle
+from tests.run.faults import Faults, processes
 from tests.run.runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
 
 
@@ -53,10 +56,19 @@ def run(path: Path, *arguments: str) -> list[StepMetrics]:
     return lines(path.with_suffix(""))
 
 
-def test_a_critic_learns_next_to_the_policy_and_lies_in_its_checkpoints(folder: Path) -> None:
-    parts = {"likelihood": {"coefficient": 0.1, "min_reward": 0.0}, "loss": {"top_entropy_quantile": 0.5}}
-    path = ppo(folder, "apart", 3, reference={}, checkpointing={"period": 3}, algorithm=parts)
-    alone, *later = run(path)
+PARTS = {"likelihood": {"coefficient": 0.1, "min_reward": 0.0}, "loss": {"top_entropy_quantile": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def apart(folder: Path) -> Path:
+    path = ppo(folder, "apart", 3, reference={}, checkpointing={"period": 3}, algorithm=PARTS)
+    run(path)
+    return path
+
+
+def test_a_critic_learns_next_to_the_policy_and_lies_in_its_checkpoints(apart: Path) -> None:
+    path = apart
+    alone, *later = lines(path.with_suffix(""))
     # Warm-up: the critic learns from a policy that stays as it is.
     assert "grad_norm" not in alone.values
     assert alone.values["critic/grad_norm"] > 0
@@ -76,6 +88,26 @@ def test_a_critic_learns_next_to_the_policy_and_lies_in_its_checkpoints(folder: 
     checkpoint = path.with_suffix("") / "checkpoints" / "step_00000003"
     files = {file.path for file in verify(checkpoint).files}
     assert {"weight_00000.safetensors", "critic/weight_00000.safetensors"} <= files
+
+
+def test_a_lost_critic_returns_with_the_policy_and_a_lost_reference_alone(
+    folder: Path, apart: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(folder / "lost", monkeypatch)
+    # Four updates of the critic in a step: in the second of step 2, after the checkpoint of step 1.
+    faults.at(ModelHandle, "train", 6, process="critic-1", group="critic")
+    faults.at(ModelHandle, "logprobs", 3, process="reference-0", group="reference")  # of step 2 again
+    path = ppo(folder, "lost", 3, reference={}, checkpointing={"period": 1, "keep": 1}, algorithm=PARTS)
+    train(load_experiment(path))
+    assert sorted(faults.sent) == ["logprobs", "train"]
+    assert_same_run(lines(folder / "lost"), lines(apart.with_suffix("")))
+    text = (folder / "lost" / "logs" / "driver.log").read_text()
+    assert text.count("critic lost in step 2, restarting: critic rank 1 died in stage 'training'") == 1
+    assert text.count("reference lost, restarting: reference rank 0 died in stage 'logprobs'") == 1
+    started = {
+        name: len(processes(folder / "lost", f"{name}-1")) for name in ("policy", "critic", "reference")
+    }
+    assert started == {"policy": 2, "critic": 2, "reference": 2}
 
 
 @pytest.mark.slow

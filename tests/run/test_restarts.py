@@ -1,9 +1,7 @@
 """Whole runs that lose a rank of the policy, and continue from their newest checkpoint by themselves."""
 
-import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import yaml
 from nemorl.config.load import load_experiment
 from nemorl.run.train import train
 from nemorl.session.handles import ModelHandle, PolicySenders
+from tests.run.faults import Faults
 from tests.run.runs import lines, timeless, tiny_model, write_experiment
 
 SETTINGS: dict[str, Any] = {"checkpointing": {"period": 2, "keep": 1, "save_hf": True}}
@@ -32,29 +31,6 @@ def model(folder: Path) -> Path:
 def undisturbed(folder: Path, model: Path) -> Path:
     train(load_experiment(write_experiment(folder, model, "undisturbed", **SETTINGS)))
     return folder / "undisturbed"
-
-
-class Faults:
-    """Signals to policy rank 1, each just before a certain call of a method of the driver."""
-
-    def __init__(self, run: Path, patch: pytest.MonkeyPatch) -> None:
-        self.log, self.patch = run / "logs" / "policy-1.log", patch
-        self.sent: list[str] = []
-
-    def at(self, handle: type, method: str, call: int, number: signal.Signals = signal.SIGKILL) -> None:
-        original: Callable[..., Any] = getattr(handle, method)
-        calls = 0
-
-        async def disturbed(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                pid = int(re.findall(r"policy-1 process (\d+)", self.log.read_text())[-1])
-                os.kill(pid, number)
-                self.sent.append(method)
-            return await original(*args, **kwargs)
-
-        self.patch.setattr(handle, method, disturbed)
 
 
 def driver_log(run: Path) -> str:

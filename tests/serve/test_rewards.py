@@ -179,6 +179,9 @@ def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
         async def reload(self):
             self.settled = True
 
+        async def outlasting(self, work):
+            return await work()
+
     async def scored(group):
         devices = DeviceScheduler([group])
         scores = asyncio.create_task(RewardScorer(group, units=4, devices=devices).score([of_length(3)] * 5))

@@ -5,7 +5,15 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from nemorl.cluster.activity import Activity, Call, Collective, ProcessReport, ProcessState, read_trace
+from nemorl.cluster.activity import (
+    Activity,
+    Call,
+    Collective,
+    ProcessReport,
+    ProcessState,
+    ServiceCalls,
+    read_trace,
+)
 from nemorl.session.stalls import StallReport, newest_report
 
 REDUCE = Collective("all_reduce", "tp", 12, (0, 1), 30.0)
@@ -59,8 +67,24 @@ def test_an_engine_that_makes_no_step() -> None:
     )
 
 
+def test_a_service_that_does_not_answer_is_named_with_the_calls_that_wait() -> None:
+    slow, fast = (
+        ServiceCalls(f"reward `{name}` at http://here:1/v1", 8, s) for name, s in (("a", 90.0), ("b", 2.0))
+    )
+    worker = replace(
+        policy(0, Activity((Call("stream_groups", 95.0),), services=(fast, slow))), group="rollout"
+    )
+    named = "reward `a` at http://here:1/v1 has not answered for 90 s; 8 calls wait"
+    assert report(policy(1, BUSY), worker).cause() == f"{named} in rollout rank 0 (process 10)"
+    assert any(named in line for line in report(worker).lines())
+    # It is asked all the time; only then it is what a run waits for.
+    busy = replace(worker, activity=Activity(services=(fast,)))
+    assert "is in train" in report(busy, policy(1, BUSY)).cause()
+
+
 def test_a_report_is_read_as_it_was_written(tmp_path: Path) -> None:
-    written = report(policy(0, WAITING), policy(1, None, ProcessState("T")))
+    asked = Activity(services=(ServiceCalls("environment `math`", 1, 2.0),))
+    written = report(policy(0, WAITING), policy(1, None, ProcessState("T")), policy(2, asked))
     for name in ("stall-2.json", "stall-10.json"):
         (tmp_path / name).write_text(json.dumps(asdict(written)), encoding="utf-8")
     newest = newest_report(tmp_path)

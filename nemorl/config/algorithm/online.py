@@ -17,6 +17,7 @@ from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
 DROPPED_METRICS = (
     *(f"dropped/{reason}" for reason in ("too_old", "aborted", "cut_off", "deadline", "lost", "discarded")),
+    "dropped/failed",
     *("dropped/given_up", "dropped/late", "dropped/tokens", "dropped/length", "dropped/length_ratio"),
     *("dropped/reward", "dropped/reward_gap", *(f"dropped/share_q{quarter}" for quarter in range(1, 5))),
 )
@@ -150,6 +151,7 @@ class OnlineBase(AlgorithmBase):
     def metrics(self) -> frozenset[str]:
         return super().metrics | {
             *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
+            *("environment/errors", "environment/retries"),
             *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
             *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "deadline", "error")),
             *("time/generation", "time/environment", "time/loading", "time/logprobs", "time/reference"),
