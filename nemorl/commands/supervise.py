@@ -6,6 +6,7 @@ memory. Processes that the run leaves behind are ended before the next start.
 """
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -85,9 +86,31 @@ class Supervisor:
         self._run = subprocess.Popen(command, process_group=0, preexec_fn=_die_with_parent)
         try:
             self._send()
-            return self._run.wait()
+            return self._wait(self._run)
         finally:
             self._run = None
+
+    def _wait(self, run: "subprocess.Popen[bytes]") -> int:
+        """The exit status of the run, whose driver is killed if it stays stopped, as by SIGSTOP."""
+        seconds, killed_at = self._experiment.cluster.deadlines.stall, math.inf
+        while True:
+            try:
+                pid, status = os.waitpid(run.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:  # a signal that was passed on has found its end
+                return run.wait()
+            if pid == 0:
+                if time.monotonic() > killed_at:
+                    run.kill()
+                time.sleep(_POLL_SECONDS)
+            elif os.WIFSTOPPED(status):
+                killed_at = time.monotonic() + seconds
+                number, fix = signal.Signals(os.WSTOPSIG(status)).name, f"kill -CONT {run.pid} continues it"
+                complain(f"The driver is stopped by {number}: {fix}; it is killed after {seconds:g} s.")
+            elif os.WIFCONTINUED(status):
+                killed_at = math.inf
+            else:
+                run.returncode = os.waitstatus_to_exitcode(status)
+                return run.returncode
 
     def _newest_step(self) -> int:
         """Step from which a restart continues."""
@@ -112,6 +135,7 @@ class Supervisor:
         with suppress(IndexError):  # a signal that comes here has sent the rest
             while self._run is not None:
                 self._run.send_signal(self._unsent.pop(0))
+                self._run.send_signal(signal.SIGCONT)  # if it is stopped
 
 
 def _die_with_parent() -> None:

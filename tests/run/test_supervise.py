@@ -21,9 +21,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from nemorl.commands import supervise
 supervise.ORPHAN_SECONDS = 0.5
-sys.executable, folder = sys.argv[1:]
+sys.executable, folder, stall = sys.argv[1:]
 saving = SimpleNamespace(memory_dir=Path(folder) / "memory")
-experiment = SimpleNamespace(run_dir=Path(folder), checkpointing=saving)
+cluster = SimpleNamespace(deadlines=SimpleNamespace(stall=float(stall)))
+experiment = SimpleNamespace(run_dir=Path(folder), checkpointing=saving, cluster=cluster)
 sys.exit(supervise.Supervisor(experiment, ["run.yaml"]).run(resume=False))
 """
 
@@ -34,7 +35,7 @@ Supervise = Callable[..., "subprocess.CompletedProcess[str]"]
 def supervise(tmp_path: Path) -> Supervise:
     """Supervise shell lines as the run; `$N` is the number of the start, the arguments are in `starts`."""
 
-    def run(script: str, max_restarts: int) -> "subprocess.CompletedProcess[str]":
+    def run(script: str, max_restarts: int, stall: float = 1000.0) -> "subprocess.CompletedProcess[str]":
         path = tmp_path / "run.sh"
         count = f'echo "$*" >> {tmp_path}/starts; N=$(wc -l < {tmp_path}/starts)'
         path.write_text(
@@ -42,7 +43,7 @@ def supervise(tmp_path: Path) -> Supervise:
         )
         path.chmod(0o755)
         return subprocess.run(
-            [sys.executable, "-c", SUPERVISE, str(path), str(tmp_path)],
+            [sys.executable, "-c", SUPERVISE, str(path), str(tmp_path), str(stall)],
             capture_output=True,
             text=True,
             timeout=60,
@@ -115,6 +116,22 @@ def test_what_a_killed_run_leaves_is_ended(tmp_path: Path, supervise: Supervise)
     assert done.returncode == 1
     assert "was killed by SIGKILL; no checkpoint yet" in done.stderr
     assert not psutil.pid_exists(int((tmp_path / "orphan").read_text(encoding="utf-8")))
+
+
+def test_a_driver_that_stays_stopped_is_restarted(tmp_path: Path, supervise: Supervise) -> None:
+    done = supervise("[ $N = 2 ] && exit 0; kill -STOP $$", max_restarts=1, stall=0.1)
+    assert done.returncode == 0
+    assert len(starts(tmp_path)) == 2
+    assert "The driver is stopped by SIGSTOP: kill -CONT " in done.stderr
+    assert "The run was killed by SIGKILL; no checkpoint yet. Restarting with --resume." in done.stderr
+
+
+@pytest.mark.parametrize(("sent", "status"), [("kill -CONT $$", 0), ("kill $PPID", 75)])
+def test_a_stopped_driver_may_continue(tmp_path: Path, supervise: Supervise, sent: str, status: int) -> None:
+    """By a signal from others, or one to the supervisor."""
+    script = f"trap 'exit 75' TERM; (sleep 0.5; {sent}) & kill -STOP $$"
+    assert supervise(script, max_restarts=1).returncode == status
+    assert len(starts(tmp_path)) == 1
 
 
 def test_a_killed_driver_is_restarted_and_leaves_nothing_behind(tmp_path: Path) -> None:
