@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.cluster.actor import Actor, Identity, Invocation
-from nemorl.cluster.group import Mesh, Worker, WorkerGroup
+from nemorl.cluster.group import MIN_RELAYED, Mesh, Worker, WorkerGroup
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.experiment import Experiment
@@ -193,17 +193,26 @@ class Traffic:
 
 async def group(kind: str, target: str, count: int, *, concurrent: bool, **kwargs: Any) -> WorkerGroup:
     """Workers for which a few real processes answer."""
-    made: list[Any] = []
-    for number in range(ACTORS):
-        log = (OUT / "scale" / f"{kind}-{number}.log").absolute()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        actor_class: Any = Actor
-        identity = Identity(kind, number, log, Path.cwd())
-        actor = actor_class.options(num_cpus=0).remote(identity, concurrent=concurrent)
-        await actor.make.remote(Invocation("make", "start", 60.0), f"scale:{target}", **kwargs)
-        made.append(actor)
-    workers = [Worker(kind, rank, Path("scale.log"), made[rank % ACTORS]) for rank in range(count)]
-    return WorkerGroup(kind, workers, Mesh(data=count))
+
+    async def processes(name: str, path: str, *, concurrent: bool, **kwargs: Any) -> list[Worker]:
+        made = []
+        for number in range(ACTORS):
+            log = (OUT / "scale" / f"{name}-{number}.log").absolute()
+            log.parent.mkdir(parents=True, exist_ok=True)
+            actor_class: Any = Actor
+            actor = actor_class.options(num_cpus=0).remote(
+                Identity(name, number, log, Path.cwd()), concurrent=concurrent
+            )
+            await actor.make.remote(Invocation("make", "start", 60.0), path, **kwargs)
+            made.append(Worker(name, number, log, actor))
+        return made
+
+    answering = await processes(kind, f"scale:{target}", concurrent=concurrent, **kwargs)
+    relays = []
+    if count >= MIN_RELAYED:
+        relays = await processes(f"{kind}-relay", "nemorl.cluster.group:Relay", concurrent=True)
+    workers = [replace(answering[rank % ACTORS], group=kind, rank=rank) for rank in range(count)]
+    return WorkerGroup(kind, workers, Mesh(data=count), relays=relays)
 
 
 def experiment(groups: int, steps: int) -> Experiment:

@@ -14,6 +14,7 @@ SHARING = ("tests/megatron/", "tests/generation/", "tests/serve/", "tests/slurm/
 # that reach the same code. CONTRIBUTING.md has the minutes.
 SECOND_PART = {
     "tests/cluster/test_nodes.py",
+    "tests/cluster/test_relay.py",
     "tests/cluster/test_runtime.py",
     "tests/generation/vllm_engine/test_adapters.py",
     "tests/generation/vllm_engine/test_layouts.py",

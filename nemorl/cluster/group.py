@@ -14,11 +14,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemorl.config.policy import LayoutConfig
 
@@ -42,6 +44,11 @@ GRACE_SECONDS_APART = 8.0
 VERDICT_SECONDS = 40.0
 _POLL_SECONDS = 0.5
 ACTIVITY_SECONDS = 3.0
+# By which the answer of a relay may come later than the deadline of its workers: it describes what is late.
+RELAY_SECONDS = VERDICT_SECONDS + 10.0
+# A call of Ray costs the driver about a millisecond, so that it makes one for many ranks of a large group.
+MIN_RELAYED = 64  # ranks
+FAN_OUT = 32  # ranks that a relay calls
 MAX_SPANS = 100_000  # that are kept if they are not taken, as in a server
 
 
@@ -167,7 +174,8 @@ class WorkerGroup:
     """Ranks of one kind. A call runs on every rank (SPMD) and gives one answer for each.
 
     A failed call ends the processes of the whole group, unless it says otherwise: its ranks may hang in a
-    collective operation that can no longer complete. Later calls raise `GroupEnded`.
+    collective operation that can no longer complete. Later calls raise `GroupEnded`. Relays call the ranks of
+    a large group.
     """
 
     def __init__(
@@ -177,8 +185,12 @@ class WorkerGroup:
         mesh: Mesh,
         launch: Launch | None = None,
         on_deadline: OnDeadline | None = None,
+        relays: Sequence[Worker] = (),
+        start_relays: Callable[[], Awaitable[list[Worker]]] | None = None,
     ) -> None:
         self.name, self.workers, self.mesh = name, tuple(workers), mesh
+        self._relays, self._start_relays = relays, start_relays
+        self._relayed: Sequence[Worker] = ()  # the workers that the relays know
         self._on_deadline = on_deadline
         self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
         self.spans = BusySpans()  # of calls that were awaited, without those in the background
@@ -230,7 +242,9 @@ class WorkerGroup:
 
         invocation = Invocation("make", f"start {name}", deadline_seconds)
         launched = [launch(rank, invocation, {}) for rank in range(ranks)]
-        group = cls(name, [worker for worker, _ in launched], mesh, launch, on_deadline)
+        start_relays = partial(_start_relays, name, ranks, placement, run_dir, invocation)
+        relays, workers = await start_relays(), [worker for worker, _ in launched]
+        group = cls(name, workers, mesh, launch, on_deadline, relays, start_relays)
         group.gpus = await group._answers({reference: worker for worker, reference in launched}, invocation)
         return group
 
@@ -279,6 +293,8 @@ class WorkerGroup:
         """
         assert self._launch is not None, "a group of given workers has nothing to start more with"
         self._end(self._ended or "its processes are being replaced")
+        if self._relays and self._start_relays is not None:
+            self._relays = await self._start_relays()
         invocation = Invocation("make", f"restart {self.name}", deadline_seconds)
         launched = [self._launch(worker.rank, invocation, changed) for worker in self.workers]
         self.workers, self._unanswered = tuple(worker for worker, _ in launched), set()
@@ -320,16 +336,51 @@ class WorkerGroup:
         if shards is None:
             of_ranks = [args] * len(self.workers)
         else:
-            if axis == "dp":  # one copy in the object store for all ranks that share the shard
-                shards = self.mesh.spread([ray.put(shard) for shard in shards])
+            if axis == "dp":
+                if self.mesh.same_share > 1:  # one copy in the object store for ranks that share it
+                    shards = [ray.put(shard) for shard in shards]
+                shards = self.mesh.spread(shards)
             elif (ranks := len(self.workers)) != len(shards):
                 raise ValueError(f"{len(shards)} shards for {ranks} ranks of {self.name}: give as many.")
             of_ranks = [(shard, *args) for shard in shards]
         invocation = Invocation(method, stage, seconds, resolve, background, keep)
-        calls = zip(self.workers, of_ranks, strict=True)
-        pending = {worker.actor.call.remote(invocation, *own, **kwargs): worker for worker, own in calls}
-        everything = await self._answers(pending, invocation, ends_group)
+        if self._relays:
+            common = [args] if shards is None else of_ranks
+            everything = await self._call_relays(invocation, common, kwargs, ends_group)
+        else:
+            calls = zip(self.workers, of_ranks, strict=True)
+            pending = {worker.actor.call.remote(invocation, *own, **kwargs): worker for worker, own in calls}
+            everything = await self._answers(pending, invocation, ends_group)
         return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
+
+    async def _call_relays(
+        self,
+        invocation: Invocation,
+        of_ranks: Sequence[tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        ends_group: bool,
+    ) -> list[Any]:
+        """The answers of all ranks; `of_ranks` has one entry for all where there is only one."""
+        starts = range(0, len(self.workers), FAN_OUT)
+        relays = [self._relays[number % len(self._relays)] for number in range(len(starts))]
+        outer = replace(
+            invocation,
+            method="connect",
+            deadline_seconds=invocation.deadline_seconds + RELAY_SECONDS,
+            resolve=False,
+            keep="",
+        )
+        if self._relayed is not self.workers:
+            known = self.workers
+            parts = zip(relays, starts, strict=True)
+            calls = {r.actor.call.remote(outer, n, known[n : n + FAN_OUT]): r for r, n in parts}
+            await self._answers(calls, outer, ends_group)
+            self._relayed = known
+        outer, calls = replace(outer, method="call"), {}
+        for relay, first in zip(relays, starts, strict=True):
+            own = of_ranks[first : first + FAN_OUT] if len(of_ranks) > 1 else of_ranks
+            calls[relay.actor.call.remote(outer, first, invocation, own, kwargs)] = relay
+        return [answer for part in await self._answers(calls, outer, ends_group) for answer in part]
 
     async def shutdown(self, deadline_seconds: float = 10.0, *, after: BaseException | None = None) -> None:
         """End the processes after calling `close` on every worker that has it, unless a call is under way.
@@ -369,8 +420,52 @@ class WorkerGroup:
 
     def _end(self, reason: str) -> None:
         self._ended = reason
-        for worker in self.workers:
+        for worker in (*self.workers, *self._relays):
             self.kill(worker)
+
+
+class Relay:
+    """Calls parts of a large group for the driver, from a process of its own."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, Sequence[Worker]] = {}  # by the place of their first worker
+
+    async def connect(self, first: int, workers: Sequence[Worker]) -> None:
+        self._parts[first] = workers
+
+    async def call(
+        self, first: int, invocation: Invocation, of_ranks: Sequence[Sequence[Any]], kwargs: Mapping[str, Any]
+    ) -> list[Any]:
+        """The answers in the order of the workers; `of_ranks` may have one entry for all.
+
+        Raises as `answers`.
+        """
+        workers = self._parts[first]
+        arguments = of_ranks if len(of_ranks) > 1 else [*of_ranks] * len(workers)
+        calls = zip(workers, arguments, strict=True)
+        pending = {worker.actor.call.remote(invocation, *own, **kwargs): worker for worker, own in calls}
+        return await answers(pending, invocation)
+
+
+async def _start_relays(
+    name: str, ranks: int, placement: Placement, run_dir: Path, invocation: Invocation
+) -> list[Worker]:
+    """Relays for a group of many ranks, each on the node of the first rank that it calls; else none."""
+    relays, made = [], []
+    for number, first in enumerate(range(0, ranks, FAN_OUT) if ranks >= MIN_RELAYED else ()):
+        group = f"{name}-relay"
+        log = log_path(run_dir.absolute(), group, number)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        node = NodeAffinitySchedulingStrategy(placement.nodes[name][first].id, soft=True)
+        actor_class: Any = Actor  # which Ray has wrapped
+        actor = actor_class.options(num_cpus=0, max_restarts=0, scheduling_strategy=node).remote(
+            Identity(group, number, log, Path.cwd()), concurrent=True
+        )
+        relays.append(Worker(group, number, log, actor, placement.home(name, first)))
+        made.append(actor.make.remote(invocation, f"{__name__}:{Relay.__name__}"))
+    if made:
+        await answers(dict(zip(made, relays, strict=True)), invocation)
+    return relays
 
 
 async def answers(pending: Pending, invocation: Invocation) -> list[Any]:

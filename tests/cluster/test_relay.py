@@ -1,0 +1,85 @@
+"""Calls of a group through relays are those of one without: four ranks, of which a relay calls three."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from nemorl.cluster import group as group_module
+from nemorl.cluster.errors import DeadlineExceeded, GroupEnded, WorkerDied, WorkerFailed
+from nemorl.cluster.group import Mesh, WorkerGroup
+from nemorl.cluster.placement import Placement
+
+LIMITS = {"stage": "testing", "seconds": 60.0}
+
+
+@pytest.fixture(autouse=True)
+def small_relays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "FAN_OUT", 3)
+    monkeypatch.setattr(group_module, "MIN_RELAYED", 4)
+
+
+@pytest.fixture
+def group(placement: Placement, tmp_path: Path) -> Iterator[WorkerGroup]:
+    started = asyncio.run(
+        WorkerGroup.start(
+            "policy",
+            "tests.cluster.targets:Recorder",
+            [{"rank": rank} for rank in range(4)],
+            placement=placement,
+            threads=1,
+            run_dir=tmp_path,
+            deadline_seconds=60,
+            mesh=Mesh(same_share=2, data=2),
+        )
+    )
+    assert len(started._relays) == 2
+    yield started
+    asyncio.run(started.shutdown())
+
+
+def test_answers_are_those_of_direct_calls(group: WorkerGroup) -> None:
+    answers = asyncio.run(group.call("record", 1, three=3, **LIMITS))
+    assert answers == [(rank, (1,), {"three": 3}) for rank in range(4)]
+    answers = asyncio.run(group.call("record", "last", shards=["a", "b", "c", "d"], axis="rank", **LIMITS))
+    assert [args for _, args, _ in answers] == [(name, "last") for name in "abcd"]
+    shards = [{"rows": ray.put(np.arange(3) + 10 * number)} for number in range(2)]
+    resolved = asyncio.run(group.call("record", shards=shards, resolve=True, **LIMITS))
+    assert [list(args[0]["rows"]) for _, args, _ in resolved] == [[0, 1, 2]] * 2 + [[10, 11, 12]] * 2
+    kept = asyncio.run(group.call("record", 5, keep="rows", outputs="output_ranks", **LIMITS))
+    assert [answer[:2] for answer in ray.get(kept)] == [(0, (5,)), (2, (5,))]
+
+
+def test_failures_name_the_rank_and_end_the_group(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WorkerFailed, match=r"policy rank 3 failed in stage 'testing'.*no disk") as failed:
+        asyncio.run(group.call("fail_on", 3, "no disk", 0.0, ends_group=False, **LIMITS))
+    assert failed.value.rank == 3
+    late = {"stage": "testing", "seconds": 1.0}
+    with pytest.raises(DeadlineExceeded, match=r"policy has not finished stage .testing. in 1 s"):
+        asyncio.run(group.call("fail_on", 9, "no rank", 5.0, background=True, **late))  # all of them sleep
+    os.kill(asyncio.run(group.call("process", **LIMITS))[1], signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"policy rank 1 died") as died:
+        asyncio.run(group.call("process", **LIMITS))
+    assert died.value.rank == 1
+    with pytest.raises(GroupEnded):
+        asyncio.run(group.call("process", **LIMITS))
+    assert asyncio.run(group.lost_one(10.0))
+    asyncio.run(group.replace_all(60.0))
+    assert len(set(asyncio.run(group.call("process", **LIMITS)))) == 4
+
+
+def test_a_relay_follows_the_members_of_its_group(group: WorkerGroup) -> None:
+    group.mesh = Mesh(data=4)
+    group.drop(group.workers[1])
+    answers = asyncio.run(group.call("record", **LIMITS))
+    assert [rank for rank, _, _ in answers] == [0, 2, 3]
+    group.admit(asyncio.run(group.restart(1, 60.0)))
+    answers = asyncio.run(group.call("record", **LIMITS))
+    assert [rank for rank, _, _ in answers] == [0, 1, 2, 3]
