@@ -284,3 +284,4 @@ class GroupSchedule:
             self._handed_out.remove(position)
             position += 1
         self.place = DataPlace(position, tuple(sorted(self._handed_out)))
+        self._next = max(self._next, position)  # which may have passed groups of the place of a resume

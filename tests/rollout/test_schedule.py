@@ -332,3 +332,17 @@ def test_a_resumed_run_samples_what_was_not_handed_out() -> None:
     assert groups.place == DataPlace(0, (1, 3, 4, 6))
     resumed = schedule(staleness=1, step=1, place=groups.place)
     assert [one.group for one in resumed.start()] == [0, 2, 5, 7, 8, 9, 10, 11]
+
+
+def test_a_group_of_the_place_of_a_resume_is_not_started_again():
+    """Group 2 was handed out before the resume; the step that takes the others passes it."""
+    plan = CollectorPlan(groups_per_step=2, samples_per_group=1, max_staleness=0)
+    schedule = GroupSchedule(TaskOrder(10, 0, False), plan, 1, DataPlace(0, (2,)))
+    started = [assignment.group for assignment in schedule.start()]
+    assert started == [0, 1]
+    for group in started:
+        schedule.finish(GroupSummary(group, group, None, ()))
+    assert schedule.take() is not None
+    assert schedule.place == DataPlace(3)
+    schedule.advance(2)
+    assert [assignment.group for assignment in schedule.start()] == [3, 4]
