@@ -120,14 +120,15 @@ class OnlineAlgorithm:
         metrics |= await self.train(batch, number)
         if self.session.pinned.locked():
             with self.observer.stage("validation_wait", waits_for="validation"):
-                async with self.session.pinned:
+                async with self.session.resupplying(number), self.session.pinned:
                     pass  # a validation samples with the version before
         with self.observer.stage("refit"):
             metrics |= await self.session.update_weights(number)
         metrics |= await self.session.generation_metrics()
         # Last, so that a step that fails leaves them to its repetition.
-        if self.config.max_staleness or self.config.oversampling > 1 or self.config.group_seconds:
-            metrics |= dropped_metrics(*self.collector.take_dropped(), groups)
+        dropped, num_given_up = self.collector.take_dropped()
+        if self.config.max_staleness or self.config.oversampling > 1 or self.config.group_seconds or dropped:
+            metrics |= dropped_metrics(dropped, num_given_up, groups)
         self.observer.samples(list(samples_of(number, groups, "training")))
         return metrics
 

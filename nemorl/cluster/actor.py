@@ -117,6 +117,10 @@ class Actor:
             async for item in attrgetter(invocation.method)(self._target)(*args, **kwargs):
                 yield item
 
+    async def wait_forever(self) -> None:
+        """Ends with the process, by which a caller notices that at once."""
+        await asyncio.Event().wait()
+
     async def close(self, invocation: Invocation) -> None:
         if self._target is not self and hasattr(self._target, "close"):
             await self.call(invocation)

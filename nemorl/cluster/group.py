@@ -7,12 +7,13 @@ Each call has a stage and a deadline, and its errors name the rank and the cause
 
 import asyncio
 import logging
+import math
 import os
 import re
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,9 +103,9 @@ class Worker:
         return (await answers({self.actor.call.remote(invocation, *args): self}, invocation))[0]
 
     async def stream(
-        self, method: str, *args: Any, stage: str, seconds: float, pairs: bool = False
+        self, method: str, *args: Any, stage: str, seconds: float = math.inf, pairs: bool = False
     ) -> AsyncGenerator[Any, None]:
-        """Items of an async generator of the worker as they come; `seconds` are for all of them.
+        """Items of an async generator of the worker as they come; `seconds` limit the wait for each.
 
         With `pairs` its items are taken two by two: the first, which may be large, comes as a reference that
         this process owns. Raises like `call`. Closing the iterator early (`contextlib.aclosing`) cancels the
@@ -112,10 +113,10 @@ class Worker:
         """
         invocation = Invocation(self.prefix + method, stage, seconds)
         items = self.actor.stream.options(num_returns="streaming").remote(invocation, *args)
-        end, running = time.monotonic() + seconds, True
+        running = True
         try:
             while True:
-                async with asyncio.timeout(end - time.monotonic()):
+                async with asyncio.timeout(seconds):
                     reference = await anext(items)
                     try:
                         item = (reference, await (await anext(items))) if pairs else await reference
@@ -134,6 +135,11 @@ class Worker:
         finally:
             if running:
                 ray.cancel(items)
+
+    async def ended(self) -> None:
+        """Return when the process has ended, or cannot be reached."""
+        with suppress(RayError):
+            await self.actor.wait_forever.remote()
 
 
 Span = tuple[float, float]  # begin and end, in seconds of `time.perf_counter`

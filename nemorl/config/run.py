@@ -18,7 +18,7 @@ class DeadlineConfig(Config):
     generation: float = Field(1800.0, gt=0)
     """Sampling all trajectories of a step, environments included."""
     health: float = Field(30.0, gt=0)
-    """Between two health checks of an engine, and for its answer to one; without an answer it is lost."""
+    """Between two health checks of an engine or rollout worker, which is lost without an answer in time."""
     engine_step: float = Field(600.0, gt=0)
     """One step of an engine that has work; an engine that takes longer is lost."""
     environment: float = Field(60.0, gt=0)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -134,9 +134,16 @@ class Router:
     lost replica leaves continues on others: reported tokens are kept, and the rest has the same seeds.
     """
 
-    def __init__(self, replicas: Sequence[Replica], progress_tokens: int = 64) -> None:
-        """`progress_tokens`: how often replicas report, and so about the most that a loss costs a request."""
+    def __init__(self, replicas: Sequence[Replica], progress_tokens: int = 64, waits: bool = False) -> None:
+        """`progress_tokens`: how often replicas report, and so about the most that a loss costs a request.
+
+        `waits` is for replicas that are restarted: without any, requests wait within their deadlines for the
+        next one, or for `give_up`.
+        """
         self.lost: dict[str, str] = {}  # the cause of each loss by the replica's name
+        self._waits = waits
+        self._held: list[_Flight] = []  # requests without a replica
+        self._given_up: dict[str, str] = {}  # the causes, if no replica returns
         self._members = {replica.name: _Member(replica) for replica in replicas}
         self._progress_tokens = progress_tokens
         self._home: OrderedDict[str, _Member] = OrderedDict()
@@ -169,6 +176,23 @@ class Router:
         self.lose(replica.name, "another has taken its place")  # which was not noticed here yet
         self.lost.pop(replica.name, None)
         self._members[replica.name] = _Member(replica)
+        held, self._held = self._held, []
+        for flight in held:
+            self._start(flight)
+
+    def reset(self, replicas: Sequence[Replica]) -> None:
+        """Let these replicas serve, and no others."""
+        for name in self._members.keys() - {replica.name for replica in replicas}:
+            self.lose(name, "it was lost before this router started")
+        for replica in replicas:
+            self.add(replica)
+
+    def give_up(self, causes: Mapping[str, str]) -> None:
+        """No replica returns: raise NoReplicaLeft for requests that wait, and for later ones."""
+        self._given_up = dict(causes)
+        held, self._held = self._held, []
+        for flight in held:
+            flight.fail(NoReplicaLeft(causes))
 
     async def generate(self, request: GenerationRequest, on_progress: OnProgress | None = None) -> Completion:
         """Sample one turn; `on_progress` receives each token once. Raises RequestRefused and NoReplicaLeft.
@@ -202,7 +226,12 @@ class Router:
 
     def _start(self, flight: _Flight) -> None:
         if not self._members:
-            raise NoReplicaLeft(self.lost)
+            if self._given_up or not self._waits:
+                raise NoReplicaLeft(self._given_up or self.lost)
+            self._held.append(flight)
+            left = max(0.0, flight.request.deadline_seconds - flight.seconds)
+            asyncio.get_running_loop().call_later(left, self._expire, flight)
+            return
         conversation = flight.request.conversation
         member = self._home.pop(conversation, None) if conversation else None
         if member is None or not self._serves(member):
@@ -217,6 +246,11 @@ class Router:
         flight.member = member
         member.pending.append(flight)
         member.outstanding_tokens += flight.cost
+
+    def _expire(self, flight: _Flight) -> None:
+        if flight in self._held:
+            self._held.remove(flight)
+            flight.finish(StopReason.ABORT)
 
     def _serves(self, member: _Member) -> bool:
         return self._members.get(member.replica.name) is member
@@ -267,7 +301,7 @@ class Router:
             flight.finish(StopReason.STOP)
         elif len(flight.sampled) >= flight.request.max_new_tokens:
             flight.finish(StopReason.LENGTH)
-        elif flight.losses >= MAX_LOSSES and self._members:
+        elif flight.losses >= MAX_LOSSES and (self._members or self._waits):
             log.warning("request %s was on %d replicas when they were lost", flight.request.id, flight.losses)
             self._metrics.failed_requests += 1
             flight.finish(StopReason.ERROR)
@@ -282,6 +316,8 @@ class Router:
 
     def _release(self, flight: _Flight) -> None:
         """Forget a request; end it if its caller has left."""
+        if flight in self._held:
+            self._held.remove(flight)
         answered, member = flight.answer.done() and not flight.answer.cancelled(), flight.member
         if member is None or not member.holds(flight):
             return

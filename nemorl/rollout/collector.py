@@ -1,7 +1,9 @@
 """The driver's side of sampling: gives groups to rollout workers and hands them out, step by step."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence, Set
+from dataclasses import replace
 from typing import Any, Protocol
 
 from nemorl.errors import RunError
@@ -14,7 +16,10 @@ OnFinished = Callable[[int], None]  # receives how many more groups have finishe
 
 
 class RolloutProcess(Protocol):
-    """A rollout worker, as the driver sees it."""
+    """A rollout worker, as the driver sees it. One that is lost may return."""
+
+    @property
+    def is_up(self) -> bool: ...
 
     def run_groups(self, assignments: list[GroupAssignment], /) -> AsyncIterator[GroupSummary | Dropped]: ...
 
@@ -42,22 +47,25 @@ class Dispatcher:
 
     def __init__(self, workers: Sequence[RolloutProcess], seconds: float) -> None:
         """`seconds` limits the wait for one more group."""
-        self._workers = list(workers)
+        self._workers = workers
         self.seconds = seconds
-        self._waiting: list[set[int]] = [set() for _ in workers]  # groups each worker still has to finish
+        self._waiting: defaultdict[RolloutProcess, set[int]] = defaultdict(set)  # groups still to finish
         self._outcomes: asyncio.Queue[GroupSummary | Dropped | Exception] = asyncio.Queue()
         self._calls: set[asyncio.Task[None]] = set()
 
     def start(self, assignments: Iterable[GroupAssignment]) -> None:
-        """Begin to sample these groups: one call for each worker that gets some."""
-        shares: list[list[GroupAssignment]] = [[] for _ in self._workers]
+        """Begin to sample these groups: one call for each worker that gets some.
+
+        Without a worker that is up they wait for those that return.
+        """
+        workers = [worker for worker in self._workers if worker.is_up] or self._workers
+        shares: defaultdict[RolloutProcess, list[GroupAssignment]] = defaultdict(list)
         for assignment in assignments:
-            worker = min(range(len(self._workers)), key=lambda w: len(self._waiting[w]))
+            worker = min(workers, key=lambda worker: len(self._waiting[worker]))
             shares[worker].append(assignment)
             self._waiting[worker].add(assignment.group)
-        for worker, share in enumerate(shares):
-            if share:
-                self._keep(self._follow(worker, share))
+        for worker, share in shares.items():
+            self._keep(self._follow(worker, share))
 
     async def next(self) -> GroupSummary | Dropped:
         """The next group to end. Raises what a worker raises, and RolloutFailed when one ends early."""
@@ -68,13 +76,13 @@ class Dispatcher:
 
     def abort_stale(self, oldest: int) -> None:
         """Have the workers drop what runs and is too old; they do it meanwhile."""
-        for worker, waiting in zip(self._workers, self._waiting, strict=True):
+        for worker, waiting in self._waiting.items():
             if waiting:
                 self._keep(worker.abort_stale(oldest))
 
     def abort_groups(self, groups: Set[int]) -> None:
         """Have the workers drop these groups; they do it meanwhile."""
-        for worker, waiting in zip(self._workers, self._waiting, strict=True):
+        for worker, waiting in self._waiting.items():
             if ended := sorted(waiting & groups):
                 self._keep(worker.abort_groups(ended))
 
@@ -85,11 +93,15 @@ class Dispatcher:
 
     def queues(self) -> dict[str, float]:
         """Groups that each worker still has to finish."""
-        return {f"worker {w}": float(len(ids)) for w, ids in enumerate(self._waiting)}
+        return {f"worker {n}": float(len(self._waiting[w])) for n, w in enumerate(self._workers)}
 
     def stalled(self, ready: int, count: int) -> SamplingStalled:
         """The error for a wait that was too long."""
-        held = (f"worker {w}: groups {_ids(sorted(ids))}" for w, ids in enumerate(self._waiting) if ids)
+        held = [
+            f"worker {number}{'' if worker.is_up else ' (lost)'}: groups {_ids(sorted(ids))}"
+            for number, worker in enumerate(self._workers)
+            if (ids := self._waiting[worker])
+        ]
         return SamplingStalled(
             f"sampling: no group finished within {self.seconds:g} s (`cluster.deadlines.generation`), with "
             f"{ready} of {count} ready; waiting for {'; '.join(held) or 'no group: too few were started'}"
@@ -100,15 +112,16 @@ class Dispatcher:
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    async def _follow(self, worker: int, share: list[GroupAssignment]) -> None:
+    async def _follow(self, worker: RolloutProcess, share: list[GroupAssignment]) -> None:
         left = {assignment.group for assignment in share}  # another call may have one of them again
         try:
-            async for outcome in self._workers[worker].run_groups(share):
-                left.discard(outcome.group)
+            async for outcome in worker.run_groups(share):
+                left.remove(outcome.group)
                 self._waiting[worker].discard(outcome.group)
                 self._outcomes.put_nowait(outcome)
             if left:
-                raise RolloutFailed(f"rollout worker {worker} ended without groups {_ids(sorted(left))}")
+                number = self._workers.index(worker)
+                raise RolloutFailed(f"rollout worker {number} ended without groups {_ids(sorted(left))}")
         except Exception as error:  # noqa: BLE001  raised by `next`
             self._outcomes.put_nowait(error)
 
@@ -239,10 +252,11 @@ async def sample_validation(
     Seeds depend on the task alone, so two validations differ only by the weights. Raises like `next_batch`.
     """
     dispatcher = Dispatcher(workers, seconds)
-    dispatcher.start(
+    assignments = [
         GroupAssignment(task, task, samples_per_task, True, of_set, num_texts=int(task < num_texts))
         for task in range(num_tasks)
-    )
+    ]
+    dispatcher.start(assignments)
     groups: list[GroupSummary] = []
     try:
         while len(groups) < num_tasks:
@@ -251,7 +265,11 @@ async def sample_validation(
                     outcome = await dispatcher.next()
             except TimeoutError:
                 raise dispatcher.stalled(len(groups), num_tasks) from None
-            assert isinstance(outcome, GroupSummary)  # weights do not change, so nothing is too old
+            if isinstance(outcome, Dropped):  # with its worker: weights do not change, so nothing is too old
+                task = outcome.group
+                assignments[task] = replace(assignments[task], attempt=assignments[task].attempt + 1)
+                dispatcher.start([assignments[task]])
+                continue
             groups.append(outcome)
             on_finished(1)
     finally:

@@ -159,7 +159,10 @@ class TurnLimits:
 
 @dataclass(frozen=True)
 class SampleKey:
-    """Which sample of a run this is; it alone decides the seeds of the sample's turns."""
+    """Which sample of a run this is; it alone decides the seeds of the sample's turns.
+
+    In a validation another attempt has the same seeds, so that its result does not depend on faults.
+    """
 
     run_seed: int
     group: int
@@ -170,7 +173,7 @@ class SampleKey:
     def seed(self, turn: int) -> int:
         """A seed of 63 bits, unlike that of any other turn of the run."""
         entropy: tuple[int, ...] = (self.run_seed, int(self.validation), self.group, self.sample, turn)
-        entropy += (self.attempt,) * (self.attempt > 0)
+        entropy += (self.attempt,) * (self.attempt > 0 and not self.validation)
         return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
 
     def __str__(self) -> str:

@@ -260,7 +260,7 @@ class RayRolloutWorker(RolloutWorker):
     """In an actor whose methods run in an event loop; samples from engines in other processes."""
 
     def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
-        self.router = Router(list(engines))
+        self.router = Router(list(engines), waits=experiment.generation.has_engines)
         super().__init__(experiment, self.router, store=lambda trajectories: trajectories)
 
     async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:

@@ -6,7 +6,7 @@ are those of training.
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 
@@ -17,7 +17,6 @@ from nemorl.config.generation import EndpointConfig
 from nemorl.data.examples import Example
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.router import Replica, Router, RouterMetrics
-from nemorl.generation.types import NoReplicaLeft
 from nemorl.serve.app import Listening, answering, listening
 from nemorl.serve.sampling import Served
 
@@ -40,7 +39,7 @@ class EndpointHost:
     def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
         assert experiment.generation.endpoint is not None
         self._config, self._open = experiment.generation.endpoint, AsyncExitStack()
-        self.router = Router(list(engines))
+        self.router = Router(list(engines), waits=True)
         self._served = served(experiment, self._config, self.router)
 
     async def listen(self) -> Listening:
@@ -64,6 +63,9 @@ class _LocalRouter:
     async def add(self, replica: Replica, seconds: float) -> None:
         self.router.add(replica)
 
+    async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
+        self.router.give_up(causes)
+
 
 async def serve(experiment: Experiment, announce: Callable[[Listening], None]) -> None:
     """Start the engines of an experiment and answer over HTTP until the process receives SIGINT or SIGTERM.
@@ -73,7 +75,7 @@ async def serve(experiment: Experiment, announce: Callable[[Listening], None]) -
     endpoint = experiment.generation.endpoint or EndpointConfig()
     async with AsyncExitStack() as stack:
         replicas = await stack.enter_async_context(open_engines(experiment))
-        router = Router([engine.as_replica() for engine in replicas.engines])
+        router = Router([engine.as_replica() for engine in replicas.engines], waits=True)
         replicas.connect(_LocalRouter(router))
         end = _event_at_signals()
         announce(await stack.enter_async_context(listening(endpoint, served(experiment, endpoint, router))))
@@ -82,9 +84,7 @@ async def serve(experiment: Experiment, announce: Callable[[Listening], None]) -
                 await asyncio.wait_for(end.wait(), _POLL_SECONDS)
                 return
             replicas.check_watch()
-            if replicas.exhausted:
-                raise NoReplicaLeft(dict(replicas.losses))
-            replicas.log_losses()  # at once: nothing else reports why no engine answers
+            replicas.require_return()
 
 
 async def serve_rewards(experiment: Experiment, announce: Callable[[Listening], None]) -> None:

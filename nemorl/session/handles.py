@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from nemorl.cluster.errors import ClusterError, RestartsExhausted, WorkerFailed
+from nemorl.cluster.errors import ClusterError, RestartsExhausted, WorkerDied, WorkerFailed
 from nemorl.cluster.group import BusySpans, Worker, WorkerGroup
 from nemorl.cluster.nodes import Home
 from nemorl.config.facts import ModelSpec
@@ -505,7 +505,7 @@ class GenerationReceivers(_WeightSide):
 
 @dataclass(frozen=True)
 class RouterHandle:
-    """The routers of a group of rollout workers or endpoints (`Routers`)."""
+    """The routers of a group of endpoints (`Routers`)."""
 
     group: WorkerGroup
 
@@ -518,41 +518,114 @@ class RouterHandle:
     async def add(self, replica: Replica, seconds: float) -> None:
         await self.group.call("router.add", replica, stage="generation", seconds=seconds)
 
+    async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
+        await self.group.call("router.give_up", causes, stage="generation", seconds=seconds)
+
     async def listen(self, seconds: float) -> "Listening":
         listening: list[Listening] = await self.group.call("listen", stage="start", seconds=seconds)
         return listening[0]
 
 
-@dataclass(frozen=True)
 class RolloutHandle:
-    worker: Worker
-    deadline_seconds: float
-    spans: BusySpans = field(default_factory=BusySpans)  # in which the worker had groups
+    """A rollout worker and its router, in its present process. Belongs to one event loop."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.spans = BusySpans()  # in which the worker had groups
+        self.cause: str | None = None  # of its loss
+        self._returns: asyncio.Future[bool] | None = None  # False if a lost one does not
+        self._finished = False  # a group, since `take_progress`
+
+    @property
+    def is_up(self) -> bool:
+        return self._returns is None
 
     async def run_groups(
         self, assignments: Sequence[GroupAssignment]
     ) -> AsyncIterator[GroupSummary | Dropped]:
-        """Summaries as the groups end; they refer to the trajectories, which stay in the object store."""
-        stage, seconds = "generation", self.deadline_seconds
-        pairs = self.worker.stream("stream_groups", assignments, stage=stage, seconds=seconds, pairs=True)
-        async with aclosing(pairs):
-            with self.spans.busy():
-                async for reference, outcome in pairs:
-                    dropped = isinstance(outcome, Dropped)
-                    yield outcome if dropped else replace(outcome, reference=reference)
+        """Summaries as the groups end; they refer to the trajectories, which stay in the object store.
+
+        A lost worker is waited for. Groups that are lost with its process are dropped.
+        """
+        left = {assignment.group: assignment for assignment in assignments}
+        if self._returns is None or await asyncio.shield(self._returns):
+            worker = self.worker
+            # Without a deadline: groups may take many steps, and a process that hangs fails its health check.
+            pairs = worker.stream("stream_groups", assignments, stage="generation", pairs=True)
+            try:
+                async with aclosing(pairs):
+                    with self.spans.busy():
+                        async for reference, outcome in pairs:
+                            self._finished = True
+                            del left[outcome.group]
+                            dropped = isinstance(outcome, Dropped)
+                            yield outcome if dropped else replace(outcome, reference=reference)
+                return
+            except WorkerDied as error:
+                if worker is self.worker:
+                    self.set_lost(str(error))
+        for group in left:
+            yield Dropped(group, "lost")
 
     async def abort_stale(self, oldest: int) -> None:
-        stage, seconds = "generation", self.deadline_seconds
-        await self.worker.call("abort_stale", oldest, stage=stage, seconds=seconds)
+        await self._abort("abort_stale", oldest)
 
     async def abort_groups(self, groups: Sequence[int]) -> None:
-        stage, seconds = "generation", self.deadline_seconds
-        await self.worker.call("abort_groups", groups, stage=stage, seconds=seconds)
+        await self._abort("abort_groups", groups)
+
+    async def _abort(self, method: str, which: int | Sequence[int]) -> None:
+        if self.is_up:
+            with suppress(ClusterError):  # its groups are dropped when it is lost
+                await self.worker.call(method, which, stage="generation", seconds=_ABORT_SECONDS)
 
     async def set_concurrency(self, limit: int) -> PlacesUse:
-        stage, seconds = "generation", self.deadline_seconds
+        stage, seconds = "generation", _ABORT_SECONDS
         use: PlacesUse = await self.worker.call("set_concurrency", limit, stage=stage, seconds=seconds)
         return use
+
+    async def take_metrics(self, seconds: float) -> RouterMetrics:
+        metrics: RouterMetrics = await self._call("take_metrics", stage="metrics", seconds=seconds)
+        return metrics
+
+    async def lost_replicas(self, seconds: float) -> dict[str, str]:
+        lost: dict[str, str] = await self._call("lost_replicas", stage="health check", seconds=seconds)
+        return lost
+
+    async def add(self, replica: Replica, seconds: float) -> None:
+        await self._call("add", replica, stage="generation", seconds=seconds)
+
+    async def reset(self, replicas: Sequence[Replica], seconds: float) -> None:
+        await self._call("reset", replicas, stage="generation", seconds=seconds)
+
+    async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
+        await self._call("give_up", causes, stage="generation", seconds=seconds)
+
+    async def _call(self, method: str, *args: Any, stage: str, seconds: float) -> Any:
+        return await self.worker.call(f"router.{method}", *args, stage=stage, seconds=seconds)
+
+    def take_progress(self) -> bool:
+        """True if a group has ended since the last call."""
+        finished, self._finished = self._finished, False
+        return finished
+
+    def set_lost(self, cause: str) -> None:
+        self.cause = self.cause or cause
+        if self._returns is None:
+            self._returns = asyncio.get_running_loop().create_future()
+
+    def set_up(self) -> None:
+        returns, self._returns, self.cause = self._returns, None, None
+        if returns is not None:
+            returns.set_result(True)
+
+    def close(self, error: Exception | None = None) -> None:
+        """Drop the groups that wait for it, or raise the `error`: it does not return."""
+        assert self._returns is not None, "it is up"
+        if error is None:
+            self._returns.set_result(False)
+        else:
+            self._returns.set_exception(error)
+            self._returns.exception()  # retrieved, even if no group waits
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, models_of
 from nemorl.config.generation import EndpointConfig
 from nemorl.errors import NemorlError
+from nemorl.generation.router import Replica
 from nemorl.generation.types import EngineOptions, NoReplicaLeft
 from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
@@ -38,7 +39,7 @@ from nemorl.weights.process_group import served_store
 from . import handles
 from .scoring import RewardScorer, reporting_failures, reward_by_url, reward_routes
 from .stalls import StallReporter
-from .supervisor import ReplicaSupervisor
+from .supervisor import ReplicaSupervisor, RolloutSupervisor
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Session:
 
     models: dict[str, handles.ModelHandle] = field(default_factory=dict)  # by name; the policy is among them
     groups: dict[str, WorkerGroup] = field(default_factory=dict)  # of all processes, by name
-    rollout: Sequence[handles.RolloutHandle] = ()
+    rollouts: RolloutSupervisor | None = None
     exchange: WeightExchange | None = None
     replicas: ReplicaSupervisor | None = None  # of engines
     concurrency: ConcurrencyControl | None = None
@@ -67,6 +68,11 @@ class Session:
     @property
     def learner(self) -> handles.ModelHandle:
         return self.model("policy")
+
+    @property
+    def rollout(self) -> Sequence[handles.RolloutHandle]:
+        """The rollout workers; a list that changes as they come and go."""
+        return self.rollouts.handles if self.rollouts is not None else ()
 
     @property
     def trained(self) -> handles.TrainedModels:
@@ -163,14 +169,26 @@ class Session:
             return {}
         if "policy" in self.models:
             await self.learner.onload()
+        async with self.pinned:
+            stats = await self._send_weights(self.exchange, self.replicas, version)
+            self.version = version
+        if stats is None:
+            return {}
+        speed = stats.gigabytes_per_second
+        return {"refit/gigabytes": stats.num_bytes / 1e9, "refit/gigabytes_per_second": speed}
+
+    async def _send_weights(
+        self, exchange: WeightExchange, replicas: ReplicaSupervisor, version: int
+    ) -> RefitStats | None:
+        """None if no engine is up: those that return get the weights while they are waited for."""
         stats: RefitStats | None = None
-        async with self.pinned, self.replicas.refitting():
-            while stats is None:
+        async with replicas.refitting():
+            while stats is None and replicas.engines:
                 try:
-                    stats = await self.exchange.refit(version)
+                    stats = await exchange.refit(version)
                 except NemorlError as error:
                     try:
-                        lost = await self.replicas.lost_in_refit()
+                        lost = await replicas.lost_in_refit()
                     except NoReplicaLeft as exhausted:  # maybe a consequence
                         if not (isinstance(error, WorkerDied) and error.is_reported_in(exhausted)):
                             exhausted.add_note(f"The refit to version {version} ended with: {error}")
@@ -178,9 +196,43 @@ class Session:
                     if not lost:
                         raise
                     logger.warning("retrying weight update to version %d: %s", version, error)
-            self.version = version
-        speed = stats.gigabytes_per_second
-        return {"refit/gigabytes": stats.num_bytes / 1e9, "refit/gigabytes_per_second": speed}
+        return stats
+
+    @asynccontextmanager
+    async def resupplying(self, version: int) -> AsyncIterator[None]:
+        """Inside, where the policy does not compute, engines that return while none is up get its weights.
+
+        Those are of `version`; a version that engines must keep is lost with all of them.
+        """
+        if self.exchange is None or self.replicas is None:
+            yield
+            return
+        exchange, replicas, sending = self.exchange, self.replicas, asyncio.Lock()
+
+        async def resend() -> None:
+            while True:
+                await replicas.starved.wait()
+                async with sending:
+                    try:
+                        if replicas.shares_devices:
+                            await replicas.sleep()
+                        await self.learner.onload()
+                        await self._send_weights(exchange, replicas, version)
+                        self.version = version
+                        await self.learner.release_devices()
+                        if replicas.shares_devices:
+                            await replicas.wake()
+                    except NemorlError as error:
+                        await replicas.end_waits({f"weight update to version {version}": str(error)})
+                        raise
+
+        task = asyncio.create_task(resend())
+        try:
+            yield
+        finally:
+            async with sending:  # an update that has begun is completed
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def lost_models(self) -> list[str]:
         """Names of the models of which a process has died or does not respond."""
@@ -213,10 +265,12 @@ class Session:
                 await stack.enter_async_context(self.learner.sampling(self.version))
             if self.replicas is not None:
                 await stack.enter_async_context(self.replicas.awake())
+                await stack.enter_async_context(self.resupplying(self.version))
             yield
 
     async def generation_metrics(self) -> dict[str, float]:
-        metrics = await self.replicas.metrics() if self.replicas is not None else {}
+        metrics = self.rollouts.metrics() if self.rollouts is not None else {}
+        metrics |= await self.replicas.take_metrics() if self.replicas is not None else {}
         return metrics | (self.concurrency.take_metrics() if self.concurrency is not None else {})
 
     def store(self, sequences: Sequence[Any]) -> Any:
@@ -259,7 +313,7 @@ async def open_session(experiment: Experiment, *, policy: bool, sampling: bool) 
         if session.replicas is not None:
             await starter.callers(session.replicas)
         elif policy_samples:
-            await starter.rollout(session.learner.samplers)
+            await starter.rollout(lambda: [sampler.as_replica() for sampler in session.learner.samplers])
         if learns and session.replicas is not None and experiment.generation.takes_weights:
             session.exchange = starter.exchange(session.learner.group, session.replicas.group)
             session.replicas.on_change = session.exchange.layout_changed
@@ -389,8 +443,7 @@ class Starter:
             endpoint = handles.RouterHandle(group)
             replicas.connect(endpoint)
             await open_endpoint(endpoint, self.experiment)
-        workers = await self.rollout(replicas.engines)
-        replicas.connect(handles.RouterHandle(workers))
+        replicas.connect(await self.rollout(lambda: replicas.announced))
         replicas.start_watch()
         generation, deadlines = self.experiment.generation, self.experiment.cluster.deadlines
         if (limit := generation.initial_concurrency) is not None:
@@ -403,16 +456,18 @@ class Starter:
             self.stack.push_async_callback(control.close)
             control.start()
 
-    async def rollout(self, engines: Sequence[handles.EngineHandle]) -> WorkerGroup:
-        """The rollout workers over these engines, and the reward models that they call."""
+    async def rollout(self, engines: Callable[[], list[Replica]]) -> RolloutSupervisor:
+        """The rollout workers over the present `engines`, and the reward models that they call."""
         rewards, environment = await self.reward_models()
         experiment = self.experiment.model_copy(update={"rewards": rewards})
-        kwargs = {"experiment": experiment, "engines": [engine.as_replica() for engine in engines]}
+        kwargs = {"experiment": experiment, "engines": engines()}
         ranks, host = [kwargs] * experiment.cluster.rollout_workers, "nemorl.rollout.worker:RayRolloutWorker"
         group = await self._start("rollout", host, ranks, threads=1, concurrent=True, environment=environment)
-        seconds = experiment.cluster.deadlines.generation
-        self.session.rollout = [handles.RolloutHandle(worker, seconds) for worker in group.workers]
-        return group
+        rollouts = RolloutSupervisor(group, experiment.cluster.deadlines, engines)
+        self.stack.push_async_callback(rollouts.close)
+        rollouts.start_watch()
+        self.session.rollouts = rollouts
+        return rollouts
 
     async def reward_models(self) -> tuple[tuple[RewardConfig, ...], dict[str, str]]:
         """Start the reward models; returns the rewards with their addresses, and a variable for each key."""

@@ -1,37 +1,43 @@
-"""The supervisor of engine replicas: notices losses, restarts what was lost, and admits it again.
+"""Supervisors of processes that do not need each other: of engine replicas, and of rollout workers.
 
     UP ──lost──▶ LOST ──attempt──▶ STARTING ──started──▶ READY ──admitted──▶ UP
                   ▲ ◀────failed───────┘ ◀───────lost───────┘
 
-The process of a lost replica is ended, and its requests move to other replicas. A replica that was restarted
-has the weights of the model's folder: it is admitted with the next weight update, at once before the first.
+The process of a lost member is ended, and its work moves to other members or waits for one that returns: the
+tokens of requests continue on another replica, the groups of a rollout worker are sampled again.
+
+A replica that was restarted has the weights of the model's folder: it is admitted with the next weight
+update, at once before the first. While no other is up, the session sends it the weights in use (`starved`).
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from statistics import fmean
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerFailed
-from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.group import Worker, WorkerGroup
 from nemorl.config.run import DeadlineConfig
+from nemorl.errors import RunError
 from nemorl.generation.router import Replica, RouterMetrics
 from nemorl.generation.types import EngineFailed, EngineHealth, EngineStats, NoReplicaLeft
 
-from .handles import EngineHandle
+from .handles import EngineHandle, RolloutHandle
 
 _ENGINE_FAILED = f"{EngineFailed.__module__}.{EngineFailed.__qualname__}"
-MAX_RESTARTS = 3  # of one replica in a run: what dies more often has a cause that no restart fixes
+# Of one member, since it last did its work: what dies more often has a cause that no restart fixes.
+MAX_RESTARTS = 3
 
 logger = logging.getLogger(__name__)
 
 
 class State(Enum):
-    UP = auto()  # in the group, so that it takes part in weight updates
+    UP = auto()  # in the group, so that it takes part in its calls
     LOST = auto()  # its process was ended; it is restarted if attempts are left
     STARTING = auto()
     READY = auto()  # started, and not in the group yet
@@ -39,16 +45,189 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Supervised:
-    engine: EngineHandle  # of its latest process
+    worker: Worker  # of its latest process
     state: State = State.UP
-    announced: bool = True  # the routers send requests to it
-    attempts: int = 0  # to restart it
-    ended_for: str | None = None  # why its process was ended while a call of its group was running
+    attempts: int = 0  # to restart it, since it last did its work
+    ended_for: str | None = None  # why its process was ended, or a call failed, before a check found it
+    end: asyncio.Task[None] | None = None  # of the process
     restart: asyncio.Task[None] | None = None
 
     @property
     def can_return(self) -> bool:  # unless it is lost without attempts left
         return self.state is not State.LOST or self.attempts < MAX_RESTARTS
+
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Supervised)
+
+
+class Supervisor(ABC, Generic[M]):
+    """Supervises the members of a group. Belongs to one event loop."""
+
+    kind: str  # of its members, in names
+    plural: str
+
+    def __init__(self, group: WorkerGroup, deadlines: DeadlineConfig, members: Iterable[M]) -> None:
+        self.group = group
+        self.members = list(members)
+        self.on_change: Callable[[], None] = lambda: None  # called when members leave or join the group
+        self.losses: list[tuple[str, str]] = []  # so far: the member's name and the cause
+        self._deadlines = deadlines
+        self._causes: dict[str, str] = {}  # why a member is not up, by name
+        self._lock = asyncio.Lock()  # held while the group must not change
+        self._may_start = asyncio.Event()  # the devices are free for processes that start
+        self._may_start.set()
+        self._num_logged = 0  # of the losses
+        self._num_restarted = 0
+        self._num_failed_restarts = 0
+        self._to_check = asyncio.Event()  # at once
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def exhausted(self) -> bool:  # no member is up, and none will return
+        return not any(member.can_return for member in self.members)
+
+    def in_state(self, state: State) -> list[M]:
+        return [member for member in self.members if member.state is state]
+
+    def log_losses(self) -> None:
+        """Warn of each loss once. Not for when no member returns: an error then names all."""
+        for name, cause in self.losses[self._num_logged :]:
+            logger.warning("%s is lost: %s", name, cause)
+        self._num_logged = len(self.losses)
+
+    def start_watch(self) -> None:
+        """Check the members periodically, and at once when a process has ended."""
+
+        async def watch() -> None:
+            while True:
+                up = self.in_state(State.UP)
+                for member in up:
+                    member.end = member.end or asyncio.create_task(member.worker.ended())
+                alarm = asyncio.create_task(self._to_check.wait())
+                events = [alarm, *(member.end for member in up if member.end is not None)]
+                seconds = self._deadlines.health
+                await asyncio.wait(events, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                alarm.cancel()
+                self._to_check.clear()
+                await self.check()
+
+        self._watch = asyncio.create_task(watch())
+
+    def check_watch(self) -> None:
+        if self._watch is not None and self._watch.done():
+            self._watch.result()
+
+    async def close(self) -> None:
+        of_members = (task for member in self.members for task in (member.end, member.restart))
+        running = [task for task in (self._watch, *of_members) if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for member in self.in_state(State.READY):  # which do not end with the group
+            self.group.kill(member.worker)
+
+    async def check(self) -> int:
+        """Find losses, and let members that were restarted return where they can; the number of losses."""
+        async with self._lock:
+            lost = await self._check()
+            await self._admit_returned()
+            if not self.exhausted:
+                self.log_losses()
+            return lost
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            self.plural: float(len(self.in_state(State.UP))),
+            f"{self.plural}_lost": float(len(self.losses)),
+            f"{self.plural}_restarted": float(self._num_restarted),
+            f"{self.plural.partition('/')[0]}/restarts_failed": float(self._num_failed_restarts),
+        }
+
+    def name(self, member: M) -> str:
+        return f"{self.kind} {member.worker.rank}"
+
+    @abstractmethod
+    async def _problem(self, member: M) -> str | None:
+        """Why a member that is up is lost; None if it is not. May raise ClusterError instead."""
+
+    @abstractmethod
+    async def _admit_returned(self) -> None:
+        """READY to UP, where that is possible now."""
+
+    @abstractmethod
+    async def _give_up(self, member: M) -> None:
+        """For a member that is lost without attempts left."""
+
+    async def _check(self) -> int:
+        up = self.in_state(State.UP)
+        causes = await asyncio.gather(*map(self._cause_of_loss, up))
+        losses = [(m, cause) for m, cause in zip(up, causes, strict=True) if cause is not None]
+        for member, cause in losses:
+            self._lose(member, cause)
+        return len(losses)
+
+    async def _cause_of_loss(self, member: M) -> str | None:
+        if member.ended_for is not None:
+            return member.ended_for
+        try:
+            return await self._problem(member)
+        except ClusterError as error:
+            return str(error)
+
+    def _set(self, member: M, state: State) -> None:
+        member.state = state
+
+    def _lose(self, member: M, cause: str) -> None:
+        """UP or READY to LOST."""
+        name, cause = self.name(member), member.ended_for or cause
+        self.losses.append((name, cause))
+        self._causes[name] = cause
+        if member.end is not None:
+            member.end.cancel()
+        member.ended_for = member.end = None
+        self.group.drop(member.worker)
+        self._set(member, State.LOST)
+        self.on_change()
+        member.restart = asyncio.create_task(self._restart(member))
+
+    async def _restart(self, member: M) -> None:
+        """LOST to STARTING to READY, or back to LOST as long as attempts are left."""
+        name, rank, cause = self.name(member), member.worker.rank, self._causes[self.name(member)]
+        while member.can_return:
+            await self._may_start.wait()
+            member.attempts += 1
+            self._set(member, State.STARTING)
+            try:
+                member.worker = await self.group.restart(rank, self._deadlines.start)
+            except Exception as error:  # noqa: BLE001 - Ray's errors as well; each is logged and counted
+                self._set(member, State.LOST)
+                self._num_failed_restarts += 1
+                left = MAX_RESTARTS - member.attempts
+                logger.warning("%s could not be restarted (attempts left: %d): %s", name, left, error)
+                self._causes[name] = f"{cause}\nand could not be restarted: {error}"
+            else:
+                self._set(member, State.READY)
+                self._to_check.set()
+                return
+            if member.can_return:
+                await asyncio.sleep(self._deadlines.health)
+        await self._give_up(member)
+
+    def _admit(self) -> list[M]:
+        """READY to UP: restarted members take part in the group's calls."""
+        admitted = self.in_state(State.READY)
+        for member in admitted:
+            self.group.admit(member.worker)
+            self._set(member, State.UP)
+            self.on_change()
+        return admitted
+
+    def _log_return(self, member: M) -> None:
+        self.log_losses()
+        logger.warning("%s restarted and back in rotation", self.name(member))
+        self._num_restarted += 1
+        self._causes.pop(self.name(member), None)
 
 
 class Routers(Protocol):
@@ -61,80 +240,49 @@ class Routers(Protocol):
     async def add(self, replica: Replica, seconds: float) -> None:
         """Send requests to this replica too, which takes the place of a lost one."""
 
+    async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
+        """Fail requests that wait for a replica: none returns."""
 
-class ReplicaSupervisor:
-    """Supervises the engines of a group. Belongs to one event loop.
 
-    Engines that share their devices with the policy have them inside `awake`, and for their weights from a
+@dataclass(eq=False)
+class SupervisedReplica(Supervised):
+    announced: bool = True  # the routers send requests to it
+    reported: str | None = None  # why a router gave it up
+
+    @property
+    def engine(self) -> EngineHandle:
+        return EngineHandle(self.worker)
+
+
+class ReplicaSupervisor(Supervisor[SupervisedReplica]):
+    """Engines that share their devices with the policy have them inside `awake`, and for their weights from a
     weight update on; otherwise they sleep, and none is started.
     """
 
+    kind, plural = "generation replica", "generation/replicas"
+
     def __init__(self, group: WorkerGroup, deadlines: DeadlineConfig, shares_devices: bool = False) -> None:
         """Engines that share their devices have been started while no other process used them."""
-        self.group = group
-        self._deadlines = deadlines
+        super().__init__(group, deadlines, map(SupervisedReplica, group.workers))
         self.shares_devices = shares_devices
-        self._replicas = {worker.rank: Supervised(EngineHandle(worker)) for worker in group.workers}
+        self.starved = asyncio.Event()  # no engine is up, and one that has been restarted requires weights
         self._routers: list[Routers] = []
-        self.on_change: Callable[[], None] = lambda: None  # called when engines leave or join the group
-        self._lock = asyncio.Lock()  # held while the group must not change
-        self._may_start = asyncio.Event()  # the devices are free for engines that start
-        self._may_start.set()
         self._none_starting = asyncio.Event()
         self._none_starting.set()
         self._initial_weights = True  # until the first update
-        self.losses: list[tuple[str, str]] = []  # so far: the replica's name and the cause
-        self._num_logged = 0  # of the losses
-        self._num_restarted = 0
-        self._num_failed_restarts = 0
-        self._watch: asyncio.Task[None] | None = None
 
     @property
     def engines(self) -> list[EngineHandle]:
         return [replica.engine for replica in self.in_state(State.UP)]
 
     @property
-    def exhausted(self) -> bool:  # no engine is up, and none will return
-        return not any(replica.can_return for replica in self._replicas.values())
-
-    def in_state(self, state: State) -> list[Supervised]:
-        return [replica for replica in self._replicas.values() if replica.state is state]
-
-    def log_losses(self) -> None:
-        """Warn of each loss once. Not for when no engine is up: an error then names all."""
-        for name, cause in self.losses[self._num_logged :]:
-            logger.warning("%s is lost: %s", name, cause)
-        self._num_logged = len(self.losses)
+    def announced(self) -> list[Replica]:
+        """The engines to which the routers send requests."""
+        return [replica.engine.as_replica() for replica in self.in_state(State.UP) if replica.announced]
 
     def connect(self, routers: Routers) -> None:
         """Announce engines that return to these routers, and read the losses that they have seen."""
         self._routers.append(routers)
-
-    def start_watch(self) -> None:
-        async def check_periodically() -> None:
-            while True:
-                await asyncio.sleep(self._deadlines.health)
-                await self.check()
-
-        self._watch = asyncio.create_task(check_periodically())
-
-    def check_watch(self) -> None:
-        if self._watch is not None and self._watch.done():
-            self._watch.result()
-
-    async def close(self) -> None:
-        tasks = [self._watch, *(replica.restart for replica in self._replicas.values())]
-        running = [task for task in tasks if task is not None]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-    async def check(self) -> int:
-        async with self._lock:
-            lost = await self._check_and_admit()
-            if self.engines:
-                self.log_losses()
-            return lost
 
     @asynccontextmanager
     async def awake(self) -> AsyncIterator[None]:
@@ -143,14 +291,22 @@ class ReplicaSupervisor:
         Raises NoReplicaLeft.
         """
         if not self.shares_devices:
+            self.require_return()
             yield
             return
         async with self._lock:
-            await self._check_and_admit()
-            await self._wake(())
-        self._may_start.set()
+            await self._check()
+            await self._admit_returned()
+        await self.wake()
         yield
         await self.sleep()
+
+    async def wake(self) -> None:
+        """Let engines that share their devices have them. Raises NoReplicaLeft."""
+        async with self._lock:
+            await self._wake(())
+            self._may_start.set()
+            await self._announce()
 
     async def sleep(self) -> None:
         """Let engines that share their devices leave them, once none is starting."""
@@ -159,48 +315,59 @@ class ReplicaSupervisor:
         async with self._lock:
             started = [*self.in_state(State.UP), *self.in_state(State.READY)]
             await self._on_each(started, lambda engine: engine.sleep(1, self._deadlines.refit))
-            if self.engines:
+            if not self.exhausted:
                 self.log_losses()
 
     @asynccontextmanager
     async def refitting(self) -> AsyncIterator[None]:
-        """Inside, weights are updated; the group changes only by `lost_in_refit`. Raises NoReplicaLeft."""
+        """Inside, the weights of engines that are up are updated, if any is; the group changes only by
+        `lost_in_refit`. Raises NoReplicaLeft.
+        """
         async with self._lock:
             self.check_watch()
             await self._check()
-            admitted = self._admit()
-            self._require_one()
+            self._admit()
+            self.require_return()
             self._initial_weights = False
             if self.shares_devices:
                 await self._wake(("weights",))
             async with self._ending_silent():
                 yield
-            # The update may have lost some of them again.
-            await self._announce([replica for replica in admitted if replica.state is State.UP])
+            await self._announce()  # the update may have lost some of them again
 
     async def lost_in_refit(self) -> bool:
         """True if engines were lost while `refitting`, so that the others may retry. Raises NoReplicaLeft."""
         lost = await self._check() > 0
-        self._require_one()
+        self.require_return()
         return lost
 
-    async def metrics(self) -> dict[str, float]:
+    def require_return(self) -> None:
+        """Raise NoReplicaLeft if no engine is up and none returns."""
+        if self.exhausted:
+            raise NoReplicaLeft(self._causes)
+        self.log_losses()
+
+    async def end_waits(self, causes: Mapping[str, str]) -> None:
+        """Fail the requests that wait for an engine."""
+        for routers in self._routers:
+            await routers.give_up(causes, self._deadlines.health)
+
+    async def take_metrics(self) -> dict[str, float]:
         seconds = self._deadlines.health
 
-        async def stats(engine: EngineHandle) -> EngineStats:
+        async def stats(replica: SupervisedReplica) -> EngineStats:
             try:
-                return await engine.stats(seconds)
+                stats = await replica.engine.stats(seconds)
             except ClusterError:  # which the next check finds, and names
                 return EngineStats()
+            if stats.tokens_generated:
+                replica.attempts = 0
+            return stats
 
-        of_engines = await asyncio.gather(*map(stats, self.engines))
+        of_engines = await asyncio.gather(*map(stats, self.in_state(State.UP)))
         idle = [max(0.0, 1 - one.busy_seconds / one.seconds) for one in of_engines if one.seconds > 0]
         of_routers = [one for routers in self._routers for one in await routers.take_metrics(seconds)]
-        return {
-            "generation/replicas": float(len(self.engines)),
-            "generation/replicas_lost": float(len(self.losses)),
-            "generation/replicas_restarted": float(self._num_restarted),
-            "generation/restarts_failed": float(self._num_failed_restarts),
+        return self.metrics() | {
             "generation/requests_moved": float(sum(one.moved_requests for one in of_routers)),
             "generation/tokens_kept": float(sum(one.kept_tokens for one in of_routers)),
             "generation/requests_failed": float(sum(one.failed_requests for one in of_routers)),
@@ -208,36 +375,26 @@ class ReplicaSupervisor:
             **({"idle/generation": fmean(idle)} if idle else {}),
         }
 
-    async def _check_and_admit(self) -> int:
-        lost = await self._check()
+    async def _admit_returned(self) -> None:
         if self._initial_weights:  # with which an engine that has been restarted samples too
-            await self._announce(self._admit())
-        return lost
+            self._admit()
+            await self._announce()
 
     async def _check(self) -> int:
-        up = self.in_state(State.UP)
-        causes = dict(zip(up, await asyncio.gather(*map(self._cause_of_loss, up)), strict=True))
         # An engine that a router has seen fail gets no requests from it any more, so that it would be idle.
         for routers in self._routers:
             for lost in await routers.lost_replicas(self._deadlines.health):
-                for replica in up:
-                    if replica.announced and replica.engine.name in lost:
-                        causes[replica] = causes[replica] or lost[replica.engine.name]
-        losses = [(replica, cause) for replica, cause in causes.items() if cause is not None]
-        for replica, cause in losses:
-            self._lose(replica, cause)
-        return len(losses)
+                for replica in self.in_state(State.UP):
+                    if replica.announced and self.name(replica) in lost:
+                        replica.reported = lost[self.name(replica)]
+        return await super()._check()
 
-    async def _cause_of_loss(self, replica: Supervised) -> str | None:
-        if replica.ended_for is not None:
-            return replica.ended_for
+    async def _problem(self, member: SupervisedReplica) -> str | None:
         try:
-            health = await replica.engine.health(self._deadlines.health)
+            health = await member.engine.health(self._deadlines.health)
         except WorkerFailed as error:
             return error.message if error.kind == _ENGINE_FAILED else str(error)
-        except ClusterError as error:
-            return str(error)
-        return hanging(health, self._deadlines.engine_step)
+        return hanging(health, self._deadlines.engine_step) or member.reported
 
     @asynccontextmanager
     async def _ending_silent(self) -> AsyncIterator[None]:
@@ -249,12 +406,12 @@ class ReplicaSupervisor:
                 left = [replica for replica in self.in_state(State.UP) if replica.ended_for is None]
                 await asyncio.gather(*map(end_if_silent, left))
 
-        async def end_if_silent(replica: Supervised) -> None:
+        async def end_if_silent(replica: SupervisedReplica) -> None:
             try:
                 await replica.engine.health(self._deadlines.health)
             except DeadlineExceeded as error:
                 replica.ended_for = str(error)
-                self.group.kill(replica.engine.worker)
+                self.group.kill(replica.worker)
             except ClusterError:  # it answers, or the running call reports its death
                 pass
 
@@ -265,77 +422,39 @@ class ReplicaSupervisor:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
 
-    def _set(self, replica: Supervised, state: State) -> None:
-        replica.state = state
-        if self.in_state(State.STARTING):
-            self._none_starting.clear()
-        else:
-            self._none_starting.set()
+    def _set(self, member: SupervisedReplica, state: State) -> None:
+        super()._set(member, state)
+        _set_if(self._none_starting, not self.in_state(State.STARTING))
+        starved = not self.in_state(State.UP) and bool(self.in_state(State.READY))
+        _set_if(self.starved, starved and not self._initial_weights)
 
-    def _lose(self, replica: Supervised, cause: str) -> None:
-        """UP or READY to LOST."""
-        self.losses.append((replica.engine.name, replica.ended_for or cause))
-        replica.ended_for, replica.announced = None, False
-        self.group.drop(replica.engine.worker)
-        self._set(replica, State.LOST)
-        self.on_change()
-        if replica.can_return:
-            replica.restart = asyncio.create_task(self._restart(replica))
+    def _lose(self, member: SupervisedReplica, cause: str) -> None:
+        member.announced, member.reported = False, None
+        super()._lose(member, cause)
 
-    async def _restart(self, replica: Supervised) -> None:
-        """LOST to STARTING to READY, or back to LOST as long as attempts are left."""
-        name, rank = replica.engine.name, replica.engine.worker.rank
-        while replica.can_return:
-            await self._may_start.wait()
-            replica.attempts += 1
-            self._set(replica, State.STARTING)
-            try:
-                replica.engine = EngineHandle(await self.group.restart(rank, self._deadlines.start))
-            except Exception as error:  # noqa: BLE001 - Ray's errors as well; each is logged and counted
-                self._set(replica, State.LOST)
-                self._num_failed_restarts += 1
-                left = MAX_RESTARTS - replica.attempts
-                logger.warning("%s could not be restarted (attempts left: %d): %s", name, left, error)
-            else:
-                self._set(replica, State.READY)
-                return
-            await asyncio.sleep(self._deadlines.health)
+    async def _give_up(self, member: SupervisedReplica) -> None:
+        if self.exhausted:
+            await self.end_waits(self._causes)
 
-    def _admit(self) -> list[Supervised]:
-        """READY to UP: restarted engines take part in the group's calls."""
-        admitted = self.in_state(State.READY)
-        for replica in admitted:
-            self.group.admit(replica.engine.worker)
-            self._set(replica, State.UP)
-            self.on_change()
-        return admitted
-
-    async def _announce(self, admitted: list[Supervised]) -> None:
-        """Let requests go to engines that are up again and have the weights in use."""
-        if admitted:
-            self.log_losses()
-        for replica in admitted:
-            logger.warning("%s restarted and back in rotation", replica.engine.name)
-            self._num_restarted += 1
-            replica.announced = True
-            for routers in self._routers:
-                await routers.add(replica.engine.as_replica(), self._deadlines.health)
-
-    def _require_one(self) -> None:
-        if not self.engines:
-            raise NoReplicaLeft(dict(self.losses))
-        self.log_losses()
+    async def _announce(self) -> None:
+        """Let requests go to engines that are up again and have the weights in use, unless they sleep."""
+        for replica in self.in_state(State.UP) if self._may_start.is_set() else ():
+            if not replica.announced:
+                self._log_return(replica)
+                replica.announced = True
+                for routers in self._routers:
+                    await routers.add(replica.engine.as_replica(), self._deadlines.health)
 
     async def _wake(self, tags: tuple[str, ...]) -> None:
         await self._on_each(self.in_state(State.UP), lambda engine: engine.wake(tags, self._deadlines.refit))
-        self._require_one()
+        self.require_return()
 
     async def _on_each(
-        self, replicas: list[Supervised], act: Callable[[EngineHandle], Awaitable[None]]
+        self, replicas: list[SupervisedReplica], act: Callable[[EngineHandle], Awaitable[None]]
     ) -> None:
         """Call engines. One that fails may still occupy devices that others need, so it is lost."""
 
-        async def failure(replica: Supervised) -> str | None:
+        async def failure(replica: SupervisedReplica) -> str | None:
             try:
                 await act(replica.engine)
             except ClusterError as error:
@@ -347,6 +466,92 @@ class ReplicaSupervisor:
         for replica, cause in zip(replicas, causes, strict=True):
             if cause is not None:
                 self._lose(replica, cause)
+
+
+class NoRolloutWorkerLeft(RunError):
+    """Every rollout worker is lost, and none can be restarted."""
+
+
+@dataclass(eq=False)
+class SupervisedRollout(Supervised):
+    handle: RolloutHandle = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.handle = RolloutHandle(self.worker)
+
+
+class RolloutSupervisor(Supervisor[SupervisedRollout]):
+    """Rollout workers are also the routers of the engines (`Routers`); those that do not answer are left out,
+    since the next check finds them.
+    """
+
+    kind, plural = "rollout worker", "rollout/workers"
+
+    def __init__(
+        self, group: WorkerGroup, deadlines: DeadlineConfig, replicas: Callable[[], Sequence[Replica]]
+    ) -> None:
+        """`replicas` returns those to which a router sends requests now."""
+        super().__init__(group, deadlines, map(SupervisedRollout, group.workers))
+        self._replicas = replicas
+        self.handles = [member.handle for member in self.members]  # without those that will not return
+
+    async def take_metrics(self, seconds: float) -> list[RouterMetrics]:
+        return await self._ask(lambda handle: handle.take_metrics(seconds))
+
+    async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
+        return await self._ask(lambda handle: handle.lost_replicas(seconds))
+
+    async def add(self, replica: Replica, seconds: float) -> None:
+        await self._ask(lambda handle: handle.add(replica, seconds))
+
+    async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
+        await self._ask(lambda handle: handle.give_up(causes, seconds))
+
+    async def _ask(self, act: Callable[[RolloutHandle], Awaitable[T]]) -> list[T]:
+        handles = [member.handle for member in self.in_state(State.UP)]
+        answers = await asyncio.gather(*map(act, handles), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ClusterError):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def _problem(self, member: SupervisedRollout) -> str | None:
+        await member.handle.lost_replicas(self._deadlines.health)
+        if member.handle.take_progress():
+            member.attempts = 0
+        return member.handle.cause
+
+    async def _admit_returned(self) -> None:
+        for member in self._admit():
+            member.handle.worker = member.worker
+            try:  # it was made with the engines at the start of the run
+                await member.handle.reset(self._replicas(), self._deadlines.health)
+            except ClusterError as error:
+                self._lose(member, str(error))
+            else:
+                self._log_return(member)
+                member.handle.set_up()
+
+    def _lose(self, member: SupervisedRollout, cause: str) -> None:
+        member.handle.set_lost(cause)
+        super()._lose(member, cause)
+
+    async def _give_up(self, member: SupervisedRollout) -> None:
+        if self.exhausted:
+            causes = "".join(f"\n  | {name}: {cause}" for name, cause in self._causes.items())
+            problem = f"all {len(self.members)} rollout workers are lost, so nothing can be sampled.{causes}"
+            for handle in self.handles:
+                handle.close(NoRolloutWorkerLeft(problem))
+        else:
+            self.handles.remove(member.handle)
+            member.handle.close()
+
+
+def _set_if(event: asyncio.Event, condition: bool) -> None:
+    if condition:
+        event.set()
+    else:
+        event.clear()
 
 
 def hanging(health: EngineHealth, step_seconds: float) -> str | None:

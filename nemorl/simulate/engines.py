@@ -355,8 +355,11 @@ class SimulatedWorker(Worker):
             raise died(engine.failure.result(), self.rank, stage)
         return await getattr(engine, method)(*args)
 
+    async def ended(self) -> None:
+        await asyncio.wait({self.actor.failure})
+
     async def stream(
-        self, method: str, *args: Any, stage: str, seconds: float, pairs: bool = False
+        self, method: str, *args: Any, stage: str, seconds: float = math.inf, pairs: bool = False
     ) -> AsyncGenerator[Any, None]:
         engine: SimulatedEngine = self.actor
         if engine.failure.done():

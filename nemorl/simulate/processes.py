@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,8 @@ FORWARD_SHARE = 1 / 3  # of the seconds of a pass that trains
 class SimulatedRolloutWorker(GroupRunner):
     """Conversations over a router; a task is solved with a probability that is uniform over tasks."""
 
+    is_up = True
+
     def __init__(
         self, experiment: Experiment, workload: Workload, scale: Scale, replicas: Sequence[Replica], seed: int
     ) -> None:
@@ -56,7 +58,7 @@ class SimulatedRolloutWorker(GroupRunner):
         config = experiment.algorithm
         assert isinstance(config, OnlineBase)
         self._group_seconds, self._min_members = config.group_seconds, config.min_members
-        self.router = Router(replicas, max(1, _PROGRESS_TOKENS // scale.block))
+        self.router = Router(replicas, max(1, _PROGRESS_TOKENS // scale.block), waits=True)
 
     async def _run_group(
         self, assignment: GroupAssignment, records: Sequence[Record]
@@ -145,6 +147,10 @@ class SimulatedRouters:
     async def add(self, replica: Replica, seconds: float) -> None:
         for worker in self.workers:
             worker.router.add(replica)
+
+    async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
+        for worker in self.workers:
+            worker.router.give_up(causes)
 
 
 @dataclass

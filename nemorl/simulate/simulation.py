@@ -154,8 +154,7 @@ async def open_simulation(
     replicas.start_watch()
     policy: Any = SimulatedPolicy(workload)
     exchange: Any = SimulatedExchange(engines, generation.on_update, cluster.deadlines.refit, policy.check)
-    rollout: Any = workers
-    session = Session(models={"policy": policy}, rollout=rollout, exchange=exchange, replicas=replicas)
+    session = Session(models={"policy": policy}, exchange=exchange, replicas=replicas)
     session.lineage = lineage
     plan = CollectorPlan(
         groups_per_step=config.num_prompts_per_step,

@@ -187,6 +187,8 @@ def test_each_turn_has_its_own_advantage_in_the_batch() -> None:
 class ScriptedWorker:
     """Samples groups whose rewards are a function of the group alone, and keeps what it was asked for."""
 
+    is_up = True
+
     def __init__(self) -> None:
         self.sampled: list[int] = []
 

@@ -71,6 +71,14 @@ def test_an_error_comes_after_the_items_before_it(generation: WorkerGroup):
     assert (error.kind, error.message) == ("builtins.RuntimeError", "the stream broke")
 
 
+def test_the_deadline_is_for_each_item(generation: WorkerGroup):
+    async def slowly() -> list[int]:
+        stream = generation.workers[0].stream("count", 6, 0.5, stage="sampling", seconds=2.0)
+        return [item async for item in stream]
+
+    assert asyncio.run(slowly()) == list(range(6))  # in 2.5 seconds at least
+
+
 def test_a_stream_that_takes_too_long(generation: WorkerGroup):
     items, error = collect_until_error(generation.workers[0], "count", 2, 60.0, seconds=2.0)
     assert items == [0]

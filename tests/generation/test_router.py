@@ -480,3 +480,48 @@ def test_torch_engines_draw_after_a_loss_what_one_engine_draws(hf_models):
         assert moved.tokens.tolist() == whole.tokens.tolist()
         np.testing.assert_allclose(moved.logprobs, whole.logprobs, atol=1e-5)
         assert len(moved.versions) == len(moved.tokens) == 30
+
+
+def test_requests_wait_for_a_replica_that_returns_and_continue_from_their_tokens():
+    dying, back = Counting(version=3, breaks_at=4), Counting(version=5)
+
+    async def main():
+        router = Router([Replica("a", dying.generate)], progress_tokens=1, waits=True)
+        moved = asyncio.create_task(router.generate(request("moved", new=6)))
+        while not router.lost:
+            await asyncio.sleep(0)
+        later = asyncio.create_task(router.generate(request("later", new=2)))
+        late = await router.generate(request("late", new=2, deadline_seconds=0.01))
+        left = asyncio.create_task(router.generate(request("left", new=2)))
+        await asyncio.sleep(0.01)
+        left.cancel()
+        await asyncio.sleep(0)
+        router.reset([Replica("a", back.generate)])
+        return late, await moved, await later
+
+    late, moved, later = run(main())
+    assert (late.stop, len(late.tokens)) == (StopReason.ABORT, 0)
+    assert moved.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert moved.versions.tolist() == [3, 3, 3, 5, 5, 5]
+    assert later.tokens.tolist() == [1, 2]
+    assert sorted(r.id for r in back.requests) == ["later", "moved"]
+
+
+def test_a_request_that_waits_is_given_up_and_one_that_killed_two_replicas_does_not_wait():
+    async def main():
+        router = Router([Replica("a", Counting(0, breaks_at=2).generate)], progress_tokens=1, waits=True)
+        poison = asyncio.create_task(router.generate(request("poison", new=9)))
+        while not router.lost:
+            await asyncio.sleep(0)
+        router.add(Replica("a", Counting(0, breaks_at=4).generate))
+        answer = await poison
+        waiting = asyncio.create_task(router.generate(request("waiting")))
+        await asyncio.sleep(0)
+        router.give_up({"a": "no memory"})
+        for asked in (waiting, router.generate(request("next"))):
+            with pytest.raises(NoReplicaLeft, match="a: no memory"):
+                await asked
+        return answer
+
+    answer = run(main())
+    assert (answer.stop, answer.tokens.tolist()) == (StopReason.ERROR, [1, 2, 3])

@@ -12,6 +12,8 @@ from nemorl.trajectories import StopReason, Trajectory, Turn
 class StandInWorker:
     """Finishes a group when the test says so, or at once and newest first."""
 
+    is_up = True
+
     def __init__(self, manual: bool = False):
         self.assignments = []
         self.calls = 0
@@ -302,11 +304,15 @@ def test_groups_that_fail_are_sampled_again_until_nothing_else_comes(num_failing
 
 def test_a_failing_worker_ends_the_wait():
     class Dies:
+        is_up = True
+
         async def run_groups(self, assignments):
             yield GroupSummary(0, 0, None, ())
             raise ConnectionError("node lost")
 
     class Leaves:
+        is_up = True
+
         async def run_groups(self, assignments):
             yield GroupSummary(0, 0, None, ())
 
@@ -332,6 +338,8 @@ def test_a_failing_worker_ends_the_wait():
 )
 def test_up_to_eight_missing_groups_are_named(count, named):
     class Leaves:
+        is_up = True
+
         async def run_groups(self, assignments):
             return
             yield
@@ -390,3 +398,97 @@ def test_validation_samples_the_first_tasks_in_order():
     silent = StandInWorker()
     asyncio.run(sample_validation([silent], 2, 3, 5.0))
     assert [a.num_texts for a in silent.assignments] == [0, 0]
+
+
+class Returning(StandInWorker):
+    """Loses its groups after the first, and works again when the test says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.back = asyncio.Event()
+        self.back.set()
+        self.losses = 1
+
+    @property
+    def is_up(self):
+        return self.back.is_set()
+
+    async def run_groups(self, assignments):
+        await self.back.wait()
+        if not self.losses:
+            async for group in super().run_groups(assignments):
+                yield group
+            return
+        self.losses -= 1
+        self.assignments += assignments
+        first, *lost = assignments
+        yield GroupSummary(first.group, first.task_index, "kept", ())
+        self.back.clear()
+        for assignment in lost:
+            yield Dropped(assignment.group, "lost")
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_groups_of_a_lost_worker_are_sampled_again_by_others_or_when_it_returns(others):
+    async def main():
+        lost, rest = Returning(), [StandInWorker() for _ in range(others)]
+        sampling = collector([lost, *rest])
+        sampling.advance(0)
+        step = asyncio.create_task(sampling.next_batch())
+        await asyncio.sleep(0.02)
+        assert step.done() == bool(others)
+        lost.back.set()
+        first = await step
+        dropped, given_up = sampling.take_dropped()
+        sampling.advance(1)
+        second = await sampling.next_batch()
+        await sampling.close()
+        return lost, first, dropped, given_up, second
+
+    lost, first, dropped, given_up, second = asyncio.run(main())
+    assert (groups(first), groups(second)) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert first[0].reference == "kept"
+    again = [2] if others else [1, 2, 3]
+    assert [(d.group, d.reason) for d in dropped] == [(group, "lost") for group in again]
+    assert given_up == 0
+    if not others:
+        assert [(a.group, a.attempt) for a in lost.assignments[4:7]] == [(1, 1), (2, 1), (3, 1)]
+    assert {a.group for a in lost.assignments} & {4, 5, 6, 7}  # it gets groups again
+
+
+def test_a_validation_samples_lost_tasks_again():
+    async def main():
+        lost = Returning()
+        counted = []
+        validation = asyncio.create_task(sample_validation([lost], 4, 2, 5.0, on_finished=counted.append))
+        await asyncio.sleep(0.02)
+        lost.back.set()
+        return await validation, lost, counted
+
+    batch, lost, counted = asyncio.run(main())
+    assert groups(batch) == [0, 1, 2, 3]
+    assert counted == [1] * 4
+    assert [(a.group, a.attempt, a.validation) for a in lost.assignments[4:]] == [
+        (1, 1, True), (2, 1, True), (3, 1, True)
+    ]  # fmt: skip
+
+
+def test_a_group_that_is_sampled_again_is_not_missing_from_its_first_call():
+    class Aborts(StandInWorker):
+        async def run_groups(self, assignments):
+            self.calls += 1
+            if self.calls == 1:
+                yield Dropped(0, "aborted", 5)
+                await asyncio.sleep(0.01)  # meanwhile group 0 is given to it again
+                for a in assignments[1:]:
+                    yield GroupSummary(a.group, a.task_index, None, ())
+            else:
+                await asyncio.sleep(0.03)
+                yield GroupSummary(0, 0, None, ())
+
+    async def main():
+        sampling = collector([Aborts()])
+        sampling.advance(0)
+        return await sampling.next_batch()
+
+    assert groups(asyncio.run(main())) == [0, 1, 2, 3]

@@ -1,6 +1,8 @@
 """Rollout workers and engines in real processes, with a real environment that has a process of its own."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 import ray
@@ -41,16 +43,17 @@ def start(placement, name, target, kwargs, run_dir) -> WorkerGroup:
     )
 
 
-def collect(rollout: WorkerGroup, num_groups: int):
+def collect(rollout: WorkerGroup, num_groups: int, meanwhile: Coroutine[Any, Any, None] | None = None):
     """One synchronous step of `num_groups` groups of two."""
 
     async def main():
-        workers = [RolloutHandle(worker, 60.0) for worker in rollout.workers]
+        workers = list(map(RolloutHandle, rollout.workers))
         schedule = GroupSchedule(TaskOrder(50, 0, False), CollectorPlan(num_groups, 2, 0))
         collector = Collector(workers, schedule, 60)
         collector.advance(0)
         try:
-            return await collector.next_batch()
+            batch = collector.next_batch()
+            return (await asyncio.gather(batch, *([meanwhile] if meanwhile is not None else [])))[0]
         finally:
             await collector.close()
 
@@ -91,9 +94,17 @@ def test_groups_cross_processes_and_dead_engines_are_named(placement, model_fold
     assert [t.group for t in trajectories] == [0, 0]
     assert trajectories[0].num_tokens == batch[0].trajectories[0].num_tokens
 
-    # Its samples kill one engine after the other; the causes come with the error.
+    # Two samples kill both engines, and fail when it is clear that none returns; a router has the causes.
+    causes = {}
+
+    async def give_up() -> None:
+        (worker,) = rollout.workers
+        while len(causes) < 2:
+            causes.update(await worker.call("router.lost_replicas", stage="test", seconds=60))
+        await worker.call("router.give_up", causes, stage="test", seconds=60)
+
     with pytest.raises(WorkerFailed, match="NoReplicaLeft: all 2 generation replicas are lost") as failed:
-        collect(rollout, first_deadly + 1)
+        collect(rollout, first_deadly + 1, give_up())
     for rank in range(2):
         died = f"generation rank {rank} died in stage 'generation': the process vanished"
         assert f"generation replica {rank}: {died}" in str(failed.value)

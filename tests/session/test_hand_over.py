@@ -36,6 +36,7 @@ class Pool:
 
     losses: list[int]
     around: list[str] = field(default_factory=list)
+    engines: tuple[str, ...] = ("one that is up",)
 
     @asynccontextmanager
     async def refitting(self) -> AsyncIterator[None]:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import EngineHealth, EngineOptions, EngineStats, NoReplicaLeft
 from nemorl.models.create import create_arithmetic_model
 from nemorl.session.handles import EngineHandle
-from nemorl.session.supervisor import ReplicaSupervisor, State, hanging
+from nemorl.session.supervisor import MAX_RESTARTS, ReplicaSupervisor, State, hanging
 from tests.generation.examples import Prompts, request
 
 TOKENS = 200
@@ -44,6 +44,9 @@ class RouterHere:
     async def add(self, replica: Replica, seconds: float) -> None:
         self.came.append(int(replica.name.rpartition(" ")[2]))
         self.router.add(replica)
+
+    async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
+        self.router.give_up(causes)
 
 
 def process_of(worker: Worker) -> int:
@@ -118,12 +121,12 @@ class Scene:
         assert "the process vanished" in self.router.lost["generation replica 0"]
         assert await self.pool.check() == 1
         assert [name for name, _ in self.pool.losses] == ["generation replica 0"]
-        metrics = await self.pool.metrics()
+        metrics = await self.pool.take_metrics()
         assert metrics["generation/replicas"] == metrics["generation/replicas_lost"] == 1
         assert 1 < metrics["generation/requests_moved"] <= 9
         await until_back(self.pool, 2)
         assert (self.here.came, self.router.lost) == ([0], {})
-        assert (await self.pool.metrics())["generation/replicas_restarted"] == 1
+        assert (await self.pool.take_metrics())["generation/replicas_restarted"] == 1
 
     async def one_is_stopped(self) -> None:
         """It answers nothing: the pool gives it up, and the router continues from what it has."""
@@ -187,6 +190,7 @@ class Engine:
     dead: bool = False
     silent: bool = False
     stays_awake: bool = False  # fails to sleep
+    tokens: int = 0  # that it sampled
     told: list[str] = field(default_factory=list)
     killed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -199,11 +203,16 @@ class Engine:
         if method == "health":
             return EngineHealth(0, running=0, waiting=0, paused=False, seconds_since_step=0.0)
         if method == "stats":
-            return EngineStats()
+            return EngineStats(tokens_generated=self.tokens)
         self.told.append(f"{method} {args[0]}")
         if method == "sleep" and self.stays_awake:
             raise ClusterError("no room for the weights in host memory")
         return None
+
+    async def stream(self, method: str, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        await self.killed.wait()
+        raise ClusterError("the process vanished")
+        yield
 
 
 class Engines:
@@ -256,7 +265,7 @@ def test_a_restart_that_fails_is_tried_again_and_counted(failures: int, comes: b
         assert group.started == [0, 0, 0]
         await pool.check()
         assert [w.rank for w in group.workers] == ([1, 0] if comes else [1])
-        assert (await pool.metrics())["generation/restarts_failed"] == failures
+        assert (await pool.take_metrics())["generation/restarts_failed"] == failures
         assert not pool.exhausted
         group.failures = 99
         for worker in group.workers:
@@ -281,14 +290,78 @@ def test_a_loss_is_reported_once_and_the_last_one_by_the_error(caplog):
         assert told() == ["generation replica 0 is lost: the process vanished"]
         last.dead = True
         await pool.check()
+        assert told() == ["generation replica 1 is lost: the process vanished"]  # it may return
+        await until(lambda: pool.exhausted)
+        await pool.check()
         assert told() == []
-        with pytest.raises(NoReplicaLeft, match="replica 1: the process vanished"):
+        with pytest.raises(
+            NoReplicaLeft, match="replica 1: the process vanished\nand could not be restarted"
+        ):
             async with pool.refitting():
                 pass
-        assert told() == []
-        pool.log_losses()  # as who serves does, whom no error reaches while an engine is being started
-        pool.log_losses()
-        assert told() == ["generation replica 1 is lost: the process vanished"]
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_requests_wait_for_the_only_engine_and_fail_when_it_does_not_return():
+    async def main() -> None:
+        group = Engines(Engine(0), failures=2)
+        pool, router = pool_of(group), Router([], waits=True)
+        pool.connect(RouterHere(router))
+        asked = asyncio.create_task(router.generate(request(Prompts(1).several(1, 4, 8)[0], "r")))
+        group.workers[0].dead = True
+        await pool.check()
+        await until_ready(pool, 1)
+        assert group.started == [0, 0, 0]
+        assert not asked.done()
+        await pool.check()  # which admits it, with the weights of the model's folder
+        assert router.living == ["generation replica 0"]
+        router.lose("generation replica 0", "as another test says")
+        await pool.check()
+        await until(lambda: pool.exhausted)
+        with pytest.raises(NoReplicaLeft, match="generation replica 0: as another test says"):
+            await asked
+        with pytest.raises(NoReplicaLeft):
+            pool.require_return()
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_that_samples_again_has_its_attempts_back():
+    async def main() -> None:
+        group = Engines(Engine(0))
+        pool = pool_of(group)
+        for _ in range(2 * MAX_RESTARTS):
+            group.workers[0].dead = True
+            await pool.check()
+            await until_ready(pool, 1)
+            await pool.check()
+            group.workers[0].tokens = 7
+            await pool.take_metrics()
+        assert group.started == [0] * 2 * MAX_RESTARTS
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_that_returns_while_none_is_up_waits_for_the_weights_in_use():
+    async def main() -> None:
+        group = Engines(first := Engine(0))
+        pool, here = pool_of(group), RouterHere(Router([], waits=True))
+        pool.connect(here)
+        async with pool.refitting():
+            first.dead = True
+            assert await pool.lost_in_refit()
+            assert pool.engines == []  # which ends the update
+        await pool.starved.wait()
+        await pool.check()
+        assert here.came == []
+        async with pool.refitting():
+            assert [w.rank for w in group.workers] == [0]
+        assert here.came == [0]
+        assert not pool.starved.is_set()
         await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -344,7 +417,7 @@ def test_engines_that_share_their_devices_have_them_by_turns():
         async with pool.awake():
             await until_ready(pool, 1)
             assert group.started == [1]
-        back = pool.in_state(State.READY)[0].engine.worker
+        back = pool.in_state(State.READY)[0].worker
         assert first.told[1:] == ["wake ()", "sleep 1"]
         assert back.told == ["sleep 1"]  # it samples when a refit has reached it, or only its weights
         first.told.clear()

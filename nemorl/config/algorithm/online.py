@@ -156,11 +156,12 @@ class OnlineBase(AlgorithmBase):
             *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "deadline", "error")),
             *("time/generation", "time/environment", "time/loading", "time/logprobs", "time/reference"),
             *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted")),
+            *(f"rollout/workers{what}" for what in ("", "_lost", "_restarted")),
+            *("rollout/restarts_failed", *DROPPED_METRICS),
             *("generation/restarts_failed", "generation/requests_moved", "generation/tokens_kept"),
             *("generation/concurrency", "generation/in_flight", "generation/queued"),
             *("generation/requests_failed", "generation/retries", "logprob_gap/mean", "logprob_gap/max"),
             *(*REFIT_METRICS, *self.filters.metrics, "version/lag_max", "version/spread"),
-            *(DROPPED_METRICS if self.max_staleness or self.oversampling > 1 or self.group_seconds else ()),
         }
 
     @property
