@@ -27,7 +27,7 @@ from tests.session.test_supervisor import process_of
 __all__ = ["model_folder", "tokenizer"]
 
 DEADLINES = DeadlineConfig(health=2.0, start=60.0)
-STEPS, GROUPS, SAMPLES = 8, 6, 2
+STEPS, GROUPS, SAMPLES = 5, 6, 2  # the engine says that its weights are of version 4
 
 
 async def until(met: Callable[[], bool]) -> None:
@@ -37,7 +37,7 @@ async def until(met: Callable[[], bool]) -> None:
 
 async def sample_through_faults(rollouts: RolloutSupervisor) -> tuple[list[list[GroupSummary]], int]:
     """The groups of all steps, during which a worker is killed, and then both, one of them by a hang."""
-    schedule = GroupSchedule(TaskOrder(200, 0, False), CollectorPlan(GROUPS, SAMPLES, 1, num_steps=STEPS))
+    schedule = GroupSchedule(TaskOrder(100, 0, False), CollectorPlan(GROUPS, SAMPLES, 1, num_steps=STEPS))
     collector = Collector(rollouts.handles, schedule, 60.0)
     steps: list[list[GroupSummary]] = []
     num_dropped = 0
@@ -46,7 +46,8 @@ async def sample_through_faults(rollouts: RolloutSupervisor) -> tuple[list[list[
             collector.advance(number)
             if number == 1:
                 os.kill(process_of(rollouts.members[0].worker), signal.SIGKILL)
-            if number == 4:
+            if number == 3:
+                await until(lambda: rollouts.metrics()["rollout/workers_restarted"] == 1)
                 await until(lambda: len(rollouts.in_state(State.UP)) == 2)
                 os.kill(process_of(rollouts.members[0].worker), signal.SIGSTOP)
                 os.kill(process_of(rollouts.members[1].worker), signal.SIGKILL)
@@ -58,7 +59,7 @@ async def sample_through_faults(rollouts: RolloutSupervisor) -> tuple[list[list[
 
 
 def test_rollout_workers_die_hang_and_come_back(model_folder, tmp_path):
-    train = ArithmeticDataset(name="arithmetic", digits=1, size=200)
+    train = ArithmeticDataset(name="arithmetic", digits=1, size=100)
     config = experiment(
         model_folder, env=MathEnvConfig(name="math"), rewards=(), data=DataConfig(train=train, chat=False)
     )
@@ -89,9 +90,8 @@ def test_rollout_workers_die_hang_and_come_back(model_folder, tmp_path):
             trajectories = ray.get(group_.reference)
             assert [t.group for t in trajectories] == [group_.group] * SAMPLES
         assert num_dropped > 0
-        await until(lambda: len(rollouts.in_state(State.UP)) == 2)
-        metrics = rollouts.metrics()
-        assert (metrics["rollout/workers_lost"], metrics["rollout/workers_restarted"]) == (3, 3)
+        await until(lambda: rollouts.metrics()["rollout/workers_restarted"] == 3)
+        assert rollouts.metrics()["rollout/workers_lost"] == 3
         assert "the process vanished" in dict(rollouts.losses[:1])["rollout worker 0"]
         causes = " ".join(cause for _, cause in rollouts.losses[1:])
         assert "does not respond; its process is stopped" in causes
@@ -102,7 +102,7 @@ def test_rollout_workers_die_hang_and_come_back(model_folder, tmp_path):
 
     requests = [WorkerRequest("generation", 1), WorkerRequest("rollout", 2)]
     with ClusterRuntime(ClusterConfig(object_store_megabytes=100), requests) as runtime:
-        asyncio.run(main(runtime))
+        asyncio.run(asyncio.wait_for(main(runtime), 200))
 
 
 async def give_up_on_both(rollouts: RolloutSupervisor) -> None:
@@ -110,7 +110,7 @@ async def give_up_on_both(rollouts: RolloutSupervisor) -> None:
     for member in rollouts.members:
         member.attempts = MAX_RESTARTS
         member.handle.take_progress()
-    schedule = GroupSchedule(TaskOrder(200, 0, False), CollectorPlan(GROUPS, SAMPLES, 0, num_steps=1))
+    schedule = GroupSchedule(TaskOrder(100, 0, False), CollectorPlan(GROUPS, SAMPLES, 0, num_steps=1))
     collector = Collector(rollouts.handles, schedule, 60.0)
     for member in rollouts.members:
         os.kill(process_of(member.worker), signal.SIGKILL)
