@@ -63,7 +63,7 @@ def test_an_asynchronous_run_outlives_its_only_engine_and_its_rollout_workers(tm
     assert "Stopped by SIGTERM after step" in output, output
     steps = lines(run)
     assert [s.step for s in steps] == list(range(1, len(steps) + 1))
-    # Tokens of the newest weights are what the policy says, up to rounding, whatever has happened to the engine.
+    # Tokens of the newest weights are what the policy says, up to rounding, whichever process sampled them.
     gaps = [s.values["staleness/gap_0"] for s in steps if "staleness/gap_0" in s.values]
     assert max(gaps) < 1e-4
     assert max(s.values["version/lag_max"] for s in steps) <= 2
