@@ -21,7 +21,7 @@ def processes(run: Path, name: str) -> list[int]:
 
 
 def wait(driver: "subprocess.Popen[str]", run: Path, met: Callable[[list[StepMetrics]], bool]) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while not met(lines(run)):
         assert driver.poll() is None, driver.communicate()[0]
         assert time.monotonic() < end, "the run has stopped making steps"
