@@ -57,10 +57,10 @@ def test_an_asynchronous_run_outlives_its_only_engine_and_its_rollout_workers(tm
         strike("generation-0", signal.SIGSTOP, "generation/replicas_restarted", 2)
         strike("rollout-0", signal.SIGSTOP, "rollout/workers_restarted", 2)
         driver.send_signal(signal.SIGTERM)
-        _, output = finish(driver)
+        status, output = finish(driver)
     finally:
         driver.kill()
-    assert "Stopped by SIGTERM after step" in output, output
+    assert "Stopped by SIGTERM after step" in output, (status, output[-2000:])
     steps = lines(run)
     assert [s.step for s in steps] == list(range(1, len(steps) + 1))
     # Tokens of the newest weights are what the policy says, up to rounding, whichever process sampled them.
