@@ -120,7 +120,7 @@ class OnlineAlgorithm:
         metrics |= await self.train(batch, number)
         if self.session.pinned.locked():
             with self.observer.stage("validation_wait", waits_for="validation"):
-                async with self.session.resupplying(number), self.session.pinned:
+                async with self.session.pinned:
                     pass  # a validation samples with the version before
         with self.observer.stage("refit"):
             metrics |= await self.session.update_weights(number)

@@ -15,7 +15,7 @@ from nemorl.rollout.schedule import DataPlace
 from nemorl.session.session import Session
 
 from .checkpoints import Checkpoints, Progress
-from .stop import EarlyStop, StopRequest
+from .stop import EarlyStop, Interrupted, StopRequest, interruptible
 from .validation import validate, validation_sets
 
 logger = logging.getLogger(__name__)
@@ -183,10 +183,14 @@ class RunRecorder:
         return self._algorithm.allows_staleness and not waits
 
     async def _write_line(self, number: int, values: dict[str, float], *, validate: bool) -> StepMetrics:
-        """`validate` holds the engines at their version, and lets go of them."""
+        """`validate` holds the engines at their version until the validation ends or all of them are lost."""
         if validate:
             try:
-                values = values | await self._sample_validation(number)
+                sampling = self._sample_validation(number)
+                values = values | await interruptible(sampling, self._session.starved)
+            except Interrupted:
+                lost = "all engines with its weights were lost"
+                logger.warning("the validation of step %d was not completed: %s", number, lost)
             finally:
                 self._session.pinned.release()
         version = self._session.lineage.version(number)

@@ -22,6 +22,25 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
+class Interrupted(Exception):
+    """Work was cancelled because of an event."""
+
+
+async def interruptible(work: Coroutine[Any, Any, T], event: asyncio.Event) -> T:
+    """Return the result of `work`, or cancel it when the event is set and raise `Interrupted`."""
+    task, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            raise Interrupted
+        return task.result()
+    finally:
+        waiting.cancel()
+        task.cancel()
+        await asyncio.wait({task})
+        _ = task.cancelled() or task.exception()  # else asyncio reports an exception never retrieved
+
+
 class StepCancelled(Exception):
     """The step was cancelled because of a stop request."""
 
@@ -61,17 +80,10 @@ class StopRequest:
 
     async def cancellable(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, or cancel it on a stop request and raise `StepCancelled`."""
-        task, request = asyncio.ensure_future(work), asyncio.ensure_future(self._requested.wait())
         try:
-            await asyncio.wait({task, request}, return_when=asyncio.FIRST_COMPLETED)
-            if request.done():
-                raise StepCancelled
-            return task.result()
-        finally:
-            request.cancel()
-            task.cancel()
-            await asyncio.wait({task})
-            _ = task.cancelled() or task.exception()  # else asyncio reports an exception never retrieved
+            return await interruptible(work, self._requested)
+        except Interrupted:
+            raise StepCancelled from None
 
     def _receive(self, number: signal.Signals, work: "asyncio.Task[Any]") -> None:
         if self.signal is not None:

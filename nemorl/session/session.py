@@ -75,6 +75,11 @@ class Session:
         return self.rollouts.handles if self.rollouts is not None else ()
 
     @property
+    def starved(self) -> asyncio.Event:
+        """Set while no engine is up and those that return require weights: what is pinned is lost."""
+        return self.replicas.starved if self.replicas is not None else asyncio.Event()
+
+    @property
     def trained(self) -> handles.TrainedModels:
         return handles.TrainedModels({name: model for name, model in self.models.items() if model.trains})
 
@@ -199,15 +204,17 @@ class Session:
         return stats
 
     @asynccontextmanager
-    async def resupplying(self, version: int) -> AsyncIterator[None]:
+    async def resupplying(self) -> AsyncIterator[None]:
         """Inside, where the policy does not compute, engines that return while none is up get its weights.
 
-        Those are of `version`; a version that engines must keep is lost with all of them.
+        Cancels what is inside and raises the error if that fails: sampling would wait in vain.
         """
         if self.exchange is None or self.replicas is None:
             yield
             return
         exchange, replicas, sending = self.exchange, self.replicas, asyncio.Lock()
+        inside, failures = asyncio.current_task(), list[NemorlError]()
+        assert inside is not None, "only a task can be cancelled"
 
         async def resend() -> None:
             while True:
@@ -217,22 +224,27 @@ class Session:
                         if replicas.shares_devices:
                             await replicas.sleep()
                         await self.learner.onload()
-                        await self._send_weights(exchange, replicas, version)
-                        self.version = version
+                        await self._send_weights(exchange, replicas, self.version)
                         await self.learner.release_devices()
                         if replicas.shares_devices:
                             await replicas.wake()
                     except NemorlError as error:
-                        await replicas.end_waits({f"weight update to version {version}": str(error)})
-                        raise
+                        failures.append(error)
+                        inside.cancel()
+                        return
 
         task = asyncio.create_task(resend())
         try:
-            yield
-        finally:
-            async with sending:  # an update that has begun is completed
-                task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            try:
+                yield
+            finally:
+                async with sending:  # an update that has begun is completed
+                    task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        except asyncio.CancelledError:
+            if failures and inside.uncancel() == 0:  # no one else has cancelled it
+                raise failures[0] from None
+            raise
 
     async def lost_models(self) -> list[str]:
         """Names of the models of which a process has died or does not respond."""
@@ -265,7 +277,7 @@ class Session:
                 await stack.enter_async_context(self.learner.sampling(self.version))
             if self.replicas is not None:
                 await stack.enter_async_context(self.replicas.awake())
-                await stack.enter_async_context(self.resupplying(self.version))
+                await stack.enter_async_context(self.resupplying())
             yield
 
     async def generation_metrics(self) -> dict[str, float]:

@@ -347,11 +347,6 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
             raise NoReplicaLeft(self._causes)
         self.log_losses()
 
-    async def end_waits(self, causes: Mapping[str, str]) -> None:
-        """Fail the requests that wait for an engine."""
-        for routers in self._routers:
-            await routers.give_up(causes, self._deadlines.health)
-
     async def take_metrics(self) -> dict[str, float]:
         seconds = self._deadlines.health
 
@@ -434,7 +429,8 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
 
     async def _give_up(self, member: SupervisedReplica) -> None:
         if self.exhausted:
-            await self.end_waits(self._causes)
+            for routers in self._routers:
+                await routers.give_up(self._causes, self._deadlines.health)
 
     async def _announce(self) -> None:
         """Let requests go to engines that are up again and have the weights in use, unless they sleep."""

@@ -250,6 +250,29 @@ def test_a_validation_overlaps_with_the_next_step(tmp_path: Path, monkeypatch: p
     asyncio.run(main())
 
 
+def test_a_validation_ends_when_all_engines_with_its_weights_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that return need other weights, for which an update waits until none is pinned."""
+
+    async def main() -> None:
+        run = Validations(tmp_path, monkeypatch)
+        replicas: Any = SimpleNamespace(starved=asyncio.Event())
+        run.session.replicas = replicas
+        await run.finish(2)
+        assert run.session.pinned.locked()
+        replicas.starved.set()
+        async with run.session.pinned:
+            pass
+        await run.recorder.settle()
+        (line,) = run.lines
+        assert line.values == {"reward/mean": 0.2, "time/step": 2.0}
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    lost = "all engines with its weights were lost"
+    assert caplog.messages == [f"the validation of step 2 was not completed: {lost}"]
+
+
 @pytest.mark.parametrize("overrides", [
     ["algorithm.early_stop={metric: validation/accuracy}"],
     ["algorithm.num_steps=2"],

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -37,10 +39,13 @@ class Pool:
     losses: list[int]
     around: list[str] = field(default_factory=list)
     engines: tuple[str, ...] = ("one that is up",)
+    shares_devices: bool = False
+    starved: asyncio.Event = field(default_factory=asyncio.Event)
 
     @asynccontextmanager
     async def refitting(self) -> AsyncIterator[None]:
         self.around.append("begins")
+        self.starved.clear()
         yield
         self.around.append("ends")
 
@@ -85,3 +90,59 @@ def test_a_death_that_the_error_reports_is_not_reported_again_in_its_note() -> N
     with pytest.raises(NoReplicaLeft) as caught:
         update_weights(Exchange(failures=9, error=death), Bereft([]))
     assert not hasattr(caught.value, "__notes__")
+
+
+def sampling_session(exchange: Exchange, pool: Pool) -> Session:
+    models: Any = {"policy": AsyncMock()}
+    parts: Any = {"exchange": exchange, "replicas": pool}
+    return Session(models=models, version=3, **parts)
+
+
+def test_an_engine_that_returns_alone_while_sampling_waits_gets_the_weights_in_use() -> None:
+    async def main() -> None:
+        exchange, pool = Exchange(failures=0), Pool([])
+        session = sampling_session(exchange, pool)
+        async with session.pinned, session.resupplying():  # also of a validation's version
+            for count in (1, 2):
+                pool.starved.set()
+                while len(pool.around) < 2 * count:
+                    await asyncio.sleep(0)
+        assert (exchange.versions, session.version) == ([3, 3], 3)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_sampling_ends_with_the_error_if_returned_engines_cannot_get_weights() -> None:
+    """As of a policy that is lost too, so that the run can restart it instead of waiting for samples."""
+
+    async def main() -> None:
+        death = WorkerDied("policy", 0, "refit", "killed", Path("policy-0.log"), ())
+        pool = Pool([0])
+        session = sampling_session(Exchange(failures=9, error=death), pool)
+        with pytest.raises(WorkerDied) as caught:
+            async with session.resupplying():
+                pool.starved.set()
+                await asyncio.Event().wait()
+        assert caught.value is death
+        current = asyncio.current_task()
+        assert current is not None
+        assert current.cancelling() == 0
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_cancellation_of_sampling_stays_one() -> None:
+    async def main() -> None:
+        session = sampling_session(Exchange(failures=0), Pool([]))
+
+        async def sample() -> None:
+            async with session.resupplying():
+                await asyncio.Event().wait()
+
+        sampling = asyncio.create_task(sample())
+        await asyncio.sleep(0)
+        sampling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sampling
+
+    asyncio.run(asyncio.wait_for(main(), 60))
