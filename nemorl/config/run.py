@@ -69,6 +69,8 @@ class ClusterConfig(Config):
     """Restarts in a row, without a further step, of models that lost a process; then the run stops. They
     continue from the newest checkpoint. Models that do not train repeat the batch in which they were lost,
     and the limit is for a batch."""
+    max_worker_restarts: int = Field(3, ge=0)
+    """Restarts in a row, without work in between, of an engine or rollout worker; then it stays lost."""
     deadlines: DeadlineConfig = DeadlineConfig()
     """Seconds each stage may take."""
 

@@ -433,7 +433,7 @@ class Starter:
         group = await self._start(
             "generation", config.host_class, ranks, threads=threads, concurrent=True, environment=environment
         )
-        replicas = ReplicaSupervisor(group, cluster.deadlines, shares_devices=config.shares_devices)
+        replicas = ReplicaSupervisor(group, cluster, shares_devices=config.shares_devices)
         self.stack.push_async_callback(replicas.close)
         self.session.replicas = replicas
         return replicas
@@ -475,7 +475,7 @@ class Starter:
         kwargs = {"experiment": experiment, "engines": engines()}
         ranks, host = [kwargs] * experiment.cluster.rollout_workers, "nemorl.rollout.worker:RayRolloutWorker"
         group = await self._start("rollout", host, ranks, threads=1, concurrent=True, environment=environment)
-        rollouts = RolloutSupervisor(group, experiment.cluster.deadlines, engines)
+        rollouts = RolloutSupervisor(group, experiment.cluster, engines)
         self.stack.push_async_callback(rollouts.close)
         rollouts.start_watch()
         self.session.rollouts = rollouts

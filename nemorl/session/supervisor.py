@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeVar
 
 from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerFailed
 from nemorl.cluster.group import Worker, WorkerGroup
-from nemorl.config.run import DeadlineConfig
+from nemorl.config.run import ClusterConfig
 from nemorl.errors import RunError
 from nemorl.generation.router import Replica, RouterMetrics
 from nemorl.generation.types import EngineFailed, EngineHealth, EngineStats, NoReplicaLeft
@@ -30,8 +30,6 @@ from nemorl.generation.types import EngineFailed, EngineHealth, EngineStats, NoR
 from .handles import EngineHandle, RolloutHandle
 
 _ENGINE_FAILED = f"{EngineFailed.__module__}.{EngineFailed.__qualname__}"
-# Of one member, since it last did its work: what dies more often has a cause that no restart fixes.
-MAX_RESTARTS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +50,6 @@ class Supervised:
     end: asyncio.Task[None] | None = None  # of the process
     restart: asyncio.Task[None] | None = None
 
-    @property
-    def can_return(self) -> bool:  # unless it is lost without attempts left
-        return self.state is not State.LOST or self.attempts < MAX_RESTARTS
-
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Supervised)
@@ -67,12 +61,12 @@ class Supervisor(ABC, Generic[M]):
     kind: str  # of its members, in names
     plural: str
 
-    def __init__(self, group: WorkerGroup, deadlines: DeadlineConfig, members: Iterable[M]) -> None:
+    def __init__(self, group: WorkerGroup, config: ClusterConfig, members: Iterable[M]) -> None:
         self.group = group
         self.members = list(members)
         self.on_change: Callable[[], None] = lambda: None  # called when members leave or join the group
         self.losses: list[tuple[str, str]] = []  # so far: the member's name and the cause
-        self._deadlines = deadlines
+        self._deadlines, self._max_restarts = config.deadlines, config.max_worker_restarts
         self._causes: dict[str, str] = {}  # why a member is not up, by name
         self._lock = asyncio.Lock()  # held while the group must not change
         self._may_start = asyncio.Event()  # the devices are free for processes that start
@@ -85,7 +79,7 @@ class Supervisor(ABC, Generic[M]):
 
     @property
     def exhausted(self) -> bool:  # no member is up, and none will return
-        return not any(member.can_return for member in self.members)
+        return not any(map(self._can_return, self.members))
 
     def in_state(self, state: State) -> list[M]:
         return [member for member in self.members if member.state is state]
@@ -175,6 +169,9 @@ class Supervisor(ABC, Generic[M]):
         except ClusterError as error:
             return str(error)
 
+    def _can_return(self, member: M) -> bool:  # unless it is lost without attempts left
+        return member.state is not State.LOST or member.attempts < self._max_restarts
+
     def _set(self, member: M, state: State) -> None:
         member.state = state
 
@@ -194,7 +191,7 @@ class Supervisor(ABC, Generic[M]):
     async def _restart(self, member: M) -> None:
         """LOST to STARTING to READY, or back to LOST as long as attempts are left."""
         name, rank, cause = self.name(member), member.worker.rank, self._causes[self.name(member)]
-        while member.can_return:
+        while self._can_return(member):
             await self._may_start.wait()
             member.attempts += 1
             self._set(member, State.STARTING)
@@ -203,14 +200,14 @@ class Supervisor(ABC, Generic[M]):
             except Exception as error:  # noqa: BLE001 - Ray's errors as well; each is logged and counted
                 self._set(member, State.LOST)
                 self._num_failed_restarts += 1
-                left = MAX_RESTARTS - member.attempts
+                left = self._max_restarts - member.attempts
                 logger.warning("%s could not be restarted (attempts left: %d): %s", name, left, error)
                 self._causes[name] = f"{cause}\nand could not be restarted: {error}"
             else:
                 self._set(member, State.READY)
                 self._to_check.set()
                 return
-            if member.can_return:
+            if self._can_return(member):
                 await asyncio.sleep(self._deadlines.health)
         await self._give_up(member)
 
@@ -261,9 +258,9 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
 
     kind, plural = "generation replica", "generation/replicas"
 
-    def __init__(self, group: WorkerGroup, deadlines: DeadlineConfig, shares_devices: bool = False) -> None:
+    def __init__(self, group: WorkerGroup, config: ClusterConfig, shares_devices: bool = False) -> None:
         """Engines that share their devices have been started while no other process used them."""
-        super().__init__(group, deadlines, map(SupervisedReplica, group.workers))
+        super().__init__(group, config, map(SupervisedReplica, group.workers))
         self.shares_devices = shares_devices
         self.starved = asyncio.Event()  # no engine is up, and one that has been restarted requires weights
         self._routers: list[Routers] = []
@@ -484,10 +481,10 @@ class RolloutSupervisor(Supervisor[SupervisedRollout]):
     kind, plural = "rollout worker", "rollout/workers"
 
     def __init__(
-        self, group: WorkerGroup, deadlines: DeadlineConfig, replicas: Callable[[], Sequence[Replica]]
+        self, group: WorkerGroup, config: ClusterConfig, replicas: Callable[[], Sequence[Replica]]
     ) -> None:
         """`replicas` returns those to which a router sends requests now."""
-        super().__init__(group, deadlines, map(SupervisedRollout, group.workers))
+        super().__init__(group, config, map(SupervisedRollout, group.workers))
         self._replicas = replicas
         self.handles = [member.handle for member in self.members]  # without those that will not return
 

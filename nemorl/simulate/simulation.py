@@ -144,7 +144,7 @@ async def open_simulation(
     assert isinstance(config, OnlineBase)
     max_sequences = getattr(generation, generation.batch_field)
     engines = SimulatedGroup(generation.replicas, workload, max_sequences, seed)
-    replicas = ReplicaSupervisor(engines, cluster.deadlines, shares_devices=generation.shares_devices)
+    replicas = ReplicaSupervisor(engines, cluster, shares_devices=generation.shares_devices)
     callable_engines = [engine.as_replica() for engine in replicas.engines]
     workers = [
         SimulatedRolloutWorker(experiment, workload, engines.scale, callable_engines, seed)

@@ -19,14 +19,14 @@ from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupSummary
 from nemorl.rollout.schedule import CollectorPlan, GroupSchedule, TaskOrder
 from nemorl.session.handles import EngineHandle
-from nemorl.session.supervisor import MAX_RESTARTS, NoRolloutWorkerLeft, RolloutSupervisor, State
+from nemorl.session.supervisor import NoRolloutWorkerLeft, RolloutSupervisor, State
 from tests.data.conftest import model_folder, tokenizer
 from tests.rollout.test_worker import experiment
 from tests.session.test_supervisor import process_of
 
 __all__ = ["model_folder", "tokenizer"]
 
-DEADLINES = DeadlineConfig(health=2.0, start=60.0)
+CLUSTER = ClusterConfig(deadlines=DeadlineConfig(health=2.0, start=60.0), object_store_megabytes=100)
 STEPS, GROUPS, SAMPLES = 5, 6, 2  # the engine says that its weights are of version 4
 
 
@@ -78,7 +78,7 @@ def test_rollout_workers_die_hang_and_come_back(model_folder, tmp_path):
         group = await WorkerGroup.start(
             "rollout", "nemorl.rollout.worker:RayRolloutWorker", [kwargs] * 2, **start
         )
-        rollouts = RolloutSupervisor(group, DEADLINES, lambda: replicas)
+        rollouts = RolloutSupervisor(group, CLUSTER, lambda: replicas)
         for replica in replicas:
             await rollouts.add(replica, 60.0)
         rollouts.start_watch()
@@ -101,14 +101,14 @@ def test_rollout_workers_die_hang_and_come_back(model_folder, tmp_path):
         await engines.shutdown()
 
     requests = [WorkerRequest("generation", 1), WorkerRequest("rollout", 2)]
-    with ClusterRuntime(ClusterConfig(object_store_megabytes=100), requests) as runtime:
+    with ClusterRuntime(CLUSTER, requests) as runtime:
         asyncio.run(asyncio.wait_for(main(runtime), 200))
 
 
 async def give_up_on_both(rollouts: RolloutSupervisor) -> None:
     """Without attempts left the wait ends with what happened to each."""
     for member in rollouts.members:
-        member.attempts = MAX_RESTARTS
+        member.attempts = CLUSTER.max_worker_restarts
         member.handle.take_progress()
     schedule = GroupSchedule(TaskOrder(100, 0, False), CollectorPlan(GROUPS, SAMPLES, 0, num_steps=1))
     collector = Collector(rollouts.handles, schedule, 60.0)

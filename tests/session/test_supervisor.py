@@ -21,7 +21,7 @@ from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import EngineHealth, EngineOptions, EngineStats, NoReplicaLeft
 from nemorl.models.create import create_arithmetic_model
 from nemorl.session.handles import EngineHandle
-from nemorl.session.supervisor import MAX_RESTARTS, ReplicaSupervisor, State, hanging
+from nemorl.session.supervisor import ReplicaSupervisor, State, hanging
 from tests.generation.examples import Prompts, request
 
 TOKENS = 200
@@ -96,7 +96,7 @@ class Scene:
     @classmethod
     async def begin(cls, group: WorkerGroup) -> "Scene":
         router = Router([EngineHandle(w).as_replica() for w in group.workers], progress_tokens=16)
-        scene = cls(group, router, RouterHere(router), ReplicaSupervisor(group, DEADLINES))
+        scene = cls(group, router, RouterHere(router), ReplicaSupervisor(group, ClusterConfig(deadlines=DEADLINES)))
         scene.pool.connect(scene.here)
         scene.pool.on_change = lambda: scene.changes.append(len(group.workers))
         scene.expected = await scene.sample("undisturbed")
@@ -241,7 +241,7 @@ class Engines:
         return Engine(rank)
 
 
-QUICK = DeadlineConfig(health=0.01)
+QUICK = ClusterConfig(deadlines=DeadlineConfig(health=0.01))
 
 
 def pool_of(group: Engines, **options: Any) -> ReplicaSupervisor:
@@ -333,14 +333,14 @@ def test_an_engine_that_samples_again_has_its_attempts_back():
     async def main() -> None:
         group = Engines(Engine(0))
         pool = pool_of(group)
-        for _ in range(2 * MAX_RESTARTS):
+        for _ in range(2 * QUICK.max_worker_restarts):
             group.workers[0].dead = True
             await pool.check()
             await until_ready(pool, 1)
             await pool.check()
             group.workers[0].tokens = 7
             await pool.take_metrics()
-        assert group.started == [0] * 2 * MAX_RESTARTS
+        assert group.started == [0] * 2 * QUICK.max_worker_restarts
         await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -439,7 +439,7 @@ def test_who_came_back_and_is_lost_again_in_the_refit_is_not_announced():
     async def main() -> None:
         group = Engines(Engine(0, dead=True), Engine(1))
         here = RouterHere(Router([]))
-        pool = ReplicaSupervisor(cast(WorkerGroup, group), DeadlineConfig())
+        pool = ReplicaSupervisor(cast(WorkerGroup, group), ClusterConfig())
         pool.connect(here)
         async with pool.refitting():
             pass  # without engine 0, which is only now being started again
