@@ -119,10 +119,14 @@ def test_sampling_ends_with_the_error_if_returned_engines_cannot_get_weights() -
         death = WorkerDied("policy", 0, "refit", "killed", Path("policy-0.log"), ())
         pool = Pool([0])
         session = sampling_session(Exchange(failures=9, error=death), pool)
-        with pytest.raises(WorkerDied) as caught:
+
+        async def sample() -> None:
             async with session.resupplying():
                 pool.starved.set()
                 await asyncio.Event().wait()
+
+        with pytest.raises(WorkerDied) as caught:
+            await sample()
         assert caught.value is death
         current = asyncio.current_task()
         assert current is not None

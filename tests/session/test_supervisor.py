@@ -25,7 +25,7 @@ from nemorl.session.supervisor import ReplicaSupervisor, State, hanging
 from tests.generation.examples import Prompts, request
 
 TOKENS = 200
-DEADLINES = DeadlineConfig(health=3.0, start=120.0)
+CLUSTER = ClusterConfig(deadlines=DeadlineConfig(health=3.0, start=120.0))
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Scene:
     @classmethod
     async def begin(cls, group: WorkerGroup) -> "Scene":
         router = Router([EngineHandle(w).as_replica() for w in group.workers], progress_tokens=16)
-        scene = cls(group, router, RouterHere(router), ReplicaSupervisor(group, ClusterConfig(deadlines=DEADLINES)))
+        scene = cls(group, router, RouterHere(router), ReplicaSupervisor(group, CLUSTER))
         scene.pool.connect(scene.here)
         scene.pool.on_change = lambda: scene.changes.append(len(group.workers))
         scene.expected = await scene.sample("undisturbed")
