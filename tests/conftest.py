@@ -36,6 +36,7 @@ SECOND_PART = {
     "tests/run/test_async_validation.py",
     "tests/run/test_critic_runs.py",
     "tests/run/test_engines_of_runs.py",
+    "tests/run/test_faults_of_runs.py",
     "tests/run/test_guards.py",
     "tests/run/test_layouts_of_runs.py",
     "tests/run/test_megatron_generation.py",
