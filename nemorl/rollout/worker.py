@@ -50,6 +50,8 @@ class _Running:
 class GroupRunner(ABC):
     """Samples groups in one event loop, and ends those that became too old."""
 
+    is_up = True  # in the process of its caller
+
     def __init__(self) -> None:
         self._running: set[_Running] = set()
         self._num_stale = 0  # groups that were ended for their age since the last report

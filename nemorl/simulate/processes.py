@@ -45,8 +45,6 @@ FORWARD_SHARE = 1 / 3  # of the seconds of a pass that trains
 class SimulatedRolloutWorker(GroupRunner):
     """Conversations over a router; a task is solved with a probability that is uniform over tasks."""
 
-    is_up = True
-
     def __init__(
         self, experiment: Experiment, workload: Workload, scale: Scale, replicas: Sequence[Replica], seed: int
     ) -> None:
