@@ -66,7 +66,10 @@ CHOSEN = {
 # What this step does not take, with the reason. A pattern that matches nothing has no effect.
 STOPS = {
     "after the step: records, checkpoints, validation": ("RunRecorder",),
-    "a process that died": ("ReplicaSupervisor", "resolve_error", "describe_activity"),
+    "a process that died": (
+        *("Supervisor", "ReplicaSupervisor", "RolloutSupervisor"),
+        *("resolve_error", "describe_activity"),
+    ),
     "models that share devices": ("DeviceScheduler",),
     "a simulated run": ("SimulatedWorker", "SimulatedGroup", "SimulatedRolloutWorker"),
     "a critic": (
