@@ -58,11 +58,9 @@ from nemorl.session.handles import (
     GenerationReceivers,
     ModelHandle,
     PolicySenders,
-    RolloutHandle,
-    RouterHandle,
 )
 from nemorl.session.session import Session
-from nemorl.session.supervisor import ReplicaSupervisor
+from nemorl.session.supervisor import ReplicaSupervisor, RolloutSupervisor
 from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import ReceiveReport, ReceiverLayout, SenderLayout, SendReport
@@ -249,16 +247,18 @@ async def steps_of_a_run(count: int, groups: int, steps: int) -> dict[str, float
     engines = await group(
         "generation", "SimulatedEngine", max(1, count - num_ranks - num_rollout), concurrent=True
     )
-    replicas = ReplicaSupervisor(engines, deadlines)
-    replicas.connect(RouterHandle(rollout))
+    replicas = ReplicaSupervisor(engines, checked.cluster)
+    rollouts = RolloutSupervisor(rollout, checked.cluster, lambda: replicas.announced)
+    replicas.connect(rollouts)
     exchange = WeightExchange(
         PolicySenders(ranks, 60.0), GenerationReceivers(engines, 60.0), 2**20, 60.0, TransportOptions()
     )
     policy = ModelHandle(ranks, ModelSpec("policy", "policy", checked.policy), deadlines)
-    handles = [RolloutHandle(worker, deadlines.generation) for worker in rollout.workers]
-    session = Session(models={"policy": policy}, rollout=handles, exchange=exchange, replicas=replicas)
+    session = Session(models={"policy": policy}, rollouts=rollouts, exchange=exchange, replicas=replicas)
     plan = CollectorPlan(groups, SAMPLES, STALENESS, num_steps=steps + 2)
-    collector = Collector(handles, GroupSchedule(TaskOrder(9000, 1, True), plan), deadlines.generation)
+    collector = Collector(
+        rollouts.handles, GroupSchedule(TaskOrder(9000, 1, True), plan), deadlines.generation
+    )
     update = PolicyGradientUpdate(config, EntropyWeight.of(config.entropy), {"exact_match": 1.0})
     shutil.rmtree(checked.run_dir, ignore_errors=True)
     folder, traffic = RunFolder.create(checked.run_dir, to_yaml(checked)), Traffic()
