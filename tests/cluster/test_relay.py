@@ -13,7 +13,8 @@ import ray
 from nemorl.cluster import group as group_module
 from nemorl.cluster.errors import DeadlineExceeded, GroupEnded, WorkerDied, WorkerFailed
 from nemorl.cluster.group import Mesh, WorkerGroup
-from nemorl.cluster.placement import Placement
+from nemorl.cluster.placement import Placement, WorkerRequest, reserve
+from nemorl.cluster.runtime import ClusterRuntime
 
 LIMITS = {"stage": "testing", "seconds": 60.0}
 
@@ -22,6 +23,15 @@ LIMITS = {"stage": "testing", "seconds": 60.0}
 def small_relays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "FAN_OUT", 3)
     monkeypatch.setattr(group_module, "MIN_RELAYED", 4)
+
+
+@pytest.fixture(scope="module")
+def placement(runtime: ClusterRuntime) -> Iterator[Placement]:
+    """Of its own: groups of other modules keep their places until the end of the folder."""
+    wanted = [WorkerRequest("policy", 4)]
+    own = asyncio.run(reserve(wanted, strategy="PACK", deadline_seconds=60, can_grow=False, environment={}))
+    yield own
+    own.release()
 
 
 @pytest.fixture
