@@ -149,7 +149,7 @@ def test_a_killed_worker_ends_the_run_with_a_sentence(
     folder: Path, model: Path, group: str, rank: int
 ) -> None:
     run = f"bereft-of-{group}"
-    config = write_experiment(folder, model, run, cluster={"max_model_restarts": 0})
+    config = write_experiment(folder, model, run, cluster={"max_model_restarts": 0, "max_worker_restarts": 0})
     driver = start("train", config)
     while len(lines(folder / run)) < 1:
         assert driver.poll() is None, driver.communicate()[0]

@@ -49,7 +49,7 @@ def _launch(words: Sequence[str]) -> int:
     ):
         if variable in os.environ:
             function.__defaults__ = (float(os.environ[variable]),)
-    launcher.RAY_GRACE_SECONDS = 1.0
+    launcher.RAY_GRACE_SECONDS = float(os.environ.get("RAY_GRACE_SECONDS", 1.0))
     launcher.URGENT_STOP_SECONDS = float(os.environ.get("URGENT_STOP_SECONDS", launcher.URGENT_STOP_SECONDS))
     if "WHY" in os.environ:
         launcher.why_terminated = lambda *of: os.environ["WHY"]

@@ -252,7 +252,7 @@ def test_a_run_that_fails_before_the_end_of_ray_is_noticed_is_requeued(
     launchers: Launchers, node: str
 ) -> None:
     """`ray start --block` looks after its processes once a second."""
-    launchers.start("ends 1 later")
+    launchers.start("ends 1 later", RAY_GRACE_SECONDS="60")
     launchers.began()
     launchers.ray_runs(node)
     ray = int((launchers.folder / f"{node}.ray").read_text())

@@ -18,7 +18,7 @@ import torch
 from nemorl.cluster.errors import WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 from nemorl.config.generation import VllmGenerationConfig
-from nemorl.config.run import DeadlineConfig
+from nemorl.config.run import ClusterConfig
 from nemorl.generation.request_driver import Chunk
 from nemorl.generation.types import Completion, EngineFailed, EngineHealth, EngineOptions, GenerationRequest
 from nemorl.generation.vllm_engine import host
@@ -302,7 +302,7 @@ def test_engines_that_a_dead_one_left_partial_take_the_repeated_refit(
                 return await super().lost_in_refit()
 
         group = Group(hosts)
-        pool = Pool(cast(WorkerGroup, group), DeadlineConfig())
+        pool = Pool(cast(WorkerGroup, group), ClusterConfig())
         policy = [PolicySide(layout) for layout in TP2_PP2]
         receivers = GenerationReceivers(cast(WorkerGroup, group), 30.0)
         exchange = WeightExchange(Threads(policy), receivers, 4096, 30.0)
