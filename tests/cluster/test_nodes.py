@@ -101,8 +101,8 @@ def test_labels_and_domains_say_where_groups_live() -> None:
 
 def test_a_node_that_is_lost_is_named_once(cluster: Cluster, tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
-    # Without restarts, whose warning would name it as well.
-    spread = {"num_nodes": 2, "placement": "SPREAD", "max_model_restarts": 0}
+    # Without restarts, whose warnings would name it as well.
+    spread = {"num_nodes": 2, "placement": "SPREAD", "max_model_restarts": 0, "max_worker_restarts": 0}
     config = write_experiment(tmp_path, model, "bereft", cluster=spread, algorithm={"num_steps": 1000})
     driver = start("train", config)
     while not lines(tmp_path / "bereft"):
