@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PYTHON TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-ci test-all mutants lint format house bench bench-algorithms clean
+.PHONY: help quickstart test test-ci test-all mutants lint format house bench bench-algorithms chaos clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,7 +17,7 @@ quickstart: .venv/ready-dev  ## Train a tiny model on sums: SFT, then GRPO (unde
 	@printf '\n== 3/3  GRPO: two policy processes, a generation worker, held-out accuracy before and after ==\n'
 	@$(BIN)/nemorl train configs/quickstart/grpo.yaml
 
-test: .venv/ready-dev  ## Run tests of every package in two processes (about 10 minutes)
+test: .venv/ready-dev  ## Run tests of every package in two processes (about 15 minutes)
 	@$(BIN)/pytest -m "not ci and not slow" --numprocesses 2
 
 test-ci: .venv/ready-dev  ## Run the second part of the tests, which .ci/run includes
@@ -48,6 +48,9 @@ bench: .venv/ready-bench models/smollm2  ## Measure a GRPO step against TRL and 
 
 bench-algorithms: .venv/ready-dev  ## Train every algorithm on the tiny model and compare its metric (an hour)
 	@$(BIN)/python benchmarks/algorithms.py
+
+chaos: .venv/ready-dev  ## Kill and stop processes of an asynchronous run for 10 minutes; print the recovery times
+	@$(BIN)/python benchmarks/chaos.py
 
 models/smollm2: | .venv/ready-bench
 	@$(BIN)/nemorl models fetch smollm2 models/smollm2

@@ -8,6 +8,7 @@ rewards (in verl a single member has its raw reward).
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -37,16 +38,20 @@ def all_equal(values: Tensor) -> bool:
 
 
 def relative(values: Tensor, epsilon: float | None, *, leave_one_out: bool = False) -> Tensor:
-    """Values less their mean, over their unbiased standard deviation plus epsilon unless that is None.
+    """Values [..., n] less their mean, over their unbiased standard deviation plus epsilon.
 
-    Exactly 0 where all are equal. With `leave_one_out` the mean is that of the others.
+    Not divided where epsilon is None. Exactly 0 where all n are equal. With `leave_one_out` the mean is that
+    of the others.
     """
-    if all_equal(values):
+    if (count := values.shape[-1]) < 2:
         return torch.zeros_like(values)
-    centered = values - values.mean()
+    centered = values - values.mean(-1, keepdim=True)
     if leave_one_out:
-        centered = centered * len(values) / (len(values) - 1)
-    return centered if epsilon is None else centered / (values.std() + epsilon)
+        centered = centered * count / (count - 1)
+    if epsilon is not None:
+        centered = centered / (values.std(-1, keepdim=True) + epsilon)
+    differ = (values != values[..., :1]).any(-1, keepdim=True)
+    return torch.where(differ, centered, 0.0)
 
 
 def group_relative(groups: Sequence[GroupSummary], config: configs.GroupAdvantageConfig) -> list[list[float]]:
@@ -57,7 +62,16 @@ def group_relative(groups: Sequence[GroupSummary], config: configs.GroupAdvantag
     2402.14740). Epsilon is 1e-6 as in verl; TRL adds 1e-4, OpenRLHF 1e-9.
     """
     epsilon, leave_one_out = config.epsilon if config.normalize else None, config.leave_one_out
-    return [relative(rewards(group), epsilon, leave_one_out=leave_one_out).tolist() for group in groups]
+    advantages: list[list[float]] = [[] for _ in groups]
+    by_size: defaultdict[int, list[int]] = defaultdict(list)  # as tensors of many groups, which cost far less
+    for place, group in enumerate(groups):
+        by_size[len(group.trajectories)].append(place)
+    for places in by_size.values():
+        values = torch.stack([rewards(groups[place]) for place in places])
+        of_size = relative(values, epsilon, leave_one_out=leave_one_out).tolist()
+        for place, of_group in zip(places, of_size, strict=True):
+            advantages[place] = of_group
+    return advantages
 
 
 def remax(groups: Sequence[GroupSummary]) -> list[list[float]]:

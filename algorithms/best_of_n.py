@@ -6,6 +6,7 @@ enter the loss.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from nemorl.config.algorithm import IterativePreferenceConfig, RejectionSamplingConfig
 from nemorl.data.losses import Loss, TrainStats
@@ -33,11 +34,12 @@ class Picked:
 def pairs_of(groups: Sequence[GroupSummary]) -> list[Picked]:
     """The highest and the lowest reward of each group that trains; none of a group with equal rewards.
 
-    Of equals the first sampled counts.
+    Players of a group are compared separately.
+    Of equals the first sampled counts. A sample with branches is left out: the loss compares sequences.
     """
     pairs = []
-    for group in groups:
-        trained = [t for t in group.trajectories if t.trains and t.num_sampled]
+    for group in chain.from_iterable(group.by_player for group in groups):
+        trained = [t for t in group.trajectories if t.trains and t.num_sampled and not t.branches]
         if len({t.reward for t in trained}) > 1:
             chosen, rejected = (select(trained, key=lambda t: t.reward) for select in (max, min))
             pairs.append(Picked(group, chosen, rejected))
@@ -47,7 +49,7 @@ def pairs_of(groups: Sequence[GroupSummary]) -> list[Picked]:
 def best_of(groups: Sequence[GroupSummary], min_reward: float | None = None) -> list[Picked]:
     """The highest reward of each group, if it is at least `min_reward`; of equals the first sampled."""
     picked = []
-    for group in groups:
+    for group in chain.from_iterable(group.by_player for group in groups):
         trained = [t for t in group.trajectories if t.trains and t.num_sampled]
         best = max(trained, key=lambda t: t.reward, default=None)
         if best is not None and (min_reward is None or best.reward >= min_reward):
@@ -70,18 +72,21 @@ class BestOfNUpdate:
         else:
             picked = best_of(groups, config.min_reward)
         weights = sequence_weights([one.chosen.num_sampled for one in picked], "token-mean").tolist()
-        sequences = []
-        for unit, (one, weight) in enumerate(zip(picked, weights, strict=True)):
+        sequences = list[SequencePlace]()
+        num_units = 0
+        for one, weight in zip(picked, weights, strict=True):
             # Weights are those of the cross entropy, which uses only the chosen of a pair.
-            members = [(one.chosen, Compared(unit))]
+            members = [(branch, Compared(num_units + n)) for n, branch in enumerate(one.chosen.sequences)]
+            num_units += len(members)
             if (other := one.rejected) is not None:
-                margin = one.chosen.reward - other.reward
-                members = [(one.chosen, Compared(unit, 1.0, margin)), (other, Compared(unit, -1.0, margin))]
+                unit, margin = num_units - 1, one.chosen.reward - other.reward
+                pair = zip((one.chosen, other), (1.0, -1.0), strict=True)
+                members = [(t.sequences[0], Compared(unit, sign, margin)) for t, sign in pair]
             sequences += [
                 SequencePlace(one.group.reference, t.row, t.num_tokens, weight=weight, compared=compared)
                 for t, compared in members
             ]
-        units = range(len(picked), len(picked) + -len(picked) % self.multiple)
+        units = range(num_units, num_units + -num_units % self.multiple)
         placeholders = [
             SequencePlace(groups[0].reference, 0, PLACEHOLDER_TOKENS, weight=0.0, compared=Compared(unit))
             for unit in units

@@ -118,13 +118,13 @@ class DistillationUpdate:
 
     def prepare(self, groups: Sequence[GroupSummary], number: int, lineage: Lineage = UNBROKEN) -> Batch:
         members = [(group, t) for group in groups for t in group.trajectories]
-        sampled = [t.num_sampled if t.trains else 0 for _, t in members]
-        weights = sequence_weights(sampled, self.config.aggregation).tolist()
+        weights = sequence_weights([t.num_trained for _, t in members], self.config.aggregation).tolist()
         sequences = []
         for (group, t), weight in zip(members, weights, strict=True):
-            size = t.num_tokens if weight > 0 else PLACEHOLDER_TOKENS
-            sequences.append(SequencePlace(group.reference, t.row, size, weight=weight))
-        teachers = [self.task_teachers[group.task_index] for group, _ in members]
+            for one in t.sequences:
+                size = one.num_tokens if weight > 0 else PLACEHOLDER_TOKENS
+                sequences.append(SequencePlace(group.reference, one.row, size, weight=weight))
+        teachers = [self.task_teachers[group.task_index] for group, t in members for _ in t.sequences]
         missing = -len(sequences) % self.multiple
         placeholder = SequencePlace(groups[0].reference, 0, PLACEHOLDER_TOKENS, weight=0.0)
         return Batch(

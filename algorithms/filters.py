@@ -56,7 +56,7 @@ def filter_groups(groups: Sequence[GroupSummary], config: FiltersConfig, num_gro
         metrics["filters/dropped_mean_reward"] = dropped["mean_reward"]
     if config.keep_most_varied is not None:
         # StarPO-S, Wang et al. 2025, arXiv 2504.20073. Of equal deviations the earlier groups.
-        by_deviation = sorted(training, key=lambda group: -_deviation(_values(group, config)))
+        by_deviation = sorted(training, key=lambda group: -_deviation(group, config))
         kept = by_deviation[: max(1, int(config.keep_most_varied * len(training)))]
         metrics["filters/least_varied"] = len(training) - len(kept)
         training = kept
@@ -75,7 +75,8 @@ def filter_groups(groups: Sequence[GroupSummary], config: FiltersConfig, num_gro
 def _dropped(group: GroupSummary, config: FiltersConfig) -> str | None:
     """Why a group is dropped; None if it is not. One in which every member failed always is."""
     values = _values(group, config)
-    if config.drop_equal_rewards and len(set(values)) < 2:
+    of_players = [_values(of_player, config) for of_player in group.by_player]
+    if config.drop_equal_rewards and all(len(set(of_player)) < 2 for of_player in of_players):
         return "equal_rewards"
     low, high = config.min_mean_reward, config.max_mean_reward
     mean = sum(values) / len(values) if values else float("nan")  # which no bound holds
@@ -90,8 +91,11 @@ def _values(group: GroupSummary, config: FiltersConfig) -> list[float]:
     return [t.rewards[config.reward] for t in finished if config.reward in t.rewards]
 
 
-def _deviation(values: Sequence[float]) -> float:  # unbiased, in the arithmetic of the advantages
-    return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else 0.0
+def _deviation(group: GroupSummary, config: FiltersConfig) -> float:
+    """Unbiased, in the arithmetic of the advantages; of several players the largest."""
+    of_players = [_values(of_player, config) for of_player in group.by_player]
+    deviations = [torch.tensor(v, dtype=torch.float64).std() for v in of_players if len(v) > 1]
+    return max(map(float, deviations), default=0.0)
 
 
 def _without(group: GroupSummary, leaves_out: Callable[[TrajectorySummary], bool]) -> GroupSummary:

@@ -8,8 +8,12 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from functools import lru_cache
+from itertools import accumulate
+from statistics import fmean
 from typing import get_args
+
+import numpy as np
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.generation import GenerationBase
@@ -32,24 +36,44 @@ def rollout_metrics(
     members = [t for group in groups for t in group.trajectories]
     sound = [[t for t in group.trajectories if t.error is None] for group in groups]
     rewards = [t.reward for group in sound for t in group]
+    of_players = [[t for t in g.trajectories if t.error is None] for group in groups for g in group.by_player]
     greedy = [g.greedy.reward for g in groups if g.greedy is not None and g.greedy.error is None]
     stops = Counter(t.stop for t in members)
     return {
         "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
+        "reward/std": float(np.std(rewards)),
         **means_by_name([t for group in sound for t in group]),
+        **player_metrics([t for group in sound for t in group]),
         **_reward_metrics(groups),
-        "group/zero_variance": fmean(len({t.reward for t in group}) < 2 for group in sound),
+        "group/zero_variance": fmean(len({t.reward for t in group}) < 2 for group in of_players),
         "length/mean": fmean(t.num_sampled for t in members),
         "turns/mean": fmean(t.num_turns for t in members),
         **{f"stop/{reason}": count / len(members) for reason, count in stops.items()},
         "errors": float(sum(t.error is not None for t in members)),
         "environment/errors": float(sum(t.environment_failed for t in members)),
+        "environment/truncated": float(sum(t.truncated for t in members)),
         "environment/retries": float(sum(t.num_retries for t in members)),
         "tokens/generated": float(sum(t.num_sampled for t in members)),
         **_version_metrics(members, version, lineage),
+        **_environment_metrics(groups),
         **({"reward/of_greedy": fmean(greedy)} if greedy else {}),
     }
+
+
+def _environment_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Of each environment, where groups name theirs: share of the samples, errors, turns and mean reward."""
+    by_name: dict[str, list[TrajectorySummary]] = {}
+    for group in groups:
+        if group.environment:
+            by_name.setdefault(group.environment, []).extend(group.trajectories)
+    total, metrics = sum(map(len, by_name.values())), {}
+    for name, members in by_name.items():
+        metrics[f"environment/{name}/share"] = len(members) / total
+        metrics[f"environment/{name}/errors"] = float(sum(t.environment_failed for t in members))
+        metrics[f"environment/{name}/turns"] = fmean(t.num_turns for t in members)
+        if rewards := [t.reward for t in members if t.error is None]:
+            metrics[f"environment/{name}/reward"] = fmean(rewards)
+    return metrics
 
 
 def _version_metrics(
@@ -57,7 +81,9 @@ def _version_metrics(
 ) -> dict[str, float]:
     """How old samples are: `version` is the trained one, a trajectory's age that of its oldest token."""
     sampled = [t for t in members if t.min_version >= 0]
-    ages = [max(lineage.age(of_tokens, version) for of_tokens in t.versions) for t in sampled] or [0]
+    # Few ranges of versions occur in a step.
+    age = lru_cache(lambda versions: max(lineage.age(of_tokens, version) for of_tokens in versions))
+    ages = [age(t.versions) for t in sampled] or [0]
     return {
         "version/lag": fmean(ages),
         "version/lag_max": float(max(ages)),
@@ -124,6 +150,12 @@ def means_by_name(members: Sequence[TrajectorySummary]) -> dict[str, float]:
     return {f"reward/{name}": fmean(t.rewards[name] for t in members if name in t.rewards) for name in names}
 
 
+def player_metrics(members: Sequence[TrajectorySummary]) -> dict[str, float]:
+    """Mean reward of each player, by name."""
+    names = sorted({t.player for t in members} - {""})
+    return {f"players/{name}/reward": fmean(t.reward for t in members if t.player == name) for name in names}
+
+
 def _reward_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
     sound = [t for group in groups for t in group.trajectories if t.error is None]
     computed = sorted({name for group in groups for name in group.scoring})
@@ -132,7 +164,7 @@ def _reward_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
         values = [t.rewards[name] for t in sound if name in t.rewards]
         metrics[f"reward_absent/{name}"] = 1 - len(values) / len(sound)
         if values:
-            metrics[f"reward_std/{name}"] = pstdev(values)
+            metrics[f"reward_std/{name}"] = float(np.std(values))
     for name in computed:
         scored = [group.scoring[name] for group in groups if name in group.scoring]
         metrics[f"reward_errors/{name}"] = float(sum(s.errors for s in scored))
@@ -141,6 +173,31 @@ def _reward_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
         if any(s.retries is not None for s in scored):
             metrics[f"reward_retries/{name}"] = float(sum(s.retries or 0 for s in scored))
     return metrics
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of a mixture, whose tasks are numbered one source after the other."""
+
+    names: Sequence[str]
+    sizes: Sequence[int]
+    pass_reward: float  # with which a sample passes
+
+    def metrics(self, groups: Sequence[GroupSummary]) -> dict[str, float]:
+        """Of each source its share of a step's samples, their mean reward and pass rate, if it has any."""
+        ends = list(accumulate(self.sizes))
+        rewards: dict[str, list[float]] = {name: [] for name in self.names}
+        for group in groups:
+            of_source = rewards[self.names[bisect_right(ends, group.task_index)]]
+            of_source += [t.reward for t in group.trajectories if t.error is None]
+        total = max(1, sum(map(len, rewards.values())))  # every environment may have failed
+        metrics = {}
+        for name, of_source in rewards.items():
+            metrics[f"source/{name}/share"] = len(of_source) / total
+            if of_source:
+                metrics[f"source/{name}/reward"] = fmean(of_source)
+                metrics[f"source/{name}/pass_rate"] = fmean(r >= self.pass_reward for r in of_source)
+        return metrics
 
 
 def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[str, float]:
@@ -176,7 +233,7 @@ def guard_metrics(updates: Sequence[TrainStats]) -> dict[str, float]:
 def samples_of(step: int, groups: Sequence[GroupSummary], phase: Phase) -> Iterator[Sample]:
     for group in groups:
         for text in group.texts:
-            t = group.trajectories[text.row]
+            t = group.trajectories[text.sample]
             yield Sample(
                 step=step,
                 phase=phase,
@@ -219,11 +276,10 @@ class LogprobGate:
         # Of stale samples those of the youngest weights are compared: the others differ by more updates.
         # Each update since allows as much again: it changes the policy, which is no error of the engine.
         ages = (age for age in range(self.config.max_staleness + 1) if f"staleness/gap_{age}" in metrics)
-        if (youngest := next(ages, None)) is None:
+        if (age := next(ages, None)) is None:
             age, mean, largest = 0, metrics["logprob_gap/mean"], metrics["logprob_gap/max"]
         else:
-            age, of_age = youngest, ("staleness/gap", "staleness/gap_max")
-            mean, largest = (metrics[f"{name}_{age}"] for name in of_age)
+            mean, largest = metrics[f"staleness/gap_{age}"], metrics[f"staleness/gap_max_{age}"]
         limit, token_limit = self.config.max_logprob_gap, self.config.max_token_logprob_gap
         if not mean <= (1 + age) * limit:  # also of a NaN
             broken = f"algorithm.max_logprob_gap allows a mean of {limit:g}"

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from nemorl.config import algorithm as configs
 from nemorl.config.algorithm.base import TOTAL_LOSSES
-from nemorl.config.data import DatasetConfig
+from nemorl.config.data import DatasetConfig, TaskRows
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
 from nemorl.data.examples import PLACEHOLDER, Encoder, Example, mismatched
@@ -29,7 +29,8 @@ from nemorl.data.shards import SequencePlace
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.observe.files import write_atomically
 from nemorl.observe.observer import Observer
-from nemorl.rollout.schedule import DataPlace, TaskOrder
+from nemorl.rollout.order import Order
+from nemorl.rollout.schedule import DataPlace
 from nemorl.session.session import Session
 
 from .distillation import distillation_loss
@@ -157,9 +158,10 @@ def prompts_with_next_answers(units: Sequence[Unit]) -> list[Example]:
 class OfflineData:
     units: Sequence[Unit]
     held_out: Sequence[Unit]  # of the validation data; empty without any
+    sizes: Sequence[int]  # units of each source
 
     def compared(
-        self, order: TaskOrder, config: configs.OfflineBase, position: int, num_steps: int
+        self, order: Order, config: configs.OfflineBase, position: int, num_steps: int
     ) -> Iterator[Example]:
         """The sequences that `num_steps` steps from `position` and a validation compare with a reference."""
         objective, size = objective_of(config), config.batch_size
@@ -179,7 +181,7 @@ class OfflineAlgorithm:
     session: Session
     data: OfflineData
     references: ReferenceSums  # of sequences whose reference was computed beforehand
-    order: TaskOrder
+    order: Order
     place: DataPlace  # of the next unit in the order
     observer: Observer
     multiple: int  # of units into which a batch is laid over ranks and stages
@@ -267,9 +269,13 @@ def load_offline_data(experiment: Experiment, config: configs.OfflineBase) -> Of
     validated = data.validation if config.validation.scheduled else None
     held_out: Sequence[Unit] = []
     # Tasks of a file without answers can be sampled but have no loss.
-    if validated is not None and not (validated.name == "jsonl" and validated.answer_key is None):
+    if validated is not None and not (isinstance(validated, TaskRows) and validated.answer_key is None):
         held_out = _units(experiment, config, validated, encoder)[: config.validation.num_prompts]
-    return OfflineData(_units(experiment, config, data.train, encoder), held_out)
+    sources = [
+        _units(experiment, config, source.dataset, encoder)[: source.max_tasks]
+        for source in data.sources.values()
+    ]
+    return OfflineData(list(chain.from_iterable(sources)), held_out, [len(units) for units in sources])
 
 
 def _units(

@@ -26,12 +26,14 @@ from nemorl.observe.timeline import Stage
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupSummary
 from nemorl.rollout.schedule import DataPlace
+from nemorl.rollout.stored import TrajectoryLog
 from nemorl.rollout.versions import Lineage
 from nemorl.session.session import Session
 
 from .filters import filter_groups
 from .metrics import (
     LogprobGate,
+    Sources,
     dropped_metrics,
     environment_share,
     optimizer_metrics,
@@ -98,6 +100,8 @@ class OnlineAlgorithm:
     observer: Observer
     cancellable: Callable[[Coroutine[Any, Any, Groups]], Awaitable[Groups]]  # by a stop request of the run
     teachers: Teachers | None = None
+    sources: Sources | None = None  # of a mixture
+    trajectories: TrajectoryLog | None = None
     _warned: bool = field(default=False, init=False)  # of a trajectory's error
 
     @property
@@ -107,6 +111,8 @@ class OnlineAlgorithm:
     def rewind(self, step: int, place: DataPlace) -> None:
         """Continue after an earlier step, whose weights the models and the engines have again."""
         self.collector.rewind(step, place, self.session.lineage)
+        if self.trajectories is not None:
+            self.trajectories.files.remove_after(step)
 
     async def step(self, number: int) -> dict[str, float]:
         """Sample, learn, update the engines; metrics. Raises RunError if a limit of the config is passed."""
@@ -126,10 +132,16 @@ class OnlineAlgorithm:
             metrics |= await self.session.update_weights(number)
         metrics |= await self.session.generation_metrics()
         # Last, so that a step that fails leaves them to its repetition.
+        metrics |= self.collector.take_order_metrics()
+        if self.sources is not None:
+            metrics |= self.sources.metrics(groups)
         dropped, num_given_up = self.collector.take_dropped()
         if self.config.max_staleness or self.config.oversampling > 1 or self.config.group_seconds or dropped:
             metrics |= dropped_metrics(dropped, num_given_up, groups)
         self.observer.samples(list(samples_of(number, groups, "training")))
+        if self.trajectories is not None:
+            estimated = batch.sequences if batch.token_estimator is None else ()
+            await self.trajectories.write(number, groups, {(s.store, s.row): s.advantage for s in estimated})
         return metrics
 
     async def train(self, batch: Batch, number: int) -> dict[str, float]:

@@ -1,8 +1,14 @@
-"""The update of GRPO, PPO and all others with advantages: an advantage and a weight for every trajectory."""
+"""The update of GRPO, PPO and all others with advantages: an advantage and a weight for every trajectory.
 
-from collections.abc import Mapping, Sequence
+A sample has branches where its conversation did not stay one token sequence: a chat template that drops
+earlier reasoning, an agent that rewrites its history, a rewind. Groups, baselines, filters and metrics count
+samples; models train on sequences.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, pairwise, repeat
 from typing import TypeVar
 
 from nemorl.config.algorithm import Aggregation, OnlineConfig
@@ -10,7 +16,7 @@ from nemorl.config.algorithm.advantages import TokenAdvantageBase
 from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.packed import PLACEHOLDER_TOKENS, Advantage
 from nemorl.data.shards import SequencePlace
-from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.rollout.versions import UNBROKEN, Lineage
 
 from .advantages import Estimator, estimator
@@ -80,43 +86,31 @@ class PolicyGradientUpdate:
         )
 
     def score(self, groups: Sequence[GroupSummary]) -> list[SequencePlace]:
-        """All trajectories, with advantage and weight, in the order of their groups.
+        """All sequences, with advantage and weight, in the order of their groups.
 
         A trajectory that ended in an error neither trains nor enters the baseline of its group. Where whole
         groups do not train, what does is spread evenly over minibatches, each followed by what does not.
+        Branches have the advantage of their sample, and together the weight of one sequence.
         """
         loss, imitation = self._config.loss, self._config.likelihood
-        advantages = self._advantages(groups)
-        members = [(group, t) for group in groups for t in group.trajectories]
-        if not all(any(t.trains for t in group.trajectories) for group in groups):
-            parts = self._config.num_minibatches
-            ordered = sorted(members, key=lambda member: not member[1].trains)
-            members = [member for part in range(parts) for member in ordered[part::parts]]
-        sampled = [t.num_sampled if t.trains else 0 for _, t in members]
+        advantages, members = self._advantages(groups), self._members(groups)
+        sampled = [t.num_trained for _, t in members]
         weights = self._weights(sampled, loss.aggregation, loss.aggregation_length)
         likelihoods: Sequence[float | None] = [None] * len(members)
         if imitation.coefficient > 0:
             counted = zip(sampled, members, strict=True)
             imitated = [count * (t.reward >= imitation.min_reward) for count, (_, t) in counted]
             likelihoods = self._weights(imitated, "token-mean")
-        places = []
+        of_members = []
         for (group, t), weight, likelihood in zip(members, weights, likelihoods, strict=True):
-            turn_rewards = None
-            if self._estimate is None:
-                # Of each turn as the environment gave it, and the rest of the total at the last one.
-                before = t.turn_rewards[:-1]
-                turn_rewards = (*before, t.reward - sum(before)) if t.turn_rewards else ()
-            place = SequencePlace(
-                store=group.reference,
-                row=t.row,
-                num_tokens=t.num_tokens if weight > 0 else PLACEHOLDER_TOKENS,
-                advantage=advantages[group.reference, t.row] if advantages and weight > 0 else 0.0,
-                weight=weight,
-                likelihood=likelihood,
-                rewards=turn_rewards,
-            )
-            places.append(place)
-        return places
+            store, places = group.reference, []
+            rewards = repeat(None) if self._estimate is not None else branch_rewards(t)
+            for one, of_turns in zip(t.sequences, rewards, strict=False):
+                advantage = advantages[store, one.row] if advantages and weight > 0 else 0.0
+                size = one.num_tokens if weight > 0 else PLACEHOLDER_TOKENS
+                places.append(SequencePlace(store, one.row, size, advantage, weight, likelihood, of_turns))
+            of_members.append(places)
+        return filled_up(self._minibatches(of_members), placeholder)
 
     def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
         of_updates = [finish_metrics(u.sums, u.maxima) for u in updates]
@@ -128,8 +122,21 @@ class PolicyGradientUpdate:
         metrics |= {key: max(u.maxima[key] for u in updates) for key in updates[0].maxima} | first
         return metrics | self._entropy.update(metrics["entropy"])
 
+    def _members(self, groups: Sequence[GroupSummary]) -> list[tuple[GroupSummary, TrajectorySummary]]:
+        """All samples in the order of the batch."""
+        members = [(group, t) for group in groups for t in group.trajectories]
+        if not all(any(t.trains for t in group.trajectories) for group in groups):
+            parts = self._config.num_minibatches
+            ordered = sorted(members, key=lambda member: not member[1].trains)
+            members = [member for part in range(parts) for member in ordered[part::parts]]
+        return members
+
     def _advantages(self, groups: Sequence[GroupSummary]) -> dict[tuple[object, int], Advantage]:
-        """Of the trajectories without an error in groups that train, by reference and row."""
+        """Of the sequences of samples without an error in groups that train, by reference and row.
+
+        Each player's are estimated as if there were no others: neither a group nor the batch compares a
+        player with its opponents.
+        """
         if self._estimate is None:
             return {}
         counting = [
@@ -137,10 +144,16 @@ class PolicyGradientUpdate:
             for group in groups
             if any(t.trains for t in group.trajectories)
         ]
+        by_player: dict[str, list[GroupSummary]] = {}
+        for group in counting:
+            for of_player in group.by_player:
+                by_player.setdefault(of_player.trajectories[0].player, []).append(of_player)
         return {
-            (group.reference, t.row): advantage
-            for group, of_group in zip(counting, self._estimate(counting), strict=True)
+            (group.reference, sequence.row): of_sequence
+            for of_player in by_player.values()
+            for group, of_group in zip(of_player, self._estimate(of_player), strict=True)
             for t, advantage in zip(group.trajectories, of_group, strict=True)
+            for sequence, of_sequence in zip(t.sequences, branch_advantages(t, advantage), strict=True)
         }
 
     def _penalized(
@@ -148,11 +161,16 @@ class PolicyGradientUpdate:
     ) -> list[SequencePlace]:
         """The same with advantages of rewards from which the divergence of each sequence was subtracted."""
         coefficient = self._config.kl.coefficient
-        penalties = {(p.store, p.row): coefficient * kl for p, kl in zip(places, divergences, strict=True)}
+        penalties: dict[tuple[object, int], float] = {}
+        for place, kl in zip(places, divergences, strict=True):
+            penalties.setdefault((place.store, place.row), coefficient * kl)  # placeholders follow
         penalized = []
         for group in groups:
             store, members = group.reference, group.trajectories
-            left = tuple(replace(t, reward=t.reward - penalties[store, t.row]) for t in members)
+            left = tuple(
+                replace(t, reward=t.reward - sum(penalties[store, one.row] for one in t.sequences))
+                for t in members
+            )
             penalized.append(replace(group, trajectories=left))
         advantages = self._advantages(penalized)
         return [replace(p, advantage=advantages[p.store, p.row]) if p.weight > 0 else p for p in places]
@@ -163,9 +181,11 @@ class PolicyGradientUpdate:
         """The same sequences, weighted for the critic's loss; empty without a critic."""
         if self._config.critic is None:
             return []
-        sampled = {(group.reference, t.row): t.num_sampled for group in groups for t in group.trajectories}
-        counts = [sampled[place.store, place.row] if place.weight > 0 else 0 for place in places]
-        weights = self._weights(counts, self._config.critic.aggregation)
+        members = self._members(groups)
+        sampled = [t.num_trained for _, t in members]
+        of_members = zip(members, self._weights(sampled, self._config.critic.aggregation), strict=True)
+        repeated = [[weight] * len(t.sequences) for (_, t), weight in of_members]
+        weights = filled_up(self._minibatches(repeated), lambda _: 0.0)
         return [replace(p, weight=weight, likelihood=None) for p, weight in zip(places, weights, strict=True)]
 
     def _weights(
@@ -175,5 +195,54 @@ class PolicyGradientUpdate:
         return [weight for part in parts for weight in sequence_weights(part, aggregation, length).tolist()]
 
     def _minibatches(self, values: Sequence[T]) -> list[Sequence[T]]:
-        size = len(values) // self._config.num_minibatches
-        return [values[start : start + size] for start in range(0, len(values), size)]
+        """Equal parts; the first have one more where the players of a sample do not divide evenly."""
+        parts = self._config.num_minibatches
+        size, rest = divmod(len(values), parts)
+        starts = [part * size + min(part, rest) for part in range(parts + 1)]
+        return [values[start:end] for start, end in pairwise(starts)]
+
+
+def branch_advantages(sample: TrajectorySummary, advantage: Advantage) -> list[Advantage]:
+    """Of each sequence: the sample's, or those of its own turns."""
+    if isinstance(advantage, tuple):
+        return list(_of_branches(sample, advantage))
+    return [advantage] * len(sample.sequences)
+
+
+def branch_rewards(sample: TrajectorySummary) -> list[tuple[float, ...]]:
+    """Of the turns of each sequence, as the environment gave them; the rest of the total is at the last turn.
+
+    What is earned after a branch is added to its last turn, without a discount.
+    """
+    before = sample.turn_rewards[:-1]
+    rewards = (*before, sample.reward - sum(before)) if sample.turn_rewards else ()
+    later, of_branches = 0.0, []
+    for of_turns in reversed(_of_branches(sample, rewards)):
+        *earlier, last = of_turns or (0.0,)
+        of_branches.append((*earlier, last + later) if of_turns else ())
+        later += sum(of_turns)
+    return of_branches[::-1]
+
+
+def _of_branches(sample: TrajectorySummary, of_turns: Sequence[T]) -> list[tuple[T, ...]]:
+    turns = iter(of_turns)
+    return [tuple(next(turns) for _ in sequence.turn_rewards) for sequence in sample.sequences]
+
+
+def filled_up(of_minibatches: Sequence[Sequence[Sequence[T]]], filler: Callable[[T], T]) -> list[T]:
+    """The sequences of the samples of each minibatch, filled up to equally many for all minibatches."""
+    minibatches = [list(chain(*samples)) for samples in of_minibatches]
+    longest = max(map(len, minibatches))
+    return [one for part in minibatches for one in (*part, *[filler(part[-1])] * (longest - len(part)))]
+
+
+def placeholder(place: SequencePlace) -> SequencePlace:
+    """A sequence that trains nothing, in a batch with this one."""
+    return replace(
+        place,
+        num_tokens=PLACEHOLDER_TOKENS,
+        advantage=0.0,
+        weight=0.0,
+        likelihood=None if place.likelihood is None else 0.0,
+        rewards=None if place.rewards is None else (),
+    )

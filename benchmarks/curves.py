@@ -1,5 +1,6 @@
 """Learning curves of several seeds: runs of the product, and their plot."""
 
+import math
 import shutil
 import statistics
 import subprocess
@@ -20,7 +21,15 @@ def train_in_processes(config: Path, run_dir: Path, overrides: Sequence[str]) ->
     return read_metrics(run_dir / "metrics.jsonl")
 
 
-def plot(sides: Mapping[str, Curves], title: str, path: Path) -> None:
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean over seeds, and half of the 95 % interval, of Student's t."""
+    from scipy.stats import t as student
+
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), float(student.ppf(0.975, len(values) - 1)) * error
+
+
+def plot(sides: Mapping[str, Curves], title: str, path: Path, what: str = "right answers") -> None:
     """Mean over seeds as a line, all between the lowest and the highest seed as a band."""
     import matplotlib
 
@@ -35,7 +44,7 @@ def plot(sides: Mapping[str, Curves], title: str, path: Path) -> None:
         axes.fill_between(
             steps, [min(at) for at in by_step], [max(at) for at in by_step], color=line.get_color(), alpha=0.2
         )
-    axes.set(xlabel="step", ylabel="right answers", title=title)
+    axes.set(xlabel="step", ylabel=what, title=title)
     axes.legend()
     chart.tight_layout()
     chart.savefig(path, dpi=120)

@@ -24,7 +24,7 @@ from trl_side import train_with_trl
 from nemorl.config.base import counted
 from nemorl.config.load import load_experiment
 from nemorl.data.datasets import load_tasks
-from nemorl.rollout.schedule import TaskOrder
+from nemorl.rollout.order import TaskOrder
 
 CONFIG = Path("configs/quickstart/grpo.yaml")
 MODEL = Path("runs/quickstart/sft/hf")

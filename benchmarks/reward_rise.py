@@ -15,8 +15,12 @@ WINDOW = 5
 
 
 def metrics(steps: list[StepMetrics], key: str) -> dict[str, float]:
+    return rise_of([step.values[key] for step in steps])
+
+
+def rise_of(curve: list[float]) -> dict[str, float]:
     """Mean and standard deviation over steps at both ends; the rise in standard errors of the difference."""
-    first, last = ([s.values[key] for s in part] for part in (steps[:WINDOW], steps[-WINDOW:]))
+    first, last = curve[:WINDOW], curve[-WINDOW:]
     error = ((stdev(first) ** 2 + stdev(last) ** 2) / WINDOW) ** 0.5
     rise = fmean(last) - fmean(first)
     return {
@@ -24,7 +28,8 @@ def metrics(steps: list[StepMetrics], key: str) -> dict[str, float]:
         "first_stdev": stdev(first),
         "last_mean": fmean(last),
         "last_stdev": stdev(last),
-        "rise_in_standard_errors": rise / error if error else float("nan"),
+        "rise": rise,
+        "rise_in_standard_errors": rise / error if error else 0.0,
     }
 
 

@@ -3,15 +3,17 @@
     python benchmarks/scale.py [--workers 8 64 1024] [--trajectories-per-worker 24] [--steps 3]
 
 Real: the driver of an asynchronous run (`max_staleness` 1) with schedule, collector, dispatcher, step,
-advantages, batch plan, weight exchange, supervisor of engines, metrics, and the calls and streams of Ray.
-Simulated: the workers. A few real actors answer for all of them, at once and without arrays. Half of the
-workers are policy ranks, an eighth are rollout workers and the rest are engines.
+advantages, batch plan, weight exchange, supervisor of engines, metrics, and the calls of Ray.
+Simulated: the workers. A few real actors answer for all of them without arrays: one group ends every 5 ms,
+and all other calls are answered at once. Half of the workers are policy ranks, an eighth are rollout workers
+and the rest are engines.
 
-A step is taken to last 100 s, in which the engines have three health checks. CPU seconds are those of the
-driver's process and all its threads, which other load on the machine changes little, and bytes those of the
-objects that Ray serializes and deserializes in it. Each number of workers has a driver of its own; the first
-step, which makes what later ones keep, is not counted. Not measured are the connections to thousands of
-processes, Ray's other processes, and the plan of a refit of a real model, which benchmarks/refit.py measures.
+A step is taken to last 100 s, in which engines and rollout workers have three health checks. CPU seconds are
+those of the driver's process and all its threads, which other load on the machine changes little, and bytes
+those of the objects that Ray serializes and deserializes in it. Each number of workers has a driver of its
+own; the first step, which makes what later ones keep, is not counted. Not measured are the connections to
+thousands of processes, the requests with which policy ranks locate trajectories (here two processes make
+them), Ray's other processes, and the plan of a refit of a real model, which benchmarks/refit.py measures.
 """
 
 import argparse
@@ -21,10 +23,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import ray
@@ -37,9 +39,10 @@ from nemorl.algorithms.metrics import LogprobGate
 from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
-from nemorl.cluster.actor import Actor, Identity, Invocation
-from nemorl.cluster.group import MIN_RELAYED, Mesh, Worker, WorkerGroup
+from nemorl.cluster.actor import Invocation
+from nemorl.cluster.group import MIN_RELAYED, Mesh, WorkerGroup, start_worker
 from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.cluster.worker import Worker
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec
@@ -53,7 +56,10 @@ from nemorl.observe.observer import Observer
 from nemorl.observe.run_folder import RunFolder
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupAssignment, GroupSummary, TrajectorySummary
-from nemorl.rollout.schedule import CollectorPlan, GroupSchedule, TaskOrder
+from nemorl.rollout.order import TaskOrder
+from nemorl.rollout.schedule import CollectorPlan, GroupSchedule
+from nemorl.rollout.worker import GroupRunner
+from nemorl.run.train import rare_collections
 from nemorl.session.handles import (
     GenerationReceivers,
     ModelHandle,
@@ -69,6 +75,7 @@ SAMPLES = 16  # trajectories of a group
 STALENESS = 1
 ACTORS = 2  # of each kind
 STEP_SECONDS = 100.0  # of which the driver's share is shown
+SPREAD_SECONDS = 0.005  # between the ends of two groups on average, so that most end alone
 MODEL = Path("models/arithmetic")
 WEIGHTS = (TensorSlice.whole("weight", (64,)),)  # of every rank: a plan as small as possible
 SHOWN = {
@@ -84,21 +91,20 @@ SHOWN = {
 }
 
 
-class SimulatedRollout:
+class SimulatedRollout(GroupRunner):
     """Answers for rollout workers: every group at once, sampled by the weights in use."""
 
     def __init__(self, groups_per_step: int) -> None:
-        self._groups_per_step = groups_per_step
+        super().__init__()
+        self._groups_per_step, self._random = groups_per_step, Random(0)
         self.router = self
 
-    async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
-        for assignment in assignments:
-            version = max(0, assignment.group // self._groups_per_step - STALENESS)
-            members = (_summary(row, assignment.group, version) for row in range(assignment.num_samples))
-            yield [b""] * assignment.num_samples  # in place of the trajectories
-            yield GroupSummary(assignment.group, assignment.task_index, None, tuple(members))
-
-    async def abort_stale(self, oldest: int) -> None: ...
+    async def _run_group(self, assignment: GroupAssignment, records: Any) -> GroupSummary:
+        await asyncio.sleep(self._random.uniform(0, SPREAD_SECONDS * self._groups_per_step))
+        version = max(0, assignment.group // self._groups_per_step - STALENESS)
+        members = (_summary(row, assignment.group, version) for row in range(assignment.num_samples))
+        trajectories = [b""] * assignment.num_samples  # in place of them
+        return GroupSummary(assignment.group, assignment.task_index, trajectories, tuple(members))
 
     async def take_metrics(self) -> RouterMetrics:
         return RouterMetrics()
@@ -108,13 +114,16 @@ class SimulatedRollout:
 
 
 def _summary(row: int, group: int, version: int) -> TrajectorySummary:
-    reward = float((row + group) % 2)
+    reward, tokens = (
+        float((row + group) % 2),
+        min(1900, int(Random(SAMPLES * group + row).lognormvariate(5.5, 0.8))),
+    )
     return TrajectorySummary(
         row=row,
         reward=reward,
         rewards={"exact_match": reward},
-        num_tokens=300 + 17 * row,
-        num_sampled=200 + 17 * row,
+        num_tokens=tokens + 100,
+        num_sampled=tokens,
         num_turns=1,
         stop=StopReason.STOP,
         min_version=version,
@@ -195,14 +204,9 @@ async def group(kind: str, target: str, count: int, *, concurrent: bool, **kwarg
     async def processes(name: str, path: str, *, concurrent: bool, **kwargs: Any) -> list[Worker]:
         made = []
         for number in range(ACTORS):
-            log = (OUT / "scale" / f"{name}-{number}.log").absolute()
-            log.parent.mkdir(parents=True, exist_ok=True)
-            actor_class: Any = Actor
-            actor = actor_class.options(num_cpus=0).remote(
-                Identity(name, number, log, Path.cwd()), concurrent=concurrent
-            )
-            await actor.make.remote(Invocation("make", "start", 60.0), path, **kwargs)
-            made.append(Worker(name, number, log, actor))
+            worker = start_worker(name, number, OUT / "scale", None, concurrent=concurrent, num_cpus=0)
+            await worker.actor.make.remote(Invocation("make", "start", 60.0), path, **kwargs)
+            made.append(worker)
         return made
 
     answering = await processes(kind, f"scale:{target}", concurrent=concurrent, **kwargs)
@@ -263,7 +267,7 @@ async def steps_of_a_run(count: int, groups: int, steps: int) -> dict[str, float
     shutil.rmtree(checked.run_dir, ignore_errors=True)
     folder, traffic = RunFolder.create(checked.run_dir, to_yaml(checked)), Traffic()
     traffic.count()
-    with Observer(folder, checked.logger, total_steps=steps + 1) as observer:
+    with Observer(folder, checked.logger, total_steps=steps + 1) as observer, rare_collections():
 
         async def directly(work: Any) -> Any:
             return await work
@@ -276,6 +280,7 @@ async def steps_of_a_run(count: int, groups: int, steps: int) -> dict[str, float
             assert values["dropped/too_old"] == values["dropped/aborted"] == 0
             for _ in range(int(STEP_SECONDS / deadlines.health)):
                 await replicas.check()
+                await rollouts.check()
             observer.step(number, version=number, values=values)
 
         await session.update_weights(0)

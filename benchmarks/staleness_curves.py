@@ -1,6 +1,6 @@
 """Does GRPO learn as well from samples of older weights?
 
-    python benchmarks/staleness_curves.py [--config FILE] [--steps N] [--seeds 1 2 3]
+    python benchmarks/staleness_curves.py [FIELD=VALUE ...] [--config FILE] [--steps N] [--seeds 1 2 3]
 
 The same experiment at several values of `max_staleness`, with truncated importance sampling and without, each
 with every seed. All runs train on as many samples. Accuracy is measured on the tasks of `data.validation`
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common import OUT, publish, table_of
-from curves import Curves, plot, train_in_processes
+from curves import Curves, interval, plot, train_in_processes
 
 from nemorl.config.base import counted
 from nemorl.config.load import load_experiment
@@ -37,13 +37,15 @@ SIDES = {  # by the value of `max_staleness` and the correction
 BASE = "0"
 
 
-def run(config: Path, side: str, seed: int, steps: int, samples: int) -> dict[str, Any]:
+def run(config: Path, side: str, seed: int, steps: int, samples: int, changes: list[str]) -> dict[str, Any]:
     """The reward of each step, the mean age of its samples, and both accuracies."""
-    name = f"staleness-{config.stem}-{side.replace(', ', '-')}-{seed}-{steps}"
+    parts = ["staleness", config.parent.name, config.stem, side.replace(", ", "-"), seed, steps, samples]
+    name = "-".join(map(str, [*parts, *(change.rpartition(".")[2] for change in changes)]))
     kept = OUT / f"{name}.json"
     if kept.exists():
         return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
     overrides = [
+        *changes,
         *SIDES[side],
         f"seed={seed}",
         f"algorithm.num_steps={steps}",
@@ -62,14 +64,6 @@ def run(config: Path, side: str, seed: int, steps: int, samples: int) -> dict[st
     }
     kept.write_text(json.dumps(found), encoding="utf-8")
     return found
-
-
-def interval(differences: list[float]) -> tuple[float, float]:
-    """Mean, and half of the 95 % interval."""
-    from scipy.stats import t as student
-
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return statistics.fmean(differences), float(student.ppf(0.975, len(differences) - 1)) * error
 
 
 def row(side: str, runs: Mapping[str, Mapping[int, dict[str, Any]]], num_tasks: int) -> dict[str, object]:
@@ -98,7 +92,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--samples", type=int, default=4, help="of each validation task (default 4)")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("changes", nargs="*", metavar="FIELD=VALUE", help="of the config, for all sides")
     arguments = parser.parse_args()
+    if BASE not in arguments.sides or len(arguments.seeds) < 2:
+        parser.error(f"the differences are from {BASE}, which --sides must name, over at least two --seeds")
     data = load_experiment(arguments.config).data
     if data.validation is None:
         parser.error(f"{arguments.config} has no data.validation to measure the accuracy on")
@@ -107,7 +104,9 @@ def main() -> None:
     runs: dict[str, dict[int, dict[str, Any]]] = {side: {} for side in arguments.sides}
     for seed in arguments.seeds:
         for side in arguments.sides:
-            runs[side][seed] = run(arguments.config, side, seed, arguments.steps, arguments.samples)
+            runs[side][seed] = run(
+                arguments.config, side, seed, arguments.steps, arguments.samples, arguments.changes
+            )
     curves: dict[str, Curves] = {
         side: {seed: found["rewards"] for seed, found in of_side.items()} for side, of_side in runs.items()
     }

@@ -31,10 +31,10 @@ resolve() {
 }
 
 printf '%s\n' "torch==$TORCH" "vllm==$VLLM" >"$work/pins"
-resolve vllm --extra trackers --extra vllm --constraints "$work/pins" pyproject.toml
+resolve vllm --extra trackers --extra data --extra vllm --constraints "$work/pins" pyproject.toml
 
 # The others use its versions, so that the target vllm only adds packages.
 sed -n 's/^\([^ #]*==[^ ]*\).*/\1/p' "$LOCKS/vllm.txt" >"$work/agreed"
-resolve base --extra trackers --constraints "$work/agreed" pyproject.toml
+resolve base --extra trackers --extra data --constraints "$work/agreed" pyproject.toml
 printf '%s\n' pip setuptools >"$work/build.in"
 resolve build --constraints "$work/agreed" "$work/build.in"

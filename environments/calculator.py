@@ -46,7 +46,7 @@ class CalculatorEnvironment(Environment):
     async def step(self, action: Action) -> Step:
         self._turns_left -= 1
         if (answer := last_tagged(action.text, "answer")) is not None:
-            return Step(rewards={REWARD: float(_equal(answer, self._answer))})
+            return Step(rewards={REWARD: float(same_answer(answer, self._answer))})
         call = last_tagged(action.text, "tool")
         if call is None or self._turns_left == 0:
             return Step(rewards={REWARD: 0.0})
@@ -74,7 +74,7 @@ class CalculatorFactory(EnvironmentFactory):
             return answer
 
 
-def _equal(answer: str, expected: str) -> bool:
+def same_answer(answer: str, expected: str) -> bool:
     """The same number (`84`, `84.0`, `8.4e1`) within a millionth of a millionth, or the same text."""
     try:
         difference = abs(float(answer) - float(expected))

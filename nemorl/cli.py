@@ -10,11 +10,37 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import nemorl
-from nemorl.commands import check, config_help, doctor, models, plan, serve, simulate, slurm, train
+from nemorl.commands import (
+    check,
+    config_help,
+    doctor,
+    env,
+    models,
+    plan,
+    scale,
+    serve,
+    show,
+    simulate,
+    slurm,
+    train,
+)
 from nemorl.commands.terminal import ExitCode, complain, field_hint
 from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 
-COMMANDS = (train, check, serve, models, plan, simulate, slurm, config_help, doctor)  # in the order of --help
+COMMANDS = (
+    train,
+    check,
+    env,
+    show,
+    scale,
+    serve,
+    models,
+    plan,
+    simulate,
+    slurm,
+    config_help,
+    doctor,
+)  # as in --help
 
 
 def main(argv: Sequence[str] | None = None) -> int:

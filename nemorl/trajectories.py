@@ -1,5 +1,6 @@
 """What flows from sampling to training. Environments see only this module; it imports no torch and no Ray."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol
@@ -25,9 +26,37 @@ class StopReason(StrEnum):
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    id: str  # joins the call and its result
+    name: str
+    arguments: dict[str, Any]  # values of JSON
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+@dataclass(frozen=True)
 class Message:
     role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant's message
+    reasoning: str | None = None  # of an assistant's message, where it is not part of the content
+    tool_call_id: str | None = None  # of the call that a tool's message answers
+    name: str | None = None  # of the tool that answers
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message as chat templates and reward functions take it: what it lacks is left out."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        named = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return message | {key: value for key, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -36,6 +65,17 @@ class Task:
     messages: tuple[Message, ...]  # the opening of the conversation, as the dataset has it
     answer: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)  # further columns of the dataset, given to rewards
+    tools: Sequence[Mapping[str, Any]] = ()  # of the dataset, in OpenAI's form (`ToolSchemas`)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a turn says, read in the format of the model's family."""
+
+    content: str  # without reasoning and calls; a call that cannot be read stays in it
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    call_errors: tuple[str, ...] = ()  # of calls that cannot be read, in words for the model
 
 
 @dataclass(frozen=True)
@@ -43,6 +83,24 @@ class Action:
     text: str  # decoded, without the end token
     tokens: Int32Array  # [n] as sampled, end token included
     stop: StopReason
+    reply: Reply | None = None  # the text, read; None of plain text
+
+    @property
+    def content(self) -> str:
+        """The text without reasoning and calls."""
+        return self.text if self.reply is None else self.reply.content
+
+    @property
+    def reasoning(self) -> str | None:
+        return None if self.reply is None else self.reply.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return () if self.reply is None else self.reply.tool_calls
+
+    @property
+    def call_errors(self) -> tuple[str, ...]:
+        return () if self.reply is None else self.reply.call_errors
 
 
 @dataclass(frozen=True)
@@ -55,6 +113,12 @@ class Step:
     num_retries: int = 0  # of what the environment had to do again, since it lost a process
 
 
+def add_rewards(rewards: Mapping[str, float], total: dict[str, float]) -> None:
+    """Add to a total by name, in place."""
+    for name, value in rewards.items():
+        total[name] = total.get(name, 0.0) + value
+
+
 class EnvironmentLost(RuntimeError):
     """Raised by an environment whose process or service is gone.
 
@@ -62,8 +126,14 @@ class EnvironmentLost(RuntimeError):
     """
 
 
+# Functions as in OpenAI's API: {"type": "function", "function": {"name", "description", "parameters"}}.
+ToolSchemas = Sequence[Mapping[str, Any]]
+
+
 class Environment(Protocol):
     """A step-driven environment: one instance serves one trajectory."""
+
+    tools: ToolSchemas = ()  # that the policy may call; read after `reset` and shown by the chat template
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
         """The messages that open the conversation; by default the task's own."""
@@ -77,13 +147,79 @@ class Environment(Protocol):
         return
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer(Action):
+    """What the model answers to a call of an episode."""
+
+    id: str  # by which `Episode.answer_rewards` names it
+    message: Message  # to append to the conversation
+
+
+class EpisodeTruncated(Exception):
+    """Raised by a call of the model for which a limit leaves no room; no later call has room either."""
+
+
+class Model(Protocol):
+    """The policy, as an episode-driven environment sees it. Its calls are recorded, and they train."""
+
+    name: str  # in requests to the endpoint
+    base_url: str  # of an OpenAI endpoint for this episode, with /v1
+    api_key: str
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: ToolSchemas = (),
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Answer:
+        """Sample one answer. Several calls may run at a time. Raises EpisodeTruncated."""
+
+    def player(self, name: str) -> "Model":
+        """The policy as one of several players of the episode, with a trajectory and rewards of its own.
+
+        The same name is the same player. Raises ValueError for a name that metrics cannot have.
+        """
+
+    def fork(self) -> "Model":
+        """The same player on another path: a further trajectory of its group, with rewards of its own.
+
+        It begins with the calls that have ended, which train in the path where they were sampled.
+        """
+
+
+@dataclass(frozen=True)
+class Episode:
+    """How an episode went; its tokens are those that the model's calls recorded."""
+
+    rewards: dict[str, float] = field(default_factory=dict)  # by name, of the whole; of each player and fork
+    # Of single answers, by their id: on the last one of a branch, those of the branch. They add to the whole.
+    answer_rewards: dict[str, dict[str, float]] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)  # given to the functions of `rewards`
+    player_rewards: dict[str, dict[str, float]] = field(
+        default_factory=dict
+    )  # of players, by name; of their forks too
+
+
+class EpisodeEnvironment(Protocol):
+    """An episode-driven environment, which owns its loop: one instance serves one episode."""
+
+    async def run(self, task: Task, model: Model) -> Episode:
+        """Call the model as often as needed, and say what it earned."""
+
+    async def close(self) -> None:
+        """Release what the environment holds; called once, also after an error."""
+        return
+
+
 class EnvironmentFactory(Protocol):
     """Makes environments of one kind; holds what they share, such as a scoring process."""
 
     reward_weights: dict[str, float]  # of the rewards that its environments give, by name
 
-    def create(self) -> Environment:
-        """An environment for one trajectory."""
+    def create(self) -> Any:
+        """An environment for one trajectory: an `Environment` or an `EpisodeEnvironment`."""
 
     async def close(self) -> None:
         """Release what is shared; called once."""
@@ -91,7 +227,11 @@ class EnvironmentFactory(Protocol):
 
 
 class SingleTurnEnvironment(Environment):
-    """One answer and no reward of its own: `rewards` score it."""
+    """One answer and no reward of its own: `rewards` score it. The task's tools are shown, and not called."""
+
+    async def reset(self, task: Task) -> tuple[Message, ...]:
+        self.tools = task.tools
+        return task.messages
 
     async def step(self, action: Action) -> Step:
         return Step()
@@ -112,8 +252,11 @@ class Turn:
     start: int  # first sampled token
     end: int  # one past the last sampled token
     stop: StopReason
-    rewards: dict[str, float] = field(default_factory=dict)  # given by the environment, before weights
+    # Given by the environment, and by rewards of steps, before weights.
+    rewards: dict[str, float] = field(default_factory=dict)
     reward: float = 0.0  # the weighted sum of these
+    # The last token of each step, and what it earned, weighted: parts of `reward`.
+    steps: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,6 +280,8 @@ class Trajectory:
     error: str | None = None
     seconds_generation: float = 0.0
     seconds_environment: float = 0.0
+    player: str = ""  # of an episode with several, each of which has a trajectory
+    fork: int = 0  # of its sample, from 1 on; 0 of what was not forked
     # [T, layers with experts, experts of a token] the experts that the engine chose, -1 where it does not say
     routed_experts: Int16Array | None = None
 
@@ -158,9 +303,11 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A trajectory with its messages. Rewards of functions are not in it yet."""
+    """A sample with its messages. Rewards of functions are not in it yet."""
 
     trajectory: Trajectory
     opening: tuple[Message, ...]
     exchange: tuple[Message, ...]  # the policy's turns and what was answered to them
     num_prompt_tokens: int
+    earlier: tuple[Trajectory, ...] = ()  # branches before the last one, with turns that it does not train
+    columns: dict[str, Any] = field(default_factory=dict)  # of its episode, for rewards

@@ -56,7 +56,7 @@ class Child:
                 stderr=output,
                 env=dict(environment),
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         return cls(process)
 
@@ -80,8 +80,9 @@ class Child:
         return await self.ended
 
 
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have this process receive a signal when its parent ends; for `preexec_fn`."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def node_labels(info: NodeInfo) -> dict[str, str]:

@@ -16,6 +16,7 @@ SECOND_PART = {
     "tests/cluster/test_nodes.py",
     "tests/cluster/test_relay.py",
     "tests/cluster/test_runtime.py",
+    "tests/environments/test_sandbox.py",
     "tests/generation/vllm_engine/test_adapters.py",
     "tests/generation/vllm_engine/test_layouts.py",
     "tests/generation/vllm_engine/test_two_ranks.py",
@@ -33,8 +34,11 @@ SECOND_PART = {
     "tests/megatron/test_scalar_head.py",
     "tests/megatron/test_transformer_engine.py",
     "tests/models/test_policy_layout.py",
+    "tests/rollout/test_environment_actors.py",
     "tests/run/test_async_validation.py",
+    "tests/run/test_autoscaled_runs.py",
     "tests/run/test_critic_runs.py",
+    "tests/run/test_data_of_runs.py",
     "tests/run/test_engines_of_runs.py",
     "tests/run/test_faults_of_runs.py",
     "tests/run/test_guards.py",
@@ -43,6 +47,7 @@ SECOND_PART = {
     "tests/run/test_restarts.py",
     "tests/run/test_reward_runs.py",
     "tests/run/test_services_of_runs.py",
+    "tests/run/test_scaled_runs.py",
     "tests/run/test_stalled_runs.py",
     "tests/run/test_updates_while_sampling.py",
     "tests/run/test_stop_seconds.py",
@@ -55,7 +60,14 @@ SECOND_PART = {
 
 
 # Started first, so that the processes end at about the same time.
-LONG = ("tests/run/", "tests/megatron/", "tests/generation/", "tests/slurm/", "tests/cluster/")
+LONG = (
+    "tests/benchmarks/test_chaos.py",
+    "tests/run/",
+    "tests/megatron/",
+    "tests/generation/",
+    "tests/slurm/",
+    "tests/cluster/",
+)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -37,7 +37,9 @@ ALLOWED: dict[str, set[str]] = {
     "weights": {"config", "errors", "models"},
     "megatron": {"config", "errors", "models", "data", "weights"},
     "rewards": {"config", "errors", "environments", "generation", "trajectories"},
-    "rollout": {"config", "errors", "data", "cluster", "generation", "rewards", "trajectories"},
+    "rollout": {
+        *("config", "errors", "data", "cluster", "generation", "observe", "rewards", "serve", "trajectories"),
+    },
     "slurm": {"config", "errors", "cluster", "observe", "plan"},
     "serve": {"config", "errors", "data", "generation", "trajectories"},
 }

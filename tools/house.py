@@ -35,7 +35,7 @@ FOLDERS = {
 # so that moving a module needs no edit here. ROOTS are where one step enters a process or a thread.
 ROOTS = (
     "OnlineAlgorithm.step",  # the driver
-    "RayRolloutWorker.stream_groups",  # the rollout worker and its turn loop
+    "GroupRunner.run_more",  # the rollout worker and its turn loop
     "TorchHost._run",  # the engine's loop
     "PolicyWorker.load_trajectories",  # the policy's name for it is put together at run time
 )
@@ -68,8 +68,10 @@ STOPS = {
     "after the step: records, checkpoints, validation": ("RunRecorder",),
     "a process that died": (
         *("Supervisor", "ReplicaSupervisor", "RolloutSupervisor"),
-        *("resolve_error", "describe_activity"),
+        *("resolve_error", "describe_activity", "WorkerGroup.kill"),
     ),
+    "an agent that owns its loop": ("EpisodeLoop",),
+    "several environments": ("ByTaskEnvConfig",),
     "models that share devices": ("DeviceScheduler",),
     "a simulated run": ("SimulatedWorker", "SimulatedGroup", "SimulatedRolloutWorker"),
     "a critic": (
@@ -84,8 +86,11 @@ STOPS = {
     "a function of the user's": ("own_advantages", "custom:custom_loss"),
     "other advantages": ("turn_relative", "reinforce", "group_then_batch", "gdpo"),
     "a limit of the trajectories in flight": ("ConcurrencyControl", "Places"),
+    "trajectories in files": ("ReplayedGroups", "TrajectoryLog"),
     "adapters": ("Adapters",),
     "a model with experts": ("Routers",),
+    "tools of the environment": ("ToolFormat", "Tokenizer.max_calls"),
+    "rewards of steps": ("StepRewards", "with_step_rewards"),
     "an entropy bonus": ("EntropyWeight",),
     "other losses": ("clip_cov", "kl_cov", "gmpo", "gspo", "gspo_token", "least_entropy", "choose"),
     "other transports": (

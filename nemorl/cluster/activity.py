@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import logging
+import os
+import signal
 import sys
 import threading
 import time
@@ -12,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 MAX_FRAMES = 40  # of a stack, the innermost ones
 MAX_COLLECTIVES = 20  # of one process
@@ -132,6 +137,20 @@ def process_state(pid: int) -> ProcessState:
         waits_in = (PROC / str(pid) / "wchan").read_text(encoding="utf-8").strip("0\n")
     kilobytes = fields.get("VmRSS", "0").split()[0]
     return ProcessState(fields.get("State", "?")[:1], waits_in, int(kilobytes) * 1024)
+
+
+def end_stopped(pids: Iterable[int]) -> None:
+    """End those processes of Ray that are stopped.
+
+    Ray leaves a process that SIGSTOP reaches between its answer to `ray.kill` and its exit as it is, with the
+    resources that its successor waits for.
+    """
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            is_of_ray = (PROC / str(pid) / "cmdline").read_bytes().startswith((b"ray::", b"nemorl "))
+            if is_of_ray and process_state(pid).is_stopped:
+                logger.warning("process %d was stopped while it ended; it is killed", pid)
+                os.kill(pid, signal.SIGKILL)
 
 
 def place_of(thread: str) -> str:

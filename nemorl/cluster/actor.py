@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -26,6 +26,8 @@ from .errors import ClusterError, NotShared, WorkerFailed
 from .logs import send_output_to
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class Invocation:
     resolve: bool = False  # replace object references inside the arguments by their values
     background: bool = False  # run in a second thread, while other methods run
     keep: str = ""  # store the answer under this name until the next one, and return a reference to it
+
+
+@dataclass(frozen=True)
+class TableEntries:
+    """Some references of a list in the object store, which has each once for all ranks."""
+
+    table: ray.ObjectRef
+    numbers: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -95,7 +105,7 @@ class Actor:
             async with nullcontext() if in_loop or invocation.background else self._turn:
                 if invocation.resolve:
                     async with asyncio.timeout(invocation.deadline_seconds):
-                        args, kwargs = await _resolved((args, kwargs))
+                        args, kwargs = await _resolved(await with_references((args, kwargs)))
                 if in_loop:
                     answer = method(*args, **kwargs)
                     return await answer if inspect.isawaitable(answer) else answer
@@ -111,6 +121,12 @@ class Actor:
                 return answer
             self._kept[invocation.keep] = ray.put(answer)
             return self._kept[invocation.keep]
+
+    @ray.method(num_returns=2)
+    async def call_pair(self, invocation: Invocation, *args: Any) -> tuple[Any, Any]:
+        """Of a method that returns two values, each as an object of its own."""
+        first, second = await self.call(invocation, *args)
+        return first, second
 
     async def stream(self, invocation: Invocation, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         with self._reporting(invocation):
@@ -163,16 +179,27 @@ class Actor:
             self._finished, self._idle_since = invocation.method, time.monotonic()
 
 
+async def with_references(tree: Any) -> Any:
+    """Nested lists, tuples, dicts and dataclasses with references in place of entries."""
+    tables: dict[ray.ObjectRef, list[ray.ObjectRef]] = {}
+    _mapped(tree, TableEntries, lambda part: tables.setdefault(part.table, []))
+    for table in tables:
+        tables[table] = await table
+    return _mapped(
+        tree, TableEntries, lambda part: tuple(tables[part.table][number] for number in part.numbers)
+    )
+
+
 async def _resolved(tree: Any) -> Any:
     references: dict[ray.ObjectRef, ray.ObjectRef] = {}
-    _mapped(tree, lambda reference: references.setdefault(reference, reference))
+    _mapped(tree, ray.ObjectRef, lambda reference: references.setdefault(reference, reference))
     values = await asyncio.gather(*references)
-    return _mapped(tree, dict(zip(references, values, strict=True)).__getitem__)
+    return _mapped(tree, ray.ObjectRef, dict(zip(references, values, strict=True)).__getitem__)
 
 
-def _mapped(tree: Any, value_of: Callable[[ray.ObjectRef], Any]) -> Any:
-    """Nested lists, tuples, dicts and dataclasses with every reference replaced."""
-    if isinstance(tree, ray.ObjectRef):
+def _mapped(tree: Any, kind: type[T], value_of: Callable[[T], Any]) -> Any:
+    """Nested lists, tuples, dicts and dataclasses with everything of one kind replaced."""
+    if isinstance(tree, kind):
         return value_of(tree)
     children: Iterable[tuple[Any, Any]] = ()
     if isinstance(tree, dict):
@@ -181,7 +208,9 @@ def _mapped(tree: Any, value_of: Callable[[ray.ObjectRef], Any]) -> Any:
         children = enumerate(tree)
     elif is_dataclass(tree) and not isinstance(tree, type):
         children = [(f.name, getattr(tree, f.name)) for f in fields(tree) if f.init]
-    changed = {key: value for key, child in children if (value := _mapped(child, value_of)) is not child}
+    changed = {
+        key: value for key, child in children if (value := _mapped(child, kind, value_of)) is not child
+    }
     if not changed:
         return tree
     if isinstance(tree, dict):

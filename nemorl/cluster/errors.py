@@ -95,6 +95,10 @@ class DeadlineExceeded(ClusterError):
         return f"{problem}; no answer from rank{'s' * (len(self.ranks) > 1)} {ranks}.{doing}"
 
 
+class RelayLost(ClusterError):
+    """A process that calls ranks for the driver was lost. A call that may run twice can be repeated."""
+
+
 class RestartsExhausted(ClusterError):
     """A model was lost again after as many restarts as are allowed; the cause is the last loss."""
 

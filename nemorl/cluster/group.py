@@ -6,51 +6,57 @@ Each call has a stage and a deadline, and its errors name the rank and the cause
 """
 
 import asyncio
+import itertools
 import logging
-import math
 import os
-import re
-import time
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemorl.config.policy import LayoutConfig
 
-from .activity import ProcessReport, process_state
-from .actor import Actor, Identity, Invocation
-from .errors import ClusterError, DeadlineExceeded, GroupEnded, NodeLost, WorkerDied, WorkerFailed
-from .logs import last_lines, log_path, process_of
+from .activity import end_stopped
+from .actor import Actor, Identity, Invocation, TableEntries, with_references
+from .errors import (
+    ClusterError,
+    DeadlineExceeded,
+    GroupEnded,
+    RelayLost,
+    WorkerDied,
+)
+from .logs import log_path, process_of
 from .nodes import Home
-from .placement import Placement
+from .placement import ExtraRanks, Placement, Seat
+from .worker import (
+    VERDICT_SECONDS,
+    BusySpans,
+    Pending,
+    Worker,
+    answers,
+    outcomes,
+)
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Pending = Mapping[ray.ObjectRef, "Worker"]  # answers that are awaited
 
-# For other ranks to answer after a first failure: peers of a dead rank raise before Ray reports the death.
-GRACE_SECONDS = 2.0
-# Across nodes: Ray reports a broken connection to a lost node only after this time.
-GRACE_SECONDS_APART = 8.0
-# Ray then needs about 15 s to decide that the node is lost and not only the connection.
-VERDICT_SECONDS = 40.0
-_POLL_SECONDS = 0.5
-ACTIVITY_SECONDS = 3.0
 # By which the answer of a relay may come later than the deadline of its workers: it describes what is late.
 RELAY_SECONDS = VERDICT_SECONDS + 10.0
 # A call of Ray costs the driver about a millisecond, so that it makes one for many ranks of a large group.
 MIN_RELAYED = 64  # ranks
-FAN_OUT = 32  # ranks that a relay calls
-MAX_SPANS = 100_000  # that are kept if they are not taken, as in a server
+FAN_OUT = 64  # ranks that a relay calls
+_MAX_PARTS = 32  # that a relay keeps
+_MAX_CALLS = 100_000  # at a time of a concurrent worker; the others would wait, health checks too
+# Ray sends SIGKILL to a process that has not ended 5 s after `ray.kill`.
+KILL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -86,92 +92,8 @@ class Mesh:
         return [shards[self.dp_rank(rank)] for rank in range(self.world_size)]
 
 
-@dataclass(frozen=True)
-class Worker:
-    """Handle of one process of a group. It can be passed to other workers, which then call it themselves."""
-
-    group: str
-    rank: int
-    log: Path
-    actor: Any  # Ray's handle of an `Actor`
-    home: Home | None = None  # in a run over several nodes
-    prefix: str = ""  # of the methods: `attribute.` for those of an attribute of the target
-
-    async def call(self, method: str, *args: Any, stage: str, seconds: float) -> Any:
-        """Raises `WorkerFailed`, `WorkerDied` or `DeadlineExceeded`; the worker is left as it is."""
-        invocation = Invocation(self.prefix + method, stage, seconds)
-        return (await answers({self.actor.call.remote(invocation, *args): self}, invocation))[0]
-
-    async def stream(
-        self, method: str, *args: Any, stage: str, seconds: float = math.inf, pairs: bool = False
-    ) -> AsyncGenerator[Any, None]:
-        """Items of an async generator of the worker as they come; `seconds` limit the wait for each.
-
-        With `pairs` its items are taken two by two: the first, which may be large, comes as a reference that
-        this process owns. Raises like `call`. Closing the iterator early (`contextlib.aclosing`) cancels the
-        generator in the worker.
-        """
-        invocation = Invocation(self.prefix + method, stage, seconds)
-        items = self.actor.stream.options(num_returns="streaming").remote(invocation, *args)
-        running = True
-        try:
-            while True:
-                async with asyncio.timeout(seconds):
-                    reference = await anext(items)
-                    try:
-                        item = (reference, await (await anext(items))) if pairs else await reference
-                    except StopAsyncIteration:
-                        await reference  # a generator that fails ends with its error as the last item
-                        raise
-                yield item
-        except StopAsyncIteration:
-            running = False
-        except RayError as error:
-            running = False
-            raise await resolve_error(self, stage, error) from None
-        except TimeoutError:
-            where = str((await describe_activity([self]))[0])
-            raise DeadlineExceeded(self.group, (self.rank,), stage, seconds, (where,)) from None
-        finally:
-            if running:
-                ray.cancel(items)
-
-    async def ended(self) -> None:
-        """Return when the process has ended, or cannot be reached."""
-        with suppress(RayError):
-            await self.actor.wait_forever.remote()
-
-
-Span = tuple[float, float]  # begin and end, in seconds of `time.perf_counter`
-
-
-class BusySpans:
-    """When calls were under way. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._ended: deque[Span] = deque(maxlen=MAX_SPANS)
-        self._begun: dict[object, float] = {}  # of calls under way
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        call = object()
-        self._begun[call] = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._ended.append((self._begun.pop(call), time.perf_counter()))
-
-    def take(self, now: float) -> list[Span]:
-        """Spans since the last call of this; a call under way is split at `now`."""
-        spans = [*self._ended, *((begin, now) for begin in self._begun.values())]
-        self._ended.clear()
-        self._begun = dict.fromkeys(self._begun, now)
-        return spans
-
-
-# Starts the process of a rank and has it make its target, with changes of the group's arguments; returns it
-# with a reference to its GPUs.
-Launch = Callable[[int, Invocation, Mapping[str, Any]], tuple[Worker, ray.ObjectRef]]
+# Starts the process of a rank and has it make its target; returns it with a reference to its GPUs.
+Launch = Callable[[int, Seat, Invocation], tuple[Worker, ray.ObjectRef]]
 # Called with a deadline's error and the workers of the group, before their processes are ended.
 OnDeadline = Callable[[DeadlineExceeded, Sequence[Worker]], Awaitable[None]]
 
@@ -181,7 +103,7 @@ class WorkerGroup:
 
     A failed call ends the processes of the whole group, unless it says otherwise: its ranks may hang in a
     collective operation that can no longer complete. Later calls raise `GroupEnded`. Relays call the ranks of
-    a large group.
+    a large group; those of a lost relay are called by the others, or directly if it was the last.
     """
 
     def __init__(
@@ -195,13 +117,16 @@ class WorkerGroup:
         start_relays: Callable[[], Awaitable[list[Worker]]] | None = None,
     ) -> None:
         self.name, self.workers, self.mesh = name, tuple(workers), mesh
-        self._relays, self._start_relays = relays, start_relays
-        self._relayed: Sequence[Worker] = ()  # the workers that the relays know
+        self._relays, self._start_relays = tuple(relays), start_relays
+        self._divided: Sequence[Worker] = ()  # the workers in these parts, of `FAN_OUT` each
+        self._parts: list[ray.ObjectRef] = []
         self._on_deadline = on_deadline
         self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
         self.spans = BusySpans()  # of calls that were awaited, without those in the background
         self._launch, self._ended = launch, ""  # why its processes ended, if they did
         self._has_lost = False  # and whether one of them had died or hung
+        self._seats: Sequence[Seat] = ()  # of the ranks that it began with
+        self._extra: ExtraRanks | None = None  # that may be added
         self._unanswered: set[ray.ObjectRef] = set()  # of calls that failed, were cancelled or still run
 
     @classmethod
@@ -219,11 +144,13 @@ class WorkerGroup:
         concurrent: bool = False,
         environment: Mapping[str, str] | None = None,
         on_deadline: OnDeadline | None = None,
+        extra: ExtraRanks | None = None,
     ) -> "WorkerGroup":
         """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
 
         `target` is an import path such as `nemorl.megatron.worker:PolicyWorker`, `threads` are each process's
         CPU threads. The mesh is data-parallel when not given. `concurrent` targets run in an event loop.
+        `extra` ranks can be started later.
         """
         ranks = len(per_rank_kwargs)
         mesh = mesh or Mesh(data=ranks)
@@ -234,23 +161,21 @@ class WorkerGroup:
         variables = {**dict.fromkeys(libraries, str(threads)), "PYTHONFAULTHANDLER": "1"}
         variables |= {**placement.environment, **(environment or {})}
 
-        def launch(
-            rank: int, invocation: Invocation, changed: Mapping[str, Any]
-        ) -> tuple[Worker, ray.ObjectRef]:
-            log = log_path(run_dir.absolute(), name, rank)
-            log.parent.mkdir(parents=True, exist_ok=True)
-            actor_class: Any = Actor  # which Ray has wrapped
-            actor = actor_class.options(
-                runtime_env={"env_vars": dict(variables)}, max_restarts=0, **placement.options(name, rank)
-            ).remote(Identity(name, rank, log, Path.cwd()), concurrent=concurrent)
-            worker = Worker(name, rank, log, actor, placement.home(name, rank))
-            return worker, actor.make.remote(invocation, target, **{**per_rank_kwargs[rank], **changed})
+        def launch(rank: int, seat: Seat, invocation: Invocation) -> tuple[Worker, ray.ObjectRef]:
+            options = {"runtime_env": {"env_vars": dict(variables)}, **seat.options}
+            worker = start_worker(name, rank, run_dir, seat.home, concurrent=concurrent, **options)
+            return worker, worker.actor.make.remote(invocation, target, **seat.kwargs)
 
         invocation = Invocation("make", f"start {name}", deadline_seconds)
-        launched = [launch(rank, invocation, {}) for rank in range(ranks)]
+        seats = [
+            Seat(kwargs, placement.options(name, rank), placement.home(name, rank))
+            for rank, kwargs in enumerate(per_rank_kwargs)
+        ]
+        launched = [launch(rank, seat, invocation) for rank, seat in enumerate(seats)]
         start_relays = partial(_start_relays, name, ranks, placement, run_dir, invocation)
         relays, workers = await start_relays(), [worker for worker, _ in launched]
         group = cls(name, workers, mesh, launch, on_deadline, relays, start_relays)
+        group._seats, group._extra = seats, extra
         group.gpus = await group._answers({reference: worker for worker, reference in launched}, invocation)
         return group
 
@@ -258,9 +183,14 @@ class WorkerGroup:
     def has_ended(self) -> bool:
         return bool(self._ended)
 
-    def kill(self, worker: Worker) -> None:
-        """End one process, even one that does not respond; calls of it fail, those that run too."""
-        ray.kill(worker.actor)
+    def kill(self, *workers: Worker) -> None:
+        """End processes, also those that do not respond; calls of them fail, those that run too."""
+        for worker in workers:
+            ray.kill(worker.actor)
+        here = [pid for worker in workers if (pid := _local_process(worker)) is not None]
+        check = threading.Timer(KILL_SECONDS, end_stopped, (here,))
+        check.daemon = True
+        check.start()
 
     def drop(self, worker: Worker) -> None:
         """End one process of a group whose ranks do not need each other."""
@@ -271,16 +201,36 @@ class WorkerGroup:
         self.mesh = Mesh(data=len(self.workers))
 
     async def restart(self, rank: int, deadline_seconds: float) -> Worker:
-        """Start a dropped rank again; `admit` adds it to calls. Raises like `Worker.call`."""
+        """Start a dropped rank again, or an extra one as soon as it has a place; `admit` adds it to calls.
+
+        Raises PlacementFailed, and like `Worker.call`.
+        """
         assert self._launch is not None, "a group of given workers has nothing to start more with"
+        if rank < len(self._seats):
+            seat = self._seats[rank]
+        else:
+            assert self._extra is not None, "the group has no extra ranks"
+            seat = await self._extra.seat(rank)
         invocation = Invocation("make", f"restart {self.name}", deadline_seconds)
-        worker, reference = self._launch(rank, invocation, {})
+        worker, reference = self._launch(rank, seat, invocation)
         try:
             await answers({reference: worker}, invocation)
         except BaseException:
             self.kill(worker)
             raise
         return worker
+
+    def release(self, rank: int) -> None:
+        """Free the place of an extra rank whose process has been ended."""
+        if self._extra is not None:
+            self._extra.release(rank)
+
+    def waits_for_place(self, rank: int) -> bool:
+        return rank >= len(self._seats) and self.extra_node(rank) is None
+
+    def extra_node(self, rank: int) -> str | None:
+        """ID of the node of an extra rank that has a place."""
+        return self._extra.node(rank) if self._extra is not None else None
 
     async def lost_one(self, seconds: float) -> bool:
         """True if a process has died, or does not respond within `seconds`."""
@@ -299,13 +249,15 @@ class WorkerGroup:
         """
         assert self._launch is not None, "a group of given workers has nothing to start more with"
         self._end(self._ended or "its processes are being replaced")
+        self._has_lost = True  # until all of them are there; it can be tried again
         if self._relays and self._start_relays is not None:
-            self._relays = await self._start_relays()
+            self._relays = tuple(await self._start_relays())
         invocation = Invocation("make", f"restart {self.name}", deadline_seconds)
-        launched = [self._launch(worker.rank, invocation, changed) for worker in self.workers]
+        seats = [replace(seat, kwargs={**seat.kwargs, **changed}) for seat in self._seats]
+        launched = [self._launch(rank, seat, invocation) for rank, seat in enumerate(seats)]
         self.workers, self._unanswered = tuple(worker for worker, _ in launched), set()
         self.gpus = await self._answers({reference: worker for worker, reference in launched}, invocation)
-        self._ended = ""
+        self._ended, self._has_lost = "", False
 
     def admit(self, worker: Worker) -> None:
         self.workers = tuple(sorted([*self.workers, worker], key=lambda w: w.rank))
@@ -343,7 +295,8 @@ class WorkerGroup:
             of_ranks = [args] * len(self.workers)
         else:
             if axis == "dp":
-                if self.mesh.same_share > 1:  # one copy in the object store for ranks that share it
+                # One copy in the object store for ranks that share it; a relay gets one anyway.
+                if self.mesh.same_share > 1 and not self._relays:
                     shards = [ray.put(shard) for shard in shards]
                 shards = self.mesh.spread(shards)
             elif (ranks := len(self.workers)) != len(shards):
@@ -354,10 +307,41 @@ class WorkerGroup:
             common = [args] if shards is None else of_ranks
             everything = await self._call_relays(invocation, common, kwargs, ends_group)
         else:
-            calls = zip(self.workers, of_ranks, strict=True)
-            pending = {worker.actor.call.remote(invocation, *own, **kwargs): worker for worker, own in calls}
+            pending = _begin_calls(self.workers, invocation, of_ranks, kwargs)
             everything = await self._answers(pending, invocation, ends_group)
         return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
+
+    def tabulate(self, of_shards: Sequence[Sequence[ray.ObjectRef]]) -> Sequence[Any]:
+        """Stand-ins for these references, for shards of a call with `resolve`.
+
+        In a large group each is sent once, which costs the caller less than once for each rank.
+        """
+        if not self._relays:
+            return of_shards
+        distinct = dict.fromkeys(itertools.chain(*of_shards))
+        numbers = {reference: number for number, reference in enumerate(distinct)}
+        table = ray.put([*distinct])
+        return [TableEntries(table, tuple(map(numbers.__getitem__, of_shard))) for of_shard in of_shards]
+
+    async def ask(self, method: str, *args: Any, stage: str, seconds: float) -> dict[int, Any]:
+        """Of each rank its answer, or the ClusterError in its place, with which nothing else ends.
+
+        For methods that may run twice: the ranks of a lost relay are asked again.
+        """
+        invocation, workers = Invocation(method, stage, seconds), self.workers
+        calls = self._begin_relayed("ask", invocation, [args], {}) if self._relays else {}
+        waits = (answers({call: relay}, _relayed(invocation)) for call, relay in calls.items())
+        asked: dict[int, Any] = {}
+        found = await asyncio.gather(*waits, return_exceptions=True)
+        for relay, answer in zip(calls.values(), found, strict=True):
+            if isinstance(answer, ClusterError):
+                self._bypass(relay, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                asked |= answer[0]
+        left = [worker for worker in workers if worker.rank not in asked]
+        return asked | await outcomes(left, invocation, args)
 
     async def _call_relays(
         self,
@@ -367,26 +351,46 @@ class WorkerGroup:
         ends_group: bool,
     ) -> list[Any]:
         """The answers of all ranks; `of_ranks` has one entry for all where there is only one."""
+        calls = self._begin_relayed("call", invocation, of_ranks, kwargs)
+        try:
+            parts = await self._answers(calls, _relayed(invocation), ends_group)
+        except (WorkerDied, DeadlineExceeded) as error:
+            ranks = error.ranks if isinstance(error, DeadlineExceeded) else (error.rank,)
+            lost = [relay for relay in calls.values() if relay.group == error.group and relay.rank in ranks]
+            for relay in lost:
+                self._bypass(relay, error)
+            if lost and not self._ended:
+                raise RelayLost(
+                    f"{self.name} did not complete stage '{invocation.stage}': {error}"
+                ) from error
+            raise
+        return [answer for part in parts for answer in part]
+
+    def _begin_relayed(
+        self,
+        method: str,
+        invocation: Invocation,
+        of_ranks: Sequence[tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+    ) -> dict[ray.ObjectRef, Worker]:
         starts = range(0, len(self.workers), FAN_OUT)
-        relays = [self._relays[number % len(self._relays)] for number in range(len(starts))]
-        outer = replace(
-            invocation,
-            method="connect",
-            deadline_seconds=invocation.deadline_seconds + RELAY_SECONDS,
-            resolve=False,
-            keep="",
-        )
-        if self._relayed is not self.workers:
-            known = self.workers
-            parts = zip(relays, starts, strict=True)
-            calls = {r.actor.call.remote(outer, n, known[n : n + FAN_OUT]): r for r, n in parts}
-            await self._answers(calls, outer, ends_group)
-            self._relayed = known
-        outer, calls = replace(outer, method="call"), {}
-        for relay, first in zip(relays, starts, strict=True):
+        if self._divided is not self.workers:
+            # Relays read them from the object store, since handles of workers are costly to send.
+            self._parts = [ray.put(self.workers[first : first + FAN_OUT]) for first in starts]
+            self._divided = self.workers
+        outer, calls = _relayed(invocation, method), {}
+        for number, (first, part) in enumerate(zip(starts, self._parts, strict=True)):
             own = of_ranks[first : first + FAN_OUT] if len(of_ranks) > 1 else of_ranks
-            calls[relay.actor.call.remote(outer, first, invocation, own, kwargs)] = relay
-        return [answer for part in await self._answers(calls, outer, ends_group) for answer in part]
+            relay = self._relays[number % len(self._relays)]
+            calls[relay.actor.call.remote(outer, [part], invocation, own, kwargs)] = relay
+        return calls
+
+    def _bypass(self, relay: Worker, error: ClusterError) -> None:
+        """Call the ranks of a lost relay without it."""
+        if relay in self._relays:
+            logger.warning("the ranks of %s are called without relay %d: %s", self.name, relay.rank, error)
+            self._relays = tuple(other for other in self._relays if other is not relay)
+            self.kill(relay)
 
     async def shutdown(self, deadline_seconds: float = 10.0, *, after: BaseException | None = None) -> None:
         """End the processes after calling `close` on every worker that has it, unless a call is under way.
@@ -418,7 +422,7 @@ class WorkerGroup:
             if isinstance(error, DeadlineExceeded) and self._on_deadline is not None:
                 await self._on_deadline(error, self.workers)
             if ends_group and not invocation.background:
-                self._has_lost = isinstance(error, WorkerDied | DeadlineExceeded)
+                self._has_lost |= isinstance(error, WorkerDied | DeadlineExceeded)
                 self._end(f"its processes were ended after this failure: {str(error).splitlines()[0]}")
             raise
         self._unanswered -= pending.keys()
@@ -426,31 +430,72 @@ class WorkerGroup:
 
     def _end(self, reason: str) -> None:
         self._ended = reason
-        for worker in (*self.workers, *self._relays):
-            self.kill(worker)
+        self.kill(*self.workers, *self._relays)
+
+
+def start_worker(
+    group: str, rank: int, run_dir: Path, home: Home | None, *, concurrent: bool, **options: Any
+) -> Worker:
+    """Start an actor with these options of Ray, in which nothing is made yet."""
+    log = log_path(run_dir.absolute(), group, rank)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    actor_class: Any = Actor  # which Ray has wrapped
+    if concurrent:
+        options["max_concurrency"] = _MAX_CALLS
+    started = actor_class.options(max_restarts=0, **options)
+    actor = started.remote(Identity(group, rank, log, Path.cwd()), concurrent=concurrent)
+    return Worker(group, rank, log, actor, home)
+
+
+def _begin_calls(
+    workers: Sequence[Worker],
+    invocation: Invocation,
+    of_ranks: Sequence[Sequence[Any]],
+    kwargs: Mapping[str, Any],
+) -> Pending:
+    calls = zip(workers, of_ranks, strict=True)
+    return {worker.actor.call.remote(invocation, *own, **kwargs): worker for worker, own in calls}
 
 
 class Relay:
     """Calls parts of a large group for the driver, from a process of its own."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, Sequence[Worker]] = {}  # by the place of their first worker
-
-    async def connect(self, first: int, workers: Sequence[Worker]) -> None:
-        self._parts[first] = workers
+        self._parts: dict[ray.ObjectRef, Sequence[Worker]] = {}  # the last ones
 
     async def call(
-        self, first: int, invocation: Invocation, of_ranks: Sequence[Sequence[Any]], kwargs: Mapping[str, Any]
+        self,
+        part: Sequence[ray.ObjectRef],
+        invocation: Invocation,
+        of_ranks: Sequence[Sequence[Any]],
+        kwargs: Mapping[str, Any],
     ) -> list[Any]:
         """The answers in the order of the workers; `of_ranks` may have one entry for all.
 
         Raises as `answers`.
         """
-        workers = self._parts[first]
+        workers = await self._workers(*part)
+        if invocation.resolve:  # once for all of them
+            of_ranks = await with_references(list(of_ranks))
         arguments = of_ranks if len(of_ranks) > 1 else [*of_ranks] * len(workers)
-        calls = zip(workers, arguments, strict=True)
-        pending = {worker.actor.call.remote(invocation, *own, **kwargs): worker for worker, own in calls}
-        return await answers(pending, invocation)
+        return await answers(_begin_calls(workers, invocation, arguments, kwargs), invocation)
+
+    async def ask(
+        self,
+        part: Sequence[ray.ObjectRef],
+        invocation: Invocation,
+        of_ranks: Sequence[Sequence[Any]],
+        kwargs: Mapping[str, Any],
+    ) -> dict[int, Any]:
+        return await outcomes(await self._workers(*part), invocation, *of_ranks)
+
+    async def _workers(self, part: ray.ObjectRef) -> Sequence[Worker]:
+        if part not in self._parts:
+            workers = await part
+            for old in [*self._parts][: len(self._parts) - _MAX_PARTS]:
+                del self._parts[old]
+            self._parts[part] = workers
+        return self._parts[part]
 
 
 async def _start_relays(
@@ -459,108 +504,24 @@ async def _start_relays(
     """Relays for a group of many ranks, each on the node of the first rank that it calls; else none."""
     relays, made = [], []
     for number, first in enumerate(range(0, ranks, FAN_OUT) if ranks >= MIN_RELAYED else ()):
-        group = f"{name}-relay"
-        log = log_path(run_dir.absolute(), group, number)
-        log.parent.mkdir(parents=True, exist_ok=True)
+        home = placement.home(name, first)
         node = NodeAffinitySchedulingStrategy(placement.nodes[name][first].id, soft=True)
-        actor_class: Any = Actor  # which Ray has wrapped
-        actor = actor_class.options(num_cpus=0, max_restarts=0, scheduling_strategy=node).remote(
-            Identity(group, number, log, Path.cwd()), concurrent=True
-        )
-        relays.append(Worker(group, number, log, actor, placement.home(name, first)))
-        made.append(actor.make.remote(invocation, f"{__name__}:{Relay.__name__}"))
+        options = {"num_cpus": 0, "scheduling_strategy": node}
+        relay = start_worker(f"{name}-relay", number, run_dir, home, concurrent=True, **options)
+        relays.append(relay)
+        made.append(relay.actor.make.remote(invocation, f"{__name__}:{Relay.__name__}"))
     if made:
         await answers(dict(zip(made, relays, strict=True)), invocation)
     return relays
 
 
-async def answers(pending: Pending, invocation: Invocation) -> list[Any]:
-    """Return the answers in the order of `pending`. Raises the first failure, or `DeadlineExceeded`."""
-    stage, seconds = invocation.stage, invocation.deadline_seconds
-    futures = {asyncio.wrap_future(reference.future()): worker for reference, worker in pending.items()}
-    end = time.monotonic() + seconds
-    waiting: set[asyncio.Future[Any]] = set(futures)
-    failed: list[asyncio.Future[Any]] = []
-    try:
-        while waiting:
-            left = max(0.0, end - time.monotonic())
-            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                break
-            had_failures = bool(failed)
-            failed += [future for future in done if future.exception() is not None]
-            if failed and not had_failures:
-                apart = any(worker.home is not None for worker in pending.values())
-                end = min(end, time.monotonic() + (GRACE_SECONDS_APART if apart else GRACE_SECONDS))
-    finally:
-        for future in waiting:
-            future.cancel()
-    if failed:
-        errors = [await resolve_error(futures[future], stage, future.exception()) for future in failed]
-        # A lost node explains the deaths of its processes, and a death the errors of its peers.
-        raise next(e for kind in (NodeLost, WorkerDied, ClusterError) for e in errors if isinstance(e, kind))
-    if waiting:
-        late = [worker for future, worker in futures.items() if future in waiting]
-        where = tuple(map(str, await describe_activity(late)))
-        raise DeadlineExceeded(late[0].group, tuple(w.rank for w in late), stage, seconds, where)
-    return [future.result() for future in futures]
+def _relayed(invocation: Invocation, method: str = "") -> Invocation:
+    """The call of a relay that makes this one."""
+    seconds = invocation.deadline_seconds + RELAY_SECONDS
+    return replace(invocation, method=method, deadline_seconds=seconds, resolve=False, keep="")
 
 
-async def describe_activity(workers: Sequence[Worker]) -> list[ProcessReport]:
-    """Describe what each worker does, and write its stacks to its log.
-
-    One that does not answer within `ACTIVITY_SECONDS` is described from outside, if it is on this machine.
-    """
-    asked = [asyncio.wrap_future(worker.actor.describe_activity.remote().future()) for worker in workers]
-    if asked:
-        await asyncio.wait(asked, timeout=ACTIVITY_SECONDS)
-    reports = []
-    for future, worker in zip(asked, workers, strict=True):
-        pid, host = process_of(worker.log) or (None, "")
-        here = pid is not None and host == os.uname().nodename
-        report = ProcessReport(worker.group, worker.rank, str(worker.log), pid, host)
-        report = replace(report, state=process_state(pid) if pid and here else None)
-        if not future.done():
-            future.cancel()
-        elif (error := future.exception()) is not None:
-            report = replace(report, error=str(typed_error(worker, "describe_activity", error)))
-        else:
-            report = replace(report, activity=future.result())
-        reports.append(report)
-    return reports
-
-
-async def resolve_error(worker: Worker, stage: str, error: BaseException | None) -> ClusterError:
-    """Return `typed_error`; for an unreachable worker, first wait for Ray to decide if its node is lost."""
-    if isinstance(error, ActorUnavailableError) and worker.home is not None:
-        end = time.monotonic() + VERDICT_SECONDS
-        while not worker.home.is_lost() and time.monotonic() < end:
-            await asyncio.sleep(_POLL_SECONDS)
-    return typed_error(worker, stage, error)
-
-
-def typed_error(worker: Worker, stage: str, error: BaseException | None) -> ClusterError:
-    """Convert an error of Ray to a `ClusterError`, without Ray's traceback."""
-    who, log, home = (worker.group, worker.rank, stage), worker.log, worker.home
-    if isinstance(error, RayTaskError):
-        if isinstance(error.cause, ClusterError):
-            return error.cause
-        kind = f"{type(error.cause).__module__}.{type(error.cause).__qualname__}"
-        return WorkerFailed(*who, kind, _one_line(str(error.cause)), log)
-    if isinstance(error, RayActorError):
-        if home is not None and home.is_lost():
-            return NodeLost(*who, home.name, str(home), log)
-        found = re.search(r"Worker exit detail: (.*)", str(error), re.DOTALL)
-        reason = _one_line(found[1] if found else str(error))
-        if "connection error code 2" in reason:  # all that Ray reports of a closed socket
-            reason = "the process vanished: it crashed, was killed, or the machine ran out of memory"
-        elif "killed by `ray.kill`" in reason:
-            reason = "the driver ended its process and reports the reason"
-        return WorkerDied(*who, reason, log, last_lines(log), home.name if home else "")
-    if isinstance(error, RayError):
-        return WorkerFailed(*who, f"ray.{type(error).__qualname__}", _one_line(str(error)), log)
-    raise TypeError(f"not an error of Ray: {error!r}")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _local_process(worker: Worker) -> int | None:
+    """ID of the process that last wrote to the worker's log, if it is on this machine."""
+    pid, host = process_of(worker.log) or (None, "")
+    return pid if host == os.uname().nodename else None

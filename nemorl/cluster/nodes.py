@@ -57,6 +57,11 @@ def alive_nodes() -> list[Node]:
     return sorted(nodes, key=lambda node: (node.name, node.id))
 
 
+def draining_nodes() -> set[str]:
+    """IDs of nodes that will be taken away, such as those of a pre-emption."""
+    return set(ray._private.state.state.get_draining_nodes())
+
+
 def driver_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 

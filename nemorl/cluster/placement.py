@@ -4,11 +4,12 @@
 """
 
 import asyncio
+import math
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,12 +19,14 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import models_of
+from nemorl.config.facts import environment_actors, models_of
 
 from .errors import PlacementFailed
 from .nodes import DOMAIN_LABEL, LOOPBACK, NODE_LABEL, Home, Node, alive_nodes, driver_node, labels_in_use
 
-_WAIT_SECONDS = 1.0  # the thread of a cancelled wait runs at most this much longer
+_POLL_SECONDS = 0.02  # doubled with every poll up to the longest
+_LONGEST_POLL_SECONDS = 1.0
+MAX_LOCAL_SECONDS = 30.0  # until an extra rank has a place on a machine that cannot grow
 _PLAIN = re.compile(r"[\w./-]*")  # a label's value without selector operators
 
 
@@ -75,6 +78,10 @@ def worker_requests(experiment: Experiment) -> tuple[WorkerRequest, ...]:
         ranks, holds = generation.ranks_per_replica, generation.workers_hold_gpus
         requests.append(WorkerRequest("generation", generation.replicas, gpus * ranks, holds, host))
     requests.append(WorkerRequest("rollout", cluster.rollout_workers))
+    requests += [
+        WorkerRequest(actors.group, actors.placement.num_actors)
+        for actors in environment_actors(experiment.env)
+    ]
     if generation.endpoint is not None:  # its address belongs to the driver's node
         requests.append(WorkerRequest("endpoint", 1, at_driver=True))
     labels, topology = cluster.labels, cluster.topology
@@ -106,6 +113,7 @@ class Placement:
     nodes: Mapping[str, tuple[Node, ...]]  # of each rank
     driver: str  # ID of the driver's node
     environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of every worker
+    can_grow: bool = False  # nodes may join the cluster
 
     def host_ranks(self, group: str) -> tuple[range, ...]:
         """Ranks of the host group whose GPUs each rank of a group uses; empty if it is not hosted."""
@@ -213,15 +221,12 @@ async def reserve(
     """Reserve bundles for all workers at once, or none.
 
     A cluster that cannot grow is this machine alone and is refused immediately if its total is too small;
-    otherwise nodes may join until the deadline. Raises `PlacementFailed`.
+    otherwise nodes may join until the deadline, and without one nodes with other labels too. Raises
+    `PlacementFailed`.
     """
     if not can_grow:
-        total, required = ray.cluster_resources(), required_bundles(requests)
-        needed = {name: sum(b.get(name, 0.0) for b in required) for name in ("CPU", "GPU")}
-        lacking = {name: number - total.get(name, 0.0) for name, number in needed.items()}
-        if lacks := [f"{number:g} {name}" for name, number in lacking.items() if number > 0]:
-            raise _failure(requests, strategy, f"{' and '.join(lacks)} more than its total")
-    if unknown := _unknown_label(requests):
+        _require_total(requests, strategy)
+    if deadline_seconds < math.inf and (unknown := _unknown_label(requests)):
         raise _failure(requests, strategy, f"no node has {unknown}")
     # A topology applies to all bundles of a reservation: a group with one has its own, with those it hosts.
     apart = [request for request in with_places(requests) if request.topology is not None]
@@ -232,13 +237,17 @@ async def reserve(
     groups: list[PlacementGroup] = []
     try:
         groups += [_placed(part, strategy) for part in parts]
-        # A thread polls, because Ray's wait blocks.
-        end, missing = time.monotonic() + deadline_seconds, groups.copy()
+        # Polled, because Ray's wait would occupy a thread for each reservation.
+        end, missing, pause = time.monotonic() + deadline_seconds, groups.copy(), _POLL_SECONDS
         while missing:
             if (left := end - time.monotonic()) <= 0:
                 raise _failure(requests, strategy, f"not possible within {deadline_seconds:g} s")
-            if await asyncio.to_thread(missing[0].wait, min(_WAIT_SECONDS, left)):
+            table = await asyncio.to_thread(placement_group_table, missing[0])
+            if table.get("state") == "CREATED":
                 missing.pop(0)
+            else:
+                await asyncio.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_POLL_SECONDS)
         nodes = {node.id: node for node in alive_nodes()}
         if not can_grow:  # Ray was started with as many CPUs as there are workers
             nodes = {name: replace(node, cores=available_cores()) for name, node in nodes.items()}
@@ -252,11 +261,78 @@ async def reserve(
                 places[name], bundles[name] = group, own
                 rank_nodes[name] = tuple(nodes[node_ids[bundle]] for bundle in own)
         of_groups = {request.group: request for request in requests}
-        return Placement(places, bundles, of_groups, rank_nodes, driver_node(), environment)
+        return Placement(places, bundles, of_groups, rank_nodes, driver_node(), environment, can_grow)
     except BaseException:  # also when the wait was cancelled
         for group in groups:
             remove_placement_group(group)
         raise
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What the process of a rank is started with."""
+
+    kwargs: Mapping[str, Any]  # of its target
+    options: Mapping[str, Any]  # of its actor, among them its place
+    home: Home | None
+
+
+class ExtraRanks:
+    """Ranks of a group besides those of a placement, each with a reservation of its own.
+
+    In a cluster that can grow, a reservation waits for a node; Ray's autoscaler sees that it does.
+    """
+
+    def __init__(
+        self, base: Placement, group: str, kwargs: Callable[[int], Mapping[str, Any]], node: str | None = None
+    ) -> None:
+        """`kwargs` are the arguments of a rank's target; with `node`, its ID, all ranks are there."""
+        self._base, self._group, self._kwargs = base, group, kwargs
+        request = base.requests[group]
+        labels = {**request.labels, **({NODE_LABEL: node} if node is not None else {})}
+        if request.topology is not None:  # the same value as that of the others
+            labels[request.topology] = base.nodes[group][0].labels[request.topology]
+        self._request = replace(request, count=1, labels=labels, topology=None)
+        self._reserved: dict[int, Placement] = {}
+
+    async def seat(self, rank: int) -> Seat:
+        """Wait until a rank has a place on a node that is not lost. Raises PlacementFailed."""
+        if self.node(rank) not in {node.id for node in alive_nodes()}:
+            self.release(rank)
+            if not self._base.can_grow:
+                everyone = {**self._base.requests, self._group: replace(self._request, count=rank + 1)}
+                _require_total(list(everyone.values()), "PACK")
+            self._reserved[rank] = await reserve(
+                [self._request],
+                strategy="PACK",
+                deadline_seconds=math.inf if self._base.can_grow else MAX_LOCAL_SECONDS,
+                can_grow=self._base.can_grow,
+                environment=self._base.environment,
+            )
+        placed = self._reserved[rank]
+        node = placed.nodes[self._group][0]
+        home = Home(node.id, node.name, ((self._group, (rank,)),)) if self._base.can_grow else None
+        return Seat(self._kwargs(rank), placed.options(self._group, 0), home)
+
+    def node(self, rank: int) -> str | None:
+        placed = self._reserved.get(rank)
+        return placed.nodes[self._group][0].id if placed is not None else None
+
+    def release(self, rank: int) -> None:
+        if (placed := self._reserved.pop(rank, None)) is not None:
+            placed.release()
+
+    def close(self) -> None:
+        for rank in list(self._reserved):
+            self.release(rank)
+
+
+def _require_total(requests: Sequence[WorkerRequest], strategy: str) -> None:
+    total, required = ray.cluster_resources(), required_bundles(requests)
+    needed = {name: sum(b.get(name, 0.0) for b in required) for name in ("CPU", "GPU")}
+    lacking = {name: number - total.get(name, 0.0) for name, number in needed.items()}
+    if lacks := [f"{number:g} {name}" for name, number in lacking.items() if number > 0]:
+        raise _failure(requests, strategy, f"{' and '.join(lacks)} more than its total")
 
 
 def _placed(part: Sequence[WorkerRequest], strategy: str) -> PlacementGroup:

@@ -146,8 +146,9 @@ class ClusterRuntime:
     one on this machine that listens on the loopback interface only.
     """
 
-    def __init__(self, config: ClusterConfig, requests: Sequence[WorkerRequest]) -> None:
-        self.config, self.requests = config, tuple(requests)
+    def __init__(self, config: ClusterConfig, requests: Sequence[WorkerRequest], extra: int = 0) -> None:
+        """`extra` processes may be started later where this starts a Ray."""
+        self.config, self.requests, self._extra = config, tuple(requests), extra
         self.local = False  # whether this object started a Ray of its own
         self._initialized = False  # Ray, by this object
         self._temp_dir: Path | None = None
@@ -157,6 +158,8 @@ class ClusterRuntime:
         """Raises `ClusterUnavailable`."""
         if ray.is_initialized():
             return self
+        # One error of a call is reported; Ray would print those of all other ranks and groups.
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         address, problem = os.environ.get("RAY_ADDRESS"), "Ray does not start"
         try:
             if address:
@@ -216,10 +219,11 @@ class ClusterRuntime:
             # Otherwise Ray writes a token into the home folder, readable by all users.
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         self._temp_dir, self._lock = make_temp_dir()
+        num_processes = sum(int(bundle["CPU"]) for bundle in required_bundles(self.requests))
         start_apart(
             self.config.deadlines.start,
             address="local",
-            num_cpus=max(available_cores(), sum(int(b["CPU"]) for b in required_bundles(self.requests))),
+            num_cpus=max(available_cores(), num_processes + self._extra),
             object_store_memory=self.config.object_store_megabytes * 2**20,
             include_dashboard=False,
             log_to_driver=False,

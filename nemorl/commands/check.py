@@ -1,13 +1,14 @@
 """`nemorl check`: all checks of an experiment before it starts, with a trial of the user's own functions."""
 
-import json
 import os
 import tempfile
 import threading
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,14 +17,27 @@ import yaml
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig
 from nemorl.config.algorithm.losses import CustomLossConfig
-from nemorl.config.data import ArithmeticDataset, DatasetConfig, JsonlDataset
-from nemorl.config.environment import CustomEnvConfig, FunctionRewardConfig
+from nemorl.config.base import counted
+from nemorl.config.data import ArithmeticDataset, DatasetConfig, GeneratorDataset, SeedsDataset, TasksDataset
+from nemorl.config.environment import (
+    ByTaskEnvConfig,
+    CodeEnvConfig,
+    CustomEnvConfig,
+    EnvConfig,
+    FunctionRewardConfig,
+    ServerPlacement,
+    ToolsEnvConfig,
+    environments_in,
+)
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import acted_on, metric_names, models_of, reward_names
 from nemorl.config.generation import EndpointConfig
+from nemorl.config.library_datasets import AviaryDataset, VerifiersDataset
 from nemorl.config.load import ORIGIN as COMMAND_LINE
 from nemorl.config.load import load_experiment
+from nemorl.config.terminal_environment import TerminalEnvConfig
 from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem, Problems, UsageError
+from nemorl.models.hub import commits_in, with_local_models
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import Machine, gpu_problems, is_this_machine, read_machine
 from nemorl.plan.problems import Plan, address_problems, node_problems, plan_run, server_problems
@@ -33,8 +47,10 @@ from nemorl.rewards.functions import BUILT_IN
 from .terminal import Commands, ExitCode, add_command, complain, notes, plan_table, say
 
 if TYPE_CHECKING:
+    from nemorl.data.tokenizer import Tokenizer
     from nemorl.trajectories import Task
 
+_SEARCHED_TASKS = 1000  # of a dataset, for the first one of an environment
 _SILENT_SECONDS = 3.0  # of a call of the user's code, before it is mentioned
 _MAX_NAME_BYTES = 255
 _MAX_PATH_BYTES = 4000  # of the 4096 that Linux allows; the rest is for the files in the folder
@@ -69,6 +85,52 @@ def _check(arguments: Namespace) -> int:
     return code
 
 
+class Sampled:
+    """The tasks that a run samples and the policy's tokenizer, loaded when they are first needed.
+
+    What cannot be read, which other checks report, is left out.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+
+    @cached_property
+    def of_datasets(self) -> "list[tuple[str, Sequence[Task]]]":
+        """With the path of each dataset in the config."""
+        from nemorl.data.datasets import DatasetError, load_tasks  # with numpy
+
+        data, of_datasets = self._experiment.data, []
+        trained = [("data.train", data.train)] if self._experiment.algorithm.online else []
+        for path, dataset in (*trained, *data.held_out):
+            with suppress(DatasetError):
+                of_datasets.append((path, load_tasks(dataset, data)))
+        return of_datasets
+
+    @cached_property
+    def tokenizer(self) -> "Tokenizer | None":
+        from nemorl.data.tokenizer import TokenizerError, load_tokenizer
+
+        with suppress(TokenizerError):
+            return load_tokenizer(self._experiment.policy)
+        return None
+
+    def first(self, environment: str = "") -> "Task | None":
+        """The first task, or the first one of an environment among the first tasks of each source."""
+        from nemorl.data.datasets import DatasetError, source_sizes
+
+        env = self._experiment.env
+        for _, tasks in self.of_datasets:
+            sizes = source_sizes(tasks)
+            for end, size in zip(accumulate(sizes), sizes, strict=True):
+                with suppress(DatasetError):
+                    for index in range(end - size, end - size + min(size, _SEARCHED_TASKS)):
+                        task = tasks[index]
+                        with suppress(ValueError):  # which the start of the run reports
+                            if not environment or env.name_for(task.columns) == environment:
+                                return task
+        return None
+
+
 @dataclass(frozen=True)
 class Ready:
     experiment: Experiment
@@ -88,6 +150,8 @@ def prepare(
     *,
     training: bool = True,
     serving: bool = False,
+    sampling: bool = False,
+    replay: Path | None = None,
     new_run: bool = False,
     resumes: bool = False,
     where: Literal["here", "unknown", "elsewhere"] = "here",
@@ -95,22 +159,35 @@ def prepare(
     """Load and check an experiment. Raises `ConfigError` with all problems.
 
     `new_run` requires a run folder without a run, `resumes` the algorithm of the run in it, `serving` an
-    address to listen on and no tasks. What this machine lacks is a problem where the run starts `here`, and
+    address to listen on and no tasks, `sampling` an algorithm that samples, `replay` stored groups in that
+    run folder to train on. What this machine lacks is a problem where the run starts `here`, and
     in `Ready.unverified` otherwise; rewards are not called `elsewhere`.
     """
     plans: list[Plan] = []
+    located: list[Experiment] = []
     unverified: list[Problem] = []
 
     def further_checks(experiment: Experiment) -> Problems:
+        recorded = RunPaths(experiment.run_dir).config
+        commits = commits_in(recorded.read_text(encoding="utf-8")) if resumes and recorded.exists() else {}
+        experiment, absent = with_local_models(experiment, commits)
+        located.append(experiment)
+        yield from absent
         plans.append(plan_run(experiment, machine, training=training))
-        yield from plans[0].problems
-        yield from _reward_problems(experiment, calls=where != "elsewhere")
-        yield from _custom_part_problems(experiment)
+        fields = {problem.field for problem in absent}
+        yield from (problem for problem in plans[0].problems if problem.field not in fields)
+        sampled = Sampled(experiment)
+        yield from _reward_problems(experiment, sampled, calls=where != "elsewhere")
+        yield from _custom_part_problems(experiment, sampled)
+        yield from _unnamed_environments(experiment.env, sampled)
+        yield from _tool_problems(experiment, sampled)
+        yield from _task_folder_problems(experiment.env, sampled)
         yield from _run_folder_problems(experiment, new_run)
         if where != "elsewhere":
             unverified.extend(gpu_problems(experiment, machine))
             unverified.extend(node_problems(experiment.cluster))
             unverified.extend(server_problems(experiment))
+            unverified.extend(_sandbox_problems(experiment))
         if where == "here":
             yield from unverified
         if resumes:
@@ -118,7 +195,16 @@ def prepare(
         if is_this_machine(experiment, machine):
             listening = experiment.generation.endpoint or (EndpointConfig() if serving else None)
             yield from address_problems(experiment.generation, listening)
-        if training or serving:
+        if replay is not None:
+            from nemorl.rollout.replay import replay_problems
+            from nemorl.rollout.stored import RolloutFiles
+
+            if not absent:
+                yield from replay_problems(experiment, RolloutFiles(RunPaths(replay).trajectories))
+        if sampling and not experiment.algorithm.online:
+            fix = "it trains without sampling; set an online algorithm, such as grpo"
+            yield Problem("algorithm.name", experiment.algorithm.name, fix)
+        if training or serving or sampling:
             return
         if experiment.data.validation is None and not experiment.data.validation_sets:
             yield Problem("data.validation", ABSENT, "an evaluation requires tasks; set a dataset")
@@ -126,8 +212,8 @@ def prepare(
             fix = "an evaluation samples, and a scalar head cannot; evaluate it with algorithm.validation"
             yield Problem("policy.head", "scalar", f"{fix} during training")
 
-    experiment = load_experiment(path, overrides, further_checks)
-    return Ready(experiment, plans[0], tuple(unverified))
+    load_experiment(path, overrides, further_checks)
+    return Ready(located[0], plans[0], tuple(unverified))
 
 
 def _run_folder_problems(experiment: Experiment, new_run: bool) -> Problems:
@@ -187,7 +273,7 @@ def _other_algorithm(experiment: Experiment) -> Problems:
         yield Problem("algorithm.critic", None, f"{problem}; set the advantage back, {fix}")
 
 
-def _custom_part_problems(experiment: Experiment) -> Problems:
+def _custom_part_problems(experiment: Experiment, sampled: Sampled) -> Problems:
     algorithm, env, rewards = experiment.algorithm, experiment.env, experiment.rewards
     for part in ("advantage", "loss") if isinstance(algorithm, OnlineConfig) else ():
         config = getattr(algorithm, part)
@@ -202,16 +288,114 @@ def _custom_part_problems(experiment: Experiment) -> Problems:
                 smoke_test_loss(config, metric_names(algorithm, env, rewards, experiment.data))
         except NemorlError as error:
             yield Problem(f"algorithm.{part}.function", config.function, str(error))
+    for (path, one), name in zip(environments_in(env), env.environments, strict=True):
+        if isinstance(one, CustomEnvConfig | CodeEnvConfig):
+            problems = _environment_problems(experiment, one, sampled, name)
+            yield from _of_section(path, problems)
+
+
+def _unnamed_environments(env: EnvConfig, sampled: Sampled) -> Problems:
+    """The first task of each dataset that names no environment; tasks that are read while they are sampled
+    end the run then."""
+    if not isinstance(env, ByTaskEnvConfig):
+        return
+    from nemorl.data.datasets import reads
+
+    for path, tasks in sampled.of_datasets:
+        for task in () if reads(tasks) else tasks:
+            try:
+                env.name_for(task.columns)
+            except ValueError as error:
+                yield Problem("env.key", env.key, f"task {task.index} of {path}: {error}")
+                break
+
+
+def _task_folder_problems(env: EnvConfig, sampled: Sampled) -> Problems:
+    """Tasks of each dataset whose folders cannot be run."""
+    terminals = {
+        name: (path, one)
+        for (path, one), name in zip(environments_in(env), env.environments, strict=True)
+        if isinstance(one, TerminalEnvConfig)
+    }
+    if not terminals:
+        return
+    from nemorl.data.datasets import reads
+    from nemorl.environments.task_folder import folder_of
+
+    for dataset, tasks in sampled.of_datasets:
+        refused: dict[str, list[str]] = {}
+        for task in () if reads(tasks) else tasks:
+            name = None
+            with suppress(ValueError):  # which another check reports
+                name = env.name_for(task.columns)
+            if name not in terminals:
+                continue
+            path, terminal = terminals[name]
+            try:
+                folder_of(task, terminal)
+            except ValueError as error:
+                refused.setdefault(path, []).append(str(error))
+        for path, reasons in refused.items():
+            problem = f"{counted(len(reasons), 'task')} of {dataset} cannot be run:"
+            fix = "remove their folders, or set a sandbox of containers"
+            yield Problem(f"{path}.name", "terminal", f"{problem} {reasons[0]}; {fix}")
+
+
+def _of_section(path: str, problems: Problems) -> Problems:
+    """Problems of `env`, with the path of the section that they are of."""
+    return (replace(problem, field=path + problem.field.removeprefix("env")) for problem in problems)
+
+
+def _environment_problems(
+    experiment: Experiment, env: CustomEnvConfig | CodeEnvConfig, sampled: Sampled, name: str
+) -> Problems:
+    task = sampled.first(name)
     if isinstance(env, CustomEnvConfig):
-        from nemorl.data.tokenizer import TokenizerError, load_tokenizer
         from nemorl.rollout.custom_environment import custom_environment_problems
 
-        tokenizer, seconds = None, experiment.cluster.deadlines.environment
-        with suppress(TokenizerError):  # which other checks report
-            tokenizer = load_tokenizer(experiment.policy)
+        tokenizer, chat = sampled.tokenizer, experiment.data.chat
+        seconds = experiment.cluster.deadlines.environment
         with _mentioned("env.factory", env.factory, seconds):
-            found = list(custom_environment_problems(env, _first_task(experiment), seconds, tokenizer))
+            found = list(custom_environment_problems(env, task, seconds, tokenizer, chat=chat))
         yield from found
+    elif task is not None:
+        from nemorl.environments.code import read_tests
+
+        try:
+            read_tests(task, env.tests_key)
+        except ValueError as error:
+            yield Problem("env.tests_key", env.tests_key, str(error))
+
+
+def _sandbox_problems(experiment: Experiment) -> Problems:
+    for path, env in environments_in(experiment.env):
+        if isinstance(env.placement, ServerPlacement):
+            continue
+        match env:
+            case CodeEnvConfig(sandbox=sandbox) | TerminalEnvConfig(sandbox=sandbox):
+                section = "sandbox"
+            case ToolsEnvConfig(python=sandbox) if sandbox is not None:
+                section = "python"
+            case _:
+                continue
+        from nemorl.environments.sandbox import sandbox_problems
+
+        for problem in sandbox_problems(sandbox, experiment.cluster.deadlines.environment):
+            yield replace(problem, field=f"{path}.{section}.{problem.field}")
+
+
+def _tool_problems(experiment: Experiment, sampled: Sampled) -> Problems:
+    """A chat template that does not offer tools to an environment that has them."""
+    has_tools = any(env.has_tools for _, env in environments_in(experiment.env))
+    if not (experiment.data.chat and has_tools) or sampled.tokenizer is None:
+        return
+    from nemorl.data.tokenizer import EXAMPLE_TOOLS, ChatPrompts, TemplateError
+
+    try:
+        ChatPrompts(sampled.tokenizer).with_tools(EXAMPLE_TOOLS)
+    except TemplateError as error:
+        template = experiment.policy.tokenizer.chat_template
+        yield Problem("policy.tokenizer.chat_template", template and str(template), str(error))
 
 
 @contextmanager
@@ -227,7 +411,7 @@ def _mentioned(field: str, value: str, seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
+def _reward_problems(experiment: Experiment, sampled: Sampled, *, calls: bool) -> Problems:
     """`calls=False` calls only built-in functions: those of the user may need what this machine lacks."""
     for place, config in enumerate(experiment.rewards):
         if not isinstance(config, FunctionRewardConfig):
@@ -262,7 +446,7 @@ def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
                 except (TypeError, ValueError) as error:
                     fix = f"`{config.function}` does not accept these: {error}"
                     yield Problem(arguments, config.arguments, fix)
-        elif calls and (task := _first_task(experiment)) is not None:
+        elif calls and (task := sampled.first()) is not None:
             from nemorl.rewards.compose import smoke_test_reward  # with numpy
 
             seconds = config.deadline or experiment.cluster.deadlines.environment
@@ -273,25 +457,20 @@ def _reward_problems(experiment: Experiment, *, calls: bool) -> Problems:
                 yield Problem(field, config.function, problem)
 
 
-def _first_task(experiment: Experiment) -> "Task | None":
-    """None where nothing is sampled, and where the data cannot be read, which other checks report."""
-    from nemorl.data.datasets import DatasetError, load_tasks  # with numpy
-
-    with suppress(DatasetError):
-        for _, dataset in acted_on(experiment.data, experiment.algorithm):
-            return load_tasks(dataset, experiment.data)[0]
-    return None
-
-
 def _columns(dataset: DatasetConfig) -> set[str] | None:
     """Columns of a dataset; None where a file cannot be read, which the checks of the data report."""
     if isinstance(dataset, ArithmeticDataset):
         return {"prompt"}
-    if not isinstance(dataset, JsonlDataset):
+    if isinstance(dataset, SeedsDataset):
+        return {"seed"}
+    if isinstance(dataset, VerifiersDataset):
+        return {"verifiers_taskset", "verifiers_data"}
+    if isinstance(dataset, AviaryDataset):
+        return {"aviary_dataset", "aviary_options", "aviary_index"}
+    if not isinstance(dataset, TasksDataset | GeneratorDataset):
         return {"question", "metadata", "reasoning_gym_task", "reasoning_gym_options"}
-    try:
-        with dataset.path.open(encoding="utf-8") as lines:
-            first = json.loads(next((line for line in lines if line.strip()), ""))
-    except (OSError, ValueError):
-        return None
-    return set(first) if isinstance(first, dict) else None
+    from nemorl.data.rows import DatasetError, first_row
+
+    with suppress(DatasetError):
+        return set(first_row(dataset))
+    return None

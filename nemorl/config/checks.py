@@ -20,13 +20,20 @@ from .auxiliary import (
     used_models,
 )
 from .base import check, counted, did_you_mean, problems_in, run_checks, suggestion
-from .data import DataConfig, JsonlDataset, PreferenceDataset
-from .environment import CalculatorEnvConfig, EnvConfig, Rewards, SingleTurnEnvConfig
+from .data import DataConfig, PreferenceDataset, TaskRows, TasksDataset
+from .environment import (
+    ByTaskEnvConfig,
+    CalculatorEnvConfig,
+    EnvConfig,
+    Rewards,
+    SingleTurnEnvConfig,
+    environments_in,
+)
 from .experiment import derived_fields, field_value
 from .facts import acted_on, datasets, group_name, metric_names, reward_names, server_urls
 from .generation import ADAPTER_RANKS, GenerationConfig, is_loopback, server_host
 from .policy import PolicyConfig
-from .run import CheckpointingConfig, ClusterConfig
+from .run import CheckpointingConfig, ClusterConfig, LoggerConfig
 
 Auxiliary = dict[str, ModelGroupConfig]
 Sections = Mapping[str, object]
@@ -130,7 +137,8 @@ def samples_can_be_learned_from(generation: GenerationConfig, algorithm: Algorit
         yield Problem("generation.sampling.temperature", 0.0, f"{fix} (for validation 0 is allowed)")
 
     if isinstance(algorithm, OnlineBase) and algorithm.needs_unfiltered_samples:
-        reason = "training supports the unfiltered distribution only; remove it here (validation may have it)"
+        why = f"the loss is of the unfiltered distribution, and {generation.unknown_filter}"
+        reason = f"{why}; remove it here (validation may have it)"
         names = ("top_k", "top_p", "min_p")
         yield from generation.sampling.without_effect(names, reason, "generation.sampling.")
 
@@ -154,9 +162,17 @@ def data_fits_the_algorithm(data: DataConfig, algorithm: AlgorithmConfig) -> Pro
         if dataset.name not in names:
             fix = f"`{algorithm.name}` learns from {kind}; use a dataset `{'`, `'.join(names)}`"
             yield Problem(f"{path}.name", dataset.name, fix)
-    if isinstance(data.train, JsonlDataset) and data.train.answer_key is None and "jsonl" in names:
-        fix = f"`{algorithm.name}` learns the answers; set it to the key that holds them"
-        yield Problem("data.train.answer_key", None, fix)
+    for path, dataset in data.trained_on:
+        if isinstance(dataset, TaskRows) and dataset.answer_key is None and dataset.name in names:
+            fix = f"`{algorithm.name}` learns the answers; set it to the key that holds them"
+            yield Problem(f"{path}.answer_key", None, fix)
+        if isinstance(dataset, TasksDataset) and dataset.stream is not None:
+            fix = f"`{algorithm.name}` encodes all examples before the first step; remove it"
+            yield Problem(f"{path}.stream", dataset.stream.model_dump(), fix)
+    for name in ("curriculum", "pass_rate", "replay"):
+        if (section := getattr(data.sampling, name)) is not None:
+            fix = f"`{algorithm.name}` learns from data without sampling; remove the section"
+            yield Problem(f"data.sampling.{name}", section.model_dump(), fix)
     scale = algorithm.margin_scale
     for path, dataset in datasets(data):
         key = dataset.margin_key if isinstance(dataset, PreferenceDataset) else None
@@ -170,8 +186,10 @@ def data_fits_the_algorithm(data: DataConfig, algorithm: AlgorithmConfig) -> Pro
 
 @check
 def environment_fits_the_tasks(env: EnvConfig, data: DataConfig, algorithm: AlgorithmConfig) -> Problems:
+    if isinstance(env, ByTaskEnvConfig):
+        return  # which tasks an environment gets is in their rows
     for path, dataset in acted_on(data, algorithm):
-        if env.needs_answer and isinstance(dataset, JsonlDataset) and dataset.answer_key is None:
+        if env.compares_answers and isinstance(dataset, TaskRows) and dataset.answer_key is None:
             fix = f"the environment `{env.name}` compares with the task's answer; set it to its key"
             yield Problem(f"{path}.answer_key", None, fix)
         if env.dataset is not None and dataset.name != env.dataset:
@@ -181,19 +199,30 @@ def environment_fits_the_tasks(env: EnvConfig, data: DataConfig, algorithm: Algo
 
 @check
 def environment_has_messages(env: EnvConfig, data: DataConfig) -> Problems:
-    if env.needs_chat and not data.chat:
-        fix = f"the environment `{env.name}` answers in separate messages; set data.chat to true"
+    separate = [one.name for one in env.environments.values() if one.needs_chat]
+    if separate and not data.chat:
+        fix = f"the environment `{separate[0]}` answers in separate messages; set data.chat to true"
         yield Problem("data.chat", False, fix)
+
+
+@check
+def trajectories_are_sampled(logger: LoggerConfig, algorithm: AlgorithmConfig) -> Problems:
+    if logger.trajectories and not algorithm.online:
+        fix = f"algorithm.name is `{algorithm.name}`, which samples no trajectories; remove this"
+        yield Problem("logger.trajectories", logger.trajectories, fix)
 
 
 @check
 def turns_can_be_compared(algorithm: AlgorithmConfig, env: EnvConfig) -> Problems:
     if not isinstance(algorithm, OnlineConfig) or not isinstance(algorithm.advantage, TurnAdvantageConfig):
         return
-    if isinstance(env, CalculatorEnvConfig) and env.call_weight == 0:
-        fix = "no turn before the last has a reward; set env.call_weight, or use the advantage `group`"
-        yield Problem("algorithm.advantage.name", "turn", fix)
-    if env.has_one_turn:
+    for path, one in environments_in(env):
+        if isinstance(one, CalculatorEnvConfig) and one.call_weight == 0:
+            fix = (
+                f"no turn before the last has a reward; set {path}.call_weight, or use the advantage `group`"
+            )
+            yield Problem("algorithm.advantage.name", "turn", fix)
+    if all(one.has_one_turn for one in env.environments.values()):
         fix = f"conversations in `{env.name}` have one turn; use another env, or the advantage `group`"
         yield Problem("algorithm.advantage.name", "turn", fix)
 
@@ -201,7 +230,8 @@ def turns_can_be_compared(algorithm: AlgorithmConfig, env: EnvConfig) -> Problem
 @check
 def something_is_rewarded(env: EnvConfig, rewards: Rewards, algorithm: AlgorithmConfig) -> Problems:
     """`single_turn` has no reward of its own; a teacher is enough if nothing is measured."""
-    if not isinstance(env, SingleTurnEnvConfig) or not algorithm.needs_rewards:
+    without_rewards = any(isinstance(one, SingleTurnEnvConfig) for one in env.environments.values())
+    if not without_rewards or not algorithm.needs_rewards:
         return
     if rewards and not any(reward.weight for reward in rewards):
         fix = "all weights are 0, so every reward would be 0; set one of them to another value"

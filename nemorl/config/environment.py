@@ -1,7 +1,11 @@
 """`env`: the environment that the policy acts in. `rewards`: rewards in addition to the environment's."""
 
 import re
+import shutil
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,37 +14,27 @@ from pydantic import Field
 from nemorl.errors import Problem, Problems
 
 from .auxiliary import ModelGroupConfig
-from .base import Config, Variants, call_within, check, function_at
+from .base import Config, Key, NotImported, Variants, call_within, check, function_at
+from .environment_base import ActorPlacement as ActorPlacement
+from .environment_base import EnvBase as EnvBase
+from .environment_base import EpisodeLimits as EpisodeLimits
+from .environment_base import OnError
+from .environment_base import ServerPlacement as ServerPlacement
 from .generation import ADDRESS, is_address
+from .library_environments import (
+    AviaryEnvConfig,
+    GymnasiumEnvConfig,
+    SkyrlGymEnvConfig,
+    TextArenaEnvConfig,
+    VerifiersEnvConfig,
+)
 from .policy import LayoutConfig, NoRecompute, PolicyConfig, TokenizerConfig
+from .run import ClusterConfig
+from .sandbox import LocalSandboxConfig, SandboxConfig
+from .server_environments import ServerEnvConfig
+from .terminal_environment import TerminalEnvConfig
 
-# Of a reward that cannot be computed or an environment that fails; all but `fail` are counted.
-OnError = Literal["skip", "drop_group", "zero", "fail"]
-
-
-class EnvBase(Config):
-    factory_path: ClassVar[str]  # `module:class` of an EnvironmentFactory that takes this section
-    dataset: ClassVar[str | None] = None  # name of the only datasets that it supports; None supports all
-    needs_answer: ClassVar[bool] = False  # of each task
-    needs_chat: ClassVar[bool] = False  # `data.chat`, as its messages have roles
-    has_one_turn: ClassVar[bool] = False
-
-    name: str
-    max_retries: int = Field(1, ge=0)
-    """Times a trajectory whose environment fails or hangs is sampled again, in a new environment."""
-    on_error: OnError = "skip"
-    """After that, `skip`: leave the trajectory out of training and count it. `drop_group`: drop its group,
-    which is sampled again. `zero`: train on it as far as it came, with no reward of the environment. `fail`:
-    end the run."""
-
-    @property
-    def reward_weights(self) -> dict[str, float]:
-        weight = getattr(self, "weight", None)
-        return {} if weight is None else {self.name: weight}
-
-    def make_factory(self) -> Any:
-        """Construct the factory. Raises NotImported."""
-        return function_at(self.factory_path)(self)
+ENTRY_POINTS = "nemorl.environments"  # of packages with factories
 
 
 class SingleTurnEnvConfig(EnvBase):
@@ -113,18 +107,249 @@ class ChainedSumsEnvConfig(EnvBase):
         return super().reward_weights | {"chained_sums_turn": self.turn_weight}
 
 
+class GameEnvBase(EnvBase):
+    """A game that the seed of a task begins; a move a turn."""
+
+    dataset: ClassVar[str | None] = "seeds"
+    max_moves: int = Field(10, ge=1)
+    """Turns of the policy before the game ends."""
+    move_tag: str | None = "move"
+    """Take the text in `<move>...</move>` as the move; null takes the complete text."""
+    weight: float = 1.0
+    """Weight of the reward named as the game."""
+
+
+class GuessNumberTexts(Config):
+    """What the game says. Other texts are for models with few tokens."""
+
+    opening: str = (
+        "Find the number from {low} to {high} in {guesses} guesses, such as <move>{low}</move>. "
+        "I answer `higher` or `lower`."
+    )
+    """Rules of the game; `{low}`, `{high}` and `{guesses}` are replaced."""
+    higher: str = "higher"
+    """Answer to a guess below the number."""
+    lower: str = "lower"
+    """Answer to a guess above the number."""
+    invalid: str = "That is no number."
+    """Answer to a turn without a number."""
+
+
+class GuessNumberEnvConfig(GameEnvBase):
+    """A game: find a number; each guess is answered by whether the number is higher or lower."""
+
+    factory_path: ClassVar[str] = "nemorl.environments.guess_number:GuessNumberFactory"
+    name: Literal["guess_number"]
+    low: int = 1
+    """Smallest number."""
+    high: int = 100
+    """Largest number."""
+    discount: float = Field(1.0, gt=0, le=1)
+    """The reward is multiplied by it for each guess before the right one."""
+    texts: GuessNumberTexts = GuessNumberTexts()
+    """What the game says."""
+    range_weight: float = 0.0
+    """Weight of the reward `guess_number_range`, the share of guesses that the hints had left possible."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        of_range = {"guess_number_range": self.range_weight} if self.range_weight else {}
+        return super().reward_weights | of_range
+
+    @check
+    def _numbers_differ(self) -> Problems:
+        if self.high <= self.low:
+            yield Problem(
+                "high", self.high, f"low is {self.low}, so there is nothing to guess; set it to more"
+            )
+
+
+class SlidingPuzzleEnvConfig(GameEnvBase):
+    """A game: order the tiles of a board by sliding them into its gap."""
+
+    factory_path: ClassVar[str] = "nemorl.environments.sliding_puzzle:SlidingPuzzleFactory"
+    name: Literal["sliding_puzzle"]
+    size: int = Field(3, ge=2, le=10)
+    """Rows and columns of the board."""
+    num_shuffles: int = Field(4, ge=1)
+    """Random moves from the ordered board to the first one: at most as many are needed."""
+    max_moves: int = Field(20, ge=1)
+    """Turns of the policy before the game ends."""
+
+
+class WordleEnvConfig(GameEnvBase):
+    """A game: find a word; the letters of each guess are compared with its own."""
+
+    factory_path: ClassVar[str] = "nemorl.environments.wordle:WordleFactory"
+    name: Literal["wordle"]
+    words: tuple[str, ...] = ()
+    """Words of which the seed draws one; empty for common English words of five letters. Guesses may be
+    others."""
+    max_moves: int = Field(6, ge=1)
+    """Turns of the policy before the game ends."""
+    letters_weight: float = 0.0
+    """Weight of the reward `wordle_letters`, the largest share of letters in the right place."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        of_letters = {"wordle_letters": self.letters_weight} if self.letters_weight else {}
+        return super().reward_weights | of_letters
+
+    @check
+    def _words_can_be_guessed(self) -> Problems:
+        for index, word in enumerate(self.words):
+            if not (word.isalpha() and word == word.lower()):
+                yield Problem(f"words.{index}", word, "a word has lowercase letters only; change it")
+
+
+class CodeEnvConfig(EnvBase):
+    """One answer with a Python program, run in a sandbox and judged by the task's tests."""
+
+    factory_path: ClassVar[str] = "nemorl.environments.code:CodeFactory"
+    has_one_turn: ClassVar[bool] = True
+    name: Literal["code"]
+    tests_key: str = "tests"
+    """Column of the dataset with the tests (docs/sandbox.md has their forms)."""
+    score: Literal["all", "share"] = "all"
+    """`all`: the reward is 1 if every test passes, else 0, and the first test that fails ends the answer.
+    `share`: the reward is the share of tests that pass."""
+    answer_seconds: float = Field(30.0, gt=0)
+    """Time for all tests of an answer; those that have not started by then fail."""
+    sandbox: SandboxConfig = LocalSandboxConfig()
+    """Where programs run, and their limits for each test."""
+    weight: float = 1.0
+    """Weight of the reward `code` in the sum."""
+
+    @check
+    def _tests_end_in_time(self, cluster: ClusterConfig) -> Problems:
+        deadline, longest = cluster.deadlines.environment, self.answer_seconds + self.sandbox.wall_seconds
+        if longest >= deadline:
+            fix = f"with sandbox.wall_seconds the tests of an answer may take {longest:g} s, and"
+            fix = f"{fix} cluster.deadlines.environment is {deadline:g}; lower it, or raise that"
+            yield Problem("answer_seconds", self.answer_seconds, fix)
+
+
+class McpServerConfig(Config):
+    """An MCP server: `command` or `url`."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments of a server that each rollout worker starts and reaches over stdin and stdout."""
+    url: str | None = None
+    """Address of a server over HTTP, such as http://127.0.0.1:8000/mcp."""
+
+    @property
+    def label(self) -> str:
+        return self.url or " ".join(self.command)
+
+    @check
+    def _there_is_one_way_to_reach_it(self) -> Problems:
+        if bool(self.command) == (self.url is not None):
+            yield Problem("command", list(self.command), "set either command or url")
+
+
+class RetrievalConfig(Config):
+    """The tool `search`: documents by BM25."""
+
+    path: Path
+    """JSON lines, a document each."""
+    text_key: str = "text"
+    """Key of a document's text."""
+    num_results: int = Field(3, ge=1)
+    """Documents of a result, at most."""
+
+    @check
+    def _file_exists(self) -> Problems:
+        if not self.path.is_file():
+            yield Problem("path", str(self.path), "there is no such file; correct the path")
+
+
+class ToolsEnvConfig(EnvBase):
+    """Tools that the policy may call before it answers (docs/tools.md)."""
+
+    factory_path: ClassVar[str] = "nemorl.environments.tools:ToolsFactory"
+    needs_chat: ClassVar[bool] = True
+    has_tools: ClassVar[bool] = True
+    name: Literal["tools"]
+    tools: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
+    """`package.module:function` of typed Python functions with docstrings, sync or async."""
+    mcp: tuple[McpServerConfig, ...] = ()
+    """MCP servers whose tools are offered. The conversations of a rollout worker share their sessions."""
+    python: SandboxConfig | None = None
+    """The tool `python`: code in a sandbox with these limits; null offers none."""
+    retrieval: RetrievalConfig | None = None
+    """The tool `search` over local documents; null offers none."""
+    max_turns: int = Field(8, ge=1)
+    """Turns of the policy; the last one answers."""
+    call_seconds: float = Field(30.0, gt=0)
+    """Time of a call, except of `python`, whose sandbox has its own limits."""
+    max_result_characters: int = Field(8192, ge=1)
+    """Characters of a result; the rest is cut off."""
+    answer: Literal["none", "equal"] = "none"
+    """`equal`: the reward `tools` is 1 if the answer is the task's, as number or as text. `none`: `rewards`
+    score it."""
+    answer_tag: str | None = None
+    """Compare the text in this tag, such as `answer`; null compares the complete text of the last turn."""
+    weight: float = 1.0
+    """Weight of the reward `tools` in the sum."""
+
+    @property
+    def compares_answers(self) -> bool:
+        return self.answer != "none"
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return super().reward_weights if self.compares_answers else {}
+
+    @check
+    def _packages_are_installed(self) -> Problems:
+        for field, package in (("mcp", "mcp"), ("retrieval", "bm25s")):
+            if (value := getattr(self, field)) and find_spec(package) is None:
+                fix = f'the package {package} is not installed; run `pip install "nemorl[tools]"`'
+                yield Problem(field, str(value), fix)
+
+    @check
+    def _weight_has_an_effect(self) -> Problems:
+        if self.answer == "none":
+            reason = "answer is `none`, which gives no reward; set that to equal, or remove this"
+            yield from self.without_effect(("weight", "answer_tag"), reason)
+
+    @check
+    def _there_are_tools(self) -> Problems:
+        if not (self.tools or self.mcp or self.python or self.retrieval):
+            yield Problem("tools", list(self.tools), "there is no tool; set tools, mcp, python or retrieval")
+
+    @check
+    def _functions_can_be_called(self) -> Problems:
+        for path in self.tools:
+            try:
+                function_at("nemorl.environments.tools:FunctionTool")(function_at(path), self.call_seconds)
+            except (NotImported, ValueError) as error:
+                yield Problem("tools", path, str(error))
+
+    @check
+    def _calls_end_in_time(self, cluster: ClusterConfig) -> Problems:
+        deadline, longest = cluster.deadlines.environment, self.call_seconds
+        if self.python is not None:
+            longest += self.python.wall_seconds
+        if longest >= deadline:
+            fix = f"calls may take {longest:g} s, with python.wall_seconds where there is such, and"
+            fix = f"{fix} cluster.deadlines.environment is {deadline:g}; lower it, or raise that"
+            yield Problem("call_seconds", self.call_seconds, fix)
+
+
 class CustomEnvConfig(EnvBase):
     """A custom environment (docs/environments.md)."""
 
     name: Literal["custom"]
-    factory: str = Field(pattern=r"^[\w.]+:\w+$")
-    """`package.module:Factory`, a class with the methods of `nemorl.trajectories.EnvironmentFactory`."""
+    factory: str = Field(pattern=r"^[\w.]+:\w+$|^[\w.-]+$")
+    """`package.module:Factory`, a class with the methods of `nemorl.trajectories.EnvironmentFactory`; or the
+    name of an entry point of the group `nemorl.environments`, of an installed package."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the factory."""
 
     def make_factory(self) -> Any:
         """Construct the factory with its options. Raises NotImported, and what the constructor raises."""
-        return function_at(self.factory)(**self.options)
+        return function_at(_installed(self.factory))(**self.options)
 
     @cached_property
     def reward_weights(self) -> dict[str, float]:
@@ -135,9 +360,182 @@ class CustomEnvConfig(EnvBase):
             return {}
 
 
-_OneTurn = SingleTurnEnvConfig | MathEnvConfig | ReasoningGymEnvConfig
-_SeveralTurns = CalculatorEnvConfig | ChainedSumsEnvConfig
-EnvConfig = Annotated[_OneTurn | _SeveralTurns | CustomEnvConfig, Variants(SingleTurnEnvConfig)]
+class ProgramEnvConfig(EnvBase):
+    """A program in any language as agent, with an OpenAI endpoint for the policy (docs/agents.md)."""
+
+    factory_path: ClassVar[str] = "nemorl.environments.program:ProgramFactory"
+    calls_model: ClassVar[bool] = True
+    name: Literal["program"]
+    command: tuple[str, ...] = Field(min_length=1)
+    """The program and its arguments; no shell reads them."""
+    time_limit_seconds: float = Field(600.0, gt=0)
+    """Time of an episode, calls of the model included; a program that takes longer has failed."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weights of the rewards that the program gives, by name; further rewards are those of `rewards`."""
+    pass_environment: tuple[str, ...] = ()
+    """Environment variables that the program inherits in addition to PATH, HOME, LANG and the like."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return dict(self.weights)
+
+    @check
+    def _the_program_is_there(self) -> Problems:
+        if shutil.which(self.command[0]) is None:
+            fix = "no such program on this machine; correct the path, or install it on all nodes"
+            yield Problem("command.0", self.command[0], fix)
+
+
+class UserSimulatorEnvConfig(EnvBase):
+    """A conversation with a user that a model behind an OpenAI endpoint plays; `rewards` score it."""
+
+    factory_path: ClassVar[str] = "nemorl.environments.user_simulator:UserSimulatorFactory"
+    needs_chat: ClassVar[bool] = True
+    name: Literal["user_simulator"]
+    url: str
+    """Address of the endpoint up to and with `/v1`, such as that of `nemorl serve`."""
+    model: str = Field(min_length=1)
+    """The endpoint's name of the model."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key."""
+    persona_key: str = "persona"
+    """Column of the dataset that says who the user is and what the user knows, likes and is after."""
+    instructions: str = (
+        "Play a user who talks with an assistant. {persona}\n"
+        "Write only what the user says next. When the user has nothing more to say, write {end_phrase}"
+    )
+    """The system prompt of the model that plays; `{persona}` and `{end_phrase}` are replaced."""
+    end_phrase: str = Field("[END]", min_length=1)
+    """A turn of the user with this text ends the conversation; the policy does not see it."""
+    max_turns: int = Field(8, ge=1)
+    """Turns of the policy, after the last of which the conversation ends."""
+    temperature: float = Field(1.0, ge=0)
+    """Temperature of the user."""
+    max_tokens: int = Field(256, ge=1)
+    """Tokens of a turn of the user."""
+    call_seconds: float = Field(30.0, gt=0)
+    """Time of a turn of the user; an endpoint that takes longer is lost, and its trajectories are sampled
+    again."""
+
+    @check
+    def _address_is_complete(self) -> Problems:
+        if not is_address(self.url):
+            yield Problem("url", self.url, ADDRESS)
+
+    @check
+    def _instructions_are_complete(self) -> Problems:
+        for name in ("{persona}", "{end_phrase}"):
+            if name not in self.instructions:
+                yield Problem(
+                    "instructions", self.instructions, f"{name} is missing; write it where it belongs"
+                )
+
+    @check
+    def _turns_end_in_time(self, cluster: ClusterConfig) -> Problems:
+        if self.call_seconds >= (deadline := cluster.deadlines.environment):
+            fix = f"cluster.deadlines.environment is {deadline:g}; lower this, or raise that"
+            yield Problem("call_seconds", self.call_seconds, fix)
+
+
+class ServiceEnvConfig(EnvBase):
+    """An environment that only its server has, in any language (docs/environment_service.md)."""
+
+    name: Literal["service"]
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weights of the rewards that it gives, by name; further rewards are those of `rewards`."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return dict(self.weights)
+
+    def make_factory(self) -> Any:
+        raise NotImported("this environment runs behind its server; set placement, or use another env")
+
+    @check
+    def _there_is_a_server(self) -> Problems:
+        if self.placement.name != "server":
+            fix = "only its server has this environment; set it to {name: server, url: …}"
+            yield Problem("placement.name", self.placement.name, fix)
+
+
+_OneTurn = SingleTurnEnvConfig | MathEnvConfig | ReasoningGymEnvConfig | CodeEnvConfig
+_Games = GuessNumberEnvConfig | SlidingPuzzleEnvConfig | WordleEnvConfig
+_WithOthers = ToolsEnvConfig | UserSimulatorEnvConfig
+_WithTools = TerminalEnvConfig | ServerEnvConfig
+_SeveralTurns = CalculatorEnvConfig | ChainedSumsEnvConfig | _WithTools | _WithOthers | _Games
+_Others = ProgramEnvConfig | ServiceEnvConfig | CustomEnvConfig
+_Libraries = (
+    GymnasiumEnvConfig | TextArenaEnvConfig | SkyrlGymEnvConfig | VerifiersEnvConfig | AviaryEnvConfig
+)
+OneEnvConfig = Annotated[_OneTurn | _SeveralTurns | _Libraries | _Others, Variants(SingleTurnEnvConfig)]
+
+
+def _installed(factory: str) -> str:
+    """The import path of a factory that may be the name of an entry point. Raises NotImported."""
+    if ":" in factory:
+        return factory
+    points = entry_points(group=ENTRY_POINTS)
+    if factory not in points.names:
+        known = f"there are {', '.join(sorted(points.names))}" if points.names else "there is none"
+        fix = "install the package, or write package.module:Factory"
+        raise NotImported(f"no entry point of {ENTRY_POINTS} has this name ({known}); {fix}")
+    return points[factory].value
+
+
+class ByTaskEnvConfig(Config):
+    """Several environments: a column of the dataset names that of each task."""
+
+    name: Literal["by_task"]
+    key: str = "env"
+    """The column. With `source`, the sources of a mixture have the names of their environments."""
+    environments: dict[Key, OneEnvConfig] = Field(min_length=1)
+    """The environments, by names of your choice: metrics `environment/NAME/…`."""
+
+    def name_for(self, columns: Mapping[str, Any]) -> str:
+        name = columns.get(self.key)
+        if isinstance(name, str) and name in self.environments:
+            return name
+        known = ", ".join(self.environments)
+        raise ValueError(f"the column `{self.key}` is {name!r}; set it to one of env.environments: {known}")
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return {
+            name: weight
+            for environment in self.environments.values()
+            for name, weight in environment.reward_weights.items()
+        }
+
+    @property
+    def players(self) -> tuple[str, ...]:
+        return tuple(player for one in self.environments.values() for player in one.players)
+
+    @property
+    def metrics(self) -> Iterator[str]:
+        for name in self.environments:
+            yield from (f"environment/{name}/{kind}" for kind in ("share", "errors", "turns", "reward"))
+            yield from self.environments[name].metrics
+
+    @check
+    def _a_reward_has_one_weight(self) -> Problems:
+        weights: dict[str, float] = {}
+        for name, environment in self.environments.items():
+            for reward, weight in environment.reward_weights.items():
+                if weights.setdefault(reward, weight) != weight:
+                    fix = f"another environment gives `{reward}` the weight {weights[reward]:g}; set the same"
+                    yield Problem(f"environments.{name}.weight", weight, fix)
+
+
+EnvConfig = Annotated[
+    _OneTurn | _SeveralTurns | _Libraries | _Others | ByTaskEnvConfig, Variants(SingleTurnEnvConfig)
+]
+
+
+def environments_in(env: EnvConfig) -> Iterator[tuple[str, EnvBase]]:
+    """Each environment with the path of its section."""
+    for name, environment in env.environments.items():
+        yield f"env.environments.{name}" if name else "env", environment
+
 
 Signature = Literal["trl", "verl", "openrlhf"]
 
@@ -200,6 +598,19 @@ class ServiceRewardBase(RewardBase):
             yield Problem("url", self.url, ADDRESS)
 
 
+StepReduction = Literal["min", "prod", "mean", "last", "sum"]
+
+
+class StepRewardConfig(Config):
+    """The model is a process reward model, which says of each step how likely it is right."""
+
+    separator: str = "\n"
+    """Ends a step, as in the model's training data; empty: each token of the model is a step."""
+    reduce: StepReduction = "min"
+    """How the probabilities of the steps become the reward of an answer. What a step adds to it is its own
+    reward, for advantages of turns and of tokens."""
+
+
 class ModelRewardConfig(ServiceRewardBase):
     kind: Literal["model"]
     """A reward model behind a URL: `nemorl serve reward`, or vLLM."""
@@ -207,6 +618,14 @@ class ModelRewardConfig(ServiceRewardBase):
     """`nemorl`: what `nemorl serve reward` answers. `vllm`: vLLM's `/classify`, without its activation."""
     batch_size: int = Field(16, ge=1)
     """Most answers of one request; vLLM takes conversations one by one."""
+    steps: StepRewardConfig | None = None
+    """Score the steps of answers; null scores answers as a whole."""
+
+    @check
+    def _steps_are_served(self) -> Problems:
+        if self.steps is not None and self.protocol == "vllm":
+            fix = "vLLM's /classify has no scores of steps; use `nemorl serve reward` and protocol nemorl"
+            yield Problem("steps", "set", f"{fix}, or remove it")
 
 
 class LocalModelRewardConfig(RewardBase, ModelGroupConfig):
@@ -218,6 +637,8 @@ class LocalModelRewardConfig(RewardBase, ModelGroupConfig):
     """Its layout over processes."""
     batch_size: int = Field(16, ge=1)
     """Most answers of one request to it; it computes several requests together."""
+    steps: StepRewardConfig | None = None
+    """Score the steps of answers; null scores answers as a whole."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
         fields = {"head": "scalar", "tokenizer": TokenizerConfig(), "recompute": NoRecompute()}

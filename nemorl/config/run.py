@@ -95,6 +95,9 @@ class LoggerConfig(Config):
     """Write TensorBoard files into the run folder (extra `trackers`)."""
     samples_per_step: int = Field(4, ge=0)
     """Trajectories of each step written to samples.jsonl with their text."""
+    trajectories: int = Field(0, ge=0)
+    """Trajectories of each step written to trajectories/ with all of their tokens, as complete groups until
+    there are as many."""
 
 
 class CheckpointingConfig(Config):

@@ -1,41 +1,49 @@
 """Datasets: a `data` section becomes a sequence of `Task`, or of examples to train on."""
 
-import json
 import random
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import Any, overload
 
 from nemorl.config.data import (
     ArithmeticDataset,
     ConversationsDataset,
+    CurriculumConfig,
     DataConfig,
     DatasetConfig,
     FeedbackDataset,
-    JsonlDataset,
+    FileDataset,
+    GeneratorDataset,
+    MixtureDataset,
     PreferenceDataset,
     ReasoningGymDataset,
+    SeedsDataset,
+    SourceConfig,
     StepsDataset,
+    TaskRows,
+    TasksDataset,
 )
-from nemorl.errors import NemorlError, shorten
-from nemorl.trajectories import Message, Task
+from nemorl.config.library_datasets import AviaryDataset, VerifiersDataset, aviary_tasks, verifiers_tasks
+from nemorl.errors import shorten
+from nemorl.trajectories import Message, Task, ToolSchemas
 
-ROLES = ("system", "user", "assistant", "tool")
+from .messages import read_message, read_tools
+from .rows import DatasetError as DatasetError
+from .rows import Row, RowsDataset, no_rows, read_rows
 
-Row = dict[str, Any]
 Messages = tuple[Message, ...]
-FileDataset = JsonlDataset | ConversationsDataset | PreferenceDataset | FeedbackDataset | StepsDataset
-
-
-class DatasetError(NemorlError, ValueError):
-    """A dataset that cannot be read or made; the message names the file, line and key or the option."""
 
 
 @dataclass(frozen=True)
 class Dialogue:
     opening: Messages
     exchange: Messages  # begins and ends with the assistant's
+    tools: ToolSchemas = ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class Pair:
     chosen: Messages
     rejected: Messages
     margin: float = 0.0  # by how much the chosen one is better
+    tools: ToolSchemas = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Feedback:
     opening: Messages
     completion: Messages
     good: bool
+    tools: ToolSchemas = ()
 
 
 @dataclass(frozen=True)
@@ -58,26 +68,53 @@ class Steps:
     opening: Messages
     steps: tuple[str, ...]
     labels: tuple[float, ...]  # probability that each is right
+    tools: ToolSchemas = ()
 
 
-def load_tasks(dataset: DatasetConfig, data: DataConfig) -> Sequence[Task]:
+def _load_source(source: SourceConfig, data: DataConfig) -> Sequence[Task]:
+    tasks, limit = load_tasks(source.dataset, data), source.max_tasks
+    return tasks if limit is None or limit >= len(tasks) else FirstTasks(tasks, limit, data)
+
+
+def load_tasks(dataset: DatasetConfig | MixtureDataset, data: DataConfig) -> Sequence[Task]:
     """Tasks of a dataset; the answer is the chosen one or a conversation's last. Raises DatasetError."""
-    known: list[tuple[Messages, str | None]]
+    known: list[tuple[Messages, str | None, ToolSchemas]]
     match dataset:
-        case JsonlDataset():
-            return _read(dataset, data)
+        case MixtureDataset(sources=sources):
+            return MixedTasks({name: _load_source(source, data) for name, source in sources.items()}, data)
+        case GeneratorDataset():
+            return StreamedTasks(dataset, data)
+        case TasksDataset():
+            return _read(dataset, data) if dataset.stream is None else StreamedTasks(dataset, data)
         case ReasoningGymDataset():
             return ReasoningGymTasks(dataset, data)
         case ArithmeticDataset():
             return ArithmeticTasks(dataset, data)
+        case SeedsDataset():
+            return SeedTasks(dataset, data)
+        case VerifiersDataset():
+            return VerifiersTasks(dataset, data)
+        case AviaryDataset():
+            return AviaryTasks(dataset, data)
         case ConversationsDataset():
             dialogues = load_dialogues(dataset, data)
-            known = [((*d.opening, *d.exchange[:-1]), d.exchange[-1].content) for d in dialogues]
+            known = [((*d.opening, *d.exchange[:-1]), d.exchange[-1].content, d.tools) for d in dialogues]
         case PreferenceDataset():
-            known = [(pair.opening, pair.chosen[-1].content) for pair in load_pairs(dataset, data)]
+            pairs = load_pairs(dataset, data)
+            known = [(pair.opening, pair.chosen[-1].content, pair.tools) for pair in pairs]
         case FeedbackDataset() | StepsDataset():
-            known = [(row.opening, None) for row in _read(dataset, data)]
-    return [Task(index, opening, answer) for index, (opening, answer) in enumerate(known)]
+            known = [(row.opening, None, row.tools) for row in _read(dataset, data)]
+    return [Task(index, opening, answer, tools=tools) for index, (opening, answer, tools) in enumerate(known)]
+
+
+def reads(tasks: Sequence[Task]) -> bool:
+    """True if an item is read from a disk or a network when it is taken."""
+    return getattr(tasks, "reads", False)
+
+
+def source_sizes(tasks: Sequence[Task]) -> tuple[int, ...]:
+    """Number of tasks of each source of a mixture, or of the only one."""
+    return tasks.sizes if isinstance(tasks, MixedTasks) else (len(tasks),)
 
 
 def load_dialogues(dataset: DatasetConfig, data: DataConfig) -> list[Dialogue]:
@@ -88,7 +125,7 @@ def load_dialogues(dataset: DatasetConfig, data: DataConfig) -> list[Dialogue]:
     for task in load_tasks(dataset, data):
         if task.answer is None:
             raise DatasetError(f"task {task.index} has no answer to train on: set `data.train.answer_key`")
-        dialogues.append(Dialogue(task.messages, _says(task.answer)))
+        dialogues.append(Dialogue(task.messages, _says(task.answer), task.tools))
     return dialogues
 
 
@@ -106,7 +143,7 @@ def load_feedback(dataset: DatasetConfig, data: DataConfig) -> list[Feedback]:
         return _read(dataset, data)
     if isinstance(dataset, PreferenceDataset):
         return [
-            Feedback(pair.opening, answer, good)
+            Feedback(pair.opening, answer, good, pair.tools)
             for pair in load_pairs(dataset, data)
             for answer, good in ((pair.chosen, True), (pair.rejected, False))
         ]
@@ -142,22 +179,23 @@ def _sums(dataset: DatasetConfig, data: DataConfig, kind: str) -> list[tuple[Tas
 NUM_ENCODED = 100  # rows of a file whose prompts a check encodes
 
 
-def file_errors(
-    dataset: DatasetConfig,
+def row_errors(
+    dataset: RowsDataset,
     data: DataConfig,
     seconds: float = 30.0,
     encode: Callable[[str], object] | None = None,
 ) -> list[str]:
-    """Errors of the lines of the dataset's file, if any: the first 5, or those found within `seconds`.
+    """Errors of the rows of a dataset, if any: the first 5, or those found within `seconds`.
+
+    Of streams and generators the first rows are read.
 
     `encode` is called with the prompts of the first rows; what it raises is an error of the line.
     """
-    if isinstance(dataset, ArithmeticDataset | ReasoningGymDataset):
-        return []
     deadline = time.monotonic() + seconds
     errors: list[str] = []
     try:
-        for row in _rows(dataset, data, encode):
+        some = None if getattr(dataset, "stream", None) is None else NUM_ENCODED
+        for row in islice(_rows(dataset, data, encode), some):
             if isinstance(row, DatasetError):
                 errors.append(str(row))
             if len(errors) == 5 or time.monotonic() > deadline:
@@ -175,31 +213,24 @@ def _read(dataset: FileDataset, data: DataConfig) -> list[Any]:
             raise row
         rows.append(row)
     if not rows:
-        raise DatasetError(f"{dataset.path} holds no tasks")
+        raise DatasetError(no_rows(dataset))
     return rows
 
 
 def _rows(
-    dataset: FileDataset, data: DataConfig, encode: Callable[[str], object] | None = None
+    dataset: RowsDataset, data: DataConfig, encode: Callable[[str], object] | None = None, skip: int = 0
 ) -> Iterator[Any]:
-    """The rows of a file, or their errors. Raises DatasetError for an unreadable file."""
-    index = 0
-    try:
-        # Not str.splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
-        with dataset.path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = _parse(index, line, dataset, data)
-                    if encode is not None and index < NUM_ENCODED:
-                        _check_prompt(row.messages if isinstance(row, Task) else row.opening, encode)
-                    yield row
-                except DatasetError as error:
-                    yield DatasetError(f"{dataset.path}, line {number}: {error}")
-                index += 1
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"cannot read the dataset {dataset.path}: {error}") from error
+    """The rows after the first `skip`, or their errors. Raises DatasetError for an unreadable source."""
+    for index, (place, row) in enumerate(read_rows(dataset, skip), start=skip):
+        try:
+            if isinstance(row, DatasetError):
+                raise row
+            parsed = _parse(index, row, dataset, data)
+            if encode is not None and index < NUM_ENCODED:
+                _check_prompt(parsed.messages if isinstance(parsed, Task) else parsed.opening, encode)
+            yield parsed
+        except DatasetError as error:
+            yield DatasetError(f"{place}: {error}")
 
 
 def _check_prompt(prompt: Messages, encode: Callable[[str], object]) -> None:
@@ -211,29 +242,25 @@ def _check_prompt(prompt: Messages, encode: Callable[[str], object]) -> None:
             raise DatasetError(f"the policy's tokenizer cannot encode {text}: {error}") from error
 
 
-def _parse(index: int, line: str, dataset: FileDataset, data: DataConfig) -> Any:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise DatasetError(f"expected a JSON object, not {type(row).__name__}")
+def _parse(index: int, row: Row, dataset: RowsDataset, data: DataConfig) -> Any:
     fields = _Fields(row, dataset)
+    tools = fields.tools()
     match dataset:
-        case JsonlDataset():
+        case TaskRows():
             prompt, answer = fields.prompt(), None
             if dataset.answer_key is not None:
                 answer = fields.value("answer_key")
                 if isinstance(answer, bool) or not isinstance(answer, str | int | float):
                     kind = type(answer).__name__
                     raise DatasetError(f"key `{dataset.answer_key}`: expected a text or a number, not {kind}")
-            return Task(index, _opening(prompt, data), None if answer is None else str(answer), row)
+            given = None if answer is None else str(answer)
+            return Task(index, _opening(prompt, data), given, row, tools)
         case ConversationsDataset():
             messages = fields.messages("messages_key")
             roles = [message.role for message in messages]
             first = roles.index("assistant") if "assistant" in roles else len(roles)
             exchange = _exchange(messages[first:], dataset.messages_key)
-            return Dialogue(_opening(messages[:first], data), exchange)
+            return Dialogue(_opening(messages[:first], data), exchange, tools)
         case PreferenceDataset():
             if dataset.prompt_key is not None:
                 opening = _opening(fields.prompt(), data)
@@ -249,11 +276,11 @@ def _parse(index: int, line: str, dataset: FileDataset, data: DataConfig) -> Any
             margin = 0.0
             if dataset.margin_key is not None:
                 margin = float(fields.checked("margin_key", lambda v: type(v) in (int, float), "a number"))
-            return Pair(opening, chosen, rejected, margin)
+            return Pair(opening, chosen, rejected, margin, tools)
         case FeedbackDataset():
             opening, completion = _opening(fields.prompt(), data), fields.completion("completion_key")
             good = fields.checked("label_key", lambda value: value in (0, 1), "true or false")
-            return Feedback(opening, completion, bool(good))
+            return Feedback(opening, completion, bool(good), tools)
         case StepsDataset():
             prompt, steps, labels = fields.prompt(), fields.value("steps_key"), fields.value("labels_key")
             if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
@@ -265,11 +292,11 @@ def _parse(index: int, line: str, dataset: FileDataset, data: DataConfig) -> Any
                 if not isinstance(label, int | float) or not 0 <= label <= 1:
                     raise DatasetError(f"{key}: expected true, false or a number from 0 to 1, not {label!r}")
             texts = tuple(step + dataset.separator for step in steps)
-            return Steps(_opening(prompt, data), texts, tuple(map(float, labels)))
+            return Steps(_opening(prompt, data), texts, tuple(map(float, labels)), tools)
 
 
 class _Fields:
-    def __init__(self, row: Row, dataset: FileDataset) -> None:
+    def __init__(self, row: Row, dataset: RowsDataset) -> None:
         self._row, self._dataset = row, dataset
 
     def value(self, option: str) -> Any:
@@ -296,13 +323,24 @@ class _Fields:
     def messages(self, option: str) -> list[Message]:
         key = getattr(self._dataset, option)
         value = self.checked(option, lambda v: type(v) is list and bool(v), "a text or a list of messages")
+        messages = []
         for position, item in enumerate(value):
-            where = f"key `{key}`, message {position}"
-            if not isinstance(item, dict) or item.get("role") not in ROLES:
-                raise DatasetError(f"{where}: `role` must be one of {', '.join(ROLES)}")
-            if not isinstance(item.get("content"), str):
-                raise DatasetError(f"{where}: `content` must be a text")
-        return [Message(item["role"], item["content"]) for item in value]
+            try:
+                messages.append(read_message(item))
+            except DatasetError as error:
+                raise DatasetError(f"key `{key}`, message {position}: {error}") from error
+        return messages
+
+    def tools(self) -> ToolSchemas:
+        """The tools of the row; none if it has no such column."""
+        key = self._dataset.tools_key
+        if key is None or (value := self._row.get(key)) is None:
+            return ()
+        try:
+            return read_tools(value)
+        except DatasetError as error:
+            fix = "for a column of another meaning set `data.*.tools_key` to null"
+            raise DatasetError(f"key `{key}`: {error}; {fix}") from error
 
 
 def _exchange(messages: Sequence[Message], key: str) -> Messages:
@@ -332,6 +370,8 @@ def _opening(prompt: str | Sequence[Message], data: DataConfig) -> Messages:
 class LazyTasks(Sequence[Task]):
     """A sequence whose tasks are made one by one, each a pure function of its index."""
 
+    reads = False  # making a task may wait for a disk or a network
+
     def __init__(self, size: int, data: DataConfig) -> None:
         self._size, self._data = size, data
 
@@ -348,6 +388,83 @@ class LazyTasks(Sequence[Task]):
     def __getitem__(self, index: int | slice) -> Task | list[Task]:
         positions = range(self._size)[index]
         return self._make(positions) if isinstance(positions, int) else [self._make(i) for i in positions]
+
+
+class FirstTasks(LazyTasks):
+    """The first tasks of a source."""
+
+    def __init__(self, tasks: Sequence[Task], limit: int, data: DataConfig) -> None:
+        super().__init__(limit, data)
+        self._tasks, self.reads = tasks, reads(tasks)
+
+    def _make(self, index: int) -> Task:
+        return self._tasks[index]
+
+
+class MixedTasks(LazyTasks):
+    """The tasks of several sources, in sequence; each has the name of its source as a column."""
+
+    def __init__(self, sources: Mapping[str, Sequence[Task]], data: DataConfig) -> None:
+        self._sources = list(sources.items())
+        self.sizes = tuple(map(len, sources.values()))
+        self._starts = [0, *accumulate(self.sizes)]
+        super().__init__(self._starts[-1], data)
+        self.reads = any(map(reads, sources.values()))
+
+    def _make(self, index: int) -> Task:
+        number = bisect_right(self._starts, index) - 1
+        name, tasks = self._sources[number]
+        task = tasks[index - self._starts[number]]
+        return replace(task, index=index, columns=task.columns | {"source": name})
+
+
+_MAX_WINDOWS = 4  # that groups of neighboring steps, and groups that are sampled again, are likely to use
+
+
+class StreamedTasks(LazyTasks):
+    """Tasks of a stream, read in windows. What lies behind is read again, from the start of its window.
+
+    May be used by several threads. Raises DatasetError for a wrong row, and for a stream that ends early.
+    """
+
+    reads = True
+
+    def __init__(self, dataset: TasksDataset | GeneratorDataset, data: DataConfig) -> None:
+        assert dataset.stream is not None
+        super().__init__(dataset.stream.size, data)
+        self._dataset, self._length = dataset, dataset.stream.window
+        self._windows: OrderedDict[int, list[Task]] = OrderedDict()
+        self._rows: Iterator[Any] = iter(())
+        self._next = -1  # the window that follows in the rows
+        self._lock = threading.Lock()
+
+    def _make(self, index: int) -> Task:
+        number, place = divmod(index, self._length)
+        with self._lock:
+            if number not in self._windows:
+                self._windows[number] = self._read_window(number)
+            self._windows.move_to_end(number)
+            while len(self._windows) > _MAX_WINDOWS:
+                self._windows.popitem(last=False)
+            window = self._windows[number]
+        if place >= len(window):
+            there, asked = number * self._length + len(window), len(self)
+            field = "size" if isinstance(self._dataset, GeneratorDataset) else "stream.size"
+            raise DatasetError(
+                f"{self._dataset.source} has {there} rows, and {field} is {asked}; set it to {there} or less"
+            )
+        return window[place]
+
+    def _read_window(self, number: int) -> list[Task]:
+        if number != self._next:
+            self._rows = _rows(self._dataset, self._data, skip=number * self._length)
+        self._next = number + 1
+        window = list(islice(self._rows, self._length))
+        for row in window:
+            if isinstance(row, DatasetError):
+                self._next = -1
+                raise row
+        return window
 
 
 class ArithmeticTasks(LazyTasks):
@@ -415,3 +532,82 @@ class ReasoningGymTasks(LazyTasks):
         scorer = {"reasoning_gym_task": self._config.task, "reasoning_gym_options": self._config.options}
         columns = {"question": item["question"], "metadata": item["metadata"], **scorer}
         return Task(index, _opening(item["question"], self._data), item["answer"], columns)
+
+
+class SeedTasks(LazyTasks):
+    """Tasks of which the environment makes the text."""
+
+    def __init__(self, config: SeedsDataset, data: DataConfig) -> None:
+        super().__init__(config.size, data)
+        self._first, self._columns = config.seed, config.columns
+
+    def _make(self, index: int) -> Task:
+        columns = {**self._columns, "seed": self._first + index}
+        return Task(index, _opening("", self._data), columns=columns)
+
+
+class VerifiersTasks(LazyTasks):
+    """Tasks whose environment opens the conversation; the message is the library's prompt, for logs."""
+
+    def __init__(self, config: VerifiersDataset, data: DataConfig) -> None:
+        """Raises DatasetError."""
+        end = None if config.size is None else config.offset + config.size
+        try:
+            tasks = verifiers_tasks(config.section)
+            if end is None and not tasks.bounded:
+                raise ValueError("the task set has no end; set size")
+            self._rows = [task.data for task in islice(tasks, config.offset, end)]
+            config.indices(config.offset + len(self._rows))
+        except Exception as error:  # the library's and the user's code
+            raise DatasetError(f"verifiers task set `{config.taskset}`: {error}") from error
+        super().__init__(len(self._rows), data)
+        self._section = config.section
+
+    def _make(self, index: int) -> Task:
+        row = self._rows[index]
+        columns = {"verifiers_taskset": self._section, "verifiers_data": row.model_dump(mode="json")}
+        return Task(index, _opening(row.prompt_text, self._data), columns=columns)
+
+
+class AviaryTasks(LazyTasks):
+    """Tasks of which the library makes the environment, and that the text."""
+
+    def __init__(self, config: AviaryDataset, data: DataConfig) -> None:
+        """Raises DatasetError."""
+        try:
+            tasks = aviary_tasks(config.dataset, config.options)
+            available = len(tasks) if _has_length(tasks) else None
+            self._indices = config.indices(available)
+        except Exception as error:  # the library's and the user's code
+            raise DatasetError(f"aviary task set `{config.dataset}`: {error}") from error
+        super().__init__(len(self._indices), data)
+        self._is_indexed = available is not None
+        self._columns = {"aviary_dataset": config.dataset, "aviary_options": config.options}
+
+    def _make(self, index: int) -> Task:
+        position = self._indices[index] if self._is_indexed else None
+        return Task(index, _opening("", self._data), columns=self._columns | {"aviary_index": position})
+
+
+def _has_length(tasks: Any) -> bool:
+    try:
+        len(tasks)
+    except TypeError:
+        return False
+    return True
+
+
+def difficulties(tasks: Sequence[Task], curriculum: CurriculumConfig) -> list[float]:
+    """The values of its column. Raises DatasetError for a task without a number, and for an empty stage."""
+    levels, key = [], curriculum.key
+    for index, task in enumerate(tasks):
+        value = task.columns.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            there = ", ".join(sorted(task.columns)) or "none"
+            raise DatasetError(f"task {index} has no number in column `{key}`; its columns are {there}")
+        levels.append(float(value))
+    for number, stage in enumerate(curriculum.stages):
+        if not any(map(stage.admits, levels)):
+            span = f"from {min(levels):g} to {max(levels):g}"
+            raise DatasetError(f"stage {number} admits no task: the values of column `{key}` are {span}")
+    return levels

@@ -4,14 +4,14 @@ Turns are joined exactly as in a rollout: each is encoded separately and closed 
 template renders only what is between turns.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import numpy as np
 
 from nemorl.errors import NemorlError
-from nemorl.trajectories import BoolArray, Float32Array, Int32Array, Message
+from nemorl.trajectories import BoolArray, Float32Array, Int32Array, Message, ToolSchemas
 
 from .datasets import Dialogue, Feedback, Pair, Steps
 from .tokenizer import Prompts, Tokenizer
@@ -30,6 +30,11 @@ class Example:
     labels: Float32Array | None = None  # [T] of steps: from 1, right, to -1, wrong, where the mask is True
 
     @property
+    def marked_at_end(self) -> "Example":
+        """The example with a mask of its last token only."""
+        return Example(self.tokens, np.arange(self.num_tokens) == self.num_tokens - 1)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 
@@ -40,6 +45,12 @@ class Example:
     @property
     def num_prompt_tokens(self) -> int:
         return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.num_tokens
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    turn: int  # of the assistant's messages, from 0
+    end: int | None  # characters of the message up to the end of the step; None is the end of the turn
 
 
 # Fills a batch that lacks a sequence; it is not trained on.
@@ -70,39 +81,47 @@ class Encoder:
     max_length: int
 
     def dialogues(self, dialogues: Iterable[Dialogue], train_on: TrainOn) -> list[Example]:
-        return _each(dialogues, lambda d: self.dialogue(d.opening, d.exchange, train_on))
+        return _each(dialogues, lambda d: self.dialogue(d.opening, d.exchange, train_on, d.tools))
 
     def pairs(self, pairs: Iterable[Pair]) -> list[tuple[Example, Example]]:
-        encode = self.dialogue
-        return _each(pairs, lambda p: (encode(p.opening, p.chosen), encode(p.opening, p.rejected)))
+        def encode(pair: Pair, answer: Sequence[Message]) -> Example:
+            return self.dialogue(pair.opening, answer, tools=pair.tools)
+
+        return _each(pairs, lambda pair: (encode(pair, pair.chosen), encode(pair, pair.rejected)))
 
     def feedback(self, feedback: Iterable[Feedback]) -> list[Example]:
-        return _each(feedback, lambda f: self.dialogue(f.opening, f.completion))
+        return _each(feedback, lambda f: self.dialogue(f.opening, f.completion, tools=f.tools))
 
     def steps(self, answers: Iterable[Steps]) -> list[Example]:
         return _each(answers, self.answer_in_steps)
 
     def dialogue(
-        self, opening: Sequence[Message], exchange: Sequence[Message], train_on: TrainOn = "completion"
+        self,
+        opening: Sequence[Message],
+        exchange: Sequence[Message],
+        train_on: TrainOn = "completion",
+        tools: ToolSchemas = (),
     ) -> Example:
         """Encode an exchange; the assistant's turns are trained on. Raises ExampleError or TemplateError."""
         roles = [message.role for message in exchange]
         if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
             raise ExampleError(f"the exchange must begin and end with an assistant's message, not {roles}")
-        tokens = self.prompts.open(opening)
+        prompts = self.prompts.with_tools(tools)
+        tokens = prompts.open(opening)
         if not tokens:
             raise ExampleError("the prompt is empty, so the first token has no probability")
         trained = [False] * len(tokens)
         for place, message in enumerate(exchange):
             if message.role != "assistant":
                 continue
-            turn = [*self.tokenizer.encode(message.content), self.prompts.end_token_id]
+            is_last = place + 1 == len(exchange)
+            following = len(exchange) if is_last else place + 1 + roles[place + 1 :].index("assistant")
+            history, answered = [*opening, *exchange[:place]], exchange[place + 1 : following]
+            turn = prompts.turn(history, message, answered)
             tokens += turn
             trained += [True] * len(turn)
-            if place + 1 < len(exchange):
-                following = place + 1 + roles[place + 1 :].index("assistant")
-                history, answered = [*opening, *exchange[:place]], exchange[place + 1 : following]
-                between = self.prompts.after_turn(history, message, answered, turn[-1])
+            if not is_last:
+                between = prompts.after_turn(history, message, answered, turn[-1])
                 tokens += between
                 trained += [False] * len(between)
         self._check_length(len(tokens), trained.index(True))
@@ -115,7 +134,7 @@ class Encoder:
         steps, labels = answer.steps, answer.labels
         if not steps or len(steps) != len(labels):
             raise ExampleError(f"there are {len(steps)} steps and {len(labels)} labels: label every step")
-        tokens = self.prompts.open(answer.opening)
+        tokens = self.prompts.with_tools(answer.tools).open(answer.opening)
         if not tokens:
             raise ExampleError("the prompt is empty")
         start, ends = len(tokens), []
@@ -129,6 +148,56 @@ class Encoder:
         mask, marks = np.zeros(len(tokens), dtype=np.bool_), np.zeros(len(tokens), dtype=np.float32)
         mask[ends], marks[ends] = True, 2 * np.array(labels, dtype=np.float32) - 1
         return Example(np.array(tokens, dtype=np.int32), mask, marks)
+
+    def exchange_in_steps(
+        self, opening: Sequence[Message], exchange: Sequence[Message], separator: str
+    ) -> tuple[Example, list[StepEnd]]:
+        """An exchange whose steps are marked as in `answer_in_steps`, and where the steps end.
+
+        Each step ends with the separator; without one each token is a step. A turn that says nothing, or
+        with calls or reasoning of its own, is one step. Raises ExampleError or TemplateError.
+        """
+        tokens, ends, marked = self.prompts.open(opening), list[StepEnd](), list[int]()
+        num_prompt, turn = len(tokens), 0
+        if not tokens:
+            raise ExampleError("the prompt is empty")
+        for place, message in enumerate(exchange):
+            if message.role != "assistant":
+                continue
+            rest = exchange[place + 1 :]
+            following = next((n for n, one in enumerate(rest) if one.role == "assistant"), len(rest))
+            history, answered = [*opening, *exchange[:place]], rest[:following]
+            if message.tool_calls or message.reasoning is not None:
+                tokens += self.prompts.turn(history, message, answered)
+                marked.append(len(tokens) - 1)
+                ends.append(StepEnd(turn, None))
+            else:
+                nothing = [(self.tokenizer.encode(separator) or [self.prompts.end_token_id], None)]
+                for step, end in [*self._steps(message.content, separator)] or nothing:
+                    tokens += step
+                    marked.append(len(tokens) - 1)
+                    ends.append(StepEnd(turn, end))
+                if rest and tokens[-1] != self.prompts.end_token_id:
+                    tokens.append(self.prompts.end_token_id)
+            if rest:
+                tokens += self.prompts.after_turn(history, message, answered, tokens[-1])
+            turn += 1
+        self._check_length(len(tokens), num_prompt)
+        mask = np.zeros(len(tokens), dtype=np.bool_)
+        mask[marked] = True
+        return Example(np.array(tokens, dtype=np.int32), mask), ends
+
+    def _steps(self, text: str, separator: str) -> Iterator[tuple[list[int], int | None]]:
+        """The tokens of each step, and the characters of the text up to its end."""
+        if not separator:
+            for token, end in zip(*self.tokenizer.encode_with_ends(text), strict=True):
+                yield [token], end
+            return
+        end, steps = 0, text.split(separator)
+        for number, step in enumerate(steps, start=1):
+            end += len(step) + len(separator) * (number < len(steps))
+            if step.strip():
+                yield self.tokenizer.encode(step + separator), end
 
     def _check_length(self, num_tokens: int, num_prompt: int) -> None:
         if num_tokens > self.max_length:

@@ -82,7 +82,10 @@ class PackedBatch:
 def with_turns(
     batch: PackedBatch, trajectories: Sequence[Trajectory], rewards: Sequence[tuple[float, ...]]
 ) -> PackedBatch:
-    """The batch with `turns` and `rewards`; a reward is at the turn's last token, or at the one before it."""
+    """The batch with `turns` and `rewards`; a reward is at the turn's last token, or at the one before it.
+
+    Rewards of steps, which are parts of their turn's, are at the last token of the step.
+    """
     turns, per_token = torch.full((batch.num_tokens,), -1), torch.zeros(batch.num_tokens)
     borders = pairwise(batch.cu_seqlens.tolist())
     for (start, end), trajectory, by_turn in zip(borders, trajectories, rewards, strict=True):
@@ -95,6 +98,9 @@ def with_turns(
                 turns[start + turn.start : start + turn.end] = number
             if last is not None:
                 per_token[last] += reward
+            for token, earned in turn.steps:
+                per_token[start + token] += earned
+                per_token[last] -= earned
     return replace(batch, turns=turns, rewards=per_token)
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby, repeat
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.trajectories import Float32Array, Int32Array
@@ -19,6 +21,7 @@ from nemorl.trajectories import Float32Array, Int32Array
 from .packed import Advantage, Compared, PackedBatch
 
 T = TypeVar("T")
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,10 @@ class BatchPlan:
         over the minibatches, since ranks wait for one another at each.
         """
         most, mean = 0.0, 0.0
+        of_all = [sequence_cost(length, self.hidden_size) for length in self.lengths]
         for minibatch in self.minibatches:
             costs = [
-                sum(sequence_cost(self.lengths[held[i]], self.hidden_size) for i in chain(*batches))
+                sum(of_all[held[i]] for i in chain(*batches))
                 for held, batches in zip(self.ranks, minibatch, strict=True)
             ]
             most += max(costs)
@@ -186,28 +190,28 @@ def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
     dealt in rounds, one to a rank; the two rounds of largest spread are joined, heavy with light, until one
     is left.
     """
-    if len(costs) < num_ranks:
-        raise ValueError(f"{len(costs)} sequences cannot occupy {num_ranks} data-parallel ranks")
-    descending = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for number, start in enumerate(range(0, len(costs), num_ranks)):
-        members = [(costs[i], [i]) for i in descending[start : start + num_ranks]]
-        blanks: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_ranks - len(members))]
-        heap.append(_round(members + blanks, number))
+    count = len(costs)
+    if count < num_ranks:
+        raise ValueError(f"{count} sequences cannot occupy {num_ranks} data-parallel ranks")
+    rounds = -(-count // num_ranks)
+    of_all = np.zeros(rounds * num_ranks, np.int64)  # with blanks, which are numbered from `count` on
+    of_all[:count] = costs
+    descending = np.concatenate([np.argsort(-of_all[:count], kind="stable"), np.arange(count, len(of_all))])
+    dealt = descending.reshape(rounds, num_ranks)
+    heap = [_round(of_all[indices], indices[:, None], number) for number, indices in enumerate(dealt)]
     heapq.heapify(heap)
     while len(heap) > 1:
-        _, number, heavy_first = heapq.heappop(heap)
-        _, _, other = heapq.heappop(heap)
-        pairs = zip(heavy_first, other[::-1], strict=True)
-        joined = [(a + b, left + right) for (a, left), (b, right) in pairs]
-        heapq.heappush(heap, _round(joined, number))
-    return [sorted(indices) for _, indices in heap[0][2]]
+        _, number, heavy, left = heapq.heappop(heap)
+        _, _, other, right = heapq.heappop(heap)
+        heapq.heappush(heap, _round(heavy + other[::-1], np.hstack([left, right[::-1]]), number))
+    return [[i for i in indices if i < count] for indices in np.sort(heap[0][3], axis=1).tolist()]
 
 
-def _round(members: list[tuple[int, list[int]]], number: int) -> tuple[int, int, list[tuple[int, list[int]]]]:
-    """A heap entry: largest spread first, then the round dealt first."""
-    members = sorted(members, key=lambda member: -member[0])
-    return members[-1][0] - members[0][0], number, members
+def _round(sums: IntArray, indices: IntArray, number: int) -> tuple[int, int, IntArray, IntArray]:
+    """A heap entry: largest spread first, then the round dealt first; sums [R] descend, indices [R, k]."""
+    order = np.argsort(-sums, kind="stable")
+    sums = sums[order]
+    return int(sums[-1] - sums[0]), number, sums, indices[order]
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -218,7 +222,10 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """
     groups: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    descending = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if sum(lengths) <= max_tokens:
+        return [descending] if descending else []
+    for index in descending:
         length = lengths[index]
         if length > max_tokens:
             problem = f"sequence {index} has {length} tokens, a micro-batch takes {max_tokens}"

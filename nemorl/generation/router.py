@@ -31,7 +31,8 @@ class _Flight:
     answer: asyncio.Future[Completion]
     on_progress: OnProgress | None
     member: "_Member | None" = None  # with the replica that it is on, or was
-    losses: int = 0  # of the replicas that it was on
+    moves: int = 0  # to another replica
+    losses: int = 0  # of the replicas that it was on; others have left
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
     began: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     num_kept: int = 0  # tokens from before the replica it is on now
@@ -77,7 +78,7 @@ class _Flight:
         if self.on_progress is not None:
             self.on_progress(progress)
         if isinstance(report, Completion):
-            self.finish(report.stop, report.seconds if self.losses == 0 else None)
+            self.finish(report.stop, report.seconds if self.moves == 0 else None)
 
     def finish(self, stop: StopReason, seconds: float | None = None) -> None:
         if not self.answer.done():
@@ -106,7 +107,7 @@ class Replica:
 class RouterMetrics:
     """What a router did since it was last asked."""
 
-    moved_requests: int = 0  # to another replica, after theirs was lost
+    moved_requests: int = 0  # to another replica, after theirs was lost or left
     kept_tokens: int = 0  # that those had sampled and did not sample again
     failed_requests: int = 0  # given up after `MAX_LOSSES` replicas
 
@@ -117,7 +118,8 @@ class _Member:
     outstanding_tokens: int = 0
     flights: dict[str, _Flight] = field(default_factory=dict)
     pending: list[_Flight] = field(default_factory=list)  # of this tick of the event loop
-    streams: set[asyncio.Task[None]] = field(default_factory=set)
+    # Ordered, as all that has an effect on the order of events: simulated runs are the same for a seed.
+    streams: dict[asyncio.Task[None], None] = field(default_factory=dict)
 
     def holds(self, flight: _Flight) -> bool:
         return self.flights.get(flight.request.id) is flight
@@ -212,16 +214,25 @@ class Router:
 
     def lose(self, name: str, cause: str) -> None:
         """Give a replica up and move its requests; its later reports are ignored."""
-        member = self._members.pop(name, None)
-        if member is None:
-            return
-        log.warning("%s is lost: %s", name, cause)
-        self.lost[name] = cause
+        if name in self._members:
+            log.warning("%s is lost: %s", name, cause)
+            self.lost[name] = cause
+            self._empty(name, losses=1)
+
+    def remove(self, name: str) -> None:
+        """Move the requests of a replica that leaves, which is not a loss."""
+        self.lost.pop(name, None)
+        if name in self._members:
+            self._empty(name, losses=0)
+
+    def _empty(self, name: str, losses: int) -> None:
+        member = self._members.pop(name)
         for stream in member.streams:
             stream.cancel()
         for flight in list(member.flights.values()):
             member.drop(flight)
             if not flight.answer.done():
+                flight.moves, flight.losses = flight.moves + 1, flight.losses + losses
                 self._move(flight)
 
     def _start(self, flight: _Flight) -> None:
@@ -263,7 +274,7 @@ class Router:
 
     def _call(self, member: _Member, flights: Sequence[_Flight]) -> None:
         stream = asyncio.create_task(self._receive(member, flights))
-        member.streams.add(stream)
+        member.streams[stream] = None
         stream.add_done_callback(lambda done: self._close(member, flights, done))
 
     async def _receive(self, member: _Member, flights: Sequence[_Flight]) -> None:
@@ -275,7 +286,7 @@ class Router:
                         member.flights[report.id].take(report)
 
     def _close(self, member: _Member, flights: Sequence[_Flight], stream: asyncio.Task[None]) -> None:
-        member.streams.discard(stream)
+        member.streams.pop(stream, None)
         if stream.cancelled():
             return
         error = stream.exception()
@@ -295,7 +306,6 @@ class Router:
             self.lose(member.replica.name, cause)
 
     def _move(self, flight: _Flight) -> None:
-        flight.losses += 1
         # Nothing may be left to sample: its last report has come, and its end not.
         if len(flight.sampled) and flight.sampled.tokens[-1] in flight.request.stop_token_ids:
             flight.finish(StopReason.STOP)

@@ -104,7 +104,14 @@ class PolicyOptimizer:
             row, most = progress.skipped_in_a_row, self._config.max_skipped_steps
             counts = f"{row} in a row, policy.max_skipped_steps is {most}"
             logger.warning("optimizer step skipped: %s (%s)", verdict.reason, counts)
-            return StepResult(norm, lr, True, False, verdict.guards, verdict.reason, row)
+            return StepResult(
+                norm,
+                lr,
+                skipped=True,
+                guards=verdict.guards,
+                skip_reason=verdict.reason,
+                skipped_in_a_row=row,
+            )
         if self._config.max_grad_norm is not None and norm > self._config.max_grad_norm:
             coefficient = self._config.max_grad_norm / (torch.tensor(norm) + 1e-6)
             for part in self._main.values():

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from nemorl.config.policy import LayoutConfig
 
@@ -49,11 +49,13 @@ def join(
     rendezvous: str,
     device: DeviceKind,
     deadline_seconds: float,
+    start_seconds: float = 600.0,
 ) -> None:
     """Meet the other processes and make Megatron's groups in its order tp, cp, ep, dp, pp.
 
     `rendezvous` is a file of this machine, such as `file:///dev/shm/run/policy`, or a store such as
-    `tcp://10.0.0.1:29500/policy`, whose path keeps groups apart. A collective fails after `deadline_seconds`.
+    `tcp://10.0.0.1:29500/policy`, whose path keeps groups apart. A collective fails after `deadline_seconds`;
+    at a store, the last process may come `start_seconds` after the first one.
     """
     if world_size != layout.world_size:
         raise ValueError(
@@ -68,8 +70,11 @@ def join(
     if rendezvous.startswith("tcp:"):
         address = urlsplit(rendezvous)
         host, port = str(address.hostname), int(address.port or 0)
-        store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-        where = {"store": PrefixStore(address.path, store)}  # every name has keys of its own
+        store: Store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+        store = PrefixStore(address.path, store)  # every name has keys of its own
+        store.set(f"started/{rank}", "")
+        store.wait([f"started/{rank}" for rank in range(world_size)], timedelta(seconds=start_seconds))
+        where = {"store": store}
         interface = _interface_towards(host, port)
     if device == "cpu" and interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -59,6 +59,7 @@ class PolicyWorker:
         temperature: float,
         keep_reference: bool,
         deadline_seconds: float,
+        start_seconds: float = 600.0,
         seed: int = 0,
         trains: bool = True,
         load: bool = False,
@@ -87,6 +88,7 @@ class PolicyWorker:
             rendezvous=rendezvous,
             device=device,
             deadline_seconds=deadline_seconds,
+            start_seconds=start_seconds,
         )
         self._place = policy_rank(config.layout, rank)
         self._trained = TrainedWeights(self._shape, config.lora)
@@ -262,6 +264,15 @@ class PolicyWorker:
     def sequence_metrics(self, metric: losses.SequenceMetric) -> list[float]:
         """[S] a number for each sequence of this data-parallel rank. Not collective."""
         return metric(self.batch).tolist()
+
+    def marked_values(self) -> list[list[float]]:
+        """The values at the tokens of the loss mask, of each sequence of this rank. Not collective."""
+        batch = self.batch
+        assert batch.values is not None, "compute the values first"
+        of_sequences = zip(
+            batch.values.split(batch.lengths), batch.loss_mask.split(batch.lengths), strict=True
+        )
+        return [values[mask].tolist() for values, mask in of_sequences]
 
     def compute_logprobs(
         self, micro_batches: list[list[int]], *, old: bool, reference: bool, entropy: bool = False

@@ -137,6 +137,10 @@ SHOWN = (
     Shown("reward_seconds/", "Seconds to score a group"),
     Shown("reward_waiting/", "Seconds that the scoring of a group waits for a free slot"),
     Shown("reward_retries/", "Retried requests of rewards"),
+    Shown("players/", "Rewards of players"),
+    Shown("validation/players/", "Rewards of players in validation"),
+    Shown("source/", "Sources: share of samples, reward, pass rate"),
+    Shown("sampling/", "Tasks that sampling by pass rate skipped and replayed"),
     Shown("environment/", "Trajectories whose environment failed, and attempts that were repeated"),
     Shown("tokens/", "Tokens of a step"),
 )

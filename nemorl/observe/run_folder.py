@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -54,6 +55,7 @@ ABOUT = """# A run of nemorl
 | `header.json` | one entry for each start: command, versions, machine, commit, kernels in use, how it ended |
 | `metrics.jsonl` | the metrics of every step, a line each; NaN and infinity are null, named in `nonfinite` |
 | `samples.jsonl` | some conversations of every step, a JSON object a line |
+| `trajectories/` | tokens of trajectories, if enabled (`logger.trajectories`); `nemorl show` prints them |
 | `timeline.json` | stages, work of processes, critical path; open it in Perfetto or chrome://tracing |
 | `report.html` | all of this as one page that needs no network; `nemorl report` writes it again |
 | `tensorboard/` | the metrics for TensorBoard, if enabled |
@@ -63,6 +65,7 @@ ABOUT = """# A run of nemorl
 | `eval/` | metrics and samples of the latest `nemorl eval` |
 | `weights/` | the newest weights for engines that read files (`generation.transport: files`) |
 | `logs/` | output of the driver and the workers |
+| `replicas.json` | the engines while the run is going; `nemorl scale` changes their number |
 | `endpoint_key` | the key of the endpoint of the latest start, if it was generated there; keep it secret |
 """
 
@@ -74,10 +77,12 @@ class RunPaths:
         self.root, self.report = root, root / "report.html"
         self.config, self.header = root / "config.yaml", root / "header.json"
         self.metrics, self.samples = root / "metrics.jsonl", root / "samples.jsonl"
+        self.trajectories = root / "trajectories"
         self.timeline, self.tensorboard = root / "timeline.json", root / "tensorboard"
         self.checkpoints, self.logs = root / "checkpoints", root / "logs"
         self.memory = self.checkpoints / "memory"  # name of the folder with the newest one in memory
         self.endpoint_key = root / "endpoint_key"
+        self.scale_request, self.replicas = root / "scale.json", root / "replicas.json"
 
     @property
     def holds_run(self) -> bool:
@@ -87,7 +92,18 @@ class RunPaths:
     def has_steps(self) -> bool:
         """True if a run got as far as a step here; a start that failed before leaves nothing to lose."""
         recorded = self.metrics.exists() and self.metrics.stat().st_size > 0
-        return recorded or any(self.checkpoints.glob("step_*"))
+        stored = any(self.trajectories.glob("step_*.json"))  # also by `nemorl rollout`
+        return recorded or stored or any(self.checkpoints.glob("step_*"))
+
+    def forget_engines(self) -> None:
+        for path in (self.replicas, *self.root.glob(f"{self.scale_request.name}*")):
+            path.unlink(missing_ok=True)
+
+    def memory_folder(self) -> str:
+        """Name of the folder in memory that the latest start of the run has used; empty if there is none."""
+        with suppress(OSError, UnicodeDecodeError):
+            return self.memory.read_text(encoding="utf-8").strip()
+        return ""
 
 
 class RunFolder:
@@ -99,6 +115,7 @@ class RunFolder:
         self._lock = lock
         for folder in (self.paths.checkpoints, self.paths.logs):
             _make(folder)
+        self.paths.forget_engines()  # of a start that was killed
         write_atomically(root / "ABOUT.md", ABOUT)
         write_atomically(self.paths.config, config_yaml)
         self._start: JsonObject = {
@@ -162,6 +179,21 @@ def read_header(path: Path) -> list[JsonObject]:
         return list(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise RunFolderError(f"{path} is not JSON ({error}). Remove it to continue.") from error
+
+
+def holder(root: Path) -> tuple[int, str] | None:
+    """Process and host of the driver that holds a run folder; None if none does."""
+    try:
+        with (root / ".lock").open("rb") as lock:
+            text = lock.read().decode(errors="replace")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                found = re.match(r"(\d+) on (\S+)", text)
+                return (int(found[1]), found[2]) if found else (0, "")
+    except OSError:
+        pass
+    return None
 
 
 def _lock(root: Path) -> IO[str]:

@@ -16,10 +16,17 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from nemorl.config.base import call_within
-from nemorl.config.data import DataConfig, DatasetConfig, ReasoningGymDataset
+from nemorl.config.data import (
+    CurriculumConfig,
+    DataConfig,
+    FileDataset,
+    GeneratorDataset,
+    ReasoningGymDataset,
+)
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, models_of, server_sections, server_urls
+from nemorl.config.facts import ModelSpec, environment_urls, models_of, server_sections, server_urls
 from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig, server_host
+from nemorl.config.library_datasets import LibraryDataset
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem, Problems
 from nemorl.models import hf_config
@@ -34,6 +41,7 @@ from .machine import Machine, is_this_machine, memory_problems
 from .memory import ProcessMemory, estimate_memory
 
 _SCALAR_HEAD = SCALAR_HEAD.tensors[0].name
+_ROW_SECONDS = 600.0  # for the first row, with a download
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -196,12 +204,17 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
     elif data.chat and folder.is_dir() and not has_chat_template(folder):
         fix = "set this to false for plain text, or name one in policy.tokenizer.chat_template"
         yield Problem("data.chat", True, f"the tokenizer in {folder} has no chat template: {fix}")
-    for path, dataset in (("data.train", data.train), *data.held_out):
-        file = getattr(dataset, "path", None)
-        if file is not None:
-            yield from _json_lines(path, dataset, file, data, _encoder(folder))
+    row_problems: list[Problem] = []
+    for path, dataset in (*data.trained_on, *data.held_out):
+        if isinstance(dataset, FileDataset | GeneratorDataset):
+            row_problems += _row_problems(path, dataset, data, _encoder(folder))
         if packages and isinstance(dataset, ReasoningGymDataset):
             yield from _reasoning_gym(path, dataset)
+        if packages and isinstance(dataset, LibraryDataset):
+            yield from _task_set(path, dataset, data)
+    yield from row_problems
+    if not row_problems and data.sampling.curriculum is not None:
+        yield from _curriculum_problems(data, data.sampling.curriculum)
     if packages and experiment.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
         yield Problem("logger.tensorboard", True, fix)
@@ -352,44 +365,60 @@ def _encoder(folder: Path) -> Callable[[str], object] | None:
     return partial(tokenizer.encode, add_special_tokens=False)
 
 
-def _json_lines(
+def _row_problems(
     path: str,
-    dataset: DatasetConfig,
-    file: Path,
+    dataset: FileDataset | GeneratorDataset,
     data: DataConfig,
     encode: Callable[[str], object] | None,
 ) -> Problems:
-    """A wrong file or wrong keys, which the first row shows, or rows that a run could not use."""
-    fix = None
+    """A source that cannot be read, wrong keys, which the first row shows, or rows that cannot be used."""
+    from nemorl.data.datasets import DatasetError, row_errors  # needs numpy
+    from nemorl.data.rows import first_row
+
+    field, value = dataset.source_field, dataset.source
+    if isinstance(dataset, FileDataset) and dataset.split is None and not dataset.path.exists():
+        fix = "the file cannot be read: No such file or directory; name one with one JSON object per line"
+        yield Problem(f"{path}.path", value, f"{fix}, or set split for a Hugging Face dataset on the hub")
+        return
     try:
-        with file.open(encoding="utf-8") as lines:
-            line = next((line for line in lines if line.strip()), None)
-        first: Any = json.loads(line) if line is not None else None
-        if line is None:
-            fix = "the file is empty; write one JSON object per line"
-        elif not isinstance(first, dict):
-            fix = "the first task is not a JSON object, with keys and values"
-    except OSError as error:
-        fix = f"the file cannot be read: {error.strerror}; name one with one JSON object per line"
-    except ValueError:
-        fix = "the first task is not JSON; write one object per line"
-    if fix is not None:
-        yield Problem(f"{path}.path", str(file), fix)
+        first = call_within(_ROW_SECONDS, lambda: first_row(dataset))
+    except (DatasetError, TimeoutError) as error:
+        yield Problem(f"{path}.{field}", value, str(error).removeprefix(f"{value} "))
         return
     keys = ", ".join(f"`{name}`" for name in first) or "no key at all"
     missing = [
-        Problem(f"{path}.{name}", key, f"the first task of {file} has no such key, but {keys}")
+        Problem(f"{path}.{name}", key, f"the first task of {value} has no such key, but {keys}")
         for name in type(dataset).model_fields
-        if name.endswith("_key") and (key := getattr(dataset, name)) is not None and key not in first
+        if name.endswith("_key") and name != "tools_key"  # a task may offer none
+        if (key := getattr(dataset, name)) is not None and key not in first
     ]
     if missing:
         yield from missing
         return
-    from nemorl.data.datasets import file_errors  # needs numpy
+    for line in row_errors(dataset, data, encode=encode):
+        fix = f"{line.removeprefix(f'{value}, ')}; correct or remove the row"
+        yield Problem(f"{path}.{field}", value, fix)
 
-    for line in file_errors(dataset, data, encode=encode):
-        fix = f"{line.removeprefix(f'{file}, ')}; correct or remove the line"
-        yield Problem(f"{path}.path", str(file), fix)
+
+def _curriculum_problems(data: DataConfig, curriculum: CurriculumConfig) -> Problems:
+    from nemorl.data.datasets import DatasetError, difficulties, load_tasks  # needs numpy
+
+    try:
+        difficulties(load_tasks(data.train, data), curriculum)
+    except DatasetError as error:
+        fix = f"{error}; change the column or the stages"
+        yield Problem("data.sampling.curriculum.key", curriculum.key, fix)
+
+
+def _task_set(path: str, dataset: LibraryDataset, data: DataConfig) -> Problems:
+    """Make its first task."""
+    from nemorl.data.datasets import load_tasks  # needs numpy
+
+    try:
+        call_within(60.0, lambda: load_tasks(dataset, data)[0])  # type: ignore[arg-type]
+    except Exception as error:  # noqa: BLE001  the library's own code
+        field = dataset.source_field
+        yield Problem(f"{path}.{field}", getattr(dataset, field), f"{error}; correct the section")
 
 
 def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Problems:
@@ -459,10 +488,11 @@ def _unknown(host: str) -> str | None:
 
 
 def server_problems(experiment: Experiment) -> Problems:
-    """Servers of rewards and of generation to which this machine cannot connect."""
+    """Servers of rewards, environments and generation to which this machine cannot connect."""
     if "RAY_ADDRESS" in os.environ:  # workers on other machines connect
         return
-    for field, url in server_urls(experiment.generation, experiment.rewards, teachers={}).items():
+    urls = server_urls(experiment.generation, experiment.rewards, teachers={})
+    for field, url in (urls | environment_urls(experiment.env)).items():
         try:
             parts = urlsplit(url)
             port = parts.port or (443 if parts.scheme == "https" else 80)

@@ -23,6 +23,7 @@ from nemorl.trajectories import Conversation, Message, StopReason, Task, Traject
 
 from .find import RewardError, find_reward
 from .scored import Answers, Columns, Failed, Score, Scored, Scorer, ScoringMetrics, Service, text_of
+from .steps import Decode, StepRewards, with_step_rewards
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,8 @@ def smoke_test_reward(
     """
 
     def scores(texts: Sequence[str]) -> Sequence[Score]:
-        answers = Answers(task, [_scripted(task, text) for text in texts], chat)
+        said = [(Message("assistant", text),) for text in texts]
+        answers = Answers(task, [scripted(task, task.messages, exchange) for exchange in said], chat)
         return asyncio.run(FunctionReward(config, seconds).score(answers)).scores
 
     reasons, right = [], task.answer or ""
@@ -154,22 +156,30 @@ def smoke_test_reward(
     return reasons[0].removeprefix(f"reward `{config.metric}`").lstrip(": ")
 
 
-def _scripted(task: Task, text: str) -> Conversation:
-    """A conversation in which the policy answers `text`; its tokens are placeholders, one a character."""
-    sampled = len(text) + 1
+def scripted(
+    task: Task,
+    opening: Sequence[Message],
+    exchange: Sequence[Message],
+    rewards: Mapping[str, float] | None = None,
+) -> Conversation:
+    """A conversation that no model sampled, with the environment's `rewards`.
+
+    Its tokens are placeholders, one a character of the policy's turns.
+    """
+    sampled = sum(len(message.content) for message in exchange if message.role == "assistant") + 1
     trajectory = Trajectory(
         tokens=np.zeros(1 + sampled, dtype=np.int32),
         loss_mask=np.array([False] + [True] * sampled),
         logprobs=np.zeros(1 + sampled, dtype=np.float32),
         versions=np.array([-1] + [0] * sampled, dtype=np.int32),
         turns=(Turn(1, 1 + sampled, StopReason.STOP),),
-        rewards={},
+        rewards=dict(rewards or {}),
         reward=0.0,
         stop=StopReason.STOP,
         group=0,
         task=task.index,
     )
-    return Conversation(trajectory, task.messages, (Message("assistant", text),), 1)
+    return Conversation(trajectory, tuple(opening), tuple(exchange), 1)
 
 
 @dataclass(frozen=True)
@@ -177,6 +187,7 @@ class ScoredGroup:
     trajectories: list[Trajectory]  # with their rewards
     scoring: Mapping[str, ScoringMetrics]  # by reward
     is_dropped: bool = False  # since a reward with `on_error: drop_group` failed
+    earlier: Sequence[tuple[Trajectory, ...]] = ()  # further branches of each, with rewards of their turns
 
 
 class Rewards:
@@ -189,10 +200,13 @@ class Rewards:
         chat: bool,
         seconds: float,
         outage_seconds: float = 0.0,
+        decode: Decode | None = None,
     ) -> None:
         """`weights` are the environment's; `seconds` bound a call without a deadline, `outage_seconds` the
-        wait for a service that does not answer. Raises RewardError.
+        wait for a service that does not answer. `decode`, of the policy's tokenizer, finds the tokens of
+        steps. Raises RewardError.
         """
+        self._decode = decode
         self._weights, self._chat = dict(weights), chat
         for config in rewards:
             if config.metric in self._weights:
@@ -211,7 +225,8 @@ class Rewards:
         """
         whole = [c for c in conversations if c.trajectory.error is None]
         if not whole:
-            return ScoredGroup([c.trajectory for c in conversations], {})
+            trajectories = [c.trajectory for c in conversations]
+            return ScoredGroup(trajectories, {}, earlier=[c.earlier for c in conversations])
         answers, scoring = Answers(task, whole, self._chat), {}
         scored = list(await asyncio.gather(*(scorer.score(answers) for scorer in self._scorers)))
         is_dropped = False
@@ -228,12 +243,25 @@ class Rewards:
                 scores = [0.0 if isinstance(score, Failed) else score for score in one.scores]
                 scored[number] = replace(one, scores=scores)
             scoring[scorer.name] = ScoringMetrics(reasons.total(), one.seconds, one.waited, one.retries)
+        in_steps = (self._with_steps(c, scored, row) for row, c in enumerate(whole))
+        conversations = [next(in_steps) if c.trajectory.error is None else c for c in conversations]
+        whole = [c for c in conversations if c.trajectory.error is None]
         of_whole = (self._with_rewards(c.trajectory, scored, row) for row, c in enumerate(whole))
         trajectories = [next(of_whole) if c.trajectory.error is None else c.trajectory for c in conversations]
-        return ScoredGroup(trajectories, scoring, is_dropped)
+        earlier = [tuple(map(self._with_turns, c.earlier)) for c in conversations]
+        return ScoredGroup(trajectories, scoring, is_dropped, earlier)
 
     async def close(self) -> None:
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))
+
+    def _with_steps(self, conversation: Conversation, scored: Sequence[Scored], row: int) -> Conversation:
+        """The conversation with the rewards of its steps at their turns and tokens."""
+        for scorer, one in zip(self._scorers, scored, strict=True):
+            if isinstance(score := one.scores[row], StepRewards):
+                assert self._decode is not None, "rewards of steps require the policy's tokenizer"
+                weight = self._weights[scorer.name]
+                conversation = with_step_rewards(conversation, scorer.name, weight, score, self._decode)
+        return conversation
 
     def _with_rewards(self, trajectory: Trajectory, scored: Sequence[Scored], row: int) -> Trajectory:
         rewards = dict(trajectory.rewards)
@@ -245,11 +273,14 @@ class Rewards:
                 failed = replace(trajectory, loss_mask=mask, stop=StopReason.ERROR, error=reason)
                 return replace(failed, rewards={}, reward=0.0)
             if score is not None:
-                rewards[scorer.name] = score
+                rewards[scorer.name] = score.total if isinstance(score, StepRewards) else score
         if unknown := sorted(rewards.keys() - self._weights.keys()):
             raise RewardError(f"the environment gave the rewards {', '.join(unknown)}, which have no weight")
+        return replace(self._with_turns(trajectory), rewards=rewards, reward=self._weighted(rewards))
+
+    def _with_turns(self, trajectory: Trajectory) -> Trajectory:
         turns = tuple(replace(turn, reward=self._weighted(turn.rewards)) for turn in trajectory.turns)
-        return replace(trajectory, turns=turns, rewards=rewards, reward=self._weighted(rewards))
+        return replace(trajectory, turns=turns)
 
     def _weighted(self, rewards: dict[str, float]) -> float:
         return sum(self._weights[name] * value for name, value in rewards.items())

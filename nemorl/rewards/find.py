@@ -10,12 +10,13 @@ All are called by keyword, and each gets those columns of the task too that it h
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from nemorl.config.base import NotImported, did_you_mean, function_at
 from nemorl.config.environment import FunctionRewardConfig, Signature
 
-from .functions import BUILT_IN
+from .functions import BUILT_IN, PACKAGES
 
 # What a signature gives in addition to the columns of the task.
 GIVEN: dict[Signature, frozenset[str]] = {
@@ -65,6 +66,9 @@ def find_reward(config: FunctionRewardConfig) -> FoundReward:
         fix = "write `package.module:function` for one of your own"
         near = did_you_mean(config.function, sorted(BUILT_IN))
         raise RewardError(f"unknown {name}; {near}built-in rewards: {built_in}; {fix}")
+    if (package := PACKAGES.get(config.function)) is not None and find_spec(package) is None:
+        fix = "install it with `pip install 'nemorl[rewards]'`"
+        raise RewardError(f"{name} uses the package {package}, which is missing; {fix}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise RewardError(f"{name} yields: return a list with a number for each completion")
     parameters = inspect.signature(function).parameters.values()

@@ -5,11 +5,13 @@ a list of messages `{"role", "content"}` (chat), as in TRL. `|y|` is the number 
 end token included; results of tools are not among them.
 """
 
-from collections.abc import Callable, Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from nemorl.environments.tags import last_tagged
-
-Completion = str | Sequence[dict[str, str]]
+from .instructions import instructions
+from .texts import Completion, json_in, last_text, said_in
 
 
 def exact_match(
@@ -19,10 +21,9 @@ def exact_match(
 
     With `tag`, the text inside the last `<tag>...</tag>` is compared, and a missing one is worth 0.
     """
-    texts = [text if tag is None else last_tagged(text, tag) for text in map(last_text, completions)]
     return [
         None if expected is None else float(text is not None and text.strip() == expected.strip())
-        for text, expected in zip(texts, answer, strict=True)
+        for text, expected in zip(said_in(completions, tag), answer, strict=True)
     ]
 
 
@@ -41,11 +42,106 @@ def format_tags(completions: Sequence[Completion], tag: str = "answer") -> list[
     return rewards
 
 
-def last_text(completion: Completion) -> str:
-    if isinstance(completion, str):
-        return completion
-    said = [message["content"] for message in completion if message["role"] == "assistant"]
-    return said[-1] if said else ""
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# Ways to name a choice, of which the last in the text counts: \boxed{B}; the answer is (B); Answer: **B**.
+_STATED = re.compile(r"\\boxed\{\W{0,3}([A-Z])\W{0,3}\}|\b[Aa]nswer(?: is|:)\W{0,6}([A-Z])\b")
+_ALONE = re.compile(r"\W{0,3}([A-Z])(?:[).:\]*].*|\W{0,3})", re.DOTALL)  # a complete answer: B, (B), B) Paris
+
+
+def multiple_choice(
+    completions: Sequence[Completion], answer: Sequence[str | None], tag: str | None = None
+) -> list[float | None]:
+    """1 for the letter of the right choice, else 0; None without an answer.
+
+    The task's answer is a letter, or a number counted from 0. The letter in the text is the last one after
+    `answer is` or `answer:` or in `\\boxed{}`, or the one at its start, as in `B` or `(B) Paris`. With `tag`
+    it is searched inside the last `<tag>...</tag>`. Raises ValueError if the task's answer names no choice.
+    """
+    rewards: list[float | None] = []
+    for text, expected in zip(said_in(completions, tag), answer, strict=True):
+        if expected is None:
+            rewards.append(None)
+            continue
+        right = expected.strip().strip("().").upper()
+        if right.isdecimal() and int(right) < len(LETTERS):
+            right = LETTERS[int(right)]
+        if len(right) != 1 or right not in LETTERS:
+            raise ValueError(f"the task's answer is {expected!r}: expected a letter, or a number from 0")
+        rewards.append(float(_choice(text or "") == right))
+    return rewards
+
+
+def _choice(text: str) -> str | None:
+    if stated := _STATED.findall(text):
+        boxed, after = stated[-1]
+        return str(boxed or after)
+    alone = _ALONE.fullmatch(text.strip())
+    return alone and alone[1]
+
+
+def fuzzy_match(
+    completions: Sequence[Completion],
+    answer: Sequence[str | None],
+    tag: str | None = None,
+    min_similarity: float = 0.0,
+) -> list[float | None]:
+    """The similarity of the text to the answer, 0 to 1; 0 below `min_similarity`; None without an answer.
+
+    It is `1 - d / (len(a) + len(b))`, d the number of characters to insert and to delete, without regard to
+    case and punctuation (rapidfuzz's `ratio`). A missing `<tag>...</tag>` is worth 0.
+    """
+    from rapidfuzz import fuzz, utils
+
+    return [
+        None
+        if expected is None
+        else fuzz.ratio(
+            text or "", expected, processor=utils.default_process, score_cutoff=100 * min_similarity
+        )
+        / 100
+        for text, expected in zip(said_in(completions, tag), answer, strict=True)
+    ]
+
+
+def json_schema(
+    completions: Sequence[Completion],
+    schema: Mapping[str, Any] | Sequence[Mapping[str, Any] | str | None],
+    tag: str | None = None,
+) -> list[float | None]:
+    """1 when the text is JSON that the schema accepts, else 0; None for a task without a schema.
+
+    The schema is an argument, or a column with an object or its JSON. The text may be in a code block. The
+    schema's own `$schema` selects the draft (2020-12 by default); references to other documents are not
+    loaded. Raises ValueError for an invalid schema.
+    """
+    of_answers = [schema] * len(completions) if isinstance(schema, Mapping) else schema
+    validators = {text: _validator(text) for text in {_as_json(one) for one in of_answers if one is not None}}
+    rewards: list[float | None] = []
+    for text, one in zip(said_in(completions, tag), of_answers, strict=True):
+        if one is None:
+            rewards.append(None)
+            continue
+        found, value = json_in(text or "")
+        rewards.append(float(found and validators[_as_json(one)].is_valid(value)))
+    return rewards
+
+
+def _as_json(schema: Mapping[str, Any] | str) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema, sort_keys=True)
+
+
+def _validator(text: str) -> Any:
+    from jsonschema import Draft202012Validator, SchemaError
+    from jsonschema.validators import validator_for
+    from referencing import Registry
+
+    try:
+        schema = json.loads(text)
+        kind = validator_for(schema, default=Draft202012Validator)
+        kind.check_schema(schema)
+    except (ValueError, SchemaError) as error:
+        raise ValueError(f"invalid JSON schema: {str(error).splitlines()[0]}") from error
+    return kind(schema, registry=Registry())  # an empty one, which loads nothing
 
 
 Ids = Sequence[Sequence[int]]
@@ -108,8 +204,14 @@ def repetition_penalty(sampled_ids: Ids, n: int = 3) -> list[float]:
 BUILT_IN: dict[str, Callable[..., Sequence[float | None]]] = {
     "exact_match": exact_match,
     "format_tags": format_tags,
+    "fuzzy_match": fuzzy_match,
+    "instructions": instructions,
+    "json_schema": json_schema,
     "length_penalty": length_penalty,
+    "multiple_choice": multiple_choice,
     "overlong_penalty": overlong_penalty,
     "relative_length": relative_length,
     "repetition_penalty": repetition_penalty,
 }
+# What those of the extra `rewards` import.
+PACKAGES = {"fuzzy_match": "rapidfuzz", "instructions": "langdetect", "json_schema": "jsonschema"}

@@ -18,6 +18,8 @@ from typing import Any, Generic, TypeVar
 from nemorl.config.environment import RewardBase
 from nemorl.trajectories import Conversation, Message, Task
 
+from .steps import StepRewards
+
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.5, 10.0  # between attempts at a call that is not answered
 
 Columns = dict[str, list[Any]]
@@ -31,7 +33,7 @@ class Failed:
     reason: str  # why there is no score; the sentence names the reward
 
 
-Score = float | None | Failed  # None: the reward does not apply to this answer
+Score = float | None | Failed | StepRewards  # None: the reward does not apply to this answer
 
 
 @dataclass(frozen=True)
@@ -61,31 +63,49 @@ class Answers:
     def __len__(self) -> int:
         return len(self.conversations)
 
-    def parts(self, size: int) -> list["Answers"]:
-        starts = range(0, len(self), size)
-        return [replace(self, conversations=self.conversations[start : start + size]) for start in starts]
+    def parts(self, size: int) -> list[tuple[Sequence[int], "Answers"]]:
+        """Places and answers of each call: at most `size`, of one player."""
+        by_player: dict[str, list[int]] = {}
+        for place, conversation in enumerate(self.conversations):
+            by_player.setdefault(conversation.trajectory.player, []).append(place)
+        of_calls = [
+            places[start : start + size]
+            for places in by_player.values()
+            for start in range(0, len(places), size)
+        ]
+        return [
+            (places, replace(self, conversations=[self.conversations[place] for place in places]))
+            for places in of_calls
+        ]
 
     @cached_property
     def columns(self) -> Columns:
         """Keyword arguments of reward functions: a list each, one entry an answer."""
 
-        def shaped(messages: Sequence[Message]) -> str | list[dict[str, str]]:
+        def shaped(messages: Sequence[Message]) -> str | list[dict[str, Any]]:
             return as_dicts(messages) if self.chat else "".join(m.content for m in messages)
 
         conversations = self.conversations
         of_task = {**self.task.columns, "answer": self.task.answer}
+        of_episodes = dict.fromkeys(key for c in conversations for key in c.columns)
+        players = [c.trajectory.player for c in conversations]
         return {
+            **({"player": players} if any(players) else {}),
+            **{key: [c.columns.get(key) for c in conversations] for key in of_episodes},
             **{key: [value] * len(self) for key, value in of_task.items()},
             "prompts": [shaped(c.opening) for c in conversations],
             "completions": [shaped(c.exchange) for c in conversations],
             "completion_ids": [c.trajectory.tokens[c.num_prompt_tokens :].tolist() for c in conversations],
-            "sampled_ids": [c.trajectory.tokens[c.trajectory.loss_mask].tolist() for c in conversations],
+            "sampled_ids": [
+                [token for one in (*c.earlier, c.trajectory) for token in one.tokens[one.loss_mask].tolist()]
+                for c in conversations
+            ],
         }
 
 
-def as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """Messages as chat templates and servers take them."""
-    return [{"role": m.role, "content": m.content} for m in messages]
+def as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates and reward functions take them."""
+    return [message.as_dict() for message in messages]
 
 
 def text_of(messages: Sequence[Message]) -> str:
@@ -212,8 +232,12 @@ class Scorer(ABC):
 
     async def score(self, answers: Answers) -> Scored:
         """A score for each answer; what goes wrong is in them. Raises RewardError for what none can have."""
-        parts = await asyncio.gather(*map(self._score_part, answers.parts(self._part_size(answers))))
-        scores = [score for part in parts for score in part.scores]
+        calls = answers.parts(self._part_size(answers))
+        parts = await asyncio.gather(*(self._score_part(part) for _, part in calls))
+        scores: list[Score] = [None] * len(answers)
+        for (places, _), part in zip(calls, parts, strict=True):
+            for place, score in zip(places, part.scores, strict=True):
+                scores[place] = score
         seconds, waited = sum(part.seconds for part in parts), sum(part.waited for part in parts)
         return Scored(scores, seconds, waited, self._take_retries())
 

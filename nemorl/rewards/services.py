@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from nemorl.config.environment import JudgeRewardConfig, ModelRewardConfig, ServiceRewardBase
+from nemorl.config.environment import (
+    JudgeRewardConfig,
+    ModelRewardConfig,
+    ServiceRewardBase,
+    StepRewardConfig,
+)
 from nemorl.generation.openai_client import MissingKey, OpenAIClient
 from nemorl.generation.types import EngineFailed
 
 from .find import RewardError
 from .scored import Answers, Attempts, Failed, Outcome, Score, Scorer, Service, as_dicts, text_of
+from .steps import StepScore, step_rewards
 
 C = TypeVar("C", bound=ServiceRewardBase)
 
@@ -113,7 +119,9 @@ class ModelServiceReward(ServiceScorer[ModelRewardConfig]):
         if self._config.protocol == "nemorl":
             parts = [(as_dicts(c.opening), as_dicts(c.exchange)) for c in conversations]
             content = [{"prompt": prompt, "completion": completion} for prompt, completion in parts]
-            return await self._client.post("/rewards", {**model, "conversations": content})
+            steps = self._config.steps
+            asked = {} if steps is None else {"steps": {"separator": steps.separator}}
+            return await self._client.post("/rewards", {**model, **asked, "conversations": content})
         whole = [(*c.opening, *c.exchange) for c in conversations]
         given: dict[str, Any] = {"input": ["".join(m.content for m in messages) for messages in whole]}
         if part.chat:
@@ -130,12 +138,22 @@ class ModelServiceReward(ServiceScorer[ModelRewardConfig]):
     def _one(self, item: dict[str, Any]) -> Score:
         if item.get("error") is not None:
             return Failed(f"{self.label}: {item['error']}")
+        if (steps := self._config.steps) is not None:
+            return self._of_steps(item, steps)
         score = item.get("probs" if self._config.protocol == "vllm" else "reward")
         if self._config.protocol == "vllm" and isinstance(score, list) and len(score) == 1:
             score = score[0]
         if isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score):
             return float(score)
         return Failed(f"{self.label}: the server's score is {shortened(score)}: expected a finite number")
+
+    def _of_steps(self, item: dict[str, Any], steps: StepRewardConfig) -> Score:
+        try:
+            scores = [StepScore(s["turn"], s["end"], float(s["reward"])) for s in item["steps"]]
+            return step_rewards(scores, steps.reduce)
+        except (KeyError, TypeError, ValueError):
+            expected = "expected a list `steps` with a score for each"
+            return Failed(f"{self.label}: the server answered {shortened(item)}: {expected}")
 
 
 def filled(template: str, given: dict[str, str]) -> str:

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence, Set
 from dataclasses import replace
+from heapq import heapify, heapreplace
 from typing import Any, Protocol
 
 from nemorl.errors import RunError
@@ -49,21 +50,27 @@ class Dispatcher:
         """`seconds` limits the wait for one more group."""
         self._workers = workers
         self.seconds = seconds
-        self._waiting: defaultdict[RolloutProcess, set[int]] = defaultdict(set)  # groups still to finish
+        # Groups still to finish, each with the oldest version that can have sampled a token of it.
+        self._waiting: defaultdict[RolloutProcess, dict[int, int]] = defaultdict(dict)
         self._outcomes: asyncio.Queue[GroupSummary | Dropped | Exception] = asyncio.Queue()
         self._calls: set[asyncio.Task[None]] = set()
 
-    def start(self, assignments: Iterable[GroupAssignment]) -> None:
-        """Begin to sample these groups: one call for each worker that gets some.
+    def start(self, assignments: Sequence[GroupAssignment], version: int = 0) -> None:
+        """Begin to sample these groups with the weights of `version` or newer.
 
         Without a worker that is up they wait for those that return.
         """
+        if not assignments:
+            return
         workers = [worker for worker in self._workers if worker.is_up] or self._workers
         shares: defaultdict[RolloutProcess, list[GroupAssignment]] = defaultdict(list)
+        least = [(len(self._waiting[worker]), number) for number, worker in enumerate(workers)]
+        heapify(least)
         for assignment in assignments:
-            worker = min(workers, key=lambda worker: len(self._waiting[worker]))
-            shares[worker].append(assignment)
-            self._waiting[worker].add(assignment.group)
+            count, number = least[0]
+            shares[workers[number]].append(assignment)
+            self._waiting[workers[number]][assignment.group] = version
+            heapreplace(least, (count + 1, number))
         for worker, share in shares.items():
             self._keep(self._follow(worker, share))
 
@@ -77,13 +84,13 @@ class Dispatcher:
     def abort_stale(self, oldest: int) -> None:
         """Have the workers drop what runs and is too old; they do it meanwhile."""
         for worker, waiting in self._waiting.items():
-            if waiting:
+            if any(version < oldest for version in waiting.values()):
                 self._keep(worker.abort_stale(oldest))
 
     def abort_groups(self, groups: Set[int]) -> None:
         """Have the workers drop these groups; they do it meanwhile."""
         for worker, waiting in self._waiting.items():
-            if ended := sorted(waiting & groups):
+            if ended := sorted(waiting.keys() & groups):
                 self._keep(worker.abort_groups(ended))
 
     async def close(self) -> None:
@@ -117,7 +124,7 @@ class Dispatcher:
         try:
             async for outcome in worker.run_groups(share):
                 left.remove(outcome.group)
-                self._waiting[worker].discard(outcome.group)
+                self._waiting[worker].pop(outcome.group, None)
                 self._outcomes.put_nowait(outcome)
             if left:
                 number = self._workers.index(worker)
@@ -144,7 +151,7 @@ class Collector:
 
     @property
     def place(self) -> DataPlace:
-        return self._schedule.place
+        return self._schedule.resume_place
 
     def queues(self) -> dict[str, float]:
         """Groups running, ready for a step, and to be finished by each worker."""
@@ -157,6 +164,10 @@ class Collector:
         self._schedule.dropped, self._schedule.given_up = [], []
         return dropped, given_up
 
+    def take_order_metrics(self) -> dict[str, float]:
+        """What the order of tasks did since the last call."""
+        return self._schedule.order.take_metrics()
+
     def rewind(self, step: int, place: DataPlace, lineage: Lineage) -> None:
         """Continue from an earlier step between two steps, as `GroupSchedule.rewind`."""
         self._schedule.rewind(step, place, lineage)
@@ -165,7 +176,7 @@ class Collector:
         """Generation has weights of `version` now, counted in steps of the run: start what this allows."""
         self._schedule.advance(version)
         self._dispatcher.abort_stale(self._schedule.oldest_version)
-        self._dispatcher.start(self._schedule.start())
+        self._start()
         if self._collecting is None:
             self._collecting = asyncio.create_task(self._collect())
 
@@ -184,7 +195,7 @@ class Collector:
                 reported = ready
             if (batch := self._schedule.take()) is not None:
                 break
-            self._dispatcher.start(self._schedule.start())  # in place of what was too old
+            self._start()  # in place of what was too old
             await self._change(ready)
         self._dispatcher.abort_groups(self._schedule.cut_off)
         while self._schedule.cut_off:
@@ -196,6 +207,9 @@ class Collector:
             self._collecting.cancel()
             await asyncio.gather(self._collecting, return_exceptions=True)
         await self._dispatcher.close()
+
+    def _start(self) -> None:
+        self._dispatcher.start(self._schedule.start(), self._schedule.version)
 
     async def _change(self, ready: int) -> None:
         """Wait until a group ends; the deadline is for one that finishes. `ready` is for the error."""
@@ -232,7 +246,7 @@ class Collector:
                     num_failed = 0
                     self._schedule.finish(outcome)
                     self._progress_at = asyncio.get_running_loop().time()
-                self._dispatcher.start(self._schedule.start())
+                self._start()
                 self._changed.set()
         finally:
             self._changed.set()  # `next_batch` raises what ended this

@@ -9,19 +9,15 @@ decrease: Chiu and Jain 1989, "Analysis of the increase and decrease algorithms 
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol, TypeVar
 
-from nemorl.errors import NemorlError
 from nemorl.generation.types import EngineHealth
 
 MAX_QUEUED = 0.1  # share of their time in an engine that requests may wait
 DECREASE = 0.8
 PERIOD_SECONDS = 1.0  # between two observations
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -104,31 +100,15 @@ def queued_share(engines: Sequence[EngineHealth]) -> float:
     return sum(engine.queued for engine in engines) / requests if requests else 0.0
 
 
-async def _answers(calls: Iterable[Awaitable[T]]) -> list[T]:
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException) and not isinstance(outcome, NemorlError):
-            raise outcome
-    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
-
-
-class Engine(Protocol):
-    async def health(self, seconds: float, /) -> EngineHealth: ...
-
-
-class Sampler(Protocol):
-    async def set_concurrency(self, limit: int, /) -> PlacesUse:
-        """Set the number of trajectories that a rollout worker samples at a time."""
-
-
 @dataclass
 class ConcurrencyControl:
     """Distributes a limit over rollout workers and adapts it. Belongs to one event loop."""
 
     limit: ConcurrencyLimit
-    engines: Callable[[], Sequence[Engine]]  # those that are up
-    workers: Sequence[Sampler]
-    seconds: float  # limits the wait for the state of an engine
+    num_workers: Callable[[], int]
+    health: Callable[[], Awaitable[Sequence[EngineHealth]]]  # of the engines that answer
+    # Sets the number of trajectories that each worker samples at a time.
+    set_concurrency: Callable[[int], Awaitable[Sequence[PlacesUse]]]
 
     def __post_init__(self) -> None:
         # Of each observation since the metrics were taken: trajectories per engine, and the share of a queue.
@@ -151,11 +131,11 @@ class ConcurrencyControl:
 
     async def observe(self) -> None:
         """Adapt the limit to what engines and workers report; those that do not answer have no part in it."""
-        engines = await _answers(engine.health(self.seconds) for engine in self.engines())
+        engines = await self.health()
         if not engines:
             return
-        share = share_of_worker(self.limit.value * len(engines), len(self.workers))
-        workers = await _answers(worker.set_concurrency(share) for worker in self.workers)
+        share = share_of_worker(self.limit.value * len(engines), self.num_workers())
+        workers = await self.set_concurrency(share)
         self._in_flight.append(sum(use.in_use for use in workers) / len(engines))
         self._queued.append(queued_share(engines))
         self.limit.observe(engines, workers)

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from nemorl.config.base import NotImported
 from nemorl.config.environment import CustomEnvConfig
-from nemorl.data.tokenizer import Tokenizer, TokenizerError
+from nemorl.data.tokenizer import Tokenizer, TokenizerError, prompts_of
 from nemorl.errors import Problem
 from nemorl.trajectories import Action, Message, Step, StopReason, Task
 
@@ -25,11 +25,16 @@ class _Failed(Exception):
 
 
 def custom_environment_problems(
-    config: CustomEnvConfig, task: Task | None, seconds: float, tokenizer: Tokenizer | None = None
+    config: CustomEnvConfig,
+    task: Task | None,
+    seconds: float,
+    tokenizer: Tokenizer | None = None,
+    *,
+    chat: bool = True,
 ) -> Iterator[Problem]:
     """Construct the factory; with a task, run an episode: an empty answer, then the expected one repeated.
 
-    With the policy's tokenizer, each text of the episode is encoded.
+    With the policy's tokenizer, each text of the episode is encoded; `chat` is `data.chat`.
     """
     calls = _Calls(seconds)
     field, value, problem = "env.factory", config.factory, None
@@ -46,7 +51,8 @@ def custom_environment_problems(
         problem = _not_a_factory(factory)
         if problem is None and task is not None:
             try:
-                _episode(calls, factory, task, tokenizer)
+                in_worker = config.placement.name == "worker"
+                _episode(calls, factory, task, tokenizer, chat=chat, in_worker=in_worker)
             except _Failed as failure:
                 problem = f"{failure}; correct the environment (docs/environments.md)"
         with suppress(_Failed):
@@ -72,8 +78,18 @@ def _lacks(value: Any, what: str, *methods: str) -> str | None:
     return None
 
 
-def _episode(calls: "_Calls", factory: Any, task: Task, tokenizer: Tokenizer | None) -> None:
+def _episode(
+    calls: "_Calls", factory: Any, task: Task, tokenizer: Tokenizer | None, *, chat: bool, in_worker: bool
+) -> None:
     environment = calls.run("create()", factory.create)
+    if hasattr(environment, "run") and not hasattr(environment, "step"):  # its episodes need a model
+        if problem := _lacks(environment, "an EpisodeEnvironment", "run", "close"):
+            raise _Failed(problem)
+        calls.run("close()", environment.close, awaits=True)
+        if not in_worker:
+            called = "it runs its episodes itself and calls the model on loopback of its rollout worker"
+            raise _Failed(f"{called}, so env.placement must be worker; remove that, or give it a `step`")
+        return
     if problem := _lacks(environment, "an Environment", "reset", "step", "close"):
         raise _Failed(problem)
     try:
@@ -81,6 +97,7 @@ def _episode(calls: "_Calls", factory: Any, task: Task, tokenizer: Tokenizer | N
         if not opening or not _are_messages(opening):
             raise _Failed(f"reset() returned {_shown(opening)}; return a tuple of Messages, at least one")
         _encode(tokenizer, opening, "reset()")
+        _check_tools(tokenizer, getattr(environment, "tools", ()), chat=chat)
         for turn in range(MAX_TURNS):
             text = (task.answer or "") if turn else ""
             action = Action(text, np.zeros(1, dtype=np.int32), StopReason.STOP)
@@ -116,6 +133,20 @@ def _encode(tokenizer: Tokenizer | None, messages: Sequence[Message], called: st
         except TokenizerError as error:
             returned = f"{called} returned the text {_shown(message.content)}"
             raise _Failed(f"{returned}, but {error}; {fix}") from error
+
+
+def _check_tools(tokenizer: Tokenizer | None, tools: Any, *, chat: bool) -> None:
+    """Raises _Failed for tools that are no schemas, or that the model cannot be offered."""
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            form = '{"type": "function", "function": {"name": …, "parameters": {…}}}'
+            raise _Failed(f"its tools have {_shown(tool)} after reset(); write each as {form}")
+    if tokenizer is not None:
+        try:
+            prompts_of(tokenizer, chat).with_tools(tools)
+        except TokenizerError as error:
+            raise _Failed(f"it has tools, but {error}") from error
 
 
 def _are_messages(value: Any) -> bool:

@@ -2,9 +2,14 @@
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
+
+import numpy as np
 
 from nemorl.rewards.scored import ScoringMetrics
 from nemorl.trajectories import Conversation, StopReason, Trajectory
@@ -23,8 +28,20 @@ class GroupAssignment:
 
 
 @dataclass(frozen=True)
-class TrajectorySummary:
+class Branch:
+    """One of several token sequences of a sample, which share its reward. Each sampled token is in one."""
+
     row: int  # place in the list behind the group's reference
+    num_tokens: int
+    num_sampled: int
+    turn_rewards: tuple[float, ...] = ()  # of its turns
+
+
+@dataclass(frozen=True)
+class TrajectorySummary:
+    """A sample, or one player's part of it: one token sequence, or several that are its branches."""
+
+    row: int  # place in the list behind the group's reference; of branches that of the last one
     reward: float  # the weighted sum
     rewards: dict[str, float]  # by name, before weights; absent = not applicable
     num_tokens: int
@@ -36,11 +53,29 @@ class TrajectorySummary:
     error: str | None
     seconds_generation: float
     seconds_environment: float
-    turn_rewards: tuple[float, ...] = ()  # of each turn, weighted; the environment's alone
+    turn_rewards: tuple[float, ...] = ()  # of each turn, weighted: those of the environment and of steps
     answer: str | None = None  # canonical final answer; in validations with votes
     trains: bool = True  # False after an error, or where a filter takes it out
     environment_failed: bool = False
+    truncated: bool = False  # by a limit of its episode
     num_retries: int = 0  # attempts before this one, and what its environment did again
+    player: str = ""  # of an episode with several: each has a summary
+    fork: int = 0  # of its sample, from 1 on; 0 of what was not forked
+    branches: tuple[Branch, ...] = ()  # at least two, the last one included, or none
+
+    @cached_property
+    def sequences(self) -> tuple[Branch, ...]:
+        """The branches, or the only sequence."""
+        return self.branches or (Branch(self.row, self.num_tokens, self.num_sampled, self.turn_rewards),)
+
+    def moved(self, rows: int) -> "TrajectorySummary":
+        branches = tuple(replace(branch, row=branch.row + rows) for branch in self.branches)
+        return replace(self, row=self.row + rows, branches=branches)
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that a loss may count."""
+        return self.num_sampled if self.trains else 0
 
     @property
     def versions(self) -> range:
@@ -50,7 +85,7 @@ class TrajectorySummary:
 
 @dataclass(frozen=True)
 class SampleText:
-    row: int
+    sample: int  # of the group
     prompt: str
     completion: str
     answer: str | None = None  # what the task expects
@@ -60,11 +95,33 @@ class SampleText:
 class GroupSummary:
     group: int
     task_index: int
-    reference: Any  # what `store` gave for its list of trajectories
+    reference: Any  # of a list with its trajectories, which may be those of other groups too
     trajectories: tuple[TrajectorySummary, ...]
     texts: tuple[SampleText, ...] = ()
     greedy: TrajectorySummary | None = None  # the additional greedy sample; not in the list
     scoring: Mapping[str, ScoringMetrics] = field(default_factory=dict)  # by reward, of those computed
+    environment: str = ""  # its name, where the run has several
+
+    def moved(self, rows: int) -> "GroupSummary":
+        """For a list in which its trajectories begin after this number of others."""
+        return replace(self, trajectories=tuple(t.moved(rows) for t in self.trajectories)) if rows else self
+
+    def of_player(self, player: str) -> "GroupSummary":
+        """The group with the trajectories of one player only."""
+        return replace(self, trajectories=tuple(t for t in self.trajectories if t.player == player))
+
+    @property
+    def by_player(self) -> list["GroupSummary"]:
+        """A group for each player, whose trajectories are comparable; without players only this one."""
+        players = dict.fromkeys(t.player for t in self.trajectories if t.error is None)
+        return [self.of_player(player) for player in players] if len(players) > 1 else [self]
+
+    @property
+    def num_samples(self) -> int:
+        """Episodes, of which players and forks have a trajectory each."""
+        counts = Counter(t.player for t in self.trajectories if not t.fork)
+        without_players = counts.pop("", 0)
+        return without_players + max(counts.values(), default=0)
 
     @property
     def min_version(self) -> int:
@@ -100,24 +157,35 @@ def misses_deadline(members: Sequence[Trajectory | TrajectorySummary], min_membe
     return num_finished < min_members and any(member.stop is StopReason.DEADLINE for member in members)
 
 
-def summarize(trajectory: Trajectory, row: int, num_unfinished: int = 0) -> TrajectorySummary:
-    """`num_unfinished`: tokens of a turn that did not end, which are not in the trajectory."""
-    sampled = trajectory.versions[trajectory.versions >= 0]
+def summarize(sequences: Sequence[Trajectory], row: int, num_unfinished: int = 0) -> TrajectorySummary:
+    """Summarize a sample: its sequences, from this row on; the last one has what is said of all.
+
+    `num_unfinished`: tokens of a turn that did not end, which are not in the sequences.
+    """
+    last, turns = sequences[-1], [[turn.reward for turn in t.turns] for t in sequences]
+    versions = np.concatenate([t.versions[t.versions >= 0] for t in sequences])
+    branches = [
+        Branch(row + number, t.num_tokens, t.num_sampled, tuple(rewards))
+        for number, (t, rewards) in enumerate(zip(sequences, turns, strict=True))
+    ]
     return TrajectorySummary(
-        row=row,
-        reward=trajectory.reward,
-        rewards=trajectory.rewards,
-        num_tokens=trajectory.num_tokens + num_unfinished,
-        num_sampled=trajectory.num_sampled + num_unfinished,
-        num_turns=len(trajectory.turns),
-        stop=trajectory.stop,
-        min_version=int(sampled.min()) if len(sampled) else -1,
-        max_version=int(sampled.max()) if len(sampled) else -1,
-        error=trajectory.error,
-        seconds_generation=trajectory.seconds_generation,
-        seconds_environment=trajectory.seconds_environment,
-        turn_rewards=tuple(turn.reward for turn in trajectory.turns),
-        trains=trajectory.error is None,
+        row=branches[-1].row,
+        reward=last.reward,
+        rewards=last.rewards,
+        num_tokens=sum(t.num_tokens for t in sequences) + num_unfinished,
+        num_sampled=sum(t.num_sampled for t in sequences) + num_unfinished,
+        num_turns=sum(map(len, turns)),
+        stop=last.stop,
+        min_version=int(versions.min()) if len(versions) else -1,
+        max_version=int(versions.max()) if len(versions) else -1,
+        error=last.error,
+        seconds_generation=last.seconds_generation,
+        seconds_environment=last.seconds_environment,
+        turn_rewards=tuple(chain(*turns)),
+        trains=last.error is None,
+        player=last.player,
+        fork=last.fork,
+        branches=tuple(branches) if len(branches) > 1 else (),
     )
 
 

@@ -22,40 +22,19 @@ Nothing here waits or reads a clock: a collector calls it in real time, the simu
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-
-import numpy as np
+from itertools import chain
 
 from .groups import Dropped, DropReason, GroupAssignment, GroupSummary
+from .order import Feedback, Order
 from .versions import UNBROKEN, Lineage
 
 # Attempts at one group that fail, or end too old or at its deadline. What is slower than these allow would
 # otherwise be sampled for ever, and never trained on. Of attempts that may be cut off the last is waited for.
 MAX_ATTEMPTS = 3
 _GIVEN_UP_AFTER: frozenset[DropReason] = frozenset({"too_old", "aborted", "deadline", "failed"})
-
-
-class TaskOrder:
-    """Task index of every global position 0, 1, 2, …; each epoch visits every task once.
-
-    A run keeps its place in the data as positions: the order needs no state of its own.
-    """
-
-    def __init__(self, num_tasks: int, seed: int, shuffle: bool) -> None:
-        if num_tasks < 1:
-            raise ValueError("an order needs at least one task")
-        self._num_tasks, self._shuffle = num_tasks, shuffle
-        # A step rarely touches more than two epochs, and a permutation may be large.
-        self._permutation = lru_cache(maxsize=2)(
-            lambda epoch: np.random.default_rng((seed, epoch)).permutation(num_tasks)
-        )
-
-    def task_index(self, position: int) -> int:
-        epoch, place = divmod(position, self._num_tasks)
-        return int(self._permutation(epoch)[place]) if self._shuffle else place
 
 
 @dataclass(frozen=True)
@@ -87,13 +66,14 @@ class DataPlace:
 
     position: int = 0  # every group before it has been handed out
     beyond: tuple[int, ...] = ()  # groups after it that have been handed out too
+    feedback: Feedback | None = None  # of an order by pass rates
 
 
 @dataclass
 class GroupSchedule:
     """The state of every group of a run, as one machine; all methods return immediately."""
 
-    order: TaskOrder
+    order: Order
     plan: CollectorPlan
     steps_taken: int = 0  # steps whose groups were handed out, since the run began
     place: DataPlace = DataPlace()
@@ -104,6 +84,7 @@ class GroupSchedule:
 
     def __post_init__(self) -> None:
         self._version = self.steps_taken  # of the weights that sample, in steps
+        self.order.restore(self.place.feedback)
         self._next = self.place.position  # the first group never started
         self._handed_out = set(self.place.beyond)  # after the place
         self._waiting: list[int] = []  # a heap of groups to start again
@@ -111,6 +92,7 @@ class GroupSchedule:
         self._running: set[int] = set()
         self._cut_off: set[int] = set()  # of the running ones
         self._ready: list[GroupSummary] = []
+        self._num_usable = 0  # of the ready groups, the first, which the next step may train on
         self._refused: list[GroupSummary] = []  # since the last step was taken
 
     @property
@@ -133,6 +115,16 @@ class GroupSchedule:
         return len(self._refused)
 
     @property
+    def version(self) -> int:
+        """Of the weights that sample."""
+        return self.lineage.version(self._version)
+
+    @property
+    def resume_place(self) -> DataPlace:
+        """The place, for a checkpoint."""
+        return replace(self.place, feedback=self.order.feedback)
+
+    @property
     def oldest_version(self) -> int:
         """Groups with tokens of an older version are too old for the next step."""
         if self.plan.fixed_weights:
@@ -151,10 +143,12 @@ class GroupSchedule:
         self.steps_taken = self._version = step
         self.place, self._handed_out, self.lineage = place, set(place.beyond), lineage
         self._ready, self._refused = map(self._still_usable, (self._ready, self._refused))
+        self._num_usable = len(self._ready)
         finished = {group.group for group in (*self._ready, *self._refused)}
         elsewhere = finished | self._running | self._handed_out
         self._waiting = [group for group in range(place.position, self._next) if group not in elsewhere]
         self.given_up = [group for group in self.given_up if group not in self._waiting]
+        self.order.reopen(self._waiting)
 
     def start(self) -> list[GroupAssignment]:
         """The groups that may start now; the caller starts all of them."""
@@ -196,7 +190,9 @@ class GroupSchedule:
         Of those that are ready the oldest. With `refill` the refused groups are among them, so that there may
         be more than a step trains, or fewer that are accepted.
         """
-        self._drop_ready(self._drop_reason)
+        new = self._ready[self._num_usable :]
+        self._ready[self._num_usable :] = self._without_dropped(new, self._drop_reason)
+        self._num_usable = len(self._ready)
         cuts_off = self.plan.extra_groups > 0 and self.plan.max_staleness == 0
         if cuts_off and any(map(self._is_overdue, self._running)):
             return None
@@ -210,22 +206,28 @@ class GroupSchedule:
         taken += self._refused
         self._refused = []
         self.steps_taken += 1
-        self._hand_out(group.group for group in taken)
+        taken.sort(key=lambda group: group.group)
+        self._hand_out([group.group for group in taken], taken)
+        self._num_usable = 0
         if cuts_off:
-            self._drop_ready(lambda _: "cut_off")
+            self._ready = self._without_dropped(self._ready, lambda _: "cut_off")
             self._cut_off = set(self._running)
-        return sorted(taken, key=lambda group: group.group)
+        return taken
 
     def _is_overdue(self, group: int) -> bool:
         return self._attempts[group] >= MAX_ATTEMPTS - 1
 
-    def _drop_ready(self, reason_of: Callable[[GroupSummary], DropReason | None]) -> None:
-        ready, self._ready = self._ready, []
-        for group in ready:
+    def _without_dropped(
+        self, groups: Sequence[GroupSummary], reason_of: Callable[[GroupSummary], DropReason | None]
+    ) -> list[GroupSummary]:
+        """The groups without a reason; the others are sampled again."""
+        kept = []
+        for group in groups:
             if (reason := reason_of(group)) is None:
-                self._ready.append(group)
+                kept.append(group)
             else:
                 self._again(Dropped.of_summary(group, reason))
+        return kept
 
     def _still_usable(self, groups: Sequence[GroupSummary]) -> list[GroupSummary]:
         """The groups that the next step may train on; the others do not count as attempts."""
@@ -237,7 +239,8 @@ class GroupSchedule:
         """Why the next step may not train on a group, if it may not."""
         if self.plan.fixed_weights:
             return None
-        versions = {version for t in group.trajectories for version in t.versions}
+        spans = {(t.min_version, t.max_version): t.versions for t in group.trajectories}  # mostly one
+        versions = set(chain(*spans.values()))
         if not self.plan.trains_discarded and any(map(self.lineage.discarded, versions)):
             return "discarded"
         current = self.lineage.version(self.steps_taken)
@@ -275,7 +278,8 @@ class GroupSchedule:
             attempt=self._attempts[group],
         )
 
-    def _hand_out(self, groups: Iterable[int]) -> None:
+    def _hand_out(self, groups: Sequence[int], results: Sequence[GroupSummary] = ()) -> None:
+        self.order.hand_out(groups, results)
         for group in groups:
             self._attempts.pop(group, None)
             self._handed_out.add(group)

@@ -66,10 +66,13 @@ class Lineage:
         return step > fork
 
     def _place(self, version: int) -> tuple[int, int]:
-        """Steps taken for a version, and how many of them are on the present branch."""
-        pieces = [piece for piece in self.pieces() if piece[0] <= version]
-        _, offset, fork = pieces[-1]
-        step = version + offset
+        """Steps taken for a version, and how many of them are on the present branch.
+
+        A version before the first epoch, as of an engine that never changes in a resumed run, counts to it.
+        """
+        first, *later = self.pieces()
+        _, offset, fork = [first, *(piece for piece in later if piece[0] <= version)][-1]
+        step = max(0, version + offset)
         return step, step if fork is None else min(step, fork)
 
 

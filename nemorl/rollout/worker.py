@@ -3,16 +3,19 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain, islice
+from operator import getitem
+from typing import TYPE_CHECKING, Any
 
 from nemorl.config.algorithm import OnlineBase
+from nemorl.config.environment import ActorPlacement, EnvBase, ServerPlacement
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig
-from nemorl.data.datasets import load_tasks
-from nemorl.data.tokenizer import load_tokenizer, prompts_of
+from nemorl.data.datasets import DatasetError, load_tasks, reads
+from nemorl.data.tokenizer import EXAMPLE_TOOLS, load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
@@ -30,7 +33,13 @@ from .groups import (
     misses_deadline,
     summarize,
 )
-from .turn_loop import ConversationFailed, Record, SampleKey, TurnLimits, TurnLoop
+from .turn_loop import ConversationFailed, Record, SampleKey, Sampler, TurnLimits, TurnLoop
+
+if TYPE_CHECKING:
+    from nemorl.cluster.worker import Worker  # with Ray
+
+    from .episodes import EpisodeLoop
+    from .remote_environments import ActorFactory, RemoteFactory
 
 Store = Callable[[list[Trajectory]], Any]
 
@@ -47,13 +56,27 @@ class _Running:
         self.work.cancel()
 
 
+@dataclass(frozen=True)
+class EnvironmentKind:
+    """The environments of one section of the config, and what their conversations share."""
+
+    name: str  # by which tasks name it; empty for the only one
+    config: EnvBase
+    factory: EnvironmentFactory
+    turns: TurnLoop
+    calls: Service  # single ones, for stall reports
+    episodes: Service
+    remote: "RemoteFactory | None" = None  # the factory, if its environments run elsewhere
+
+
 class GroupRunner(ABC):
     """Samples groups in one event loop, and ends those that became too old."""
 
     is_up = True  # in the process of its caller
 
     def __init__(self) -> None:
-        self._running: set[_Running] = set()
+        self._running: dict[_Running, None] = {}  # in their order
+        self._calls: dict[int, list[asyncio.Task[GroupSummary | Dropped]]] = {}  # groups still to hand over
         self._num_stale = 0  # groups that were ended for their age since the last report
 
     async def run_groups(
@@ -67,6 +90,41 @@ class GroupRunner(ABC):
         finally:
             for group in groups:
                 group.cancel()
+
+    async def run_more(
+        self, call: int, assignments: Sequence[GroupAssignment]
+    ) -> tuple[list[Trajectory], list[GroupSummary | Dropped]]:
+        """Begin these groups of a call from another process, and hand over those of it that have ended.
+
+        At least one, and together what has ended until the caller asks, since each answer costs it a
+        millisecond. The first value has the trajectories of all that are handed over: a value of its own
+        belongs to the caller's process. A reference in a summary would belong to this one, which may drop it
+        before the caller has it. Raises like `run_groups`; the caller then ends the call.
+        """
+        begun = [asyncio.ensure_future(self._run_or_drop(assignment)) for assignment in assignments]
+        groups = self._calls.setdefault(call, [])
+        groups += begun
+        await asyncio.wait(groups, return_when=asyncio.FIRST_COMPLETED)
+        if call not in self._calls:
+            return [], []
+        ended, left = [g for g in groups if g.done()], [g for g in groups if not g.done()]
+        groups[:] = left
+        if not left:
+            del self._calls[call]
+        trajectories: list[Trajectory] = []
+        outcomes: list[GroupSummary | Dropped] = []
+        for outcome in (group.result() for group in ended):
+            if isinstance(outcome, Dropped):
+                outcomes.append(outcome)
+            else:
+                outcomes.append(replace(outcome.moved(len(trajectories)), reference=None))
+                trajectories += outcome.reference
+        return trajectories, outcomes
+
+    async def end_call(self, call: int) -> None:
+        """End the groups of a call that were not handed over."""
+        for group in self._calls.pop(call, []):
+            group.cancel()
 
     async def abort_stale(self, oldest: int) -> None:
         """Drop the training groups with a token that was sampled by weights older than version `oldest`."""
@@ -96,7 +154,7 @@ class GroupRunner(ABC):
         records = [Record() for _ in range(assignment.num_samples + assignment.greedy_baseline)]
         work = asyncio.ensure_future(self._run_group(assignment, records))
         running = _Running(assignment, records, work)
-        self._running.add(running)
+        self._running[running] = None
         try:
             return await work
         except asyncio.CancelledError:
@@ -104,7 +162,7 @@ class GroupRunner(ABC):
                 raise
             return Dropped(assignment.group, running.dropped_for, tuple(r.num_sampled for r in records))
         finally:
-            self._running.discard(running)
+            self._running.pop(running, None)
 
     @abstractmethod
     async def _run_group(
@@ -116,8 +174,18 @@ class GroupRunner(ABC):
 class RolloutWorker(GroupRunner):
     """Runs turn loops, environments and rewards in one event loop; imports neither torch nor Ray."""
 
-    def __init__(self, experiment: Experiment, generator: Generator, store: Store) -> None:
-        """`store` keeps trajectories by reference. Raises DatasetError, TokenizerError or RewardError."""
+    def __init__(
+        self,
+        experiment: Experiment,
+        generator: Generator,
+        store: Store,
+        rank: int = 0,
+        actors: "Mapping[str, Sequence[Worker]] | None" = None,
+    ) -> None:
+        """`store` keeps trajectories by reference; `actors` are those of environments, by name.
+
+        Raises DatasetError, TokenizerError, RewardError or RunError.
+        """
         super().__init__()
         self._seed, self._store, data = experiment.seed, store, experiment.data
         self._tasks = load_tasks(data.train, data)
@@ -128,9 +196,13 @@ class RolloutWorker(GroupRunner):
         self._sampling = {False: _params(sampling), True: _params(validation.sampling or sampling)}
         self._tokenizer = load_tokenizer(experiment.policy)
         self._env, deadlines = experiment.env, experiment.cluster.deadlines
-        self._environments: EnvironmentFactory = experiment.env.make_factory()
-        weights, outage_seconds = self._environments.reward_weights, deadlines.outage_seconds
-        self._rewards = Rewards(experiment.rewards, weights, data.chat, deadlines.environment, outage_seconds)
+        self._remote: dict[str, RemoteFactory] = {}  # of environments that run elsewhere
+        self._in_actors: dict[str, ActorFactory] = {}  # of those in actors
+        factories = self._factories(experiment, rank, actors or {})
+        weights = {n: weight for one in factories.values() for n, weight in one.reward_weights.items()}
+        outage_seconds = deadlines.outage_seconds
+        decode, seconds = self._tokenizer.decode, deadlines.environment
+        self._rewards = Rewards(experiment.rewards, weights, data.chat, seconds, outage_seconds, decode)
         limits = TurnLimits(
             max_sequence_length=experiment.policy.max_sequence_length,
             max_new_tokens=experiment.generation.max_new_tokens,
@@ -146,10 +218,43 @@ class RolloutWorker(GroupRunner):
         self._places: Places | None = None  # without a limit
         if (per_engine := generation.initial_concurrency) is not None:
             self._places = Places(share_of_worker(per_engine * generation.replicas, num_workers))
-        self._calls = Service(f"environment `{experiment.env.name}`")  # single ones, for stall reports
-        self._episodes = Service(self._calls.name, outage_seconds)
         prompts = prompts_of(self._tokenizer, data.chat)
-        self._turns = TurnLoop(generator, self._tokenizer, prompts, limits, self._calls)
+        if any(one.has_tools for one in experiment.env.environments.values()):
+            prompts.with_tools(EXAMPLE_TOOLS)
+        self._environments: dict[str, EnvironmentKind] = {}
+        self._episode_loops: dict[str, EpisodeLoop] = {}  # of environments that own their loop
+        for name, config in experiment.env.environments.items():
+            label = f"environment `{name or config.name}`"
+            calls, episodes = Service(label), Service(label, outage_seconds)
+            of_kind = replace(limits, episode=config.limits)
+            turns = TurnLoop(Sampler(generator, self._tokenizer, prompts, of_kind, calls))
+            kind = EnvironmentKind(name, config, factories[name], turns, calls, episodes)
+            self._environments[name] = replace(kind, remote=self._remote.get(name))
+
+    def _factories(
+        self, experiment: Experiment, rank: int, actors: "Mapping[str, Sequence[Worker]]"
+    ) -> dict[str, EnvironmentFactory]:
+        factories: dict[str, EnvironmentFactory] = {}
+        process = f"{experiment.run_dir.absolute()} rollout {rank}"
+        for name, config in experiment.env.environments.items():
+            if isinstance(config.placement, ServerPlacement):
+                from .remote_environments import factory_behind_server
+
+                remote = factory_behind_server(config, config.placement, process, name)
+                factories[name] = self._remote[name] = remote
+            elif isinstance(config.placement, ActorPlacement):
+                from .remote_environments import ActorFactory
+
+                seconds = experiment.cluster.deadlines.environment
+                pool = ActorFactory(config, actors[name], seconds, process, name)
+                factories[name] = self._remote[name] = self._in_actors[name] = pool
+            else:
+                factories[name] = config.make_factory()
+        return factories
+
+    async def set_actors(self, environment: str, actors: "Sequence[Worker]") -> None:
+        """The actors of an environment that are up now."""
+        self._in_actors[environment].set_actors(actors)
 
     async def set_concurrency(self, limit: int) -> PlacesUse:
         """Set the trajectories of training that are sampled at a time, and report them."""
@@ -160,96 +265,154 @@ class RolloutWorker(GroupRunner):
 
     def service_calls(self) -> list[tuple[str, int, float]]:
         """Of each service with calls: their number, and seconds without an answer; from any thread."""
-        states = [(one.name, *one.waits()) for one in (self._calls, *self._rewards.services)]
+        kinds = self._environments.values()
+        services = [kind.calls for kind in kinds] + [kind.remote.places for kind in kinds if kind.remote]
+        states = [(one.name, *one.waits()) for one in (*services, *self._rewards.services)]
         return [state for state in states if state[1]]
 
     async def close(self) -> None:
         await self._rewards.close()
-        await self._environments.close()
+        for loop in self._episode_loops.values():
+            await loop.close()
+        for kind in self._environments.values():
+            await kind.factory.close()
 
     async def _run_group(
         self, assignment: GroupAssignment, records: Sequence[Record]
     ) -> GroupSummary | Dropped:
         tasks = self._held_out[assignment.validation_set] if assignment.validation else self._tasks
-        task, seconds = tasks[assignment.task_index], None if assignment.validation else self._group_seconds
-        samples = (self._run_sample(task, assignment, n, record, seconds) for n, record in enumerate(records))
-        conversations = await asyncio.gather(*samples)
-        members = [c.trajectory for c in conversations[: assignment.num_samples]]
+        seconds = None if assignment.validation else self._group_seconds
+        if reads(tasks):
+            task = await asyncio.to_thread(getitem, tasks, assignment.task_index)
+        else:
+            task = tasks[assignment.task_index]
+        kind = self._kind_for(task)
+        samples = (
+            self._run_sample(kind, task, assignment, n, record, seconds) for n, record in enumerate(records)
+        )
+        by_sample = await asyncio.gather(*samples)
+        first = [of_players[0].trajectory for of_players in by_sample[: assignment.num_samples]]
         lengths = tuple(record.num_sampled for record in records)
-        if misses_deadline(members, self._min_members):
+        if misses_deadline(first, self._min_members):
             return Dropped(assignment.group, "deadline", lengths)
         drops = not assignment.validation  # if anything failed
-        if drops and self._env.on_error == "drop_group" and any(record.failure for record in records):
+        if drops and kind.config.on_error == "drop_group" and any(record.failure for record in records):
             return Dropped(assignment.group, "failed", lengths)
+        forks = any(len(each) > 1 or each[0].trajectory.player for each in by_sample)
+        if assignment.greedy_baseline and forks:
+            fix = "there is none for each player and fork; set algorithm.advantage to another one"
+            raise ConversationFailed(f"task {task.index}: its advantage compares with a greedy sample, {fix}")
+        conversations = list(chain(*by_sample))
         scored = await self._rewards.apply(task, conversations)
         if drops and scored.is_dropped:
             return Dropped(assignment.group, "failed", lengths)
-        rows = enumerate(zip(scored.trajectories, records, strict=True))
-        summaries = [
-            replace(
-                summarize(trajectory, row, record.num_unfinished),
-                environment_failed=record.failure is not None,
-                num_retries=record.num_retries,
-            )
-            for row, (trajectory, record) in rows
-        ]
-        summaries, greedy = summaries[: assignment.num_samples], summaries[assignment.num_samples :]
+        sequences: list[Trajectory] = []
+        summaries = []
+        of_conversations = zip(scored.earlier, scored.trajectories, strict=True)
+        for of_players, record in zip(by_sample, records, strict=True):
+            num_unfinished, num_retries = record.num_unfinished, record.num_retries  # the first player's
+            for earlier, last in islice(of_conversations, len(of_players)):
+                summary = summarize((*earlier, last), len(sequences), num_unfinished)
+                failed, truncated = record.failure is not None, record.truncated_by is not None
+                summaries.append(
+                    replace(summary, environment_failed=failed, num_retries=num_retries, truncated=truncated)
+                )
+                sequences += (*earlier, last)
+                num_unfinished = num_retries = 0
+        greedy = summaries.pop() if assignment.greedy_baseline else None
         if assignment.validation and self._votes:
-            sampled = conversations[: assignment.num_samples]
-            answers = await asyncio.gather(*(last_answer(c, self._environments) for c in sampled))
+            answers = await asyncio.gather(*(last_answer(c, kind.factory) for c in conversations))
             summaries = [replace(s, answer=answer) for s, answer in zip(summaries, answers, strict=True)]
         texts, decode = [], self._tokenizer.decode
-        for row, c in enumerate(conversations[: assignment.num_texts]):
+        for number, c in enumerate(chain(*by_sample[: assignment.num_texts])):
             tokens, split = c.trajectory.tokens.tolist(), c.num_prompt_tokens
-            texts.append(SampleText(row, decode(tokens[:split]), decode(tokens[split:]), task.answer))
+            texts.append(SampleText(number, decode(tokens[:split]), decode(tokens[split:]), task.answer))
         return GroupSummary(
             group=assignment.group,
             task_index=assignment.task_index,
-            reference=self._store(scored.trajectories[: assignment.num_samples]),
+            reference=self._store(sequences[: summaries[-1].row + 1]),
             trajectories=tuple(summaries),
             texts=tuple(texts),
-            greedy=greedy[0] if greedy else None,
+            greedy=greedy,
             scoring=scored.scoring,
+            environment=kind.name,
         )
 
+    def _kind_for(self, task: Task) -> EnvironmentKind:
+        try:
+            return self._environments[self._env.name_for(task.columns)]
+        except ValueError as error:
+            raise DatasetError(f"task {task.index}: {error}") from None
+
     async def _run_sample(
-        self, task: Task, assignment: GroupAssignment, sample: int, record: Record, seconds: float | None
-    ) -> Conversation:
+        self,
+        kind: EnvironmentKind,
+        task: Task,
+        assignment: GroupAssignment,
+        sample: int,
+        record: Record,
+        seconds: float | None,
+    ) -> list[Conversation]:
+        """The conversations of players and forks."""
         key = SampleKey(self._seed, assignment.group, sample, assignment.validation, assignment.attempt)
         greedy = sample == assignment.num_samples
         sampling = SamplingParams(temperature=0.0) if greedy else self._sampling[assignment.validation]
-        async with nullcontext() if assignment.validation or self._places is None else self._places:
-            conversation = await self._converse(task, key, sampling, record, seconds)
+        conversations = await self._converse(kind, task, key, sampling, record, seconds)
         if record.failure is None:
-            return conversation
-        error = conversation.trajectory.error
-        if self._env.on_error == "fail":
+            return conversations
+        error = conversations[0].trajectory.error
+        if kind.config.on_error == "fail":
             raise ConversationFailed(f"sample {key} of task {task.index}: {error}")
-        if self._env.on_error == "zero" and record.turns:
-            record.rewards = dict.fromkeys(self._environments.reward_weights, 0.0)
-            record.turns = [replace(turn, rewards={}) for turn in record.turns]
+        if kind.config.on_error == "zero" and any(part.turns for part in record.parts):
+            for part in record.parts:
+                part.set_rewards(dict.fromkeys(kind.factory.reward_weights, 0.0))
             return record.finish(key.group, task.index, None)
-        return conversation
+        return conversations
+
+    def _episode_loop(self, kind: EnvironmentKind) -> TurnLoop:
+        if kind.name not in self._episode_loops:
+            from .episodes import EpisodeLoop  # with a server
+
+            self._episode_loops[kind.name] = EpisodeLoop(kind.turns.sampler, kind.factory.reward_weights)
+        return self._episode_loops[kind.name]
 
     async def _converse(
-        self, task: Task, key: SampleKey, sampling: SamplingParams, record: Record, seconds: float | None
-    ) -> Conversation:
-        """A conversation, sampled again if its environment fails, with the same seeds."""
-        attempts, began, num_retries = Attempts(self._episodes), time.monotonic(), 0
+        self,
+        kind: EnvironmentKind,
+        task: Task,
+        key: SampleKey,
+        sampling: SamplingParams,
+        record: Record,
+        seconds: float | None,
+    ) -> list[Conversation]:
+        """The conversations of a sample, sampled again if its environment fails, with the same seeds."""
+        began, num_retries = time.monotonic(), 0
+        attempts: Attempts | None = None  # from the first one on, without the waits before it
+
+        def left() -> float | None:
+            return None if seconds is None else max(0.0, began + seconds - time.monotonic())
+
         while True:
-            left = None if seconds is None else max(0.0, began + seconds - time.monotonic())
-            environment = self._environments.create()
-            conversation = await self._turns.run(task, environment, key, sampling, record, left)
+            # An episode that waits for its environment has no place among those that are sampled.
+            remote = None if kind.remote is None else kind.remote.create()
+            async with nullcontext() if remote is None else remote.admitted(left()):
+                waits_since = time.monotonic()
+                async with nullcontext() if key.validation or self._places is None else self._places:
+                    began += time.monotonic() - waits_since
+                    attempts = attempts or Attempts(kind.episodes)
+                    environment = remote or kind.factory.create()
+                    loop = kind.turns if hasattr(environment, "step") else self._episode_loop(kind)
+                    conversations = await loop.run(task, environment, key, sampling, record, left())
             if record.failure is None:
-                self._episodes.answered()
-                return conversation
+                kind.episodes.answered()
+                return conversations
             if isinstance(record.failure, EnvironmentLost) and await attempts.repeat(
-                conversation.trajectory.error or ""
+                conversations[0].trajectory.error or ""
             ):
                 record.restart()
                 continue
-            if num_retries == self._env.max_retries:
-                return conversation
+            if num_retries == kind.config.max_retries:
+                return conversations
             num_retries += 1
             record.restart()
 
@@ -261,20 +424,12 @@ def _params(config: SamplingConfig) -> SamplingParams:
 class RayRolloutWorker(RolloutWorker):
     """In an actor whose methods run in an event loop; samples from engines in other processes."""
 
-    def __init__(self, experiment: Experiment, engines: Sequence[Replica]) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        engines: Sequence[Replica],
+        rank: int = 0,
+        actors: "Mapping[str, Sequence[Worker]] | None" = None,
+    ) -> None:
         self.router = Router(list(engines), waits=experiment.generation.has_engines)
-        super().__init__(experiment, self.router, store=lambda trajectories: trajectories)
-
-    async def stream_groups(self, assignments: Sequence[GroupAssignment]) -> AsyncIterator[Any]:
-        """Each group's trajectories, then its summary: as separate items they belong to the reader's process.
-
-        A reference in the summary would belong to this process, which may drop it before the reader has it.
-        """
-        async with aclosing(self.run_groups(assignments)) as summaries:
-            async for outcome in summaries:
-                if isinstance(outcome, Dropped):
-                    yield None
-                    yield outcome
-                else:
-                    yield outcome.reference
-                    yield replace(outcome, reference=None)
+        super().__init__(experiment, self.router, lambda trajectories: trajectories, rank, actors)

@@ -6,11 +6,11 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 
@@ -31,6 +31,7 @@ from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.observe.files import WriteError, room_left
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.run_folder import RunPaths
+from nemorl.rollout.order import Feedback
 from nemorl.rollout.schedule import DataPlace
 from nemorl.rollout.versions import Epoch, Lineage
 from nemorl.session.handles import Folder, TrainedModels, folder_of
@@ -93,10 +94,16 @@ class Progress:
     extra_versions: int = 0  # by which the version of the weights is larger than `step`: of discarded steps
     skipping_steps: int = 0  # newest steps at whose end the latest update of a model was a skipped one
     rollbacks: int = 0  # returns to an earlier checkpoint so far
+    feedback: Mapping[str, Any] | None = None  # of `DataPlace`, as JSON has it
 
     @property
     def place(self) -> DataPlace:
-        return DataPlace(self.position, tuple(self.beyond))
+        feedback = None if self.feedback is None else Feedback.parse(**self.feedback)
+        return DataPlace(self.position, tuple(self.beyond), feedback)
+
+    def at(self, place: DataPlace) -> "Progress":
+        feedback = None if place.feedback is None else asdict(place.feedback)
+        return replace(self, position=place.position, beyond=place.beyond, feedback=feedback)
 
     @property
     def lineage(self) -> Lineage:
@@ -126,7 +133,6 @@ class SavedState:
 
     progress: Progress
     folder: Folder  # for `TrainedModels.restore`
-    in_memory: bool
 
 
 class Checkpoints:
@@ -207,11 +213,14 @@ class Checkpoints:
         held = await self._memory.newest(before) if self._memory is not None else None
         steps = (step for step in self._store.steps() if step < before)
         if held is not None and held.step >= max(steps, default=0):
-            return SavedState(Progress.parse(held.progress), held.folder, in_memory=True)
+            return SavedState(Progress.parse(held.progress), held.folder)
         found = self._store.latest_valid(before)
         if held is not None and (found is None or held.step > found.step):
-            return SavedState(Progress.parse(held.progress), held.folder, in_memory=True)
-        return SavedState(Progress.read(found.path), found.path, in_memory=False) if found else None
+            return SavedState(Progress.parse(held.progress), held.folder)
+        return SavedState(Progress.read(found.path), found.path) if found else None
+
+    def on_disk(self, step: int) -> bool:
+        return step in self._store.steps()
 
     async def remove_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, which would otherwise be the newest ones."""

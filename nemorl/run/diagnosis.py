@@ -1,6 +1,5 @@
 """What a run folder shows about its run: whether it runs, how it ended, and what to look at first."""
 
-import fcntl
 import os
 import re
 import shlex
@@ -17,10 +16,12 @@ from nemorl.cluster.activity import ProcessState, process_state
 from nemorl.cluster.logs import last_lines, process_of
 from nemorl.errors import UsageError
 from nemorl.observe.metrics import StepMetrics, read_metrics
-from nemorl.observe.run_folder import RunPaths, read_header
+from nemorl.observe.run_folder import RunPaths, holder, read_header
 from nemorl.observe.timeline import format_seconds
 from nemorl.session.stalls import StallReport, newest_report
 from nemorl.slurm.start import newest_step
+
+from .scaling import ReplicaReport, read
 
 LOW_DISK_BYTES = 2**30
 SLOW_FACTOR, SLOW_SECONDS = 10, 300.0  # without a step: this many median steps, and at least this long
@@ -75,11 +76,18 @@ def diagnose(run_dir: Path) -> Diagnosis:
         raise UsageError(f"{run_dir} holds no run: {paths.header} is missing; name a run_dir")
     start, steps = starts[-1], read_metrics(paths.metrics)
     began = datetime.fromisoformat(start["started"]).timestamp()
-    driver, workers = _driver(run_dir), list(_workers(paths.logs))
+    driver, replicas = holder(run_dir), read(ReplicaReport, paths.replicas)
+    workers = list(_workers(paths.logs, replicas))
     stall = newest_report(run_dir)
     report = StallReport.read(stall) if stall is not None and stall.stat().st_mtime >= began else None
     found = Diagnosis(Condition.HEALTHY)
     if driver is not None:
+        if replicas is not None:
+            found.facts += [
+                f"{name}: {str(state).splitlines()[0]}"
+                for name, state in replicas.replicas.items()
+                if state.state != "up"
+            ]
         _of_running(found, driver, workers, steps, paths, began, report)
     else:
         _of_ended(found, start, run_dir, report)
@@ -90,23 +98,14 @@ def diagnose(run_dir: Path) -> Diagnosis:
     return found
 
 
-def _driver(run_dir: Path) -> tuple[int, str] | None:
-    """Process and host of the driver that holds the folder; None if none does."""
-    try:
-        with (run_dir / ".lock").open("rb") as lock:
-            text = lock.read().decode(errors="replace")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                found = re.match(r"(\d+) on (\S+)", text)
-                return (int(found[1]), found[2]) if found else (0, "")
-    except OSError:
-        pass
-    return None
-
-
-def _workers(logs: Path) -> Iterator[Worker]:
+def _workers(logs: Path, replicas: ReplicaReport | None) -> Iterator[Worker]:
+    """Without the engines that have left."""
+    engines = (
+        {name.replace(" replica ", "-") for name in replicas.replicas} if replicas is not None else set()
+    )
     for log in sorted(logs.glob("*-*.log")):
+        if engines and re.fullmatch(r"generation-\d+", log.stem) and log.stem not in engines:
+            continue
         if (process := process_of(log)) is not None:
             pid, host = process
             yield Worker(log.stem, log, pid, process_state(pid) if host == os.uname().nodename else None)

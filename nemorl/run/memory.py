@@ -161,7 +161,7 @@ def local_keeper(experiment: Experiment, resume: bool) -> Iterator[Keeper | None
     keeper: Keeper | None = None
     try:
         if config.keeps_in_memory and experiment.cluster.num_nodes == 1:
-            keeper = Keeper(config.memory_dir, _recorded(paths) if resume else "")
+            keeper = Keeper(config.memory_dir, paths.memory_folder() if resume else "")
         else:
             remove_abandoned(config.memory_dir, FOLDERS)
     except OSError as error:
@@ -176,15 +176,8 @@ def local_keeper(experiment: Experiment, resume: bool) -> Iterator[Keeper | None
             if keep:
                 where = f"is in {keeper.folder} until the next start on this machine"
                 logger.warning("The state of step %d %s: continue with --resume.", newest, where)
-            elif _recorded(paths) == keeper.folder.name:
+            elif paths.memory_folder() == keeper.folder.name:
                 paths.memory.unlink()
-
-
-def _recorded(paths: RunPaths) -> str:
-    """Name of the folder that the latest start of a run has used; empty if there is none."""
-    with suppress(OSError, UnicodeDecodeError):
-        return paths.memory.read_text(encoding="utf-8").strip()
-    return ""
 
 
 def _without_memory(folder: Path, problem: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from nemorl.algorithms.metrics import samples_of
@@ -36,9 +37,9 @@ class RunRecorder:
         self.stop = stop or StopRequest()
         self._rolls_back = experiment.policy.guards.max_rollbacks > 0
         self.rollbacks = 0  # returns to an earlier checkpoint so far
+        self._unsaved: tuple[Progress, asyncio.Task[StepMetrics]] | None = None  # of the last step
         self._restore(start)
         self._line: asyncio.Task[StepMetrics] | None = None  # of the last step, while its validation runs
-        self._unsaved: tuple[Progress, asyncio.Task[StepMetrics]] | None = None  # of the last step
         self._sets: dict[str, int] | None = None  # of the validation, once they have been read
         self.entropy: EntropyWeight | None = None  # its state is in every checkpoint
         # Metrics of the validation data that need no sampling, of algorithms that have any.
@@ -50,6 +51,15 @@ class RunRecorder:
         self._skipping_steps = start.skipping_steps if self._rolls_back else 0
         self.rollbacks = max(self.rollbacks, start.rollbacks)
         self._early_stop = EarlyStop(self._algorithm.early_stop, start.best_value, start.waited)
+        self._unsaved = None
+        if start.step and not self._checkpoints.on_disk(start.step):  # but in memory
+            extra_versions = self._session.lineage.version(start.step) - start.step
+            line = asyncio.create_task(self._read_line(start.step))
+            self._unsaved = replace(start, extra_versions=extra_versions), line
+
+    async def _read_line(self, number: int) -> StepMetrics:
+        steps = read_metrics(self._observer.folder.paths.metrics)
+        return next(step for step in reversed(steps) if step.step == number)
 
     def steps(self) -> Iterator[int]:
         """Numbers of the remaining steps, from 1, until an early stop or a stop request."""
@@ -103,14 +113,17 @@ class RunRecorder:
         if last or not overlaps:
             await self.settle()
         self.done = number
-        entropy: tuple[float | None, float | None] = None, None
-        if self.entropy is not None:
-            entropy = self.entropy.coefficient, self.entropy.entropy
-        stop = self._early_stop.best, self._early_stop.waited
-        state = self._skipped, *entropy, *stop, place.beyond
-        extra_versions = self._session.lineage.version(number) - number
-        of_guards = self._skipping_steps, self.rollbacks
-        progress = Progress(number, place.position, *state, extra_versions, *of_guards)
+        progress = Progress(
+            step=number,
+            skipped_updates=self._skipped,
+            entropy_coefficient=None if self.entropy is None else self.entropy.coefficient,
+            entropy=None if self.entropy is None else self.entropy.entropy,
+            best_value=self._early_stop.best,
+            waited=self._early_stop.waited,
+            extra_versions=self._session.lineage.version(number) - number,
+            skipping_steps=self._skipping_steps,
+            rollbacks=self.rollbacks,
+        ).at(place)
         self._unsaved = progress, line
         self._checkpoints.check()
         if self._skipping_steps and not last:
@@ -141,7 +154,6 @@ class RunRecorder:
     def rewind(self, start: Progress) -> None:
         """Discard the steps after `start`, which are taken again."""
         self._restore(start)
-        self._unsaved = None
         if self.entropy is not None:
             weight = EntropyWeight.of(self.entropy.config, start.entropy_coefficient, start.entropy)
             self.entropy.coefficient, self.entropy.entropy = weight.coefficient, weight.entropy

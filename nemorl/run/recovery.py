@@ -105,7 +105,7 @@ class Recovery:
         logger.warning("step %d: %s", number, error)
         await self._session.trained.restore(saved.folder)
         place, count = self._algorithm.place, recorder.rollbacks + 1
-        start = replace(saved.progress, position=place.position, beyond=place.beyond, rollbacks=count)
+        start = replace(saved.progress.at(place), rollbacks=count)
         await checkpoints.remove_after(start.step)
         discarded = await self._continue_after(number, start)
         logger.warning("rollback %d of %d, %s", count, self._max_rollbacks, discarded)

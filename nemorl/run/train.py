@@ -4,11 +4,12 @@ data ─▶ session ─▶ [reference sums] ─▶ [restore] ─▶ { step ─�
 """
 
 import asyncio
+import gc
 import json
 import logging
 import signal
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from nemorl.algorithms import offline
 from nemorl.algorithms.best_of_n import BestOfNUpdate
 from nemorl.algorithms.distillation import DistillationUpdate
 from nemorl.algorithms.filters import refill
-from nemorl.algorithms.metrics import LogprobGate, samples_of
+from nemorl.algorithms.metrics import LogprobGate, Sources, samples_of
 from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.online import OnlineAlgorithm, Update
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
@@ -28,27 +29,34 @@ from nemorl.config.auxiliary import teachers_held
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import reward_weights
 from nemorl.config.load import to_yaml
-from nemorl.data.datasets import load_tasks
+from nemorl.data.datasets import MixedTasks, difficulties, load_tasks, source_sizes
 from nemorl.errors import NemorlError, RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import JsonLinesWriter, write_atomically
 from nemorl.observe.observer import Observer, check_trackers
 from nemorl.observe.report import write_report
-from nemorl.observe.run_folder import RunFolder
-from nemorl.rollout.collector import Collector
-from nemorl.rollout.schedule import CollectorPlan, GroupSchedule, TaskOrder
+from nemorl.observe.run_folder import RunFolder, RunPaths
+from nemorl.rollout.collector import Collector, RolloutProcess
+from nemorl.rollout.groups import GroupSummary
+from nemorl.rollout.order import Order, order_of
+from nemorl.rollout.replay import ReplayedGroups
+from nemorl.rollout.schedule import CollectorPlan, GroupSchedule
+from nemorl.rollout.stored import RolloutFiles, SampledBy, TrajectoryLog
 from nemorl.session.session import Session, open_session
 
 from .checkpoints import Checkpoints, Origin, Progress, full_disk_named, replace_hf
 from .memory import Keeper, MemoryCheckpoints, local_keeper
 from .recorder import RunRecorder
 from .recovery import Recovery
+from .scaling import Scaling
 from .stop import EarlyStop, StepCancelled, StopRequest
 from .validation import validate, validation_sets
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_OBJECTS_PER_COLLECTION = 200_000  # by default 700
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,24 @@ class RunResult:
     hf_dir: Path | None  # the final weights, with `checkpointing.save_hf`
 
 
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Inside, the cyclic garbage collector leaves out what exists already, and rarely passes over the rest.
+
+    The summaries of a large step have no cycles and are as many objects as the program: by default each step
+    would take several passes over both.
+    """
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(work)
@@ -65,14 +91,20 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         raise RunError("Terminated immediately by a signal; all processes have ended.") from None
 
 
-def train(experiment: Experiment, resume: bool = False) -> RunResult:
-    """Run an experiment to its end, or from its newest complete checkpoint on. Raises NemorlError."""
+def train(experiment: Experiment, resume: bool = False, replay: Path | None = None) -> RunResult:
+    """Run an experiment to its end, or from its newest complete checkpoint on. Raises NemorlError.
+
+    `replay`: a run folder whose stored groups are trained on, instead of sampling.
+    """
     check_trackers(experiment.logger)
+    stored = None if replay is None else RolloutFiles(RunPaths(replay).trajectories)
     with local_keeper(experiment, resume) as keeper:
-        return _train_with(keeper, experiment, resume)
+        return _train_with(keeper, experiment, resume, stored)
 
 
-def _train_with(keeper: Keeper | None, experiment: Experiment, resume: bool) -> RunResult:
+def _train_with(
+    keeper: Keeper | None, experiment: Experiment, resume: bool, stored: RolloutFiles | None
+) -> RunResult:
     store = CheckpointStore(experiment.run_dir / "checkpoints")
     found = _newest(experiment, store, keeper) if resume else None
     if resume and found is None and (corrupt := store.corrupt()):
@@ -86,7 +118,7 @@ def _train_with(keeper: Keeper | None, experiment: Experiment, resume: bool) -> 
     step = found.step if found else None
     folder = RunFolder.resume(run_dir, yaml, step) if resume else RunFolder.create(run_dir, yaml)
     with Observer(folder, experiment.logger, total_steps=experiment.algorithm.num_steps) as observer:
-        return run_to_end(_train(experiment, observer, store, keeper, found))
+        return run_to_end(_train(experiment, observer, store, keeper, found, stored))
 
 
 def _newest(experiment: Experiment, store: CheckpointStore, keeper: Keeper | None) -> Found | None:
@@ -128,16 +160,17 @@ async def _train(
     store: CheckpointStore,
     keeper: Keeper | None,
     found: Found | None,
+    stored: RolloutFiles | None,
 ) -> RunResult:
     """Run to the end. Raises RunStopped if a signal ends the run."""
     stop = StopRequest(experiment.checkpointing.stop_seconds)
     stop.install()
     try:
-        return await _train_session(experiment, observer, store, keeper, found, stop)
+        return await _train_session(experiment, observer, store, keeper, found, stored, stop)
     except asyncio.CancelledError:
         if stop.signal is None or stop.immediate:
             raise
-        raise RunStopped(_stopped(stop, store)) from None
+        raise RunStopped(_stopped(stop, store, keeper)) from None
 
 
 async def _train_session(
@@ -146,6 +179,7 @@ async def _train_session(
     store: CheckpointStore,
     keeper: Keeper | None,
     found: Found | None,
+    stored: RolloutFiles | None,
     stop: StopRequest,
 ) -> RunResult:
     config = experiment.algorithm
@@ -153,12 +187,17 @@ async def _train_session(
     data = load_data(experiment)  # before any process starts, so that its errors come early
     async with AsyncExitStack() as stack:
         with observer.stage("start", outside_step=True):
-            started = open_session(experiment, policy=True, sampling=config.generates)
+            sampling = config.generates and stored is None
+            started = open_session(experiment, policy=True, sampling=sampling)
             session = await stack.enter_async_context(started)
             session.lineage = progress.lineage
         assert session.stalls is not None
         observer.listen(session.stalls)
         await stack.enter_async_context(session.stalls.watching())
+        if session.replicas is not None and experiment.generation.can_scale:
+            number = experiment.generation.max_replicas or experiment.generation.replicas
+            scaling = Scaling(experiment.run_dir, session.replicas, number)
+            await stack.enter_async_context(scaling.running())
         done = f"{progress.step} of {config.num_steps} done" if progress.step else str(config.num_steps)
         observer.header(
             {
@@ -188,8 +227,11 @@ async def _train_session(
         async with Checkpoints(experiment, session.trained, store, memory) as checkpoints:
             recorder = RunRecorder(experiment, session, observer, checkpoints, progress, stop)
             stop.on_request = checkpoints.save_copy
-            with stop.stepping(), suppress(StepCancelled):
-                algorithm = _algorithm(experiment, data, references, session, observer, recorder, progress)
+            with stop.stepping(), suppress(StepCancelled), rare_collections():
+                workers = [ReplayedGroups(stored, session.store)] if stored is not None else session.rollout
+                algorithm = _algorithm(
+                    experiment, data, references, workers, session, observer, recorder, progress
+                )
                 async with AsyncExitStack() as closing:
                     if isinstance(algorithm, OnlineAlgorithm):
                         closing.push_async_callback(algorithm.collector.close)
@@ -211,7 +253,7 @@ async def _train_session(
                 if not stop.expired:
                     await recorder.save(last=True)
                 await checkpoints.settle(last=True)
-                raise RunStopped(_stopped(stop, store, recorder.done))
+                raise RunStopped(_stopped(stop, store, keeper, recorder.done))
         hf_dir = experiment.run_dir / "hf" if experiment.checkpointing.save_hf else None
         if hf_dir is not None:
             with observer.stage("export", outside_step=True):
@@ -221,27 +263,36 @@ async def _train_session(
 
 @dataclass(frozen=True)
 class TrainingData:
-    order: TaskOrder
+    order: Order
     examples: offline.OfflineData | None = None  # of a run that does not sample
     task_teachers: Sequence[str] = ()  # the teacher of each task, for on-policy distillation
+    sources: Sources | None = None  # of a mixture
 
 
 def load_data(experiment: Experiment) -> TrainingData:
     config, data = experiment.algorithm, experiment.data
     if isinstance(config, configs.OfflineBase):
         examples = offline.load_offline_data(experiment, config)
-        return TrainingData(TaskOrder(len(examples.units), experiment.seed, data.shuffle), examples)
+        return TrainingData(order_of(data, examples.sizes, experiment.seed, config.batch_size), examples)
     tasks = load_tasks(data.train, data)
+    sizes = source_sizes(tasks)
     teachers: Sequence[str] = ()
     if isinstance(config, configs.OnPolicyDistillationConfig):
         teachers = teachers_of_tasks(tasks, config.teacher_key, list(experiment.teachers))
-    return TrainingData(TaskOrder(len(tasks), experiment.seed, data.shuffle), task_teachers=teachers)
+    curriculum = data.sampling.curriculum
+    levels = difficulties(tasks, curriculum) if curriculum is not None else ()
+    order = order_of(data, sizes, experiment.seed, config.num_prompts_per_step, levels)
+    sources = None
+    if isinstance(tasks, MixedTasks):
+        sources = Sources(tuple(data.sources), sizes, data.sampling.pass_reward)
+    return TrainingData(order, task_teachers=teachers, sources=sources)
 
 
 def _algorithm(
     experiment: Experiment,
     data: TrainingData,
     references: offline.ReferenceSums,
+    workers: Sequence[RolloutProcess],
     session: Session,
     observer: Observer,
     recorder: RunRecorder,
@@ -282,15 +333,38 @@ def _algorithm(
     seconds = experiment.cluster.deadlines.generation
     replacing = refill(config.filters, config.num_prompts_per_step)
     schedule = GroupSchedule(data.order, plan, recorder.done, start.place, replacing, lineage=session.lineage)
-    collector = Collector(session.rollout, schedule, seconds)
+    collector = Collector(workers, schedule, seconds)
     gate = LogprobGate(config, experiment.generation, guarded="logprob_gap" in policy.guards.limits)
-    cancellable = recorder.stop.cancellable
-    return OnlineAlgorithm(config, session, collector, update, gate, observer, cancellable, teachers)
+    return OnlineAlgorithm(
+        config,
+        session,
+        collector,
+        update,
+        gate,
+        observer,
+        recorder.stop.cancellable,
+        teachers,
+        data.sources,
+        _trajectory_log(experiment, session, recorder.done),
+    )
 
 
-def _stopped(stop: StopRequest, store: CheckpointStore, done: int | None = None) -> str:
+def _trajectory_log(experiment: Experiment, session: Session, done: int) -> TrajectoryLog | None:
+    """None if the run stores none. What was stored after step `done` is removed."""
+    files = RolloutFiles(RunPaths(experiment.run_dir).trajectories)
+    files.remove_after(done)
+    if not (count := experiment.logger.trajectories):
+        return None
+    files.begin(SampledBy.of(experiment))
+    return TrajectoryLog(files, session.fetch, count)
+
+
+def _stopped(
+    stop: StopRequest, store: CheckpointStore, keeper: Keeper | None, done: int | None = None
+) -> str:
     assert stop.signal is not None
-    newest = max(store.steps(), default=None)
+    in_memory = keeper.store.steps() if keeper is not None else []
+    newest = max([*store.steps(), *in_memory], default=None)
     fix = "Continue with --resume" if newest == done else f"Continue from step {newest} with --resume"
     if newest is None:
         fix = "There is no checkpoint: --resume starts from the beginning"
@@ -334,3 +408,42 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
     content = {"model": str(model), "origin": asdict(origin) if origin else None, "metrics": metrics}
     write_atomically(folder / "metrics.json", json.dumps(content, indent=2) + "\n")
     return Evaluation(model, origin, metrics, samples)
+
+
+def rollout(experiment: Experiment, num_groups: int) -> list[GroupSummary]:
+    """Sample the first groups of training with the model, and write them into a new run folder.
+
+    Raises NemorlError.
+    """
+    folder = RunFolder.create(experiment.run_dir, to_yaml(experiment))
+    with closing(folder):
+        return run_to_end(_rollout(experiment, num_groups, folder.paths))
+
+
+async def _rollout(experiment: Experiment, num_groups: int, paths: RunPaths) -> list[GroupSummary]:
+    config, files = experiment.algorithm, RolloutFiles(paths.trajectories)
+    assert isinstance(config, configs.OnlineBase), "the command checks it"
+    order = load_data(experiment).order
+    num_samples = num_groups * config.num_generations_per_prompt
+    plan = CollectorPlan(
+        groups_per_step=num_groups,
+        samples_per_group=config.num_generations_per_prompt,
+        max_staleness=0,
+        texts_per_step=num_samples,
+        num_steps=1,
+        greedy_baseline=config.greedy_baseline,
+    )
+    files.begin(SampledBy.of(experiment))
+    async with open_session(experiment, policy=False, sampling=True) as session, session.generating():
+        seconds = experiment.cluster.deadlines.generation
+        collector = Collector(session.rollout, GroupSchedule(order, plan), seconds)
+        try:
+            collector.advance(0)
+            groups = await collector.next_batch()
+        finally:
+            await collector.close()
+        await TrajectoryLog(files, session.fetch, num_samples).write(0, groups, {})
+    with closing(JsonLinesWriter(paths.samples)) as writer:
+        for sample in samples_of(0, groups, "training"):
+            writer.append(asdict(sample))
+    return groups

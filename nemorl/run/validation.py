@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
 
-from nemorl.algorithms.metrics import means_by_name
+from nemorl.algorithms.metrics import means_by_name, player_metrics
 from nemorl.config.algorithm import ValidationConfig
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_tasks
@@ -14,7 +14,7 @@ from nemorl.rollout.collector import OnFinished, ignore, sample_validation
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.session.session import Session
 
-_QUANTILE = 1.959963984540054  # of the normal distribution at 97.5 %
+QUANTILE = 1.959963984540054  # of the normal distribution at 97.5 %
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def validation_metrics(
         shares[f"cons@{k}"] = [cons_at_k(group.trajectories, of_task, k) for group, of_task in tasks]
     rewards = [fmean(t.reward for t in group.trajectories) for group in groups]
     metrics = {"reward": fmean(rewards), **_bounds("reward", normal_interval(rewards))}
-    metrics |= means_by_name(members)
+    metrics |= means_by_name(members) | player_metrics(members)
     for name, of_tasks in shares.items():
         metrics |= {name: fmean(of_tasks), **_bounds(name, wilson_interval(of_tasks))}
     metrics["length"] = fmean(t.num_sampled for t in members)
@@ -82,9 +82,9 @@ def wilson_interval(shares: Sequence[float]) -> Interval:
     p, tasks = fmean(shares), len(shares)
     variance = pvariance(shares) / tasks
     n = p * (1 - p) / variance if variance > 0 else float(tasks)
-    around = _QUANTILE**2 / n
+    around = QUANTILE**2 / n
     middle = (p + around / 2) / (1 + around)
-    half = _QUANTILE / (1 + around) * math.sqrt(p * (1 - p) / n + around / (4 * n))
+    half = QUANTILE / (1 + around) * math.sqrt(p * (1 - p) / n + around / (4 * n))
     return Interval(max(0.0, middle - half), min(1.0, middle + half))
 
 
@@ -93,7 +93,7 @@ def normal_interval(values: Sequence[float]) -> Interval | None:
     if len(values) < 2:
         return None
     mean, tasks = fmean(values), len(values)
-    half = _QUANTILE * math.sqrt(pvariance(values) / (tasks - 1))
+    half = QUANTILE * math.sqrt(pvariance(values) / (tasks - 1))
     return Interval(mean - half, mean + half)
 
 

@@ -1,7 +1,6 @@
 """Answers in the shape of OpenAI's API: the text of sampled tokens while it grows, and the JSON around it."""
 
 import json
-import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +10,16 @@ from nemorl.generation.tokens import TextDecoder
 from nemorl.generation.types import Completion, Progress
 
 from .requests import ChatRequest, CompletionRequest
-from .sampling import TOOL_CALL, Served, Work
+from .sampling import Work
 
 Json = dict[str, Any]
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class TextStream:
     """The text of one answer, piece by piece, up to the first of some marks; `rest` is all from there on."""
 
     def __init__(self, tokenizer: Tokenizer, end_token_ids: frozenset[int], marks: Sequence[str]) -> None:
-        """`marks` are the stop strings, and the opening of a tool call."""
+        """`marks` are the stop strings, and the openings of tool calls; an empty one holds all text back."""
         self._text = TextDecoder(tokenizer.decode)
         self._end_token_ids, self._marks = end_token_ids, marks
         self._held = ""
@@ -53,7 +51,10 @@ class Choice:
         self.is_chat = isinstance(request, ChatRequest)
         self.num_sampled = 0
         ends = tokenizer.end_token_ids | set(request.stop_token_ids)
-        marks = [*request.stop_strings, *([TOOL_CALL] if work.tools else [])]
+        read_by = tokenizer.tool_format
+        splits = read_by is not None and (work.tools or (self.is_chat and read_by.splits_every_turn))
+        self._format = read_by if splits else None  # else the text is the answer
+        marks = [*request.stop_strings, *(self._format.marks if self._format else ())]
         self._text = TextStream(tokenizer, frozenset(ends), marks)
 
     def delta(self, progress: Progress) -> Json:
@@ -61,27 +62,42 @@ class Choice:
 
     def last_delta(self, completion: Completion) -> Json:
         none = completion.tokens[:0], completion.logprobs[:0], completion.versions[:0]
-        part, calls = self._end(completion, Progress(completion.id, *none))
-        if calls:
-            part["delta"]["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        part = self._end(completion, Progress(completion.id, *none))
+        for index, call in enumerate(part.get("delta", {}).get("tool_calls", ())):
+            call["index"] = index
         return part
 
     def whole(self, completion: Completion) -> Json:
-        choice, calls = self._end(completion, completion)
+        choice = self._end(completion, completion)
         if self.is_chat:
             message = choice["message"] = choice.pop("delta") | {"refusal": None}
-            if calls:
-                message |= {"content": message["content"].rstrip() or None, "tool_calls": calls}
+            if "tool_calls" in message:
+                message["content"] = message["content"].rstrip() or None
         return choice
 
-    def _end(self, completion: Completion, sampled: Progress | Completion) -> tuple[Json, list[Json]]:
-        """Return the last part and the tool calls; an opening without a readable call is text."""
-        text = self._text.push(sampled.tokens.tolist(), last=True)
-        calls: list[Json] = []
-        if self.work.tools and self._text.rest.startswith(TOOL_CALL):
-            calls = self._read_calls(self._text.rest)
-            text += "" if calls else self._text.rest
-        return self._part(text, sampled, "tool_calls" if calls else str(completion.stop)), calls
+    def _end(self, completion: Completion, sampled: Progress | Completion) -> Json:
+        """Return the last part, with what was held back; a call that cannot be read is text."""
+        text, reply = self._text.push(sampled.tokens.tolist(), last=True), None
+        if self._format is not None and self._text.rest:
+            stops = (self._text.rest.find(stop) for stop in self.request.stop_strings)
+            rest = self._text.rest[: min((place for place in stops if place >= 0), default=None)]
+            reply = self._format.parse(
+                rest,
+                f"{self.work.name[:5]}{self.index:02x}",
+                in_reasoning=self._format.marks == ("",) and self.tokenizer.opens_reasoning,
+                max_calls=self.tokenizer.max_calls or None,
+            )
+            text += reply.content
+        calls = [] if reply is None else [call.as_dict() for call in reply.tool_calls]
+        part = self._part(text, sampled, "tool_calls" if calls else str(completion.stop))
+        if reply is not None and reply.reasoning is not None:
+            part["delta"]["reasoning_content"] = reply.reasoning
+        if calls:
+            part["delta"]["tool_calls"] = calls
+            for call in calls:
+                function = call["function"]
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return part
 
     def _part(self, text: str, sampled: Progress | Completion, finish_reason: str | None) -> Json:
         """Return the text with logprobs and token ids where requested; the prompt's with the first only."""
@@ -111,29 +127,19 @@ class Choice:
     def _piece(self, token: int) -> str:
         return self.tokenizer.decode([token])
 
-    def _read_calls(self, text: str) -> list[Json]:
-        """Return the calls in a text; none when one cannot be read."""
-        calls: list[Json] = []
-        for found in _CALL.finditer(text):
-            try:
-                call = json.loads(found[1])
-            except ValueError:
-                return []
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                return []
-            given = call.get("arguments", {})
-            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-            function = {"name": call["name"], "arguments": arguments}
-            name = f"call_{self.work.name[:12]}_{self.index}_{len(calls)}"
-            calls.append({"id": name, "type": "function", "function": function})
-        return calls
-
 
 class Answer:
-    def __init__(self, request: CompletionRequest | ChatRequest, work: Work, served: Served) -> None:
-        self._request, self._work, self._model = request, work, served.model_name
+    def __init__(
+        self, request: CompletionRequest | ChatRequest, work: Work, model_name: str, tokenizer: Tokenizer
+    ) -> None:
+        self._request, self._work, self._model = request, work, model_name
         self._created, count = int(time.time()), len(work.prompts) * request.n
-        self.choices = [Choice(index, request, work, served.tokenizer) for index in range(count)]
+        self.choices = [Choice(index, request, work, tokenizer) for index in range(count)]
+
+    @property
+    def id(self) -> str:
+        """Its name for clients."""
+        return f"{'chatcmpl' if isinstance(self._request, ChatRequest) else 'cmpl'}-{self._work.name}"
 
     def whole(self, completions: Sequence[Completion]) -> Json:
         choices = [choice.whole(c) for choice, c in zip(self.choices, completions, strict=True)]
@@ -154,7 +160,7 @@ class Answer:
     def _envelope(self, suffix: str, choices: list[Json], *, first: bool) -> Json:
         is_chat = isinstance(self._request, ChatRequest)
         envelope: Json = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self._work.name}",
+            "id": self.id,
             "object": f"chat.completion{suffix}" if is_chat else "text_completion",
             **{"created": self._created, "model": self._model, "choices": choices},
         }

@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from aiohttp import web
 
 from nemorl.config.generation import EndpointConfig
 from nemorl.errors import RunError
-from nemorl.generation.types import Completion
+from nemorl.generation.types import Completion, GenerationRequest, Generator
 
 from .answers import Answer
 from .requests import ApiError, ChatRequest, CompletionRequest, read_request
@@ -52,18 +53,22 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
 
 def require_key(api_key: str) -> Any:
     """Refuse requests without `Authorization: Bearer <api_key>`, except for /health."""
-    expected = f"Bearer {api_key}".encode()
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        # In constant time, so that timing does not reveal the key.
-        if request.path != "/health" and not hmac.compare_digest(given, expected):
-            message = "A key is required. Send it as `Authorization: Bearer <key>`."
-            raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
+        if request.path != "/health":
+            refuse_other_keys(request, api_key)
         return await handler(request)
 
     return check
+
+
+def refuse_other_keys(request: web.Request, api_key: str) -> None:
+    """Raise ApiError for a request without this key; in constant time, so that timing does not reveal it."""
+    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+    if not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
+        message = "A key is required. Send it as `Authorization: Bearer <key>`."
+        raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
 
 def limit_concurrency(limit: int) -> Any:
@@ -105,43 +110,58 @@ class _Endpoint:
         return web.json_response(body, status=200 if living else 503)
 
     async def models(self, request: web.Request) -> web.Response:
-        model = {"id": self._served.model_name, "object": "model", "created": 0, "owned_by": "nemorl"}
-        model |= {"max_model_len": self._served.max_sequence_length}
-        return web.json_response({"object": "list", "data": [model]})
+        return list_of_models(self._served.model_name, self._served.max_sequence_length)
 
     async def complete(
         self, kind: type[R], work_of: Callable[[R, Served], Work], request: web.Request
     ) -> web.StreamResponse:
         body = read_request(kind, await request.read(), self._served.model_name)
         work = await asyncio.to_thread(work_of, body, self._served)
-        answer = Answer(body, work, self._served)
+        answer = Answer(body, work, self._served.model_name, self._served.tokenizer)
         requests = engine_requests(body, work, self._served)
-        if not body.stream:
-            return web.json_response(answer.whole(await sample(requests, self._served.router)))
-        response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
-        response.content_type = "text/event-stream"
+        return await respond(request, body, answer, requests, self._served.router)
 
-        async def send(event: dict[str, Any]) -> None:
-            await response.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
 
-        async with aclosing(stream(requests, self._served.router)) as items:
-            try:
-                async for index, item in items:
-                    choice = answer.choices[index]
-                    part = choice.last_delta(item) if isinstance(item, Completion) else choice.delta(item)
-                    first = not response.prepared
-                    if first:
-                        await response.prepare(request)
-                    await send(answer.chunk(part, first=first))
-            except ApiError as error:
-                if not response.prepared:
-                    raise
-                await send(error.body())  # the status has been sent: report it in the stream
-                return response
-        if body.stream_options is not None and body.stream_options.include_usage:
-            await send(answer.last_chunk())
-        await response.write(b"data: [DONE]\n\n")
-        return response
+def list_of_models(name: str, max_sequence_length: int) -> web.Response:
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "nemorl"}
+    model |= {"max_model_len": max_sequence_length}
+    return web.json_response({"object": "list", "data": [model]})
+
+
+async def respond(
+    request: web.Request,
+    body: CompletionRequest | ChatRequest,
+    answer: Answer,
+    requests: Sequence[GenerationRequest],
+    generator: Generator,
+) -> web.StreamResponse:
+    """Sample the choices of a request, and answer as a whole or as a stream."""
+    if not body.stream:
+        return web.json_response(answer.whole(await sample(requests, generator)))
+    response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
+    response.content_type = "text/event-stream"
+
+    async def send(event: dict[str, Any]) -> None:
+        await response.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
+
+    async with aclosing(stream(requests, generator)) as items:
+        try:
+            async for index, item in items:
+                choice = answer.choices[index]
+                part = choice.last_delta(item) if isinstance(item, Completion) else choice.delta(item)
+                first = not response.prepared
+                if first:
+                    await response.prepare(request)
+                await send(answer.chunk(part, first=first))
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            await send(error.body())  # the status has been sent: report it in the stream
+            return response
+    if body.stream_options is not None and body.stream_options.include_usage:
+        await send(answer.last_chunk())
+    await response.write(b"data: [DONE]\n\n")
+    return response
 
 
 @dataclass(frozen=True)
@@ -174,18 +194,33 @@ async def answering(
     guards = [errors_as_json, require_key(key), limit_concurrency(config.max_concurrent_requests)]
     app = web.Application(client_max_size=config.max_body_megabytes * 2**20, middlewares=guards)
     add_routes(app)
+    address = inside or config.host
+    try:
+        async with listening_at(app, address, config.port) as url:
+            yield Listening(f"{url}/v1", key, generated)
+    except OSError as error:
+        problem = f"generation.endpoint: cannot listen on {address}:{config.port}"
+        raise RunError(f"{problem}: {error.strerror or error}") from error
+
+
+def event_at_signals() -> asyncio.Event:
+    """Set by SIGINT and SIGTERM. For after Ray's start, which takes the signals for itself."""
+    event = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, event.set)
+    return event
+
+
+@asynccontextmanager
+async def listening_at(app: web.Application, host: str, port: int = 0) -> AsyncIterator[str]:
+    """Answer requests while the block runs, at the address that is yielded. Raises OSError."""
     # A client that disconnects cancels its request, so that no engine samples for a closed connection.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
     await runner.setup()
-    address = inside or config.host
     try:
-        try:
-            await web.TCPSite(runner, address, config.port).start()
-        except OSError as error:
-            problem = f"generation.endpoint: cannot listen on {address}:{config.port}"
-            raise RunError(f"{problem}: {error.strerror or error}") from error
-        host, port = runner.addresses[0][:2]
-        shown = f"[{host}]" if ":" in host else host
-        yield Listening(f"http://{shown}:{port}/v1", key, generated)
+        await web.TCPSite(runner, host, port).start()
+        address, number = runner.addresses[0][:2]
+        shown = f"[{address}]" if ":" in address else address
+        yield f"http://{shown}:{number}"
     finally:
         await runner.cleanup()

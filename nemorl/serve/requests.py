@@ -1,18 +1,18 @@
 """Requests of OpenAI's API as far as served. Unknown fields are refused, since they could change samples."""
 
 import json
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 from pydantic_core import ErrorDetails
 
 from nemorl.config.type_errors import expectation
 from nemorl.errors import shorten
 from nemorl.generation.types import SamplingParams
+from nemorl.trajectories import Message, ToolCall
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -90,10 +90,10 @@ class TextPart(Strict):
 
 class FunctionCall(Strict):
     name: str
-    arguments: str
+    arguments: Json[dict[str, Any]]
 
 
-class ToolCall(Strict):
+class GivenCall(Strict):
     id: str = ""  # joins the call and its result
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -103,29 +103,32 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None  # of the speaker, where the template has such
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[GivenCall] | None = None
+    reasoning_content: str | None = None  # of an answer that was apart from its content
     tool_call_id: str | None = None
     refusal: None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """Return it as chat templates expect it: text in one piece, arguments of calls as an object."""
+    def as_message(self) -> Message:
+        """Return it with its text in one piece."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        message = self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
-        message |= {"role": "system" if self.role == "developer" else self.role, "content": content or ""}
-        if self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-            for call in message["tool_calls"]:
-                with suppress(ValueError):  # text that is not JSON stays text
-                    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        return message
+        given = self.tool_calls or ()
+        return Message(
+            "system" if self.role == "developer" else self.role,
+            content or "",
+            tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in given),
+            self.reasoning_content,
+            self.tool_call_id,
+            self.name,
+        )
 
 
 class Function(Strict):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=dict)
+    result: dict[str, Any] | None = Field(None, alias="return")  # of the result, as transformers writes it
     strict: bool | None = None  # accepted; the grammar of answers is not enforced
 
 
@@ -153,7 +156,7 @@ class ChatRequest(SamplingRequest):
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         if not self.tools or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return [tool.model_dump(exclude_none=True, by_alias=True) for tool in self.tools]
 
 
 @dataclass(eq=False)

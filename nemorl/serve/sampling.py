@@ -11,12 +11,17 @@ import numpy as np
 
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.generation.router import Router
-from nemorl.generation.types import Completion, GenerationRequest, NoReplicaLeft, Progress, RequestRefused
+from nemorl.generation.types import (
+    Completion,
+    GenerationRequest,
+    Generator,
+    NoReplicaLeft,
+    Progress,
+    RequestRefused,
+)
 from nemorl.trajectories import StopReason
 
 from .requests import MAX_CHOICES, ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
-
-TOOL_CALL = "<tool_call>"  # opens a call in the text of an answer, as Hermes and Qwen models write it
 
 # A piece of a stream has one token while at most this many answers are under way, two with twice as many, and
 # so on: a message takes about a millisecond here and as much in the engine's process.
@@ -57,13 +62,13 @@ def completion_work(request: CompletionRequest, served: Served) -> Work:
 
 def chat_work(request: ChatRequest, served: Served) -> Work:
     tools = request.tools_for_template
-    if tools and TOOL_CALL not in served.tokenizer.chat_template:
-        problem = "the model's chat template does not write tool calls as <tool_call> JSON, as required here"
-        fix = "send no tools, or set another template in policy.tokenizer.chat_template"
+    if tools and served.tokenizer.tool_format is None:
+        problem = "the model's chat template shows no known format of tool calls"
+        fix = "send no tools, or set policy.tokenizer.tool_format or another chat_template"
         raise bad_request(f"{problem}: {fix}", "tools")
-    messages = [message.for_template() for message in request.messages]
+    messages = [message.as_message() for message in request.messages]
     try:
-        text = served.tokenizer.render_chat(messages, tools, add_generation_prompt=True)
+        text = served.tokenizer.render(messages, add_generation_prompt=True, tools=tools)
     except TokenizerError as error:
         raise bad_request(str(error), "messages") from error
     prompt = _encode(served.tokenizer.encode, text, "messages", served)
@@ -117,14 +122,14 @@ def engine_requests(request: SamplingRequest, work: Work, served: Served) -> lis
     ]
 
 
-async def sample(requests: Sequence[GenerationRequest], router: Router) -> list[Completion]:
-    async with aclosing(stream(requests, router)) as items:
+async def sample(requests: Sequence[GenerationRequest], generator: Generator) -> list[Completion]:
+    async with aclosing(stream(requests, generator)) as items:
         answers = {index: item async for index, item in items if isinstance(item, Completion)}
     return [answers[index] for index in range(len(requests))]
 
 
 async def stream(
-    requests: Sequence[GenerationRequest], router: Router
+    requests: Sequence[GenerationRequest], generator: Generator
 ) -> AsyncGenerator[tuple[int, Progress | Completion], None]:
     """Yield the index of a choice with progress, every token once, or its completion. Raises ApiError."""
     news: asyncio.Queue[tuple[int, Progress | Completion | Exception]] = asyncio.Queue()
@@ -132,7 +137,7 @@ async def stream(
     async def follow(index: int, request: GenerationRequest) -> None:
         item: Completion | Exception
         try:
-            item = await router.generate(request, lambda progress: news.put_nowait((index, progress)))
+            item = await generator.generate(request, lambda progress: news.put_nowait((index, progress)))
             if item.stop is StopReason.ABORT:
                 message = f"The answer took longer than {request.deadline_seconds:g} s, or was ended."
                 item = ApiError(504, message, kind="server_error", code="timeout")

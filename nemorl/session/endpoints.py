@@ -5,7 +5,6 @@ are those of training.
 """
 
 import asyncio
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from nemorl.config.generation import EndpointConfig
 from nemorl.data.examples import Example
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.router import Replica, Router, RouterMetrics
-from nemorl.serve.app import Listening, answering, listening
+from nemorl.serve.app import Listening, answering, event_at_signals, listening
 from nemorl.serve.sampling import Served
 
 from .scoring import RewardScorer, reward_routes
@@ -63,6 +62,9 @@ class _LocalRouter:
     async def add(self, replica: Replica, seconds: float) -> None:
         self.router.add(replica)
 
+    async def remove(self, name: str, seconds: float) -> None:
+        self.router.remove(name)
+
     async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
         self.router.give_up(causes)
 
@@ -77,7 +79,7 @@ async def serve(experiment: Experiment, announce: Callable[[Listening], None]) -
         replicas = await stack.enter_async_context(open_engines(experiment))
         router = Router([engine.as_replica() for engine in replicas.engines], waits=True)
         replicas.connect(_LocalRouter(router))
-        end = _event_at_signals()
+        end = event_at_signals()
         announce(await stack.enter_async_context(listening(endpoint, served(experiment, endpoint, router))))
         while True:
             with suppress(TimeoutError):
@@ -95,9 +97,9 @@ async def serve_rewards(experiment: Experiment, announce: Callable[[Listening], 
         spec = ModelSpec("policy", "policy", policy, trains=False)
         model = await Starter(experiment, placement, stack).model(spec)
         scorer = RewardScorer(model, policy.layout.fewest_units)
-        end, failures = _event_at_signals(), []
+        end, failures = event_at_signals(), []
 
-        async def score(examples: Sequence[Example]) -> list[float]:
+        async def score(examples: Sequence[Example]) -> list[list[float]]:
             try:
                 return await scorer.score(examples)
             except ClusterError as error:  # nothing can be served without its processes
@@ -110,11 +112,3 @@ async def serve_rewards(experiment: Experiment, announce: Callable[[Listening], 
         await end.wait()
         if failures:
             raise failures[0]
-
-
-def _event_at_signals() -> asyncio.Event:
-    """Set by SIGINT and SIGTERM. For after Ray's start, which takes the signals for itself."""
-    event = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, event.set)
-    return event

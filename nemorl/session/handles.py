@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from nemorl.cluster.errors import ClusterError, RestartsExhausted, WorkerDied, WorkerFailed
-from nemorl.cluster.group import BusySpans, Worker, WorkerGroup
+from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.nodes import Home
+from nemorl.cluster.worker import BusySpans, Worker
 from nemorl.config.facts import ModelSpec
 from nemorl.config.run import DeadlineConfig
 from nemorl.errors import RunError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from nemorl.data import losses, shards
     from nemorl.megatron.checkpoint_store import FileRecord
     from nemorl.serve.app import Listening
+    from nemorl.serve.environment_sessions import SessionCounts
     from nemorl.weights import messages
 
 logger = logging.getLogger(__name__)
@@ -46,6 +48,7 @@ GRACE_SECONDS = 30.0  # beyond a deadline that the processes keep themselves, wh
 _ABORT_SECONDS = 30.0
 _ABANDON_SECONDS = 30.0
 _REFUSED = f"{types.RequestRefused.__module__}.{types.RequestRefused.__qualname__}"
+_calls = itertools.count()  # numbers of calls of rollout workers
 
 
 class TooManySkippedSteps(RunError):
@@ -174,8 +177,7 @@ class ModelHandle:
             while not (await asyncio.wait({task}, timeout=seconds))[0]:
                 if await self.lost_one() and not task.done():
                     logger.warning("%s: a process does not respond within %g s", self.group.name, seconds)
-                    for worker in self.group.workers:
-                        self.group.kill(worker)
+                    self.group.kill(*self.group.workers)
             return task.result()
         finally:
             task.cancel()
@@ -189,6 +191,10 @@ class ModelHandle:
         """Call the group, within the deadline for logprobs unless another is given."""
         seconds = self._deadlines.logprobs if seconds is None else seconds
         return await self.group.call(method, *args, seconds=seconds, **options)
+
+    def _tabulated(self, of_ranks: "Sequence[shards.ColumnShard]") -> "list[shards.ColumnShard]":
+        stores = self.group.tabulate([shard.stores for shard in of_ranks])
+        return [replace(shard, stores=entries) for shard, entries in zip(of_ranks, stores, strict=True)]
 
     def packing_metrics(self) -> dict[str, float]:
         return self.batch.packing_metrics()
@@ -208,10 +214,11 @@ class ModelHandle:
         data, size = self.group.mesh.data, self._hidden_size
         self._batch = plan_sequences(sequences, self._config, size, data, num_minibatches)
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
-        await self._call(method, shards=self._batch.shards(sequences), stage="loading a batch", resolve=True)
+        of_ranks = self._tabulated(self._batch.shards(sequences))
+        await self._call(method, shards=of_ranks, stage="loading a batch", resolve=True)
 
     async def take_advantages(self, sequences: "Sequence[shards.SequencePlace]") -> None:
-        of_ranks = self.batch.shards(sequences)
+        of_ranks = self._tabulated(self.batch.shards(sequences))
         await self._call("take_advantages", shards=of_ranks, stage="advantages", resolve=True)
 
     async def share(self, field: "shards.Field") -> "shards.Column":
@@ -224,7 +231,7 @@ class ModelHandle:
         return self.batch.column(stores)
 
     async def take(self, field: "shards.Field", column: "shards.Column") -> None:
-        shards = self.batch.column_shards(column)
+        shards = self._tabulated(self.batch.column_shards(column))
         # It fails if the column was lost with its process, and leaves the batch as it was.
         await self._call("take", field, shards=shards, stage=field, resolve=True, ends_group=False)
 
@@ -236,6 +243,11 @@ class ModelHandle:
     async def sequence_metrics(self, metric: "losses.SequenceMetric") -> list[float]:
         """A number for each loaded sequence, in the order of `load`."""
         values = await self._call("sequence_metrics", metric, stage="advantages", outputs="output_ranks")
+        return self.batch.in_order(values)
+
+    async def marked_values(self) -> list[list[float]]:
+        """The values at the tokens of the loss mask, of each loaded sequence, in the order of `load`."""
+        values = await self._call("marked_values", stage="values", outputs="output_ranks")
         return self.batch.in_order(values)
 
     async def fill(
@@ -434,15 +446,6 @@ class EngineHandle:
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.worker.call("abort", request_ids, stage="abort", seconds=_ABORT_SECONDS)
 
-    async def health(self, seconds: float) -> types.EngineHealth:
-        """State of the engine. Raises what ended it."""
-        health: types.EngineHealth = await self.worker.call("health", stage="health check", seconds=seconds)
-        return health
-
-    async def stats(self, seconds: float) -> types.EngineStats:
-        stats: types.EngineStats = await self.worker.call("stats", stage="metrics", seconds=seconds)
-        return stats
-
     async def sleep(self, level: int, seconds: float) -> None:
         """Leave the devices: 1 keeps the weights in host memory, 2 keeps nothing."""
         await self.worker.call("sleep", level, stage="engines sleep", seconds=seconds)
@@ -450,6 +453,31 @@ class EngineHandle:
     async def wake(self, tags: tuple[str, ...], seconds: float) -> None:
         """Take `weights`, `kv_cache` or, without tags, both back onto the devices."""
         await self.worker.call("wake", tags, stage="engines wake", seconds=seconds)
+
+
+@dataclass(frozen=True)
+class EnginesHandle:
+    """All engines that are up: by rank the answer of each, or its error."""
+
+    group: WorkerGroup
+
+    async def health(self, seconds: float) -> dict[int, types.EngineHealth | ClusterError]:
+        """State of the engines; as error what ended one."""
+        return await self.group.ask("health", stage="health check", seconds=seconds)
+
+    async def stats(self, seconds: float) -> dict[int, types.EngineStats | ClusterError]:
+        return await self.group.ask("stats", stage="metrics", seconds=seconds)
+
+
+@dataclass(frozen=True)
+class EnvironmentActorsHandle:
+    """The actors of one environment that are up."""
+
+    group: WorkerGroup
+
+    async def counts(self, seconds: float) -> "dict[int, SessionCounts | ClusterError]":
+        """Sessions of each by rank, or its error."""
+        return await self.group.ask("counts", stage="health check", seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -518,6 +546,9 @@ class RouterHandle:
     async def add(self, replica: Replica, seconds: float) -> None:
         await self.group.call("router.add", replica, stage="generation", seconds=seconds)
 
+    async def remove(self, name: str, seconds: float) -> None:
+        await self.group.call("router.remove", name, stage="generation", seconds=seconds)
+
     async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
         await self.group.call("router.give_up", causes, stage="generation", seconds=seconds)
 
@@ -547,24 +578,29 @@ class RolloutHandle:
 
         A lost worker is waited for. Groups that are lost with its process are dropped.
         """
-        left = {assignment.group: assignment for assignment in assignments}
+        left = {assignment.group for assignment in assignments}
         if self._returns is None or await asyncio.shield(self._returns):
-            worker = self.worker
-            # Without a deadline: groups may take many steps, and a process that hangs fails its health check.
-            pairs = worker.stream("stream_groups", assignments, stage="generation", pairs=True)
+            worker, call, new = self.worker, next(_calls), assignments
             try:
-                async with aclosing(pairs):
-                    with self.spans.busy():
-                        async for reference, outcome in pairs:
-                            self._finished = True
-                            del left[outcome.group]
+                with self.spans.busy():
+                    while left:
+                        # Without a deadline: groups may take many steps, and a process that hangs fails its
+                        # health check.
+                        reference, outcomes = await worker.call_pair(
+                            "run_more", call, new, stage="generation", num_awaited=len(left)
+                        )
+                        self._finished, new = True, ()
+                        for outcome in outcomes:
+                            left.remove(outcome.group)
                             dropped = isinstance(outcome, Dropped)
                             yield outcome if dropped else replace(outcome, reference=reference)
-                return
             except WorkerDied as error:
                 if worker is self.worker:
                     self.set_lost(str(error))
-        for group in left:
+            finally:
+                if left:
+                    worker.send("end_call", call, stage="generation")
+        for group in sorted(left):
             yield Dropped(group, "lost")
 
     async def abort_stale(self, oldest: int) -> None:
@@ -578,30 +614,11 @@ class RolloutHandle:
             with suppress(ClusterError):  # its groups are dropped when it is lost
                 await self.worker.call(method, which, stage="generation", seconds=_ABORT_SECONDS)
 
-    async def set_concurrency(self, limit: int) -> PlacesUse:
-        stage, seconds = "generation", _ABORT_SECONDS
-        use: PlacesUse = await self.worker.call("set_concurrency", limit, stage=stage, seconds=seconds)
-        return use
-
-    async def take_metrics(self, seconds: float) -> RouterMetrics:
-        metrics: RouterMetrics = await self._call("take_metrics", stage="metrics", seconds=seconds)
-        return metrics
-
-    async def lost_replicas(self, seconds: float) -> dict[str, str]:
-        lost: dict[str, str] = await self._call("lost_replicas", stage="health check", seconds=seconds)
-        return lost
-
-    async def add(self, replica: Replica, seconds: float) -> None:
-        await self._call("add", replica, stage="generation", seconds=seconds)
-
     async def reset(self, replicas: Sequence[Replica], seconds: float) -> None:
-        await self._call("reset", replicas, stage="generation", seconds=seconds)
+        await self.worker.call("router.reset", replicas, stage="generation", seconds=seconds)
 
-    async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
-        await self._call("give_up", causes, stage="generation", seconds=seconds)
-
-    async def _call(self, method: str, *args: Any, stage: str, seconds: float) -> Any:
-        return await self.worker.call(f"router.{method}", *args, stage=stage, seconds=seconds)
+    async def set_actors(self, environment: str, actors: Sequence[Worker], seconds: float) -> None:
+        await self.worker.call("set_actors", environment, actors, stage="generation", seconds=seconds)
 
     def take_progress(self) -> bool:
         """True if a group has ended since the last call."""
@@ -626,6 +643,36 @@ class RolloutHandle:
         else:
             self._returns.set_exception(error)
             self._returns.exception()  # retrieved, even if no group waits
+
+
+@dataclass(frozen=True)
+class RolloutsHandle:
+    """All rollout workers that are up: by rank the answer of each, or its error."""
+
+    group: WorkerGroup
+
+    async def set_concurrency(self, limit: int) -> dict[int, PlacesUse | ClusterError]:
+        """`limit`: of each worker."""
+        seconds = _ABORT_SECONDS
+        return await self.group.ask("set_concurrency", limit, stage="generation", seconds=seconds)
+
+    async def set_actors(self, environment: str, actors: Sequence[Worker], seconds: float) -> None:
+        await self.group.ask("set_actors", environment, actors, stage="generation", seconds=seconds)
+
+    async def take_metrics(self, seconds: float) -> dict[int, RouterMetrics | ClusterError]:
+        return await self.group.ask("router.take_metrics", stage="metrics", seconds=seconds)
+
+    async def lost_replicas(self, seconds: float) -> dict[int, dict[str, str] | ClusterError]:
+        return await self.group.ask("router.lost_replicas", stage="health check", seconds=seconds)
+
+    async def add(self, replica: Replica, seconds: float) -> None:
+        await self.group.ask("router.add", replica, stage="generation", seconds=seconds)
+
+    async def remove(self, name: str, seconds: float) -> None:
+        await self.group.ask("router.remove", name, stage="generation", seconds=seconds)
+
+    async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
+        await self.group.ask("router.give_up", causes, stage="generation", seconds=seconds)
 
 
 @dataclass(frozen=True)

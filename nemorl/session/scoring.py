@@ -9,14 +9,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import ray
-from torch import Tensor
 
 from nemorl.cluster.errors import ClusterError
 from nemorl.config.environment import LocalModelRewardConfig, ModelRewardConfig, RewardConfig
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.examples import PLACEHOLDER, Example
-from nemorl.data.packed import PackedBatch
 from nemorl.data.shards import SequencePlace
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.serve.app import AddRoutes
@@ -27,15 +25,6 @@ from .handles import DeviceScheduler, ModelHandle
 
 
 @dataclass(frozen=True)
-class LastValue:
-    """The scalar head's value after the last token of each sequence."""
-
-    def __call__(self, batch: PackedBatch) -> Tensor:
-        assert batch.values is not None, "compute the values first"
-        return batch.values[batch.cu_seqlens[1:].long() - 1]
-
-
-@dataclass(frozen=True)
 class RewardScorer:
     """Scores of examples by a group that holds a reward model. Belongs to one event loop."""
 
@@ -43,16 +32,17 @@ class RewardScorer:
     units: int  # a batch whose size is a multiple of this divides over the group
     devices: DeviceScheduler | None = None  # if the group shares the policy's
 
-    async def score(self, examples: Sequence[Example]) -> list[float]:
+    async def score(self, examples: Sequence[Example]) -> list[list[float]]:
+        """The scalar head's values after the tokens of the loss mask, of each example."""
         sequences = [*examples, *[PLACEHOLDER] * (-len(examples) % self.units)]
         store = ray.put(sequences)
         places = [SequencePlace(store, row, e.num_tokens) for row, e in enumerate(sequences)]
         turn = nullcontext() if self.devices is None else self.devices.borrow_during_generation(self.model)
 
-        async def compute() -> list[float]:
+        async def compute() -> list[list[float]]:
             await self.model.load(places, kind="examples")
             await self.model.values()
-            return (await self.model.sequence_metrics(LastValue()))[: len(examples)]
+            return (await self.model.marked_values())[: len(examples)]
 
         async with turn:
             return await self.model.outlasting(compute)
@@ -64,7 +54,7 @@ def reporting_failures(scorer: RewardScorer) -> Score:
     With a status for which they do not try again: restarts have failed.
     """
 
-    async def score(examples: Sequence[Example]) -> list[float]:
+    async def score(examples: Sequence[Example]) -> list[list[float]]:
         try:
             return await scorer.score(examples)
         except ClusterError as error:
@@ -83,6 +73,8 @@ def reward_routes(config: PolicyConfig, endpoint: EndpointConfig, *, chat: bool,
 def reward_by_url(reward: RewardConfig, url: str, key_variable: str) -> ModelRewardConfig:
     """A reward model as rollout workers call it, at the address of its endpoint."""
     assert isinstance(reward, LocalModelRewardConfig)
-    kept = reward.model_dump(include={"weight", "deadline", "max_concurrent", "on_error", "batch_size"})
+    kept = reward.model_dump(
+        include={"weight", "deadline", "max_concurrent", "on_error", "batch_size", "steps"}
+    )
     name, model = reward.metric, reward.model_path.absolute().name
     return ModelRewardConfig(kind="model", name=name, url=url, model=model, api_key_env=key_variable, **kept)

@@ -15,14 +15,15 @@ from typing import Any, TypeVar
 
 import ray
 
-from nemorl.cluster.errors import ClusterError, WorkerDied
-from nemorl.cluster.group import Mesh, Span, WorkerGroup
+from nemorl.cluster.errors import ClusterError, RelayLost, WorkerDied
+from nemorl.cluster.group import Mesh, WorkerGroup
 from nemorl.cluster.nodes import Node
-from nemorl.cluster.placement import Placement, worker_requests
+from nemorl.cluster.placement import ExtraRanks, Placement, available_cores, worker_requests
 from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.cluster.worker import Span
 from nemorl.config.environment import RewardConfig
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, models_of
+from nemorl.config.facts import ModelSpec, environment_actors, models_of
 from nemorl.config.generation import EndpointConfig
 from nemorl.errors import NemorlError
 from nemorl.generation.router import Replica
@@ -39,7 +40,7 @@ from nemorl.weights.process_group import served_store
 from . import handles
 from .scoring import RewardScorer, reporting_failures, reward_by_url, reward_routes
 from .stalls import StallReporter
-from .supervisor import ReplicaSupervisor, RolloutSupervisor
+from .supervisor import EnvironmentSupervisor, ReplicaSupervisor, RolloutSupervisor
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Session:
     models: dict[str, handles.ModelHandle] = field(default_factory=dict)  # by name; the policy is among them
     groups: dict[str, WorkerGroup] = field(default_factory=dict)  # of all processes, by name
     rollouts: RolloutSupervisor | None = None
+    environments: Sequence[EnvironmentSupervisor] = ()  # that run in actors
     exchange: WeightExchange | None = None
     replicas: ReplicaSupervisor | None = None  # of engines
     concurrency: ConcurrencyControl | None = None
@@ -156,7 +158,7 @@ class Session:
         """
         spans: dict[str, list[list[Span]]] = defaultdict(list)
         for name, group in self.groups.items():
-            if name not in ("rollout", "endpoint", "keeper"):
+            if name.partition("_")[0] not in ("rollout", "endpoint", "keeper", "environment"):
                 spans[name.partition("_")[0]].append(group.spans.take(now))
         if self.rollout:
             spans["rollout"] = [worker.spans.take(now) for worker in self.rollout]
@@ -198,7 +200,7 @@ class Session:
                         if not (isinstance(error, WorkerDied) and error.is_reported_in(exhausted)):
                             exhausted.add_note(f"The refit to version {version} ended with: {error}")
                         raise
-                    if not lost:
+                    if not lost and not isinstance(error, RelayLost):
                         raise
                     logger.warning("retrying weight update to version %d: %s", version, error)
         return stats
@@ -282,8 +284,15 @@ class Session:
 
     async def generation_metrics(self) -> dict[str, float]:
         metrics = self.rollouts.metrics() if self.rollouts is not None else {}
+        for environment in self.environments:
+            for name, value in environment.metrics().items():
+                metrics[name] = metrics.get(name, 0.0) + value
         metrics |= await self.replicas.take_metrics() if self.replicas is not None else {}
         return metrics | (self.concurrency.take_metrics() if self.concurrency is not None else {})
+
+    async def fetch(self, reference: Any) -> list[Any]:
+        """The sequences behind a reference."""
+        return list(await reference)
 
     def store(self, sequences: Sequence[Any]) -> Any:
         """A reference by which workers read these sequences, all of them at once."""
@@ -294,7 +303,8 @@ class Session:
 async def reserved(experiment: Experiment, groups: set[str]) -> AsyncIterator[Placement]:
     """Places in a new Ray cluster or RAY_ADDRESS's."""
     requests = [request for request in worker_requests(experiment) if request.group in groups]
-    with ClusterRuntime(experiment.cluster, requests) as runtime:
+    scales = "generation" in groups and experiment.generation.can_scale
+    with ClusterRuntime(experiment.cluster, requests, available_cores() if scales else 0) as runtime:
         placement = await runtime.reserve()
         try:
             yield placement
@@ -310,6 +320,7 @@ async def open_session(experiment: Experiment, *, policy: bool, sampling: bool) 
     groups = {model.name for model in models_of(experiment) if (sampling if model.scores else policy)}
     groups |= {"policy"} if learns else set()
     groups |= {"generation", "rollout", "endpoint"} if sampling else set()
+    groups |= {one.group for one in environment_actors(experiment.env)} if sampling else set()
     async with AsyncExitStack() as stack:
         placement = await stack.enter_async_context(reserved(experiment, groups))
         session = Session(nodes=placement.described, policy_samples=policy_samples)
@@ -390,6 +401,7 @@ class Starter:
             "seed": experiment.seed,
             "keep_reference": is_policy and algorithm.keeps_reference and experiment.reference is None,
             "deadline_seconds": max(deadlines.training, deadlines.checkpoint, deadlines.refit),
+            "start_seconds": deadlines.start,
             "trains": spec.trains,
             "load": True,
         }
@@ -416,10 +428,13 @@ class Starter:
             threads=threads,
             commit_seconds=cluster.deadlines.refit,
         )
-        ranks: list[dict[str, Any]] = [
-            {"config": config, "options": replace(options, rank=rank), **config.host_options(policy)}
-            for rank in range(config.replicas)
-        ]
+
+        def kwargs_of(rank: int) -> dict[str, Any]:
+            bundle = {"bundle": 0} if config.workers_hold_gpus else {}  # of a reservation of its own
+            of_rank = replace(options, rank=rank)
+            return {"config": config, "options": of_rank, **config.host_options(policy), **bundle}
+
+        ranks = [kwargs_of(rank) for rank in range(config.replicas)]
         environment = {}
         if config.workers_hold_gpus:  # which the engine's process has to see nevertheless
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
@@ -430,8 +445,20 @@ class Starter:
             others = [rank for rank in here if rank not in shared_with]  # from which weights come too
             visible = tuple(name for rank in (*shared_with, *others) for name in gpus[rank])
             ranks[number]["gpus"] = visible
+        extra = None
+        if config.can_scale:
+            on_one_machine = config.transport in ("shared_memory", "cuda_ipc")
+            node = self.placement.nodes["generation"][0].id if on_one_machine else None
+            extra = ExtraRanks(self.placement, "generation", kwargs_of, node)
+            self.stack.callback(extra.close)
         group = await self._start(
-            "generation", config.host_class, ranks, threads=threads, concurrent=True, environment=environment
+            "generation",
+            config.host_class,
+            ranks,
+            threads=threads,
+            concurrent=True,
+            environment=environment,
+            extra=extra,
         )
         replicas = ReplicaSupervisor(group, cluster, shares_devices=config.shares_devices)
         self.stack.push_async_callback(replicas.close)
@@ -455,15 +482,16 @@ class Starter:
             endpoint = handles.RouterHandle(group)
             replicas.connect(endpoint)
             await open_endpoint(endpoint, self.experiment)
-        replicas.connect(await self.rollout(lambda: replicas.announced))
+        rollouts = await self.rollout(lambda: replicas.announced)
+        replicas.connect(rollouts)
         replicas.start_watch()
-        generation, deadlines = self.experiment.generation, self.experiment.cluster.deadlines
+        generation = self.experiment.generation
         if (limit := generation.initial_concurrency) is not None:
             control = self.session.concurrency = ConcurrencyControl(
                 ConcurrencyLimit.of(limit, adaptive=generation.adaptive_concurrency),
-                lambda: replicas.engines,
-                self.session.rollout,
-                deadlines.health,
+                lambda: len(rollouts.handles),
+                replicas.health,
+                rollouts.set_concurrency,
             )
             self.stack.push_async_callback(control.close)
             control.start()
@@ -472,14 +500,32 @@ class Starter:
         """The rollout workers over the present `engines`, and the reward models that they call."""
         rewards, environment = await self.reward_models()
         experiment = self.experiment.model_copy(update={"rewards": rewards})
-        kwargs = {"experiment": experiment, "engines": engines()}
-        ranks, host = [kwargs] * experiment.cluster.rollout_workers, "nemorl.rollout.worker:RayRolloutWorker"
+        supervisors = await self.environment_actors()
+        actors = {name: one.group.workers for name, one in supervisors.items()}
+        kwargs = {"experiment": experiment, "engines": engines(), "actors": actors}
+        host = "nemorl.rollout.worker:RayRolloutWorker"
+        ranks = [{**kwargs, "rank": rank} for rank in range(experiment.cluster.rollout_workers)]
         group = await self._start("rollout", host, ranks, threads=1, concurrent=True, environment=environment)
-        rollouts = RolloutSupervisor(group, experiment.cluster, engines)
+        rollouts = RolloutSupervisor(group, experiment.cluster, engines, supervisors)
         self.stack.push_async_callback(rollouts.close)
         rollouts.start_watch()
-        self.session.rollouts = rollouts
+        self.session.rollouts, self.session.environments = rollouts, [*supervisors.values()]
+        for supervisor in supervisors.values():
+            supervisor.start_watch()
         return rollouts
+
+    async def environment_actors(self) -> dict[str, EnvironmentSupervisor]:
+        """Of each environment that runs in actors, by its name."""
+        supervisors, cluster = {}, self.experiment.cluster
+        host = "nemorl.serve.environment_sessions:EnvironmentHost"
+        for actors in environment_actors(self.experiment.env):
+            max_sessions, idle_seconds = actors.placement.max_episodes, cluster.deadlines.generation
+            kwargs = {"config": actors.config, "max_sessions": max_sessions, "idle_seconds": idle_seconds}
+            ranks = [kwargs] * actors.placement.num_actors
+            group = await self._start(actors.group, host, ranks, threads=1, concurrent=True)
+            supervisors[actors.name] = EnvironmentSupervisor(group, cluster)
+            self.stack.push_async_callback(supervisors[actors.name].close)
+        return supervisors
 
     async def reward_models(self) -> tuple[tuple[RewardConfig, ...], dict[str, str]]:
         """Start the reward models; returns the rewards with their addresses, and a variable for each key."""

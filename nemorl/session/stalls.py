@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 
 from nemorl.cluster.activity import ProcessReport
 from nemorl.cluster.errors import DeadlineExceeded
-from nemorl.cluster.group import Worker, WorkerGroup, describe_activity
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.worker import Worker, describe_activity
 from nemorl.errors import RunError
 from nemorl.observe.files import WriteError, write_atomically
 from nemorl.observe.timeline import Stage, StageListener

@@ -1,4 +1,4 @@
-"""Supervisors of processes that do not need each other: of engine replicas, and of rollout workers.
+"""Supervisors of processes that do not need each other: engine replicas, rollout workers, environment actors.
 
     UP ──lost──▶ LOST ──attempt──▶ STARTING ──started──▶ READY ──admitted──▶ UP
                   ▲ ◀────failed───────┘ ◀───────lost───────┘
@@ -6,28 +6,37 @@
 The process of a lost member is ended, and its work moves to other members or waits for one that returns: the
 tokens of requests continue on another replica, the groups of a rollout worker are sampled again.
 
+Replicas also join and leave (`scale`): one that joins is started like a lost one; the requests of one that
+leaves move before its process ends.
+
 A replica that was restarted has the weights of the model's folder: it is admitted with the next weight
 update, at once before the first. While no other is up, the session sends it the weights in use (`starved`).
 """
 
 import asyncio
+import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
+from pathlib import Path
 from statistics import fmean
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerFailed
-from nemorl.cluster.group import Worker, WorkerGroup
+from nemorl.cluster.errors import ClusterError, DeadlineExceeded, PlacementFailed, WorkerFailed
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.worker import Worker
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import RunError
 from nemorl.generation.router import Replica, RouterMetrics
 from nemorl.generation.types import EngineFailed, EngineHealth, EngineStats, NoReplicaLeft
+from nemorl.rollout.concurrency import PlacesUse
+from nemorl.serve.environment_sessions import SessionCounts
 
-from .handles import EngineHandle, RolloutHandle
+from .handles import EngineHandle, EnginesHandle, EnvironmentActorsHandle, RolloutHandle, RolloutsHandle
 
 _ENGINE_FAILED = f"{EngineFailed.__module__}.{EngineFailed.__qualname__}"
 
@@ -113,11 +122,7 @@ class Supervisor(ABC, Generic[M]):
             self._watch.result()
 
     async def close(self) -> None:
-        of_members = (task for member in self.members for task in (member.end, member.restart))
-        running = [task for task in (self._watch, *of_members) if task is not None]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await _cancel(self._watch, *(task for m in self.members for task in (m.end, m.restart)))
         for member in self.in_state(State.READY):  # which do not end with the group
             self.group.kill(member.worker)
 
@@ -142,8 +147,12 @@ class Supervisor(ABC, Generic[M]):
         return f"{self.kind} {member.worker.rank}"
 
     @abstractmethod
-    async def _problem(self, member: M) -> str | None:
-        """Why a member that is up is lost; None if it is not. May raise ClusterError instead."""
+    async def _states(self) -> Mapping[int, Any]:
+        """What shows that each worker of the group works, by rank, or a ClusterError in its place."""
+
+    @abstractmethod
+    def _problem(self, member: M, state: Any) -> str | None:
+        """Why a member with this state, or error, is lost; None if it is not."""
 
     @abstractmethod
     async def _admit_returned(self) -> None:
@@ -154,20 +163,12 @@ class Supervisor(ABC, Generic[M]):
         """For a member that is lost without attempts left."""
 
     async def _check(self) -> int:
-        up = self.in_state(State.UP)
-        causes = await asyncio.gather(*map(self._cause_of_loss, up))
+        up, states = self.in_state(State.UP), await self._states()
+        causes = [member.ended_for or self._problem(member, states[member.worker.rank]) for member in up]
         losses = [(m, cause) for m, cause in zip(up, causes, strict=True) if cause is not None]
         for member, cause in losses:
             self._lose(member, cause)
         return len(losses)
-
-    async def _cause_of_loss(self, member: M) -> str | None:
-        if member.ended_for is not None:
-            return member.ended_for
-        try:
-            return await self._problem(member)
-        except ClusterError as error:
-            return str(error)
 
     def _can_return(self, member: M) -> bool:  # unless it is lost without attempts left
         return member.state is not State.LOST or member.attempts < self._max_restarts
@@ -200,9 +201,11 @@ class Supervisor(ABC, Generic[M]):
             except Exception as error:  # noqa: BLE001 - Ray's errors as well; each is logged and counted
                 self._set(member, State.LOST)
                 self._num_failed_restarts += 1
+                if isinstance(error, PlacementFailed):  # it says that there will be no place
+                    member.attempts = self._max_restarts
                 left = self._max_restarts - member.attempts
-                logger.warning("%s could not be restarted (attempts left: %d): %s", name, left, error)
-                self._causes[name] = f"{cause}\nand could not be restarted: {error}"
+                logger.warning("%s could not be started (attempts left: %d): %s", name, left, error)
+                self._causes[name] = f"{cause}\nand could not be restarted: {error}" if cause else str(error)
             else:
                 self._set(member, State.READY)
                 self._to_check.set()
@@ -235,7 +238,10 @@ class Routers(Protocol):
         """The cause of each loss by the replica's name, by router."""
 
     async def add(self, replica: Replica, seconds: float) -> None:
-        """Send requests to this replica too, which takes the place of a lost one."""
+        """Send requests to this replica too, which may take the place of a lost one."""
+
+    async def remove(self, name: str, seconds: float) -> None:
+        """Send no requests to a replica that leaves, and move those that it has."""
 
     async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
         """Fail requests that wait for a replica: none returns."""
@@ -244,11 +250,28 @@ class Routers(Protocol):
 @dataclass(eq=False)
 class SupervisedReplica(Supervised):
     announced: bool = True  # the routers send requests to it
+    joins: bool = False  # and was never up
     reported: str | None = None  # why a router gave it up
 
     @property
     def engine(self) -> EngineHandle:
         return EngineHandle(self.worker)
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    state: Literal["up", "waiting", "starting", "started", "lost"]  # waiting: for a place in the cluster
+    cause: str = ""  # of one that is lost; empty if it is being restarted
+
+    def __str__(self) -> str:
+        texts = {
+            "up": "up",
+            "waiting": "waits for a place in the cluster",
+            "starting": "starts",
+            "started": "has started, and waits for the next weight update",
+            "lost": f"given up: {self.cause}" if self.cause else "lost; it is started again",
+        }
+        return texts[self.state]
 
 
 class ReplicaSupervisor(Supervisor[SupervisedReplica]):
@@ -262,11 +285,13 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
         """Engines that share their devices have been started while no other process used them."""
         super().__init__(group, config, map(SupervisedReplica, group.workers))
         self.shares_devices = shares_devices
+        self._engines = EnginesHandle(group)
         self.starved = asyncio.Event()  # no engine is up, and one that has been restarted requires weights
         self._routers: list[Routers] = []
         self._none_starting = asyncio.Event()
         self._none_starting.set()
         self._initial_weights = True  # until the first update
+        self._num_joined = self._num_left = 0
 
     @property
     def engines(self) -> list[EngineHandle]:
@@ -276,6 +301,10 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
     def announced(self) -> list[Replica]:
         """The engines to which the routers send requests."""
         return [replica.engine.as_replica() for replica in self.in_state(State.UP) if replica.announced]
+
+    @property
+    def states(self) -> dict[str, ReplicaState]:
+        return {self.name(r): self._state(r) for r in sorted(self.members, key=lambda r: r.worker.rank)}
 
     def connect(self, routers: Routers) -> None:
         """Announce engines that return to these routers, and read the losses that they have seen."""
@@ -344,22 +373,97 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
             raise NoReplicaLeft(self._causes)
         self.log_losses()
 
+    async def health(self) -> list[EngineHealth]:
+        """Of the engines that answer."""
+        return _answered(await self._engines.health(self._deadlines.health))
+
+    async def scale(self, number: int) -> None:
+        """Let engines join, in the background, or leave until there are `number`; replace those given up."""
+        async with self._lock:
+            for replica in self.members.copy():
+                if not self._can_return(replica):
+                    await self._leave(replica)
+            # Those that are useful stay, and of these the first.
+            in_use = sorted(self.members, key=lambda r: (r.state is State.UP, r.announced, -r.worker.rank))
+            for replica in in_use[: max(0, len(self.members) - number)]:
+                await self._leave(replica)
+            ranks = {replica.worker.rank for replica in self.members}
+            free = (rank for rank in itertools.count() if rank not in ranks)
+            for rank in itertools.islice(free, number - len(self.members)):
+                self._join(rank)
+
+    @property
+    def extra_nodes(self) -> set[str]:
+        """IDs of the nodes of replicas that joined."""
+        nodes = (self.group.extra_node(replica.worker.rank) for replica in self.members)
+        return {node for node in nodes if node is not None}
+
+    async def leave_nodes(self, nodes: Set[str]) -> None:
+        """Let replicas that joined leave these nodes, given by ID, for others."""
+        async with self._lock:
+            for replica in self.members.copy():
+                rank = replica.worker.rank
+                if self.group.extra_node(rank) in nodes:
+                    logger.warning("%s leaves a node that is drained", self.name(replica))
+                    await self._leave(replica)
+                    self._join(rank)
+
+    def _join(self, rank: int) -> None:
+        worker = Worker(self.group.name, rank, Path(), actor=None)  # until a process is started
+        # Its first start is not a restart.
+        replica = SupervisedReplica(worker, State.LOST, attempts=-1, announced=False, joins=True)
+        self._causes[self.name(replica)] = ""
+        self.members.append(replica)
+        replica.restart = asyncio.create_task(self._restart(replica))
+
+    async def _leave(self, replica: SupervisedReplica) -> None:
+        name = self.name(replica)
+        self.members.remove(replica)
+        await _cancel(replica.restart, replica.end)
+        state = replica.state
+        self._set(replica, State.LOST)
+        self._causes.pop(name, None)
+        try:
+            for routers in self._routers if state is State.UP else ():
+                await routers.remove(name, self._deadlines.health)
+        finally:
+            if state is State.UP:
+                self.group.drop(replica.worker)
+                self.on_change()
+            elif state is State.READY:
+                self.group.kill(replica.worker)
+            self.group.release(replica.worker.rank)
+        if not replica.joins:
+            self._num_left += 1
+            logger.warning("%s has left", name)
+
+    def _state(self, replica: SupervisedReplica) -> ReplicaState:
+        match replica.state:
+            case State.UP:
+                return ReplicaState("up" if replica.announced else "started")
+            case State.READY:
+                return ReplicaState("started")
+            case State.STARTING:
+                waits = self.group.waits_for_place(replica.worker.rank)
+                return ReplicaState("waiting" if waits else "starting")
+        if replica.attempts < 0:  # it joins, and its first start has not begun
+            return ReplicaState("starting")
+        cause = "" if self._can_return(replica) else self._causes[self.name(replica)]
+        return ReplicaState("lost", cause)
+
     async def take_metrics(self) -> dict[str, float]:
-        seconds = self._deadlines.health
-
-        async def stats(replica: SupervisedReplica) -> EngineStats:
-            try:
-                stats = await replica.engine.stats(seconds)
-            except ClusterError:  # which the next check finds, and names
-                return EngineStats()
-            if stats.tokens_generated:
+        seconds, replicas = self._deadlines.health, self.in_state(State.UP)
+        stats = await self._engines.stats(seconds)
+        for replica in replicas:
+            of_replica = stats.get(replica.worker.rank)
+            if isinstance(of_replica, EngineStats) and of_replica.tokens_generated:
                 replica.attempts = 0
-            return stats
-
-        of_engines = await asyncio.gather(*map(stats, self.in_state(State.UP)))
+        of_engines = _answered(stats)  # the next check finds the others, and names them
         idle = [max(0.0, 1 - one.busy_seconds / one.seconds) for one in of_engines if one.seconds > 0]
         of_routers = [one for routers in self._routers for one in await routers.take_metrics(seconds)]
         return self.metrics() | {
+            "generation/replicas_joined": float(self._num_joined),
+            "generation/replicas_left": float(self._num_left),
             "generation/requests_moved": float(sum(one.moved_requests for one in of_routers)),
             "generation/tokens_kept": float(sum(one.kept_tokens for one in of_routers)),
             "generation/requests_failed": float(sum(one.failed_requests for one in of_routers)),
@@ -375,44 +479,44 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
     async def _check(self) -> int:
         # An engine that a router has seen fail gets no requests from it any more, so that it would be idle.
         for routers in self._routers:
-            for lost in await routers.lost_replicas(self._deadlines.health):
-                for replica in self.in_state(State.UP):
-                    if replica.announced and self.name(replica) in lost:
-                        replica.reported = lost[self.name(replica)]
+            of_routers = await routers.lost_replicas(self._deadlines.health)
+            lost = {name: cause for of_router in of_routers for name, cause in of_router.items()}
+            for replica in self.in_state(State.UP) if lost else ():
+                if replica.announced and self.name(replica) in lost:
+                    replica.reported = lost[self.name(replica)]
         return await super()._check()
 
-    async def _problem(self, member: SupervisedReplica) -> str | None:
-        try:
-            health = await member.engine.health(self._deadlines.health)
-        except WorkerFailed as error:
-            return error.message if error.kind == _ENGINE_FAILED else str(error)
-        return hanging(health, self._deadlines.engine_step) or member.reported
+    async def _states(self) -> Mapping[int, EngineHealth | ClusterError]:
+        return await self._engines.health(self._deadlines.health)
+
+    def _problem(self, member: SupervisedReplica, state: EngineHealth | ClusterError) -> str | None:
+        if isinstance(state, WorkerFailed) and state.kind == _ENGINE_FAILED:
+            return state.message
+        if isinstance(state, ClusterError):
+            return str(state)
+        return hanging(state, self._deadlines.engine_step) or member.reported
 
     @asynccontextmanager
     async def _ending_silent(self) -> AsyncIterator[None]:
         """Inside, engines that do not answer are ended, so that what waits for them fails."""
 
+        seconds = self._deadlines.health
+
         async def end_silent() -> None:
             while True:
-                await asyncio.sleep(self._deadlines.health)
-                left = [replica for replica in self.in_state(State.UP) if replica.ended_for is None]
-                await asyncio.gather(*map(end_if_silent, left))
-
-        async def end_if_silent(replica: SupervisedReplica) -> None:
-            try:
-                await replica.engine.health(self._deadlines.health)
-            except DeadlineExceeded as error:
-                replica.ended_for = str(error)
-                self.group.kill(replica.worker)
-            except ClusterError:  # it answers, or the running call reports its death
-                pass
+                await asyncio.sleep(seconds)
+                states = await self._engines.health(seconds)
+                for replica in self.in_state(State.UP):
+                    silence = states.get(replica.worker.rank)  # the running call reports a death
+                    if isinstance(silence, DeadlineExceeded) and replica.ended_for is None:
+                        replica.ended_for = str(silence)
+                        self.group.kill(replica.worker)
 
         watch = asyncio.create_task(end_silent())
         try:
             yield
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            await _cancel(watch)
 
     def _set(self, member: SupervisedReplica, state: State) -> None:
         super()._set(member, state)
@@ -424,7 +528,17 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
         member.announced, member.reported = False, None
         super()._lose(member, cause)
 
+    def _log_return(self, member: SupervisedReplica) -> None:
+        if not member.joins:
+            super()._log_return(member)
+            return
+        member.joins = False
+        self._num_joined += 1
+        self._causes.pop(self.name(member), None)
+        logger.warning("%s has joined", self.name(member))
+
     async def _give_up(self, member: SupervisedReplica) -> None:
+        self.group.release(member.worker.rank)
         if self.exhausted:
             for routers in self._routers:
                 await routers.give_up(self._causes, self._deadlines.health)
@@ -461,6 +575,44 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
                 self._lose(replica, cause)
 
 
+class EnvironmentSupervisor(Supervisor[Supervised]):
+    """Actors of one environment; rollout workers receive those that are up."""
+
+    kind, plural = "environment actor", "environment/actors"
+
+    def __init__(self, group: WorkerGroup, config: ClusterConfig) -> None:
+        super().__init__(group, config, map(Supervised, group.workers))
+        self._actors = EnvironmentActorsHandle(group)
+        # Reports to rollout workers which are up; set before the watch starts.
+        self.announce: Callable[[Sequence[Worker]], Awaitable[None]]
+
+    async def _states(self) -> Mapping[int, SessionCounts | ClusterError]:
+        return await self._actors.counts(self._deadlines.health)
+
+    def _problem(self, member: Supervised, state: SessionCounts | ClusterError) -> str | None:
+        if isinstance(state, ClusterError):
+            return str(state)
+        if state.answered:
+            member.attempts = 0
+        return None
+
+    async def _check(self) -> int:
+        num_lost = await super()._check()
+        if num_lost:
+            await self.announce(self.group.workers)
+        return num_lost
+
+    async def _admit_returned(self) -> None:
+        if admitted := self._admit():
+            await self.announce(self.group.workers)
+        for member in admitted:
+            self._log_return(member)
+
+    async def _give_up(self, member: Supervised) -> None:
+        name = self.name(member)
+        logger.warning("%s of %s stays lost: %s", name, self.group.name, self._causes[name])
+
+
 class NoRolloutWorkerLeft(RunError):
     """Every rollout worker is lost, and none can be restarted."""
 
@@ -481,35 +633,48 @@ class RolloutSupervisor(Supervisor[SupervisedRollout]):
     kind, plural = "rollout worker", "rollout/workers"
 
     def __init__(
-        self, group: WorkerGroup, config: ClusterConfig, replicas: Callable[[], Sequence[Replica]]
+        self,
+        group: WorkerGroup,
+        config: ClusterConfig,
+        replicas: Callable[[], Sequence[Replica]],
+        environments: Mapping[str, EnvironmentSupervisor] | None = None,
     ) -> None:
-        """`replicas` returns those to which a router sends requests now."""
+        """`replicas` returns those to which a router sends requests now; `environments` have actors."""
         super().__init__(group, config, map(SupervisedRollout, group.workers))
-        self._replicas = replicas
+        self._replicas, self._rollouts = replicas, RolloutsHandle(group)
+        self._environments = dict(environments or {})
+        for name, environment in self._environments.items():
+            environment.announce = partial(self._announce, name)
         self.handles = [member.handle for member in self.members]  # without those that will not return
 
     async def take_metrics(self, seconds: float) -> list[RouterMetrics]:
-        return await self._ask(lambda handle: handle.take_metrics(seconds))
+        return _answered(await self._rollouts.take_metrics(seconds))
 
     async def lost_replicas(self, seconds: float) -> list[dict[str, str]]:
-        return await self._ask(lambda handle: handle.lost_replicas(seconds))
+        return _answered(await self._rollouts.lost_replicas(seconds))
 
     async def add(self, replica: Replica, seconds: float) -> None:
-        await self._ask(lambda handle: handle.add(replica, seconds))
+        await self._rollouts.add(replica, seconds)
+
+    async def remove(self, name: str, seconds: float) -> None:
+        await self._rollouts.remove(name, seconds)
 
     async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
-        await self._ask(lambda handle: handle.give_up(causes, seconds))
+        await self._rollouts.give_up(causes, seconds)
 
-    async def _ask(self, act: Callable[[RolloutHandle], Awaitable[T]]) -> list[T]:
-        handles = [member.handle for member in self.in_state(State.UP)]
-        answers = await asyncio.gather(*map(act, handles), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, ClusterError):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+    async def set_concurrency(self, limit: int) -> list[PlacesUse]:
+        """Of the workers that answer; `limit` is that of each."""
+        return _answered(await self._rollouts.set_concurrency(limit))
 
-    async def _problem(self, member: SupervisedRollout) -> str | None:
-        await member.handle.lost_replicas(self._deadlines.health)
+    async def _announce(self, environment: str, actors: Sequence[Worker]) -> None:
+        await self._rollouts.set_actors(environment, actors, self._deadlines.health)
+
+    async def _states(self) -> Mapping[int, dict[str, str] | ClusterError]:
+        return await self._rollouts.lost_replicas(self._deadlines.health)
+
+    def _problem(self, member: SupervisedRollout, state: dict[str, str] | ClusterError) -> str | None:
+        if isinstance(state, ClusterError):
+            return str(state)
         if member.handle.take_progress():
             member.attempts = 0
         return member.handle.cause
@@ -519,6 +684,9 @@ class RolloutSupervisor(Supervisor[SupervisedRollout]):
             member.handle.worker = member.worker
             try:  # it was made with the engines at the start of the run
                 await member.handle.reset(self._replicas(), self._deadlines.health)
+                for name, environment in self._environments.items():
+                    workers = environment.group.workers
+                    await member.handle.set_actors(name, workers, self._deadlines.health)
             except ClusterError as error:
                 self._lose(member, str(error))
             else:
@@ -538,6 +706,17 @@ class RolloutSupervisor(Supervisor[SupervisedRollout]):
         else:
             self.handles.remove(member.handle)
             member.handle.close()
+
+
+def _answered(of_ranks: Mapping[int, T | ClusterError]) -> list[T]:
+    return [answer for answer in of_ranks.values() if not isinstance(answer, ClusterError)]
+
+
+async def _cancel(*tasks: asyncio.Task[None] | None) -> None:
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 def _set_if(event: asyncio.Event, condition: bool) -> None:

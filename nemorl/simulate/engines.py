@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from nemorl.cluster.errors import DeadlineExceeded, WorkerDied
-from nemorl.cluster.group import Mesh, Worker, WorkerGroup
+from nemorl.cluster.group import Mesh, WorkerGroup
+from nemorl.cluster.worker import Worker
 from nemorl.config.generation import OnUpdate
 from nemorl.generation.types import (
     Completion,
@@ -378,8 +379,9 @@ class SimulatedGroup(WorkerGroup):
         self.engines: list[SimulatedEngine] = []  # all that were ever started
         super().__init__("generation", [self._start(rank) for rank in range(replicas)], Mesh(data=replicas))
 
-    def kill(self, worker: Worker) -> None:
-        worker.actor.fail("the driver ended its process and reports the reason")
+    def kill(self, *workers: Worker) -> None:
+        for worker in workers:
+            worker.actor.fail("the driver ended its process and reports the reason")
 
     async def restart(self, rank: int, deadline_seconds: float) -> Worker:
         await asyncio.sleep(self._workload.engine_start)

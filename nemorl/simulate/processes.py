@@ -53,6 +53,7 @@ class SimulatedRolloutWorker(GroupRunner):
         self._turn_limit = scale.blocks(experiment.generation.max_new_tokens)
         self._limit = scale.blocks(experiment.policy.max_sequence_length)
         self._seconds = experiment.cluster.deadlines.generation
+        self._environment_seconds = experiment.cluster.deadlines.environment
         config = experiment.algorithm
         assert isinstance(config, OnlineBase)
         self._group_seconds, self._min_members = config.group_seconds, config.min_members
@@ -106,7 +107,8 @@ class SimulatedRolloutWorker(GroupRunner):
                     if stop in (StopReason.ABORT, StopReason.ERROR):
                         error = f"generation of turn {turn}: ended with `{stop}`"
                         break
-                    if seconds := self._workload.environment.draw(random):
+                    # That a call fails at its deadline is not simulated.
+                    if seconds := min(self._workload.environment.draw(random), self._environment_seconds):
                         await asyncio.sleep(seconds)
                         environment += seconds
                     if stop is StopReason.LENGTH:
@@ -145,6 +147,10 @@ class SimulatedRouters:
     async def add(self, replica: Replica, seconds: float) -> None:
         for worker in self.workers:
             worker.router.add(replica)
+
+    async def remove(self, name: str, seconds: float) -> None:
+        for worker in self.workers:
+            worker.router.remove(name)
 
     async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
         for worker in self.workers:

@@ -21,7 +21,8 @@ from nemorl.config.experiment import Experiment
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import DropReason, GroupSummary
-from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule, TaskOrder
+from nemorl.rollout.order import TaskOrder
+from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule
 from nemorl.rollout.versions import UNBROKEN, Lineage
 from nemorl.session.session import Session
 from nemorl.session.supervisor import ReplicaSupervisor

@@ -109,7 +109,7 @@ TRAINED_PER_GPU = 8000.0
 def default_workload(experiment: Experiment) -> Workload:
     """Assumptions for a config without a trace."""
     generation, policy = experiment.generation, experiment.policy
-    has_turns = not experiment.env.has_one_turn
+    has_turns = not all(one.has_one_turn for one in experiment.env.environments.values())
     longest = min(generation.max_new_tokens, policy.max_sequence_length)
     prompt = min(256, max(1, policy.max_sequence_length // 4))
     return Workload(

@@ -21,7 +21,8 @@ from nemorl.data.shards import SequencePlace, plan_batch
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.layout import SCALAR_HEAD
 from nemorl.observe.metrics import StepMetrics
-from nemorl.rollout.schedule import DataPlace, TaskOrder
+from nemorl.rollout.order import TaskOrder
+from nemorl.rollout.schedule import DataPlace
 from nemorl.rollout.versions import UNBROKEN
 from nemorl.run.checkpoints import Progress
 from nemorl.run.recorder import RunRecorder

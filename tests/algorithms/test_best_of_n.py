@@ -13,7 +13,7 @@ from nemorl.algorithms.metrics import LogprobGapTooLarge, LogprobGate, optimizer
 from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
-from nemorl.models.create import create_arithmetic_model
+from nemorl.models.create import create_tiny_model
 from nemorl.rollout.groups import GroupSummary, summarize
 from nemorl.session.session import Session
 from nemorl.trajectories import StopReason, Trajectory
@@ -68,7 +68,7 @@ algorithm:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("picking")
-    create_arithmetic_model(folder / "model", hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
+    create_tiny_model(folder / "model", hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
     return folder
 
 
@@ -90,7 +90,7 @@ def sampled(seed: int) -> list[GroupSummary]:
                     (), {"own": reward}, reward, StopReason.STOP, number, number,
                 )
             )  # fmt: skip
-        summaries = tuple(summarize(t, row) for row, t in enumerate(members))
+        summaries = tuple(summarize([t], row) for row, t in enumerate(members))
         groups.append(GroupSummary(number, number, Stored(members), summaries))
     return groups
 

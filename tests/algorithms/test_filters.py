@@ -15,7 +15,8 @@ from nemorl.data.shards import plan_batch
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupSummary
-from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule, TaskOrder
+from nemorl.rollout.order import TaskOrder
+from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule
 from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, paid, score, trajectory
 

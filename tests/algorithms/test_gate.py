@@ -170,7 +170,7 @@ def test_the_first_batch_and_those_of_the_period_are_compared_before_they_are_le
 
 def test_versions_of_a_batch(right):
     trajectories = sampled(right)
-    summaries = tuple(summarize(t, row) for row, t in enumerate(trajectories))
+    summaries = tuple(summarize([t], row) for row, t in enumerate(trajectories))
     assert versions_of([GroupSummary(0, 0, None, summaries)]) == range(1)
     stale = replace(summaries[0], min_version=-1, max_version=7, error="lost", trains=False)
     assert versions_of([GroupSummary(0, 0, None, (*summaries, stale))]) == range(1)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nemorl.algorithms.metrics import dropped_metrics, environment_share, rollout_metrics
+from nemorl.algorithms.metrics import Sources, dropped_metrics, environment_share, rollout_metrics
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig, SingleTurnEnvConfig
 from nemorl.config.facts import metric_names as known_figures
@@ -28,6 +28,21 @@ def test_rollout_metrics() -> None:
     assert metrics["stop/length"] == 0.25
     assert metrics["tokens/generated"] == 14
     assert environment_share(groups) == 0.25
+
+
+def test_the_samples_of_each_source_are_counted() -> None:
+    sources = Sources(("few", "none", "many"), (2, 1, 10), pass_reward=1.0)
+    groups = [group(1, trajectory(1.0), trajectory(0.5, 1)), group(4, trajectory(0.25), failed(1))]
+    assert sources.metrics(groups) == {
+        "source/few/share": pytest.approx(2 / 3),
+        "source/few/reward": 0.75,
+        "source/few/pass_rate": 0.5,
+        "source/none/share": 0.0,
+        "source/many/share": pytest.approx(1 / 3),
+        "source/many/reward": 0.25,
+        "source/many/pass_rate": 0.0,
+    }
+    assert set(sources.metrics([group(0, failed(0))]).values()) == {0.0}
 
 
 def test_each_reward_has_its_spread_and_how_its_scoring_went() -> None:

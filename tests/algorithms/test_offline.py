@@ -12,8 +12,8 @@ from nemorl.config.algorithm.pair_losses import PREFERENCE_PRESETS
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
-from nemorl.models.create import create_arithmetic_model
-from nemorl.rollout.schedule import TaskOrder
+from nemorl.models.create import create_tiny_model
+from nemorl.rollout.order import TaskOrder
 from tests.algorithms.local_session import Run, start_host
 from tests.config.experiments import write
 
@@ -41,7 +41,7 @@ METHODS = [*PREFERENCE_PRESETS, "kto"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("offline")
-    create_arithmetic_model(folder / "model", hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
+    create_tiny_model(folder / "model", hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
     (folder / "run").mkdir()
     return folder
 

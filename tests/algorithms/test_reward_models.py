@@ -12,7 +12,7 @@ from nemorl.config.algorithm import RewardModelConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
-from nemorl.models.create import create_arithmetic_model
+from nemorl.models.create import create_tiny_model
 from tests.algorithms.local_session import Run, start_host
 from tests.config.experiments import write
 
@@ -69,7 +69,7 @@ def judged_steps(file: Path, count: int, seed: int) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward_models")
-    create_arithmetic_model(folder / "model", hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
+    create_tiny_model(folder / "model", hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
     for part, (count, seed) in {"train": (400, 1), "validation": (60, 2)}.items():
         separable_pairs(folder / f"preference_{part}.jsonl", count, seed)
         judged_steps(folder / f"steps_{part}.jsonl", count, seed)

@@ -59,7 +59,7 @@ class Trainer:
     failure: BaseException | None = None
     origin: str | None = None  # of the model that is evaluated
 
-    def train(self, experiment: Experiment, resume: bool) -> SimpleNamespace:
+    def train(self, experiment: Experiment, resume: bool, replay: Path | None) -> SimpleNamespace:
         self._called("resume" if resume else "train", experiment.algorithm.num_steps)
         return SimpleNamespace(
             run_dir=experiment.run_dir, report=experiment.run_dir / "report.html", hf_dir=None

@@ -1,10 +1,15 @@
-"""Functions of one's own are tried before a run."""
+"""Functions of one's own are tried before a run, and what `env` requires of the machine and the model."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from nemorl.config.sandbox import LocalSandboxConfig
+from nemorl.environments.sandbox import SandboxUnavailable, find_isolation
+from nemorl.models.create import CHAT, CHAT_TEMPLATE, create_tiny_model
 from tests.cli.conftest import Nemorl
+from tests.config.experiments import GRPO, write
 
 PARTS = '''
 from nemorl.algorithms.custom import advantage
@@ -74,3 +79,86 @@ def test_check_tries_them(nemorl: Nemorl, experiment: Path, section: str, refuse
     assert outcome.status == 2
     assert f"algorithm.{section.partition('=')[0]}.function = my_parts:" in outcome.err
     assert refused in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ((), None),
+        (("env.tests_key=cases",), "env.tests_key = cases"),
+        (("env.answer_seconds=55",), "the tests of an answer may take 65 s"),
+        (("env.sandbox={python: /nowhere/python}",), "/nowhere/python: does not start"),
+        (("env.sandbox={name: custom, factory: 'my_sandbox:Sandbox'}",), "cannot import my_sandbox"),
+    ],
+)
+def test_check_tries_the_sandbox(
+    nemorl: Nemorl, experiment: Path, overrides: tuple[str, ...], refused: str | None
+) -> None:
+    columns = {"tests": ["assert f()"]}
+    lines = [json.dumps({"prompt": f"{number}+1=", **columns}) + "\n" for number in range(8)]
+    Path("tasks.jsonl").write_text("".join(lines), encoding="utf-8")
+    tasks = "data.train={name: jsonl, path: tasks.jsonl, answer_key: null}"
+
+    outcome = nemorl("check", "--here", experiment, "rewards=[]", "env={name: code}", tasks, *overrides)
+
+    if refused is None and isolates():
+        assert (outcome.status, outcome.err) == (0, outcome.err)
+        return
+    assert outcome.status == 2
+    assert (refused or "this machine cannot isolate programs") in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("template", "python", "refused"),
+    [
+        (CHAT_TEMPLATE, "{}", None),
+        (CHAT_TEMPLATE, "{python: /nowhere/python}", "env.python.name = auto"),
+        ("{{ messages[-1].content }}", "{}", "model shows no known format of tool calls"),
+        ("<tool_call>{{ messages[-1].content }}", "{}", "model does not show tools to the model"),
+    ],
+)
+def test_check_tries_what_tools_require(
+    nemorl: Nemorl, tmp_path: Path, template: str, python: str, refused: str | None
+) -> None:
+    create_tiny_model(tmp_path / "model", CHAT)
+    Path("template.jinja").write_text(template, encoding="utf-8")
+    experiment = write(tmp_path, GRPO.replace("models/arithmetic", str(tmp_path / "model")))
+    fields = ["data.chat=true", "rewards=[]", "policy.tokenizer.chat_template=template.jinja"]
+
+    env = f"env={{name: tools, python: {python}, answer: equal}}"
+    outcome = nemorl("check", "--here", experiment, *fields, env)
+
+    if refused is None and isolates():
+        assert (outcome.status, outcome.err) == (0, outcome.err)
+        return
+    assert outcome.status == 2
+    assert (refused or "this machine cannot isolate programs") in outcome.err
+
+
+def isolates() -> bool:
+    try:
+        find_isolation(LocalSandboxConfig())
+    except SandboxUnavailable:
+        return False
+    return True
+
+
+def test_check_names_task_folders_that_cannot_be_run(nemorl: Nemorl, tmp_path: Path) -> None:
+    create_tiny_model(tmp_path / "model", CHAT)
+    experiment = write(tmp_path, GRPO.replace("models/arithmetic", str(tmp_path / "model")))
+    for name, image in (("a", "ubuntu:24.04"), ("b", "org/b:1"), ("c", "org/c:1")):
+        for file, text in (
+            ("instruction.md", "Do it."),
+            ("tests/test.sh", ""),
+            ("environment/Dockerfile", f"FROM {image}"),
+        ):
+            path = Path("tasks", name, file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    tasks = "data={chat: true, train: {name: tasks, path: tasks, answer_key: null}}"
+
+    outcome = nemorl("check", experiment, "rewards=[]", "env={name: terminal}", tasks)
+
+    assert outcome.status == 2
+    folder = Path("tasks/b").absolute()
+    assert f"2 tasks of data.train cannot be run: {folder} requires the image org/b:1;" in outcome.err

@@ -11,18 +11,16 @@ from tests.config.experiments import GRPO, write
 from tests.plan.models import write_model
 
 HEAVY = {"torch", "ray", "transformers", "megatron", "numpy", "plotly", "reasoning_gym", "safetensors"}
-OWN_IMPORT_SECONDS = 1.0
 
 SHOW_MODULES = """
-import json, sys, time
-begun = time.process_time()
+import json, sys
 from nemorl.cli import main
 try:
     status = main(sys.argv[1:])
 except SystemExit as end:
     status = end.code
 modules = sorted({name.partition(".")[0] for name in sys.modules})
-print(json.dumps([status, time.process_time() - begun, modules]))
+print(json.dumps([status, modules]))
 """
 
 
@@ -40,10 +38,9 @@ def test_nothing_heavy_is_imported(experiment: Path, words: list[str]) -> None:
         [sys.executable, "-c", SHOW_MODULES, *words, *config], capture_output=True, text=True, timeout=60
     )
 
-    status, seconds, modules = json.loads(done.stdout.splitlines()[-1])
+    status, modules = json.loads(done.stdout.splitlines()[-1])
     assert status == 0, done.stderr
     assert HEAVY.isdisjoint(modules)
-    assert seconds < OWN_IMPORT_SECONDS
 
 
 def test_a_users_mistake_shows_no_traceback(experiment: Path) -> None:

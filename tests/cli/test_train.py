@@ -453,7 +453,7 @@ def test_a_run_that_ends_early_says_how_to_continue_it(
     status: int,
     message: str,
 ) -> None:
-    def steps_and_fails(experiment: object, resume: bool) -> None:
+    def steps_and_fails(experiment: object, **options: object) -> None:
         run = tmp_path / "runs" / "sums"
         for folder in folders:
             (run / "checkpoints" / folder).mkdir(parents=True)

@@ -164,6 +164,18 @@ class Streamer:
         sys.stdout.write("about to die\n")
         os._exit(3)
 
+    async def pair(self, seconds: float) -> tuple[list[float], float]:
+        """Fails for a negative number."""
+        finished = seconds < 0
+        try:
+            if finished:
+                raise ValueError("too early")
+            await asyncio.sleep(seconds)
+            finished = True
+        finally:
+            self.cut_short += not finished
+        return [seconds] * 3, seconds
+
     async def times_cut_short(self) -> int:
         return self.cut_short
 

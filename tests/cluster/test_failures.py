@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from nemorl.cluster import group as group_module
+from nemorl.cluster import worker as worker_module
 from nemorl.cluster.errors import DeadlineExceeded, GroupEnded, WorkerDied, WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 
@@ -29,7 +30,7 @@ def alive(pids: list[int]) -> list[int]:
 def test_an_error_in_one_rank_while_another_sleeps(
     start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.1)  # no process dies of it here
+    monkeypatch.setattr(worker_module, "GRACE_SECONDS", 0.1)  # no process dies of it here
     group = start_fragile()
     pids = asyncio.run(group.call("process", **LIMITS))
     with pytest.raises(WorkerFailed) as caught:
@@ -137,7 +138,7 @@ def test_a_deadline_names_who_has_not_answered_and_where_it_is(start_fragile: St
 def test_a_deadline_does_not_wait_for_a_stopped_process(
     start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(group_module, "ACTIVITY_SECONDS", 0.5)
+    monkeypatch.setattr(worker_module, "ACTIVITY_SECONDS", 0.5)
     group = start_fragile()
     pids = asyncio.run(group.call("process", **LIMITS))
     os.kill(pids[1], signal.SIGSTOP)
@@ -194,3 +195,30 @@ def test_lost_processes_are_replaced(start_fragile: StartFragile):
     with pytest.raises(WorkerFailed):
         asyncio.run(group.call("fail_on", 7, "no loss", others_sleep=0.0, **LIMITS))
     assert not asyncio.run(group.lost_one(30.0))
+
+
+def test_a_replacement_that_failed_counts_as_a_loss(start_fragile: StartFragile):
+    """A rank may have failed because another one hangs; the next attempt starts all of them again."""
+    group = start_fragile()
+    with pytest.raises(WorkerFailed, match="no_such_argument"):
+        asyncio.run(group.replace_all(60.0, no_such_argument=True))
+    assert asyncio.run(group.lost_one(30.0))
+    asyncio.run(group.replace_all(60.0))
+    assert not asyncio.run(group.lost_one(30.0))
+    assert len(asyncio.run(group.call("process", **LIMITS))) == 2
+
+
+def test_a_process_that_is_stopped_while_it_ends(
+    start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Ray sends no SIGKILL to one that has agreed to exit; here it sends nothing at all."""
+    monkeypatch.setattr(group_module, "KILL_SECONDS", 0.1)
+    group = start_fragile()
+    stopped, running = asyncio.run(group.call("process", **LIMITS))
+    os.kill(stopped, signal.SIGSTOP)
+    with monkeypatch.context() as without:
+        without.setattr(group_module.ray, "kill", lambda actor: None)
+        group.kill(*group.workers)
+        assert alive([stopped]) == []
+    assert f"process {stopped} was stopped while it ended" in caplog.text
+    assert psutil.pid_exists(running)

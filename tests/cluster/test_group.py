@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from nemorl.cluster.errors import WorkerFailed
-from nemorl.cluster.group import BusySpans, WorkerGroup
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.worker import BusySpans
 
 LIMITS = {"stage": "testing", "seconds": 30.0}
 
@@ -137,7 +138,7 @@ def test_processes_are_named_by_group_and_rank(policy: WorkerGroup):
 
 def test_calls_under_way_are_split_where_their_spans_are_taken(monkeypatch: pytest.MonkeyPatch):
     now = 1.0
-    monkeypatch.setattr("nemorl.cluster.group.time.perf_counter", lambda: now)
+    monkeypatch.setattr("nemorl.cluster.worker.time.perf_counter", lambda: now)
     spans = BusySpans()
     with spans.busy():
         now = 2.0

@@ -9,9 +9,9 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from nemorl.cluster.errors import NodeLost, NotShared, WorkerDied
-from nemorl.cluster.group import Worker, typed_error
 from nemorl.cluster.nodes import Home, Node, labels_in_use
 from nemorl.cluster.placement import Placement
+from nemorl.cluster.worker import Worker, typed_error
 from tests.cluster.conftest import StartFragile
 
 FIRST = Node("1f", "first", "10.0.0.1", 8, 2, {"ray.io/node-id": "1f", "nemorl.io/part": "gpu"})

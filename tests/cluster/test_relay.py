@@ -11,8 +11,9 @@ import pytest
 import ray
 
 from nemorl.cluster import group as group_module
-from nemorl.cluster.errors import DeadlineExceeded, GroupEnded, WorkerDied, WorkerFailed
+from nemorl.cluster.errors import DeadlineExceeded, GroupEnded, RelayLost, WorkerDied, WorkerFailed
 from nemorl.cluster.group import Mesh, WorkerGroup
+from nemorl.cluster.logs import process_of
 from nemorl.cluster.placement import Placement, WorkerRequest, reserve
 from nemorl.cluster.runtime import ClusterRuntime
 
@@ -61,6 +62,13 @@ def test_answers_are_those_of_direct_calls(group: WorkerGroup) -> None:
     shards = [{"rows": ray.put(np.arange(3) + 10 * number)} for number in range(2)]
     resolved = asyncio.run(group.call("record", shards=shards, resolve=True, **LIMITS))
     assert [list(args[0]["rows"]) for _, args, _ in resolved] == [[0, 1, 2]] * 2 + [[10, 11, 12]] * 2
+    entries = group.tabulate([[shard["rows"]] for shard in shards] * 2)
+    resolved = asyncio.run(group.call("record", shards=entries, axis="rank", resolve=True, **LIMITS))
+    assert [list(args[0][0]) for _, args, _ in resolved] == [[0, 1, 2], [10, 11, 12]] * 2
+    relays, group._relays = group._relays, ()  # lost since then
+    resolved = asyncio.run(group.call("record", shards=entries, axis="rank", resolve=True, **LIMITS))
+    assert [list(args[0][0]) for _, args, _ in resolved] == [[0, 1, 2], [10, 11, 12]] * 2
+    group._relays = relays
     kept = asyncio.run(group.call("record", 5, keep="rows", outputs="output_ranks", **LIMITS))
     assert [answer[:2] for answer in ray.get(kept)] == [(0, (5,)), (2, (5,))]
 
@@ -85,8 +93,44 @@ def test_failures_name_the_rank_and_end_the_group(
     assert len(set(asyncio.run(group.call("process", **LIMITS)))) == 4
 
 
+def test_each_rank_that_is_asked_has_its_answer_or_error(group: WorkerGroup) -> None:
+    group.mesh = Mesh(data=4)
+    processes = asyncio.run(group.ask("process", **LIMITS))
+    assert len(set(processes.values())) == 4
+    os.kill(processes[1], signal.SIGKILL)
+    os.kill(processes[2], signal.SIGSTOP)
+    answers = asyncio.run(group.ask("process", stage="testing", seconds=3.0))
+    assert {rank: answers[rank] for rank in (0, 3)} == {rank: processes[rank] for rank in (0, 3)}
+    assert isinstance(answers[1], WorkerDied)
+    assert answers[1].rank == 1
+    assert isinstance(answers[2], DeadlineExceeded)
+    assert answers[2].ranks == (2,)
+    assert not group.has_ended
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_ranks_of_lost_relays_are_called_without_them(
+    group: WorkerGroup, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "RELAY_SECONDS", 2.0)
+    started = [process_of(relay.log) for relay in group._relays]
+    first, second = (process[0] for process in started if process is not None)
+    os.kill(first, number)
+    with pytest.raises(RelayLost, match=r"policy did not complete stage 'testing': policy-relay"):
+        asyncio.run(group.call("record", stage="testing", seconds=2.0, ends_group=False))
+    assert len(group._relays) == 1
+    answers = asyncio.run(group.call("record", shards=["a", "b", "c", "d"], axis="rank", **LIMITS))
+    assert [args for _, args, _ in answers] == [("a",), ("b",), ("c",), ("d",)]
+    os.kill(second, number)
+    answers = asyncio.run(group.ask("record", stage="testing", seconds=2.0))
+    assert [answer[0] for answer in answers.values()] == [0, 1, 2, 3]
+    assert not group._relays
+    assert [rank for rank, _, _ in asyncio.run(group.call("record", **LIMITS))] == [0, 1, 2, 3]
+
+
 def test_a_relay_follows_the_members_of_its_group(group: WorkerGroup) -> None:
     group.mesh = Mesh(data=4)
+    asyncio.run(group.call("record", **LIMITS))
     group.drop(group.workers[1])
     answers = asyncio.run(group.call("record", **LIMITS))
     assert [rank for rank, _, _ in answers] == [0, 2, 3]

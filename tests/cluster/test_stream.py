@@ -7,7 +7,8 @@ from contextlib import aclosing
 import pytest
 
 from nemorl.cluster.errors import ClusterError, DeadlineExceeded, WorkerDied, WorkerFailed
-from nemorl.cluster.group import Worker, WorkerGroup
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.worker import Worker
 
 from .conftest import StartFragile
 
@@ -51,12 +52,13 @@ def test_leaving_early_cancels_the_generator(generation: WorkerGroup):
     worker = generation.workers[1]
 
     async def leave() -> int:
+        before = await worker.call("times_cut_short", **LIMITS)
         async with aclosing(worker.stream("count", 1000, 0.05, **LIMITS)) as stream:
             async for _ in stream:
                 break
         for _ in range(50):
             await asyncio.sleep(0.1)
-            if count := await worker.call("times_cut_short", **LIMITS):
+            if count := await worker.call("times_cut_short", **LIMITS) - before:
                 return count
         return 0
 

@@ -123,10 +123,14 @@ def test_a_missing_parent_is_named_with_its_heir(tmp_path: Path) -> None:
     assert problem.fix == f"no such file; `defaults` of {file} names it"
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_with_one_of_a_similar_name(tmp_path: Path) -> None:
+    fix = "correct the path of the experiment file"
     problem = refused(tmp_path / "nowhere.yaml")
+    assert (problem.value, problem.fix) == (str(tmp_path / "nowhere.yaml"), f"no such file; {fix}")
 
-    assert (problem.value, problem.fix) == (str(tmp_path / "nowhere.yaml"), "no such file")
+    (tmp_path / "nowhere_2.yaml").touch()
+    problem = refused(tmp_path / "nowhere.yaml")
+    assert problem.fix == f"no such file; did you mean `nowhere_2.yaml`? {fix}"
 
 
 def test_a_folder_is_no_experiment(tmp_path: Path) -> None:

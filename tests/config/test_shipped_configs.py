@@ -54,6 +54,8 @@ def test_it_loads_or_others_complete_it(file: Path) -> None:
     found = loaded(file)
 
     if isinstance(found, ConfigError):
+        if any("is not installed" in problem.fix for problem in found.problems):
+            pytest.skip(str(found))
         assert file.resolve() in inherited(), str(found)
         assert all(problem.value is ABSENT for problem in found.problems), str(found)
 
@@ -62,7 +64,7 @@ def test_it_loads_or_others_complete_it(file: Path) -> None:
 def test_only_its_models_may_be_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = loaded(file)
     if isinstance(experiment, ConfigError):
-        pytest.skip("a part that others complete")
+        pytest.skip("a part that others complete, or of a package that is not installed")
     monkeypatch.chdir(CONFIGS.parent)  # paths in experiments are relative to where the command runs
 
     problems = plan_run(experiment, ROOMY).problems

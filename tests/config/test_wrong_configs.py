@@ -4,7 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from nemorl.config.checks import samples_can_be_learned_from
+from nemorl.config.data import DataConfig
+from nemorl.config.generation import (
+    GenerationBase,
+    MegatronGenerationConfig,
+    OpenAIGenerationConfig,
+    SamplingConfig,
+    TorchGenerationConfig,
+    TrtllmGenerationConfig,
+    VllmGenerationConfig,
+)
 from nemorl.config.load import load_experiment
 from nemorl.errors import ABSENT
 from tests.config.experiments import GRPO, problems_of, refuses, write
@@ -16,6 +28,11 @@ PUZZLES = [
     "env.name=reasoning_gym",
     "data.train={name: reasoning_gym, task: chain_sum, size: 100}",
     "data.validation={name: reasoning_gym, task: chain_sum, size: 20, seed: 1000}",
+]
+GAMES = [
+    "env={name: guess_number, move_tag: null}",
+    "data.train={name: seeds, size: 100}",
+    "data.validation={name: seeds, size: 20, seed: 100}",
 ]
 DECAY = "policy.schedule={name: cosine, decay_steps: 100, warmup_steps: 10}"
 VALIDATION = "algorithm.validation."
@@ -45,7 +62,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["logger.zzz=1"],
         "logger.zzz",
         1,
-        "unknown field; the fields here are `console`, `samples_per_step`, `tensorboard`",
+        "unknown field; the fields here are `console`, `samples_per_step`, `tensorboard`, `trajectories`",
     ),
     "a section nobody knows": (["polcy.seed=1"], "polcy", {"seed": 1}, "did you mean `policy`?"),
     "a key of another algorithm": (
@@ -170,7 +187,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["data.train={name: jsonl}"],
         "data.train.path",
         ABSENT,
-        "this field is required: The file.",
+        "this field is required: A file with one JSON object per line, a Parquet file",
     ),
     "a loss misspelled": (
         ["algorithm.loss.name=gpso"],
@@ -542,6 +559,72 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "invalid regular expression (missing ), unterminated subpattern at position 0)",
     ),
     "a calculator in plain text": (["env.name=calculator"], "data.chat", False, "set data.chat to true"),
+    "an environment behind no address": (
+        ["env={name: math, placement: {name: server, url: nowhere}}"],
+        "env.placement.url",
+        "nowhere",
+        "expected an address such as http://127.0.0.1:8000/v1",
+    ),
+    "an environment of a server without it": (
+        ["env={name: service, weights: {solved: 1}}"],
+        "env.placement.name",
+        "worker",
+        "only its server has this environment; set it to {name: server, url: …}",
+    ),
+    "an agent behind a server": (
+        ["env={name: program, command: [python3], placement: {name: server, url: 'http://127.0.0.1:1/v1'}}"],
+        "env.placement.name",
+        "server",
+        "call the model on loopback of their rollout worker; remove this",
+    ),
+    "an environment of tools without any": (
+        ["env.name=tools", *CHAT],
+        "env.tools",
+        [],
+        "there is no tool; set tools, mcp, python or retrieval",
+    ),
+    "a tool that cannot be found": (
+        ["env={name: tools, tools: ['nowhere:search']}", *CHAT],
+        "env.tools",
+        "nowhere:search",
+        "cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'; put it in the current folder",
+    ),
+    "a tool that nothing describes": (
+        ["env={name: tools, tools: ['tests.environments.test_tools:no_docstring']}", *CHAT],
+        "env.tools",
+        "tests.environments.test_tools:no_docstring",
+        "describe the function and each parameter in its docstring",
+    ),
+    "a call that takes longer than a step may": (
+        ["env={name: tools, python: {wall_seconds: 20}, call_seconds: 290}", *CHAT],
+        "env.call_seconds",
+        290.0,
+        "calls may take 310 s, with python.wall_seconds where there is such, and cluster.deadlines",
+    ),
+    "an answer to compare with that tasks lack": (
+        [*JSONL, "env={name: tools, python: {}, answer: equal}", *CHAT],
+        "data.train.answer_key",
+        None,
+        "the environment `tools` compares with the task's answer",
+    ),
+    "a weight of tools without a reward": (
+        ["env={name: tools, python: {}, weight: 2}", *CHAT],
+        "env.weight",
+        2.0,
+        "answer is `none`, which gives no reward; set that to equal, or remove this",
+    ),
+    "documents that do not exist": (
+        ["env={name: tools, retrieval: {path: nowhere.jsonl}}", *CHAT],
+        "env.retrieval.path",
+        "nowhere.jsonl",
+        "there is no such file",
+    ),
+    "an MCP server without an address": (
+        ["env={name: tools, mcp: [{}]}", *CHAT],
+        "env.mcp.0.command",
+        [],
+        "set either command or url",
+    ),
     "validation on nothing": (
         ["data.validation=null", VALIDATION + "period=2"],
         "data.validation",
@@ -770,6 +853,36 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         99,
         "training uses the tasks of seeds 0 to 99",
     ),
+    "trajectories of SFT": (
+        [*SFT, "logger.trajectories=4"],
+        "logger.trajectories",
+        4,
+        "algorithm.name is `sft`, which samples no trajectories",
+    ),
+    "the same games in validation": (
+        [*GAMES, "data.validation.seed=99"],
+        "data.validation.seed",
+        99,
+        "training uses the tasks of seeds 0 to 99; set it to 100 or more",
+    ),
+    "a game without numbers": (
+        [*GAMES, "env.high=1"],
+        "env.high",
+        1,
+        "low is 1, so there is nothing to guess",
+    ),
+    "a game with other tasks": (
+        ["env={name: sliding_puzzle}", "data.validation=null"],
+        "data.train.name",
+        "arithmetic",
+        "the environment `sliding_puzzle` supports `seeds` datasets only",
+    ),
+    "a word with a capital": (
+        [*GAMES[1:], "env={name: wordle, words: [crane, Slate]}"],
+        "env.words.1",
+        "Slate",
+        "lowercase letters only",
+    ),
     "the same file in validation": (
         ["data.train={name: jsonl, path: a.jsonl}", "data.validation={name: jsonl, path: a.jsonl}"],
         "data.validation.path",
@@ -890,6 +1003,24 @@ BY_ITSELF_WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         2,
         "the policy's processes sample, and their number is policy.layout.data_parallel_size",
     ),
+    "more engines of a policy that samples by itself": (
+        [BY_ITSELF, "generation.max_replicas=2"],
+        "generation.max_replicas",
+        2,
+        "the policy's processes sample, and their number is policy.layout.data_parallel_size",
+    ),
+    "more engines on the policy's devices": (
+        ["generation={backend: vllm, colocated: true, max_replicas: 2}"],
+        "generation.max_replicas",
+        2,
+        "engines on the policy's devices are as many as those; remove it, or set colocated to false",
+    ),
+    "fewer engines than a run begins with": (
+        ["generation.replicas=3", "generation.max_replicas=2"],
+        "generation.max_replicas",
+        2,
+        "a run begins with generation.replicas, 3; set it to at least that",
+    ),
     "another type than the policy's own": (
         [BY_ITSELF, "generation.precision=bfloat16"],
         "generation.precision",
@@ -957,7 +1088,7 @@ def test_a_dataset_must_say_which_one_it_is(tmp_path: Path) -> None:
 
     assert (problem.field, problem.value) == ("data.train.name", ABSENT)
     assert problem.fix.startswith(
-        "this field is required; use one of `jsonl`, `reasoning_gym`, `arithmetic`, "
+        "this field is required; use one of `tasks`, `jsonl`, `generator`, `reasoning_gym`, "
     )
 
 
@@ -973,6 +1104,7 @@ RIGHT: dict[str, list[str]] = {
     "an environment that pays": ["env.name=math", "rewards=[]"],
     "the calculator in a chat": ["env.name=calculator", *CHAT],
     "near sums of other sizes": ["data.validation={name: arithmetic, digits: 3, size: 100}"],
+    "games": [*GAMES, "rewards=[]"],
     "far puzzles": [*PUZZLES, "data.validation.seed=100"],
     "other puzzles of the same seed": [*PUZZLES, "data.validation={task: basic_arithmetic, seed: 0}"],
     "GPUs for all": ["cluster.gpus_per_node=5", "policy.layout.tensor_parallel_size=4"],
@@ -1022,3 +1154,79 @@ RIGHT: dict[str, list[str]] = {
 @pytest.mark.parametrize("overrides", RIGHT.values(), ids=RIGHT.keys())
 def test_it_is_taken(sound: Path, overrides: list[str]) -> None:
     load_experiment(sound, overrides)
+
+
+@pytest.mark.parametrize(
+    ("generation", "reason"),
+    [
+        (TorchGenerationConfig, "the engine does not return which tokens its filters kept"),
+        (MegatronGenerationConfig, "the engine does not return which tokens its filters kept"),
+        (VllmGenerationConfig, "vLLM returns the logprob of the sampled token"),
+        (TrtllmGenerationConfig, "TensorRT-LLM returns the logprob of the sampled token"),
+        (OpenAIGenerationConfig, "the protocol has no field"),
+    ],
+)
+@pytest.mark.parametrize(("name", "value"), [("top_k", 20), ("top_p", 0.9), ("min_p", 0.1)])
+def test_every_back_end_says_why_filtered_samples_do_not_train(
+    tmp_path: Path, generation: type[GenerationBase], reason: str, name: str, value: float
+) -> None:
+    algorithm = load_experiment(write(tmp_path, GRPO)).algorithm
+    section: Any = generation.model_construct(sampling=SamplingConfig.model_validate({name: value}))
+
+    (problem,) = samples_can_be_learned_from(section, algorithm)
+
+    assert (problem.field, problem.value) == (f"generation.sampling.{name}", value)
+    assert reason in problem.fix
+
+
+DATA: dict[str, tuple[str, str, str]] = {
+    "subset of a file": ("{name: tasks, path: a.jsonl, subset: main}", "subset", "set split"),
+    "some weights": (
+        "{name: mixture, sources: {a: {dataset: SUMS, weight: 1}, b: {dataset: SUMS}}}",
+        "train.sources.b.weight",
+        "set it for all, or for none",
+    ),
+    "sources that end": (
+        "{name: mixture, sources: {a: {dataset: SUMS, max_epochs: 1}}}",
+        "train.sources.a.max_epochs",
+        "set it to null for one",
+    ),
+    "an empty window": (
+        "SUMS, sampling: {pass_rate: {min: 0.6, max: 0.4}}",
+        "sampling.pass_rate.min",
+        "lower it",
+    ),
+    "a window of everything": (
+        "SUMS, sampling: {pass_rate: {}}",
+        "sampling.pass_rate.max",
+        "nothing is skipped",
+    ),
+    "a pass reward of nothing": ("SUMS, sampling: {pass_reward: 2}", "sampling.pass_reward", "nothing uses"),
+    "a sorted stream": (
+        "{name: generator, function: 'a:b', size: 9}, sampling: {curriculum: {key: k, stages: [{steps: 1}]}}",
+        "sampling.curriculum.key",
+        "cannot be sorted",
+    ),
+    "a validation in a stream": (
+        "SUMS, validation: {name: tasks, path: v.jsonl, stream: {size: 5}}",
+        "validation.stream",
+        "remove it",
+    ),
+    "a file of a mixture": (
+        "{name: mixture, sources: {a: {dataset: {name: tasks, path: a.jsonl}}}}, "
+        "validation: {name: tasks, path: a.jsonl}",
+        "validation.path",
+        "training reads the same file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "field", "fix"), DATA.values(), ids=DATA)
+def test_data_is_refused_with_field_and_fix(text: str, field: str, fix: str) -> None:
+    sums = "{name: arithmetic, digits: 1, size: 5}"
+    data = DataConfig.model_validate(yaml.safe_load(f"{{train: {text.replace('SUMS', sums)}}}"))
+
+    (problem,) = data.problems({})
+
+    assert problem.field.endswith(field)
+    assert fix in problem.fix

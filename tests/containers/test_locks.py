@@ -23,7 +23,9 @@ def requirements(*extras: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize(
-    ("lock", "extras"), [(BASE, ["trackers"]), (VLLM, ["trackers", "vllm"])], ids=["base", "vllm"]
+    ("lock", "extras"),
+    [(BASE, ["trackers", "data"]), (VLLM, ["trackers", "data", "vllm"])],
+    ids=["base", "vllm"],
 )
 def test_a_lock_has_every_dependency_in_a_version_that_nemorl_takes(
     lock: dict[str, str], extras: list[str]

@@ -3,8 +3,8 @@ import json
 import pytest
 import reasoning_gym
 
-from nemorl.config.data import ArithmeticDataset, DataConfig, JsonlDataset, ReasoningGymDataset
-from nemorl.data.datasets import NUM_ENCODED, DatasetError, file_errors, load_tasks
+from nemorl.config.data import ArithmeticDataset, DataConfig, ReasoningGymDataset, TasksDataset
+from nemorl.data.datasets import NUM_ENCODED, DatasetError, load_tasks, row_errors
 from nemorl.trajectories import Message
 
 
@@ -16,10 +16,10 @@ def data(**options) -> DataConfig:
     return DataConfig(train=arithmetic(), **options)
 
 
-def jsonl(tmp_path, *rows, **options) -> JsonlDataset:
+def jsonl(tmp_path, *rows, **options) -> TasksDataset:
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return JsonlDataset(name="jsonl", path=path, **options)
+    return TasksDataset(name="jsonl", path=path, **options)
 
 
 class TestArithmetic:
@@ -163,7 +163,7 @@ class TestJsonl:
 
     def test_a_missing_or_empty_file_is_named(self, tmp_path):
         with pytest.raises(DatasetError, match=r"cannot read the dataset .*none\.jsonl"):
-            load_tasks(JsonlDataset(name="jsonl", path=tmp_path / "none.jsonl"), data())
+            load_tasks(TasksDataset(name="jsonl", path=tmp_path / "none.jsonl"), data())
         with pytest.raises(DatasetError, match=r"tasks\.jsonl holds no tasks"):
             load_tasks(jsonl(tmp_path), data())
 
@@ -171,7 +171,7 @@ class TestJsonl:
 def test_a_character_that_unicode_calls_a_line_break_does_not_end_a_row(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"prompt": "one\u2028two", "answer": "3"}\n', encoding="utf-8")
-    dataset = JsonlDataset(name="jsonl", path=path)
+    dataset = TasksDataset(name="jsonl", path=path)
     (task,) = load_tasks(dataset, DataConfig(train=dataset))
     assert task.messages[-1].content == "one\u2028two"
 
@@ -184,7 +184,7 @@ def test_prompts_that_cannot_be_encoded_are_named_by_their_line(tmp_path):
     path = tmp_path / "tasks.jsonl"
     prompts = ["1+2=", "hello", *["3+4="] * (NUM_ENCODED - 2), "world"]  # the last one is not encoded
     path.write_text("".join(json.dumps({"prompt": p, "answer": "o"}) + "\n" for p in prompts))
-    data = DataConfig(train=JsonlDataset(name="jsonl", path=path))
+    data = DataConfig(train=TasksDataset(name="jsonl", path=path))
     problem = f"{path}, line 2: the policy's tokenizer cannot encode 'hello': no token for o"
-    assert file_errors(data.train, data, encode=encode) == [problem]
-    assert file_errors(data.train, data) == []
+    assert row_errors(data.train, data, encode=encode) == [problem]
+    assert row_errors(data.train, data) == []

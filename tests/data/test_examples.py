@@ -71,6 +71,20 @@ def test_steps_are_labeled_at_their_ends(tokenizer):
         encoder.answer_in_steps(Steps(ASKED, ("1", "2"), (1.0,)))
 
 
+def test_an_answer_in_steps_is_marked_as_in_training(tokenizer):
+    encoder = Encoder(tokenizer, Prompts(tokenizer), 99)
+    trained = encoder.answer_in_steps(Steps(ASKED, ("12\n", "ab a\n"), (1.0, 0.0)))
+    scored, ends = encoder.exchange_in_steps(ASKED, (Message("assistant", "12\nab a"),), "\n")
+    assert scored.tokens.tolist() == trained.tokens.tolist()
+    assert scored.loss_mask.tolist() == trained.loss_mask.tolist()
+    assert [(end.turn, end.end) for end in ends] == [(0, 3), (0, 7)]
+    # Without a separator each token is a step: "12", "ab", " a".
+    scored, ends = encoder.exchange_in_steps(ASKED, (Message("assistant", "12ab a"),), "")
+    assert tokenizer.decode(scored.tokens) == "112ab a"
+    assert scored.loss_mask.tolist() == [False, True, True, True]
+    assert [end.end for end in ends] == [2, 4, 6]
+
+
 def test_mismatched_prompts_and_completions(tokenizer):
     encoder = Encoder(tokenizer, Prompts(tokenizer), 9)
     texts = [("a", "1"), ("b b", "2 2"), ("c", "3")]

@@ -11,9 +11,9 @@ from nemorl.config.data import (
     ConversationsDataset,
     DataConfig,
     FeedbackDataset,
-    JsonlDataset,
     PreferenceDataset,
     StepsDataset,
+    TasksDataset,
 )
 from nemorl.data.datasets import (
     DatasetError,
@@ -174,6 +174,6 @@ def test_what_cannot_be_read_is_named_with_its_line(
 def test_tasks_without_answers_are_not_learned(tmp_path: Path) -> None:
     path = file_of(tmp_path, {"prompt": "hi"})
     with pytest.raises(DatasetError, match="task 0 has no answer to train on"):
-        load_dialogues(JsonlDataset(name="jsonl", path=path, answer_key=None), DATA)
+        load_dialogues(TasksDataset(name="jsonl", path=path, answer_key=None), DATA)
     with pytest.raises(DatasetError, match="a dataset `jsonl` has no pairs of answers"):
-        load_pairs(JsonlDataset(name="jsonl", path=path), DATA)
+        load_pairs(TasksDataset(name="jsonl", path=path), DATA)

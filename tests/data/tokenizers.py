@@ -1,6 +1,7 @@
 """A small real tokenizer: byte-level BPE with a few merges and a ChatML template."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -16,15 +17,18 @@ ENDOFTEXT, IM_START, IM_END = range(3)
 MERGES = [("1", "2"), ("a", "b"), ("ab", "ab"), ("Ġ", "a")]
 
 
-def save_tokenizer(folder: Path, chat_template: str | None = CHATML) -> Path:
-    """Write the tokenizer into `folder`, with a model config whose end token is `<|endoftext|>`."""
+def save_tokenizer(folder: Path, chat_template: str | None = CHATML, special: Sequence[str] = ()) -> Path:
+    """Write the tokenizer into `folder`, with a model config whose end token is `<|endoftext|>`.
+
+    `special` are further tokens, after all others.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(pair) for pair in MERGES]
     vocab = {token: i for i, token in enumerate([*SPECIAL, *letters])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *special]})
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"eos_token_id": ENDOFTEXT}))

@@ -13,6 +13,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import Tokenizer, load_tokenizer
 from nemorl.errors import Problem
 from nemorl.rollout.custom_environment import custom_environment_problems
+from tests.data.tokenizers import save_tokenizer
 from tests.environments.episodes import task
 from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 
@@ -51,6 +52,8 @@ def problems(
     folder: Path,
     source: str,
     tokenizer: Tokenizer | None = None,
+    *,
+    chat: bool = True,
     **options: object,
 ) -> list[Problem]:
     """What is wrong with the environment of a module with this source."""
@@ -58,7 +61,7 @@ def problems(
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "my_environment", raising=False)
     config = CustomEnvConfig(name="custom", factory="my_environment:Factory", options=options)
-    return list(custom_environment_problems(config, task(), SECONDS, tokenizer))
+    return list(custom_environment_problems(config, task(), SECONDS, tokenizer, chat=chat))
 
 
 def test_a_sound_environment_has_no_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -111,6 +114,21 @@ def test_texts_that_the_tokenizer_cannot_encode_are_refused(
     sound = GOOD.replace("task.messages", "(Message('user', '3+4='),)")
     found = problems(monkeypatch, tmp_path, sound.replace(good, bad), tokenizer)
     assert [(p.field, problem in p.fix) for p in found] == ([("env.factory", True)] if problem else [])
+
+
+def test_tools_that_a_model_cannot_be_offered_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = GOOD.replace("return task.messages", "self.tools = [TOOL]\n        return task.messages")
+    (found,) = problems(monkeypatch, tmp_path, f"TOOL = 'search'\n{source}")
+    assert "its tools have 'search' after reset()" in found.fix
+    tool = {"type": "function", "function": {"name": "search", "parameters": {}}}
+    chatml = load_tokenizer(PolicyConfig(model_path=save_tokenizer(tmp_path)))
+    (found,) = problems(monkeypatch, tmp_path, f"TOOL = {tool}\n{source}", chatml)
+    assert "shows no known format of tool calls" in found.fix
+    (found,) = problems(monkeypatch, tmp_path, f"TOOL = {tool}\n{source}", chatml, chat=False)
+    assert "set `data.chat: true`" in found.fix
+    assert problems(monkeypatch, tmp_path, f"TOOL = {tool}\n{source}") == []
 
 
 def test_a_call_that_hangs_is_ended_without_a_complaint_of_asyncio(

@@ -69,8 +69,8 @@ def test_a_step_is_limited_by_processor_time(monkeypatch):
         while True:
             pass
 
+    assert verify_answer("1", "1") == 1.0  # the first call imports and compiles
     monkeypatch.setattr("nemorl.environments.math_answers.STEP_SECONDS", 0.05)
-    assert verify_answer("1", "1") == 1.0
     monkeypatch.setattr("math_verify.verify", spins)
     assert verify_answer("1", "1") == 0.0
     monkeypatch.setattr("math_verify.parse", spins)

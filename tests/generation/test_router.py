@@ -158,6 +158,13 @@ def experts_at(first: int, end: int) -> np.ndarray:
     return np.stack([rows, rows + 1], 1)[..., None]
 
 
+class Pausing(Counting):
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncGenerator[list, None]:
+        async for reports in super().generate(requests):
+            yield reports
+            await asyncio.sleep(0)
+
+
 @dataclass
 class Routing(Counting):
     """Reports experts, by and by or at its end, of all tokens but the last sampled one."""
@@ -191,6 +198,26 @@ def test_experts_continue_where_a_lost_replica_reported_the_last(tells_early, ot
     # Four of the prompt and three sampled tokens are the new prompt, whose last token no one had read.
     assert [asked.routed_experts_from for asked in other.requests] == [6 if tells_early else 1]
     np.testing.assert_array_equal(answer.routed_experts, experts_at(1, 9))
+
+
+def test_requests_of_replicas_that_leave_continue_and_no_number_of_moves_ends_them():
+    async def main():
+        router, seen = router_of([Pausing(0) for _ in range(4)]), []
+
+        def leave_after_each(progress: Progress) -> None:
+            seen.extend(progress.tokens.tolist())
+            if len(router.living) > 1:
+                asyncio.get_running_loop().call_soon(router.remove, f"replica {len(seen) - 1}")
+
+        answer = await router.generate(request("r", new=6), leave_after_each)
+        return router, answer, seen
+
+    router, answer, seen = run(main())
+    assert answer.tokens.tolist() == seen == [1, 2, 3, 4, 5, 6]
+    assert answer.stop is StopReason.LENGTH
+    assert (router.living, router.lost) == (["replica 3"], {})
+    metrics = router.take_metrics()
+    assert (metrics.moved_requests, metrics.failed_requests) == (3, 0)
 
 
 def test_a_lost_replicas_request_continues_elsewhere_with_what_it_has():

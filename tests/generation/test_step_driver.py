@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.torch_engine.engine import TorchEngine, TorchHost
 from nemorl.generation.types import EngineFailed, EngineOptions, RequestRefused, SamplingParams
-from nemorl.models.create import create_arithmetic_model
+from nemorl.models.create import create_tiny_model
 from nemorl.models.hf_folder import HfFolder
 from nemorl.trajectories import StopReason
 from tests.generation.examples import GREEDY, Prompts, completions, request
@@ -391,7 +391,7 @@ def test_closing_ends_who_waits(make_worker, monkeypatch):
 
 def test_stop_strings_are_found_with_the_folders_tokenizer(tmp_path):
     folder = tmp_path / "model"
-    create_arithmetic_model(folder, hidden=32, layers=1, heads=2, kv_heads=2, seed=3)
+    create_tiny_model(folder, hidden=32, layers=1, heads=2, kv_heads=2, seed=3)
     worker = TorchHost(
         TorchGenerationConfig(),
         EngineOptions(folder, folder, 100, threads=1, commit_seconds=60),

@@ -1,16 +1,21 @@
 """What the processes of the pool do: a policy worker's life under one layout, reported in plain values."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import PackedBatch
+from nemorl.megatron import parallel
+from nemorl.megatron.device import select_device
 from nemorl.megatron.worker import PolicyWorker
 
 LOSS = PolicyLoss(ClipLossConfig(), KLConfig(coefficient=0.05), entropy_coefficient=0.01)
@@ -46,6 +51,25 @@ def start_worker(
     )
     worker.load_hf(config.model_path)
     return worker
+
+
+def meet(rank: int, world_size: int, _rendezvous: str, address: str, late_seconds: float) -> float:
+    """The number of ranks that have met at a store, the last one later than a collective may take."""
+    select_device("cpu", rank)
+    if rank == world_size - 1:
+        time.sleep(late_seconds)
+    parallel.join(
+        LayoutConfig(data_parallel_size=world_size),
+        rank=rank,
+        world_size=world_size,
+        rendezvous=f"tcp://{address}/late",
+        device="cpu",
+        deadline_seconds=late_seconds / 2,
+    )
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    parallel.leave()
+    return ranks.item()
 
 
 def share(batch: PackedBatch, rank: int, config: PolicyConfig) -> PackedBatch:

@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -6,8 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nemorl.config.policy import LayoutConfig, NoRecompute, RecomputeConfig
-from tests.megatron.cases import Life, imported, live
+from nemorl.config.policy import LayoutConfig, NoRecompute, PolicyConfig, RecomputeConfig
+from nemorl.megatron.worker import PolicyWorker
+from tests.megatron.cases import Life, imported, live, start_worker
 from tests.megatron.examples import policy_config, ragged_batch, random_model
 from tests.megatron.pool import Pool
 
@@ -58,3 +60,20 @@ def run(pool: Pool, model: Model) -> Callable[..., list[Life]]:
         return pool.run(where.world_size, live, config, batches, per_micro_batch)
 
     return run
+
+
+@pytest.fixture
+def start_here(tmp_path: Path) -> Iterator[Callable[..., PolicyWorker]]:
+    """Start a worker in this process, after a former one was closed."""
+    started: list[PolicyWorker] = []
+
+    def start(config: PolicyConfig, temperature: float = 1.0) -> PolicyWorker:
+        started.append(start_worker(0, 1, f"file://{tmp_path}/{len(started)}", config, temperature))
+        return started[-1]
+
+    yield start
+    started[-1].close()
+    started.clear()
+    # What is left of a worker hangs in reference cycles, and with it some fifty threads of gloo, which wake
+    # a hundred times a second until the process ends.
+    gc.collect()

@@ -145,18 +145,15 @@ def test_a_nan_of_one_rank_skips_the_update_of_all(pool, model, where) -> None:
 
 
 @pytest.fixture
-def worker(model, tmp_path):
-    """A worker in this process; call it with the fields of its config."""
-    started = []
+def worker(model, start_here):
+    """A worker with a batch; call it with the fields of its config."""
 
     def start(**fields):
-        config = policy_config(model("llama")[1], **fields)
-        started.append(start_worker(0, 1, f"file://{tmp_path}/{len(started)}", config))
-        started[-1].load_batch(ragged_batch())
-        return started[-1]
+        policy = start_here(policy_config(model("llama")[1], **fields))
+        policy.load_batch(ragged_batch())
+        return policy
 
-    yield start
-    started[-1].close()
+    return start
 
 
 def test_limits_of_all_quantities_reach_the_update(worker) -> None:

@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("per_micro_batch", [1, 3])
+@pytest.mark.parametrize("per_micro_batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in ("TP2-SP-PP2", "EP2")])
 def test_five_steps_equal_one_process(run, name, per_micro_batch):
     (alone,) = run("llama", layout(), 8)
@@ -37,7 +37,7 @@ def test_five_steps_equal_one_process(run, name, per_micro_batch):
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "mistral", "gemma3"])
-@pytest.mark.parametrize("name", ["TP2", "TP2-SP", "TP2-PP2"])
+@pytest.mark.parametrize("name", [pytest.param("TP2", marks=pytest.mark.slow), "TP2-SP", "TP2-PP2"])
 def test_five_steps_of_each_family_equal_one_process(run, family, name):
     (alone,) = run(family, layout(), 8)
     for life in run(family, LAYOUTS[name], 3):
@@ -142,7 +142,7 @@ def _is_valid(shape: ModelShape, where: LayoutConfig, recompute: RecomputeConfig
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 72))]
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 72))]
 )
 def test_layouts_drawn_at_random_equal_one_process(run, model, seed):
     """Eight sequences: two for each of four copies, so that two interleaved stages have one each."""

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from nemorl.algorithms.policy_losses import CrossEntropyLoss, PolicyLoss
 from nemorl.config.algorithm import MaskedCorrectionConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.data.losses import LossOutput
-from tests.megatron.cases import LOSS, partition, start_worker
+from tests.megatron.cases import LOSS, meet, partition, start_worker
 from tests.megatron.examples import (
     FAMILIES,
     LENGTHS,
@@ -36,17 +37,13 @@ class NotANumber:
 
 
 @pytest.fixture
-def worker(model, tmp_path):
-    """A worker of its own in this process; call it with the fields of its config."""
-    started = []
+def worker(model, start_here):
+    """A worker of its own; call it with the fields of its config."""
 
     def start(family="llama", temperature=1.0, **fields):
-        config = policy_config(model(family)[1], **fields)
-        started.append(start_worker(0, 1, f"file://{tmp_path}/rendezvous", config, temperature))
-        return started[0]
+        return start_here(policy_config(model(family)[1], **fields), temperature)
 
-    yield start
-    started[0].close()
+    return start
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -217,3 +214,8 @@ def test_a_step_without_any_gradient_changes_nothing(worker):
     after = policy.optimizer.shards("exp_avg")
     assert all(torch.equal(shard.values, moments[name]) for name, shard in after.items())
     assert policy.optimizer.progress.updates == 1
+
+
+def test_a_process_may_start_later_than_a_collective_may_take(pool):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert pool.run(2, meet, f"127.0.0.1:{store.port}", 10.0) == [2, 2]

@@ -9,14 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nemorl.config.policy import PolicyConfig
+from nemorl.data.tokenizer import ChatPrompts, load_tokenizer
 from nemorl.models import smollm2
-from nemorl.models.create import create_arithmetic_model
+from nemorl.models.create import CHAT, create_tiny_model
 from nemorl.models.hf_config import SINGLE_FILE, BrokenModelFolder, UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import import_model
 from nemorl.models.layout import policy_slices
 from nemorl.models.registry import load_shape
 from nemorl.models.smollm2 import FetchFailed, fetch_smollm2
+from nemorl.trajectories import Message
 from tests.models.megatron_ranks import ranks
 from tests.models.tiny_models import TinyModel
 
@@ -28,7 +31,7 @@ def weights(folder: Path) -> str:
 @pytest.fixture(scope="module")
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arithmetic") / "model"
-    create_arithmetic_model(folder)
+    create_tiny_model(folder)
     return folder
 
 
@@ -57,15 +60,36 @@ def test_its_tokenizer_has_one_token_per_character(arithmetic: Path) -> None:
         tokenizer("12*34=")
 
 
+def test_the_chat_model_calls_tools_turn_by_turn(tmp_path: Path) -> None:
+    shape = create_tiny_model(tmp_path / "chat", CHAT)
+    assert shape.vocab_size == 2 + 95 + 6  # padding and end, characters, marks
+    tokenizer = load_tokenizer(PolicyConfig(model_path=tmp_path / "chat", max_sequence_length=64))
+    shelf = {"type": "function", "function": {"name": "shelf", "parameters": {"type": "object"}}}
+    prompts = ChatPrompts(tokenizer).with_tools([shelf])
+    said = '<|tool_call_start|>[shelf(part="0417", near=["a", 1])]<|tool_call_end|>'
+    reply = prompts.read(said, 0)
+    (call,) = reply.tool_calls
+    assert (call.name, call.arguments) == ("shelf", {"part": "0417", "near": ["a", 1]})
+
+    opening = [Message("user", "0417")]
+    tokens = prompts.open(opening)
+    assert tokenizer.decode(tokens) == "<|system|>shelf<eos><|user|>0417<eos><|assistant|>"
+    turn, result = prompts.message(said, reply), Message("tool", "63", tool_call_id=call.id)
+    after = prompts.after_turn(opening, turn, [result], tokenizer.eos_token_id)
+    assert tokenizer.decode(after) == "<|tool|>63<eos><|assistant|>"
+    whole = [*tokens, *tokenizer.encode(said), tokenizer.eos_token_id, *after]
+    assert whole == prompts.open([*opening, turn, result])
+
+
 def test_a_seed_gives_the_same_model_again(arithmetic: Path, tmp_path: Path) -> None:
-    create_arithmetic_model(tmp_path / "same")
-    create_arithmetic_model(tmp_path / "other", seed=1)
+    create_tiny_model(tmp_path / "same")
+    create_tiny_model(tmp_path / "other", seed=1)
     assert weights(tmp_path / "same") == weights(arithmetic)
     assert weights(tmp_path / "other") != weights(arithmetic)
 
 
 def test_it_can_be_tied_and_have_fewer_key_value_heads(tmp_path: Path) -> None:
-    shape = create_arithmetic_model(tmp_path / "m", hidden=64, ffn=96, layers=2, kv_heads=2, tied=True)
+    shape = create_tiny_model(tmp_path / "m", hidden=64, ffn=96, layers=2, kv_heads=2, tied=True)
     assert (shape.tied_embeddings, shape.num_key_value_heads, shape.head_dim) == (True, 2, 8)
     assert "lm_head.weight" not in HfFolder(tmp_path / "m").names()
     assert policy_slices(shape, ranks(tp_size=2, pp_size=2)[-1])
@@ -88,7 +112,7 @@ def test_import_keeps_the_tokenizer(arithmetic: Path, tmp_path: Path) -> None:
 
 def test_import_leaves_out_what_the_model_does_not_use(tmp_path: Path) -> None:
     """A head next to tied embeddings is ignored, as transformers does, whatever it holds."""
-    create_arithmetic_model(tmp_path / "tied", tied=True)
+    create_tiny_model(tmp_path / "tied", tied=True)
     file = tmp_path / "tied" / SINGLE_FILE
     tensors = load_file(file)
     save_file({**tensors, "lm_head.weight": torch.zeros(15, 128)}, file)

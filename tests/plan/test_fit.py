@@ -231,7 +231,7 @@ def test_a_chat_template_is_found_where_tokenizers_keep_it(
         ('\n{"prompt": "1+1=", "answer": "2"}', None, ""),
         ('{"question": "1+1=", "answer": "2"}', "data.train.prompt_key", "but `question`, `answer`"),
         ('{"prompt": "1+1="}', "data.train.answer_key", "but `prompt`"),
-        ('["1+1=", "2"]', "data.train.path", "not a JSON object"),
+        ('["1+1=", "2"]', "data.train.path", "expected a JSON object, not list"),
         ("prompt,answer", "data.train.path", "not JSON"),
         ("", "data.train.path", "the file is empty; write one JSON object per line"),
     ],

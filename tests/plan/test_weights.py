@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.models.create import create_arithmetic_model
+from nemorl.models.create import create_tiny_model
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.plan.problems import plan_run, weight_problems
@@ -20,7 +20,7 @@ def only_problem(model: Path) -> str:
 
 
 def test_a_model_written_by_safetensors_itself_is_sound(tmp_path: Path) -> None:
-    create_arithmetic_model(tmp_path / "tiny", hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
+    create_tiny_model(tmp_path / "tiny", hidden=32, ffn=64, layers=2, heads=4, kv_heads=2)
 
     assert list(weight_problems(tmp_path / "tiny")) == []
 

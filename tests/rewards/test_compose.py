@@ -140,7 +140,7 @@ def test_an_answer_that_cannot_be_scored_costs_no_other():
     assert "returned inf; return a finite number" in paid.trajectories[1].error
     assert paid.scoring["fails_for_five"].errors == 1
     # One token of the prompt and two sampled in each, in the lost one too.
-    members = tuple(summarize(t, row) for row, t in enumerate(paid.trajectories))
+    members = tuple(summarize([t], row) for row, t in enumerate(paid.trajectories))
     group = GroupSummary(0, 0, None, members, texts=(SampleText(1, "2 + 3 =", "5"),))
     metrics = rollout_metrics([group], 0)
     assert (metrics["length/mean"], metrics["tokens/generated"], metrics["errors"]) == (2, 6, 1)

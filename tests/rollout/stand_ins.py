@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from nemorl.generation.types import Completion, GenerationRequest
-from nemorl.trajectories import Action, Message, Step, StopReason, Task
+from nemorl.trajectories import Action, Message, Step, StopReason, Task, ToolSchemas
 
 
 def completion(
@@ -63,6 +63,7 @@ class ScriptedEnvironment:
     steps: Sequence[Step | Exception | None]
     closes: int = 0
     actions: list[Action] = field(default_factory=list)
+    tools: ToolSchemas = ()
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
         return task.messages

@@ -5,7 +5,8 @@ import pytest
 
 from nemorl.rollout.collector import Collector, Dispatcher, RolloutFailed, SamplingStalled, sample_validation
 from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary, summarize
-from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule, Refill, TaskOrder
+from nemorl.rollout.order import TaskOrder
+from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule, Refill
 from nemorl.trajectories import StopReason, Trajectory, Turn
 
 
@@ -375,7 +376,7 @@ def trajectory_of(versions, **fields):
 
 
 def test_a_summary_has_the_oldest_and_newest_weights_of_sampled_tokens():
-    summary = summarize(trajectory_of([-1, 0, 0, -1, 2]), 3)
+    summary = summarize([trajectory_of([-1, 0, 0, -1, 2])], 3)
     assert (summary.row, summary.reward, summary.num_tokens, summary.num_sampled) == (3, 0.25, 5, 3)
     assert (summary.min_version, summary.max_version) == (0, 2)
     assert (summary.trains, summary.error) == (True, None)
@@ -383,7 +384,7 @@ def test_a_summary_has_the_oldest_and_newest_weights_of_sampled_tokens():
 
 def test_a_failed_trajectory_does_not_train():
     failed = trajectory_of([-1, -1], turns=(), stop=StopReason.ERROR, error="environment reset: no room")
-    summary = summarize(failed, 0)
+    summary = summarize([failed], 0)
     assert (summary.trains, summary.error) == (False, "environment reset: no room")
     assert (summary.min_version, summary.max_version, summary.num_turns) == (-1, -1, 0)
 

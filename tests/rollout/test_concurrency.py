@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from nemorl.errors import RunError
 from nemorl.generation.types import EngineHealth
 from nemorl.rollout.concurrency import (
     MAX_QUEUED,
@@ -107,36 +106,24 @@ def test_places_are_given_in_order_and_their_number_may_change() -> None:
     asyncio.run(main())
 
 
-class Engine:
-    def __init__(self, health: EngineHealth | None) -> None:
-        self.state = health
-
-    async def health(self, seconds: float) -> EngineHealth:
-        if self.state is None:
-            raise RunError("lost")
-        return self.state
-
-
-class Worker:
-    def __init__(self, use: PlacesUse) -> None:
-        self.use, self.limits = use, list[int]()
-
-    async def set_concurrency(self, limit: int) -> PlacesUse:
-        self.limits.append(limit)
-        return self.use
-
-
 def test_the_control_shares_the_limit_among_workers_and_measures() -> None:
+    limits = []
+
+    async def health() -> list[EngineHealth]:
+        return [engine(16, 0), engine(15, 1)]
+
+    async def set_concurrency(limit: int) -> list[PlacesUse]:
+        limits.append(limit)
+        return [PlacesUse(20, 1), PlacesUse(12, 1), PlacesUse(0, 0)]
+
     async def main() -> None:
         await control.observe()
         await control.observe()
 
-    workers = [Worker(PlacesUse(20, 1)), Worker(PlacesUse(12, 1)), Worker(PlacesUse(0, 0))]
-    engines = [Engine(engine(16, 0)), Engine(engine(15, 1)), Engine(None)]
-    control = ConcurrencyControl(ConcurrencyLimit.of(16, adaptive=True), lambda: engines, workers, 1.0)
+    limit = ConcurrencyLimit.of(16, adaptive=True)
+    control = ConcurrencyControl(limit, lambda: 3, health, set_concurrency)
     asyncio.run(main())
-    # Of the two engines that answer, for three workers; one more after the first observation.
-    assert workers[0].limits == workers[1].limits == [11, 12]
+    assert limits == [11, 12]  # two engines for three workers; one more after the first observation
     assert control.take_metrics() == {
         "generation/concurrency": 18.0,
         "generation/in_flight": 16.0,

@@ -13,7 +13,7 @@ from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.torch_engine.engine import TorchHost
 from nemorl.generation.types import EngineOptions, SamplingParams
-from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
+from nemorl.rollout.turn_loop import SampleKey, Sampler, TurnLimits, TurnLoop
 from nemorl.trajectories import Action, Message, Step, Task
 from tests.data.tokenizers import IM_END, save_tokenizer
 
@@ -81,12 +81,8 @@ def test_tokens_mask_and_logprobs_equal_one_forward_pass(chat_model, tmp_path, s
             generation_seconds=60,
             environment_seconds=10,
         )
-        loop = TurnLoop(
-            Router([Replica("torch", engine.generate_batches)]),
-            tokenizer,
-            prompts_of(tokenizer, True),
-            limits,
-        )
+        router = Router([Replica("torch", engine.generate_batches)])
+        loop = TurnLoop(Sampler(router, tokenizer, prompts_of(tokenizer, True), limits))
         task = Task(0, (Message("user", "Say ab or 12."),))
         try:
             return await loop.run(
@@ -95,7 +91,8 @@ def test_tokens_mask_and_logprobs_equal_one_forward_pass(chat_model, tmp_path, s
         finally:
             engine.close()
 
-    trajectory = asyncio.run(converse()).trajectory
+    (conversation,) = asyncio.run(converse())
+    trajectory = conversation.trajectory
     assert trajectory.error is None
     assert len(trajectory.turns) == TURNS
 

@@ -12,7 +12,8 @@ from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import Completion, GenerationRequest, Progress, Report
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary
-from nemorl.rollout.schedule import CollectorPlan, GroupSchedule, TaskOrder
+from nemorl.rollout.order import TaskOrder
+from nemorl.rollout.schedule import CollectorPlan, GroupSchedule
 from nemorl.rollout.worker import RolloutWorker
 from nemorl.trajectories import StopReason, Trajectory
 from tests.data.tokenizers import ENDOFTEXT

@@ -16,7 +16,8 @@ from nemorl.config.environment import MathEnvConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.rollout.collector import Collector
-from nemorl.rollout.schedule import CollectorPlan, GroupSchedule, TaskOrder
+from nemorl.rollout.order import TaskOrder
+from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule
 from nemorl.session.handles import EngineHandle, RolloutHandle
 from tests.rollout.test_worker import experiment
 
@@ -43,12 +44,15 @@ def start(placement, name, target, kwargs, run_dir) -> WorkerGroup:
     )
 
 
-def collect(rollout: WorkerGroup, num_groups: int, meanwhile: Coroutine[Any, Any, None] | None = None):
+def collect(
+    rollout: WorkerGroup, num_groups: int, meanwhile: Coroutine[Any, Any, None] | None = None, first: int = 0
+):
     """One synchronous step of `num_groups` groups of two."""
 
     async def main():
         workers = list(map(RolloutHandle, rollout.workers))
-        schedule = GroupSchedule(TaskOrder(50, 0, False), CollectorPlan(num_groups, 2, 0))
+        plan = CollectorPlan(num_groups, 2, 0)
+        schedule = GroupSchedule(TaskOrder(50, 0, False), plan, place=DataPlace(first))
         collector = Collector(workers, schedule, 60)
         collector.advance(0)
         try:
@@ -90,9 +94,12 @@ def test_groups_cross_processes_and_dead_engines_are_named(placement, model_fold
     assert [s.group for s in batch] == list(range(first_deadly))
     assert all(t.reward == 1.0 for s in batch for t in s.trajectories)
     assert {t.max_version for s in batch for t in s.trajectories} == {4}
-    trajectories = ray.get(batch[0].reference)
-    assert [t.group for t in trajectories] == [0, 0]
-    assert trajectories[0].num_tokens == batch[0].trajectories[0].num_tokens
+    for summary in batch:
+        stored = ray.get(summary.reference)  # with other groups that ended at the same time
+        assert [stored[t.row].group for t in summary.trajectories] == [summary.group] * 2
+        assert [stored[t.row].num_tokens for t in summary.trajectories] == [
+            t.num_tokens for t in summary.trajectories
+        ]
 
     # Two samples kill both engines, and fail when it is clear that none returns; a router has the causes.
     causes = {}
@@ -104,7 +111,7 @@ def test_groups_cross_processes_and_dead_engines_are_named(placement, model_fold
         await worker.call("router.give_up", causes, stage="test", seconds=60)
 
     with pytest.raises(WorkerFailed, match="NoReplicaLeft: all 2 generation replicas are lost") as failed:
-        collect(rollout, first_deadly + 1, give_up())
+        collect(rollout, 1, give_up(), first=first_deadly)  # whose samples are on different engines
     for rank in range(2):
         died = f"generation rank {rank} died in stage 'generation': the process vanished"
         assert f"generation replica {rank}: {died}" in str(failed.value)

@@ -5,7 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from nemorl.config.data import ReplayConfig, TaskSamplingConfig
 from nemorl.rollout.groups import DropReason, GroupSummary, TrajectorySummary
+from nemorl.rollout.order import Order, PassRateOrder, TaskOrder
 from nemorl.rollout.schedule import (
     MAX_ATTEMPTS,
     CollectorPlan,
@@ -13,21 +15,21 @@ from nemorl.rollout.schedule import (
     Dropped,
     GroupSchedule,
     Refill,
-    TaskOrder,
 )
 from nemorl.rollout.versions import UNBROKEN
+from nemorl.run.checkpoints import Progress
 from nemorl.trajectories import StopReason
 
 SIZE = 4  # groups of a step
 
 
-def summary(group: int, version: int, last: int | None = None) -> GroupSummary:
+def summary(group: int, version: int, last: int | None = None, task: int | None = None) -> GroupSummary:
     trajectory = TrajectorySummary(
-        row=0, reward=1.0, rewards={}, num_tokens=5, num_sampled=3, num_turns=1, stop=StopReason.STOP,
-        min_version=version, max_version=version if last is None else last, error=None,
+        row=0, reward=float(group % 2), rewards={}, num_tokens=5, num_sampled=3, num_turns=1,
+        stop=StopReason.STOP, min_version=version, max_version=version if last is None else last, error=None,
         seconds_generation=0.0, seconds_environment=0.0,
     )  # fmt: skip
-    return GroupSummary(group, group, f"reference {group}", (trajectory,))
+    return GroupSummary(group, group if task is None else task, f"reference {group}", (trajectory,))
 
 
 def schedule(
@@ -37,11 +39,12 @@ def schedule(
     refill: Refill | None = None,
     extra: int = 0,
     trains_discarded: bool = False,
+    order: Order | None = None,
 ) -> GroupSchedule:
     plan = CollectorPlan(
         SIZE, 2, max_staleness=staleness, extra_groups=extra, trains_discarded=trains_discarded
     )
-    return GroupSchedule(TaskOrder(50, 0, False), plan, step, place or DataPlace(), refill)
+    return GroupSchedule(order or TaskOrder(50, 0, False), plan, step, place or DataPlace(), refill)
 
 
 class Driver:
@@ -56,9 +59,9 @@ class Driver:
             self.refill = Refill(lambda group: group.group % 3 != 1, max_groups=most)
         self.extra = int(self.draw.integers(1, SIZE)) if self.draw.random() < 0.5 else 0
         self.corrected = bool(self.draw.random() < 0.5)
-        self.groups = schedule(
-            self.staleness, refill=self.refill, extra=self.extra, trains_discarded=self.corrected
-        )
+        self.replays = 0
+        self.tasks: dict[int, int] = {}  # of every group that was started
+        self.groups = self.new_schedule(0, None)
         self.step = 0  # of the weights that sample
         self.lineage = UNBROKEN
         self.began: dict[int, int] = {}  # the version under which each running group began
@@ -67,10 +70,16 @@ class Driver:
         self.cut_off: Counter[int] = Counter()  # attempts at each group
         self.kinds: Counter[str] = Counter()
 
+    def new_schedule(self, steps: int, place: DataPlace | None) -> GroupSchedule:
+        sampling = TaskSamplingConfig(replay=ReplayConfig(share=0.3, max_pass_rate=0.5))
+        self.order = PassRateOrder(TaskOrder(10_000, 0, False), sampling, seed=1)
+        return schedule(self.staleness, steps, place, self.refill, self.extra, self.corrected, self.order)
+
     def turn(self) -> None:
         groups = self.groups
         for started in groups.start():
             assert started.group not in self.began
+            assert self.tasks.setdefault(started.group, started.task_index) == started.task_index
             self.began[started.group] = self.lineage.version(self.step)
             self.kinds["started"] += 1
         assert groups.running == set(self.began)
@@ -87,7 +96,7 @@ class Driver:
             self.step += 1
             groups.advance(self.step)
             if self.draw.random() < 0.3:
-                self.checkpoint = self.step, groups.place, self.handed_out.copy()
+                self.checkpoint = self.step, groups.resume_place, self.handed_out.copy()
             return
         assert self.began or groups.num_ready < SIZE
         if self.began:
@@ -121,7 +130,7 @@ class Driver:
             if self.draw.random() < 0.8:
                 self.groups.drop(Dropped(group, "cut_off"))
             else:
-                assert not self.groups.finish(summary(group, began))
+                assert not self.groups.finish(summary(group, began, task=self.tasks[group]))
 
     def end_one(self) -> None:
         group = int(self.draw.choice(sorted(self.began)))
@@ -129,7 +138,7 @@ class Driver:
         if self.draw.random() < 0.15:
             self.groups.drop(Dropped(group, "lost"))
         else:
-            self.groups.finish(summary(group, began, self.lineage.version(self.step)))
+            self.groups.finish(summary(group, began, self.lineage.version(self.step), self.tasks[group]))
 
     def restart(self) -> None:
         """Return to the checkpoint: what was handed out since then is sampled again."""
@@ -146,9 +155,11 @@ class Driver:
         """Continue from what a checkpoint has: what runs or is ready is lost."""
         self.count_dropped()
         self.kinds["lost in a resume"] += len(self.began) + self.groups.num_ready + self.groups.num_refused
-        taken, place = self.groups.steps_taken, self.groups.place
-        self.groups = schedule(self.staleness, taken, place, self.refill, self.extra, self.corrected)
+        self.replays += int(self.order.take_metrics()["sampling/replayed"])
+        saved = Progress(self.groups.steps_taken).at(self.groups.resume_place)
+        self.groups = self.new_schedule(saved.step, Progress.parse(saved.text).place)
         self.groups.lineage = self.lineage
+        self.checkpoint = self.step, self.groups.resume_place, self.handed_out.copy()  # the newest there is
         self.began.clear()
         self.cut_off.clear()  # so are the numbers of attempts
 
@@ -172,6 +183,10 @@ def test_every_group_is_handed_out_once_and_none_is_too_old(seed: int) -> None:
     assert all(count < MAX_ATTEMPTS for count in driver.cut_off.values())
     assert set(driver.handed_out.values()) == {1}
     assert set(driver.handed_out) == {*range(groups.place.position), *groups.place.beyond}
+    # The base order's tasks come once each, in spite of replays, drops, restarts and resumes.
+    replays = driver.replays + int(driver.order.take_metrics()["sampling/replayed"])
+    assert set(driver.tasks.values()) == set(range(driver.order.feedback.cursor))
+    assert len(driver.tasks) == driver.order.feedback.cursor + replays
     # Every attempt that was started ended somewhere.
     open_ = len(driver.began) + groups.num_ready + groups.num_refused
     assert driver.kinds.pop("started") == open_ + sum(driver.kinds.values())

@@ -7,7 +7,7 @@ import pytest
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import ChatPrompts, Prompts, load_tokenizer
 from nemorl.generation.types import SamplingParams
-from nemorl.rollout.turn_loop import SampleKey, TurnLimits, TurnLoop
+from nemorl.rollout.turn_loop import SampleKey, Sampler, TurnLimits, TurnLoop
 from nemorl.trajectories import Message, Step, StopReason, Task, Turn
 from tests.data.tokenizers import CHATML, ENDOFTEXT, IM_END, save_tokenizer
 from tests.rollout.stand_ins import ScriptedEnvironment, ScriptedGenerator
@@ -28,10 +28,10 @@ def run(tokenizer, generator, environment, prompts=None, group_seconds=None, **l
         "generation_seconds": 10.0,
         "environment_seconds": 5.0,
     }
-    loop = TurnLoop(
-        generator, tokenizer, prompts or ChatPrompts(tokenizer), TurnLimits(**(defaults | limits))
-    )
-    return asyncio.run(loop.run(TASK, environment, KEY, SamplingParams(), seconds=group_seconds))
+    prompts = prompts or ChatPrompts(tokenizer)
+    loop = TurnLoop(Sampler(generator, tokenizer, prompts, TurnLimits(**(defaults | limits))))
+    (conversation,) = asyncio.run(loop.run(TASK, environment, KEY, SamplingParams(), seconds=group_seconds))
+    return conversation
 
 
 class TestTokens:
@@ -306,13 +306,6 @@ class TestFailures:
         self.assert_failed(trajectory, match=f"{opening} tokens leave no room")
         assert generator.requests == []
 
-    def test_a_template_that_rewrites_history_is_named(self, tmp_path):
-        folder = save_tokenizer(tmp_path, "{{ messages | length }}" + CHATML)
-        tokenizer = load_tokenizer(PolicyConfig(model_path=folder))
-        generator = ScriptedGenerator([[50, IM_END]])
-        trajectory = run(tokenizer, generator, ScriptedEnvironment([OBSERVE])).trajectory
-        self.assert_failed(trajectory, match=f"chat template of {folder} rewrites earlier turns")
-
     def test_a_failing_engine_ends_the_run(self, tokenizer):
         class Dead:
             async def generate(self, request, on_progress=None):
@@ -351,3 +344,60 @@ class TestSeeds:
     def test_samples_of_validation_have_names_of_their_own(self):
         assert str(SampleKey(1, 5, 2)) == "5/2"
         assert str(SampleKey(1, 5, 2, validation=True)) == "validation-5/2"
+
+
+# As Qwen2.5 writes tools, calls and results, without its instructions.
+HERMES = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }} Call: <tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}\n"
+    '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+class TestTools:
+    def converse(self, tmp_path, template, first):
+        """A turn of this text, the result of its calls, and an answer."""
+        tokenizer = load_tokenizer(PolicyConfig(model_path=save_tokenizer(tmp_path, template)))
+        environment = ScriptedEnvironment([OBSERVE, DONE])
+        environment.tools = [ADD]
+        generator = ScriptedGenerator([[*tokenizer.encode(text), IM_END] for text in (first, "3")])
+        return tokenizer, environment, run(tokenizer, generator, environment)
+
+    def test_calls_are_read_and_their_tokens_stay_as_sampled(self, tmp_path):
+        # Not the spelling of the template: the arguments come first, and there is no white space.
+        call = '<tool_call>{"arguments":{"a":1},"name":"add"}</tool_call>'
+        tokenizer, environment, conversation = self.converse(tmp_path, HERMES, f"So: {call}")
+        action, _ = environment.actions
+        assert (action.content, action.call_errors) == ("So:", ())
+        (made,) = action.tool_calls
+        assert (made.name, made.arguments) == ("add", {"a": 1})
+        assert conversation.exchange[0] == Message("assistant", "So:", (made,))
+        text = tokenizer.decode(conversation.trajectory.tokens.tolist())
+        assert text.startswith('<|im_start|>system\n[{"type": "function", "function": {"name": "add"')
+        assert (
+            f"So: {call}<|im_end|>\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n3<|im_end|>"
+            in text
+        )
+
+    def test_a_call_that_cannot_be_read_is_an_error_for_the_environment(self, tmp_path):
+        _, environment, conversation = self.converse(tmp_path, HERMES, "<tool_call>{add}</tool_call>")
+        action, _ = environment.actions
+        assert action.tool_calls == ()
+        assert action.call_errors[0].startswith("Tool call 1 cannot be read: invalid JSON")
+        assert conversation.exchange[0].content == "<tool_call>{add}</tool_call>"
+        assert conversation.trajectory.error is None
+
+    @pytest.mark.parametrize(
+        ("template", "says"),
+        [
+            (CHATML, "shows no known format of tool calls: set policy.tokenizer.tool_format"),
+            (CHATML + "{# <tool_call> #}", "does not show tools to the model"),
+        ],
+    )
+    def test_a_template_without_tools_is_named(self, tmp_path, template, says):
+        _, environment, conversation = self.converse(tmp_path, template, "3")
+        assert environment.actions == []
+        assert says in conversation.trajectory.error

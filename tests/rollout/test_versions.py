@@ -29,6 +29,11 @@ def test_a_second_restart_may_go_back_further() -> None:
     assert lineage.age(7, 9) == 3  # step 5 of the second epoch, which began at step 4
 
 
+def test_an_engine_that_never_changes_has_an_age_after_a_resume() -> None:
+    assert Lineage((Epoch(7, 5),)).age(0, 9) == 7  # two versions are of restarts
+    assert not Lineage((Epoch(7, 5),)).discarded(0)
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_ages_are_paths_in_the_tree_of_updates(seed: int) -> None:
     draw = np.random.default_rng(seed)

@@ -1,5 +1,6 @@
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,11 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import NoReplicaLeft, Progress, SamplingParams
-from nemorl.rollout.groups import Dropped, GroupAssignment
+from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary
 from nemorl.rollout.turn_loop import SampleKey
-from nemorl.rollout.worker import RolloutWorker
+from nemorl.rollout.worker import GroupRunner, RolloutWorker
 from nemorl.trajectories import StopReason
+from tests.algorithms.groups import trajectory as summary_of
 from tests.data.tokenizers import ENDOFTEXT
 from tests.rollout.stand_ins import EchoEngine, completion
 
@@ -93,7 +95,7 @@ def test_groups_are_sampled_rewarded_stored_and_summarised(model_folder, tokeniz
         assert summary.num_sampled == len(tokenizer.encode(task.answer)) + 1
         assert (summary.num_turns, summary.stop, summary.error) == (1, StopReason.STOP, None)
         assert (summary.min_version, summary.max_version) == (0, 0)
-    assert [text.row for text in first.texts] == [0, 1]
+    assert [text.sample for text in first.texts] == [0, 1]
     assert first.texts[0].prompt == task.messages[0].content
     assert first.texts[0].completion == f"{task.answer}<|endoftext|>"
     assert second.texts == ()
@@ -234,6 +236,7 @@ def test_votes_of_a_further_validation_set(model_folder, tokenizer):
 def test_groups_with_tokens_of_too_old_weights_are_dropped(model_folder):
     """Also within a turn that has not ended; what has no token yet, or is of a validation, continues."""
     aborted: list[str] = []
+    started: list[str] = []  # whose tokens so far were taken
 
     async def generate(requests):
         for request in requests:
@@ -242,6 +245,7 @@ def test_groups_with_tokens_of_too_old_weights_are_dropped(model_folder):
                 tokens = np.array([1, 2, 3], dtype=np.int32)
                 versions = np.full(3, 5 if group == 1 else 4, dtype=np.int32)
                 yield [Progress(request.id, tokens, np.zeros(3, np.float32), versions)]
+        started.extend(request.id for request in requests)
         await reached.wait()
         for request in requests:
             if request.id not in aborted:
@@ -263,9 +267,11 @@ def test_groups_with_tokens_of_too_old_weights_are_dropped(model_folder):
             return [outcome async for outcome in worker.run_groups(assignments)]
 
         collecting = asyncio.create_task(collect())
-        await asyncio.sleep(0.1)
+        while len(started) < 8:
+            await asyncio.sleep(0.01)
         await worker.abort_stale(5)
-        await asyncio.sleep(0.1)
+        while len(aborted) < 2:
+            await asyncio.sleep(0.01)
         reached.set()
         try:
             return await collecting
@@ -287,3 +293,65 @@ def test_another_attempt_at_a_group_has_other_names_and_seeds(model_folder, toke
     assert sorted(name for call in engine.calls for name in call) == ["7.2/0/0", "7/0/0"]
     seeds = {SampleKey(0, 7, 0, attempt=attempt).seed(0) for attempt in range(3)}
     assert len(seeds) == 3
+
+
+async def until(met: Callable[[], bool]) -> None:
+    while not met():
+        await asyncio.sleep(0)
+
+
+class GroupsByHand(GroupRunner):
+    """Each group ends when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: dict[int, asyncio.Future[None]] = {}
+
+    async def _run_group(self, assignment, records):
+        self.ends[assignment.group] = asyncio.get_running_loop().create_future()
+        await self.ends[assignment.group]
+        members = tuple(summary_of(1.0, row=row) for row in range(assignment.num_samples))
+        stored = [(assignment.group, row) for row in range(assignment.num_samples)]
+        return GroupSummary(assignment.group, 0, stored, members)
+
+
+def test_groups_that_ended_are_handed_over_together():
+    async def run() -> None:
+        worker = GroupsByHand()
+        first = asyncio.create_task(worker.run_more(0, [GroupAssignment(group, 0, 2) for group in range(5)]))
+        other = asyncio.create_task(worker.run_more(1, [GroupAssignment(9, 0, 2)]))
+        await until(lambda: len(worker.ends) == 6)
+        worker.ends[2].set_result(None)
+        stored, (outcome,) = await first
+        assert (stored, outcome.group) == ([(2, 0), (2, 1)], 2)
+        for group in (3, 0):
+            worker.ends[group].set_result(None)
+        await worker.abort_groups([4])
+        await until(lambda: len(worker._running) == 2)
+        stored, outcomes = await worker.run_more(0, [])
+        assert [outcome.group for outcome in outcomes] == [0, 3, 4]
+        assert isinstance(outcomes[2], Dropped)
+        for outcome in outcomes[:2]:
+            assert outcome.reference is None
+            assert [stored[t.row] for t in outcome.trajectories] == [(outcome.group, 0), (outcome.group, 1)]
+        worker.ends[1].set_result(None)
+        assert (await worker.run_more(0, []))[1][0].group == 1
+        await worker.end_call(1)
+        assert await other == ([], [])
+        await until(worker.ends[9].cancelled)
+
+    asyncio.run(run())
+
+
+def test_a_failed_group_ends_the_call():
+    async def run() -> None:
+        worker = GroupsByHand()
+        call = asyncio.create_task(worker.run_more(0, [GroupAssignment(group, 0, 2) for group in range(2)]))
+        await until(lambda: len(worker.ends) == 2)
+        worker.ends[0].set_exception(ValueError("no reward"))
+        with pytest.raises(ValueError, match="no reward"):
+            await call
+        await worker.end_call(0)
+        await until(worker.ends[1].cancelled)
+
+    asyncio.run(run())

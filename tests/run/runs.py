@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from nemorl.models.create import create_arithmetic_model
+from nemorl.config.facts import metric_names
+from nemorl.config.load import load_experiment
+from nemorl.models.create import create_tiny_model
 from nemorl.observe.metrics import StepMetrics, read_metrics
 
 # Time differs from run to run; everything else must not.
@@ -20,7 +22,7 @@ CLOCKS += ("idle/", "critical/")
 
 def tiny_model(folder: Path, layers: int = 2, seed: int = 0) -> Path:
     """An untrained model that two tensor-parallel processes can share."""
-    create_arithmetic_model(folder, hidden=32, ffn=64, layers=layers, heads=4, kv_heads=2, seed=seed)
+    create_tiny_model(folder, hidden=32, ffn=64, layers=layers, heads=4, kv_heads=2, seed=seed)
     return folder
 
 
@@ -100,3 +102,14 @@ def assert_same_run(ours: Sequence[StepMetrics], theirs: Sequence[StepMetrics]) 
         assert timeless(mine) == pytest.approx(timeless(its), rel=1e-5, abs=1e-6), f"step {mine.step}"
         gaps = mine.values.get("logprob_gap/max", 0.0), its.values.get("logprob_gap/max", 0.0)
         assert max(gaps) < 1e-4, f"step {mine.step}"
+
+
+def known_figures(run: Path) -> frozenset[str]:
+    """What `checkpointing.metric` of a run may name."""
+    experiment = load_experiment(run / "config.yaml")
+    return metric_names(experiment.algorithm, experiment.env, experiment.rewards)
+
+
+def worker_pid(log: Path) -> int:
+    """The process that a worker's log names in its first line."""
+    return int(log.read_text().partition("process ")[2].split()[0])

@@ -125,6 +125,7 @@ def states(run: Path, step: int) -> tuple[FileRecord, ...]:
     return Manifest.read(run / "checkpoints" / f"step_{step:08d}").files
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_from_memory_bit_for_bit(tmp_path: Path) -> None:
     """Policy and critic of two ranks each; the disk has no checkpoint before the last step."""
     memory = tmp_path / "memory"

@@ -15,20 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from nemorl.models.create import create_arithmetic_model
-from tests.run.runs import finish, lines, start, tiny_model, write_experiment
+from nemorl.models.create import create_tiny_model
+from tests.run.runs import finish, lines, start, write_experiment
 
 ONE = {"layout": {}}  # one policy process
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return tiny_model(folder / "model")
 
 
 def ask(port: int, model: Path) -> list[int]:
@@ -132,7 +122,7 @@ def test_a_server_of_another_model_is_stopped_before_anything_is_learned(
     model: Path, server: dict[str, Any], tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
-    create_arithmetic_model(other, hidden=32, ffn=64, layers=2, heads=4, kv_heads=2, seed=9)
+    create_tiny_model(other, hidden=32, ffn=64, layers=2, heads=4, kv_heads=2, seed=9)
     config = by_server(tmp_path, other, "wrong", server, max_logprob_gap=0.001)
     status, output = finish(start("train", config))
     assert status == 1, output

@@ -13,17 +13,7 @@ from nemorl.errors import RunError
 from nemorl.megatron.checkpoint_store import CheckpointStore
 from nemorl.run.checkpoints import Progress
 from nemorl.run.train import train
-from tests.run.runs import lines, tiny_model, write_experiment
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("guards")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return tiny_model(folder / "model")
+from tests.run.runs import lines, write_experiment
 
 
 def test_nan_is_skipped_and_then_the_run_returns_to_a_checkpoint(folder: Path, model: Path) -> None:
@@ -71,6 +61,7 @@ def sft(folder: Path, model: Path, name: str, guards: dict[str, Any], answers: l
     return path
 
 
+@pytest.mark.slow
 def test_sft_returns_from_answers_that_raise_its_loss(folder: Path, model: Path) -> None:
     """The answers of steps 7 to 9 are others; after the return from step 8 one such batch is left."""
     limits = {"loss": {"max_deviations": 3.0, "min_change": 0.5}, "warmup": 4, "window": 8}
@@ -87,6 +78,7 @@ def test_sft_returns_from_answers_that_raise_its_loss(folder: Path, model: Path)
     assert steps[-1].values["loss/sft"] < steps[3].values["loss/sft"] < steps[4].values["loss/sft"] - 0.5
 
 
+@pytest.mark.slow
 def test_the_end_names_stage_quantity_value_and_limit(folder: Path, model: Path) -> None:
     guards = {"grad_norm": {"max_value": 1e-6}, "max_rollbacks": 1}
     with pytest.raises(RunError) as caught:

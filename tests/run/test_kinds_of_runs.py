@@ -14,16 +14,6 @@ from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kinds")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return tiny_model(folder / "model")
-
-
 def train(folder: Path, model: Path, name: str, **sections: Any) -> list[StepMetrics]:
     """The steps of a run; a section replaces the one of `write_experiment`, and None removes it."""
     path = write_experiment(folder, model, name)

@@ -11,28 +11,18 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemorl.models.create import MAX_POSITIONS
 from nemorl.models.registry import load_shape
 from nemorl.observe.metrics import StepMetrics
-from tests.run.runs import finish, lines, start, timeless, tiny_model, write_experiment
+from tests.run.runs import finish, lines, start, timeless, write_experiment
 
 # What says how the work was divided, not what came of it.
 OF_THE_LAYOUT = ("packing/", "balance/")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("layouts")
-
-
-@pytest.fixture(scope="module")
-def dense(folder: Path) -> Path:
-    return tiny_model(folder / "dense")
-
-
-@pytest.fixture(scope="module")
-def mixture(folder: Path, dense: Path) -> Path:
+def mixture(folder: Path, model: Path) -> Path:
     """Four experts of which two serve a token, with the dense model's tokenizer."""
     torch.manual_seed(4)
     config = Qwen3MoeConfig(
-        vocab_size=load_shape(dense).vocab_size,
+        vocab_size=load_shape(model).vocab_size,
         hidden_size=32,
         intermediate_size=64,
         moe_intermediate_size=32,
@@ -52,7 +42,7 @@ def mixture(folder: Path, dense: Path) -> Path:
     out = folder / "mixture"
     Qwen3MoeForCausalLM(config).save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (out / name).write_bytes((dense / name).read_bytes())
+        (out / name).write_bytes((model / name).read_bytes())
     return out
 
 
@@ -70,16 +60,16 @@ def assert_same_figures(ours: list[StepMetrics], theirs: list[StepMetrics]) -> N
         assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5), f"step {mine.step}"
 
 
-def test_grpo_on_adapters_does_not_notice_context_parallelism(folder: Path, dense: Path) -> None:
+def test_grpo_on_adapters_does_not_notice_context_parallelism(folder: Path, model: Path) -> None:
     """Adapters, merged for the engine at every refit, under one process and under CP2 with recomputation."""
     policy = {
         "lora": {"rank": 4, "alpha": 16},
         "optimizer": {"name": "adam", "lr": 1e-2},
     }
-    alone = write_experiment(folder, dense, "alone", policy={**policy, "layout": {}})
+    alone = write_experiment(folder, model, "alone", policy={**policy, "layout": {}})
     shared = write_experiment(
         folder,
-        dense,
+        model,
         "shared",
         policy={
             **policy,
@@ -95,6 +85,7 @@ def test_grpo_on_adapters_does_not_notice_context_parallelism(folder: Path, dens
     assert_same_figures(run(shared), metrics)
 
 
+@pytest.mark.slow
 def test_sft_of_experts_does_not_notice_expert_parallelism(folder: Path, mixture: Path) -> None:
     def sft(name: str, layout: dict[str, Any]) -> list[StepMetrics]:
         path = write_experiment(folder, mixture, name)

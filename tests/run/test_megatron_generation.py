@@ -8,21 +8,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemorl.models.create import MAX_POSITIONS
 from nemorl.models.registry import load_shape
-from tests.run.runs import finish, lines, start, timeless, tiny_model, write_experiment
+from tests.run.runs import finish, lines, start, timeless, write_experiment
 
 GENERATION = {"max_new_tokens": 6, "max_batch_size": 8, "max_kv_tokens": 1024, "stop_strings": ["3"]}
 # What says who sampled, not what came of it.
 OF_THE_ENGINE = ("generation/", "refit/", "logprob_gap/")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("by-itself")
-
-
-@pytest.fixture(scope="module")
-def dense(folder: Path) -> Path:
-    return tiny_model(folder / "dense")
 
 
 def experiment(folder: Path, model: Path, backend: str, **changes: object) -> Path:
@@ -34,9 +24,9 @@ def experiment(folder: Path, model: Path, backend: str, **changes: object) -> Pa
     return path
 
 
-def test_a_run_is_that_with_the_embedded_engine(folder: Path, dense: Path) -> None:
+def test_a_run_is_that_with_the_embedded_engine(folder: Path, model: Path) -> None:
     """The same samples by the same seeds, so the same metrics; weights go nowhere and the gap is rounding."""
-    paths = [experiment(folder, dense, backend) for backend in ("torch", "megatron")]
+    paths = [experiment(folder, model, backend) for backend in ("torch", "megatron")]
     for process in [start("train", path) for path in paths]:
         status, output = finish(process)
         assert status == 0, output
@@ -53,14 +43,15 @@ def test_a_run_is_that_with_the_embedded_engine(folder: Path, dense: Path) -> No
     assert not list((folder / "megatron" / "logs").glob("generation-*")), "no engine is started"
 
 
-def test_experts_spread_over_copies_sample_and_learn(folder: Path, dense: Path) -> None:
+@pytest.mark.slow
+def test_experts_spread_over_copies_sample_and_learn(folder: Path, model: Path) -> None:
     """Copies that share experts go through the model together, also while only one has work.
 
     The step replays the choices of their routers, which come with the samples.
     """
     out = folder / "mixture_model"
     config = Qwen3MoeConfig(
-        vocab_size=load_shape(dense).vocab_size,
+        vocab_size=load_shape(model).vocab_size,
         hidden_size=32,
         intermediate_size=64,
         moe_intermediate_size=32,
@@ -78,7 +69,7 @@ def test_experts_spread_over_copies_sample_and_learn(folder: Path, dense: Path) 
     )
     Qwen3MoeForCausalLM(config).save_pretrained(out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (out / name).write_bytes((dense / name).read_bytes())
+        (out / name).write_bytes((model / name).read_bytes())
     policy = {
         "layout": {"data_parallel_size": 2, "expert_parallel_size": 2},
         "offload": {"optimizer": True},

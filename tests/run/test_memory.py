@@ -16,7 +16,7 @@ from nemorl.cluster.runtime import hold
 from nemorl.config.experiment import Experiment
 from nemorl.config.run import ClusterConfig
 from nemorl.megatron.checkpoint_store import CheckpointStore, FileRecord, Manifest
-from nemorl.run.checkpoints import Checkpoints, Progress
+from nemorl.run.checkpoints import Checkpoints, Progress, SavedState
 from nemorl.run.memory import FOLDERS, Keeper, MemoryCheckpoints, local_keeper
 from nemorl.session.handles import Folder, KeeperHandle
 from tests.config.experiments import GRPO
@@ -69,7 +69,12 @@ class Saving:
         state = await self.checkpoints.newest_state()
         assert state is not None
         assert isinstance(state.folder, Path)
-        return state.progress.step, (state.folder / "weights").read_text(), state.in_memory
+        return state.progress.step, (state.folder / "weights").read_text(), self.holds(state)
+
+    def holds(self, state: SavedState) -> bool:
+        """True if the state is in memory."""
+        assert isinstance(state.folder, Path)
+        return state.folder.is_relative_to(self.keeper.folder)
 
 
 @in_a_loop
@@ -90,7 +95,7 @@ async def test_an_earlier_state_comes_from_memory_or_disk_and_later_ones_are_rem
         await saving.step(number, to_disk=number < 4)
         await saving.checkpoints.settle()
     states = [await saving.checkpoints.newest_state(before) for before in (5, 4, 3, 2)]
-    found = [state and (state.progress.step, state.in_memory) for state in states]
+    found = [state and (state.progress.step, saving.holds(state)) for state in states]
     assert found == [(4, True), (3, False), (2, False), None]
     await saving.checkpoints.remove_after(2)
     assert (saving.keeper.store.steps(), saving.store.steps()) == ([], [2])

@@ -96,7 +96,11 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
         """Nothing is being written."""
 
     checkpoints: Any = SimpleNamespace(
-        check=lambda: None, due_copy=lambda step, has_line: False, save=save, settle=settle
+        check=lambda: None,
+        due_copy=lambda step, has_line: False,
+        save=save,
+        settle=settle,
+        on_disk=lambda step: True,
     )
     nobody: Any = SimpleNamespace(lineage=UNBROKEN)
     recorder = RunRecorder(experiment, nobody, observer, checkpoints, Progress())
@@ -151,6 +155,40 @@ def test_a_run_that_is_asked_to_stop_begins_no_step_and_saves_the_last_one_once(
     assert saved == [(3, 12), (5, 20)]
     assert asyncio.run(run(told_in=6)) == 6
     assert saved == [(3, 12), (6, 24)]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_stop_saves_a_state_that_was_restored_from_memory(tmp_path: Path, on_disk: bool) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    with contextlib.closing(JsonLinesWriter(metrics)) as writer:
+        for step in (1, 2):
+            writer.append(StepMetrics(step, step, {"reward/mean": step / 10}).to_json())
+    observer: Any = SimpleNamespace(
+        stage=Stages([]).stage,
+        folder=SimpleNamespace(paths=SimpleNamespace(metrics=metrics)),
+        rewind=lambda step: None,
+    )
+    saved: list[tuple[int, int, float]] = []
+
+    async def save(progress: Progress, line: Awaitable[StepMetrics]) -> None:
+        saved.append((progress.step, progress.extra_versions, (await line).values["reward/mean"]))
+
+    async def settle(*, last: bool = False) -> None:
+        """Nothing is being written."""
+
+    checkpoints: Any = SimpleNamespace(save=save, settle=settle, on_disk=lambda step: on_disk)
+    session: Any = SimpleNamespace(lineage=UNBROKEN)
+
+    async def main() -> None:
+        experiment = load_experiment(write(tmp_path), [])
+        recorder = RunRecorder(experiment, session, observer, checkpoints, Progress())
+        session.lineage = UNBROKEN.restored(2, newest=5)
+        recorder.rewind(Progress(2, position=8))
+        await recorder.save(last=True)
+
+    asyncio.run(main())
+    assert saved == ([] if on_disk else [(2, session.lineage.version(2) - 2, 0.2)])
+    assert session.lineage.version(2) > 5
 
 
 def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

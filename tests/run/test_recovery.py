@@ -67,7 +67,7 @@ class Run:
         step = max((step for step in self.steps if step < before), default=None)
         if step is None:
             return None
-        return SavedState(Progress(step, position=4 * step), Path("checkpoint"), in_memory=False)
+        return SavedState(Progress(step, position=4 * step), Path("checkpoint"))
 
     @property
     def trained(self) -> Any:

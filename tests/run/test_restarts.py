@@ -12,19 +12,9 @@ from nemorl.config.load import load_experiment
 from nemorl.run.train import train
 from nemorl.session.handles import ModelHandle, PolicySenders
 from tests.run.faults import Faults
-from tests.run.runs import lines, timeless, tiny_model, write_experiment
+from tests.run.runs import lines, timeless, write_experiment
 
 SETTINGS: dict[str, Any] = {"checkpointing": {"period": 2, "keep": 1, "save_hf": True}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("restarts")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return tiny_model(folder / "model")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +51,7 @@ def test_a_rank_is_killed_in_training_and_in_a_weight_update(
     assert [line.version for line in lines(run)] == [1, 2, 9, 10, 11, 12]
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_in_a_checkpoint_and_one_hangs(
     folder: Path, model: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +87,7 @@ def test_samples_of_other_weights_outlive_a_restart(
     assert "dropped/discarded" in steps[-1].values
 
 
+@pytest.mark.slow
 def test_sft_continues_too(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sft = {"name": "sft", "num_steps": 4, "batch_size": 8, "validation": {"at_end": True}}
     losses = []

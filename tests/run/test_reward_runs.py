@@ -50,6 +50,14 @@ def test_a_policy_is_rewarded_by_a_reward_model_of_the_run(tmp_path: Path) -> No
                 "devices": "policy",
                 "offload": {"weights": True},
             },
+            {
+                "kind": "local_model",
+                "name": "process",
+                "model_path": str(taste),
+                "devices": "policy",
+                "offload": {"weights": True},
+                "steps": {"separator": "", "reduce": "prod"},
+            },
             {"function": "length_penalty", "arguments": {"max_length": 6}},
         ],
         policy={"layout": {}, "offload": {"weights": True}},
@@ -66,6 +74,7 @@ def test_a_policy_is_rewarded_by_a_reward_model_of_the_run(tmp_path: Path) -> No
         assert step.values["reward_std/taste"] > 0
         assert step.values["grad_norm"] > 0
         paid = 2 * step.values["reward/taste"] + step.values["reward/length_penalty"]
+        paid += step.values["reward/process"]
         assert step.values["reward/mean"] == pytest.approx(paid, abs=1e-6)
     experiment = load_experiment(path)
     known = metric_names(experiment.algorithm, experiment.env, experiment.rewards)
@@ -76,7 +85,7 @@ def test_a_policy_is_rewarded_by_a_reward_model_of_the_run(tmp_path: Path) -> No
 
 
 def check_scores(samples: list[dict], folder: Path) -> None:
-    """Each is what transformers says of the sum, the answer and an end token."""
+    """As transformers computes them: of the sum, the answer and an end token; of the tokens of the answer."""
     from transformers import AutoModelForSequenceClassification
 
     tokenizer = load_tokenizer(PolicyConfig(model_path=folder))
@@ -88,3 +97,8 @@ def check_scores(samples: list[dict], folder: Path) -> None:
         with torch.no_grad():
             expected = network(torch.tensor([ids])).logits.item()
         assert sample["rewards"]["taste"] == pytest.approx(expected, abs=1e-4)
+        start, count = len(tokenizer.encode_document(sample["prompt"])), len(tokenizer.encode(said))
+        with torch.no_grad():
+            values = network.score(network.model(torch.tensor([ids])).last_hidden_state)[0, start:, 0]
+        product = float(torch.sigmoid(values[: max(count, 1)]).prod())
+        assert sample["rewards"]["process"] == pytest.approx(product, abs=1e-4)

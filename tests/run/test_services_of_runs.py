@@ -142,6 +142,7 @@ def test_killed_services_change_nothing(
     assert re.search(r"reward `digits` at http://127.0.0.1:\d+/v1 answers again", said)
 
 
+@pytest.mark.slow
 def test_stopped_services_change_nothing(
     folder: Path, service: RewardService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 from nemorl.session.stalls import StallReport
-from tests.run.runs import finish, lines, start, tiny_model, write_experiment
-from tests.run.test_train import worker_pid
+from tests.run.runs import finish, lines, start, tiny_model, worker_pid, write_experiment
 
 
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:

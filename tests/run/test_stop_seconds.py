@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    def __init__(self, model: Path, name: str, **algorithm: Any) -> None:
-        saving = {"period": 4, "save_hf": True, "stop_seconds": 2.0}
+    def __init__(
+        self, model: Path, name: str, saving: Mapping[str, Any] | None = None, **algorithm: Any
+    ) -> None:
+        saving = {"period": 4, "save_hf": True, "stop_seconds": 2.0, **(saving or {})}
         changes = {"checkpointing": saving, "algorithm": algorithm}
         path = write_experiment(model.parent, model, name, **changes)
         self.experiment, self.folder = load_experiment(path), model.parent / name
@@ -63,7 +65,7 @@ class Run:
             stop_in(patch, owner, method, call, seconds)
             with pytest.raises(RunStopped) as stop:
                 self.train()
-        return max(CheckpointStore(self.folder / "checkpoints").steps()), str(stop.value)
+        return max(CheckpointStore(self.folder / "checkpoints").steps(), default=0), str(stop.value)
 
 
 @pytest.mark.slow
@@ -99,3 +101,22 @@ def test_samples_in_progress_are_taken_again(model: Path) -> None:
     run.train()
     assert [line.step for line in lines(run.folder)] == [1, 2, 3, 4, 5, 6]
     assert all(line.values["version/lag_max"] <= 2 for line in lines(run.folder))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_in_memory_only_is_named(model: Path) -> None:
+    memory = model.parent / "memory"
+    memory.mkdir()
+    saving = {"memory_period": 1, "memory_dir": str(memory)}
+    run = Run(model, "held", saving, validation={"period": 2})
+
+    async def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("of the driver")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunRecorder, "_sample_validation", fail)  # of step 2
+        with pytest.raises(RuntimeError, match="of the driver"):
+            run.train()
+    step, message = run.stop_in(ModelHandle, "train", 1)
+    assert step == 0
+    assert message == f"Stopped by SIGTERM {DROPPED}. Continue from step 1 with --resume."

@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from nemorl.commands import supervise
-supervise.ORPHAN_SECONDS = 0.5
-sys.executable, folder, stall = sys.argv[1:]
+sys.executable, folder, stall, orphan_seconds = sys.argv[1:]
+supervise.ORPHAN_SECONDS = float(orphan_seconds)
 saving = SimpleNamespace(memory_dir=Path(folder) / "memory")
 cluster = SimpleNamespace(deadlines=SimpleNamespace(stall=float(stall)))
 experiment = SimpleNamespace(run_dir=Path(folder), checkpointing=saving, cluster=cluster)
@@ -36,7 +36,9 @@ Supervise = Callable[..., "subprocess.CompletedProcess[str]"]
 def supervise(tmp_path: Path) -> Supervise:
     """Supervise shell lines as the run; `$N` is the number of the start, the arguments are in `starts`."""
 
-    def run(script: str, max_restarts: int, stall: float = 1000.0) -> "subprocess.CompletedProcess[str]":
+    def run(
+        script: str, max_restarts: int, stall: float = 1000.0, orphans: float = 0.5
+    ) -> "subprocess.CompletedProcess[str]":
         path = tmp_path / "run.sh"
         count = f'echo "$*" >> {tmp_path}/starts; N=$(wc -l < {tmp_path}/starts)'
         path.write_text(
@@ -44,7 +46,7 @@ def supervise(tmp_path: Path) -> Supervise:
         )
         path.chmod(0o755)
         return subprocess.run(
-            [sys.executable, "-c", SUPERVISE, str(path), str(tmp_path), str(stall)],
+            [sys.executable, "-c", SUPERVISE, str(path), str(tmp_path), str(stall), str(orphans)],
             capture_output=True,
             text=True,
             timeout=60,
@@ -119,6 +121,12 @@ def test_what_a_killed_run_leaves_is_ended(tmp_path: Path, supervise: Supervise)
     assert not psutil.pid_exists(int((tmp_path / "orphan").read_text(encoding="utf-8")))
 
 
+def test_agents_of_ray_are_not_waited_for(tmp_path: Path, supervise: Supervise) -> None:
+    agents = "".join(f"(exec -a ray::{name} sleep 1000) & " for name in ("DashboardAgent", "RuntimeEnvAgent"))
+    done = supervise(f"{agents} sleep 0.5; kill -9 $$", max_restarts=0, orphans=1000)
+    assert "The run was killed by SIGKILL" in done.stderr
+
+
 def test_a_driver_that_stays_stopped_is_restarted(tmp_path: Path, supervise: Supervise) -> None:
     done = supervise("[ $N = 2 ] && exit 0; kill -STOP $$", max_restarts=1, stall=0.1)
     assert done.returncode == 0
@@ -144,7 +152,9 @@ def test_a_killed_driver_is_restarted_and_leaves_nothing_behind(tmp_path: Path) 
     while len(lines(run)) < 3:
         assert supervisor.poll() is None, supervisor.communicate()[0]
         time.sleep(0.05)
-    (driver,) = psutil.Process(supervisor.pid).children()
+    # Not by its parent, which also adopts orphans of the run.
+    driver = psutil.Process(int((run / ".lock").read_text().split()[0]))
+    assert driver.ppid() == supervisor.pid
     family = driver.children(recursive=True)
     driver.send_signal(signal.SIGKILL)
     status, output = finish(supervisor)

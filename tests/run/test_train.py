@@ -8,23 +8,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
-from nemorl.config.facts import metric_names
-from nemorl.config.load import load_experiment
-from tests.run.runs import assert_same_run, finish, lines, start, tiny_model, write_experiment
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all runs of this file."""
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    """The model that all runs start from."""
-    return tiny_model(folder / "model")
+from tests.run.runs import (
+    assert_same_run,
+    finish,
+    known_figures,
+    lines,
+    start,
+    worker_pid,
+    write_experiment,
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +26,6 @@ def uninterrupted(folder: Path, model: Path) -> Path:
     status, output = finish(start("train", write_experiment(folder, model, "uninterrupted")))
     assert status == 0, output
     return folder / "uninterrupted"
-
-
-def known_figures(run: Path) -> frozenset[str]:
-    """What `checkpointing.metric` may name in a run."""
-    experiment = load_experiment(run / "config.yaml")
-    return metric_names(experiment.algorithm, experiment.env, experiment.rewards)
-
-
-def worker_pid(log: Path) -> int:
-    """The process that a worker's log names in its first line."""
-    return int(log.read_text().partition("process ")[2].split()[0])
 
 
 def test_a_run_leaves_its_story(uninterrupted: Path) -> None:
@@ -144,99 +126,10 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_is_used(
     assert_same_run(lines(uninterrupted), before)
 
 
-@pytest.mark.parametrize(("group", "rank"), [("policy", 1), ("generation", 0), ("rollout", 0)])
-def test_a_killed_worker_ends_the_run_with_a_sentence(
-    folder: Path, model: Path, group: str, rank: int
-) -> None:
-    run = f"bereft-of-{group}"
-    config = write_experiment(folder, model, run, cluster={"max_model_restarts": 0, "max_worker_restarts": 0})
-    driver = start("train", config)
-    while len(lines(folder / run)) < 1:
-        assert driver.poll() is None, driver.communicate()[0]
-        time.sleep(0.05)
-    os.kill(worker_pid(folder / run / "logs" / f"{group}-{rank}.log"), signal.SIGKILL)
-    status, output = finish(driver, seconds=60)
-    assert status == 1
-    assert output.count(f"{group} rank {rank} died in stage") == 1
-    assert "The last lines of" in output
-    if newest := sorted((folder / run / "checkpoints").glob("step_" + "[0-9]" * 8)):
-        assert f"To continue after step {int(newest[-1].name[5:])}: nemorl train " in output
-        assert output.count("--resume") == 1
-    else:
-        assert "To continue after step" not in output
-    assert "Traceback" not in output
-
-
 def test_a_run_is_not_written_over(folder: Path, uninterrupted: Path) -> None:
     status, output = finish(start("train", folder / "uninterrupted.yaml"))
     assert status == 2
     assert "--resume" in output
-
-
-def test_sft_learns_and_its_weights_can_be_used(folder: Path, model: Path) -> None:
-    sft = {"name": "sft", "num_steps": 12, "batch_size": 16, "validation": {"at_end": True}}
-    layout = {"pipeline_parallel_size": 2}
-    config = write_experiment(
-        folder, model, "sft", checkpointing={"save_hf": True, "export_hf": True, "period": 12}
-    )
-    tree = yaml.safe_load(config.read_text())
-    tree["algorithm"], tree["policy"]["layout"] = sft, layout
-    config.write_text(yaml.safe_dump(tree))
-    status, output = finish(start("train", config))
-    assert status == 0, output
-    steps = lines(folder / "sft")
-    assert steps[-1].values["loss/sft"] < 0.8 * steps[0].values["loss/sft"]
-    assert {name for s in steps for name in s.values} <= known_figures(folder / "sft")
-    exported = folder / "exported"
-    status, output = finish(
-        start("models", "export", folder / "sft" / "checkpoints" / "step_00000012", exported)
-    )
-    assert status == 0, output
-    weights = (exported / "model.safetensors").read_bytes()
-    assert weights == (folder / "sft" / "hf" / "model.safetensors").read_bytes()
-    checkpoint = folder / "sft" / "checkpoints" / "step_00000012"
-    assert weights == (checkpoint / "hf" / "model.safetensors").read_bytes()
-
-    status, output = finish(start("eval", config, f"policy.model_path={exported}"))
-    assert status == 0, output
-    assert f"{steps[-1].values['validation/reward']:.6g}" in output
-    assert f"model: {exported} (step 12 of {folder / 'sft'})" in output
-
-
-def test_several_updates_replicas_and_rollout_workers(folder: Path, model: Path) -> None:
-    config = write_experiment(
-        folder,
-        model,
-        "several",
-        algorithm={
-            "num_minibatches": 2,
-            "num_steps": 2,
-            "advantage": {"name": "remax"},
-            "filters": {"drop_equal_rewards": True, "refill": {"max_batches": 3}},
-            "oversampling": 1.5,
-            "group_seconds": 300,
-        },
-        rewards=[{"function": "tests.run.rewards:differs"}],
-        policy={"layout": {"data_parallel_size": 2}},
-        generation={"replicas": 2, "threads": 1, "concurrency": 4, "adaptive_concurrency": True},
-        cluster={"rollout_workers": 2},
-    )
-    status, output = finish(start("train", config))
-    assert status == 0, output
-    steps = lines(folder / "several")
-    assert len(steps) == 2
-    # Measured before the first of the two updates: the second one's weights have moved on.
-    assert max(s.values["logprob_gap/max"] for s in steps) < 1e-4
-    assert any(abs(s.values["ratio/mean"] - 1) > 1e-6 for s in steps)
-    for values in (s.values for s in steps):
-        assert values["filters/kept"] + values["filters/dropped_equal_rewards"] == values["filters/sampled"]
-        assert 4 <= values["filters/sampled"] <= 12
-        assert 0 <= values["reward/of_greedy"] <= 1
-        # Six groups are sampled at a time, as far as a step may sample more, and four of them trained on.
-        assert values["dropped/cut_off"] == min(2, 12 - values["filters/sampled"])
-        assert values["dropped/late"] == values["dropped/deadline"] == 0
-        assert values["generation/concurrency"] >= 1
-    assert {name for s in steps for name in s.values} <= known_figures(folder / "several")
 
 
 def test_a_run_that_is_asked_to_stop_keeps_its_last_step_and_continues_as_if_nothing_had_been(

@@ -15,7 +15,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("models") / "model")
 
 
-@pytest.mark.parametrize("mode", ["continue", "finish", "restart"])
+@pytest.mark.parametrize("mode", ["continue", pytest.param("finish", marks=pytest.mark.slow), "restart"])
 def test_an_asynchronous_run_by_mode(tmp_path: Path, model: Path, mode: str) -> None:
     config = write_experiment(
         tmp_path, model, "run",

@@ -19,7 +19,7 @@ import yaml
 
 from nemorl.config.policy import LoraConfig
 from nemorl.models.adapters import adapter_tensors
-from nemorl.models.create import create_arithmetic_model
+from nemorl.models.create import create_tiny_model
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.observe.metrics import StepMetrics
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny arithmetic model with heads that vLLM's attention takes."""
     require_vllm()
     folder = tmp_path_factory.mktemp("vllm") / "model"
-    create_arithmetic_model(folder, hidden=64, ffn=128, layers=2, heads=2, kv_heads=2, seed=3)
+    create_tiny_model(folder, hidden=64, ffn=128, layers=2, heads=2, kv_heads=2, seed=3)
     return folder
 
 
@@ -70,6 +70,7 @@ def test_changes_alone_go_from_two_policy_ranks_to_two_of_vllm(tmp_path: Path, m
     assert "EngineDeadError" not in (tmp_path / "run/logs/generation-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_adapters_alone_go_to_engines_that_share_the_policys_time(tmp_path: Path, model: Path) -> None:
     lora = LoraConfig(rank=4, alpha=8.0)
     engine = {

@@ -92,12 +92,14 @@ def endpoint(served_model, served_tokenizer):
     """Open an endpoint over replicas, or over one torch engine, on a free port."""
 
     @asynccontextmanager
-    async def open_endpoint(*replicas: Replica, timeout: float = 60.0, **config) -> AsyncIterator[Endpoint]:
+    async def open_endpoint(
+        *replicas: Replica, timeout: float = 60.0, tokenizer: Tokenizer = served_tokenizer, **config
+    ) -> AsyncIterator[Endpoint]:
         worker = None
         if not replicas:
             worker = engine(served_model)
             replicas = (Replica("torch", worker.generate_batches, worker.abort),)
-        served = Served(Router(replicas), served_tokenizer, "tiny", LENGTH, timeout)
+        served = Served(Router(replicas), tokenizer, "tiny", LENGTH, timeout)
         try:
             async with (
                 listening(EndpointConfig(port=0, **config), served) as at,

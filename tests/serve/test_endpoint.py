@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+from copy import copy
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
+from nemorl.data.tool_calls import FORMATS
 from nemorl.generation.router import Replica
 from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
-from nemorl.serve.requests import CompletionRequest
+from nemorl.serve.requests import ChatRequest, CompletionRequest
 from nemorl.serve.sampling import Served, completion_work, engine_requests, stream
 from nemorl.trajectories import StopReason
 from tests.generation.examples import completions
@@ -156,7 +158,14 @@ def chat_of(content: object) -> dict:
     return {**CHAT, "messages": [{"role": "user", "content": content}]}
 
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object"}, "return": {"type": "number"}},
+}
+
+
+def test_tools_reach_the_template_as_they_were_sent():
+    assert ChatRequest.model_validate({**CHAT, "tools": [TOOL]}).tools_for_template == [TOOL]
 
 
 def test_a_chat_is_rendered_by_the_template_and_ends_before_its_end_token(endpoint, served_tokenizer):
@@ -209,6 +218,28 @@ def test_tool_calls_are_read(endpoint, served_tokenizer):
     assert garbled["choices"][0]["message"]["content"] == "<tool_call>{oops"
     assert off["choices"][0]["message"]["content"] == CALL
     assert "Tools:" not in served_tokenizer.decode(off["prompt_token_ids"])
+
+
+def test_an_answer_in_channels_is_reasoning_content_and_calls(endpoint, served_tokenizer):
+    tokenizer = copy(served_tokenizer)
+    tokenizer.tool_format = FORMATS["harmony"]
+    channels = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+    call = f"{channels}commentary to=functions.add<|message|>{{}}"
+
+    async def talk(e):
+        _, plain = await e.post("/chat/completions", CHAT)
+        streamed = await events(e, "/chat/completions", {**CHAT, "tools": [TOOL], "stream": True})
+        return plain, streamed
+
+    answer = f"{channels}final<|message|>It is 3."
+    plain, streamed = run(endpoint, talk, scripted(tokenizer, answer, call), tokenizer=tokenizer)
+    message = plain["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "It is 3.")
+    deltas = [event["choices"][0]["delta"] for event in streamed]
+    assert "".join(delta["content"] for delta in deltas) == ""
+    assert deltas[-1]["reasoning_content"] == "Hm."
+    (called,) = deltas[-1]["tool_calls"]
+    assert (called["index"], called["function"]) == (0, {"name": "add", "arguments": "{}"})
 
 
 def test_tool_calls_in_a_stream_are_complete(endpoint, served_tokenizer):

@@ -21,7 +21,10 @@ from nemorl.serve import rewards
 from nemorl.serve.app import answering
 from nemorl.serve.rewards import Batcher, ServedRewards
 from nemorl.session.handles import DeviceScheduler
-from nemorl.session.scoring import LastValue, RewardScorer
+from nemorl.session.scoring import RewardScorer
+from nemorl.trajectories import Message, ToolCall
+from tests.data.chat_templates import FAMILIES
+from tests.data.tokenizers import save_tokenizer
 from tests.rewards.test_compose import TASK, conversation
 from tests.serve.conftest import LENGTH, Endpoint, save_model
 
@@ -43,7 +46,7 @@ def tokens_of(text: str, tokenizer) -> list[int]:
 
 
 def of_length(n: int) -> Example:
-    return Example(PLACEHOLDER.tokens.repeat(n), PLACEHOLDER.loss_mask.repeat(n))
+    return Example(PLACEHOLDER.tokens.repeat(n), PLACEHOLDER.loss_mask.repeat(n)).marked_at_end
 
 
 def served(tokenizer, score, **options) -> ServedRewards:
@@ -64,8 +67,9 @@ def talk(rewards: ServedRewards, conversation_with) -> object:
     return asyncio.run(main())
 
 
-async def lengths(examples: Sequence[Example]) -> list[float]:
-    return [float(example.num_tokens) for example in examples]
+async def lengths(examples: Sequence[Example]) -> list[list[float]]:
+    """The value after a token is its number, from 1."""
+    return [(example.loss_mask.nonzero()[0] + 1.0).tolist() for example in examples]
 
 
 def test_scores_come_with_what_cannot_be_scored(served_tokenizer):
@@ -81,6 +85,49 @@ def test_scores_come_with_what_cannot_be_scored(served_tokenizer):
     assert first["reward"] == len(tokens_of("a", served_tokenizer))
     assert second["reward"] is None
     assert f"more than {LENGTH}" in second["error"]
+
+
+def test_answers_with_calls_are_scored_as_the_template_writes_them(tmp_path):
+    family = FAMILIES["qwen2.5"]
+    tokenizer = load_tokenizer(PolicyConfig(model_path=save_tokenizer(tmp_path, family.template)))
+    call = ToolCall("call00000", "add", {"a": 1, "b": "x"})
+    said = [Message("assistant", "Well.", (call,)).as_dict()]
+    said += [{"role": "tool", "content": "12", "tool_call_id": call.id, "name": "add"}]
+    said += [{"role": "assistant", "content": "It is 3."}]
+    body = {"model": "taste", "conversations": [{"prompt": [USER], "completion": said}]}
+    body["conversations"].append({"prompt": [USER], "completion": [{"role": "assistant"}]})
+
+    async def client(endpoint):
+        return await endpoint.post("/rewards", body)
+
+    _, answer = talk(served(tokenizer, lengths, max_length=1000), client)
+    whole = tokenizer.render_chat([USER, *said], None, False)
+    assert answer["data"][0]["num_tokens"] == len(tokenizer.encode(whole.rstrip("\n")))
+    assert "`content` must be a text" in answer["data"][1]["error"]
+
+
+def test_steps_are_scored_where_they_end(served_tokenizer):
+    tokenizer = served_tokenizer
+    said = [{"role": "assistant", "content": "one\n\ntwo"}, {"role": "user", "content": "and?"}]
+    said += [{"role": "assistant", "content": ""}]
+    body = {"model": "taste", "conversations": [{"prompt": [USER], "completion": said}]}
+
+    async def client(endpoint):
+        return await endpoint.post("/rewards", body | {"steps": {"separator": "\n"}})
+
+    _, answer = talk(served(tokenizer, lengths), client)
+    # Each step has its separator; what is between turns is the template's; nothing is a step of its own.
+    opened = tokenizer.encode(tokenizer.render_chat([USER], None, True))
+    one, two = (tokenizer.encode(step) for step in ("one\n", "two\n"))
+    between = tokenizer.encode("<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n")
+    places = [len(opened + one), len(opened + one + two), len(opened + one + two + between) + 1]
+    (item,) = answer["data"]
+    assert item["steps"] == [
+        {"turn": 0, "end": 4, "reward": float(places[0])},
+        {"turn": 0, "end": 8, "reward": float(places[1])},
+        {"turn": 1, "end": None, "reward": float(places[2])},
+    ]
+    assert item["reward"] == item["num_tokens"] == places[2]
 
 
 def test_what_is_asked_together_is_scored_together(monkeypatch):
@@ -103,7 +150,7 @@ def test_what_is_asked_together_is_scored_together(monkeypatch):
     told = asyncio.run(main())
 
     assert calls == [5, 5]
-    assert told[:2] + told[3:] == [float(n) for n in range(1, 12) if n != 3]
+    assert told[:2] + told[3:] == [[float(n)] for n in range(1, 12) if n != 3]
     assert isinstance(told[2], asyncio.CancelledError)
 
 
@@ -138,7 +185,7 @@ def test_a_key_is_required_and_failures_are_reported(served_tokenizer):
         await asyncio.Event().wait()
 
     async def not_finite(examples):
-        return [float("nan")] * len(examples)
+        return [[float("nan")]] * len(examples)
 
     async def with_wrong_key(endpoint):
         return await endpoint.post("/rewards", asked("a"), key="wrong")
@@ -169,9 +216,8 @@ def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
         async def values(self):
             pass
 
-        async def sequence_metrics(self, metric):
-            assert isinstance(metric, LastValue)
-            return [float(place.num_tokens) for place in self.places]
+        async def marked_values(self):
+            return [[float(place.num_tokens)] for place in self.places]
 
         async def offload(self):
             pass
@@ -192,8 +238,8 @@ def test_what_does_not_divide_over_the_group_is_filled_up(monkeypatch):
 
     monkeypatch.setattr(ray, "put", lambda sequences: tuple(sequences))
     group = Group()
-    assert asyncio.run(RewardScorer(Group(), units=4).score([of_length(3)] * 5)) == [3.0] * 5
-    assert asyncio.run(scored(group)) == [3.0] * 5
+    assert asyncio.run(RewardScorer(Group(), units=4).score([of_length(3)] * 5)) == [[3.0]] * 5
+    assert asyncio.run(scored(group)) == [[3.0]] * 5
     assert group.settled
     assert [place.num_tokens for place in group.places] == [3] * 5 + [1] * 3
 

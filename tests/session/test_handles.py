@@ -1,11 +1,14 @@
-"""Remote methods are named as strings in `session/handles.py` only, and the hosted classes have them."""
+"""Where remote methods are named as strings, and that the hosted classes have them."""
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HANDLES = ROOT / "nemorl" / "session" / "handles.py"
-CALLS = {"call", "stream"}  # of workers and groups; all name a stage
+HANDLES = {  # of the driver, and of the rollout workers, which call actors of environments themselves
+    ROOT / "nemorl" / "session" / "handles.py",
+    ROOT / "nemorl" / "rollout" / "remote_environments.py",
+}
+CALLS = {"call", "call_pair", "send", "ask", "stream"}  # of workers and groups; all name a stage
 LOCAL = {"_call", "_forward", "_checkpoint"}  # of the handles
 # Folders and modules of the hosted classes.
 HOSTED = (
@@ -15,6 +18,7 @@ HOSTED = (
     "run/memory.py",
     "weights/endpoints.py",
     "session/endpoints.py",
+    "serve/environment_sessions.py",
 )
 
 
@@ -35,14 +39,14 @@ def remote_methods(path: Path, calls: set[str]) -> set[str]:
 
 def test_no_other_module_names_remote_methods() -> None:
     folders = ("nemorl", "algorithms", "environments", "slurm")
-    modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != HANDLES]
+    modules = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path not in HANDLES]
     assert len(modules) > 100
     assert {str(path): found for path in modules if (found := remote_methods(path, CALLS))} == {}
 
 
 def test_every_method_that_a_handle_names_is_one_of_a_hosted_class() -> None:
-    named = remote_methods(HANDLES, CALLS | LOCAL)
-    assert {"train", "compute_values", "generate_batches", "sender.send", "stream_groups", "listen"} <= named
+    named = {name for path in HANDLES for name in remote_methods(path, CALLS | LOCAL)}
+    assert {"train", "compute_values", "generate_batches", "sender.send", "run_more", "listen"} <= named
     places = [ROOT / "nemorl" / place for place in HOSTED]
     modules = [path for place in places for path in ([place] if place.is_file() else place.rglob("*.py"))]
     methods = {

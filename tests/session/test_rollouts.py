@@ -18,7 +18,8 @@ from nemorl.config.environment import MathEnvConfig
 from nemorl.config.run import ClusterConfig, DeadlineConfig
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupSummary
-from nemorl.rollout.schedule import CollectorPlan, GroupSchedule, TaskOrder
+from nemorl.rollout.order import TaskOrder
+from nemorl.rollout.schedule import CollectorPlan, GroupSchedule
 from nemorl.session.handles import EngineHandle
 from nemorl.session.supervisor import NoRolloutWorkerLeft, RolloutSupervisor, State
 from tests.data.conftest import model_folder, tokenizer
@@ -88,8 +89,8 @@ def test_rollout_workers_die_hang_and_come_back(model_folder, tmp_path):
         assert sorted(g.group for step in steps for g in step) == list(range(STEPS * GROUPS))
         for group_ in (g for step in steps for g in step):
             assert [t.reward for t in group_.trajectories] == [1.0] * SAMPLES
-            trajectories = ray.get(group_.reference)
-            assert [t.group for t in trajectories] == [group_.group] * SAMPLES
+            stored = ray.get(group_.reference)
+            assert [stored[t.row].group for t in group_.trajectories] == [group_.group] * SAMPLES
         assert num_dropped > 0
         await until(lambda: rollouts.metrics()["rollout/workers_restarted"] == 3)
         assert rollouts.metrics()["rollout/workers_lost"] == 3

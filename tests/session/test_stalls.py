@@ -71,9 +71,7 @@ def test_a_service_that_does_not_answer_is_named_with_the_calls_that_wait() -> N
     slow, fast = (
         ServiceCalls(f"reward `{name}` at http://here:1/v1", 8, s) for name, s in (("a", 90.0), ("b", 2.0))
     )
-    worker = replace(
-        policy(0, Activity((Call("stream_groups", 95.0),), services=(fast, slow))), group="rollout"
-    )
+    worker = replace(policy(0, Activity((Call("run_group", 95.0),), services=(fast, slow))), group="rollout")
     named = "reward `a` at http://here:1/v1 has not answered for 90 s; 8 calls wait"
     assert report(policy(1, BUSY), worker).cause() == f"{named} in rollout rank 0 (process 10)"
     assert any(named in line for line in report(worker).lines())

@@ -5,23 +5,29 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import ray
+from ray.util import placement_group_table
 
-from nemorl.cluster.errors import ClusterError, DeadlineExceeded
-from nemorl.cluster.group import Worker, WorkerGroup
-from nemorl.cluster.placement import WorkerRequest
+from nemorl.cluster.actor import Invocation
+from nemorl.cluster.errors import ClusterError, DeadlineExceeded, PlacementFailed, RelayLost
+from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.placement import ExtraRanks, WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
+from nemorl.cluster.worker import Worker, outcomes
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.run import ClusterConfig, DeadlineConfig
 from nemorl.generation.router import Replica, Router, RouterMetrics
 from nemorl.generation.types import EngineHealth, EngineOptions, EngineStats, NoReplicaLeft
-from nemorl.models.create import create_arithmetic_model
+from nemorl.models.create import create_tiny_model
 from nemorl.session.handles import EngineHandle
+from nemorl.session.session import Session
 from nemorl.session.supervisor import ReplicaSupervisor, State, hanging
+from nemorl.weights.exchange import RefitStats
 from tests.generation.examples import Prompts, request
 
 TOKENS = 200
@@ -44,6 +50,9 @@ class RouterHere:
     async def add(self, replica: Replica, seconds: float) -> None:
         self.came.append(int(replica.name.rpartition(" ")[2]))
         self.router.add(replica)
+
+    async def remove(self, name: str, seconds: float) -> None:
+        self.router.remove(name)
 
     async def give_up(self, causes: Mapping[str, str], seconds: float) -> None:
         self.router.give_up(causes)
@@ -152,33 +161,55 @@ class Scene:
         assert self.pool.losses[2] == ("generation replica 0", "the router's own reason")
         assert [w.rank for w in self.group.workers] == [1]
 
+    async def one_joins_and_leaves(self) -> None:
+        """Its requests continue on others with the same tokens, and nothing of it is left."""
+        await self.pool.scale(3)
+        await until_ready(self.pool, 2)
+        async with self.pool.refitting():
+            assert [w.rank for w in self.group.workers] == [0, 1, 2]
+        assert self.here.came == [0, 1, 0, 2]
+        last = self.group.workers[2]
+        moved = asyncio.create_task(self.sample("one leaves"))
+        await until_running(last)
+        await self.pool.scale(2)
+        assert differing(await moved, self.expected) <= 1
+        metrics = await self.pool.take_metrics()
+        names = "", "_lost", "_joined", "_left"
+        assert [metrics[f"generation/replicas{name}"] for name in names] == [2, 3, 1, 1]
+        assert metrics["generation/requests_failed"] == 0
+        await until(lambda: not Path(f"/proc/{process_of(last)}").exists())
+        left = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+        assert [len(group["bundles"]) for group in left] == [2]
 
-def test_engines_die_hang_and_come_back(tmp_path):
+
+def test_engines_die_hang_come_back_join_and_leave(tmp_path):
     model = tmp_path / "model"
-    create_arithmetic_model(model, hidden=64, ffn=128, layers=4, heads=4, kv_heads=2)
-    one = {
-        "config": TorchGenerationConfig(max_batch_size=64),
-        "options": EngineOptions(model, model, 256, threads=1, commit_seconds=10.0),
-    }
+    create_tiny_model(model, hidden=64, ffn=128, layers=4, heads=4, kv_heads=2)
+
+    def of_rank(rank: int) -> dict[str, Any]:
+        options = EngineOptions(model, model, 256, threads=1, commit_seconds=10.0, rank=rank)
+        return {"config": TorchGenerationConfig(max_batch_size=64), "options": options}
 
     async def main(runtime: ClusterRuntime) -> None:
+        placement = await runtime.reserve()
         group = await WorkerGroup.start(
             "generation",
             "nemorl.generation.torch_engine.engine:TorchHost",
-            [one, one | {"options": replace(one["options"], rank=1)}],
-            placement=await runtime.reserve(), threads=1, run_dir=tmp_path, deadline_seconds=120,
-            concurrent=True,
+            [of_rank(0), of_rank(1)],
+            placement=placement, threads=1, run_dir=tmp_path, deadline_seconds=120,
+            concurrent=True, extra=ExtraRanks(placement, "generation", of_rank),
         )  # fmt: skip
         scene = await Scene.begin(group)
         await scene.one_is_killed()
         await scene.one_is_stopped()
         await scene.a_refit_takes_it_in()
         await scene.a_router_gives_one_up()
+        await scene.one_joins_and_leaves()
         await scene.pool.close()
         await group.shutdown()
 
     requests = [WorkerRequest("generation", 2)]
-    with ClusterRuntime(ClusterConfig(object_store_megabytes=100), requests) as runtime:
+    with ClusterRuntime(ClusterConfig(object_store_megabytes=100), requests, extra=1) as runtime:
         asyncio.run(main(runtime))
 
 
@@ -218,11 +249,17 @@ class Engine:
 class Engines:
     """A stand-in for their group; a dropped one comes back at once, but for that number of failures."""
 
+    name = "generation"
+
     def __init__(self, *workers: Engine, failures: int = 0) -> None:
         self.workers = workers
         self.failures = failures
         self.started: list[int] = []
+        self.nodes: dict[int, str] = {}  # of those that joined
         self.error: Exception = ClusterError("its port is taken")
+
+    async def ask(self, method: str, *args: Any, stage: str, seconds: float) -> dict[int, Any]:
+        return await outcomes(cast(Any, self.workers), Invocation(method, stage, seconds), args)
 
     def kill(self, worker: Engine) -> None:
         worker.killed.set()
@@ -234,8 +271,18 @@ class Engines:
     def admit(self, worker: Engine) -> None:
         self.workers = (*self.workers, worker)
 
+    def release(self, rank: int) -> None:
+        self.nodes.pop(rank, None)
+
+    def extra_node(self, rank: int) -> str | None:
+        return self.nodes.get(rank)
+
+    def waits_for_place(self, rank: int) -> bool:
+        return rank not in self.nodes
+
     async def restart(self, rank: int, deadline_seconds: float) -> Engine:
         self.started.append(rank)
+        self.nodes[rank] = f"node {len(self.started)}"
         if len(self.started) <= self.failures:
             raise self.error
         return Engine(rank)
@@ -278,7 +325,7 @@ def test_a_restart_that_fails_is_tried_again_and_counted(failures: int, comes: b
 
 
 def test_a_loss_is_reported_once_and_the_last_one_by_the_error(caplog):
-    def told() -> list[str]:
+    def logged() -> list[str]:
         messages = [record.message for record in caplog.records if " is lost: " in record.message]
         caplog.clear()
         return messages
@@ -287,13 +334,13 @@ def test_a_loss_is_reported_once_and_the_last_one_by_the_error(caplog):
         group = Engines(Engine(0, dead=True), last := Engine(1), failures=9)
         pool = pool_of(group)
         await pool.check()
-        assert told() == ["generation replica 0 is lost: the process vanished"]
+        assert logged() == ["generation replica 0 is lost: the process vanished"]
         last.dead = True
         await pool.check()
-        assert told() == ["generation replica 1 is lost: the process vanished"]  # it may return
+        assert logged() == ["generation replica 1 is lost: the process vanished"]  # it may return
         await until(lambda: pool.exhausted)
         await pool.check()
-        assert told() == []
+        assert logged() == []
         with pytest.raises(
             NoReplicaLeft, match="replica 1: the process vanished\nand could not be restarted"
         ):
@@ -403,6 +450,26 @@ def test_an_engine_that_falls_silent_in_a_refit_is_ended_which_ends_the_refit():
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_refit_that_loses_a_relay_is_repeated_with_the_same_engines():
+    versions = []
+
+    class Exchange:
+        async def refit(self, version: int) -> RefitStats:
+            versions.append(version)
+            if len(versions) == 1:
+                raise RelayLost("generation did not complete stage 'refit': generation-relay rank 0 died")
+            return RefitStats(version, 1.0, 1.0, 8, 8, 1, 0, 0)
+
+    async def main() -> None:
+        pool = pool_of(Engines(Engine(0)))
+        await Session(exchange=cast(Any, Exchange()), replicas=pool).update_weights(3)
+        assert versions == [3, 3]
+        assert pool.losses == []
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_engines_that_share_their_devices_have_them_by_turns():
     async def main() -> None:
         group = Engines(first := Engine(0), second := Engine(1, stays_awake=True))
@@ -451,6 +518,107 @@ def test_who_came_back_and_is_lost_again_in_the_refit_is_not_announced():
             assert await pool.lost_in_refit()
         assert here.came == []
         assert [w.rank for w in group.workers] == [1]
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_engines_join_with_the_next_weights_and_the_last_ones_leave_first():
+    async def main() -> None:
+        group = Engines(Engine(0))
+        pool, here = pool_of(group), RouterHere(Router([], waits=True))
+        pool.connect(here)
+        async with pool.refitting():
+            pass
+        changes: list[int] = []
+        pool.on_change = lambda: changes.append(len(group.workers))
+        await pool.scale(3)
+        assert {state.state for state in pool.states.values()} == {"up", "starting"}
+        await until_ready(pool, 2)
+        await pool.check()
+        assert (here.came, changes) == ([], [])  # they have the weights of the model's folder
+        assert [state.state for state in pool.states.values()] == ["up", "started", "started"]
+        async with pool.refitting():
+            assert [w.rank for w in group.workers] == [0, 1, 2]
+        assert (here.came, changes) == ([1, 2], [2, 3])
+        second = group.workers[1]
+        second.dead, group.failures = True, 99  # it does not return
+        await pool.check()
+        await pool.scale(2)
+        assert [w.rank for w in group.workers] == [0, 2]  # who works stays
+        assert sorted(group.nodes) == [2]
+        last = group.workers[1]
+        await pool.scale(1)
+        assert last.killed.is_set()
+        assert changes == [2, 3, 2, 1]
+        metrics = await pool.take_metrics()
+        names = "", "_joined", "_left", "_lost"
+        assert [metrics[f"generation/replicas{name}"] for name in names] == [1, 2, 2, 1]
+        assert list(pool.states) == ["generation replica 0"]
+        assert (group.nodes, here.router.lost) == ({}, {})
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_leaves_even_if_a_router_does_not_answer():
+    class Silent(RouterHere):
+        async def remove(self, name: str, seconds: float) -> None:
+            raise ClusterError("the endpoint is gone")
+
+    async def main() -> None:
+        group = Engines(Engine(0), last := Engine(1))
+        pool = pool_of(group)
+        pool.connect(Silent(Router([], waits=True)))
+        with pytest.raises(ClusterError):
+            await pool.scale(1)
+        assert last.killed.is_set()
+        assert [w.rank for w in group.workers] == [0]
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_without_a_place_is_not_tried_again_until_it_is_asked_for_again():
+    async def main() -> None:
+        group = Engines(Engine(0), failures=1)
+        group.error = PlacementFailed("0 GPU are free")
+        pool = pool_of(group)
+        await pool.scale(2)
+        await until(lambda: pool.states["generation replica 1"].cause != "")
+        assert "0 GPU are free" in pool.states["generation replica 1"].cause
+        assert (group.started, pool.exhausted) == ([1], False)
+        await pool.scale(2)
+        await until_ready(pool, 1)
+        assert group.started == [1, 1]
+        await pool.check()
+        assert [w.rank for w in group.workers] == [0, 1]
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_that_leaves_while_it_starts_is_ended_and_joins_elsewhere_if_its_node_goes():
+    async def main() -> None:
+        group = Engines(Engine(0))
+        pool, here = pool_of(group), RouterHere(Router([], waits=True))
+        pool.connect(here)
+        await pool.scale(2)
+        await until_ready(pool, 1)
+        ready = pool.in_state(State.READY)[0].worker
+        await pool.scale(1)
+        assert ready.killed.is_set()
+        assert (await pool.take_metrics())["generation/replicas_left"] == 0
+        await pool.scale(2)
+        await until_ready(pool, 1)
+        await pool.check()
+        assert pool.extra_nodes == {"node 2"}
+        first = group.workers[1]
+        await pool.leave_nodes({"node 2", "node 9"})
+        assert first.killed.is_set()
+        await until_ready(pool, 1)
+        await pool.check()
+        assert (pool.extra_nodes, here.router.living[-1]) == ({"node 3"}, "generation replica 1")
         await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -57,6 +57,9 @@ class Engine:
 class Engines(Group):
     workers: tuple[Engine, ...] = ()
 
+    async def ask(self, method: str, **_: Any) -> dict[int, EngineHealth | None]:
+        return {engine.rank: await engine.call(method) for engine in self.workers}
+
 
 @dataclass
 class Exchange:

@@ -176,9 +176,9 @@ class Watch:
             self.counted += self.schedule.dropped
             return take_dropped()
 
-        def handed_out(groups: Any) -> None:
+        def handed_out(groups: Any, *results: Any) -> None:
             self.handed_out += (handed := list(groups))
-            hand_out(handed)
+            hand_out(handed, *results)
 
         def checked(stage: str) -> None:
             if self.num_calls in self.scenario.policy_losses and not self.restores:
@@ -215,7 +215,7 @@ class Watch:
         self.restores = True
         folder: Mapping[str, Any] = {}
         found = [progress for progress in self.history.checkpoints if progress.step < before]
-        return SavedState(found[-1], folder, in_memory=True) if found else None
+        return SavedState(found[-1], folder) if found else None
 
     async def remove_after(self, step: int) -> None:
         kept = sum(progress.step <= step for progress in self.history.checkpoints)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.models.create import create_arithmetic_model
+from nemorl.models.create import create_tiny_model
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.configuration import missing
 from tests.slurm.jobs import Metrics, Place, metrics
@@ -35,7 +35,7 @@ def place(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Plac
     folder = tmp_path_factory.mktemp("place")
     for config in (*QUICKSTART.glob("*.yaml"), SHORTENED):
         shutil.copy(config, folder)
-    create_arithmetic_model(folder / "model", seed=0)
+    create_tiny_model(folder / "model", seed=0)
     return Place(slurm, folder)
 
 

@@ -82,6 +82,7 @@ def test_nodes_for_cpus_are_the_second_part_of_a_heterogeneous_job(place):
     assert parts == {"n1": "gpu", "n2": "cpu"}
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_its_tasks_concurrently(place):
     """Each on a node of its own, of the same machine; none takes the other's ports."""
     words = ("--nodes", "1", "--sweep", "policy.optimizer.lr=1e-4,2e-4")

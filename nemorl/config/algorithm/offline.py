@@ -54,7 +54,15 @@ class OfflineBase(AlgorithmBase):
     @property
     def learns_from(self) -> tuple[str, tuple[str, ...]]:
         """What it learns from, in words, and the names of the datasets that have it."""
-        return "answers", ("jsonl", "reasoning_gym", "arithmetic", "conversations", "preference")
+        return "answers", (
+            "tasks",
+            "jsonl",
+            "generator",
+            "reasoning_gym",
+            "arithmetic",
+            "conversations",
+            "preference",
+        )
 
     @property
     def loss_metrics(self) -> frozenset[str]:

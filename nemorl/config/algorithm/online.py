@@ -151,11 +151,11 @@ class OnlineBase(AlgorithmBase):
     def metrics(self) -> frozenset[str]:
         return super().metrics | {
             *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
-            *("environment/errors", "environment/retries"),
+            *("environment/errors", "environment/retries", "environment/truncated"),
             *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
             *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "deadline", "error")),
             *("time/generation", "time/environment", "time/loading", "time/logprobs", "time/reference"),
-            *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted")),
+            *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted", "_joined", "_left")),
             *(f"rollout/workers{what}" for what in ("", "_lost", "_restarted")),
             *("rollout/restarts_failed", *DROPPED_METRICS),
             *("generation/restarts_failed", "generation/requests_moved", "generation/tokens_kept"),

@@ -15,15 +15,17 @@ from typing import Any, Literal, cast
 import pytest
 import torch
 
+from nemorl.cluster.actor import Invocation
 from nemorl.cluster.errors import WorkerFailed
 from nemorl.cluster.group import WorkerGroup
+from nemorl.cluster.worker import outcomes
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.run import ClusterConfig
 from nemorl.generation.request_driver import Chunk
 from nemorl.generation.types import Completion, EngineFailed, EngineHealth, EngineOptions, GenerationRequest
 from nemorl.generation.vllm_engine import host
 from nemorl.generation.vllm_engine.host import LAYOUT, PARTS, REPORT, SESSION, VllmHost
-from nemorl.models.create import create_arithmetic_model
+from nemorl.models.create import create_tiny_model
 from nemorl.session.handles import GenerationReceivers
 from nemorl.session.session import Session
 from nemorl.session.supervisor import ReplicaSupervisor, hanging
@@ -142,7 +144,7 @@ class Engine:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("vllm_host") / "model"
-    create_arithmetic_model(made, hidden=32, ffn=32, layers=1, heads=2, kv_heads=2)
+    create_tiny_model(made, hidden=32, ffn=32, layers=1, heads=2, kv_heads=2)
     return made
 
 
@@ -266,6 +268,9 @@ class Group:
                 for worker, of_worker in zip(self.workers, given, strict=True)
             )
         )
+
+    async def ask(self, method: str, *arguments: Any, stage: str, seconds: float) -> dict[int, Any]:
+        return await outcomes(cast(Any, self.workers), Invocation(method, stage, seconds), arguments)
 
     def drop(self, worker: Replica) -> None:
         self.workers = tuple(one for one in self.workers if one is not worker)

@@ -1,0 +1,163 @@
+"""Faults that are drawn, sent to processes of a run, and followed in its log."""
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nemorl.cluster.logs import log_path, process_of
+
+
+@dataclass(frozen=True)
+class Target:
+    """Processes of one kind, and the run's messages about them."""
+
+    kind: str
+    group: str
+    processes: int
+    name: str  # in messages
+    lost: str
+    back: str
+
+    def name_of(self, rank: int) -> str:
+        return self.name.format(rank=rank)
+
+
+def _supervised(kind: str, group: str, processes: int, name: str) -> Target:
+    return Target(kind, group, processes, name, "{name} is lost: ", "{name} restarted and back in rotation")
+
+
+# Another kind of process is one more row; its part of the run goes into `experiment`.
+TARGETS = (
+    _supervised("engine", "generation", 2, "generation replica {rank}"),
+    _supervised("rollout worker", "rollout", 2, "rollout worker {rank}"),
+    Target("policy rank", "policy", 2, "policy", "{name} lost in step ", "{name} restarted in "),
+    Target("reward model", "reward_1", 1, "reward_1", "{name} lost, restarting: ", "{name} restarted in "),
+)
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+
+
+@dataclass
+class Fault:
+    due: float  # seconds since the first fault could occur
+    target: Target
+    rank: int
+    signal: signal.Signals
+    at: float | None = None  # time of day; None if the process was not there
+    detected: float | None = None
+    back: float | None = None
+    discarded: int = 0  # steps
+
+
+def draw_faults(seconds: float, pause: tuple[float, float], seed: int) -> list[Fault]:
+    """Every kind of process gets every signal before one of them comes again."""
+    draw, due, faults = random.Random(seed), 0.0, list[Fault]()
+    kinds: list[tuple[Target, signal.Signals]] = []
+    while (due := due + draw.uniform(*pause)) < seconds:
+        if not kinds:
+            kinds = [(target, number) for target in TARGETS for number in SIGNALS]
+            draw.shuffle(kinds)
+        target, number = kinds.pop()
+        faults.append(Fault(due, target, draw.randrange(target.processes), number))
+    return faults
+
+
+def states_below() -> dict[int, str]:
+    """State of each living process below this one."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found[process.pid] = process.status()
+    return {pid: state for pid, state in found.items() if state != psutil.STATUS_ZOMBIE}
+
+
+def strike(fault: Fault, run: Path) -> None:
+    """Send the signal to the newest process of the rank, if it is there and not stopped."""
+    latest = process_of(log_path(run, fault.target.group, fault.rank))
+    if latest is not None and states_below().get(latest[0], psutil.STATUS_STOPPED) != psutil.STATUS_STOPPED:
+        fault.at = time.time()
+        os.kill(latest[0], fault.signal)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of the log about a member."""
+
+    at: float
+    back: bool  # else it was lost
+    text: str
+
+
+def events_of(log: Path, target: Target, rank: int) -> list[Event]:
+    name, found = target.name_of(rank), []
+    for line in log.read_text(encoding="utf-8").splitlines():
+        stamp = re.match(r"(\d+-\d+-\d+ \d+:\d+:\d+,\d+) \w+ \S+: (.*)", line)
+        if stamp is None:
+            continue
+        at = datetime.strptime(stamp[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        for back, text in ((False, target.lost), (True, target.back)):
+            if stamp[2].startswith(text.format(name=name)):
+                found.append(Event(at, back, stamp[2]))
+    return found
+
+
+def read_times(faults: Sequence[Fault], log: Path) -> int:
+    """Fill in what the log says of the faults; returns the number of losses without a fault."""
+    unexplained = 0
+    members: dict[str, list[Fault]] = {}
+    for fault in faults:
+        members.setdefault(fault.target.name_of(fault.rank), []).append(fault)
+    for of_member in members.values():
+        events = events_of(log, of_member[0].target, of_member[0].rank)
+        timeline: list[tuple[float, Fault | Event]] = [(event.at, event) for event in events]
+        timeline += [(fault.at, fault) for fault in of_member if fault.at is not None]
+        pending: Fault | None = None
+        lost = False
+        for _, event in sorted(timeline, key=lambda pair: pair[0]):
+            if isinstance(event, Fault):
+                if pending is None and not lost:
+                    pending = event
+            elif event.back:
+                if pending is not None and pending.detected is not None:
+                    pending.back = event.at
+                    steps = re.search(r": (\d+) completed steps are discarded", event.text)
+                    pending.discarded = int(steps[1]) if steps else 0
+                    pending = None
+                lost = False
+            elif not lost:
+                lost = True
+                if pending is None:
+                    unexplained += 1
+                else:
+                    pending.detected = event.at
+    return unexplained
+
+
+def recovery_times(faults: Sequence[Fault], targets: Sequence[Target] = TARGETS) -> list[dict[str, Any]]:
+    """A row for each kind of process and signal."""
+    rows = []
+    for target in targets:
+        for number in SIGNALS:
+            of_kind = [f for f in faults if f.target == target and f.signal == number and f.at is not None]
+            detected = [f.detected - f.at for f in of_kind if f.detected is not None and f.at is not None]
+            back = [f.back - f.at for f in of_kind if f.back is not None and f.at is not None]
+            rows.append(
+                {
+                    "fault": f"{target.kind}, {number.name}",
+                    "faults": len(of_kind),
+                    "measured": len(back),
+                    "detected_seconds": sorted(detected),
+                    "back_seconds": sorted(back),
+                    "steps_discarded": sorted(f.discarded for f in of_kind if f.back is not None),
+                }
+            )
+    return rows

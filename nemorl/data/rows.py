@@ -1,0 +1,210 @@
+"""Rows of datasets, as dicts: from JSON lines, Parquet, Hugging Face datasets, task folders and the
+user's generators."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemorl.config.base import NotImported, function_at
+from nemorl.config.data import FileDataset, GeneratorDataset
+from nemorl.errors import NemorlError
+
+Row = dict[str, Any]
+RowsDataset = FileDataset | GeneratorDataset
+_PACKAGES = "install it with `pip install 'nemorl[data]'`"
+
+
+class DatasetError(NemorlError, ValueError):
+    """A dataset that cannot be read or made; the message names the file, line and key or the option."""
+
+
+def read_rows(dataset: RowsDataset, skip: int = 0) -> Iterator[tuple[str, Row | DatasetError]]:
+    """The rows after the first `skip`, or what is wrong with one, each with its place, as `f.jsonl, line 3`.
+
+    Raises DatasetError for a source that cannot be read.
+    """
+    for place, row in _raw(dataset, skip):
+        if not isinstance(row, DatasetError) and dataset.columns:
+            yield place, _with_columns(row, dataset.columns)
+        else:
+            yield place, row
+
+
+def first_row(dataset: RowsDataset) -> Row:
+    """Raises DatasetError, also if it is no row or if there is none."""
+    for place, row in read_rows(dataset):
+        if isinstance(row, DatasetError):
+            raise DatasetError(f"{place}: {row}") from row
+        return row
+    raise DatasetError(no_rows(dataset))
+
+
+def no_rows(dataset: RowsDataset) -> str:
+    if isinstance(dataset, GeneratorDataset):
+        return f"{dataset.source} yields no rows"
+    if dataset.split is None and dataset.path.is_file() and dataset.path.suffix != ".parquet":
+        return f"{dataset.path} holds no tasks: the file is empty; write one JSON object per line"
+    return f"{dataset.path} holds no tasks"
+
+
+def _with_columns(row: Row, columns: dict[str, str]) -> Row | DatasetError:
+    missing = next((old for old in columns.values() if old not in row), None)
+    if missing is not None:
+        return DatasetError(
+            f"column `{missing}` is missing; there are {sorted(row)} (option `data.*.columns`)"
+        )
+    return row | {new: row[old] for new, old in columns.items()}
+
+
+def _raw(dataset: RowsDataset, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
+    if isinstance(dataset, GeneratorDataset):
+        yield from _generated(dataset, skip)
+    elif dataset.split is not None:
+        yield from _hugging_face(dataset, dataset.split, skip)
+    elif folders := _task_folders(dataset.path):
+        yield from _instructions(folders[skip:])
+    else:
+        for file in _files(dataset.path):
+            read = _parquet if file.suffix == ".parquet" else _json_lines
+            yield from read(file, skip)
+            skip = max(0, skip - _count(file)) if skip else 0
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".parquet"))
+    if not files:
+        fix = "name a file, or set `split` to read it as a Hugging Face dataset"
+        raise DatasetError(f"the folder {path} holds no .jsonl and no .parquet files: {fix}")
+    return files
+
+
+_INSTRUCTIONS = ("instruction.md", "task.yaml")  # of a task folder of Harbor and of terminal-bench
+
+
+def _task_folders(path: Path) -> list[Path]:
+    """The folders in a folder that each are a task, for the environment `terminal`."""
+    if not path.is_dir():
+        return []
+    inner = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    return [folder for folder in inner if any((folder / name).is_file() for name in _INSTRUCTIONS)]
+
+
+def _instructions(folders: list[Path]) -> Iterator[tuple[str, Row | DatasetError]]:
+    for folder in folders:
+        file = next(folder / name for name in _INSTRUCTIONS if (folder / name).is_file())
+        try:
+            text = file.read_text(encoding="utf-8")
+            prompt = yaml.safe_load(text)["instruction"] if file.suffix == ".yaml" else text
+        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
+            yield str(file), DatasetError(f"it has no instruction that can be read: {error}")
+        else:
+            yield str(file), {"prompt": prompt, "task": folder.name, "folder": str(folder.absolute())}
+
+
+def _count(file: Path) -> int:
+    if file.suffix == ".parquet":
+        return int(_parquet_file(file).metadata.num_rows)
+    with file.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
+
+
+def _json_lines(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
+    try:
+        # Not str.splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
+        with file.open(encoding="utf-8") as lines:
+            numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+            for number, line in islice(numbered, skip, None):
+                yield f"{file}, line {number}", _parsed(line)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"cannot read the dataset {file}: {error}") from error
+
+
+def _parsed(line: str) -> Row | DatasetError:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        return DatasetError(f"not JSON: {error}")
+    return row if isinstance(row, dict) else DatasetError(f"expected a JSON object, not {type(row).__name__}")
+
+
+def _parquet_file(file: Path) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DatasetError(f"{file} requires the package pyarrow; {_PACKAGES}") from error
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DatasetError(f"cannot read the dataset {file}: {error}") from error
+
+
+def _parquet(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
+    opened, number = _parquet_file(file), 0
+    for group in range(opened.num_row_groups):
+        size = opened.metadata.row_group(group).num_rows
+        if number + size > skip:
+            for batch in opened.iter_batches(row_groups=[group]):
+                for row in batch.to_pylist():
+                    if number >= skip:
+                        yield f"{file}, row {number + 1}", row
+                    number += 1
+        else:
+            number += size
+
+
+def _hugging_face(dataset: FileDataset, split: str, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
+    name = str(dataset.path)
+    try:
+        import datasets
+    except ImportError as error:
+        raise DatasetError(f"the dataset {name} requires the package datasets; {_PACKAGES}") from error
+    streaming = getattr(dataset, "stream", None) is not None
+    try:
+        if (dataset.path / "dataset_dict.json").is_file():  # written by its save_to_disk
+            rows = datasets.load_from_disk(name)[split]
+        elif (dataset.path / "state.json").is_file():
+            rows = datasets.load_from_disk(name)
+        else:
+            options = {"split": split, "streaming": streaming, "revision": dataset.revision}
+            rows = datasets.load_dataset(name, dataset.subset, **options)
+        for number, row in enumerate(rows.skip(skip) if skip else rows, start=skip + 1):
+            yield f"{name} ({split}), row {number}", row
+    except Exception as error:  # a library with errors of its own, and of file formats and HTTP
+        if isinstance(error, NemorlError):
+            raise
+        problem = f"cannot read the dataset {name} ({split}): {type(error).__name__}: {error}"
+        raise DatasetError(f"{problem}{_hub_fix(dataset.path)}") from error
+
+
+def _hub_fix(path: Path) -> str:
+    if path.exists():
+        return ""
+    hub = os.environ.get("HF_ENDPOINT", "the hub")
+    fix = f"download it where {hub} can be reached, with `hf download --repo-type dataset {path}`"
+    return f". There is no folder {path}, so it was looked up on {hub}; {fix}, and name the folder"
+
+
+def _generated(dataset: GeneratorDataset, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
+    name = dataset.function
+    try:
+        function: Callable[..., Any] = function_at(name)
+    except NotImported as error:
+        raise DatasetError(str(error)) from error
+    try:
+        for number, row in enumerate(islice(function(**dataset.arguments), skip, None), start=skip + 1):
+            if isinstance(row, dict):
+                yield f"{name}, row {number}", row
+            else:
+                problem = f"expected a dict with the columns of a task, not {type(row).__name__}"
+                yield f"{name}, row {number}", DatasetError(problem)
+    except Exception as error:  # the user's code
+        if isinstance(error, NemorlError):
+            raise
+        raise DatasetError(f"{name} raised {type(error).__name__}: {error}") from error
