@@ -1,19 +1,19 @@
 """`nemorl env`: act in an environment without a model, and measure it."""
 
 import asyncio
-import os
 import random
-import resource
 import sys
 import tempfile
 import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import psutil
 import yaml
 
 from nemorl.config.base import NotImported, counted, suggestion
@@ -45,7 +45,6 @@ T = TypeVar("T")
 MAX_TURNS = 100  # of an episode, for environments that do not end
 _SIZES = ("num_prompts_per_step", "num_generations_per_prompt")
 _SAMPLED = frozenset({"completion_ids", "sampled_ids"})  # what rewards take that no text has
-_PAGE_BYTES = resource.getpagesize()
 
 
 class EpisodeFailed(NemorlError):
@@ -321,28 +320,24 @@ class HeldResources:
 
     @classmethod
     def now(cls) -> "HeldResources":
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        files, processes = len(os.listdir("/proc/self/fd")), len(_descendants(os.getpid()))
-        num_tasks = len(asyncio.all_tasks())
-        return cls(num_tasks, processes, threading.active_count(), files, pages * _PAGE_BYTES / 1e6)
+        process = psutil.Process()
+        return cls(
+            len(asyncio.all_tasks()),
+            len(_descendants()),
+            threading.active_count(),
+            process.num_fds(),
+            process.memory_info().rss / 1e6,
+        )
 
 
-def _descendants(pid: int) -> list[int]:
-    """Processes below this one; the one that Python starts with the first shared object stays."""
-    found: list[int] = []
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(child) for child in thread.read_text(encoding="ascii").split()]
-            children = [child for child in children if not _is_resource_tracker(child)]
-        except OSError:  # one has ended
-            continue
-        for child in children:
-            found += [child, *_descendants(child)]
+def _descendants() -> set[psutil.Process]:
+    """Processes below this one, without the one that Python starts with the first shared object and keeps."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                found.add(process)
     return found
-
-
-def _is_resource_tracker(pid: int) -> bool:
-    return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _bench(arguments: Namespace) -> int:
@@ -352,7 +347,7 @@ def _bench(arguments: Namespace) -> int:
 
 async def _measure(experiment: Experiment, count: int, concurrency: int, seed: int) -> int:
     """Run the episodes after one that is not measured, which starts what they share."""
-    before = HeldResources.now()
+    before, others = HeldResources.now(), _descendants()
     kinds, seconds = _Kinds(experiment), experiment.cluster.deadlines.environment
     episodes: list[Episode] = []
     errors: list[str] = []
@@ -384,9 +379,11 @@ async def _measure(experiment: Experiment, count: int, concurrency: int, seed: i
         rows.add_row(name, *(f"{value:.0f}" for value in values))
     output().print(rows)
     problems = [f"{counted(len(errors), 'episode')} failed; the first: {errors[0]}"] if errors else []
-    left = {name: getattr(closed, name) - getattr(before, name) for name in ("tasks", "processes")}
     end = "left after the factory was closed; end them in `close`"
-    problems += [f"{number} {name} were {end}" for name, number in left.items() if number > 0]
+    if closed.tasks > before.tasks:
+        problems.append(f"{closed.tasks - before.tasks} tasks were {end}")
+    if left := [f"{process.pid} ({process.name()})" for process in _descendants() - others]:
+        problems.append(f"processes {', '.join(left)} were {end}")
     if after.files - warm.files >= count:
         problems.append("each episode left an open file; close it in the environment's `close`")
     for problem in problems:

@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
+
+import psutil
 
 from nemorl.config.experiment import Experiment
 from nemorl.observe.run_folder import RunPaths, read_header
@@ -30,7 +31,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # passed on to the ru
 FINAL = (ExitCode.WELL, ExitCode.REFUSED, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 ORPHAN_SECONDS = 30.0  # for the processes of a run that died to end on their own
 # Titles of Ray's processes that have nothing to save, but look for their raylet for half a minute.
-RAY_AGENTS = b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"
+RAY_AGENTS = "ray::DashboardAgent", "ray::RuntimeEnvAgent"
 _POLL_SECONDS = 0.2
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 
@@ -152,13 +153,8 @@ def end_orphans() -> None:
                 continue
         except ChildProcessError:
             return
-        for pid in _children():
-            with suppress(OSError):  # it has ended
-                if time.monotonic() > end or Path(f"/proc/{pid}/cmdline").read_bytes().startswith(RAY_AGENTS):
-                    os.kill(pid, signal.SIGKILL)
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):  # it has ended
+                if time.monotonic() > end or " ".join(child.cmdline()).startswith(RAY_AGENTS):
+                    child.kill()
         time.sleep(_POLL_SECONDS)
-
-
-def _children() -> list[int]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    return [int(word) for task in tasks for word in task.read_text(encoding="ascii").split()]
