@@ -60,7 +60,7 @@ EXPERIMENTS = {
     "mixture": Learning(
         "configs/grpo_two_environments.yaml",
         TOOLS,
-        steps=14,
+        steps=20,
         metrics=("environment/shelves/reward", "environment/game/reward"),
     ),
 }

@@ -1,6 +1,6 @@
 """Does GRPO learn as well from samples of older weights?
 
-    python benchmarks/staleness_curves.py [FIELD=VALUE ...] [--config FILE] [--steps N] [--seeds 1 2 3]
+    python benchmarks/staleness_curves.py [FIELD=VALUE ...] [--config FILE] [--name NAME] [--steps N]
 
 The same experiment at several values of `max_staleness`, with truncated importance sampling and without, each
 with every seed. All runs train on as many samples. Accuracy is measured on the tasks of `data.validation`
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--samples", type=int, default=4, help="of each validation task (default 4)")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--name", help="of what is published (default: the name of the config)")
     parser.add_argument("changes", nargs="*", metavar="FIELD=VALUE", help="of the config, for all sides")
     arguments = parser.parse_args()
     if BASE not in arguments.sides or len(arguments.seeds) < 2:
@@ -111,7 +112,7 @@ def main() -> None:
         side: {seed: found["rewards"] for seed, found in of_side.items()} for side, of_side in runs.items()
     }
     seeds = counted(len(arguments.seeds), "seed")
-    name = f"staleness_{arguments.config.parent.name}_{arguments.config.stem}"
+    name = f"staleness_{arguments.name or f'{arguments.config.parent.name}_{arguments.config.stem}'}"
     plot(curves, f"{arguments.config.stem} by max_staleness, {seeds}", OUT / f"{name}.png")
     rows = [row(side, runs, num_tasks) for side in arguments.sides]
     publish(name, {"runs": runs}, table_of(f"accuracy after {arguments.steps} steps, {seeds}", rows))

@@ -1,5 +1,7 @@
 """Two OpenEnv servers for tests, in one process: `PORT` counts down by an action, `PORT + 1` by MCP tools.
 
+    openenv_server.py PORT [SESSIONS]
+
 Run by an interpreter that has the package `openenv`.
 """
 
@@ -80,11 +82,12 @@ class ToolsEnvironment(MCPEnvironment):
 
 
 def serve(port, *parts):
-    uvicorn.run(create_app(*parts, max_concurrent_envs=2), host="127.0.0.1", port=port, log_level="warning")
+    app = create_app(*parts, max_concurrent_envs=sessions)
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
 
 
 if __name__ == "__main__":
-    port = int(sys.argv[1])
+    port, sessions = (*map(int, sys.argv[1:]), 2)[:2]
     tools = (port + 1, ToolsEnvironment, CallToolAction, CallToolObservation)
     threading.Thread(target=serve, args=tools, daemon=True).start()
     serve(port, CoinsEnvironment, Take, Coins)
