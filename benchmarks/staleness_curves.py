@@ -13,6 +13,7 @@ Runs are kept: what is in `runs/bench` from an earlier call with the same argume
 import argparse
 import json
 import math
+import shutil
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,6 +64,7 @@ def run(config: Path, side: str, seed: int, steps: int, samples: int, changes: l
         "after": after,
     }
     kept.write_text(json.dumps(found), encoding="utf-8")
+    shutil.rmtree(OUT / name / "checkpoints")
     return found
 
 
@@ -115,7 +117,14 @@ def main() -> None:
     name = f"staleness_{arguments.name or f'{arguments.config.parent.name}_{arguments.config.stem}'}"
     plot(curves, f"{arguments.config.stem} by max_staleness, {seeds}", OUT / f"{name}.png")
     rows = [row(side, runs, num_tasks) for side in arguments.sides]
-    publish(name, {"runs": runs}, table_of(f"accuracy after {arguments.steps} steps, {seeds}", rows))
+    settings = {
+        "config": str(arguments.config),
+        "changes": arguments.changes,
+        "steps": arguments.steps,
+        "samples": arguments.samples,
+    }
+    table = table_of(f"accuracy after {arguments.steps} steps, {seeds}", rows)
+    publish(name, settings | {"tasks": num_tasks, "rows": rows, "runs": runs}, table)
 
 
 if __name__ == "__main__":
