@@ -321,7 +321,7 @@ class TurnLoop:
                 raise
             for part in record.parts:
                 part.stop = StopReason.DEADLINE
-            error = f"not finished within {seconds:g} s (`algorithm.group_seconds`)"
+            error = "not finished within `algorithm.group_seconds`"
             log.warning("sample %s of task %d: %s", key, task.index, error)
         except (ConversationFailed, TokenizerError) as failure:
             error = str(failure)

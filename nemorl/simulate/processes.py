@@ -114,7 +114,7 @@ class SimulatedRolloutWorker(GroupRunner):
                     if stop is StopReason.LENGTH:
                         break
         except TimeoutError:
-            stop, error = StopReason.DEADLINE, "not finished within algorithm.group_seconds"
+            stop, error = StopReason.DEADLINE, "not finished within `algorithm.group_seconds`"
         return TrajectorySummary(
             row=sample,
             reward=float(random.random() < solved),

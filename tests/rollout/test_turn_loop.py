@@ -264,7 +264,7 @@ class TestFailures:
             tokenizer, ScriptedGenerator([[50, IM_END]]), environment, group_seconds=0.05
         ).trajectory
         assert trajectory.stop is StopReason.DEADLINE
-        assert trajectory.error == "not finished within 0.05 s (`algorithm.group_seconds`)"
+        assert trajectory.error == "not finished within `algorithm.group_seconds`"
         assert not trajectory.loss_mask.any()
         assert environment.closes == 1
 
