@@ -8,7 +8,7 @@ import pytest
 from nemorl.generation.vllm_engine.plan import argument_problems, engine_arguments
 from tests.plan.conftest import Configure
 from tests.plan.test_vllm import VLLM, shape_of, vllm_problems
-from tests.vllm_there import require_vllm
+from tests.required import require_vllm
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from nemorl.models.create import create_tiny_model
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.observe.metrics import StepMetrics
+from tests.required import require_vllm
 from tests.run.runs import finish, lines, start, write_experiment
-from tests.vllm_there import require_vllm
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.generation.vllm_engine.models import make, write_tokenizer
-from tests.vllm_there import require_vllm
+from tests.required import require_vllm
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from nemorl.generation.tokens import RequestLimits
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
 from nemorl.generation.vllm_engine.backend import ExpertRows, VllmBackend
 from nemorl.trajectories import StopReason
-from tests.vllm_there import require_vllm
+from tests.required import require_vllm
 
 LAYERS, WITH_EXPERTS, TOP_K = 3, [1, 2], 2  # the first layer has an ordinary MLP
 PROMPT, NEW = 5, 6

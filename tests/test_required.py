@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.vllm_there import require_vllm
+from tests.required import require_vllm
 
 
 @pytest.fixture(autouse=True)
