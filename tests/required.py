@@ -1,17 +1,31 @@
-"""Tests that require vLLM: skipped if it is missing, failed if NEMORL_REQUIRE names it."""
+"""What only some tests require: they are skipped where it is missing, and fail if NEMORL_REQUIRE names it."""
 
+import importlib
 import importlib.util
 import os
 import sys
+from typing import Any, NoReturn
 
 import pytest
 
 
-def require_vllm() -> None:
-    """Skip with the reason, or fail where NEMORL_REQUIRE names vllm, as .ci/run does."""
-    if importlib.util.find_spec("vllm") is not None:
-        return
-    reason = "vLLM is not installed" + ("" if sys.platform == "linux" else "; it runs on Linux only")
-    if "vllm" in os.environ.get("NEMORL_REQUIRE", "").split(","):
+def missing(name: str, reason: str) -> NoReturn:
+    """Skip with the reason, or fail where NEMORL_REQUIRE has the name, as in .ci/run."""
+    if name in os.environ.get("NEMORL_REQUIRE", "").split(","):
         pytest.fail(f"{reason}, and NEMORL_REQUIRE requires it")
-    pytest.skip(reason)
+    pytest.skip(reason, allow_module_level=True)
+
+
+def require_module(name: str) -> Any:
+    """The imported module, which NEMORL_REQUIRE has by its top-level package."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        missing(name.partition(".")[0], f"{name} cannot be imported ({error})")
+
+
+def require_vllm() -> None:
+    """vLLM is not imported here, since that takes long."""
+    if importlib.util.find_spec("vllm") is None:
+        elsewhere = "" if sys.platform == "linux" else "; it runs on Linux only"
+        missing("vllm", f"vLLM is not installed{elsewhere}")

@@ -14,10 +14,11 @@ from nemorl.config.data import DataConfig, GeneratorDataset, TasksDataset
 from nemorl.data.datasets import DatasetError, MixedTasks, StreamedTasks, difficulties, load_tasks, row_errors
 from nemorl.data.rows import read_rows
 from tests.hub import serving
+from tests.required import require_module
 
-pyarrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
-parquet = pytest.importorskip("pyarrow.parquet")
-datasets = pytest.importorskip("datasets", reason="the extra `data` is not installed")
+pyarrow = require_module("pyarrow")
+parquet = require_module("pyarrow.parquet")
+datasets = require_module("datasets")
 
 HERE = "tests.data.test_rows"
 calls: list[int] = []  # of `sums`

@@ -1,8 +1,7 @@
 """Servers of other projects, each started with an interpreter that has its package.
 
 The interpreter is that of the tests, if the package is installed there, or the one that the variable
-`NEMORL_<PACKAGE>_PYTHON` names, since such packages may need other versions or another Python. A test whose
-package is nowhere is skipped.
+`NEMORL_<PACKAGE>_PYTHON` names, since such packages may need other versions or another Python.
 """
 
 import os
@@ -16,8 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+
+from tests.required import missing
 
 START_SECONDS = 240.0
 
@@ -27,7 +29,7 @@ def python_with(package: str) -> str:
     if python := os.environ.get(variable):
         return python
     if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed here, and {variable} names no interpreter that has it")
+        missing(package, f"{package} is not installed here, and {variable} names no interpreter that has it")
     return sys.executable
 
 
@@ -67,7 +69,12 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _answers(url: str) -> bool:
+    """A server with a protocol of its own, at tcp://, answers if it takes a connection."""
+    parts = urlsplit(url)
     try:
+        if parts.scheme == "tcp":
+            socket.create_connection((str(parts.hostname), int(parts.port or 0)), timeout=5).close()
+            return True
         with urllib.request.urlopen(url, timeout=5) as answer:
             return bool(answer.status < 500)
     except OSError:

@@ -13,8 +13,9 @@ from nemorl.config.library_environments import AviaryEnvConfig
 from nemorl.data.datasets import DatasetError, load_tasks
 from nemorl.trajectories import Action, Message, Reply, Step, StopReason, Task, ToolCall
 from tests.environments.episodes import task
+from tests.required import require_module
 
-core = pytest.importorskip("aviary.core")
+core = require_module("aviary.core")
 
 
 def tasks(dataset: str, **fields) -> list[Task]:
@@ -42,8 +43,7 @@ def play(on: Task, *turns: Action, **fields) -> tuple[tuple[Message, ...], list[
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Options of the library's GSM8k, from a folder."""
-    pytest.importorskip("aviary.envs.gsm8k")
-    pytest.importorskip("pandas")
+    require_module("aviary.envs.gsm8k")
     folder: Path = tmp_path_factory.mktemp("gsm8k")
     rows = ({"question": f"{left}+3?", "answer": f"It is\n#### {left + 3}"} for left in range(6))
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

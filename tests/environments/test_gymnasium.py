@@ -12,8 +12,9 @@ from nemorl.config.library_environments import GymnasiumEnvConfig
 from nemorl.errors import Problem
 from nemorl.trajectories import Message, Step
 from tests.environments.episodes import said, task
+from tests.required import require_module
 
-gymnasium = pytest.importorskip("gymnasium")
+gymnasium = require_module("gymnasium")
 from gymnasium import spaces  # noqa: E402
 
 

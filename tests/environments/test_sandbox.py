@@ -31,6 +31,7 @@ from nemorl.environments.sandbox import (
     isolation_problem,
     sandbox_problems,
 )
+from tests.required import missing
 
 # Limits that a busy machine must not reach; programs that wait on purpose have a short one of wall time.
 LIMITS = {"cpu_seconds": 1.0, "wall_seconds": 60.0, "memory_mib": 128, "disk_mib": 8, "output_kib": 64}
@@ -40,7 +41,7 @@ LIMITS = {"cpu_seconds": 1.0, "wall_seconds": 60.0, "memory_mib": 128, "disk_mib
 def isolation(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if problem := isolation_problem(name, LocalSandboxConfig()):
-        pytest.skip(f"{name}: {problem}")
+        missing(name, f"{name}: {problem}")
     return name
 
 

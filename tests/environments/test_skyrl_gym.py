@@ -7,8 +7,9 @@ import pytest
 from nemorl.config.library_environments import SkyrlGymEnvConfig
 from nemorl.trajectories import Message, Step, Task
 from tests.environments.episodes import said, task
+from tests.required import require_module
 
-skyrl_gym = pytest.importorskip("skyrl_gym")
+skyrl_gym = require_module("skyrl_gym")
 from skyrl_gym.envs.base_text_env import BaseTextEnv  # noqa: E402
 
 HERE = "tests.environments.test_skyrl_gym"

@@ -18,8 +18,9 @@ from nemorl.config.library_environments import TextArenaEnvConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.trajectories import Answer, EnvironmentLost, Episode, Message, StopReason
 from tests.environments.episodes import task
+from tests.required import require_module
 
-textarena = pytest.importorskip("textarena")
+textarena = require_module("textarena")
 
 WON = ["[4]", "[0]", "[3]", "[1]", "[5]"]  # by player 0, in the middle row
 Say = Callable[[str, list[Message]], str]  # from the name of a player and its messages

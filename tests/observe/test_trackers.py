@@ -10,6 +10,7 @@ from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.observer import open_trackers
 from nemorl.observe.run_folder import RunFolder
 from tests.observe.examples import CONFIG
+from tests.required import require_module
 
 WANTED = LoggerConfig(tensorboard=True)
 
@@ -27,9 +28,7 @@ def test_a_missing_package_is_named_with_its_fix(run_dir, monkeypatch):
 
 
 def test_tensorboard_reads_what_was_logged_and_forgets_repeated_steps(run_dir):
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
-    )
+    accumulator = require_module("tensorboard.backend.event_processing.event_accumulator")
     folder = RunFolder.create(run_dir, CONFIG)
     (tracker,) = open_trackers(WANTED, folder)
     for step in (1, 2, 3):

@@ -11,6 +11,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.models.create import CHAT, create_tiny_model
+from tests.required import require_module
 from tests.rollout.stand_ins import EchoEngine
 from tests.rollout.test_episodes import experiment, sample
 
@@ -26,8 +27,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("argument", "reward"), [("part", 1.0), ("piece", 0.0)])
 def test_an_agent_calls_the_tool_and_answers(model: Path, agent: str, argument: str, reward: float) -> None:
     if agent == "shelves_langgraph":
-        pytest.importorskip("langgraph")
-        pytest.importorskip("langchain_openai")
+        require_module("langgraph")
+        require_module("langchain_openai")
     data = DataConfig(
         train=GeneratorDataset(name="generator", function="examples.shelves:parts", size=10), chat=True
     )

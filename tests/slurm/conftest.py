@@ -1,6 +1,5 @@
 """One Slurm for the tests of this folder, a place to run in, and what a run there has to equal."""
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.models.create import create_tiny_model
+from tests import required
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.configuration import missing
 from tests.slurm.jobs import Metrics, Place, metrics
@@ -21,10 +21,7 @@ def slurm() -> Iterator[SlurmCluster]:
     """Two nodes of four CPUs each; skipped with the reason where Slurm is not installed."""
     absent = missing()
     if absent:
-        reason = f"Slurm is not installed: no {', '.join(absent)}"
-        if "slurm" in os.environ.get("NEMORL_REQUIRE", "").split(","):
-            pytest.fail(f"{reason}, and NEMORL_REQUIRE asks for it")
-        pytest.skip(reason)
+        required.missing("slurm", f"Slurm is not installed: no {', '.join(absent)}")
     with SlurmCluster(cpus=4) as cluster:
         yield cluster
 
