@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PYTHON TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-ci test-all mutants lint format house bench bench-algorithms chaos clean
+.PHONY: help quickstart test test-ci test-all libraries mutants lint format house bench bench-algorithms chaos clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test-ci: .venv/ready-dev  ## Run the second part of the tests, which .ci/run inc
 
 test-all: .venv/ready-dev  ## Run all tests, including the slow ones (more than an hour)
 	@$(BIN)/pytest --numprocesses 2
+
+libraries: .venv/ready-dev  ## Test against servers of OpenEnv and NeMo-Gym, in environments of their own (needs Python 3.12)
+	@tools/libraries.sh
 
 mutants: .venv/ready-mutants  ## Measure how many small mutations of pure modules the tests detect
 	@$(BIN)/python tools/mutants.py
@@ -56,7 +59,7 @@ models/smollm2: | .venv/ready-bench
 	@$(BIN)/nemorl models fetch smollm2 models/smollm2
 
 clean:  ## Remove the environment and caches; runs/ and models/ stay
-	@rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf .venv .venv-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/ready-%: pyproject.toml tools/environment.sh

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Test against servers whose packages cannot be installed next to the others: tools/libraries.sh
+#
+# OpenEnv requires an older mcp, NeMo-Gym Python 3.12. Each has an environment of its own, .venv-NAME.
+#   PYTHON312=/path/to/python3.12   the interpreter of NeMo-Gym
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+die() {
+  printf '%s\n' "$1" >&2
+  exit 1
+}
+
+# environment VENV PYTHON PACKAGE: create the environment, unless it is complete
+environment() {
+  local venv=$1 python=$2 package=$3 began=$SECONDS
+  if [[ -e $venv/ready && $(<"$venv/ready") == "$package" ]]; then
+    return
+  fi
+  printf 'Installing %s in %s ... ' "$package" "$venv"
+  rm -rf "$venv"
+  "$python" -m venv "$venv" || die "$python cannot create virtual environments."
+  if ! "$venv/bin/python" -m pip install --no-input --progress-bar off "$package" >"$venv/install.log" 2>&1; then
+    tail -n 15 "$venv/install.log" >&2
+    die "pip could not install $package. Its output is in $venv/install.log."
+  fi
+  echo "$package" >"$venv/ready"
+  echo "done in $((SECONDS - began)) s"
+}
+
+environment .venv-openenv .venv/bin/python 'openenv==0.10.0'
+environment .venv-nemo-gym "${PYTHON312:-python3.12}" 'nemo-gym==0.4.0'
+export NEMORL_OPENENV_PYTHON=$PWD/.venv-openenv/bin/python
+export NEMORL_NEMO_GYM_PYTHON=$PWD/.venv-nemo-gym/bin/python
+export NEMORL_REQUIRE=openenv,nemo_gym
+.venv/bin/pytest tests/environments/test_openenv.py tests/rollout/test_nemo_gym.py
