@@ -1,5 +1,7 @@
 import asyncio
 import json
+import os
+import socket
 import sys
 
 import pytest
@@ -7,7 +9,9 @@ import pytest
 from nemorl.config.environment import CodeEnvConfig
 from nemorl.environments.code import AssertTest, CodeFactory, IOTest, last_block, read_tests
 from nemorl.environments.sandbox import Execution, SandboxError, SandboxUnavailable
+from nemorl.trajectories import Step
 from tests.environments.episodes import answer, task
+from tests.required import missing
 
 DOUBLE = "Double it:\n```python\nprint(2 * int(input()))\n```\n"
 IO = [{"input": "1", "output": "2\n"}, {"input": "2\n", "output": "4"}, {"input": "3", "output": "7"}]
@@ -54,7 +58,7 @@ def test_answers_are_judged_by_tests(score: str) -> None:
         try:
             factory = CodeFactory(config)
         except SandboxUnavailable as error:
-            pytest.skip(str(error))
+            missing("bubblewrap", str(error))
         assert factory.reward_weights == {"code": 2.0}
         assert await factory.answer_in(SQUARE) == "def square(x):\n    return x * x\n"
         try:
@@ -67,6 +71,43 @@ def test_answers_are_judged_by_tests(score: str) -> None:
 
     expected = [share if score == "share" else whole for _, _, whole, share in ANSWERS]
     assert asyncio.run(main()) == expected
+
+
+# Each prints the right answer, 2, if it comes that far; `test_sandbox.py` has more of them.
+ESCAPES = {
+    "fork_bomb": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    "memory_bomb": "data = []\nwhile len(data) < 4096:\n    data.append(bytes(1 << 20))\nprint(2)",
+    "output_flood": "for _ in range(100_000):\n    print('x' * 1000)\nprint(2)",
+    "disk": "open('big', 'wb').write(bytes(100 << 20))\nprint(2)",
+    "write": "open('/etc/escape', 'w')\nprint(2)",
+    "socket": "import socket\nsocket.create_connection(('127.0.0.1', PORT))\nprint(2)",
+    "signal": "import os, signal\nos.kill(PARENT, signal.SIGCONT)\nprint(2)",
+    "symlink": "import os\nos.symlink('/etc/shadow', 'link')\nopen('link').read()\nprint(2)",
+    "proc": "open('/proc/1/environ').read()\nprint(2)",
+}
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_an_escape_is_a_wrong_answer_like_any_other(escape: str) -> None:
+    sandbox = {"cpu_seconds": 0.5, "wall_seconds": 60, "memory_mib": 128, "disk_mib": 8}
+    config = CodeEnvConfig(name="code", answer_seconds=600, sandbox=sandbox)
+
+    async def main(port: int) -> list[Step]:
+        try:
+            factory = CodeFactory(config)
+        except SandboxUnavailable as error:
+            missing("bubblewrap", str(error))
+        program = ESCAPES[escape].replace("PORT", str(port)).replace("PARENT", str(os.getpid()))
+        try:
+            answers = (answer(factory, task(tests=IO[:1]), text) for text in (block(program), DOUBLE))
+            return await asyncio.gather(*answers)
+        finally:
+            await factory.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        wrong, right = asyncio.run(main(listener.getsockname()[1]))
+    assert (wrong.done, wrong.rewards, wrong.num_retries) == (True, {"code": 0.0}, 0)
+    assert right.rewards == {"code": 1.0}
 
 
 def test_the_last_closed_block_is_the_program() -> None:
