@@ -11,7 +11,6 @@ from .environment import ActorPlacement, EnvBase, EnvConfig, Rewards, ServerPlac
 from .experiment import Experiment
 from .generation import GenerationConfig
 from .policy import PolicyConfig
-from .server_environments import ServerEnvBase
 
 
 def datasets(data: DataConfig) -> Iterator[tuple[str, DatasetConfig]]:
@@ -48,8 +47,8 @@ def environment_urls(env: EnvConfig) -> dict[str, str]:
     """The addresses of environments that are servers, or behind one, by field."""
     urls = {}
     for path, one in environments_in(env):
-        if isinstance(one, ServerEnvBase):
-            urls[f"{path}.url"] = one.url
+        if url := getattr(one, "url", None):
+            urls[f"{path}.url"] = url
         if isinstance(one.placement, ServerPlacement):
             urls[f"{path}.placement.url"] = one.placement.url
     return urls

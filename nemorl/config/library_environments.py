@@ -1,5 +1,6 @@
 """`env` for environments of other libraries (docs/libraries.md)."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -195,6 +196,9 @@ class VerifiersEnvConfig(LibraryEnvBase):
     package: ClassVar[str] = "verifiers"
     calls_model: ClassVar[bool] = True
     name: Literal["verifiers"]
+    url: str | None = None
+    """Address of the library's environment server, such as tcp://127.0.0.1:5000, which has the task set
+    and the settings; null runs the environment in the rollout worker."""
     environment: dict[str, Any] = Field(default_factory=dict)
     """Its settings without the task set, such as `{agent: {runtime: {type: subprocess}}}`; `id` pairs another
     environment with the task set."""
@@ -204,6 +208,16 @@ class VerifiersEnvConfig(LibraryEnvBase):
     @property
     def reward_weights(self) -> dict[str, float]:
         return dict.fromkeys(self.scores, 0.0) | super().reward_weights
+
+    @check
+    def _address_is_complete(self) -> Problems:
+        if self.url is not None and not re.fullmatch(r"tcp://[^\s/]+:\d+", self.url):
+            yield Problem("url", self.url, "expected an address such as tcp://127.0.0.1:5000")
+
+    @check
+    def _server_has_its_settings(self) -> Problems:
+        if self.url is not None:
+            yield from self.without_effect(("environment",), "the server has its own settings; remove it")
 
 
 class AviaryEnvConfig(LibraryEnvBase):

@@ -64,9 +64,13 @@ def require_key(api_key: str) -> Any:
 
 
 def refuse_other_keys(request: web.Request, api_key: str) -> None:
-    """Raise ApiError for a request without this key; in constant time, so that timing does not reveal it."""
-    given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-    if not hmac.compare_digest(given, f"Bearer {api_key}".encode()):
+    """Raise ApiError for a request without this key; in constant time, so that timing does not reveal it.
+
+    `X-API-Key` is for clients that cannot choose their `Authorization`.
+    """
+    own = request.headers.get("X-API-Key")
+    given = request.headers.get("Authorization", "") if own is None else f"Bearer {own}"
+    if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {api_key}".encode()):
         message = "A key is required. Send it as `Authorization: Bearer <key>`."
         raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 

@@ -1,8 +1,10 @@
 """Environments of verifiers, whose agents call the policy's endpoint."""
 
 import asyncio
-import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,14 +19,19 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import DatasetError, load_tasks
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.router import Replica, Router
+from nemorl.plan.problems import server_problems
 from nemorl.rollout.groups import GroupAssignment, GroupSummary
 from nemorl.rollout.worker import RolloutWorker
-from nemorl.trajectories import StopReason, Trajectory
+from nemorl.trajectories import EnvironmentLost, StopReason, Task, Trajectory
 from tests.data.tokenizers import IM_END, save_tokenizer
 from tests.environments.episodes import task
+from tests.environments.servers import end, free_port, running
+from tests.required import require_module
 from tests.rollout.stand_ins import EchoEngine
 
-pytest.importorskip("verifiers.v1")
+require_module("verifiers.v1")
+verifiers = require_module("nemorl.environments.verifiers")
+SERVER = Path(__file__).with_name("verifiers_server.py")
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +44,23 @@ def dataset(**fields) -> VerifiersDataset:
 
 
 def environment(**fields) -> VerifiersEnvConfig:
-    local = {"agent": {"runtime": {"type": "subprocess"}}}
-    return VerifiersEnvConfig(name="verifiers", environment=local, **fields)
+    local = {"environment": {"agent": {"runtime": {"type": "subprocess"}}}} if "url" not in fields else {}
+    return VerifiersEnvConfig(name="verifiers", **local, **fields)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the library's environment server, which has the settings of `environment`."""
+    port = free_port()
+    url, command = f"tcp://127.0.0.1:{port}", [sys.executable, str(SERVER), str(port)]
+    with running(command, tmp_path_factory.mktemp("verifiers"), url):
+        yield url
+
+
+@pytest.fixture(params=["in the worker", "behind its server"])
+def place(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Fields of the environment that say where it runs."""
+    return {"url": request.getfixturevalue("server")} if request.param == "behind its server" else {}
 
 
 def sample(
@@ -72,8 +94,9 @@ def sample(
     return group, list(group.reference)
 
 
-def test_calls_of_an_agent_train_with_the_rewards_of_its_trace(tmp_path):
-    _, (trajectory,) = sample(tmp_path, environment(scores=("right", "characters")), 1, "2", "1")
+def test_calls_of_an_agent_train_with_the_rewards_of_its_trace(tmp_path, place):
+    env = environment(scores=("right", "characters"), **place)
+    _, (trajectory,) = sample(tmp_path, env, 1, "2", "1")
     assert trajectory.error is None
     sampled = trajectory.tokens[trajectory.loss_mask]
     tokenizer = load_tokenizer(PolicyConfig(model_path=tmp_path))
@@ -85,7 +108,6 @@ def test_calls_of_an_agent_train_with_the_rewards_of_its_trace(tmp_path):
     # 0+1 is 1: the reward `right` of 1 with its weight, 0.5; one character.
     assert trajectory.rewards == {"right": 1.0, "characters": 1.0, "verifiers": 0.5}
     assert trajectory.reward == 0.5
-    assert not [name for name in os.environ if name.startswith("NEMORL_API_KEY")]
 
 
 def test_a_wrong_answer_has_no_reward(tmp_path):
@@ -93,8 +115,8 @@ def test_a_wrong_answer_has_no_reward(tmp_path):
     assert trajectory.rewards == {"verifiers": 0.0}
 
 
-def test_an_episode_that_fails_says_why(tmp_path):
-    env = environment(max_retries=0)
+def test_an_episode_that_fails_says_why(tmp_path, place):
+    env = environment(max_retries=0, **place)
     _, (trajectory,) = sample(tmp_path, env, 1, "raise", "1")
     assert "VerifiersFailed" in (trajectory.error or "")
     assert "the agent fell over" in (trajectory.error or "")
@@ -120,3 +142,97 @@ def test_tasks_of_another_dataset_are_refused():
             await environment().make_factory().create().run(task("7"), None)
 
     asyncio.run(main())
+
+
+class SilentModel:
+    """A `Model` that answers no call, so that an episode lasts."""
+
+    name, api_key = "policy", "key"
+
+    def __init__(self) -> None:
+        self.called, self.left = asyncio.Event(), asyncio.Event()
+
+    async def __aenter__(self) -> "SilentModel":
+        self._listener = await asyncio.start_server(self._listen, "127.0.0.1", 0)
+        self.base_url = f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}/v1"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._listener.close()
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.called.set()
+        while await reader.read(1000):
+            pass
+        self.left.set()
+        writer.close()
+
+
+def test_a_server_that_is_gone_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(verifiers, "_ANSWER_SECONDS", 0.5)
+    port = free_port()
+    url, command = f"tcp://127.0.0.1:{port}", [sys.executable, str(SERVER), str(port)]
+    (first, *_) = load_tasks(dataset(), DataConfig(train=dataset()))
+
+    async def main() -> None:
+        factory = environment(url=url).make_factory()
+        try:
+            async with SilentModel() as model:
+                with pytest.raises(EnvironmentLost, match=f"{url} does not answer within 0.5 s"):
+                    await factory.create().run(first, model)
+                with running(command, tmp_path, url) as process:
+                    monkeypatch.setattr(verifiers, "_ANSWER_SECONDS", 60.0)
+                    episode = asyncio.ensure_future(factory.create().run(first, model))
+                    await model.called.wait()
+                    end(process)
+                    with pytest.raises(EnvironmentLost, match=f"{url} closed the connection"):
+                        await episode
+        finally:
+            await factory.close()
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
+def test_a_cancelled_episode_ends_on_the_server(server):
+    (first, *_) = load_tasks(dataset(), DataConfig(train=dataset()))
+
+    async def main() -> None:
+        factory = environment(url=server).make_factory()
+        try:
+            async with SilentModel() as model:
+                episode = asyncio.ensure_future(factory.create().run(first, model))
+                await model.called.wait()
+                episode.cancel()
+                await model.left.wait()
+        finally:
+            await factory.close()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_a_task_that_the_server_refuses_says_why(server):
+    columns = {"verifiers_taskset": {}, "verifiers_data": {"prompt": "1+1?"}}  # without an answer
+    wrong = Task(0, (), columns=columns)
+
+    async def main() -> None:
+        factory = environment(url=server).make_factory()
+        try:
+            with pytest.raises(verifiers.VerifiersFailed, match=r"refuses the episode: .*\n.*answer"):
+                await factory.create().run(
+                    wrong, SimpleNamespace(name="policy", api_key="key", base_url="http://127.0.0.1:9/v1")
+                )
+        finally:
+            await factory.close()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_the_address_of_a_server_is_checked(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    url = f"tcp://127.0.0.1:{free_port()}"
+    [problem] = server_problems(SimpleNamespace(generation=None, rewards=(), env=environment(url=url)))
+    assert (problem.field, problem.value) == ("env.url", url)
+    [problem] = environment(url="http://127.0.0.1").problems({})
+    assert (problem.field, problem.fix) == ("url", "expected an address such as tcp://127.0.0.1:5000")
+    [problem] = environment(url=url, environment={"id": "x"}).problems({})
+    assert (problem.field, problem.fix) == ("environment", "the server has its own settings; remove it")

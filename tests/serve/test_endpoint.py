@@ -356,6 +356,10 @@ def test_the_key_is_required_everywhere_but_for_health(endpoint, served_tokenize
             assert (response.status, await response.json()) == (
                 200, {"status": "ok", "replicas": 1, "lost": 0},
             )  # fmt: skip
+        for key, status in (("wrong", 401), (e.at.api_key, 200)):  # counts before `Authorization`
+            other = {"Authorization": "Bearer EMPTY", "X-API-Key": key}
+            async with e.http.get(f"{e.at.url}/models", headers=other) as response:
+                assert response.status == status
         headers = {"Authorization": f"Bearer {e.at.api_key}"}
         async with e.http.get(f"{e.at.url}/models", headers=headers) as response:
             return await response.json()
