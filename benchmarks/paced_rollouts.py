@@ -8,6 +8,7 @@ import asyncio
 import math
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,19 @@ class Pace:
         return sum(self.model) + sum(self.environment)
 
 
+@dataclass(frozen=True)
+class Span:
+    """A conversation that met no fault, by the monotonic clock."""
+
+    began: float
+    ended: float
+    allowed: float  # seconds of its pace
+
+    def late(self, released: float) -> float:
+        """Seconds beyond its pace, if its first turn was held until `released`."""
+        return self.ended - max(self.began, released) - self.allowed
+
+
 @lru_cache(maxsize=100_000)
 def pace(delays: Delays, task: int) -> Pace:
     draws = random.Random(task)
@@ -76,6 +90,7 @@ class PacedEngine:
 
     delays: Delays
     num_held: int = 0  # first turns that wait for each other, so that as many conversations run at once
+    released: float = -math.inf  # when they had all arrived, by the monotonic clock
     _arrived: int = 0
     _all_arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -93,6 +108,7 @@ class PacedEngine:
         if int(turn) == 0 and self._arrived < self.num_held:
             self._arrived += 1
             if self._arrived == self.num_held:
+                self.released = time.monotonic()
                 self._all_arrived.set()
             await self._all_arrived.wait()
         seconds = pace(self.delays, int(conversation.partition("/")[0].partition(".")[0])).model
@@ -117,6 +133,7 @@ class PacedEnvironment(Environment):
         self._process: asyncio.subprocess.Process | None = None
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
+        self._began = time.monotonic()
         self._pace = pace(self._factory.delays, task.index)
         attempt = self._factory.attempts[task.index]
         self._factory.attempts[task.index] += 1
@@ -133,6 +150,9 @@ class PacedEnvironment(Environment):
         self._turn += 1
         await asyncio.sleep(seconds)
         done = self._turn == len(self._pace.environment)
+        if done:
+            span = Span(self._began, time.monotonic(), self._pace.seconds)
+            self._factory.spans.append(span)
         rewards = {REWARD: float(action.tokens[0] % 2)} if done else {}
         return Step(() if done else (Message("user", OBSERVATION),), rewards, done)
 
@@ -167,6 +187,7 @@ class PacedFactory(EnvironmentFactory):
         self._faults = dict(faults or {})
         self.attempts: Counter[int] = Counter()  # by task
         self.faults_met: Counter[str] = Counter()
+        self.spans: list[Span] = []
         self.num_created = self.num_closed = 0
         self.made.append(self)
 

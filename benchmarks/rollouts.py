@@ -8,6 +8,8 @@ environments that only wait (`paced_rollouts.py`):
 - overhead: processor time of a turn, next to the same engine and environment called directly
 - in flight: conversations per second with 1 to 1000 at a time, next to what their delays allow
 - faults: a thousand at once of which some hang, raise or lose their process; what is held before and after
+- late: what a conversation takes beyond its own delays; the total of those that all run at once is that of
+  the longest one, and says little about the others
 - long tail: next to lockstep turns, where a batch waits for the slowest of each turn
 
 What the delays allow is a list schedule: each conversation begins, in order, as soon as one of the places is
@@ -18,6 +20,7 @@ import argparse
 import asyncio
 import gc
 import heapq
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -44,6 +47,7 @@ SLOW = Delays(model_seconds=2.0, environment_seconds=0.5, turns=4.0, sigma=0.5)
 LONG_TAIL = Delays(model_seconds=0.2, environment_seconds=0.1, turns=4.0, sigma=1.0)
 FAULTS: dict[Fault, float] = {"hang": 0.02, "raise": 0.05, "die": 0.05}
 DEADLINE_SECONDS = 3.0  # of a call of an environment
+QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 def experiment(
@@ -168,11 +172,18 @@ def measure_overhead(model: Path, count: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def late_seconds(factory: PacedFactory, released: float) -> dict[str, float]:
+    """Quantiles of what conversations took beyond their own delays, those that met a fault left out."""
+    late = [span.late(released) for span in factory.spans]
+    return {name: float(np.quantile(late, share)) for name, share in QUANTILES.items()}
+
+
 def measure_in_flight(model: Path, in_flight: int, count: int) -> dict[str, Any]:
     config = experiment(model, SLOW, in_flight=in_flight)
     start = time.perf_counter()
     in_worker(config, SLOW, count)
     seconds = time.perf_counter() - start
+    late = late_seconds(PacedFactory.made[-1], -math.inf)
     allowed = allowed_seconds((pace(SLOW, task).seconds for task in range(count)), in_flight)
     return {
         "in_flight": in_flight,
@@ -181,6 +192,7 @@ def measure_in_flight(model: Path, in_flight: int, count: int) -> dict[str, Any]
         "allowed_seconds": allowed,
         "conversations_per_second": count / seconds,
         "share_of_allowed": allowed / seconds,
+        "late_seconds": late,
     }
 
 
@@ -224,6 +236,7 @@ async def measure_faults(model: Path, count: int) -> dict[str, Any]:
         "seconds": seconds,
         "allowed_seconds": allowed,
         "share_of_allowed": allowed / seconds,
+        "late_seconds": late_seconds(factory, engine.released),
         "held_before": asdict(before),
         "held_after": asdict(after),
     }
@@ -271,6 +284,7 @@ def main() -> None:
             for one in flights
         ),
         {"measured": f"{count} with faults, share of allowed", "value": faults["share_of_allowed"]},
+        *({"measured": f"late, {name} (s)", "value": late} for name, late in faults["late_seconds"].items()),
         {"measured": "lockstep over rollout worker", "value": tail["lockstep_over_worker"]},
     ]
     publish("rollouts", metrics, table_of("Rollouts", rows))

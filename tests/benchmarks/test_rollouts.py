@@ -4,7 +4,7 @@ import asyncio
 import gc
 
 from paced_rollouts import Delays, PacedEngine, PacedEnvironment, PacedFactory
-from rollouts import experiment
+from rollouts import DEADLINE_SECONDS, experiment, late_seconds
 
 from nemorl.commands.env import HeldResources
 from nemorl.generation.router import Replica, Router
@@ -29,7 +29,7 @@ def alive(*kinds):
 
 
 async def collect(config, num_groups=NUM_GROUPS):
-    """One step of the groups, by the real collector; what was asked for, trained on and dropped."""
+    """One step of the groups, by the real collector; the engine, what was asked, trained on and dropped."""
     # The first turns wait for each other: they end only if no conversation waits for another to end.
     engine = PacedEngine(DELAYS, num_held=num_groups * SAMPLES)
     worker = RolloutWorker(config, Router([Replica("paced", engine.generate)]), store=len)
@@ -44,7 +44,7 @@ async def collect(config, num_groups=NUM_GROUPS):
     collector = Collector([worker], schedule, 120)
     collector.advance(0)
     try:
-        return asked, await collector.next_batch(), *collector.take_dropped()
+        return engine, asked, await collector.next_batch(), *collector.take_dropped()
     finally:
         await collector.close()
         await worker.close()
@@ -62,7 +62,7 @@ def test_all_are_accounted_for_and_nothing_is_left(model_folder, monkeypatch):
         await asyncio.sleep(0)  # for tasks that were cancelled last
         return before, HeldResources.now(), factory, outcome
 
-    before, after, factory, (asked, trained, dropped, given_up) = asyncio.run(run())
+    before, after, factory, (engine, asked, trained, dropped, given_up) = asyncio.run(run())
 
     assert len(trained) == NUM_GROUPS
     assert len(asked) == len(trained) + len(dropped)
@@ -78,7 +78,13 @@ def test_all_are_accounted_for_and_nothing_is_left(model_folder, monkeypatch):
     assert factory.faults_met.total() - num_retried >= len(dropped)  # the faults that ended a conversation
     assert set(factory.faults_met) == set(FAULTS)
 
+    # A conversation that waited for those that hang would be as late as the deadline of their call.
+    late = late_seconds(factory, engine.released)
+    assert late["p50"] < DEADLINE_SECONDS, late
+
     assert (after.tasks, after.processes) == (before.tasks, before.processes)
     assert after.files <= before.files
     assert after.threads <= before.threads
+    # Less than 0.1 MB for each conversation: what the allocator keeps of them, but not what they held.
+    assert after.megabytes - before.megabytes < 0.1 * NUM_GROUPS * SAMPLES
     assert alive(PacedEnvironment, Record) == 0
