@@ -2,16 +2,18 @@
 
     python benchmarks/libraries.py [--episodes 100] [--rounds 5] [--only gymnasium aviary]
 
-For each installed library, with the same scripted actions and no model:
+For each installed library, with the same scripted turns and no model:
 
 - own: the loop that the library's documentation shows, an episode after another
-- nemorl: `create`, `reset`, `step` and `close` of its adapter, an episode after another
-- nemorl, 16 at a time: the same with 16 episodes at a time in one event loop
+- nemorl: a rollout worker whose engine answers at once, an episode after another: chat template, tokens, turn
+  loop, adapter, rewards and summaries
+- nemorl, 16 at a time: the same with 16 episodes in flight
 
-Agents of verifiers and NeMo-Gym call an endpoint that answers at once, on both sides. A library that is a
-server is run by the interpreter that `NEMORL_<MODULE>_PYTHON` names, if this one does not have it. With
-`--only`, rows of other libraries are those of the call before, since some libraries cannot be installed
-together. A row more is a `Library` more in `library_loops.py`.
+Agents of verifiers and NeMo-Gym call an endpoint: in their own loop one that answers at once, in a rollout
+worker the one that records their tokens. A library that is a server is run by the interpreter that
+`NEMORL_<MODULE>_PYTHON` names, if this one does not have it. With `--only`, rows of other libraries are those
+of the call before, since some libraries cannot be installed together. A row more is a `Library` more in
+`library_loops.py`.
 """
 
 import argparse
@@ -19,40 +21,53 @@ import asyncio
 import json
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 from common import OUT, Timing, publish, table_of
-from library_loops import LIBRARIES, SERVERS, Addresses, Library, says
-from pydantic import TypeAdapter
+from library_loops import LIBRARIES, SERVERS, Addresses, Library
 
-from nemorl.config.data import DataConfig
-from nemorl.config.environment import EnvBase, OneEnvConfig
+from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_tasks
-from nemorl.trajectories import Answer, EnvironmentFactory, Message, Task, ToolSchemas
+from nemorl.data.tokenizer import Tokenizer, load_tokenizer
+from nemorl.generation.router import Replica, Router
+from nemorl.generation.types import Completion, GenerationRequest
+from nemorl.models.create import CHAT, EOS, create_tiny_model
+from nemorl.rollout.groups import GroupAssignment, GroupSummary
+from nemorl.rollout.worker import RolloutWorker
+from nemorl.trajectories import StopReason, Task
 
 AT_A_TIME = 16
+IN_FLIGHT = {"nemorl": 1, "nemorl_concurrent": AT_A_TIME}
+# Of what environments write: a token for each character.
+VOCABULARY = replace(CHAT, characters="\n\t" + "".join(map(chr, range(0x20, 0x3000))))
 
 
 @dataclass(frozen=True)
-class ScriptedModel:
-    """A `Model` whose own calls are answered by the library's script."""
+class ScriptedEngine:
+    """An engine replica that answers each request at once with the library's script."""
 
-    base_url: str
-    reply: Callable[[str], str]
-    name: str = "policy"
-    api_key: str = "none"
+    library: Library
+    tokenizer: Tokenizer
+    tasks: Sequence[Task]
 
-    def player(self, name: str) -> "ScriptedModel":
-        return self
+    async def generate(self, requests: list[GenerationRequest]) -> AsyncGenerator[list[Completion], None]:
+        yield [self.answer(request) for request in requests]
 
-    async def chat(self, messages: Sequence[Message], tools: ToolSchemas = (), **_: object) -> Answer:
-        action = says(self.reply(messages[-1].content))
-        return Answer(**vars(action), id="0", message=Message("assistant", action.text))
+    def answer(self, request: GenerationRequest) -> Completion:
+        conversation, _, turn = request.id.rpartition("/")
+        task = self.tasks[int(conversation.partition("/")[0].partition(".")[0]) % len(self.tasks)]
+        text = self.library.says(task, int(turn), lambda: self.tokenizer.decode(request.prompt.tolist()))
+        tokens = np.array(self.tokenizer.encode(text + EOS), dtype=np.int32)
+        logprobs, versions = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+        return Completion(request.id, tokens, logprobs, versions, StopReason.STOP)
 
 
 async def answer(_: web.Request) -> web.Response:
@@ -78,55 +93,62 @@ async def model_endpoint() -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def episode(factory: EnvironmentFactory, library: Library, task: Task, endpoint: str) -> int:
-    """Its number of turns; 0 if the environment owns its loop."""
-    environment, turn, done = factory.create(), 0, False
-    try:
-        if hasattr(environment, "run"):
-            await environment.run(task, ScriptedModel(endpoint, library.reply))
-            return 0
-        await environment.reset(task)
-        while not done:
-            done = (await environment.step(library.act(turn, task))).done
-            turn += 1
-    finally:
-        await environment.close()
-    return turn
-
-
-async def measure(library: Library, count: int, rounds: int, server: str) -> dict[str, Any]:
-    """A row of the table, with the seconds of each round. What episodes share has started before them."""
-    address = {"url": server} if server else {}
-    section: EnvBase = TypeAdapter(OneEnvConfig).validate_python(library.env | address)
-    data = DataConfig.model_validate({"train": {**library.data, "size": count}})
-    tasks = list(load_tasks(data.train, data))
-    factory = section.make_factory()
-
-    async def through(at_a_time: int, endpoint: str) -> None:
-        places = asyncio.Semaphore(at_a_time)
-
-        async def one(task: Task) -> None:
-            async with places:
-                await episode(factory, library, task, endpoint)
-
-        await asyncio.gather(*map(one, tasks))
-
-    seconds: dict[str, list[float]] = {"own": [], "nemorl": [], "nemorl_concurrent": []}
-    async with model_endpoint() as endpoint:
-        ways = {
-            "own": lambda: library.own(tasks, Addresses(endpoint, server)),
-            "nemorl": lambda: through(1, endpoint),
-            "nemorl_concurrent": lambda: through(AT_A_TIME, endpoint),
+def experiment(model: Path, library: Library, count: int, in_flight: int, server: str) -> Experiment:
+    return Experiment.model_validate(
+        {
+            "run_dir": "runs/bench/libraries",
+            "policy": {"model_path": str(model), "max_sequence_length": 16_384, "micro_batch_tokens": 16_384},
+            "generation": {"max_new_tokens": 256, "concurrency": in_flight},
+            "data": {"chat": True, "train": {**library.data, "size": count}},
+            "env": library.env | ({"url": server} if server else {}),
+            "algorithm": {
+                "name": "grpo",
+                "num_steps": 1,
+                "num_prompts_per_step": 2,
+                "num_generations_per_prompt": 2,
+            },
         }
+    )
+
+
+async def run_episodes(worker: RolloutWorker, count: int, number: int) -> None:
+    """An episode of each task, in groups that no round before had. Raises RuntimeError for one that fails."""
+    groups = [GroupAssignment(number * count + task, task, num_samples=1) for task in range(count)]
+    async for group in worker.run_groups(groups):
+        errors = [one.error for one in group.trajectories] if isinstance(group, GroupSummary) else [group]
+        if any(errors):
+            raise RuntimeError(f"an episode failed: {errors}")
+
+
+async def measure(library: Library, model: Path, count: int, rounds: int, server: str) -> dict[str, Any]:
+    """A row of the table, with the seconds of each round. What episodes share has started before them."""
+    configs = {name: experiment(model, library, count, n, server) for name, n in IN_FLIGHT.items()}
+    config = configs["nemorl"]
+    tasks = list(load_tasks(config.data.train, config.data))
+    engine = ScriptedEngine(library, load_tokenizer(config.policy), tasks)
+    workers = {
+        name: RolloutWorker(config, Router([Replica("scripted", engine.generate)]), store=len)
+        for name, config in configs.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ("own", *workers)}
+
+    async def episodes(name: str, number: int, endpoint: str) -> None:
+        if name == "own":
+            await library.own(tasks, Addresses(endpoint, server))
+        else:
+            await run_episodes(workers[name], count, number)
+
+    async with model_endpoint() as endpoint:
         try:
             for number in range(rounds + 1):  # the first one warms up
-                for name, way in ways.items():
+                for name, measured in seconds.items():
                     start = time.perf_counter()
-                    await way()
+                    await episodes(name, number, endpoint)
                     if number:
-                        seconds[name].append(time.perf_counter() - start)
+                        measured.append(time.perf_counter() - start)
         finally:
-            await factory.close()
+            for worker in workers.values():
+                await worker.close()
     timings = {name: Timing(name, tuple(values)) for name, values in seconds.items()}
     more = statistics.median(b - a for a, b in zip(seconds["own"], seconds["nemorl"], strict=True))
     return {
@@ -159,10 +181,12 @@ def main() -> None:
     chosen = [one for one in LIBRARIES if not arguments.only or one.module in arguments.only]
     missing = [one.package for one in chosen if one.python is None]
     rows = []
-    with task_sets():
+    with task_sets(), tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        create_tiny_model(model, VOCABULARY, hidden=8, ffn=8, layers=1, heads=1, kv_heads=1)
         for one in (one for one in chosen if one.python is not None):
             with one.serving() as server:
-                rows.append(asyncio.run(measure(one, arguments.episodes, arguments.rounds, server)))
+                rows.append(asyncio.run(measure(one, model, arguments.episodes, arguments.rounds, server)))
     if not rows:
         parser.error(f"none of these libraries is installed: {', '.join(missing)}")
     if arguments.only and (before := OUT / "libraries.json").exists():

@@ -1,5 +1,6 @@
 """What `benchmarks/libraries.py` runs of each library, and the loop of the library's documentation."""
 
+import json
 import os
 import random
 import re
@@ -13,15 +14,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
-import numpy as np
 
-from nemorl.trajectories import Action, Reply, StopReason, Task, ToolCall
+from nemorl.trajectories import Task
 
 SERVERS = Path(__file__).parents[1] / "tests" / "environments"
 START_SECONDS = 120.0  # of a server
@@ -32,12 +32,6 @@ class Addresses(NamedTuple):
     server: str  # of the library's environment; empty if it has none
 
 
-def says(text: str, *calls: str, **arguments: Any) -> Action:
-    """A turn with calls of these tools."""
-    made = tuple(ToolCall(f"call-{at}", name, arguments) for at, name in enumerate(calls))
-    return Action(text, np.zeros(1, np.int32), StopReason.STOP, Reply(text, tool_calls=made))
-
-
 @dataclass(frozen=True)
 class Library:
     package: str  # as it is installed
@@ -46,9 +40,9 @@ class Library:
     env: dict[str, Any]
     data: dict[str, Any]
     own: Callable[[Sequence[Task], Addresses], Awaitable[None]]  # episodes of these tasks
-    act: Callable[[int, Task], Action] = field(default=lambda turn, task: says(""))  # turn by turn
-    reply: Callable[[str], str] = field(default=lambda seen: "")  # of a model, to the last message
+    says: Callable[[Task, int, Callable[[], str]], str]  # a turn of the policy: its number, what it reads
     server: tuple[str, ...] = ()  # a program of tests/environments, and its arguments after the port
+    scheme: Literal["http", "tcp"] = "http"  # of the server's address
 
     @property
     def python(self) -> str | None:
@@ -64,12 +58,12 @@ class Library:
             return
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-        url, (program, *arguments) = f"http://127.0.0.1:{port}", self.server
+        url, (program, *arguments) = f"{self.scheme}://127.0.0.1:{port}", self.server
         command = [self.python or sys.executable, str(SERVERS / program), str(port), *arguments]
         process = subprocess.Popen(command, start_new_session=True, stdout=sys.stderr)
         try:
             end = time.monotonic() + START_SECONDS
-            while not answers(f"{url}/health"):
+            while not answers(url, port):
                 if process.poll() is not None or time.monotonic() > end:
                     raise RuntimeError(f"the server did not start: {shlex.join(command)}")
                 time.sleep(0.2)
@@ -84,9 +78,12 @@ class Library:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def answers(url: str) -> bool:
+def answers(url: str, port: int) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5):
+        if not url.startswith("http"):
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            return True
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
             return True
     except urllib.error.HTTPError:
         return True
@@ -131,21 +128,25 @@ async def aviary_own(tasks: Sequence[Task], _: Addresses) -> None:
     from aviary.core import TaskDataset, ToolCall, ToolCallFunction, ToolRequestMessage
 
     dataset = TaskDataset.from_name("dummy")
-    for task in tasks:
+    for _task in tasks:
         env, turn, over = dataset.get_new_env(), 0, False
         await env.reset()
         while not over:
-            calls = [
-                ToolCall(id=call.id, function=ToolCallFunction(name=call.name, arguments=call.arguments))
-                for call in aviary_turn(turn, task).tool_calls
-            ]
-            _, _, over, _ = await env.step(ToolRequestMessage(content="", tool_calls=calls))
+            name, arguments = aviary_call(turn)
+            call = ToolCall(id="0", function=ToolCallFunction(name=name, arguments=arguments))
+            _, _, over, _ = await env.step(ToolRequestMessage(content="", tool_calls=[call]))
             turn += 1
         await env.close()
 
 
-def aviary_turn(turn: int, _: Task) -> Action:
-    return says("", "get_random_int") if turn < 3 else says("", "print_story", story="x")
+def aviary_call(turn: int) -> tuple[str, dict[str, str]]:
+    return ("get_random_int", {}) if turn < 3 else ("print_story", {"story": "x"})
+
+
+def written(name: str, arguments: Mapping[str, str]) -> str:
+    """A call of a tool as the model of the benchmark writes it."""
+    given = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+    return f"<|tool_call_start|>[{name}({given})]<|tool_call_end|>"
 
 
 async def verifiers_own(tasks: Sequence[Task], at: Addresses) -> None:
@@ -159,6 +160,20 @@ async def verifiers_own(tasks: Sequence[Task], at: Addresses) -> None:
     async with env.serving():
         for task in env.taskset.take(len(tasks)):
             assert (await env.run_episode(task, context)).ok
+
+
+async def verifiers_server_own(tasks: Sequence[Task], at: Addresses) -> None:
+    from verifiers import v1 as vf
+    from verifiers.v1.serve import EnvClient
+
+    endpoint = vf.EvalClientConfig(base_url=at.endpoint, api_key_var="NO_KEY")
+    client = EnvClient(at.server)
+    try:
+        for task in tasks:
+            data = task.columns["verifiers_data"]
+            assert (await client.run(endpoint, "policy", vf.SamplingConfig(), data)).ok
+    finally:
+        await client.close()
 
 
 async def textarena_own(tasks: Sequence[Task], _: Addresses) -> None:
@@ -217,54 +232,65 @@ async def nemo_gym_own(tasks: Sequence[Task], at: Addresses) -> None:
 
 
 VERIFIERS = {"agent": {"runtime": {"type": "subprocess"}}}
+VERIFIERS_TASKS = {"name": "verifiers", "taskset": "verifiers-sums", "options": {"number": 1000}}
 LIBRARIES = (
     Library(
         "reasoning-gym", "reasoning_gym", "chain_sum, one turn",
         env={"name": "reasoning_gym", "answer_tag": None},
         data={"name": "reasoning_gym", "task": "chain_sum"},
         own=reasoning_gym_own,
-        act=lambda turn, task: says(str(task.answer)),
+        says=lambda task, turn, seen: str(task.answer),
     ),
     Library(
         "gymnasium", "gymnasium", "CartPole-v1, actions 0 and 1 in turn",
         env={"name": "gymnasium", "id": "CartPole-v1", "action_tag": None, "max_turns": 500},
         data={"name": "seeds"},
         own=gymnasium_own,
-        act=lambda turn, task: says(str(turn % 2)),
+        says=lambda task, turn, seen: str(turn % 2),
     ),
     Library(
         "skyrl-gym", "skyrl_gym", "gsm8k_multi_turn, five turns",
         env={"name": "skyrl_gym", "env": "gsm8k_multi_turn"},
         data={"name": "arithmetic"},
         own=skyrl_gym_own,
-        act=lambda turn, task: says("#### none"),
+        says=lambda task, turn, seen: "#### none",
     ),
     Library(
         "fhaviary", "aviary", "dummy, four turns with a call each",
         env={"name": "aviary"},
         data={"name": "aviary", "dataset": "dummy"},
         own=aviary_own,
-        act=aviary_turn,
+        says=lambda task, turn, seen: written(*aviary_call(turn)),
     ),
     Library(
         "verifiers", "verifiers", "an agent in the process, two calls of the endpoint",
         env={"name": "verifiers", "environment": VERIFIERS},
-        data={"name": "verifiers", "taskset": "verifiers-sums", "options": {"number": 1000}},
+        data=VERIFIERS_TASKS,
         own=verifiers_own,
+        says=lambda task, turn, seen: "1",
+    ),
+    Library(
+        "verifiers", "verifiers", "the same agent in the library's environment server",
+        env={"name": "verifiers"},
+        data=VERIFIERS_TASKS,
+        own=verifiers_server_own,
+        says=lambda task, turn, seen: "1",
+        server=("verifiers_server.py",),
+        scheme="tcp",
     ),
     Library(
         "textarena", "textarena", "TicTacToe-v0, the first legal move against random ones",
         env={"name": "textarena", "game": "TicTacToe-v0", "opponent": {"name": "random"}},
         data={"name": "seeds"},
         own=textarena_own,
-        reply=first_move,
+        says=lambda task, turn, seen: first_move(seen()),
     ),
     Library(
         "openenv", "openenv", "a server with typed actions over WebSocket, an action for three coins",
         env={"name": "openenv", "action_field": "count", "observation_field": "left"},
         data={"name": "seeds"},
         own=openenv_own,
-        act=lambda turn, task: says("3"),
+        says=lambda task, turn, seen: "3",
         server=("openenv_server.py", "16"),
     ),
     Library(
@@ -272,6 +298,7 @@ LIBRARIES = (
         env={"name": "nemo_gym"},
         data={"name": "generator", "function": "library_loops:weather_rows", "answer_key": None},
         own=nemo_gym_own,
+        says=lambda task, turn, seen: "1",
         server=("nemo_gym_servers.py",),
     ),
 )  # fmt: skip
