@@ -146,7 +146,10 @@ def test_random_turns_end_an_episode():
         return last
 
     assert asyncio.run(main()).rewards == {"gymnasium": 1.0}
-    assert not [thread for thread in threading.enumerate() if thread.name == "environment"]
+    threads = [thread for thread in threading.enumerate() if thread.name == "environment"]
+    for thread in threads:  # ends soon after `close`
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_slow_environment_does_not_hold_up_others():
