@@ -58,7 +58,9 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def mounted() -> set[str]:
-    return {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+    """Where something is mounted, but for what other tests mount in their folders at the same time."""
+    places = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return {place for place in places if "/pytest-of-" not in place}
 
 
 def is_sandbox(process: psutil.Process) -> bool:
