@@ -111,6 +111,7 @@ class Step:
     rewards: dict[str, float] = field(default_factory=dict)  # by name; summed over turns
     done: bool = True
     num_retries: int = 0  # of what the environment had to do again, since it lost a process
+    stop_strings: tuple[str, ...] = ()  # that end the next turn, besides those of the run; they stay in it
 
 
 def add_rewards(rewards: Mapping[str, float], total: dict[str, float]) -> None:
@@ -134,6 +135,9 @@ class Environment(Protocol):
     """A step-driven environment: one instance serves one trajectory."""
 
     tools: ToolSchemas = ()  # that the policy may call; read after `reset` and shown by the chat template
+    stop_strings: Sequence[
+        str
+    ] = ()  # that end the first turn, as those of a `Step` the next; read after `reset`
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
         """The messages that open the conversation; by default the task's own."""

@@ -87,7 +87,7 @@ def _episode(
             raise _Failed(problem)
         calls.run("close()", environment.close, awaits=True)
         if not in_worker:
-            called = "it runs its episodes itself and calls the model on loopback of its rollout worker"
+            called = "it runs its episodes itself and calls the model in its rollout worker"
             raise _Failed(f"{called}, so env.placement must be worker; remove that, or give it a `step`")
         return
     if problem := _lacks(environment, "an Environment", "reset", "step", "close"):
@@ -98,6 +98,7 @@ def _episode(
             raise _Failed(f"reset() returned {_shown(opening)}; return a tuple of Messages, at least one")
         _encode(tokenizer, opening, "reset()")
         _check_tools(tokenizer, getattr(environment, "tools", ()), chat=chat)
+        _check_stop_strings(getattr(environment, "stop_strings", ()), "its stop_strings are {} after reset()")
         for turn in range(MAX_TURNS):
             text = (task.answer or "") if turn else ""
             action = Action(text, np.zeros(1, dtype=np.int32), StopReason.STOP)
@@ -108,6 +109,7 @@ def _episode(
             if not _are_messages(said := step.messages):
                 raise _Failed(f"{called} returned the messages {_shown(said)}; return a tuple of Messages")
             _encode(tokenizer, said, called)
+            _check_stop_strings(step.stop_strings, f"{called} returned the stop_strings {{}}")
             for name, reward in step.rewards.items():
                 given = f"{called} gave the reward {name!r}"
                 if name not in factory.reward_weights:
@@ -147,6 +149,12 @@ def _check_tools(tokenizer: Tokenizer | None, tools: Any, *, chat: bool) -> None
             prompts_of(tokenizer, chat).with_tools(tools)
         except TokenizerError as error:
             raise _Failed(f"it has tools, but {error}") from error
+
+
+def _check_stop_strings(value: Any, problem: str) -> None:
+    """Raises _Failed for what is no collection of texts; a text alone would be one of letters."""
+    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
+        raise _Failed(f"{problem.format(_shown(value))}; give a tuple of texts that are not empty")
 
 
 def _are_messages(value: Any) -> bool:

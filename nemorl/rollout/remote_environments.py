@@ -154,8 +154,8 @@ class HttpTransport:
         return (await self._ask("POST", "/sessions", OpenAnswer, body, ANSWER_SECONDS)).id
 
     async def reset(self, session: str, task: Task) -> Opening:
-        answer = await self._ask("POST", f"/sessions/{session}/reset", ResetAnswer, ResetRequest(task=task))
-        return Opening(answer.messages, answer.tools)
+        body = ResetRequest(task=task)
+        return (await self._ask("POST", f"/sessions/{session}/reset", ResetAnswer, body)).opening
 
     async def step(self, session: str, action: Action) -> Step:
         body = StepRequest(action=SentAction.of(action))
@@ -252,7 +252,7 @@ class RemoteEnvironment(Environment):
             assert self._refusal is not None, "it has neither a place nor a reason"
             raise self._refusal
         opening = await self._place.transport.reset(self._place.session, task)
-        self.tools = opening.tools
+        self.tools, self.stop_strings = opening.tools, opening.stop_strings
         return opening.messages
 
     async def step(self, action: Action) -> Step:

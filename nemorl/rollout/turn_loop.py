@@ -344,8 +344,9 @@ class TurnLoop:
         if (count := len(record.tokens)) >= limit:
             problem = f"prompt: {count} tokens leave no room in `policy.max_sequence_length` of {limit}"
             raise ConversationFailed(problem)
+        stop_strings = getattr(environment, "stop_strings", ())
         while True:
-            action = await self._sample_turn(record, prompts, key, sampling)
+            action = await self._sample_turn(record, prompts, key, sampling, stop_strings)
             turn = len(record.turns)
             step = await self._ask(record, environment.step(action), f"environment step {turn}")
             record.add_rewards(step)
@@ -367,14 +368,22 @@ class TurnLoop:
                 record.stop = StopReason.LENGTH
                 return
             add(step.messages, tokens)
+            stop_strings = step.stop_strings
 
     async def _sample_turn(
-        self, record: Record, prompts: Prompts, key: SampleKey, sampling: SamplingParams
+        self,
+        record: Record,
+        prompts: Prompts,
+        key: SampleKey,
+        sampling: SamplingParams,
+        stop_strings: Sequence[str],
     ) -> Action:
         """One turn. Its tokens are kept as sampled; its text is only for the environment."""
         limits, start, turn = self._limits, time.monotonic(), len(record.turns)
         num_routed = record.sequence.num_routed
-        request = limits.request(key, turn, record.tokens, sampling, _spent(record), num_routed)
+        request = limits.request(
+            key, turn, record.tokens, sampling, _spent(record), num_routed, stop_strings=stop_strings
+        )
         completion = await self.sampler.generator.generate(
             request, lambda progress: record.note(progress.versions)
         )

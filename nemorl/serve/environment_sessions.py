@@ -51,6 +51,7 @@ class Caller:
 class Opening:
     messages: tuple[Message, ...]
     tools: ToolSchemas = ()
+    stop_strings: tuple[str, ...] = ()  # of the first turn
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class Sessions:
     async def reset(self, name: str, task: Task) -> Opening:
         environment = self._session(name).environment
         messages = await self._call(name, environment.reset(task))
-        return Opening(tuple(messages), tuple(getattr(environment, "tools", ())))
+        tools, stop_strings = (tuple(getattr(environment, name, ())) for name in ("tools", "stop_strings"))
+        return Opening(tuple(messages), tools, stop_strings)
 
     async def step(self, name: str, action: Action) -> Step:
         step: Step = await self._call(name, self._session(name).environment.step(action))

@@ -1,8 +1,8 @@
 """The HTTP application of environments (docs/environment_service.md): JSON, a session for each episode.
 
     POST   /v1/sessions              {"client": {"name", "start"}}   ─▶ 201 {"id"}
-    POST   /v1/sessions/ID/reset     {"task": {…}}                   ─▶ {"messages", "tools"}
-    POST   /v1/sessions/ID/step      {"action": {…}}                 ─▶ {"messages", "rewards", "done"}
+    POST   /v1/sessions/ID/reset     {"task": {…}}                   ─▶ {"messages", "tools", "stop_strings"}
+    POST   /v1/sessions/ID/step      {"action": {…}}                 ─▶ {"messages", "rewards", "done", …}
     DELETE /v1/sessions/ID                                           ─▶ {}
     POST   /v1/answer                {"text"}                        ─▶ {"answer"}
     GET    /health                   needs no token                  ─▶ {"status", "environments"}
@@ -55,10 +55,16 @@ class ResetRequest(_Body):
 class ResetAnswer(_Body):
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    stop_strings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, opening: Opening) -> "ResetAnswer":
-        return cls(messages=opening.messages, tools=tuple(dict(tool) for tool in opening.tools))
+        tools = tuple(dict(tool) for tool in opening.tools)
+        return cls(messages=opening.messages, tools=tools, stop_strings=opening.stop_strings)
+
+    @property
+    def opening(self) -> Opening:
+        return Opening(self.messages, self.tools, self.stop_strings)
 
 
 class SentAction(_Body):
@@ -85,15 +91,16 @@ class StepAnswer(_Body):
     rewards: dict[str, float] = {}
     done: bool = True
     num_retries: int = 0
+    stop_strings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, step: Step) -> "StepAnswer":
         rewards = {name: float(value) for name, value in step.rewards.items()}
-        return cls(messages=step.messages, rewards=rewards, done=step.done, num_retries=step.num_retries)
+        return cls(**vars(step) | {"rewards": rewards})
 
     @property
     def step(self) -> Step:
-        return Step(self.messages, dict(self.rewards), self.done, self.num_retries)
+        return Step(self.messages, dict(self.rewards), self.done, self.num_retries, self.stop_strings)
 
 
 class AnswerRequest(_Body):

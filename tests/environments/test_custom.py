@@ -86,6 +86,7 @@ def test_a_sound_environment_has_no_problems(monkeypatch: pytest.MonkeyPatch, tm
         ("    async def reset", "    def reset", "reset() is not async; define it with `async def`"),
         ('Step(rewards={"right": 1.0})', '{"right": 1.0}', "returned {'right': 1.0}; return a Step"),
         ("Step(", "Step(messages=('7',), ", "step('') returned the messages ('7',); return a tuple of"),
+        ("Step(", "Step(stop_strings='</a>', ", "step('') returned the stop_strings '</a>'; give a tuple of"),
         ('Step(rewards={"right": 1.0})', 'Step(rewards={"left": 1.0})', "gave the reward 'left', which"),
         ('Step(rewards={"right": 1.0})', 'Step(rewards={"right": None})', "gave the reward 'right' the"),
     ],

@@ -20,6 +20,7 @@ from nemorl.config.run import ClusterConfig, DeadlineConfig
 from nemorl.generation.router import Replica, Router
 from nemorl.rewards import scored
 from nemorl.rollout.groups import GroupAssignment
+from nemorl.rollout.remote_environments import factory_behind_server
 from nemorl.rollout.worker import RolloutWorker
 from nemorl.serve.app import answering
 from nemorl.serve.environment_sessions import Caller, SessionFailed, Sessions
@@ -137,6 +138,30 @@ def test_samples_are_those_of_environments_in_the_worker(model_folder, tokenizer
         np.testing.assert_array_equal(one.loss_mask, other.loss_mask)
         assert (one.rewards, one.reward, len(one.turns)) == (other.rewards, other.reward, 3)
         assert [turn.rewards for turn in one.turns] == [turn.rewards for turn in other.turns]
+
+
+def test_stop_strings_of_turns_cross_the_wire(monkeypatch):
+    class Stops(ScriptedFactory):
+        def create(self):
+            environment = super().create()
+            environment.stop_strings = ("</plan>",)
+            environment.step = self.step
+            return environment
+
+        async def step(self, action):
+            return Step(done=False, stop_strings=("</move>", "?"))
+
+    async def run():
+        async with serving(monkeypatch, stops=Stops()) as at:
+            factory = factory_behind_server(remote(at, "stops"), remote(at, "stops").placement)
+            environment = factory.create()
+            await environment.reset(TASK)
+            step = await environment.step(ACTION)
+            await environment.close()
+            await factory.close()
+            return environment.stop_strings, step.stop_strings
+
+    assert asyncio.run(run()) == (("</plan>",), ("</move>", "?"))
 
 
 def test_the_wait_for_a_place_is_not_part_of_the_deadline(model_folder, tokenizer, monkeypatch):
@@ -258,7 +283,8 @@ def test_the_documented_messages(monkeypatch):
     assert headers["Retry-After"] == "1"
     assert (full["error"]["code"], unknown["error"]["code"]) == ("no_place", "session_unknown")
     assert [(m["role"], m["content"]) for m in opening["messages"]] == [("user", "1+1=")]
-    assert step == {"messages": [], "rewards": {"done": 1.0}, "done": True, "num_retries": 0}
+    common = {"num_retries": 0, "stop_strings": []}
+    assert step == {"messages": [], "rewards": {"done": 1.0}, "done": True, **common}
     assert wrong["error"]["param"] == "client.start"
     assert answer == {"answer": "it is 2"}
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nemorl.config.environment import EpisodeLimits
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import ChatPrompts, Prompts, load_tokenizer
 from nemorl.generation.types import SamplingParams
@@ -170,6 +171,15 @@ class TestEnds:
         # All that was sampled is text: there was no end token to leave out.
         assert environment.actions[0].text == tokenizer.decode([50, 51])
 
+    def test_the_environment_sets_stop_strings_of_each_turn(self, tokenizer):
+        """Those of the run are in all."""
+        steps = [replace(OBSERVE, stop_strings=("</move>", "?")), OBSERVE, DONE]
+        generator, environment = ScriptedGenerator([[50, IM_END]] * 3), ScriptedEnvironment(steps)
+        environment.stop_strings = ("</plan>",)
+        run(tokenizer, generator, environment, stop_strings=("END",))
+        asked = [request.stop_strings for request in generator.requests]
+        assert asked == [("END", "</plan>"), ("END", "</move>", "?"), ("END",)]
+
     def test_a_full_sequence_ends_the_conversation_before_the_observation(self, tokenizer):
         opening = len(ChatPrompts(tokenizer).open(TASK.messages))
         generator = ScriptedGenerator([[50, IM_END]] * 2)
@@ -210,6 +220,21 @@ class TestEnds:
         assert 0.04 <= trajectory.seconds_generation < 10
         assert 0.02 <= trajectory.seconds_environment < 10
 
+    def test_the_time_of_the_model_in_an_episode_ends_it(self, tokenizer):
+        class SlowGenerator(ScriptedGenerator):
+            async def generate(self, request, on_progress=None):
+                await asyncio.sleep(request.deadline_seconds)
+                return await super().generate(request)
+
+        # The engine ends a turn at its deadline, which is what the limit leaves and not the turn's own.
+        episode = EpisodeLimits(model_seconds=0.1)
+        for stop in (StopReason.ABORT, StopReason.STOP):
+            generator = SlowGenerator([[50, 51]], {0: stop})
+            trajectory = run(tokenizer, generator, ScriptedEnvironment([OBSERVE]), episode=episode).trajectory
+            assert [request.deadline_seconds for request in generator.requests] == [0.1]
+            assert (trajectory.error, trajectory.stop) == (None, StopReason.LENGTH)
+            assert (trajectory.num_sampled, trajectory.rewards) == (2, {"step": 0.25})
+
     def test_a_turn_never_asks_for_more_than_the_sequence_holds(self, tokenizer):
         opening = len(ChatPrompts(tokenizer).open(TASK.messages))
         generator = ScriptedGenerator([[50] * 9], {0: StopReason.LENGTH})
@@ -241,6 +266,21 @@ class TestFailures:
         ).trajectory
         self.assert_failed(trajectory, match="environment step 1: no answer within 0.05 s")
         assert trajectory.seconds_environment >= 0.05
+        assert environment.closes == 1
+
+    def test_the_time_of_the_environment_in_an_episode_limits_the_sum_of_its_calls(self, tokenizer):
+        class SlowEnvironment(ScriptedEnvironment):
+            async def step(self, action):
+                await asyncio.sleep(0.6)
+                return await super().step(action)
+
+        environment = SlowEnvironment([OBSERVE, DONE])
+        episode = EpisodeLimits(environment_seconds=1.0)  # each call alone would be in time
+        trajectory = run(
+            tokenizer, ScriptedGenerator([[50, IM_END]] * 2), environment, episode=episode
+        ).trajectory
+        self.assert_failed(trajectory, match="environment step 2: no answer within 0.")
+        assert len(environment.actions) == 1
         assert environment.closes == 1
 
     def test_an_environment_that_will_not_be_cancelled_is_left_behind(self, tokenizer):
