@@ -194,7 +194,7 @@ def prepare(
             yield from _other_algorithm(experiment)
         if is_this_machine(experiment, machine):
             listening = experiment.generation.endpoint or (EndpointConfig() if serving else None)
-            yield from address_problems(experiment.generation, listening)
+            yield from address_problems(experiment.generation, listening, experiment.env)
         if replay is not None:
             from nemorl.rollout.replay import replay_problems
             from nemorl.rollout.stored import RolloutFiles

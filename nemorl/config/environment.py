@@ -340,6 +340,7 @@ class ToolsEnvConfig(EnvBase):
 class CustomEnvConfig(EnvBase):
     """A custom environment (docs/environments.md)."""
 
+    calls_model: ClassVar[bool | None] = None
     name: Literal["custom"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$|^[\w.-]+$")
     """`package.module:Factory`, a class with the methods of `nemorl.trajectories.EnvironmentFactory`; or the
@@ -364,7 +365,7 @@ class ProgramEnvConfig(EnvBase):
     """A program in any language as agent, with an OpenAI endpoint for the policy (docs/agents.md)."""
 
     factory_path: ClassVar[str] = "nemorl.environments.program:ProgramFactory"
-    calls_model: ClassVar[bool] = True
+    calls_model: ClassVar[bool | None] = True
     name: Literal["program"]
     command: tuple[str, ...] = Field(min_length=1)
     """The program and its arguments; no shell reads them."""

@@ -8,7 +8,7 @@ from pydantic import Field
 from nemorl.errors import Problem, Problems
 
 from .base import Config, Variants, check, function_at
-from .generation import ADDRESS, is_address
+from .generation import ADDRESS, LOOPBACK, is_address
 
 # Of a reward that cannot be computed or an environment that fails; all but `fail` are counted.
 OnError = Literal["skip", "drop_group", "zero", "fail"]
@@ -69,7 +69,7 @@ class EnvBase(Config):
     needs_chat: ClassVar[bool] = False  # `data.chat`, as its messages have roles
     has_tools: ClassVar[bool] = False  # so the chat template must offer them
     has_one_turn: ClassVar[bool] = False
-    calls_model: ClassVar[bool] = False  # from its own loop, on loopback of the rollout worker
+    calls_model: ClassVar[bool | None] = False  # from its own loop; None if its factory decides
     example: ClassVar[Mapping[str, Any]] = {}  # of its required fields, for `nemorl env NAME`
 
     name: str
@@ -83,6 +83,10 @@ class EnvBase(Config):
     """Limits of each episode (docs/agents.md)."""
     placement: PlacementConfig = WorkerPlacement()
     """Where it runs."""
+    endpoint_host: str = LOOPBACK
+    """Address at which rollout workers listen for agents that call the model over HTTP. `0.0.0.0`, or another
+    that other machines reach, is for agents in containers and on other nodes. Each request requires the key
+    of its episode."""
 
     @check
     def _limits_have_an_effect(self) -> Problems:
@@ -93,8 +97,14 @@ class EnvBase(Config):
     @check
     def _runs_where_it_can(self) -> Problems:
         if self.calls_model and self.placement.name != "worker":
-            fix = f"episodes of `{self.name}` call the model on loopback of their rollout worker; remove this"
+            fix = f"episodes of `{self.name}` call the model in their rollout worker; remove this"
             yield Problem("placement.name", self.placement.name, fix)
+
+    @check
+    def _endpoint_has_an_effect(self) -> Problems:
+        if self.calls_model is False:
+            reason = f"episodes of `{self.name}` do not call the model over HTTP; remove this"
+            yield from self.without_effect(("endpoint_host",), reason)
 
     @property
     def compares_answers(self) -> bool:

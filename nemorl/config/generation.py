@@ -24,8 +24,11 @@ _REPLAY = "policy.moe.router_replay"
 ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
 
 
+LOOPBACK = "127.0.0.1"
+
+
 class EndpointConfig(Config):
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     """Address to listen on; one that other machines reach requires `api_key_env`."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one, which is printed."""

@@ -118,7 +118,7 @@ class TextArenaEnvConfig(LibraryEnvBase):
     dataset: ClassVar[str | None] = "seeds"
     example: ClassVar[Mapping[str, Any]] = {"game": "TicTacToe-v0"}
     package: ClassVar[str] = "textarena"
-    calls_model: ClassVar[bool] = True
+    calls_model: ClassVar[bool | None] = True
     name: Literal["textarena"]
     game: str
     """Its id, such as `TicTacToe-v0`. What it says is taken as it is, without the library's wrappers."""
@@ -194,7 +194,7 @@ class VerifiersEnvConfig(LibraryEnvBase):
     factory_path: ClassVar[str] = "nemorl.environments.verifiers:VerifiersFactory"
     dataset: ClassVar[str | None] = "verifiers"
     package: ClassVar[str] = "verifiers"
-    calls_model: ClassVar[bool] = True
+    calls_model: ClassVar[bool | None] = True
     name: Literal["verifiers"]
     url: str | None = None
     """Address of the library's environment server, such as tcp://127.0.0.1:5000, which has the task set

@@ -55,6 +55,7 @@ class NemoGymEnvConfig(ServerEnvBase):
     """An agent of NeMo-Gym, whose servers run each episode and give its reward."""
 
     factory_path: ClassVar[str] = "nemorl.environments.nemo_gym:NemoGymFactory"
+    calls_model: ClassVar[bool | None] = True
     name: Literal["nemo_gym"]
     time_limit_seconds: float = Field(600.0, gt=0)
     """Time of an episode, calls of the model included; an agent that takes longer has failed."""

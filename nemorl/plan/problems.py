@@ -23,8 +23,16 @@ from nemorl.config.data import (
     GeneratorDataset,
     ReasoningGymDataset,
 )
+from nemorl.config.environment import EnvConfig
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, environment_urls, models_of, server_sections, server_urls
+from nemorl.config.facts import (
+    ModelSpec,
+    environment_urls,
+    environments_in,
+    models_of,
+    server_sections,
+    server_urls,
+)
 from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig, server_host
 from nemorl.config.library_datasets import LibraryDataset
 from nemorl.config.run import ClusterConfig
@@ -441,19 +449,26 @@ def _reasoning_gym(path: str, dataset: ReasoningGymDataset) -> Problems:
         yield Problem(f"{path}.options", dataset.options, f"{problem}; {fix}")
 
 
-def address_problems(generation: GenerationConfig, endpoint: EndpointConfig | None) -> Problems:
+def address_problems(
+    generation: GenerationConfig, endpoint: EndpointConfig | None, env: EnvConfig
+) -> Problems:
     """Addresses that this machine cannot find, or where it cannot listen; nothing is sent."""
     if isinstance(generation, OpenAIGenerationConfig):
         host = server_host(generation.base_url)
         if host and (problem := _unknown(host)) is not None:
             fix = f"this machine finds no address of {host} ({problem}); correct the name"
             yield Problem("generation.base_url", generation.base_url, fix)
-    if endpoint is None:
-        return
-    host, port = endpoint.host, endpoint.port
+    if endpoint is not None:
+        yield from _listening_problems("generation.endpoint.host", endpoint.host, endpoint.port)
+    for path, one in environments_in(env):
+        yield from _listening_problems(f"{path}.endpoint_host", one.endpoint_host)
+
+
+def _listening_problems(field: str, host: str, port: int = 0) -> Problems:
+    """`field` is that of the host; that of a port that is not 0 has the same section."""
     if (problem := _unknown(host)) is not None:
         fix = f"this machine finds no such address ({problem}): name one that it has, such as 127.0.0.1"
-        yield Problem("generation.endpoint.host", host, fix)
+        yield Problem(field, host, fix)
         return
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         try:
@@ -469,10 +484,10 @@ def address_problems(generation: GenerationConfig, endpoint: EndpointConfig | No
                 errno.EACCES: "this port is for programs with special rights: name one of 1024 or more",
             }
             if fix := fixes.get(error.errno or 0, ""):
-                yield Problem("generation.endpoint.port", port, f"{fix}, or 0 for a free one")
+                yield Problem(field.replace("host", "port"), port, f"{fix}, or 0 for a free one")
             else:
                 fix = f"this machine cannot listen there ({error.strerror}): name an address of its own"
-                yield Problem("generation.endpoint.host", host, f"{fix}, such as 127.0.0.1")
+                yield Problem(field, host, f"{fix}, such as 127.0.0.1")
             return
 
 

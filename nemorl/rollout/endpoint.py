@@ -1,4 +1,4 @@
-"""An OpenAI endpoint on loopback for the agents of a rollout worker, which records what each episode samples.
+"""An OpenAI endpoint for the agents of a rollout worker, which records what each episode samples.
 
     POST {base_url}/chat/completions, /completions     as `nemorl serve`, streams and tools included
     POST {base_url}/rewards                            {"rewards": {"name": 1.0}, "id": "chatcmpl-…"}
@@ -12,6 +12,8 @@ import secrets
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from pydantic import Field
@@ -34,7 +36,6 @@ from nemorl.trajectories import Episode, EpisodeTruncated, add_rewards
 
 from .model_calls import ModelCalls
 
-HOST = "127.0.0.1"
 MODEL_NAME = "policy"
 MAX_BODY_BYTES = 32 * 2**20
 _PIECE_TOKENS = 8  # of a stream
@@ -87,8 +88,9 @@ class Address:
 class Endpoint:
     """Listens from the first episode on. Belongs to one event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, max_sequence_length: int) -> None:
-        self._tokenizer, self._max_sequence_length = tokenizer, max_sequence_length
+    def __init__(self, tokenizer: Tokenizer, max_sequence_length: int, host: str) -> None:
+        """`host`: the address to listen at."""
+        self._tokenizer, self._max_sequence_length, self._host = tokenizer, max_sequence_length, host
         self._episodes: dict[str, OpenEpisode] = {}
         self._listening, self._starting = AsyncExitStack(), asyncio.Lock()
         self._url: str | None = None
@@ -102,7 +104,8 @@ class Endpoint:
                 app.router.add_post("/{episode}/v1/chat/completions", self.chat)
                 app.router.add_post("/{episode}/v1/completions", self.complete)
                 app.router.add_post("/{episode}/v1/rewards", self.reward)
-                self._url = await self._listening.enter_async_context(listening_at(app, HOST))
+                url = await self._listening.enter_async_context(listening_at(app, self._host))
+                self._url = _reachable(url)
 
     @contextmanager
     def open(self, episode: OpenEpisode) -> Iterator[Address]:
@@ -175,6 +178,16 @@ class Endpoint:
         return await respond(
             request, body, answer, [replace(asked, progress_tokens=piece) for asked in requests], calls
         )
+
+
+def _reachable(url: str) -> str:
+    """The URL with the address of this machine in place of one that means all of its addresses."""
+    parts = urlsplit(url)
+    if not ip_address(str(parts.hostname)).is_unspecified:
+        return url
+    import ray  # takes a second
+
+    return f"{parts.scheme}://{ray.util.get_node_ip_address()}:{parts.port}"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nemorl.config.generation import LOOPBACK
 from nemorl.generation.types import SamplingParams
 from nemorl.trajectories import (
     Answer,
@@ -110,11 +111,11 @@ class _Table:
 class EpisodeLoop(TurnLoop):
     """Runs episodes as `TurnLoop` runs conversations; its endpoint listens from the first one on."""
 
-    def __init__(self, sampler: Sampler, rewards: Iterable[str]) -> None:
-        """`rewards`: names of those that the environment may give."""
+    def __init__(self, sampler: Sampler, rewards: Iterable[str], host: str = LOOPBACK) -> None:
+        """`rewards`: names of those that the environment may give. `host`: where its endpoint listens."""
         super().__init__(sampler)
         self._rewards = frozenset(rewards)
-        self._endpoint = Endpoint(sampler.tokenizer, sampler.limits.max_sequence_length)
+        self._endpoint = Endpoint(sampler.tokenizer, sampler.limits.max_sequence_length, host)
 
     async def close(self) -> None:
         await self._endpoint.close()

@@ -373,7 +373,8 @@ class RolloutWorker(GroupRunner):
         if kind.name not in self._episode_loops:
             from .episodes import EpisodeLoop  # with a server
 
-            self._episode_loops[kind.name] = EpisodeLoop(kind.turns.sampler, kind.factory.reward_weights)
+            weights, host = kind.factory.reward_weights, kind.config.endpoint_host
+            self._episode_loops[kind.name] = EpisodeLoop(kind.turns.sampler, weights, host)
         return self._episode_loops[kind.name]
 
     async def _converse(

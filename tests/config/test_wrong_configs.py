@@ -575,7 +575,13 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["env={name: program, command: [python3], placement: {name: server, url: 'http://127.0.0.1:1/v1'}}"],
         "env.placement.name",
         "server",
-        "call the model on loopback of their rollout worker; remove this",
+        "call the model in their rollout worker; remove this",
+    ),
+    "an endpoint for agents without an agent": (
+        ["env={name: wordle, endpoint_host: 0.0.0.0}", "data.train={name: seeds, size: 9}"],
+        "env.endpoint_host",
+        "0.0.0.0",
+        "episodes of `wordle` do not call the model over HTTP; remove this",
     ),
     "an environment of tools without any": (
         ["env.name=tools", *CHAT],

@@ -5,13 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from nemorl.config.environment import ByTaskEnvConfig, ProgramEnvConfig, SingleTurnEnvConfig
 from nemorl.config.generation import EndpointConfig, OpenAIGenerationConfig, TorchGenerationConfig
 from nemorl.errors import Problem
 from nemorl.plan.problems import address_problems
 
 
 def found(host: str, port: int = 0) -> list[Problem]:
-    return list(address_problems(TorchGenerationConfig(), EndpointConfig(host=host, port=port)))
+    endpoint = EndpointConfig(host=host, port=port)
+    return list(address_problems(TorchGenerationConfig(), endpoint, SingleTurnEnvConfig()))
 
 
 @pytest.fixture
@@ -52,7 +54,17 @@ def test_a_port_in_use_is_refused(taken: int) -> None:
 def test_a_server_whose_name_is_unknown_is_refused() -> None:
     config = OpenAIGenerationConfig(backend="openai", base_url="http://nowhere.invalid:80/v1", model="m")
 
-    (problem,) = address_problems(config, None)
+    (problem,) = address_problems(config, None, SingleTurnEnvConfig())
 
     assert problem.field == "generation.base_url"
     assert "finds no address of nowhere.invalid" in problem.fix
+
+
+def test_an_endpoint_for_agents_is_refused_where_this_machine_cannot_listen() -> None:
+    agent = ProgramEnvConfig(name="program", command=("python3",), endpoint_host="192.0.2.7")
+    env = ByTaskEnvConfig(name="by_task", environments={"sums": SingleTurnEnvConfig(), "agent": agent})
+
+    (problem,) = address_problems(TorchGenerationConfig(), None, env)
+
+    assert (problem.field, problem.value) == ("env.environments.agent.endpoint_host", "192.0.2.7")
+    assert "this machine cannot listen there" in problem.fix

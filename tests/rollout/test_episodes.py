@@ -4,19 +4,27 @@ import asyncio
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+import ray
 import torch
 from aiohttp import ClientSession
 from openai import AsyncOpenAI
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from nemorl.algorithms.metrics import rollout_metrics
 from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.data import ArithmeticDataset, DataConfig
-from nemorl.config.environment import CustomEnvConfig, FunctionRewardConfig, ProgramEnvConfig
+from nemorl.config.environment import (
+    CustomEnvConfig,
+    FunctionRewardConfig,
+    JudgeRewardConfig,
+    ProgramEnvConfig,
+)
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig, TorchGenerationConfig
 from nemorl.config.policy import PolicyConfig
@@ -44,6 +52,7 @@ from nemorl.trajectories import (
 )
 from tests.algorithms.local_session import LocalLearner, Stored, start_host
 from tests.data.tokenizers import IM_END, save_tokenizer
+from tests.rewards.stand_in import KEY, listening
 from tests.rollout.stand_ins import EchoEngine
 
 TURNS = 3
@@ -85,7 +94,10 @@ class EpisodeDriven(EpisodeEnvironment):
 class OverHttp(EpisodeEnvironment):
     """The same with OpenAI's client, and a stream in the middle."""
 
+    urls: ClassVar[list[str]] = []
+
     async def run(self, task: Task, model: Model) -> Episode:
+        self.urls.append(model.base_url)
         client = AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, max_retries=0)
         messages: list[Any] = [{"role": m.role, "content": m.content} for m in task.messages]
         for turn in range(1, TURNS + 1):
@@ -351,6 +363,17 @@ async def posted(client: ClientSession, url: str, key: str, body: Any) -> tuple[
         return response.status, str((await response.json())["error"]["message"])
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_agents_elsewhere_reach_the_address_of_this_machine(chat_model, tokenizer, host) -> None:
+    """The key of an episode is required at any address: `test_what_the_endpoint_refuses`."""
+    OverHttp.urls.clear()
+    own = {"127.0.0.1": "127.0.0.1", "0.0.0.0": ray.util.get_node_ip_address()}
+    engine = scripted(tokenizer, *["x"] * TURNS)
+    group, _ = sample(experiment(chat_model, "OverHttp", {}, endpoint_host=host), engine.generate)
+    assert (group.trajectories[0].error, group.trajectories[0].num_turns) == (None, TURNS)
+    assert [urlsplit(url).hostname for url in OverHttp.urls] == [own[host]]
+
+
 def test_what_the_endpoint_refuses(chat_model, tokenizer) -> None:
     Reports.refusals.clear()
     group, _ = sample(experiment(chat_model, "Reports", {}), scripted(tokenizer, "x").generate)
@@ -467,3 +490,59 @@ class TestLimits:
         (summary,) = group.trajectories
         assert (summary.error, summary.stop, summary.truncated) == (None, StopReason.LENGTH, True)
         assert (summary.num_turns, summary.num_sampled) == (num_turns, num_sampled)
+        assert rollout_metrics([group], 1)["environment/truncated"] == 1.0
+
+    @pytest.mark.parametrize("shape", ["EpisodeDriven", "OverHttp"])
+    def test_the_time_of_calls_of_the_model_ends_an_episode(self, chat_model, tokenizer, shape) -> None:
+        async def slow(requests: Any) -> Any:
+            await asyncio.sleep(0.15)
+            async for completions in scripted(tokenizer, "xy").generate(requests):
+                yield completions
+
+        config = experiment(chat_model, shape, {}, limits={"model_seconds": 0.1})
+        group, _ = sample(config, slow)
+        (summary,) = group.trajectories
+        assert (summary.error, summary.stop, summary.truncated) == (None, StopReason.LENGTH, True)
+        assert summary.num_turns == 1
+
+
+def test_a_judge_scores_a_recorded_episode(chat_model, tokenizer, monkeypatch) -> None:
+    """Each sample is judged by the conversation that its last branch has."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+
+    def answer(body: Any) -> Any:
+        said = body["messages"][-1]["content"]
+        score = {"A: bbb": 3, "A: c": 1}[said]
+        return {"choices": [{"message": {"role": "assistant", "content": f'{{"score": {score}}}'}}]}
+
+    async def main() -> GroupSummary:
+        async with listening(answer) as server:
+            judge = JudgeRewardConfig(
+                kind="judge", name="judge", url=server.url, model="m", api_key_env="JUDGE_KEY",
+                prompt="A: {completion}", weight=2.0,
+            )  # fmt: skip
+            config = experiment(chat_model, "AnswersTwice", {}).model_copy(update={"rewards": (judge,)})
+            # Two samples; the calls of both are answered together, newest first.
+            engine = scripted(tokenizer, "x", "x", "c", "bbb")
+            worker = RolloutWorker(config, Router([Replica("engine", engine.generate)]), store=Stored)
+            try:
+                (group,) = [g async for g in worker.run_groups([GroupAssignment(5, 4, 2)])]
+            finally:
+                await worker.close()
+            assert isinstance(group, GroupSummary)
+            return group
+
+    group = asyncio.run(asyncio.wait_for(main(), 120))
+    assert [t.error for t in group.trajectories] == [None, None]
+    # Scores are of 10, and the weight of the judge is 2; the environment has given 0.5.
+    found = sorted((t.rewards["judge"], t.rewards["length"], t.reward) for t in group.trajectories)
+    assert found == [pytest.approx(one) for one in [(0.1, 0.5, 0.7), (0.3, 0.5, 1.1)]]
+
+
+class AnswersTwice(EpisodeEnvironment):
+    """Plans, and then answers without the plan: two branches."""
+
+    async def run(self, task: Task, model: Model) -> Episode:
+        await model.chat([Message("user", "plan")])
+        await model.chat([Message("user", "answer")])
+        return Episode({"length": 0.5})
