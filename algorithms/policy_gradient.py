@@ -90,7 +90,8 @@ class PolicyGradientUpdate:
 
         A trajectory that ended in an error neither trains nor enters the baseline of its group. Where whole
         groups do not train, what does is spread evenly over minibatches, each followed by what does not.
-        Branches have the advantage of their sample, and together the weight of one sequence.
+        Branches have the advantage of their sample, unless they are compared themselves, and together the
+        weight of one sequence.
         """
         loss, imitation = self._config.loss, self._config.likelihood
         advantages, members = self._advantages(groups), self._members(groups)
@@ -145,7 +146,7 @@ class PolicyGradientUpdate:
             if any(t.trains for t in group.trajectories)
         ]
         by_player: dict[str, list[GroupSummary]] = {}
-        for group in counting:
+        for group in map(self._compared, counting):
             for of_player in group.by_player:
                 by_player.setdefault(of_player.trajectories[0].player, []).append(of_player)
         return {
@@ -156,6 +157,12 @@ class PolicyGradientUpdate:
             for sequence, of_sequence in zip(t.sequences, branch_advantages(t, advantage), strict=True)
         }
 
+    def _compared(self, group: GroupSummary) -> GroupSummary:
+        """The group with what is compared as its members: samples, or each of their branches."""
+        if self._config.compares == "samples":
+            return group
+        return replace(group, trajectories=tuple(chain(*map(branches_as_samples, group.trajectories))))
+
     def _penalized(
         self, groups: Sequence[GroupSummary], places: Sequence[SequencePlace], divergences: Sequence[float]
     ) -> list[SequencePlace]:
@@ -165,7 +172,7 @@ class PolicyGradientUpdate:
         for place, kl in zip(places, divergences, strict=True):
             penalties.setdefault((place.store, place.row), coefficient * kl)  # placeholders follow
         penalized = []
-        for group in groups:
+        for group in map(self._compared, groups):
             store, members = group.reference, group.trajectories
             left = tuple(
                 replace(t, reward=t.reward - sum(penalties[store, one.row] for one in t.sequences))
@@ -207,6 +214,32 @@ def branch_advantages(sample: TrajectorySummary, advantage: Advantage) -> list[A
     if isinstance(advantage, tuple):
         return list(_of_branches(sample, advantage))
     return [advantage] * len(sample.sequences)
+
+
+def branches_as_samples(sample: TrajectorySummary) -> list[TrajectorySummary]:
+    """Each with the rewards of its own turns; what is given for the whole is of the last one.
+
+    The only sequence of a sample is the sample.
+    """
+    if not sample.branches:
+        return [sample]
+    of_turns = [sum(branch.turn_rewards) for branch in sample.branches]
+    of_whole = sample.reward - sum(of_turns)
+    last = sample.branches[-1]
+    return [
+        replace(
+            sample,
+            row=branch.row,
+            reward=earned + (of_whole if branch is last else 0.0),
+            rewards={},  # single ones are not known by branch
+            num_tokens=branch.num_tokens,
+            num_sampled=branch.num_sampled,
+            num_turns=len(branch.turn_rewards),
+            turn_rewards=branch.turn_rewards,
+            branches=(),
+        )
+        for branch, earned in zip(sample.branches, of_turns, strict=True)
+    ]
 
 
 def branch_rewards(sample: TrajectorySummary) -> list[tuple[float, ...]]:

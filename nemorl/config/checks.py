@@ -228,6 +228,14 @@ def turns_can_be_compared(algorithm: AlgorithmConfig, env: EnvConfig) -> Problem
 
 
 @check
+def branches_can_be_compared(algorithm: AlgorithmConfig, env: EnvConfig) -> Problems:
+    compares = isinstance(algorithm, OnlineConfig) and algorithm.compares == "branches"
+    if compares and all(one.has_one_turn for one in env.environments.values()):
+        fix = f"conversations in `{env.name}` have one turn, so one branch; remove this, or use another env"
+        yield Problem("algorithm.compares", "branches", fix)
+
+
+@check
 def something_is_rewarded(env: EnvConfig, rewards: Rewards, algorithm: AlgorithmConfig) -> Problems:
     """`single_turn` has no reward of its own; a teacher is enough if nothing is measured."""
     without_rewards = any(isinstance(one, SingleTurnEnvConfig) for one in env.environments.values())

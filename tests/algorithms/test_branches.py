@@ -1,5 +1,6 @@
-"""Samples of several sequences: together they weigh as one, and share its advantage and rewards."""
+"""Samples of several sequences: together they weigh as one, and share its advantage unless each has one."""
 
+import statistics
 from typing import Any, get_args
 
 import pytest
@@ -94,3 +95,58 @@ def test_a_critic_learns_from_all_branches() -> None:
     weights = [p.weight for p in batch.critic_sequences]
     assert weights == pytest.approx([1 / 18, 1 / 18, 1 / 12, 1 / 4, 1 / 14, 0])
     assert [p.rewards for p in batch.sequences][:2] == [(0.5, 0.5), (0.25,)]
+
+
+class TestComparedBranches:
+    """`compares: branches`: what counts are the rewards of each branch's own turns."""
+
+    # The branches of the first sample earned 0.75 and 0, and 0.25 of its total of 1 are of the whole sample.
+    SHARES = (0.75, 0.25)
+
+    def advantages(self, **fields: Any) -> dict[tuple[Any, int], Any]:
+        of_config = config(compares="branches", **fields)
+        return {
+            at: place.advantage for at, place in trained(score(of_config, groups(branched, (0, 2)))).items()
+        }
+
+    def test_each_is_a_member_of_its_group(self) -> None:
+        found = self.advantages(advantage={"name": "group", "epsilon": 1e-9})
+        # Group 0 has the branches and another sample with reward 0, group 1 two samples without branches.
+        for store, rewards in (("store-0", (*self.SHARES, 0.0)), ("store-1", (0.0, 1.0))):
+            center, deviation = statistics.mean(rewards), statistics.stdev(rewards)
+            for row, reward in enumerate(rewards):
+                assert found[store, row] == pytest.approx((reward - center) / deviation)
+
+    def test_lengths_are_those_of_branches(self) -> None:
+        found = self.advantages(advantage={"name": "opo"})
+        # sum(l r) / sum(l) of branches with 5 and 4 sampled tokens and a sample with 6.
+        baseline = (5 * 0.75 + 4 * 0.25 + 6 * 0.0) / (5 + 4 + 6)
+        expected = [0.75 - baseline, 0.25 - baseline, -baseline]
+        assert [found["store-0", row] for row in range(3)] == pytest.approx(expected)
+
+    def test_their_weight_stays_that_of_one_sequence(self) -> None:
+        places = [
+            trained(score(config(compares=units), groups(branched, (0, 2))))
+            for units in ("samples", "branches")
+        ]
+        samples, branches = ({at: p.weight for at, p in of_one.items()} for of_one in places)
+        assert samples == branches
+
+    def test_a_sample_alone_compares_its_branches(self) -> None:
+        of_config = config(
+            num_generations_per_prompt=1, compares="branches", advantage={"name": "group", "normalize": False}
+        )
+        places = trained(score(of_config, [group(0, branched(1.0, 0)), group(1, trajectory(1.0, 0))]))
+        assert [places["store-0", row].advantage for row in (0, 1)] == pytest.approx([0.25, -0.25])
+
+    def test_each_loses_its_own_divergence(self) -> None:
+        kl = {"coefficient": 0.1, "placement": "reward"}
+        of_config = config(compares="branches", kl=kl, advantage={"name": "group", "normalize": False})
+        update = PolicyGradientUpdate(of_config, EntropyWeight.of(of_config.entropy))
+        batch = update.prepare(groups(branched, (0, 2)), 1)
+        assert batch.penalty is not None
+        places = batch.penalty.estimate([1.0, 2.0, 0.5, 0.0, 0.0])
+        found = {(p.store, p.row): p.advantage for p in places}
+        left = (0.75 - 0.1, 0.25 - 0.2, 0.0 - 0.05)
+        expected = [reward - statistics.mean(left) for reward in left]
+        assert [found["store-0", row] for row in range(3)] == pytest.approx(expected)

@@ -79,6 +79,12 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "reward",
         "set it to loss, or use another advantage",
     ),
+    "branches compared by single rewards": (
+        [*AGENT, "algorithm.name=pass_at_k", "algorithm.compares=branches"],
+        "algorithm.compares",
+        "branches",
+        "`pass_at_k` does not compare the sums of rewards of branches; remove this, or use the advantage",
+    ),
     "a divergence of what is left out": (
         [
             "algorithm.kl={coefficient: 0.01, estimator: k1, placement: reward}",
@@ -87,6 +93,12 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "algorithm.filters.drop_truncated",
         True,
         "dropped trajectories have no divergence for their reward",
+    ),
+    "branches of conversations with one turn": (
+        ["algorithm.compares=branches"],
+        "algorithm.compares",
+        "branches",
+        "conversations in `single_turn` have one turn, so one branch; remove this, or use another env",
     ),
     "turns of conversations with one": (
         ["algorithm.name=mt_grpo"],

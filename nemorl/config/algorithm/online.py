@@ -405,6 +405,9 @@ class OnlineConfig(OnlineBase):
     """Passes over the batch of a step, in the same minibatches."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
     """How rewards become advantages."""
+    compares: Literal["samples", "branches"] = "samples"
+    """What has an advantage of its own. `branches`: each branch of a sample, such as a step of an agent that
+    begins with a new prompt, by the rewards of its answers (docs/agents.md)."""
     loss: PolicyLossConfig = ClipLossConfig()
     """The policy's loss."""
     kl: KLConfig = KLConfig()
@@ -529,12 +532,21 @@ class OnlineConfig(OnlineBase):
     @check
     def _groups_can_be_compared(self) -> Problems:
         members = self.num_generations_per_prompt
-        if self.advantage.needs_group and members == 1:
+        if self.advantage.needs_group and members == 1 and self.compares == "samples":
             fix = "a trajectory alone in its group has advantage 0; set it to 2 or more, or use `reinforce`"
             yield Problem("num_generations_per_prompt", 1, fix)
         if isinstance(self.advantage, PassAtKAdvantageConfig) and 1 < members <= self.advantage.k:
             fix = f"in a group of {members} all sets of it have the same reward; use less, or larger groups"
             yield Problem("advantage.k", self.advantage.k, fix)
+
+    @check
+    def _branches_can_be_compared(self) -> Problems:
+        name, advantage = self.advantage.name, self.advantage
+        if self.compares == "branches" and (
+            advantage.per_turn or advantage.needs_greedy_sample or not advantage.uses_reward_sum
+        ):
+            problem = f"`{name}` does not compare the sums of rewards of branches"
+            yield Problem("compares", self.compares, f"{problem}; remove this, or use the advantage `group`")
 
     @check
     def _divergence_reaches_advantages(self) -> Problems:
