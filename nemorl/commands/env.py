@@ -1,15 +1,15 @@
 """`nemorl env`: act in an environment without a model, and measure it."""
 
 import asyncio
-import random
-import sys
+import json
 import tempfile
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,10 +39,21 @@ from .terminal import (
 )
 
 if TYPE_CHECKING:
-    from nemorl.trajectories import Environment, EnvironmentFactory, Message, Step, Task, Trajectory
+    from nemorl.trajectories import (
+        Conversation,
+        Environment,
+        EnvironmentFactory,
+        Message,
+        Step,
+        Task,
+        ToolSchemas,
+        Trajectory,
+    )
+
+    from .env_agents import Agent, AgentModel, Show
 
 T = TypeVar("T")
-MAX_TURNS = 100  # of an episode, for environments that do not end
+MAX_TURNS = 100  # of an episode, or calls of the model, for environments that do not end
 _SIZES = ("num_prompts_per_step", "num_generations_per_prompt")
 _SAMPLED = frozenset({"completion_ids", "sampled_ids"})  # what rewards take that no text has
 
@@ -114,84 +125,65 @@ def experiment_of(target: str, overrides: Sequence[str]) -> Experiment:
         return load_experiment(file, overrides)
 
 
-# An agent makes a turn from the messages so far, and from the environment for what it accepts.
-Agent = Callable[["Sequence[Message]", "Environment"], Awaitable[str]]
-
-
-def random_agent(task: "Task", seed: str) -> Agent:
-    """Turns that the environment offers, or words that it and the task have, and the task's answer."""
-    draws = random.Random(seed)
-
-    async def act(messages: "Sequence[Message]", environment: "Environment") -> str:
-        if (example := getattr(environment, "example_turn", None)) is not None:
-            return str(example(draws))
-        words = " ".join(message.content for message in messages).split()
-        return str(
-            draws.choice(("", task.answer or "", " ".join(draws.choices(words, k=3)) if words else ""))
-        )
-
-    return act
-
-
-def scripted_agent(texts: Sequence[str]) -> Agent:
-    left = list(texts)
-
-    async def act(_: "Sequence[Message]", __: "Environment") -> str:
-        return left.pop(0) if len(left) > 1 else left[0]
-
-    return act
-
-
-async def human_agent(_: "Sequence[Message]", __: "Environment") -> str:
-    notes().print("your turn (Ctrl-D ends the episode):", markup=False)
-    line: str = await asyncio.to_thread(sys.stdin.readline)
-    if not line:
-        raise EOFError
-    return line.rstrip("\n")
-
-
 @dataclass
 class Episode:
     """One episode, as far as it went."""
 
     seconds: float  # of each call at most
-    on_message: Callable[["Message"], None] = lambda message: None
-    rewards: dict[str, float] = field(default_factory=dict)  # summed over turns
-    opening: "tuple[Message, ...]" = ()
-    exchange: "list[Message]" = field(default_factory=list)  # turns, and what was answered to them
+    show: "Show" = lambda _: None
     num_turns: int = 0
-    call_seconds: list[float] = field(default_factory=list)  # of reset and of each step
+    # Of reset and of each step; of an environment that owns its loop, all outside of calls of the model.
+    call_seconds: list[float] = field(default_factory=list)
+    conversations: "list[Conversation]" = field(default_factory=list)  # one for each player and fork
 
-    async def run(self, factory: "EnvironmentFactory", task: "Task", agent: Agent) -> "Episode":
+    async def run(self, kind: "_Kind", task: "Task", agent: "Agent", number: int = 0) -> "Episode":
         """Until the environment is done, or after `MAX_TURNS`. Raises EpisodeFailed."""
+        environment = kind.factory.create()
+        if hasattr(environment, "step"):
+            await self._take_steps(environment, task, agent)
+            return self
+        found = await kind.model.run(number, task, environment, agent, self.show)
+        if (error := found[0].trajectory.error) is not None:
+            raise EpisodeFailed(error)
+        self.conversations = found
+        self.num_turns = sum(len(one.turns) for c in found for one in (*c.earlier, c.trajectory))
+        self.call_seconds.append(sum(c.trajectory.seconds_environment for c in found))
+        return self
+
+    async def _take_steps(self, environment: "Environment", task: "Task", agent: "Agent") -> None:
         import numpy as np
 
+        from nemorl.rewards.compose import scripted
         from nemorl.trajectories import Action, Message, StopReason, add_rewards
 
-        environment = factory.create()
-        if not hasattr(environment, "step"):
-            raise EpisodeFailed("this environment runs its episodes itself, with a model; it has no `step`")
+        from .env_agents import read_turn
+
+        opening: tuple[Message, ...] = ()
+        exchange: list[Message] = []
+        rewards: dict[str, float] = {}
         try:
-            self.opening = await self._call(environment.reset(task), "reset()")
-            for message in self.opening:
-                self.on_message(message)
+            opening = await self._call(environment.reset(task), "reset()")
+            for message in opening:
+                self.show(message)
+            tools = getattr(environment, "tools", ())
             while self.num_turns < MAX_TURNS:
-                text = await agent([*self.opening, *self.exchange], environment)
+                text = await agent([*opening, *exchange], tools, environment)
+                reply, message = read_turn(text, tools, self.num_turns)
                 self.num_turns += 1
-                self.exchange.append(Message("assistant", text))
-                self.on_message(self.exchange[-1])
+                exchange.append(message)
+                self.show(Message("assistant", text))
                 # A token a character, and the end token.
-                action = Action(text, np.zeros(len(text) + 1, dtype=np.int32), StopReason.STOP)
+                action = Action(text, np.zeros(len(text) + 1, dtype=np.int32), StopReason.STOP, reply)
                 step: Step = await self._call(environment.step(action), f"step({text!r})")
-                add_rewards(step.rewards, self.rewards)
+                add_rewards(step.rewards, rewards)
                 if step.done:
                     break
                 for message in step.messages:
-                    self.on_message(message)
-                self.exchange += step.messages
+                    self.show(message)
+                exchange += step.messages
         finally:
+            self.conversations = [scripted(task, opening, exchange, rewards)]
             await self._call(environment.close(), "close()")
-        return self
 
     async def _call(self, call: Coroutine[Any, Any, T], name: str) -> T:
         began = time.perf_counter()
@@ -207,6 +199,32 @@ class Episode:
             self.call_seconds.append(time.perf_counter() - began)
 
 
+class _Kind:
+    """The environments of one section."""
+
+    def __init__(self, experiment: Experiment, config: EnvBase) -> None:
+        self._experiment, self._config, self.factory = experiment, config, factory_of(config)
+
+    @cached_property
+    def model(self) -> "AgentModel":
+        """Of environments that own their loop."""
+        from nemorl.generation.types import SamplingParams
+
+        from .env_agents import AgentModel
+
+        sampling, seconds = (
+            self._experiment.generation.sampling,
+            self._experiment.cluster.deadlines.environment,
+        )
+        params = SamplingParams(**sampling.model_dump())
+        return AgentModel(self._config, self.factory.reward_weights, params, seconds, MAX_TURNS)
+
+    async def close(self) -> None:
+        if "model" in vars(self):
+            await self.model.close()
+        await self.factory.close()
+
+
 class _Kinds:
     """The environments of an experiment: one, or several by task."""
 
@@ -215,17 +233,17 @@ class _Kinds:
 
         self._env = experiment.env
         self.tasks = load_tasks(experiment.data.train, experiment.data)
-        self._factories = {name: factory_of(one) for name, one in experiment.env.environments.items()}
+        self._kinds = {name: _Kind(experiment, one) for name, one in experiment.env.environments.items()}
 
-    def factory_for(self, task: "Task") -> "EnvironmentFactory":
+    def kind_for(self, task: "Task") -> _Kind:
         try:
-            return self._factories[self._env.name_for(task.columns)]
+            return self._kinds[self._env.name_for(task.columns)]
         except ValueError as error:
             raise EpisodeFailed(f"task {task.index}: {error}") from error
 
     async def close(self) -> None:
-        for factory in self._factories.values():
-            await factory.close()
+        for kind in self._kinds.values():
+            await kind.close()
 
 
 def factory_of(env: EnvBase, *, here: bool = False) -> "EnvironmentFactory":
@@ -241,6 +259,8 @@ def factory_of(env: EnvBase, *, here: bool = False) -> "EnvironmentFactory":
 
 
 def _try(arguments: Namespace) -> int:
+    from .env_agents import human_agent, random_agent, scripted_agent  # with numpy
+
     experiment = experiment_of(arguments.target, arguments.overrides)
     kinds = _Kinds(experiment)
     if not 0 <= arguments.task < len(kinds.tasks):
@@ -255,11 +275,11 @@ def _try(arguments: Namespace) -> int:
     elif arguments.agent == "random":
         agent = random_agent(task, f"{arguments.seed} {task.index}")
     seconds = experiment.cluster.deadlines.environment
-    episode = Episode(seconds, lambda message: show_message(message.role, message.content))
+    episode = Episode(seconds, _show_message)
 
     async def run() -> None:
         try:
-            await episode.run(kinds.factory_for(task), task, agent)
+            await episode.run(kinds.kind_for(task), task, _showing_tools(agent))
         except EOFError:
             notes().print("the episode was ended", markup=False)
         finally:
@@ -269,13 +289,38 @@ def _try(arguments: Namespace) -> int:
     return _show_rewards(experiment, task, episode)
 
 
+def _show_message(message: "Message | None") -> None:
+    if message is None:
+        say("")
+    else:
+        show_message(message.role, message.content)
+
+
+def _showing_tools(agent: "Agent") -> "Agent":
+    """The agent, before whose first turn the tools are printed, and again when they are others."""
+    shown: ToolSchemas = ()
+
+    async def act(messages: "Sequence[Message]", tools: "ToolSchemas", environment: object) -> str:
+        nonlocal shown
+        if tools and list(tools) != list(shown):
+            functions = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+            show_message("tools", "\n".join(functions))
+        shown = tools
+        return await agent(messages, tools, environment)
+
+    return act
+
+
 def _show_rewards(experiment: Experiment, task: "Task", episode: Episode) -> int:
     """The environment's rewards, and those of `rewards` that require neither a service nor sampled tokens."""
-    from nemorl.rewards.compose import Rewards, scripted  # with numpy
+    if not episode.conversations:  # it was ended before it had any
+        return ExitCode.WELL
+    from nemorl.rewards.compose import Rewards  # with numpy
     from nemorl.rewards.find import RewardError, find_reward
 
     weights = dict(experiment.env.reward_weights)
-    for name in episode.rewards.keys() - weights.keys():
+    given = {name for one in episode.conversations for name in one.trajectory.rewards}
+    for name in given - weights.keys():
         raise EpisodeFailed(f"the environment gave the reward `{name}`, which has no weight")
     computed: list[FunctionRewardConfig] = []
     for config in experiment.rewards:
@@ -286,22 +331,25 @@ def _show_rewards(experiment: Experiment, task: "Task", episode: Episode) -> int
             raise UsageError(str(error)) from error
     left_out = [config.metric for config in experiment.rewards if config not in computed]
 
-    async def score() -> "Trajectory":
+    async def score() -> "Sequence[Trajectory]":
         seconds = experiment.cluster.deadlines.environment
         rewards = Rewards(computed, weights, experiment.data.chat, seconds)
-        said = scripted(task, episode.opening, episode.exchange, episode.rewards)
-        return (await rewards.apply(task, [said])).trajectories[0]
+        return (await rewards.apply(task, episode.conversations)).trajectories
 
     try:
         scored = asyncio.run(score())
     except RewardError as error:
         raise EpisodeFailed(str(error)) from error
-    if scored.error is not None:
-        raise EpisodeFailed(scored.error)
     weights |= {config.metric: config.weight for config in computed}
-    for name, value in scored.rewards.items():
-        say(f"reward {name}: {value:g} (weight {weights[name]:g})")
-    say(f"reward: {scored.reward:g} after {counted(episode.num_turns, 'turn')}")
+    for one in scored:
+        if one.error is not None:
+            raise EpisodeFailed(one.error)
+        parts = (one.player, f"fork {one.fork}" if one.fork else "")
+        whose = "".join(f"{part} " for part in parts if part)
+        for name, value in one.rewards.items():
+            say(f"{whose}reward {name}: {value:g} (weight {weights[name]:g})")
+        turns = counted(episode.num_turns, "turn")
+        say(f"{whose}reward: {one.reward:g}{f' after {turns}' if len(scored) == 1 else ''}")
     if left_out:
         reason = "they require a model, a server or sampled tokens"
         notes().print(f"not computed: {', '.join(left_out)}, since {reason}", markup=False)
@@ -347,6 +395,8 @@ def _bench(arguments: Namespace) -> int:
 
 async def _measure(experiment: Experiment, count: int, concurrency: int, seed: int) -> int:
     """Run the episodes after one that is not measured, which starts what they share."""
+    from .env_agents import random_agent  # with numpy
+
     before, others = HeldResources.now(), _descendants()
     kinds, seconds = _Kinds(experiment), experiment.cluster.deadlines.environment
     episodes: list[Episode] = []
@@ -358,7 +408,7 @@ async def _measure(experiment: Experiment, count: int, concurrency: int, seed: i
         async with places:
             try:
                 agent, episode = random_agent(task, f"{seed} {number}"), Episode(seconds)
-                episodes.append(await episode.run(kinds.factory_for(task), task, agent))
+                episodes.append(await episode.run(kinds.kind_for(task), task, agent, number))
             except EpisodeFailed as error:
                 errors.append(str(error))
 
@@ -402,7 +452,8 @@ def _show(episodes: Sequence[Episode], elapsed: float) -> None:
         rows.add_row("turns of an episode", f"{turns / len(episodes):.4g}")
         rows.add_row("milliseconds of a call, median", f"{1e3 * calls[len(calls) // 2]:.4g}")
         rows.add_row("milliseconds of the slowest call", f"{1e3 * calls[-1]:.4g}")
-    for name in sorted({name for episode in episodes for name in episode.rewards}):
-        values = [episode.rewards[name] for episode in episodes if name in episode.rewards]
+    given = [one.trajectory.rewards for episode in episodes for one in episode.conversations]
+    for name in sorted({name for rewards in given for name in rewards}):
+        values = [rewards[name] for rewards in given if name in rewards]
         rows.add_row(f"reward {name}, mean", f"{sum(values) / len(values):.4g}")
     output().print(rows)
