@@ -29,6 +29,7 @@ EXAMPLE_TOOLS: ToolSchemas = (
 )
 # Survives every template unchanged: no whitespace at its ends, no mark-up, no words of a chat format.
 PLACEHOLDER = "nemorl-turn-placeholder"
+_OPENING_TOKENS = 16  # of a prompt's end, which hold the opening of reasoning
 Messages = Sequence[Message]
 Objects = Sequence[Mapping[str, Any]]
 
@@ -128,11 +129,10 @@ class Tokenizer:
                 return most
         return 0
 
-    @cached_property
-    def opens_reasoning(self) -> bool:
-        """True if the template begins a turn with reasoning."""
-        opening = "<think>" if self.tool_format is None else self.tool_format.think[0]
-        return self.render([Message("user", "x")], add_generation_prompt=True).rstrip().endswith(opening)
+    def opens_reasoning(self, prompt: str | Sequence[int]) -> bool:
+        """True if the template has begun the reasoning of the turn after this prompt, text or tokens."""
+        text = prompt if isinstance(prompt, str) else self.decode([*map(int, prompt[-_OPENING_TOKENS:])])
+        return text.rstrip().endswith("<think>" if self.tool_format is None else self.tool_format.think[0])
 
     def render_chat(self, messages: Objects, tools: Objects | None, add_generation_prompt: bool) -> str:
         """The conversation as the template writes it. Raises TokenizerError with its complaint."""
@@ -204,8 +204,11 @@ class Prompts:
     def end_token_id(self) -> int:
         return self._tokenizer.eos_token_id
 
-    def read(self, text: str, turn: int) -> Reply:
-        """What a turn of the policy says; `turn` is its number in the conversation."""
+    def read(self, text: str, turn: int, prompt: str | Sequence[int] = "") -> Reply:
+        """What a turn of the policy says; `turn` is its number in the conversation.
+
+        `prompt` is what it follows, which may have begun its reasoning.
+        """
         return Reply(text)
 
     def message(self, text: str, reply: Reply) -> Message:
@@ -256,14 +259,14 @@ class ChatPrompts(Prompts):
             )
         return type(self)(tokenizer, tools)
 
-    def read(self, text: str, turn: int) -> Reply:
+    def read(self, text: str, turn: int, prompt: str | Sequence[int] = "") -> Reply:
         tokenizer = self._tokenizer
         if tokenizer.tool_format is None:
             return Reply(text)
         return tokenizer.tool_format.parse(
             text,
             f"t{turn:03d}",
-            in_reasoning=tokenizer.opens_reasoning,
+            in_reasoning=tokenizer.opens_reasoning(prompt),
             max_calls=tokenizer.max_calls or None,
         )
 
@@ -295,7 +298,7 @@ class ChatPrompts(Prompts):
         before, after = self._render(history), self._render([*history, message, *observation])
         tail = self._tail(history, message, observation)
         written = after[len(before) : len(after) - len(tail)]
-        if not (after.startswith(before) and after.endswith(tail) and self._keeps(message, written)):
+        if not (after.startswith(before) and after.endswith(tail) and self._keeps(message, before, written)):
             raise TemplateRewrites(
                 f"the chat template of {tokenizer.name} drops or changes tool calls or reasoning of a turn: "
                 "give one that writes them in `policy.tokenizer.chat_template`"
@@ -312,7 +315,7 @@ class ChatPrompts(Prompts):
         tail = self._tail(history, turn, observation)
         tokens, ends = tokenizer.encode(tail), tokenizer.end_token_ids
         written = after[len(before) : len(after) - len(tail)]
-        is_kept = after.startswith(before) and after.endswith(tail) and self._keeps(turn, written)
+        is_kept = after.startswith(before) and after.endswith(tail) and self._keeps(turn, before, written)
         # A turn that ended by one token is written with another one once others follow.
         later_end = "" if tokenizer.tool_format is None else tokenizer.tool_format.later_end
         if not is_kept or (later_end and tail.startswith(later_end) and last_token in ends):
@@ -353,12 +356,12 @@ class ChatPrompts(Prompts):
         one = self._tokenizer.tool_format
         return bool(turn.tool_calls) or turn.reasoning is not None or bool(one and one.splits_every_turn)
 
-    def _keeps(self, turn: Message, written: str) -> bool:
+    def _keeps(self, turn: Message, before: str, written: str) -> bool:
         """True if the template writes what the turn says, but for white space and the spelling of calls."""
         # Templates trim white space, which the kept tokens do not.
         if not self._has_parts(turn):
             return "".join(turn.content.split()) == "".join(written.split())
-        reply = self.read(written, 0)
+        reply = self.read(written, 0, before)
         said, kept = ((one.content.strip(), (one.reasoning or "").strip()) for one in (turn, reply))
         calls = [[(call.name, call.arguments) for call in one.tool_calls] for one in (turn, reply)]
         return said == kept and calls[0] == calls[1]

@@ -73,6 +73,8 @@ class _Answered:
 
     def is_said_by(self, message: Message) -> bool:
         """True if an agent gives this answer back as `message`, which may lack its reasoning."""
+        if message == Message("assistant", self.text):  # also one that was cut off in its reasoning
+            return True
         read = self.asked.prompts.read(message.content, 0)
         if message.role != "assistant" or _words(message.reasoning or read.reasoning) not in (
             "",
@@ -306,7 +308,7 @@ class ModelCalls:
         call = Call(asked.number, request.prompt, completion, asked.parent)
         self.recording.add(call)
         text = self.sampler.text_of(completion)
-        reply = asked.prompts.read(text, asked.number)
+        reply = asked.prompts.read(text, asked.number, request.prompt.tolist())
         message = asked.prompts.message(text, reply)
         self._answered.append(_Answered(asked, call, text, reply, message))
         return completion

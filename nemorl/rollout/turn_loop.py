@@ -390,7 +390,7 @@ class TurnLoop:
         completion = limits.ended(request, completion)
         record.seconds_generation += time.monotonic() - start
         text = self.sampler.text_of(completion)
-        reply = prompts.read(text, turn)
+        reply = prompts.read(text, turn, request.prompt.tolist())
         record.add_turn(completion, prompts.message(text, reply))
         refuse_broken(completion, turn)
         return Action(text, completion.tokens, completion.stop, reply)

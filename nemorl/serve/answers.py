@@ -84,7 +84,8 @@ class Choice:
             reply = self._format.parse(
                 rest,
                 f"{self.work.name[:5]}{self.index:02x}",
-                in_reasoning=self._format.marks == ("",) and self.tokenizer.opens_reasoning,
+                in_reasoning=self._format.marks == ("",)
+                and self.tokenizer.opens_reasoning(self.work.prompts[self.index // self.request.n]),
                 max_calls=self.tokenizer.max_calls or None,
             )
             text += reply.content
