@@ -578,10 +578,10 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "call the model in their rollout worker; remove this",
     ),
     "an endpoint for agents without an agent": (
-        ["env={name: wordle, endpoint_host: 0.0.0.0}", "data.train={name: seeds, size: 9}"],
+        ["env.endpoint_host=0.0.0.0"],
         "env.endpoint_host",
         "0.0.0.0",
-        "episodes of `wordle` do not call the model over HTTP; remove this",
+        "episodes of `single_turn` do not call the model over HTTP; remove this",
     ),
     "an environment of tools without any": (
         ["env.name=tools", *CHAT],
