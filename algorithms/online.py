@@ -41,7 +41,7 @@ from .metrics import (
     samples_of,
 )
 from .policy_losses import value_metrics
-from .teachers import Teachers
+from .teachers import Answer, TeacherCalls, Teachers
 from .token_advantages import SequenceKL, TokenEstimator
 
 logger = logging.getLogger(__name__)
@@ -155,9 +155,6 @@ class OnlineAlgorithm:
             loaded = [name for name in ("policy", "critic") if name in models]
             await asyncio.gather(*(self._load(name, batch) for name in loaded))
         gap = await self._compute_fields(batch, number)
-        if self.teachers is not None:
-            with stage("teachers"):
-                await self.teachers.fill(batch.sequences, batch.teachers, "trajectories")
         if batch.token_estimator is not None:
             with stage("advantages"):
                 metrics |= await policy.estimate(batch.token_estimator)
@@ -183,7 +180,7 @@ class OnlineAlgorithm:
         return metrics | gap
 
     async def _compute_fields(self, batch: Batch, number: int) -> dict[str, float]:
-        """Logprobs and values before the update, of all models at the same time; the logprob gap."""
+        """Logprobs and values before the update, of all models at the same time; the policy's logprob gap."""
         policy, models, stage = self.session.learner, self.session.models, self.observer.stage
         has_reference = batch.needs_reference and "reference" in models
         version = self.session.lineage.version(number - 1)
@@ -217,13 +214,23 @@ class OnlineAlgorithm:
                 await models["critic"].values()
                 return [("values", await models["critic"].share("values"))]
 
-        async def take(of_models: Sequence[Fields]) -> None:
-            for name, column in itertools.chain.from_iterable(of_models):
-                await policy.take(name, column)
+        async def answer(call: Callable[[], Awaitable[Answer]]) -> Answer:
+            with stage("teachers"):
+                return await call()
 
-        work: list[tuple[str, Callable[[], Awaitable[Fields]]]] = [("policy", logprobs)]
+        work: list[tuple[str, Callable[[], Awaitable[Any]]]] = [("policy", logprobs)]
         work += [("reference", reference_logprobs)] if has_reference else []
         work += [("critic", values)] if batch.critic_sequences else []
+        num_models, asked = len(work), TeacherCalls()
+        if self.teachers is not None:
+            asked = self.teachers.asked(batch.sequences, batch.teachers, "trajectories")
+        work += [(name, partial(answer, call)) for name, call in asked.calls]
+
+        async def take(results: Sequence[Any]) -> None:
+            columns = asked.columns(results[num_models:])
+            for name, column in itertools.chain(*results[:num_models], columns):
+                await policy.take(name, column)
+
         await self.session.run_and_take(work, take)
         return gap
 

@@ -4,8 +4,8 @@ Results go to the policy's ranks by object reference; the driver only assigns se
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,24 @@ from nemorl.session.handles import BatchKind
 from nemorl.session.session import Session
 from nemorl.trajectories import Task
 
+Answer = Mapping[Field, Sequence[tuple[object, int]]]  # of a teacher: stores and rows of its sequences
+
+
+@dataclass(frozen=True)
+class TeacherCalls:
+    """Calls that score the sequences of a batch; by default none."""
+
+    calls: Sequence[tuple[str, Callable[[], Awaitable[Answer]]]] = ()  # by model, for `Session.run_and_take`
+    rows: Sequence[int] = ()  # of the batch, in the order of the calls and of their answers
+    fields: Mapping[Field, Field] = field(default_factory=dict)  # of a teacher's batch, as the policy's
+
+    def columns(self, answers: Sequence[Answer]) -> Iterator[tuple[Field, Column]]:
+        """Fields of the policy's batch, from the answers to all calls."""
+        for of_teacher, of_policy in self.fields.items():
+            places = [place for answer in answers for place in answer[of_teacher]]
+            by_row = dict(zip(self.rows, places, strict=True))
+            yield of_policy, Column(tuple(by_row[row] for row in range(len(places))))
+
 
 @dataclass(frozen=True)
 class Teachers:
@@ -34,18 +52,22 @@ class Teachers:
 
     async def fill(self, places: Sequence[SequencePlace], teachers: Sequence[str], kind: BatchKind) -> None:
         """Fill the batch that the policy has loaded with the results of each sequence's teacher."""
+        asked = self.asked(places, teachers, kind)
+
+        async def take(answers: Sequence[Answer]) -> None:
+            for of_policy, column in asked.columns(answers):
+                await self.session.learner.take(of_policy, column)
+
+        await self.session.run_and_take(asked.calls, take)
+
+    def asked(
+        self, places: Sequence[SequencePlace], teachers: Sequence[str], kind: BatchKind
+    ) -> TeacherCalls:
+        """The calls of each sequence's teacher. One behind an endpoint is queried by the policy's ranks."""
         rows = {name: [i for i, one in enumerate(teachers) if one == name] for name in self.configs}
         asked = {name: own for name, own in rows.items() if own}
         calls = [(self._model(name), partial(self._ask, name, asked[name], places, kind)) for name in asked]
-        order = [i for own in rows.values() for i in own]
-
-        async def take(answers: Sequence[Mapping[Field, Sequence[tuple[object, int]]]]) -> None:
-            for field, of_policy in self._fields.items():
-                by_row = dict(zip(order, [p for columns in answers for p in columns[field]], strict=True))
-                column = Column(tuple(by_row[i] for i in range(len(places))))
-                await self.session.learner.take(of_policy, column)
-
-        await self.session.run_and_take(calls, take)
+        return TeacherCalls(calls, [i for own in asked.values() for i in own], self._fields)
 
     @property
     def _fields(self) -> Mapping[Field, Field]:
@@ -65,8 +87,8 @@ class Teachers:
         if config.kind == "endpoint":
             policy = self.session.learner
             await policy.fill(set(rows), EndpointTeacher(config, name, self.top_k), stage="teachers")
-            shared = {field: await policy.share(of_policy) for field, of_policy in self._fields.items()}
-            return {field: [column.places[row] for row in rows] for field, column in shared.items()}
+            shared = {name: await policy.share(of_policy) for name, of_policy in self._fields.items()}
+            return {name: [column.places[row] for row in rows] for name, column in shared.items()}
         own, teacher = [places[row] for row in rows], self.session.model(self._model(name))
         # The result of the padding is not used.
         padded = [*own, *[replace(own[0], weight=0.0)] * (-len(own) % self.multiples[name])]
@@ -77,7 +99,7 @@ class Teachers:
                 await teacher.logprobs(old=True, reference=False)
             else:
                 await teacher.top(self.top_k)
-            return {field: list((await teacher.share(field)).places[: len(own)]) for field in self._fields}
+            return {name: list((await teacher.share(name)).places[: len(own)]) for name in self._fields}
 
         return await teacher.outlasting(compute)
 

@@ -81,7 +81,7 @@ STOPS = {
         "value_metrics",
         "ScalarHead",
     ),
-    "a teacher": ("Teachers", "PolicyWorker.fill"),
+    "a teacher": ("Teachers", "TeacherCalls", "PolicyWorker.fill"),
     "a policy that generates its samples": ("DecodingCopy", "LeaderCache", "LeadingRunner"),
     "a function of the user's": ("own_advantages", "custom:custom_loss"),
     "other advantages": ("turn_relative", "reinforce", "group_then_batch", "gdpo"),

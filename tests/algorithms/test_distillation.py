@@ -3,10 +3,11 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,12 +24,13 @@ from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.teachers import EndpointTeacher, Teachers, teachers_of_tasks
 from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig, ReverseKlLossConfig
 from nemorl.config.auxiliary import EndpointTeacherConfig, ModelTeacherConfig
+from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import Compared, PackedBatch
 from nemorl.data.shards import Column, SequencePlace
 from nemorl.errors import RunError
 from nemorl.session.session import Session
 from nemorl.trajectories import Task
-from tests.algorithms.groups import failed, group
+from tests.algorithms.groups import failed, group, trajectory
 
 TOKENS, VOCABULARY, K = 7, 6, 3
 MASK = torch.tensor([False, True, True, False, False, True, True])
@@ -317,6 +319,48 @@ def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
     assert policy.calls == [("teachers.far", {3}, 8)]
     assert policy.taken.keys() == {"top_ids", "top_logprobs"}
     assert policy.taken["top_ids"][:2] == [((1, "top_ids"), 0), ((2, "top_ids"), 10)]
+
+
+class MeetingGroup(StandInGroup):
+    """Computes logprobs when all others do; the policy trains on what it has taken."""
+
+    def __init__(self, mark: float, barrier: asyncio.Barrier) -> None:
+        super().__init__(mark)
+        self.barrier, self.devices = barrier, self
+
+    async def load(self, places: list[SequencePlace], **_: Any) -> None:
+        self.loaded.append(places)
+
+    async def logprobs(self, **_: bool) -> LogprobStats:
+        async with asyncio.timeout(10):
+            await self.barrier.wait()
+        return LogprobStats(0.0, 0.0, 9)
+
+    async def train(self, loss: Any, minibatch: int) -> TrainStats:
+        self.calls.append(("train", self.taken["reference_logprobs"]))
+        return TrainStats({"tokens": 4.0}, {}, 1.0, 0.1, False, False, 9, 9)
+
+    def packing_metrics(self) -> dict[str, float]:
+        return {}
+
+
+def test_teachers_score_while_the_policy_computes_its_logprobs() -> None:
+    barrier = asyncio.Barrier(3)
+    policy, sums, prose = (MeetingGroup(mark, barrier) for mark in range(3))
+    session = Session(models=cast(Any, {"policy": policy, "teacher_sums": sums, "teacher_prose": prose}))
+    model = ModelTeacherConfig(model_path=Path("m"))
+    teachers = Teachers(session, {"sums": model, "prose": model}, {"sums": 1, "prose": 1}, None)
+    config: Any = SimpleNamespace(aggregation="token-mean", loss=ReverseKlLossConfig(name="reverse_kl"))
+    update = DistillationUpdate(config, ["sums", "prose"], multiple=1)
+    observer: Any = SimpleNamespace(
+        stage=lambda *_, **__: nullcontext(SimpleNamespace(advance=lambda **_: None))
+    )
+    gate: Any = SimpleNamespace(due=lambda _: True, check=lambda *_: None)
+    nobody: Any = None
+    algorithm = OnlineAlgorithm(config, session, nobody, update, gate, observer, nobody, teachers=teachers)
+    groups = [group(number, trajectory(1.0, row=0)) for number in range(2)]
+    asyncio.run(algorithm.train(update.prepare(groups, 1), 1))
+    assert policy.calls == [("train", [((1, "old_logprobs"), 0), ((2, "old_logprobs"), 0)])]
 
 
 def test_where_nothing_trains_neither_policy_nor_teachers_are_asked() -> None:
