@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -24,7 +25,7 @@ from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.observe.metrics import StepMetrics
 from tests.required import require_vllm
-from tests.run.runs import finish, lines, start, write_experiment
+from tests.run.runs import finish, lines, start, worker_pid, write_experiment
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(
+def configured(
     folder: Path, model: Path, generation: dict[str, Any], policy: dict[str, Any], **algorithm: Any
-) -> list[StepMetrics]:
-    """The steps of a run of three."""
+) -> Path:
+    """An experiment of three steps, whose run is `folder/run`."""
     config = write_experiment(
         folder, model, "run", algorithm={"num_steps": 3, "validation": {}, **algorithm},
         data={"validation": None}, policy=policy, rewards=[{"function": "tests.run.rewards:differs"}],
@@ -47,6 +48,14 @@ def run(
     tree = yaml.safe_load(config.read_text())
     tree |= {"generation": {"max_new_tokens": 6, **generation}, "checkpointing": {"enabled": False}}
     config.write_text(yaml.safe_dump(tree))
+    return config
+
+
+def run(
+    folder: Path, model: Path, generation: dict[str, Any], policy: dict[str, Any], **algorithm: Any
+) -> list[StepMetrics]:
+    """The steps of a run of three."""
+    config = configured(folder, model, generation, policy, **algorithm)
     status, output = finish(start("train", config), 500)
     assert status == 0, output
     steps = lines(folder / "run")
@@ -102,6 +111,38 @@ def test_samples_of_an_asynchronous_run_have_the_logprobs_of_their_versions(
     assert max(s.values["version/lag_max"] for s in steps) == 1
     assert max(s.values["version/spread"] for s in steps) > 0
     assert max(s.values["staleness/gap_max_0"] for s in steps) < 1e-3  # tokens of the trained version
+
+
+def test_an_asynchronous_run_outlives_the_engine_core_of_its_only_replica(
+    tmp_path: Path, model: Path
+) -> None:
+    policy = {"layout": {}, "optimizer": {"name": "adam", "lr": 1e-3}}
+    engine = {"backend": "vllm", "threads": 1}
+    config = configured(tmp_path, model, engine, policy, max_staleness=2, num_steps=8)
+    driver = start("train", config)
+    try:
+        while len(lines(tmp_path / "run")) < 2:
+            assert driver.poll() is None, driver.communicate()[0]
+            time.sleep(0.05)
+        host = psutil.Process(worker_pid(tmp_path / "run/logs/generation-0.log"))
+        (core,) = (one for one in host.children() if "resource_tracker" not in " ".join(one.cmdline()))
+        core.kill()
+        status, output = finish(driver, 500)
+    finally:
+        driver.kill()
+    assert status == 0, output
+    steps = lines(tmp_path / "run")
+    assert [s.step for s in steps] == [*range(1, 9)]
+    last = steps[-1].values
+    assert last["generation/replicas_lost"] == last["generation/replicas_restarted"] == 1
+    log = (tmp_path / "run/logs/driver.log").read_text()
+    assert f"generation engine 0 has ended: EngineCore (process {core.pid}) ended" in log
+    assert all(s.values["errors"] == 0 for s in steps)
+    assert max(s.values["version/lag_max"] for s in steps) <= 2
+    # Tokens of the trained version, before and after the engine has received the weights in use.
+    gaps = [s.values["staleness/gap_max_0"] for s in steps if "staleness/gap_max_0" in s.values]
+    assert gaps
+    assert max(gaps) < 1e-3
 
 
 @contextmanager
