@@ -83,18 +83,22 @@ class Worker:
                 ray.cancel(items)
 
     async def call_pair(
-        self, method: str, *args: Any, stage: str, num_awaited: int = 1
+        self, method: str, *args: Any, stage: str, seconds: float, num_awaited: int = 1
     ) -> tuple[ray.ObjectRef, Any]:
         """Call a method that returns two values; the first, which may be large, comes as a reference.
 
-        This process owns it. Without a deadline; `num_awaited` is for `Arrivals.answer`. Raises like `call`.
+        This process owns it. `num_awaited` is for `Arrivals.answer`. Raises like `call`.
         """
-        invocation = Invocation(self.prefix + method, stage, math.inf)
+        invocation = Invocation(self.prefix + method, stage, seconds)
         first, second = self.actor.call_pair.remote(invocation, *args)
         try:
-            return first, await _arrivals_of(asyncio.get_running_loop()).answer(second, num_awaited)
+            async with asyncio.timeout(seconds):
+                return first, await _arrivals_of(asyncio.get_running_loop()).answer(second, num_awaited)
         except RayError as error:
             raise await resolve_error(self, stage, error) from None
+        except TimeoutError:
+            where = str((await describe_activity([self]))[0])
+            raise DeadlineExceeded(self.group, (self.rank,), stage, seconds, (where,)) from None
 
     def send(self, method: str, *args: Any, stage: str) -> None:
         """Call without an answer; only the log of the worker has a failure."""

@@ -92,19 +92,20 @@ class GroupRunner(ABC):
                 group.cancel()
 
     async def run_more(
-        self, call: int, assignments: Sequence[GroupAssignment]
+        self, call: int, assignments: Sequence[GroupAssignment], seconds: float
     ) -> tuple[list[Trajectory], list[GroupSummary | Dropped]]:
         """Begin these groups of a call from another process, and hand over those of it that have ended.
 
-        At least one, and together what has ended until the caller asks, since each answer costs it a
-        millisecond. The first value has the trajectories of all that are handed over: a value of its own
-        belongs to the caller's process. A reference in a summary would belong to this one, which may drop it
-        before the caller has it. Raises like `run_groups`; the caller then ends the call.
+        At least one, unless none ends within `seconds`, and together what has ended until the caller asks,
+        since each answer costs it a millisecond. The first value has the trajectories of all that are handed
+        over: a value of its own belongs to the caller's process. A reference in a summary would belong to
+        this one, which may drop it before the caller has it. Raises like `run_groups`; the caller then ends
+        the call.
         """
         begun = [asyncio.ensure_future(self._run_or_drop(assignment)) for assignment in assignments]
         groups = self._calls.setdefault(call, [])
         groups += begun
-        await asyncio.wait(groups, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(groups, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if call not in self._calls:
             return [], []
         ended, left = [g for g in groups if g.done()], [g for g in groups if not g.done()]

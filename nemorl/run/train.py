@@ -356,7 +356,8 @@ def _trajectory_log(experiment: Experiment, session: Session, done: int) -> Traj
     if not (count := experiment.logger.trajectories):
         return None
     files.begin(SampledBy.of(experiment))
-    return TrajectoryLog(files, session.fetch, count)
+    fetch = partial(session.fetch, seconds=experiment.cluster.deadlines.logprobs)
+    return TrajectoryLog(files, fetch, count)
 
 
 def _stopped(
@@ -442,7 +443,8 @@ async def _rollout(experiment: Experiment, num_groups: int, paths: RunPaths) -> 
             groups = await collector.next_batch()
         finally:
             await collector.close()
-        await TrajectoryLog(files, session.fetch, num_samples).write(0, groups, {})
+        fetch = partial(session.fetch, seconds=experiment.cluster.deadlines.logprobs)
+        await TrajectoryLog(files, fetch, num_samples).write(0, groups, {})
     with closing(JsonLinesWriter(paths.samples)) as writer:
         for sample in samples_of(0, groups, "training"):
             writer.append(asdict(sample))

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from nemorl.cluster.errors import ClusterError, RestartsExhausted, WorkerDied, WorkerFailed
+from nemorl.cluster.errors import ClusterError, DeadlineExceeded, RestartsExhausted, WorkerDied, WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.nodes import Home
 from nemorl.cluster.worker import BusySpans, Worker
@@ -560,8 +560,9 @@ class RouterHandle:
 class RolloutHandle:
     """A rollout worker and its router, in its present process. Belongs to one event loop."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+    def __init__(self, worker: Worker, seconds: float) -> None:
+        """`seconds` limits the wait for one answer; groups may take longer."""
+        self.worker, self._seconds = worker, seconds
         self.spans = BusySpans()  # in which the worker had groups
         self.cause: str | None = None  # of its loss
         self._returns: asyncio.Future[bool] | None = None  # False if a lost one does not
@@ -576,7 +577,8 @@ class RolloutHandle:
     ) -> AsyncIterator[GroupSummary | Dropped]:
         """Summaries as the groups end; they refer to the trajectories, which stay in the object store.
 
-        A lost worker is waited for. Groups that are lost with its process are dropped.
+        A lost worker is waited for; one that does not answer in time is lost. Groups that are lost with its
+        process are dropped.
         """
         left = {assignment.group for assignment in assignments}
         if self._returns is None or await asyncio.shield(self._returns):
@@ -584,17 +586,22 @@ class RolloutHandle:
             try:
                 with self.spans.busy():
                     while left:
-                        # Without a deadline: groups may take many steps, and a process that hangs fails its
-                        # health check.
+                        # The worker answers in time even if no group has ended: some take many steps.
                         reference, outcomes = await worker.call_pair(
-                            "run_more", call, new, stage="generation", num_awaited=len(left)
+                            "run_more",
+                            call,
+                            new,
+                            self._seconds,
+                            stage="generation",
+                            seconds=self._seconds + GRACE_SECONDS,
+                            num_awaited=len(left),
                         )
-                        self._finished, new = True, ()
+                        self._finished, new = self._finished or bool(outcomes), ()
                         for outcome in outcomes:
                             left.remove(outcome.group)
                             dropped = isinstance(outcome, Dropped)
                             yield outcome if dropped else replace(outcome, reference=reference)
-            except WorkerDied as error:
+            except (WorkerDied, DeadlineExceeded) as error:
                 if worker is self.worker:
                     self.set_lost(str(error))
             finally:

@@ -25,7 +25,7 @@ from nemorl.config.environment import RewardConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, environment_actors, models_of
 from nemorl.config.generation import EndpointConfig
-from nemorl.errors import NemorlError
+from nemorl.errors import NemorlError, RunError
 from nemorl.generation.router import Replica
 from nemorl.generation.types import EngineOptions, NoReplicaLeft
 from nemorl.observe.files import write_atomically
@@ -290,9 +290,15 @@ class Session:
         metrics |= await self.replicas.take_metrics() if self.replicas is not None else {}
         return metrics | (self.concurrency.take_metrics() if self.concurrency is not None else {})
 
-    async def fetch(self, reference: Any) -> list[Any]:
-        """The sequences behind a reference."""
-        return list(await reference)
+    async def fetch(self, reference: Any, seconds: float) -> list[Any]:
+        """The sequences behind a reference. Raises RunError if they do not come within `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                return list(await reference)
+        except TimeoutError:
+            problem = f"the sequences of a group could not be read within {seconds:g} s"
+            fix = "raise cluster.deadlines.logprobs, or set logger.trajectories to 0"
+            raise RunError(f"stage 'storing trajectories': {problem}; {fix}") from None
 
     def store(self, sequences: Sequence[Any]) -> Any:
         """A reference by which workers read these sequences, all of them at once."""

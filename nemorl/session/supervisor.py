@@ -619,10 +619,7 @@ class NoRolloutWorkerLeft(RunError):
 
 @dataclass(eq=False)
 class SupervisedRollout(Supervised):
-    handle: RolloutHandle = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.handle = RolloutHandle(self.worker)
+    handle: RolloutHandle = field(kw_only=True)
 
 
 class RolloutSupervisor(Supervisor[SupervisedRollout]):
@@ -640,7 +637,9 @@ class RolloutSupervisor(Supervisor[SupervisedRollout]):
         environments: Mapping[str, EnvironmentSupervisor] | None = None,
     ) -> None:
         """`replicas` returns those to which a router sends requests now; `environments` have actors."""
-        super().__init__(group, config, map(SupervisedRollout, group.workers))
+        seconds = config.deadlines.generation
+        members = [SupervisedRollout(one, handle=RolloutHandle(one, seconds)) for one in group.workers]
+        super().__init__(group, config, members)
         self._replicas, self._rollouts = replicas, RolloutsHandle(group)
         self._environments = dict(environments or {})
         for name, environment in self._environments.items():

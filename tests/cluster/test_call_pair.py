@@ -1,4 +1,4 @@
-"""Long calls without a deadline, whose answers are taken several at a time."""
+"""Long calls, whose answers are taken several at a time."""
 
 import asyncio
 from concurrent.futures import Future
@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from nemorl.cluster import worker as worker_module
-from nemorl.cluster.errors import WorkerDied, WorkerFailed
+from nemorl.cluster.errors import DeadlineExceeded, WorkerDied, WorkerFailed
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.worker import Arrivals
 from nemorl.simulate.simulation import run_in_virtual_time
@@ -17,21 +17,27 @@ from .conftest import StartFragile
 
 
 def test_the_first_value_comes_as_a_reference(generation: WorkerGroup):
-    first, second = asyncio.run(generation.workers[0].call_pair("pair", 0.5, stage="sampling"))
+    first, second = asyncio.run(generation.workers[0].call_pair("pair", 0.5, stage="sampling", seconds=60.0))
     assert (ray.get(first), second) == ([0.5] * 3, 0.5)
 
 
 def test_failures_name_the_rank_and_the_stage(generation: WorkerGroup):
     with pytest.raises(WorkerFailed, match=r"rank 1 failed in stage 'sampling' with ValueError: too early"):
-        asyncio.run(generation.workers[1].call_pair("pair", -1.0, stage="sampling"))
+        asyncio.run(generation.workers[1].call_pair("pair", -1.0, stage="sampling", seconds=60.0))
+
+
+def test_an_answer_that_does_not_come_has_a_deadline(generation: WorkerGroup):
+    late = r"generation has not finished stage 'sampling' in 0.5 s; no answer from rank 0.\n.* in pair for"
+    with pytest.raises(DeadlineExceeded, match=late):
+        asyncio.run(generation.workers[0].call_pair("pair", 3.0, stage="sampling", seconds=0.5))
 
 
 def test_what_came_before_a_death_outlives_the_process(start_fragile: StartFragile):
     (worker,) = start_fragile("Streamer", ranks=1, concurrent=True).workers
 
     async def run() -> ray.ObjectRef:
-        first, _ = await worker.call_pair("pair", 0.0, stage="sampling")
-        waits = asyncio.create_task(worker.call_pair("pair", 600.0, stage="sampling"))
+        first, _ = await worker.call_pair("pair", 0.0, stage="sampling", seconds=60.0)
+        waits = asyncio.create_task(worker.call_pair("pair", 600.0, stage="sampling", seconds=600.0))
         await asyncio.sleep(0)
         worker.send("exit_process", 1, stage="sampling")  # which awaits nothing
         with pytest.raises(WorkerDied, match=r"fragile rank 0 died in stage 'sampling'"):

@@ -50,7 +50,7 @@ def collect(
     """One synchronous step of `num_groups` groups of two."""
 
     async def main():
-        workers = list(map(RolloutHandle, rollout.workers))
+        workers = [RolloutHandle(worker, 60.0) for worker in rollout.workers]
         plan = CollectorPlan(num_groups, 2, 0)
         schedule = GroupSchedule(TaskOrder(50, 0, False), plan, place=DataPlace(first))
         collector = Collector(workers, schedule, 60)

@@ -318,9 +318,11 @@ class GroupsByHand(GroupRunner):
 def test_groups_that_ended_are_handed_over_together():
     async def run() -> None:
         worker = GroupsByHand()
-        first = asyncio.create_task(worker.run_more(0, [GroupAssignment(group, 0, 2) for group in range(5)]))
-        other = asyncio.create_task(worker.run_more(1, [GroupAssignment(9, 0, 2)]))
+        assignments = [GroupAssignment(group, 0, 2) for group in range(5)]
+        first = asyncio.create_task(worker.run_more(0, assignments, 60.0))
+        other = asyncio.create_task(worker.run_more(1, [GroupAssignment(9, 0, 2)], 60.0))
         await until(lambda: len(worker.ends) == 6)
+        assert await worker.run_more(0, [], 0.01) == ([], [])
         worker.ends[2].set_result(None)
         stored, (outcome,) = await first
         assert (stored, outcome.group) == ([(2, 0), (2, 1)], 2)
@@ -328,14 +330,14 @@ def test_groups_that_ended_are_handed_over_together():
             worker.ends[group].set_result(None)
         await worker.abort_groups([4])
         await until(lambda: len(worker._running) == 2)
-        stored, outcomes = await worker.run_more(0, [])
+        stored, outcomes = await worker.run_more(0, [], 60.0)
         assert [outcome.group for outcome in outcomes] == [0, 3, 4]
         assert isinstance(outcomes[2], Dropped)
         for outcome in outcomes[:2]:
             assert outcome.reference is None
             assert [stored[t.row] for t in outcome.trajectories] == [(outcome.group, 0), (outcome.group, 1)]
         worker.ends[1].set_result(None)
-        assert (await worker.run_more(0, []))[1][0].group == 1
+        assert (await worker.run_more(0, [], 60.0))[1][0].group == 1
         await worker.end_call(1)
         assert await other == ([], [])
         await until(worker.ends[9].cancelled)
@@ -346,7 +348,9 @@ def test_groups_that_ended_are_handed_over_together():
 def test_a_failed_group_ends_the_call():
     async def run() -> None:
         worker = GroupsByHand()
-        call = asyncio.create_task(worker.run_more(0, [GroupAssignment(group, 0, 2) for group in range(2)]))
+        call = asyncio.create_task(
+            worker.run_more(0, [GroupAssignment(group, 0, 2) for group in range(2)], 60.0)
+        )
         await until(lambda: len(worker.ends) == 2)
         worker.ends[0].set_exception(ValueError("no reward"))
         with pytest.raises(ValueError, match="no reward"):
