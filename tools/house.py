@@ -68,7 +68,7 @@ STOPS = {
     "after the step: records, checkpoints, validation": ("RunRecorder",),
     "a process that died": (
         *("Supervisor", "ReplicaSupervisor", "RolloutSupervisor"),
-        *("resolve_error", "describe_activity", "WorkerGroup.kill"),
+        *("resolve_error", "describe_activity", "WorkerGroup.kill", "WorkerGroup._silent"),
     ),
     "an agent that owns its loop": ("EpisodeLoop",),
     "several environments": ("ByTaskEnvConfig",),

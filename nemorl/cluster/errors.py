@@ -95,6 +95,17 @@ class DeadlineExceeded(ClusterError):
         return f"{problem}; no answer from rank{'s' * (len(self.ranks) > 1)} {ranks}.{doing}"
 
 
+class WorkerHung(DeadlineExceeded):
+    """Some ranks do not even respond while a call of them runs; `seconds` is the limit for a response."""
+
+    def __str__(self) -> str:
+        activities = zip(self.ranks, self.where, strict=True)
+        doing = "".join(f"\n  | rank {rank}: {where}" for rank, where in activities)
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        problem = f"{self.group} hangs in stage '{self.stage}'"
+        return f"{problem}: no response from {ranks} in {self.seconds:g} s{doing}"
+
+
 class RelayLost(ClusterError):
     """A process that calls ranks for the driver was lost. A call that may run twice can be repeated."""
 

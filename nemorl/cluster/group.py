@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import ray
-from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from nemorl.config.policy import LayoutConfig
@@ -31,6 +30,7 @@ from .errors import (
     GroupEnded,
     RelayLost,
     WorkerDied,
+    WorkerHung,
 )
 from .logs import log_path, process_of
 from .nodes import Home
@@ -41,7 +41,9 @@ from .worker import (
     Pending,
     Worker,
     answers,
+    describe_activity,
     outcomes,
+    silent_and_dead,
 )
 
 logger = logging.getLogger(__name__)
@@ -102,8 +104,9 @@ class WorkerGroup:
     """Ranks of one kind. A call runs on every rank (SPMD) and gives one answer for each.
 
     A failed call ends the processes of the whole group, unless it says otherwise: its ranks may hang in a
-    collective operation that can no longer complete. Later calls raise `GroupEnded`. Relays call the ranks of
-    a large group; those of a lost relay are called by the others, or directly if it was the last.
+    collective operation that can no longer complete. Later calls raise `GroupEnded`. With `health_seconds`,
+    a process that does not respond during a call is found within twice that time. Relays call the ranks of a
+    large group; those of a lost relay are called by the others, or directly if it was the last.
     """
 
     def __init__(
@@ -115,12 +118,13 @@ class WorkerGroup:
         on_deadline: OnDeadline | None = None,
         relays: Sequence[Worker] = (),
         start_relays: Callable[[], Awaitable[list[Worker]]] | None = None,
+        health_seconds: float | None = None,
     ) -> None:
         self.name, self.workers, self.mesh = name, tuple(workers), mesh
         self._relays, self._start_relays = tuple(relays), start_relays
         self._divided: Sequence[Worker] = ()  # the workers in these parts, of `FAN_OUT` each
         self._parts: list[ray.ObjectRef] = []
-        self._on_deadline = on_deadline
+        self._on_deadline, self._health_seconds = on_deadline, health_seconds
         self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
         self.spans = BusySpans()  # of calls that were awaited, without those in the background
         self._launch, self._ended = launch, ""  # why its processes ended, if they did
@@ -144,6 +148,7 @@ class WorkerGroup:
         concurrent: bool = False,
         environment: Mapping[str, str] | None = None,
         on_deadline: OnDeadline | None = None,
+        health_seconds: float | None = None,
         extra: ExtraRanks | None = None,
     ) -> "WorkerGroup":
         """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
@@ -174,7 +179,7 @@ class WorkerGroup:
         launched = [launch(rank, seat, invocation) for rank, seat in enumerate(seats)]
         start_relays = partial(_start_relays, name, ranks, placement, run_dir, invocation)
         relays, workers = await start_relays(), [worker for worker, _ in launched]
-        group = cls(name, workers, mesh, launch, on_deadline, relays, start_relays)
+        group = cls(name, workers, mesh, launch, on_deadline, relays, start_relays, health_seconds)
         group._seats, group._extra = seats, extra
         group.gpus = await group._answers({reference: worker for worker, reference in launched}, invocation)
         return group
@@ -236,11 +241,7 @@ class WorkerGroup:
         """True if a process has died, or does not respond within `seconds`."""
         if self._ended:
             return self._has_lost
-        asked = [asyncio.wrap_future(w.actor.respond.remote().future()) for w in self.workers]
-        _, silent = await asyncio.wait(asked, timeout=seconds)
-        for future in silent:
-            future.cancel()
-        return bool(silent) or any(isinstance(future.exception(), RayActorError) for future in asked)
+        return any(await silent_and_dead(self.workers, seconds))
 
     async def replace_all(self, deadline_seconds: float, **changed: Any) -> None:
         """End all processes and start others in their places, their targets made with `changed` arguments.
@@ -286,8 +287,8 @@ class WorkerGroup:
         data-parallel rank (`Mesh.output_ranks`). With `keep` the answers stay in the workers' object stores
         until the next ones under this name, and references to them are returned; an answer that is None is
         returned itself. A method in the `background` runs while other calls run. Raises `WorkerFailed`,
-        `WorkerDied` or `DeadlineExceeded`, and `GroupEnded` after one of them; `ends_group=False` is for a
-        method whose failure leaves every rank usable.
+        `WorkerDied`, `WorkerHung` or `DeadlineExceeded`, and `GroupEnded` after one of them;
+        `ends_group=False` is for a method whose failure leaves every rank usable.
         """
         if self._ended:
             raise GroupEnded(f"{self.name} cannot run '{method}' in stage '{stage}': {self._ended}.")
@@ -305,10 +306,11 @@ class WorkerGroup:
         invocation = Invocation(method, stage, seconds, resolve, background, keep)
         if self._relays:
             common = [args] if shards is None else of_ranks
-            everything = await self._call_relays(invocation, common, kwargs, ends_group)
+            answering = self._call_relays(invocation, common, kwargs, ends_group)
         else:
             pending = _begin_calls(self.workers, invocation, of_ranks, kwargs)
-            everything = await self._answers(pending, invocation, ends_group)
+            answering = self._answers(pending, invocation, ends_group)
+        everything = await self._unless_hung(answering, stage)
         return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
 
     def tabulate(self, of_shards: Sequence[Sequence[ray.ObjectRef]]) -> Sequence[Any]:
@@ -329,19 +331,26 @@ class WorkerGroup:
         For methods that may run twice: the ranks of a lost relay are asked again.
         """
         invocation, workers = Invocation(method, stage, seconds), self.workers
-        calls = self._begin_relayed("ask", invocation, [args], {}) if self._relays else {}
-        waits = (answers({call: relay}, _relayed(invocation)) for call, relay in calls.items())
         asked: dict[int, Any] = {}
+        for of_relay in await self._ask_relays("ask", invocation, args):
+            asked |= of_relay
+        left = [worker for worker in workers if worker.rank not in asked]
+        return asked | await outcomes(left, invocation, args)
+
+    async def _ask_relays(self, method: str, invocation: Invocation, args: tuple[Any, ...] = ()) -> list[Any]:
+        """The answers of the relays; those that are lost are not called again."""
+        calls = self._begin_relayed(method, invocation, [args], {}) if self._relays else {}
+        waits = (answers({call: relay}, _relayed(invocation)) for call, relay in calls.items())
         found = await asyncio.gather(*waits, return_exceptions=True)
+        of_relays = []
         for relay, answer in zip(calls.values(), found, strict=True):
             if isinstance(answer, ClusterError):
                 self._bypass(relay, answer)
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                asked |= answer[0]
-        left = [worker for worker in workers if worker.rank not in asked]
-        return asked | await outcomes(left, invocation, args)
+                of_relays.append(answer[0])
+        return of_relays
 
     async def _call_relays(
         self,
@@ -391,6 +400,43 @@ class WorkerGroup:
             logger.warning("the ranks of %s are called without relay %d: %s", self.name, relay.rank, error)
             self._relays = tuple(other for other in self._relays if other is not relay)
             self.kill(relay)
+
+    async def _unless_hung(self, answering: Coroutine[Any, Any, list[Any]], stage: str) -> list[Any]:
+        """The answers. Raises `WorkerHung`, and ends the group, if a process does not respond meanwhile."""
+        if (seconds := self._health_seconds) is None:
+            return await answering
+        task, workers = asyncio.create_task(answering), self.workers
+        try:
+            while not (await asyncio.wait({task}, timeout=seconds))[0]:
+                silent = await self._silent(workers, seconds)
+                if silent and not task.done() and not self._ended:
+                    raise await self._end_hung(silent, stage, seconds)
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _silent(self, workers: Sequence[Worker], seconds: float) -> list[Worker]:
+        """Those that do not respond; a call reports those that have died, and those of a lost node."""
+        if self._relays:
+            asked = await self._ask_relays("silent", Invocation("respond", "health check", seconds))
+            ranks = set(itertools.chain(*asked))
+            silent = [worker for worker in workers if worker.rank in ranks]
+        else:
+            silent, _ = await silent_and_dead(workers, seconds)
+        return [worker for worker in silent if worker.home is None or not worker.home.is_lost()]
+
+    async def _end_hung(self, silent: Sequence[Worker], stage: str, seconds: float) -> WorkerHung:
+        ranks, processes = tuple(worker.rank for worker in silent), (*self.workers, *self._relays)
+        self._has_lost, self._ended = True, f"its processes were ended: rank {ranks[0]} hung"
+        try:
+            where = tuple(map(str, await describe_activity(silent)))
+            error = WorkerHung(self.name, ranks, stage, seconds, where)
+            if self._on_deadline is not None:
+                await self._on_deadline(error, self.workers)
+        finally:
+            self.kill(*processes)  # not those that replace them, if another call failed meanwhile
+        return error
 
     async def shutdown(self, deadline_seconds: float = 10.0, *, after: BaseException | None = None) -> None:
         """End the processes after calling `close` on every worker that has it, unless a call is under way.
@@ -488,6 +534,17 @@ class Relay:
         kwargs: Mapping[str, Any],
     ) -> dict[int, Any]:
         return await outcomes(await self._workers(*part), invocation, *of_ranks)
+
+    async def silent(
+        self,
+        part: Sequence[ray.ObjectRef],
+        invocation: Invocation,
+        of_ranks: Sequence[Sequence[Any]],
+        kwargs: Mapping[str, Any],
+    ) -> list[int]:
+        """Ranks that do not respond before the deadline."""
+        silent, _ = await silent_and_dead(await self._workers(*part), invocation.deadline_seconds)
+        return [worker.rank for worker in silent]
 
     async def _workers(self, part: ray.ObjectRef) -> Sequence[Worker]:
         if part not in self._parts:

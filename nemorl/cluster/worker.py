@@ -180,6 +180,16 @@ class BusySpans:
         return spans
 
 
+async def silent_and_dead(workers: Sequence[Worker], seconds: float) -> tuple[list[Worker], list[Worker]]:
+    """Those that do not respond within `seconds`, and those that have ended. One that computes responds."""
+    asked = {asyncio.wrap_future(w.actor.respond.remote().future()): w for w in workers}
+    done, silent = await asyncio.wait(asked, timeout=seconds)
+    for future in silent:
+        future.cancel()
+    dead = [asked[future] for future in done if isinstance(future.exception(), RayActorError)]
+    return [asked[future] for future in silent], dead
+
+
 async def outcomes(workers: Sequence[Worker], invocation: Invocation, args: Sequence[Any]) -> dict[int, Any]:
     """Of each rank its answer, or the ClusterError in its place."""
     method, stage, seconds = invocation.method, invocation.stage, invocation.deadline_seconds

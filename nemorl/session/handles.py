@@ -152,7 +152,7 @@ class ModelHandle:
             try:
                 if lost is not None:
                     await self._restart_in_place(lost)
-                return await self._unless_hung(work())
+                return await work()
             except ClusterError as error:
                 if not self._max_restarts or not await self.lost_one():
                     raise
@@ -169,18 +169,6 @@ class ModelHandle:
                 await other.offload()
         await self.restart()
         logger.warning("%s restarted in %.1f s", name, time.monotonic() - began)
-
-    async def _unless_hung(self, work: Awaitable[T]) -> T:
-        """Await work; it fails after two periods of health checks if a process does not respond."""
-        task, seconds = asyncio.ensure_future(work), self._deadlines.health
-        try:
-            while not (await asyncio.wait({task}, timeout=seconds))[0]:
-                if await self.lost_one() and not task.done():
-                    logger.warning("%s: a process does not respond within %g s", self.group.name, seconds)
-                    self.group.kill(*self.group.workers)
-            return task.result()
-        finally:
-            task.cancel()
 
     async def header(self) -> dict[str, str]:
         seconds = self._deadlines.start

@@ -417,7 +417,8 @@ class Starter:
             shared["generation"] = experiment.generation
             shared["tokenizer_path"] = (spec.config.tokenizer.path or spec.config.model_path).absolute()
         kwargs = [{**shared, "rank": rank} for rank in range(layout.world_size)]
-        group = await self._start(spec.name, target, kwargs, threads=threads, mesh=Mesh.of(layout))
+        options = {"threads": threads, "mesh": Mesh.of(layout), "health_seconds": deadlines.health}
+        group = await self._start(spec.name, target, kwargs, **options)
         max_restarts = experiment.cluster.max_model_restarts
         return handles.ModelHandle(group, spec, deadlines, shared["rendezvous"], max_restarts)
 

@@ -74,6 +74,11 @@ class Recorder:
         time.sleep(seconds)
         sys.stdout.write("woke up\n")
 
+    def compute(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
     def fail_on(self, rank: int, message: str, others_sleep: float) -> None:
         if self.rank == rank:
             raise ValueError(message)

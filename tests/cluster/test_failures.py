@@ -6,6 +6,7 @@ import pickle
 import re
 import signal
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,14 @@ import pytest
 
 from nemorl.cluster import group as group_module
 from nemorl.cluster import worker as worker_module
-from nemorl.cluster.errors import DeadlineExceeded, GroupEnded, WorkerDied, WorkerFailed
+from nemorl.cluster.errors import (
+    ClusterError,
+    DeadlineExceeded,
+    GroupEnded,
+    WorkerDied,
+    WorkerFailed,
+    WorkerHung,
+)
 from nemorl.cluster.group import WorkerGroup
 
 from .conftest import StartFragile
@@ -147,6 +155,38 @@ def test_a_deadline_does_not_wait_for_a_stopped_process(
     )
     with pytest.raises(DeadlineExceeded, match=stopped):
         asyncio.run(group.call("process", stage="logprobs", seconds=2.0))
+
+
+def test_a_stopped_process_is_found_long_before_the_deadline_and_one_that_computes_is_none(
+    start_fragile: StartFragile, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker_module, "ACTIVITY_SECONDS", 0.5)
+    period = 2.0
+    group = start_fragile(health_seconds=period)
+    pids = asyncio.run(group.call("process", **LIMITS))
+    asyncio.run(group.call("compute", 2.5 * period, **LIMITS))  # holds the interpreter's lock for most of it
+    assert asyncio.run(group.call("process", **LIMITS)) == pids
+
+    async def stop() -> float:
+        both = (group.call("sleep", 60.0, background=background, **LIMITS) for background in (False, True))
+        calls = [asyncio.create_task(call) for call in both]
+        await asyncio.sleep(0.5)
+        os.kill(pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        stopped = (
+            rf"fragile hangs in stage 'training': no response from rank 1 in 2 s\n.*process {pids[1]} is"
+        )
+        with pytest.raises(WorkerHung, match=stopped):
+            await calls[0]
+        with pytest.raises(ClusterError):
+            await calls[1]
+        return time.monotonic() - began
+
+    assert asyncio.run(stop()) < 2 * period + 0.5 + 5.0  # two periods, the description, a busy machine
+    assert alive(pids) == []
+    assert asyncio.run(group.lost_one(period))
+    asyncio.run(group.replace_all(60.0))
+    assert not asyncio.run(group.lost_one(30.0))
 
 
 def test_a_cancelled_call_does_not_hold_up_the_shutdown(start_fragile: StartFragile):

@@ -11,7 +11,14 @@ import pytest
 import ray
 
 from nemorl.cluster import group as group_module
-from nemorl.cluster.errors import DeadlineExceeded, GroupEnded, RelayLost, WorkerDied, WorkerFailed
+from nemorl.cluster.errors import (
+    DeadlineExceeded,
+    GroupEnded,
+    RelayLost,
+    WorkerDied,
+    WorkerFailed,
+    WorkerHung,
+)
 from nemorl.cluster.group import Mesh, WorkerGroup
 from nemorl.cluster.logs import process_of
 from nemorl.cluster.placement import Placement, WorkerRequest, reserve
@@ -91,6 +98,16 @@ def test_failures_name_the_rank_and_end_the_group(
     assert asyncio.run(group.lost_one(10.0))
     asyncio.run(group.replace_all(60.0))
     assert len(set(asyncio.run(group.call("process", **LIMITS)))) == 4
+
+
+def test_relays_find_a_rank_that_does_not_respond(group: WorkerGroup) -> None:
+    group._health_seconds = 2.0
+    processes = asyncio.run(group.call("process", **LIMITS))
+    asyncio.run(group.call("sleep", 3.0, **LIMITS))
+    os.kill(processes[3], signal.SIGSTOP)
+    with pytest.raises(WorkerHung, match=r"policy hangs in stage 'testing': no response from rank 3 in 2 s"):
+        asyncio.run(group.call("process", **LIMITS))
+    assert asyncio.run(group.lost_one(10.0))
 
 
 def test_each_rank_that_is_asked_has_its_answer_or_error(group: WorkerGroup) -> None:
