@@ -125,6 +125,7 @@ class WorkerGroup:
         self._divided: Sequence[Worker] = ()  # the workers in these parts, of `FAN_OUT` each
         self._parts: list[ray.ObjectRef] = []
         self._on_deadline, self._health_seconds = on_deadline, health_seconds
+        self.num_restarts = 0  # of all processes together
         self.gpus: list[tuple[str, ...]] = []  # of each rank, as CUDA_VISIBLE_DEVICES names them
         self.spans = BusySpans()  # of calls that were awaited, without those in the background
         self._launch, self._ended = launch, ""  # why its processes ended, if they did
@@ -259,6 +260,7 @@ class WorkerGroup:
         self.workers, self._unanswered = tuple(worker for worker, _ in launched), set()
         self.gpus = await self._answers({reference: worker for worker, reference in launched}, invocation)
         self._ended, self._has_lost = "", False
+        self.num_restarts += 1
 
     def admit(self, worker: Worker) -> None:
         self.workers = tuple(sorted([*self.workers, worker], key=lambda w: w.rank))

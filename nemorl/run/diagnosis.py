@@ -45,7 +45,7 @@ KNOWN_ERRORS = (
     (r"not finite|gradient norm was", "gradients were not finite", "lower policy.optimizer.lr"),
     (r"ran out of memory", "a process was killed, as the kernel does without memory", "read its log"),
     (
-        r"has not finished stage|no group finished within",
+        r"has not finished stage|no group finished within|hangs in stage",
         "a stage missed its deadline",
         "see the stall report",
     ),
@@ -193,6 +193,10 @@ def _facts(run_dir: Path, steps: Sequence[StepMetrics]) -> Iterator[str]:
     for name, text in (
         ("generation/replicas_lost", "engines were lost {} times so far"),
         ("generation/restarts_failed", "{} restarts of engines failed"),
+        ("rollout/workers_lost", "rollout workers were lost {} times so far"),
+        ("rollout/restarts_failed", "{} restarts of rollout workers failed"),
+        ("environment/actors_lost", "actors of environments were lost {} times so far"),
+        ("models/restarts", "models were restarted {} times so far"),
         ("skipped_updates", "{} updates were skipped"),
         ("guards/rollbacks", "the run returned to an earlier checkpoint {} times"),
         ("errors", "{} trajectories of the last step failed"),

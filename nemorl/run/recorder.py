@@ -87,6 +87,7 @@ class RunRecorder:
         A validation may overlap with the next step. The line and the commit of the checkpoint then follow it.
         """
         await self.settle()
+        values = values | {"models/restarts": float(self._session.num_model_restarts)}
         validation = self._algorithm.validation
         if "updates/skipped" in values:
             self._skipped += int(values["updates/skipped"])

@@ -253,6 +253,11 @@ class Session:
         lost = await asyncio.gather(*(model.lost_one() for model in self.models.values()))
         return [name for name, has_lost in zip(self.models, lost, strict=True) if has_lost]
 
+    @property
+    def num_model_restarts(self) -> int:
+        """Since the session was opened, with those of reward models."""
+        return sum(group.num_restarts for group in self.groups.values())
+
     async def restart_models(self, lost: Sequence[str]) -> None:
         """Start new processes for these models and for all that train, with the weights of their folders."""
         if self.replicas is not None and self.replicas.shares_devices:

@@ -108,7 +108,9 @@ class Run:
         self.experiment = experiment
         self.lines: list[StepMetrics] = []
         self.learner = LocalLearner(host, experiment.policy.micro_batch_tokens)
-        self.session: Any = SimpleNamespace(learner=self.learner, store=Stored, lineage=UNBROKEN)
+        self.session: Any = SimpleNamespace(
+            learner=self.learner, store=Stored, lineage=UNBROKEN, num_model_restarts=0
+        )
         self.observer: Any = SimpleNamespace(stage=no_stage, end_step=lambda step: {}, step=self._step)
         head = host.parameters().get(SCALAR_HEAD.param)
         if head is not None:  # which the folder of a language model lacks

@@ -15,9 +15,9 @@ from nemorl.config.load import load_experiment
 from nemorl.models.create import create_tiny_model
 from nemorl.observe.metrics import StepMetrics, read_metrics
 
-# Time differs from run to run; everything else must not.
+# Time differs from run to run, and so do restarts; everything else must not.
 CLOCKS = ("time/", "throughput/", "refit/gigabytes_per_second", "reward_seconds/", "reward_waiting/")
-CLOCKS += ("idle/", "critical/")
+CLOCKS += ("idle/", "critical/", "models/restarts")
 
 
 def tiny_model(folder: Path, layers: int = 2, seed: int = 0) -> Path:

@@ -18,6 +18,7 @@ def folder(tmp_path: Path) -> RunFolder:
     """A run that is held by this process and has taken a step."""
     folder = RunFolder.create(tmp_path, "")
     values = {"time/step": 1.0, "generation/replicas_lost": 2.0, "loss/policy": float("nan")}
+    values |= {"rollout/workers_lost": 3.0, "rollout/restarts_failed": 0.0, "models/restarts": 1.0}
     folder.paths.metrics.write_text(json.dumps(StepMetrics(1, 1, values).to_json()) + "\n", encoding="utf-8")
     return folder
 
@@ -35,7 +36,12 @@ def test_a_run_that_makes_steps_is_healthy(folder: RunFolder) -> None:
     found = diagnose(folder.paths.root)
     assert (found.condition, found.cause) == (Condition.HEALTHY, "")
     assert f"the driver is process {os.getpid()} on {os.uname().nodename}" in found.facts
-    assert "engines were lost 2 times so far" in found.facts
+    lost = [fact for fact in found.facts if "so far" in fact or "restarts of" in fact]
+    assert lost == [
+        "engines were lost 2 times so far",
+        "rollout workers were lost 3 times so far",
+        "models were restarted 1 times so far",
+    ]
     assert "not finite in the last step: loss/policy" in found.facts
 
 

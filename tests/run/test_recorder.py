@@ -60,6 +60,7 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
         update_weights=update_weights,
         generating=contextlib.nullcontext,
         lineage=UNBROKEN,
+        num_model_restarts=0,
     )
     checkpoints: Any = SimpleNamespace(check=lambda: None, due_copy=lambda step, has_line: False)
     recorder = RunRecorder(experiment, session, observer, checkpoints, Progress())
@@ -102,7 +103,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path: Path) -> None:
         settle=settle,
         on_disk=lambda step: True,
     )
-    nobody: Any = SimpleNamespace(lineage=UNBROKEN)
+    nobody: Any = SimpleNamespace(lineage=UNBROKEN, num_model_restarts=0)
     recorder = RunRecorder(experiment, nobody, observer, checkpoints, Progress())
 
     async def run(rewards: list[float]) -> list[int]:
@@ -138,7 +139,7 @@ def test_a_run_that_is_asked_to_stop_begins_no_step_and_saves_the_last_one_once(
     checkpoints: Any = SimpleNamespace(
         check=lambda: None, due_copy=lambda step, has_line: False, save=save, settle=settle
     )
-    nobody: Any = SimpleNamespace(lineage=UNBROKEN)
+    nobody: Any = SimpleNamespace(lineage=UNBROKEN, num_model_restarts=0)
 
     async def run(told_in: int) -> int:
         saved.clear()
@@ -196,7 +197,7 @@ def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pyte
     observer: Any = SimpleNamespace(
         folder=SimpleNamespace(paths=SimpleNamespace(metrics=metrics)), summary=lambda changes: None
     )
-    nobody: Any = SimpleNamespace(lineage=UNBROKEN)
+    nobody: Any = SimpleNamespace(lineage=UNBROKEN, num_model_restarts=0)
     recorder = RunRecorder(load_experiment(write(tmp_path), []), nobody, observer, nobody, Progress())
 
     def told(*steps: tuple[str, ...], left_out: int = 0) -> list[str]:
@@ -304,7 +305,7 @@ def test_a_validation_ends_when_all_engines_with_its_weights_are_lost(
             pass
         await run.recorder.settle()
         (line,) = run.lines
-        assert line.values == {"reward/mean": 0.2, "time/step": 2.0}
+        assert line.values == {"reward/mean": 0.2, "time/step": 2.0, "models/restarts": 0.0}
 
     asyncio.run(asyncio.wait_for(main(), 60))
     lost = "all engines with its weights were lost"

@@ -54,6 +54,7 @@ def test_a_rank_is_killed_in_training_and_in_a_weight_update(
     text = driver_log(run)
     assert text.count("policy lost in step 4, restarting: policy rank 1 died in stage 'training'") == 1
     assert text.count("continuing after step 2: 1 completed steps are discarded (3 to 3)") == 2
+    assert [line.values["models/restarts"] for line in lines(run)] == [0, 0, 2, 2, 2, 2]
     # 3 and 4 were discarded, 5 are the restored weights, 6 those of step 3; and the same once more.
     assert [line.version for line in lines(run)] == [1, 2, 9, 10, 11, 12]
 
@@ -92,6 +93,7 @@ def test_samples_of_other_weights_outlive_a_restart(
     assert [line.version for line in steps] == [1, 2, 6, 7, 8, 9]
     assert all(line.values["version/lag_max"] <= 2 for line in steps)
     assert "dropped/discarded" in steps[-1].values
+    assert [line.values["models/restarts"] for line in steps] == [0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.slow
