@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from nemorl.config.load import load_experiment
-from nemorl.run.train import train
+from nemorl.observe.metrics import read_samples
+from nemorl.run.train import load_data, train
 from nemorl.session.handles import ModelHandle, PolicySenders
 from tests.run.faults import Faults
 from tests.run.runs import lines, timeless, write_experiment
@@ -86,13 +87,21 @@ def test_samples_of_other_weights_outlive_a_restart(
     faults = Faults(run, monkeypatch)
     faults.at(ModelHandle, "train", 4)
     ahead = {"max_staleness": 2, "validation": {"period": None}}
-    train(load_experiment(write_experiment(folder, model, "ahead", **SETTINGS, algorithm=ahead)))
+    experiment = load_experiment(write_experiment(folder, model, "ahead", **SETTINGS, algorithm=ahead))
+    train(experiment)
     steps = lines(run)
     assert [line.step for line in steps] == [1, 2, 3, 4, 5, 6]
     # The versions of step 3 and of the step that was lost are not used again.
     assert [line.version for line in steps] == [1, 2, 6, 7, 8, 9]
     assert all(line.values["version/lag_max"] <= 2 for line in steps)
-    assert "dropped/discarded" in steps[-1].values
+    # Groups 16 to 19 began with the weights of step 2, and 20 to 23 with those of step 3, now discarded.
+    # What has no token of step 3 is kept, and trained on first.
+    discarded = sum(line.values["dropped/discarded"] for line in steps)
+    assert 4 <= discarded <= 8
+    order = load_data(experiment).order
+    ahead_of_time = {order.task_index(group) for group in range(16, 24)}
+    samples = [sample for sample in read_samples(run / "samples.jsonl") if sample.step == 3]
+    assert len({sample.task for sample in samples} & ahead_of_time) == 8 - discarded
     assert [line.values["models/restarts"] for line in steps] == [0, 0, 1, 1, 1, 1]
 
 
