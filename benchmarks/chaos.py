@@ -2,7 +2,8 @@
 
     python benchmarks/chaos.py [--seconds 600] [--pause 3 8] [--seed 0]
 
-`nemorl train` on a tiny model at `max_staleness` 2. From its third step on, for the given time, a drawn
+`nemorl train` on a tiny model at `max_staleness` 2, with environments in actors and a reward behind a server
+that a thread here restarts. From its third step on, for the given time, a drawn
 process gets SIGKILL or SIGSTOP every few seconds; the seed decides times, processes and signals. Then the run
 itself gets SIGTERM, and is resumed for a few more steps. Checked are its exit statuses, the rise of the
 reward, that each task was trained on once or given up, the bound on the age, the weights in the engines, and
@@ -27,16 +28,27 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from common import OUT, publish, table_of
-from faults import TARGETS, Fault, draw_faults, read_times, recovery_times, states_below, strike
+from faults import (
+    TARGETS,
+    Fault,
+    draw_faults,
+    newest_process,
+    read_times,
+    recovery_times,
+    states_below,
+    strike,
+)
+from reward_server import RewardServer
 
 from nemorl.commands.terminal import ExitCode
 from nemorl.models.create import create_tiny_model
 from nemorl.observe.metrics import StepMetrics, read_metrics, read_samples
 from nemorl.observe.run_folder import RunPaths
+from nemorl.rollout.groups import DropReason
 from nemorl.run.checkpoints import Progress
 
 PROMPTS, SAMPLES, STALENESS = 4, 4, 2
@@ -49,7 +61,7 @@ _SET_CHILD_SUBREAPER = 36  # of prctl(2)
 MEMORY = Path("/dev/shm")
 
 
-def experiment(folder: Path, memory: Path) -> dict[str, Any]:
+def experiment(folder: Path, memory: Path, server: RewardServer) -> dict[str, Any]:
     processes = {target.group: target.processes for target in TARGETS}
     return {
         "run_dir": str(folder / "run"),
@@ -68,8 +80,12 @@ def experiment(folder: Path, memory: Path) -> dict[str, Any]:
             "train": {"name": "arithmetic", "digits": 3, "size": 100_000, "offset": 20},
             "validation": {"name": "arithmetic", "digits": 3, "size": 20},
         },
+        "env": {
+            "name": "single_turn",
+            "placement": {"name": "actors", "num_actors": processes["environment"]},
+        },
         "rewards": [
-            {"function": "chaos:digits"},
+            server.reward,
             {"kind": "local_model", "name": "taste", "model_path": str(folder / "taste"), "weight": 0.01},
         ],
         "algorithm": {
@@ -91,11 +107,6 @@ def experiment(folder: Path, memory: Path) -> dict[str, Any]:
         "checkpointing": {"period": 20, "memory_period": 1, "memory_dir": str(memory)},
         "logger": {"console": "plain", "samples_per_step": PROMPTS * SAMPLES},
     }
-
-
-def digits(completions: Sequence[str]) -> list[float]:
-    """The share of digits, which an untrained model learns to raise in few steps."""
-    return [sum(letter.isdigit() for letter in text) / max(1, len(text)) for text in completions]
 
 
 def create_models(folder: Path) -> None:
@@ -149,10 +160,7 @@ def account(run: Path, history: History) -> tuple[dict[str, int], list[str]]:
         "steps": len(steps),
         "steps_discarded": len(history.lines) - len(steps),
     }
-    reasons = {name for line in history.lines.values() for name in line.values if name.startswith("dropped/")}
-    for reason in ("too_old", "aborted", "lost", "deadline", "discarded", "cut_off"):
-        if f"dropped/{reason}" in reasons:
-            counts[f"attempts_{reason}"] = history.total(f"dropped/{reason}")
+    counts |= {f"attempts_{reason}": history.total(f"dropped/{reason}") for reason in get_args(DropReason)}
     problems = []
     if [line.step for line in steps] != list(range(1, len(steps) + 1)):
         problems.append("a step is missing or doubled")
@@ -207,9 +215,7 @@ class ChaosRun:
         self.folder, self.run, self.config = folder, folder / "run", folder / "chaos.yaml"
         self.config.write_text(yaml.safe_dump(config), encoding="utf-8")
         self.history, self.loads = History(self.run), list[float]()
-        folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]  # for the reward
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, folders)), "OMP_NUM_THREADS": "1"}
-        self._environment = {**os.environ, **environment}
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.output = folder / "output.log"
 
     def start(self, *arguments: str) -> None:
@@ -249,7 +255,7 @@ class ChaosFailed(Exception):
     """The run did not outlive its faults."""
 
 
-def strike_and_stop(run: ChaosRun, faults: Sequence[Fault]) -> float:
+def strike_and_stop(run: ChaosRun, server: RewardServer, faults: Sequence[Fault]) -> float:
     """The life of a run; returns the seconds from SIGTERM to its end. Raises ChaosFailed."""
     run.start()
     run.require(3)
@@ -257,7 +263,8 @@ def strike_and_stop(run: ChaosRun, faults: Sequence[Fault]) -> float:
     for fault in faults:
         if not run.follow(began + fault.due):
             run.fail("the run ended under faults")
-        strike(fault, run.run)
+        of_run = newest_process(fault, run.run)
+        strike(fault, of_run if fault.target.group else server.process.pid)
     run.require(run.history.read() + MEASURED_STEPS)
     run.driver.terminate()
     began = time.monotonic()
@@ -272,17 +279,20 @@ def run_under_faults(folder: Path, seconds: float, pause: tuple[float, float], s
     """Run to the end; files of the run are left in the folder."""
     create_models(folder)
     memory = Path(tempfile.mkdtemp(prefix="nemorl-chaos-", dir=MEMORY))
-    before, faults = shared_memory(), draw_faults(seconds, pause, seed)
-    run, problems, seconds_to_stop = ChaosRun(folder, experiment(folder, memory)), list[str](), math.nan
+    before, faults, server = shared_memory(), draw_faults(seconds, pause, seed), RewardServer()
+    run, problems = ChaosRun(folder, experiment(folder, memory, server)), list[str]()
+    seconds_to_stop = math.nan
     adopt_orphans()
+    server.supervise()
     try:
-        seconds_to_stop = strike_and_stop(run, faults)
+        seconds_to_stop = strike_and_stop(run, server, faults)
     except ChaosFailed as failure:
         problems.append(str(failure))
     finally:
         if run.driver.poll() is None:
             run.driver.kill()
         run.driver.wait()
+        server.close()
     end = time.monotonic() + CLEANUP_SECONDS
     while (left := list(states_below())) and time.monotonic() < end:
         time.sleep(0.5)
@@ -315,7 +325,7 @@ def run_under_faults(folder: Path, seconds: float, pause: tuple[float, float], s
         "reward": {"first": first, "last": last, "standard_errors": errors},
         "tasks": counts,
         "seconds_to_stop": seconds_to_stop,
-        "losses_without_fault": read_times(faults, run.run / "logs" / "driver.log"),
+        "losses_without_fault": read_times(faults, run.run / "logs"),
         "requests_moved": history.total("generation/requests_moved"),
         "requests_failed": history.total("generation/requests_failed"),
     }

@@ -1,5 +1,6 @@
 """Faults that are drawn, sent to processes of a run, and followed in its log."""
 
+import itertools
 import os
 import random
 import re
@@ -25,8 +26,9 @@ class Target:
     group: str
     processes: int
     name: str  # in messages
-    lost: str
+    lost: str  # pattern of the message
     back: str
+    log: str = "driver.log"  # or the pattern of several, with the messages
 
     def name_of(self, rank: int) -> str:
         return self.name.format(rank=rank)
@@ -42,6 +44,16 @@ TARGETS = (
     _supervised("rollout worker", "rollout", 2, "rollout worker {rank}"),
     Target("policy rank", "policy", 2, "policy", "{name} lost in step ", "{name} restarted in "),
     Target("reward model", "reward_1", 1, "reward_1", "{name} lost, restarting: ", "{name} restarted in "),
+    _supervised("environment", "environment", 2, "environment actor {rank}"),
+    Target(
+        kind="reward server",
+        group="",
+        processes=1,
+        name="reward `digits`",
+        lost=r"{name} at \S+ does not answer",
+        back=r"{name} at \S+ answers again",
+        log="rollout-*.log",
+    ),
 )
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
@@ -80,44 +92,51 @@ def states_below() -> dict[int, str]:
     return {pid: state for pid, state in found.items() if state != psutil.STATUS_ZOMBIE}
 
 
-def strike(fault: Fault, run: Path) -> None:
-    """Send the signal to the newest process of the rank, if it is there and not stopped."""
+def newest_process(fault: Fault, run: Path) -> int | None:
+    """Of the rank, by its log."""
     latest = process_of(log_path(run, fault.target.group, fault.rank))
-    if latest is not None and states_below().get(latest[0], psutil.STATUS_STOPPED) != psutil.STATUS_STOPPED:
+    return None if latest is None else latest[0]
+
+
+def strike(fault: Fault, pid: int | None) -> None:
+    """Send the signal to a process, if it is there and not stopped."""
+    if pid is not None and states_below().get(pid, psutil.STATUS_STOPPED) != psutil.STATUS_STOPPED:
         fault.at = time.time()
-        os.kill(latest[0], fault.signal)
+        os.kill(pid, fault.signal)
 
 
 @dataclass(frozen=True)
 class Event:
-    """A line of the log about a member."""
+    """A line of a log about a member."""
 
     at: float
     back: bool  # else it was lost
     text: str
 
 
-def events_of(log: Path, target: Target, rank: int) -> list[Event]:
-    name, found = target.name_of(rank), []
-    for line in log.read_text(encoding="utf-8").splitlines():
+def events_of(logs: Path, target: Target, rank: int) -> list[Event]:
+    """Those in the logs of this folder."""
+    name, found = re.escape(target.name_of(rank)), []
+    lines = (log.read_text(encoding="utf-8").splitlines() for log in logs.glob(target.log))
+    for line in itertools.chain.from_iterable(lines):
         stamp = re.match(r"(\d+-\d+-\d+ \d+:\d+:\d+,\d+) \w+ \S+: (.*)", line)
         if stamp is None:
             continue
         at = datetime.strptime(stamp[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
         for back, text in ((False, target.lost), (True, target.back)):
-            if stamp[2].startswith(text.format(name=name)):
+            if re.match(text.format(name=name), stamp[2]):
                 found.append(Event(at, back, stamp[2]))
     return found
 
 
-def read_times(faults: Sequence[Fault], log: Path) -> int:
-    """Fill in what the log says of the faults; returns the number of losses without a fault."""
+def read_times(faults: Sequence[Fault], logs: Path) -> int:
+    """Fill in what the logs say of the faults; returns the number of losses without a fault."""
     unexplained = 0
     members: dict[str, list[Fault]] = {}
     for fault in faults:
         members.setdefault(fault.target.name_of(fault.rank), []).append(fault)
     for of_member in members.values():
-        events = events_of(log, of_member[0].target, of_member[0].rank)
+        events = events_of(logs, of_member[0].target, of_member[0].rank)
         timeline: list[tuple[float, Fault | Event]] = [(event.at, event) for event in events]
         timeline += [(fault.at, fault) for fault in of_member if fault.at is not None]
         pending: Fault | None = None

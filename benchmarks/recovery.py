@@ -9,25 +9,20 @@ then on. The driver has returned with the first step that it completes.
 """
 
 import argparse
-import json
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import psutil
-from chaos import MEMORY, ChaosRun, adopt_orphans, create_models, digits, experiment
+from chaos import MEMORY, ChaosRun, adopt_orphans, create_models, experiment
 from common import OUT, publish, table_of
-from faults import TARGETS, Fault, Target, events_of, recovery_times, strike
+from faults import TARGETS, Fault, Target, events_of, newest_process, recovery_times, strike
+from reward_server import RewardServer
 
 from nemorl.commands.terminal import ExitCode
 from nemorl.observe.metrics import read_metrics
@@ -36,51 +31,10 @@ from nemorl.observe.run_folder import RunPaths
 WAIT_SECONDS = 300.0  # for each recovery
 STEPS_BETWEEN = 3
 STALL_SECONDS = 10.0  # after which a stopped driver is killed
-REWARD_DEADLINE = 5.0
 DOWN_SECONDS = {signal.SIGKILL: 5.0, signal.SIGSTOP: 12.0}  # of the reward server
 
-ENGINE = TARGETS[0]
-SERVER = Target("reward server", "", 1, "reward `digits`", "{name} at ", "")
+ENGINE, SERVER = TARGETS[0], TARGETS[-1]
 DRIVER = Target("driver", "", 1, "The run", "{name} was killed by ", "")
-
-
-class Rewards(BaseHTTPRequestHandler):
-    """The protocol of a reward server, for `chaos.digits`."""
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        scores = digits([one["completion"][-1]["content"] for one in request["conversations"]])
-        data = [{"index": index, "reward": score} for index, score in enumerate(scores)]
-        answer = json.dumps({"data": data}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        with suppress(BrokenPipeError):  # this process was stopped, and the call has been given up
-            self.wfile.write(answer)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-class RewardServer:
-    def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, __file__, "--serve", str(self.port)])
-        wait_for(self._listens, "the reward server")
-
-    def _listens(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 def wait_for(reached: Callable[[], bool], event: str) -> float:
@@ -141,13 +95,13 @@ def strike_driver(run: ChaosRun, number: signal.Signals) -> Fault:
 
 
 def strike_engine(run: ChaosRun, number: signal.Signals) -> Fault:
-    log = run.run / "logs" / "driver.log"
+    logs = run.run / "logs"
     fault = Fault(0.0, ENGINE, 0, number)
-    strike(fault, run.run)
+    strike(fault, newest_process(fault, run.run))
 
     def event(back: bool) -> float | None:
         assert fault.at is not None
-        events = events_of(log, ENGINE, 0)
+        events = events_of(logs, ENGINE, 0)
         return next((one.at for one in events if one.back == back and one.at > fault.at), None)
 
     wait_for(lambda: event(back=True) is not None, "return of the engine")
@@ -158,11 +112,11 @@ def strike_engine(run: ChaosRun, number: signal.Signals) -> Fault:
 @contextmanager
 def supervised_run(folder: Path, server: RewardServer) -> Iterator[ChaosRun]:
     memory = Path(tempfile.mkdtemp(prefix="nemorl-recovery-", dir=MEMORY))
-    config = experiment(folder, memory)
+    config = experiment(folder, memory, server)
     config["generation"]["replicas"] = config["cluster"]["rollout_workers"] = 1
     config["cluster"]["deadlines"]["stall"] = STALL_SECONDS
-    reward = {"kind": "model", "name": "digits", "model": "digits", "deadline": REWARD_DEADLINE}
-    config["rewards"] = [{**reward, "url": f"http://127.0.0.1:{server.port}/v1", "max_retries": 0}]
+    config["rewards"] = [server.reward]
+    del config["env"]
     run = ChaosRun(folder, config)
     run.start("--supervise")
     try:
@@ -180,10 +134,7 @@ def supervised_run(folder: Path, server: RewardServer) -> Iterator[ChaosRun]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=2, help="of all faults (default 2)")
-    parser.add_argument("--serve", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        ThreadingHTTPServer(("127.0.0.1", options.serve), Rewards).serve_forever()
     folder = OUT / "recovery"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.faults import TARGETS, Fault, draw_faults, read_times, recovery_times
 
 PAUSE = 3.0, 8.0
-ENGINE, ROLLOUT, POLICY, REWARD = TARGETS
+ENGINE, ROLLOUT, POLICY, REWARD, _, SERVER = TARGETS
 
 
 def test_the_seed_decides_times_processes_and_signals() -> None:
@@ -46,6 +46,14 @@ def test_each_loss_is_of_the_fault_before_it(tmp_path: Path) -> None:
         "2026-01-01 00:00:38,000 WARNING nemorl.session.handles: reward_1 restarted in 4.0 s\n"
         "2026-01-01 00:00:40,000 WARNING nemorl.session.supervisor: rollout worker 0 is lost: no answer\n"
     )
+    server = "WARNING nemorl.rewards.scored: reward `digits` at http://127.0.0.1:4711/v1"
+    (tmp_path / "rollout-0.log").write_text(
+        f"2026-01-01 00:00:52,000 {server} does not answer; calls wait for it\n"
+        f"2026-01-01 00:00:56,000 {server} answers again, after 4.0 s\n"
+    )
+    (tmp_path / "rollout-1.log").write_text(
+        f"2026-01-01 00:00:51,000 {server} does not answer; calls wait for it\n"
+    )
     begin = datetime(2026, 1, 1).timestamp()
     faults = [
         Fault(0, ENGINE, 1, signal.SIGSTOP, begin + 10),
@@ -54,8 +62,9 @@ def test_each_loss_is_of_the_fault_before_it(tmp_path: Path) -> None:
         Fault(0, REWARD, 0, signal.SIGKILL, begin + 33),
         Fault(0, ROLLOUT, 1, signal.SIGKILL, None),  # it was not there
         Fault(0, ROLLOUT, 0, signal.SIGKILL, begin + 50),  # not the reason for its loss
+        Fault(0, SERVER, 0, signal.SIGKILL, begin + 50),
     ]
-    assert read_times(faults, log) == 1
+    assert read_times(faults, tmp_path) == 1
     rows = {row["fault"]: row for row in recovery_times(faults)}
     engine = rows["engine, SIGSTOP"]
     assert (engine["detected_seconds"], engine["back_seconds"]) == ([2.5], [14.0])
@@ -68,6 +77,8 @@ def test_each_loss_is_of_the_fault_before_it(tmp_path: Path) -> None:
     )
     reward = rows["reward model, SIGKILL"]
     assert (reward["detected_seconds"], reward["back_seconds"]) == ([1.0], [5.0])
+    of_server = rows["reward server, SIGKILL"]
+    assert (of_server["detected_seconds"], of_server["back_seconds"]) == ([1.0], [6.0])
     assert rows["rollout worker, SIGKILL"]["faults"] == 1
     assert rows["rollout worker, SIGKILL"]["measured"] == 0
 
