@@ -91,7 +91,8 @@ def _on(experiment: Experiment, gpus: int | None) -> Experiment:
     if replicas < 1:
         needs = f"the policy takes {taken} and an engine {generation.ranks_per_replica}"
         raise UsageError(f"--gpus {gpus}: {needs}; give at least {taken + generation.ranks_per_replica}")
-    return experiment.model_copy(update={"generation": generation.model_copy(update={"replicas": replicas})})
+    changed = generation.model_copy(update={"replicas": replicas, "max_replicas": None})
+    return experiment.model_copy(update={"generation": changed})
 
 
 def _assumptions(workload: "Workload", source: str) -> Table:
@@ -104,7 +105,7 @@ def _assumptions(workload: "Workload", source: str) -> Table:
 def _table(experiment: Experiment, prediction: "Prediction") -> Table:
     generation, policy = experiment.generation, experiment.policy
     devices = policy.layout.world_size * (not generation.shares_devices)
-    devices += generation.replicas * generation.ranks_per_replica
+    devices += (generation.max_replicas or generation.replicas) * generation.ranks_per_replica
     staleness = getattr(experiment.algorithm, "max_staleness", 0)
     title = f"Prediction: {counted(devices, 'device')}, max_staleness {staleness}"
     result = terminal.table(title, ["", "value"])

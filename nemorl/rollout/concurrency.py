@@ -12,8 +12,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from nemorl.generation.types import EngineHealth
+
+if TYPE_CHECKING:
+    from nemorl.config.generation import GenerationBase
 
 MAX_QUEUED = 0.1  # share of their time in an engine that requests may wait
 DECREASE = 0.8
@@ -33,6 +37,13 @@ class Places:
     def __init__(self, limit: int) -> None:
         self._limit, self._in_use = limit, 0
         self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @classmethod
+    def of_worker(cls, generation: "GenerationBase", num_workers: int) -> "Places | None":
+        """Those of one of the rollout workers when it starts; None without a limit."""
+        if (per_engine := generation.initial_concurrency) is None:
+            return None
+        return cls(share_of_worker(per_engine * generation.replicas, num_workers))
 
     @property
     def use(self) -> PlacesUse:
@@ -79,14 +90,19 @@ class ConcurrencyLimit:
         return cls(initial, max(1, initial // 16) if adaptive else 0)
 
     def observe(self, engines: Sequence[EngineHealth], workers: Sequence[PlacesUse]) -> None:
-        """Take the state of at least one engine. The limit changes only while it is what limits sampling."""
+        """Take the state of at least one engine."""
         if not self.increase:
             return
-        if queued_share(engines) > MAX_QUEUED or any(use.num_stale for use in workers):
+        serving = [engine for engine in engines if not engine.paused]  # in others all that arrives waits
+        if queued_share(serving) > MAX_QUEUED or any(use.num_stale for use in workers):
+            total, in_use = self.value * len(engines), sum(use.in_use for use in workers)
             # The last trajectories of a step may wait too, but not because they are too many.
-            if sum(use.in_use for use in workers) >= DECREASE * self.value * len(engines):
+            too_many = in_use >= DECREASE * total
+            too_many |= sum(engine.queued for engine in serving) > MAX_QUEUED * total
+            # The last decrease has an effect only after trajectories have ended.
+            if too_many and in_use <= total + len(workers):
                 self.value = max(1, int(DECREASE * self.value))
-        elif any(use.num_waiting for use in workers):
+        elif len(serving) == len(engines) and any(use.num_waiting for use in workers):
             self.value += self.increase
 
 
@@ -109,6 +125,20 @@ class ConcurrencyControl:
     health: Callable[[], Awaitable[Sequence[EngineHealth]]]  # of the engines that answer
     # Sets the number of trajectories that each worker samples at a time.
     set_concurrency: Callable[[int], Awaitable[Sequence[PlacesUse]]]
+
+    @classmethod
+    def of(
+        cls,
+        generation: "GenerationBase",
+        num_workers: Callable[[], int],
+        health: Callable[[], Awaitable[Sequence[EngineHealth]]],
+        set_concurrency: Callable[[int], Awaitable[Sequence[PlacesUse]]],
+    ) -> "ConcurrencyControl | None":
+        """None without a limit."""
+        if (initial := generation.initial_concurrency) is None:
+            return None
+        limit = ConcurrencyLimit.of(initial, adaptive=generation.adaptive_concurrency)
+        return cls(limit, num_workers, health, set_concurrency)
 
     def __post_init__(self) -> None:
         # Of each observation since the metrics were taken: trajectories per engine, and the share of a queue.

@@ -22,7 +22,7 @@ from nemorl.rewards.compose import Rewards
 from nemorl.rewards.scored import Attempts, Service
 from nemorl.trajectories import Conversation, EnvironmentFactory, EnvironmentLost, Task, Trajectory
 
-from .concurrency import Places, PlacesUse, share_of_worker
+from .concurrency import Places, PlacesUse
 from .groups import (
     Dropped,
     DropReason,
@@ -74,7 +74,9 @@ class GroupRunner(ABC):
 
     is_up = True  # in the process of its caller
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places | None = None) -> None:
+        """`places` of trajectories of training; None: any number is sampled at a time."""
+        self._places = places
         self._running: dict[_Running, None] = {}  # in their order
         self._calls: dict[int, list[asyncio.Task[GroupSummary | Dropped]]] = {}  # groups still to hand over
         self._num_stale = 0  # groups that were ended for their age since the last report
@@ -141,6 +143,13 @@ class GroupRunner(ABC):
             if running.assignment.group in groups:
                 running.drop("cut_off")
 
+    async def set_concurrency(self, limit: int) -> PlacesUse:
+        """Set the trajectories of training that are sampled at a time, and report them."""
+        assert self._places is not None, "generation.concurrency sets no limit"
+        self._places.resize(limit)
+        num_stale, self._num_stale = self._num_stale, 0
+        return replace(self._places.use, num_stale=num_stale)
+
     def _training_groups(self) -> list[_Running]:
         return [running for running in self._running if not running.assignment.validation]
 
@@ -187,7 +196,7 @@ class RolloutWorker(GroupRunner):
 
         Raises DatasetError, TokenizerError, RewardError or RunError.
         """
-        super().__init__()
+        super().__init__(Places.of_worker(experiment.generation, experiment.cluster.rollout_workers))
         self._seed, self._store, data = experiment.seed, store, experiment.data
         self._tasks = load_tasks(data.train, data)
         held_out = ({} if data.validation is None else {"": data.validation}) | data.validation_sets
@@ -215,10 +224,6 @@ class RolloutWorker(GroupRunner):
         algorithm = experiment.algorithm
         self._group_seconds = algorithm.group_seconds if isinstance(algorithm, OnlineBase) else None
         self._min_members = algorithm.min_members if isinstance(algorithm, OnlineBase) else 1
-        generation, num_workers = experiment.generation, experiment.cluster.rollout_workers
-        self._places: Places | None = None  # without a limit
-        if (per_engine := generation.initial_concurrency) is not None:
-            self._places = Places(share_of_worker(per_engine * generation.replicas, num_workers))
         prompts = prompts_of(self._tokenizer, data.chat)
         if any(one.has_tools for one in experiment.env.environments.values()):
             prompts.with_tools(EXAMPLE_TOOLS)
@@ -256,13 +261,6 @@ class RolloutWorker(GroupRunner):
     async def set_actors(self, environment: str, actors: "Sequence[Worker]") -> None:
         """The actors of an environment that are up now."""
         self._in_actors[environment].set_actors(actors)
-
-    async def set_concurrency(self, limit: int) -> PlacesUse:
-        """Set the trajectories of training that are sampled at a time, and report them."""
-        assert self._places is not None, "generation.concurrency sets no limit"
-        self._places.resize(limit)
-        num_stale, self._num_stale = self._num_stale, 0
-        return replace(self._places.use, num_stale=num_stale)
 
     def service_calls(self) -> list[tuple[str, int, float]]:
         """Of each service with calls: their number, and seconds without an answer; from any thread."""

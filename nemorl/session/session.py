@@ -31,7 +31,7 @@ from nemorl.generation.types import EngineOptions, NoReplicaLeft
 from nemorl.observe.files import write_atomically
 from nemorl.observe.run_folder import RunPaths
 from nemorl.observe.timeline import Work
-from nemorl.rollout.concurrency import ConcurrencyControl, ConcurrencyLimit
+from nemorl.rollout.concurrency import ConcurrencyControl
 from nemorl.rollout.versions import UNBROKEN, Lineage
 from nemorl.serve.app import answering
 from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
@@ -497,14 +497,12 @@ class Starter:
         rollouts = await self.rollout(lambda: replicas.announced)
         replicas.connect(rollouts)
         replicas.start_watch()
-        generation = self.experiment.generation
-        if (limit := generation.initial_concurrency) is not None:
-            control = self.session.concurrency = ConcurrencyControl(
-                ConcurrencyLimit.of(limit, adaptive=generation.adaptive_concurrency),
-                lambda: len(rollouts.handles),
-                replicas.health,
-                rollouts.set_concurrency,
-            )
+        workers, generation = rollouts.handles, self.experiment.generation
+        control = ConcurrencyControl.of(
+            generation, lambda: len(workers), replicas.health, rollouts.set_concurrency
+        )
+        if control is not None:
+            self.session.concurrency = control
             self.stack.push_async_callback(control.close)
             control.start()
 

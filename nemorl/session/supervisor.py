@@ -494,6 +494,10 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
             return state.message
         if isinstance(state, ClusterError):
             return str(state)
+        if (
+            state.running + state.waiting > state.queued
+        ):  # some have tokens; a step may outlast several losses
+            member.attempts = 0
         return hanging(state, self._deadlines.engine_step) or member.reported
 
     @asynccontextmanager

@@ -1,7 +1,7 @@
 """Simulated engines behind the real supervisor: they take requests and weights as real ones, in virtual time.
 
     Router ─▶ EngineHandle ─▶ SimulatedWorker ─▶ SimulatedEngine ◀─ SimulatedExchange
-                                 ReplicaSupervisor ─▶ SimulatedGroup ─┘
+                               ReplicaSupervisor ─▶ SimulatedEngines ─┘
 
 Token arrays would be most of the work, so that an entry of an array is a block of tokens (`Scale`).
 """
@@ -10,18 +10,14 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from nemorl.cluster.errors import DeadlineExceeded, WorkerDied
-from nemorl.cluster.group import Mesh, WorkerGroup
-from nemorl.cluster.worker import Worker
+from nemorl.cluster.errors import WorkerDied
 from nemorl.config.generation import OnUpdate
 from nemorl.generation.types import (
     Completion,
@@ -34,9 +30,9 @@ from nemorl.generation.types import (
 from nemorl.trajectories import Int32Array, StopReason
 from nemorl.weights.exchange import RefitStats
 
+from .processes import Faults, SimulatedGroup, SimulatedProcess, died
 from .workload import Workload
 
-HANG_SHARE = 0.25  # of the failures of engines; the others end the process
 _TOLERANCE = 1e-6  # of a step, so that rounding of times leaves nothing to decode
 _ENTRIES = 64  # of the array of an average turn
 
@@ -83,12 +79,13 @@ class _Sequence:
         return np.repeat(np.array(numbers, np.int32), counts)
 
 
-class SimulatedEngine:
+class SimulatedEngine(SimulatedProcess):
     """Continuous batching: sequences join when there is room, and all advance by one block in a step."""
 
     def __init__(
         self, workload: Workload, scale: Scale, max_sequences: int, usage: Usage, version: int = 0
     ) -> None:
+        super().__init__()
         self._workload, self._scale, self._max_sequences = workload, scale, max_sequences
         self._usage = usage
         self._loop = asyncio.get_running_loop()
@@ -102,16 +99,15 @@ class SimulatedEngine:
         self._seconds = 1.0  # of a step
         self._at = self._loop.time()  # until when the state is computed
         self._timer: asyncio.TimerHandle | None = None
-        self._paused = self._draining = self.hangs = False
+        self._paused = self._draining = False
         self._drained = asyncio.Event()
         self._cached: dict[str, int] = {}  # blocks of each conversation whose keys and values are kept
         self._tokens = 0
         self.version = version
-        self.failure: asyncio.Future[str] = self._loop.create_future()  # why its process ended
 
     @property
     def _progresses(self) -> bool:
-        return bool(self._running) and not (self._paused or self.hangs or self.failure.done())
+        return bool(self._running) and not (self._paused or self.halted.done())
 
     # --- Calls of an engine's process.
 
@@ -146,8 +142,13 @@ class SimulatedEngine:
         self._end(sequences)
 
     async def health(self) -> EngineHealth:
-        waiting = len(self._sequences) - len(self._running)
-        return EngineHealth(self.version, len(self._running), waiting, self._paused, 0.0)
+        self.settle()
+        running, waiting = len(self._running), len(self._sequences) - len(self._running)
+        # Whose first block is in progress has a token, but whose prompt is being read has none.
+        read = sum(self._steps > self._sequences[name].start for name in self._running)
+        return EngineHealth(
+            self.version, running, waiting, self._paused, 0.0, queued=waiting + running - read
+        )
 
     async def stats(self) -> EngineStats:
         tokens, self._tokens = self._tokens, 0
@@ -169,10 +170,10 @@ class SimulatedEngine:
             self._draining = True
             self._drained.clear()
             if self._running:
-                await self._unless_ended(self._drained.wait())
+                await self._drained.wait()
         self.settle()
         self._pause()
-        await self._unless_ended(asyncio.sleep(self._workload.refit))
+        await asyncio.sleep(self._workload.refit)
 
     async def commit_weights(self, version: int, on_update: OnUpdate) -> None:
         """Sample with new weights; `restart` reads again what each running sequence has so far."""
@@ -192,36 +193,23 @@ class SimulatedEngine:
 
     # --- Failures.
 
-    def fail(self, cause: str, *, hangs: bool = False) -> None:
-        """End the process; or let it answer nothing any more, until it is ended."""
-        if self.failure.done():
-            return
+    def _halt(self) -> None:
         self.settle()
-        if hangs:
-            self.hangs = True
+
+    def fail(self, cause: str, *, hangs: bool = False) -> None:
+        had_ended = self.failure.done()
+        super().fail(cause, hangs=hangs)
+        if hangs or had_ended:
             return
         for name in self._running:
             sequence = self._sequences[name]
             every = sequence.request.progress_tokens or 1
             self._report(sequence, self._sampled(sequence) // every * every)
-        self.failure.set_result(cause)
         for reports in {id(s.reports): s.reports for s in self._sequences.values()}.values():
-            reports.put_nowait(died(cause))
+            reports.put_nowait(died("generation", cause))
         self._sequences.clear()
         self._running.clear()
         self._waiting.clear()
-
-    async def _unless_ended(self, work: Any) -> None:
-        """Await work. Raises WorkerDied when the process ends before; never returns when it hangs."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self.failure}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            task.cancel()
-        if self.hangs and not self.failure.done():
-            await asyncio.wait({self.failure})
-        if self.failure.done():
-            raise died(self.failure.result())
 
     # --- The batch.
 
@@ -247,13 +235,11 @@ class SimulatedEngine:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self.hangs or self.failure.done():
+        if self.halted.done():
             return
-        complete = []
         while self._ends and self._ends[0][0] <= self._steps + _TOLERANCE:
             sequence = heappop(self._ends)[2]
             if self._sequences.get(sequence.request.id) is sequence:
-                complete.append(sequence)
                 sequence.reports.put_nowait([self._completion(sequence)])
                 del self._sequences[sequence.request.id]
                 self._running.discard(sequence.request.id)
@@ -339,76 +325,27 @@ class SimulatedEngine:
         self._proceed()
 
 
-def died(cause: str, rank: int = 0, stage: str = "generation") -> WorkerDied:
-    return WorkerDied("generation", rank, stage, cause, Path("simulated"), ())
+class SimulatedEngines(SimulatedGroup[SimulatedEngine]):
+    """The processes of all engines."""
 
-
-class SimulatedWorker(Worker):
-    """A process with an engine; `actor` is the engine."""
-
-    async def call(self, method: str, *args: Any, stage: str, seconds: float) -> Any:
-        engine: SimulatedEngine = self.actor
-        if engine.hangs and not engine.failure.done():
-            await asyncio.wait({engine.failure}, timeout=seconds)
-            if not engine.failure.done():
-                raise DeadlineExceeded(self.group, (self.rank,), stage, seconds, ("it hangs",))
-        if engine.failure.done():
-            raise died(engine.failure.result(), self.rank, stage)
-        return await getattr(engine, method)(*args)
-
-    async def ended(self) -> None:
-        await asyncio.wait({self.actor.failure})
-
-    async def stream(
-        self, method: str, *args: Any, stage: str, seconds: float = math.inf, pairs: bool = False
-    ) -> AsyncGenerator[Any, None]:
-        engine: SimulatedEngine = self.actor
-        if engine.failure.done():
-            raise died(engine.failure.result(), self.rank, stage)
-        async with aclosing(getattr(engine, method)(*args)) as items:
-            async for item in items:
-                yield item
-
-
-class SimulatedGroup(WorkerGroup):
-    """The processes of all engines, which fail at random; the real group decides who takes part in calls."""
-
-    def __init__(self, replicas: int, workload: Workload, max_sequences: int, seed: int) -> None:
-        self._workload, self._max_sequences, self._seed = workload, max_sequences, seed
+    def __init__(self, replicas: int, workload: Workload, max_sequences: int, faults: Faults) -> None:
+        self._workload, self._max_sequences = workload, max_sequences
         self.scale, self.usage = Scale.of(workload), Usage()
-        self.engines: list[SimulatedEngine] = []  # all that were ever started
-        super().__init__("generation", [self._start(rank) for rank in range(replicas)], Mesh(data=replicas))
-
-    def kill(self, *workers: Worker) -> None:
-        for worker in workers:
-            worker.actor.fail("the driver ended its process and reports the reason")
-
-    async def restart(self, rank: int, deadline_seconds: float) -> Worker:
-        await asyncio.sleep(self._workload.engine_start)
-        return self._start(rank)
+        super().__init__("generation", replicas, faults)
 
     def settle(self) -> None:
-        for engine in self.engines:
+        for engine in self.started:
             engine.settle()
 
-    def _start(self, rank: int) -> SimulatedWorker:
-        engine = SimulatedEngine(self._workload, self.scale, self._max_sequences, self.usage)
-        random = Random(hash((self._seed, rank, len(self.engines))))
-        self.engines.append(engine)
-        if self._workload.engine_failures < math.inf:
-            hangs = random.random() < HANG_SHARE
-            asyncio.get_running_loop().call_later(
-                random.expovariate(1 / self._workload.engine_failures),
-                lambda: engine.fail("the process vanished", hangs=hangs),
-            )
-        return SimulatedWorker("generation", rank, Path("simulated"), engine)
+    def _make(self, rank: int) -> SimulatedEngine:
+        return SimulatedEngine(self._workload, self.scale, self._max_sequences, self.usage)
 
 
 @dataclass
 class SimulatedExchange:
     """Brings all engines of a group to a version, or leaves all with the one they had."""
 
-    group: SimulatedGroup
+    group: SimulatedEngines
     on_update: OnUpdate
     deadline_seconds: float
     check_sender: Callable[[str], None]  # raises WorkerDied if the policy cannot send

@@ -1,8 +1,9 @@
 """A run of the real loop in virtual time: `OnlineAlgorithm` over a `Session` of simulated processes.
 
-What decides about groups, requests, engines and versions is the code of real runs: schedule, collector,
-dispatcher, routers, supervisor and the step. What takes time is simulated. An event loop whose clock jumps to
-the next event runs both, so that hours of 4,096 GPUs take seconds, and the same seed gives the same run.
+What decides about groups, requests, processes and versions is the code of real runs: schedule, collector,
+dispatcher, routers, supervisors, control of concurrency and the step. What takes time is simulated. An event
+loop whose clock jumps to the next event runs both, so that hours of 4,096 GPUs take seconds, and the same
+seed gives the same run.
 """
 
 import asyncio
@@ -20,21 +21,18 @@ from nemorl.config.algorithm import OnlineBase
 from nemorl.config.experiment import Experiment
 from nemorl.errors import RunError
 from nemorl.rollout.collector import Collector
+from nemorl.rollout.concurrency import ConcurrencyControl
 from nemorl.rollout.groups import DropReason, GroupSummary
 from nemorl.rollout.order import TaskOrder
 from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule
 from nemorl.rollout.versions import UNBROKEN, Lineage
 from nemorl.session.session import Session
-from nemorl.session.supervisor import ReplicaSupervisor
+from nemorl.session.supervisor import ReplicaSupervisor, RolloutSupervisor
 
-from .engines import SimulatedExchange, SimulatedGroup
-from .processes import (
-    SimulatedObserver,
-    SimulatedPolicy,
-    SimulatedRolloutWorker,
-    SimulatedRouters,
-    SimulatedUpdate,
-)
+from .engines import SimulatedEngines, SimulatedExchange
+from .policy import SimulatedObserver, SimulatedPolicy, SimulatedUpdate
+from .processes import Faults
+from .rollout import SimulatedRollouts
 from .workload import Workload
 
 T = TypeVar("T")
@@ -99,7 +97,7 @@ class Simulation:
     algorithm: OnlineAlgorithm
     schedule: GroupSchedule
     session: Session
-    engines: SimulatedGroup
+    engines: SimulatedEngines
     policy: SimulatedPolicy
     exchange: SimulatedExchange
     update: SimulatedUpdate
@@ -139,23 +137,32 @@ async def open_simulation(
     place: DataPlace | None = None,
     num_steps: int | None = None,
     lineage: Lineage = UNBROKEN,
+    start: int = 0,
 ) -> AsyncIterator[Simulation]:
-    """A run that has `done` steps and is at `place` in its data; without `num_steps` it has no last step."""
+    """A run that has `done` steps and is at `place` in its data; without `num_steps` it has no last step.
+
+    `start` is the number of earlier starts of the run: processes fail at other times than in those.
+    """
     config, generation, cluster = experiment.algorithm, experiment.generation, experiment.cluster
     assert isinstance(config, OnlineBase)
     max_sequences = getattr(generation, generation.batch_field)
-    engines = SimulatedGroup(generation.replicas, workload, max_sequences, seed)
+    of_engines = Faults(workload.engine_failures, workload.engine_start, (seed, start))
+    of_workers = Faults(workload.worker_failures, workload.worker_start, (seed, start, -1))
+    engines = SimulatedEngines(generation.replicas, workload, max_sequences, of_engines)
     replicas = ReplicaSupervisor(engines, cluster, shares_devices=generation.shares_devices)
-    callable_engines = [engine.as_replica() for engine in replicas.engines]
-    workers = [
-        SimulatedRolloutWorker(experiment, workload, engines.scale, callable_engines, seed)
-        for _ in range(cluster.rollout_workers)
-    ]
-    replicas.connect(SimulatedRouters(workers))
+    group = SimulatedRollouts(experiment, workload, engines.scale, replicas.announced, seed, of_workers)
+    rollouts = RolloutSupervisor(group, cluster, lambda: replicas.announced)
+    workers, health = rollouts.handles, replicas.health
+    control = ConcurrencyControl.of(generation, lambda: len(workers), health, rollouts.set_concurrency)
+    replicas.connect(rollouts)
     replicas.start_watch()
+    rollouts.start_watch()
+    if control is not None:
+        control.start()
     policy: Any = SimulatedPolicy(workload)
     exchange: Any = SimulatedExchange(engines, generation.on_update, cluster.deadlines.refit, policy.check)
-    session = Session(models={"policy": policy}, exchange=exchange, replicas=replicas)
+    models = {"policy": policy}
+    session = Session(models, rollouts=rollouts, exchange=exchange, replicas=replicas, concurrency=control)
     session.lineage = lineage
     plan = CollectorPlan(
         groups_per_step=config.num_prompts_per_step,
@@ -174,10 +181,15 @@ async def open_simulation(
     observed: Any = observer
     algorithm = OnlineAlgorithm(config, session, collector, update, gate, observed, _uncancelled)
     try:
+        if generation.can_scale:
+            await replicas.scale(generation.max_replicas or generation.replicas)
         await session.update_weights(done)
         yield Simulation(algorithm, schedule, session, engines, policy, exchange, update, observer)
     finally:
         await collector.close()
+        if control is not None:
+            await control.close()
+        await rollouts.close()
         await replicas.close()
 
 
@@ -231,7 +243,8 @@ def _between(
     policy = {name: value / seconds for name, value in _less(after.policy, before.policy).items()}
     policy["refit"] = (after.refit - before.refit) / seconds
     policy["idle"] = max(0.0, 1 - sum(policy.values()))
-    engines, capacity = _less(after.engines, before.engines), seconds * experiment.generation.replicas
+    engines, config = _less(after.engines, before.engines), experiment.generation
+    capacity = seconds * (config.max_replicas or config.replicas)
     generation = {"decoding": engines["decoding"] / capacity, "paused": engines["paused"] / capacity}
     generation["lost"] = max(0.0, 1 - engines["alive"] / capacity)
     generation["idle"] = max(0.0, 1 - sum(generation.values()))

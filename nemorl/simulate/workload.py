@@ -74,6 +74,9 @@ class Workload:
         "refit": "seconds of a weight update, in which engines pause",
         "engine_failures": "seconds between failures of one engine",
         "engine_start": "seconds until a lost engine has restarted",
+        "worker_failures": "seconds between failures of one rollout worker",
+        "worker_start": "seconds until a lost rollout worker has restarted",
+        "environment_failures": "share of the calls of environments that fail",
     }
     prompt_tokens: Distribution
     turn_tokens: Distribution
@@ -88,6 +91,9 @@ class Workload:
     refit: float = 5.0
     engine_failures: float = math.inf
     engine_start: float = 120.0
+    worker_failures: float = math.inf
+    worker_start: float = 30.0
+    environment_failures: float = 0.0
 
     def step_seconds(self, sequences: int) -> float:
         """Of an engine with this number of sequences."""

@@ -44,12 +44,41 @@ def test_samples_that_become_too_old_lower_the_limit() -> None:
 def test_a_limit_that_nothing_waits_for_stays() -> None:
     """As at the end of a step, where a few trajectories are left."""
     limit = ConcurrencyLimit.of(64, adaptive=True)
-    for left in (40, 10, 2, 0):
+    for left in (12, 10, 2, 0):
         limit.observe([engine(left // 2, left - left // 2)], [PlacesUse(left, 0)])
     assert limit.value == 64
     fixed = ConcurrencyLimit.of(8, adaptive=False)
     fixed.observe([engine(1, 7)], [PlacesUse(8, 10, num_stale=3)])
     assert fixed.value == 8
+
+
+def test_a_limit_far_above_what_is_sampled_falls_until_it_binds() -> None:
+    """One engine runs 16 of 64 trajectories; a limit of 384 would let all of them wait for ever."""
+    limit = ConcurrencyLimit.of(384, adaptive=True)
+    for _ in range(100):
+        limit.observe([engine(16, 48)], [PlacesUse(64, 0)])
+    assert 0.8 * 0.8 * 64 <= limit.value <= 64
+
+
+def test_a_limit_waits_for_the_effect_of_its_last_decrease() -> None:
+    """Trajectories keep their places until they end, which takes several observations."""
+    limit = ConcurrencyLimit.of(64, adaptive=True)
+    for in_use in (64, 62, 58, 54):
+        limit.observe([engine(32, in_use - 32)], [PlacesUse(in_use, 9)])
+        assert limit.value == 51
+    limit.observe([engine(32, 19)], [PlacesUse(51, 9)])
+    assert limit.value == 40
+
+
+def test_what_waits_for_the_end_of_a_weight_update_does_not_count() -> None:
+    limit = ConcurrencyLimit.of(64, adaptive=True)
+    paused = EngineHealth(0, 8, 40, paused=True, seconds_since_step=0.0, queued=40)
+    limit.observe([paused, paused], [PlacesUse(64, 9)] * 2)
+    assert limit.value == 64
+    limit.observe([paused, engine(44, 4)], [PlacesUse(64, 9)] * 2)
+    assert limit.value == 64
+    limit.observe([engine(44, 4)] * 2, [PlacesUse(64, 9)] * 2)
+    assert limit.value == 68
 
 
 def test_the_share_of_queued_requests_is_of_all_engines() -> None:
