@@ -67,7 +67,8 @@ def group_relative(groups: Sequence[GroupSummary], config: configs.GroupAdvantag
     for place, group in enumerate(groups):
         by_size[len(group.trajectories)].append(place)
     for places in by_size.values():
-        values = torch.stack([rewards(groups[place]) for place in places])
+        of_groups = [[t.reward for t in groups[place].trajectories] for place in places]
+        values = torch.tensor(of_groups, dtype=torch.float64)
         of_size = relative(values, epsilon, leave_one_out=leave_one_out).tolist()
         for place, of_group in zip(places, of_size, strict=True):
             advantages[place] = of_group

@@ -8,8 +8,8 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
+from operator import attrgetter
 from statistics import fmean
 from typing import get_args
 
@@ -34,26 +34,29 @@ def rollout_metrics(
     rewards. `group/zero_variance` is the share of groups whose rewards are all equal, which have no gradient.
     """
     members = [t for group in groups for t in group.trajectories]
-    sound = [[t for t in group.trajectories if t.error is None] for group in groups]
-    rewards = [t.reward for group in sound for t in group]
-    of_players = [[t for t in g.trajectories if t.error is None] for group in groups for g in group.by_player]
+    sound = [t for t in members if t.error is None]
+    columns = attrgetter("stop", "num_sampled", "num_turns", "environment_failed", "truncated", "num_retries")
+    stops, sampled, turns, failed, truncated, retries = zip(*map(columns, members), strict=True)
+    rewards = [t.reward for t in sound]
+    of_players = (g for group in groups for g in group.by_player)
+    equal = [len({t.reward for t in g.trajectories if t.error is None}) < 2 for g in of_players]
     greedy = [g.greedy.reward for g in groups if g.greedy is not None and g.greedy.error is None]
-    stops = Counter(t.stop for t in members)
+    by_name = _rewards_by_name(sound)
     return {
         "reward/mean": fmean(rewards),
         "reward/std": float(np.std(rewards)),
-        **means_by_name([t for group in sound for t in group]),
-        **player_metrics([t for group in sound for t in group]),
-        **_reward_metrics(groups),
-        "group/zero_variance": fmean(len({t.reward for t in group}) < 2 for group in of_players),
-        "length/mean": fmean(t.num_sampled for t in members),
-        "turns/mean": fmean(t.num_turns for t in members),
-        **{f"stop/{reason}": count / len(members) for reason, count in stops.items()},
-        "errors": float(sum(t.error is not None for t in members)),
-        "environment/errors": float(sum(t.environment_failed for t in members)),
-        "environment/truncated": float(sum(t.truncated for t in members)),
-        "environment/retries": float(sum(t.num_retries for t in members)),
-        "tokens/generated": float(sum(t.num_sampled for t in members)),
+        **{f"reward/{name}": fmean(values) for name, values in by_name.items()},
+        **player_metrics(sound),
+        **_reward_metrics(groups, by_name, len(sound)),
+        "group/zero_variance": fmean(equal),
+        "length/mean": fmean(sampled),
+        "turns/mean": fmean(turns),
+        **{f"stop/{reason}": count / len(members) for reason, count in Counter(stops).items()},
+        "errors": float(len(members) - len(sound)),
+        "environment/errors": float(sum(failed)),
+        "environment/truncated": float(sum(truncated)),
+        "environment/retries": float(sum(retries)),
+        "tokens/generated": float(sum(sampled)),
         **_version_metrics(members, version, lineage),
         **_environment_metrics(groups),
         **({"reward/of_greedy": fmean(greedy)} if greedy else {}),
@@ -80,14 +83,13 @@ def _version_metrics(
     members: Sequence[TrajectorySummary], version: int, lineage: Lineage
 ) -> dict[str, float]:
     """How old samples are: `version` is the trained one, a trajectory's age that of its oldest token."""
-    sampled = [t for t in members if t.min_version >= 0]
-    # Few ranges of versions occur in a step.
-    age = lru_cache(lambda versions: max(lineage.age(of_tokens, version) for of_tokens in versions))
-    ages = [age(t.versions) for t in sampled] or [0]
+    spans = Counter((t.min_version, t.max_version) for t in members if t.min_version >= 0)  # few differ
+    ages = {span: max(lineage.age(one, version) for one in range(span[0], span[1] + 1)) for span in spans}
+    count = max(1, spans.total())
     return {
-        "version/lag": fmean(ages),
-        "version/lag_max": float(max(ages)),
-        "version/spread": fmean([t.max_version - t.min_version for t in sampled] or [0]),
+        "version/lag": sum(ages[span] * spans[span] for span in spans) / count,
+        "version/lag_max": float(max(ages.values(), default=0)),
+        "version/spread": sum((newest - oldest) * n for (oldest, newest), n in spans.items()) / count,
     }
 
 
@@ -145,9 +147,13 @@ def environment_share(groups: Sequence[GroupSummary]) -> float:
     return environment / whole if whole > 0 else 0.0
 
 
+def _rewards_by_name(members: Sequence[TrajectorySummary]) -> dict[str, list[float]]:
+    rewards = [t.rewards for t in members]
+    return {name: [r[name] for r in rewards if name in r] for name in sorted(set().union(*rewards))}
+
+
 def means_by_name(members: Sequence[TrajectorySummary]) -> dict[str, float]:
-    names = sorted({name for t in members for name in t.rewards})
-    return {f"reward/{name}": fmean(t.rewards[name] for t in members if name in t.rewards) for name in names}
+    return {f"reward/{name}": fmean(values) for name, values in _rewards_by_name(members).items()}
 
 
 def player_metrics(members: Sequence[TrajectorySummary]) -> dict[str, float]:
@@ -156,13 +162,14 @@ def player_metrics(members: Sequence[TrajectorySummary]) -> dict[str, float]:
     return {f"players/{name}/reward": fmean(t.reward for t in members if t.player == name) for name in names}
 
 
-def _reward_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
-    sound = [t for group in groups for t in group.trajectories if t.error is None]
+def _reward_metrics(
+    groups: Sequence[GroupSummary], by_name: Mapping[str, Sequence[float]], num_sound: int
+) -> dict[str, float]:
     computed = sorted({name for group in groups for name in group.scoring})
     metrics = {}
-    for name in sorted({name for t in sound for name in t.rewards} | set(computed)):
-        values = [t.rewards[name] for t in sound if name in t.rewards]
-        metrics[f"reward_absent/{name}"] = 1 - len(values) / len(sound)
+    for name in sorted(by_name.keys() | computed):
+        values = by_name.get(name, ())
+        metrics[f"reward_absent/{name}"] = 1 - len(values) / num_sound
         if values:
             metrics[f"reward_std/{name}"] = float(np.std(values))
     for name in computed:

@@ -8,7 +8,7 @@ samples; models train on sequences.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise, repeat
+from itertools import chain, islice, pairwise, repeat
 from typing import TypeVar
 
 from nemorl.config.algorithm import Aggregation, OnlineConfig
@@ -94,7 +94,8 @@ class PolicyGradientUpdate:
         weight of one sequence.
         """
         loss, imitation = self._config.loss, self._config.likelihood
-        advantages, members = self._advantages(groups), self._members(groups)
+        members = self._in_batch_order(groups, [(g, t) for g in groups for t in g.trajectories])
+        advantages = self._in_batch_order(groups, list(chain(*self._advantages(groups))))
         sampled = [t.num_trained for _, t in members]
         weights = self._weights(sampled, loss.aggregation, loss.aggregation_length)
         likelihoods: Sequence[float | None] = [None] * len(members)
@@ -103,12 +104,13 @@ class PolicyGradientUpdate:
             imitated = [count * (t.reward >= imitation.min_reward) for count, (_, t) in counted]
             likelihoods = self._weights(imitated, "token-mean")
         of_members = []
-        for (group, t), weight, likelihood in zip(members, weights, likelihoods, strict=True):
-            store, places = group.reference, []
+        values = zip(members, advantages, weights, likelihoods, strict=True)
+        for (group, t), of_sample, weight, likelihood in values:
+            places = []
+            of_sequences = of_sample if weight > 0 else [0.0] * len(of_sample)
             rewards = repeat(None) if self._estimate is not None else branch_rewards(t)
-            for one, of_turns in zip(t.sequences, rewards, strict=False):
-                advantage = advantages[store, one.row] if advantages and weight > 0 else 0.0
-                size = one.num_tokens if weight > 0 else PLACEHOLDER_TOKENS
+            for one, advantage, of_turns in zip(t.sequences, of_sequences, rewards, strict=False):
+                store, size = group.reference, one.num_tokens if weight > 0 else PLACEHOLDER_TOKENS
                 places.append(SequencePlace(store, one.row, size, advantage, weight, likelihood, of_turns))
             of_members.append(places)
         return filled_up(self._minibatches(of_members), placeholder)
@@ -123,39 +125,40 @@ class PolicyGradientUpdate:
         metrics |= {key: max(u.maxima[key] for u in updates) for key in updates[0].maxima} | first
         return metrics | self._entropy.update(metrics["entropy"])
 
-    def _members(self, groups: Sequence[GroupSummary]) -> list[tuple[GroupSummary, TrajectorySummary]]:
-        """All samples in the order of the batch."""
-        members = [(group, t) for group in groups for t in group.trajectories]
-        if not all(any(t.trains for t in group.trajectories) for group in groups):
-            parts = self._config.num_minibatches
-            ordered = sorted(members, key=lambda member: not member[1].trains)
-            members = [member for part in range(parts) for member in ordered[part::parts]]
-        return members
+    def _in_batch_order(self, groups: Sequence[GroupSummary], of_samples: list[T]) -> list[T]:
+        """Values of all samples, given group by group, in the order of the batch."""
+        if all(any(t.trains for t in group.trajectories) for group in groups):
+            return of_samples
+        trains, parts = [t.trains for g in groups for t in g.trajectories], self._config.num_minibatches
+        ordered = sorted(range(len(trains)), key=lambda number: not trains[number])
+        return [of_samples[number] for part in range(parts) for number in ordered[part::parts]]
 
-    def _advantages(self, groups: Sequence[GroupSummary]) -> dict[tuple[object, int], Advantage]:
-        """Of the sequences of samples without an error in groups that train, by reference and row.
+    def _advantages(self, groups: Sequence[GroupSummary]) -> list[list[list[Advantage]]]:
+        """Of each sequence of each sample of each group; 0 after an error, in groups that do not train, and
+        where tokens have advantages of their own.
 
         Each player's are estimated as if there were no others: neither a group nor the batch compares a
         player with its opponents.
         """
-        if self._estimate is None:
-            return {}
-        counting = [
-            replace(group, trajectories=tuple(t for t in group.trajectories if t.error is None))
-            for group in groups
-            if any(t.trains for t in group.trajectories)
-        ]
-        by_player: dict[str, list[GroupSummary]] = {}
-        for group in map(self._compared, counting):
-            for of_player in group.by_player:
-                by_player.setdefault(of_player.trajectories[0].player, []).append(of_player)
-        return {
-            (group.reference, sequence.row): of_sequence
-            for of_player in by_player.values()
-            for group, of_group in zip(of_player, self._estimate(of_player), strict=True)
-            for t, advantage in zip(group.trajectories, of_group, strict=True)
-            for sequence, of_sequence in zip(t.sequences, branch_advantages(t, advantage), strict=True)
-        }
+        compared = [self._compared(group) for group in groups]
+        advantages: list[list[Advantage]] = [[0.0] * len(group.trajectories) for group in compared]
+        if self._estimate is not None:
+            by_player: dict[str, list[tuple[int, list[int]]]] = {}  # number of the group, places in it
+            for number, group in enumerate(compared):
+                if any(t.trains for t in group.trajectories):
+                    places: dict[str, list[int]] = {}
+                    for place, t in enumerate(group.trajectories):
+                        if t.error is None:
+                            places.setdefault(t.player, []).append(place)
+                    for player, of_player in places.items():
+                        by_player.setdefault(player, []).append((number, of_player))
+            for counting in by_player.values():
+                estimated = self._estimate([compared[number].only(places) for number, places in counting])
+                for (number, of_player), of_group in zip(counting, estimated, strict=True):
+                    for place, advantage in zip(of_player, of_group, strict=True):
+                        advantages[number][place] = advantage
+        of_groups = zip(groups, compared, advantages, strict=True)
+        return [_of_samples(group, units, of_units) for group, units, of_units in of_groups]
 
     def _compared(self, group: GroupSummary) -> GroupSummary:
         """The group with what is compared as its members: samples, or each of their branches."""
@@ -179,7 +182,12 @@ class PolicyGradientUpdate:
                 for t in members
             )
             penalized.append(replace(group, trajectories=left))
-        advantages = self._advantages(penalized)
+        advantages = {
+            (group.reference, one.row): of_sequence
+            for group, of_group in zip(penalized, self._advantages(penalized), strict=True)
+            for t, of_sample in zip(group.trajectories, of_group, strict=True)
+            for one, of_sequence in zip(t.sequences, of_sample, strict=True)
+        }
         return [replace(p, advantage=advantages[p.store, p.row]) if p.weight > 0 else p for p in places]
 
     def _for_critic(
@@ -188,10 +196,9 @@ class PolicyGradientUpdate:
         """The same sequences, weighted for the critic's loss; empty without a critic."""
         if self._config.critic is None:
             return []
-        members = self._members(groups)
-        sampled = [t.num_trained for _, t in members]
-        of_members = zip(members, self._weights(sampled, self._config.critic.aggregation), strict=True)
-        repeated = [[weight] * len(t.sequences) for (_, t), weight in of_members]
+        members = self._in_batch_order(groups, [t for group in groups for t in group.trajectories])
+        weighted = self._weights([t.num_trained for t in members], self._config.critic.aggregation)
+        repeated = [[weight] * len(t.sequences) for t, weight in zip(members, weighted, strict=True)]
         weights = filled_up(self._minibatches(repeated), lambda _: 0.0)
         return [replace(p, weight=weight, likelihood=None) for p, weight in zip(places, weights, strict=True)]
 
@@ -207,6 +214,16 @@ class PolicyGradientUpdate:
         size, rest = divmod(len(values), parts)
         starts = [part * size + min(part, rest) for part in range(parts + 1)]
         return [values[start:end] for start, end in pairwise(starts)]
+
+
+def _of_samples(
+    group: GroupSummary, compared: GroupSummary, advantages: Sequence[Advantage]
+) -> list[list[Advantage]]:
+    """Advantages of what was compared, as those of the sequences of each sample of the group."""
+    of_members = map(branch_advantages, compared.trajectories, advantages)
+    if compared is group:
+        return list(of_members)
+    return [list(chain(*islice(of_members, max(1, len(t.branches))))) for t in group.trajectories]
 
 
 def branch_advantages(sample: TrajectorySummary, advantage: Advantage) -> list[Advantage]:

@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -63,10 +62,10 @@ class TrajectorySummary:
     fork: int = 0  # of its sample, from 1 on; 0 of what was not forked
     branches: tuple[Branch, ...] = ()  # at least two, the last one included, or none
 
-    @cached_property
-    def sequences(self) -> tuple[Branch, ...]:
-        """The branches, or the only sequence."""
-        return self.branches or (Branch(self.row, self.num_tokens, self.num_sampled, self.turn_rewards),)
+    @property
+    def sequences(self) -> "Sequence[Branch | TrajectorySummary]":
+        """The branches, or the sample itself, which is its only sequence then."""
+        return self.branches or (self,)
 
     def moved(self, rows: int) -> "TrajectorySummary":
         branches = tuple(replace(branch, row=branch.row + rows) for branch in self.branches)
@@ -108,7 +107,13 @@ class GroupSummary:
 
     def of_player(self, player: str) -> "GroupSummary":
         """The group with the trajectories of one player only."""
-        return replace(self, trajectories=tuple(t for t in self.trajectories if t.player == player))
+        return self.only([place for place, t in enumerate(self.trajectories) if t.player == player])
+
+    def only(self, places: Sequence[int]) -> "GroupSummary":
+        """The group with the trajectories at these places, in ascending order, only."""
+        if len(places) == len(self.trajectories):
+            return self
+        return replace(self, trajectories=tuple(self.trajectories[place] for place in places))
 
     @property
     def by_player(self) -> list["GroupSummary"]:
