@@ -6,6 +6,7 @@ driver: each data-parallel rank of the one stores a list of arrays, and a rank o
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, repeat
@@ -22,6 +23,11 @@ from .packed import Advantage, Compared, PackedBatch
 
 T = TypeVar("T")
 IntArray = NDArray[np.int64]
+
+MIN_DIVIDED = 16  # ranks of a batch that is laid out so that each reads few stores
+MAX_BLOCK = 4  # adjacent ranks that share stores
+MAX_MORE_COST = 0.005  # of the most loaded rank, for it
+MAX_UNEVEN = 0.002  # of the most loaded one over the mean, at which units are exchanged no more
 
 
 @dataclass(frozen=True)
@@ -152,12 +158,14 @@ def plan_batch(
     hidden_size: int,
     fewest: int = 1,
     units: Sequence[int] | None = None,
+    stores: Sequence[Any] | None = None,
 ) -> BatchPlan:
     """Lay a batch of sequences of `lengths` tokens over ranks, minibatches and micro-batches.
 
     Minibatches take equal runs of the batch, so that groups stay together; each is balanced over the ranks by
-    cost and has at least `fewest` micro-batches. Neighbors of one number in `units` stay together. Raises
-    ValueError when the counts do not divide, or a unit is longer than `max_tokens`.
+    cost and has at least `fewest` micro-batches. Neighbors of one number in `units` stay together. Sequences
+    of one of the `stores` are laid on few ranks. Raises ValueError when the counts do not divide, or a unit
+    is longer than `max_tokens`.
     """
     numbers = range(len(lengths)) if units is None else units
     members = [list(run) for _, run in groupby(range(len(lengths)), key=numbers.__getitem__)]
@@ -171,6 +179,8 @@ def plan_batch(
         tokens = [sum(lengths[i] for i in unit) for unit in part]
         costs = [sum(sequence_cost(lengths[i], hidden_size) for i in unit) for unit in part]
         shares = balance(costs, num_ranks)
+        if stores is not None and num_ranks >= MIN_DIVIDED:
+            shares = _near_shares(costs, [stores[unit[0]] for unit in part], shares)
         local = plan_micro_batches([[tokens[u] for u in share] for share in shares], max_tokens, fewest)
         minibatch = []
         for share, batches, held in zip(shares, local, ranks, strict=True):
@@ -205,6 +215,70 @@ def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
         _, _, other, right = heapq.heappop(heap)
         heapq.heappush(heap, _round(heavy + other[::-1], np.hstack([left, right[::-1]]), number))
     return [[i for i in indices if i < count] for indices in np.sort(heap[0][3], axis=1).tolist()]
+
+
+def _near_shares(costs: Sequence[int], stores: Sequence[Any], shares: list[list[int]]) -> list[list[int]]:
+    """Shares of units as balanced as these, with the units of each store on few adjacent ranks.
+
+    A rank asks for every store that it reads, and its node fetches all of it. So complete stores are balanced
+    over blocks of `MAX_BLOCK` ranks or fewer, and then the units of each block over its ranks. Where there
+    are too few stores for it, the shares are these.
+    """
+    num_ranks = len(shares)
+    width = max(width for width in range(1, MAX_BLOCK + 1) if num_ranks % width == 0)
+    num_blocks = num_ranks // width
+    by_store: dict[Any, list[int]] = {}
+    for unit, store in enumerate(stores):
+        by_store.setdefault(store, []).append(unit)
+    ((size, _),) = Counter(map(len, by_store.values())).most_common(1)
+    equal = [held for held in by_store.values() if len(held) == size]
+    complete = equal[: len(equal) // num_blocks * num_blocks]
+    if not complete:
+        return shares
+    others = [[unit] for unit in sorted(set(range(len(costs))).difference(*complete))]
+    of_units = np.array(costs, np.int64)
+    blocks = [
+        few + more
+        for few, more in zip(
+            sorted(_dealt(of_units, complete, num_blocks), key=lambda units: of_units[units].sum()),
+            sorted(_dealt(of_units, others, num_blocks), key=lambda units: -of_units[units].sum()),
+            strict=True,
+        )
+    ]
+    near = [
+        sorted(block[place] for place in share)
+        for block in _exchanged(of_units, blocks)
+        for share in _exchanged(of_units[block], balance(of_units[block].tolist(), width))
+    ]
+    limit = (1 + MAX_MORE_COST) * max(of_units[share].sum() for share in shares)
+    return near if max(of_units[share].sum() for share in near) <= limit else shares
+
+
+def _dealt(costs: IntArray, runs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """The units of complete runs in lists of nearly equal cost, with equally many runs or one less."""
+    blanks = [0] * max(0, count - len(runs))
+    dealt = balance([int(costs[run].sum()) for run in runs] + blanks, count)
+    return [list(chain(*(runs[number] for number in held if number < len(runs)))) for held in dealt]
+
+
+def _exchanged(costs: IntArray, lists: list[list[int]]) -> list[list[int]]:
+    """Lists of more equal cost: those of most and of least exchange an index each, until that is enough."""
+    lists = [[*held] for held in lists]
+    sums = np.array([costs[held].sum() for held in lists])
+    enough = (1 + MAX_UNEVEN) * sums.mean()
+    for _ in range(2 * len(lists)):
+        most, least = int(sums.argmax()), int(sums.argmin())
+        gap = sums[most] - sums[least]
+        moved = costs[lists[most]][:, None] - costs[lists[least]]
+        best = int(np.abs(moved - gap // 2).argmin())
+        of_most, of_least = divmod(best, len(lists[least]))
+        cost = moved[of_most, of_least]
+        if sums[most] <= enough or not 0 < cost < gap:
+            break
+        lists[most][of_most], lists[least][of_least] = lists[least][of_least], lists[most][of_most]
+        sums[most] -= cost
+        sums[least] += cost
+    return lists
 
 
 def _round(sums: IntArray, indices: IntArray, number: int) -> tuple[int, int, IntArray, IntArray]:
@@ -276,7 +350,8 @@ def plan_sequences(
     fewest = layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size > 1 else 1
     units = [-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)]
     lengths, max_tokens = [s.num_tokens for s in sequences], config.micro_batch_tokens
-    return plan_batch(lengths, num_ranks, num_minibatches, max_tokens, hidden_size, fewest, units)
+    stores = [s.store for s in sequences]
+    return plan_batch(lengths, num_ranks, num_minibatches, max_tokens, hidden_size, fewest, units, stores)
 
 
 def rows_of(batch: PackedBatch, field: Field) -> list[TokenArray]:

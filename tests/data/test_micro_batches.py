@@ -1,4 +1,5 @@
 from itertools import combinations
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -174,6 +175,44 @@ def test_units_lie_in_one_micro_batch_of_their_minibatch(pairs, num_minibatches,
         assert sorted(unit for batch in seen for unit in batch[::2]) == [
             *range(number * size, (number + 1) * size)
         ]
+
+
+def of_groups(num_groups: int, seed: int) -> tuple[list[int], list[int]]:
+    """Lengths of 16 samples of each group, and the group of each; some groups are harder than others."""
+    random = Random(seed)
+    tasks = [random.gauss(5.5, 0.4) for _ in range(num_groups)]
+    lengths = [100 + min(1900, int(random.lognormvariate(mean, 0.7))) for mean in tasks for _ in range(16)]
+    return lengths, [group for group in range(num_groups) for _ in range(16)]
+
+
+@pytest.mark.parametrize("num_ranks", [16, 20, 67, 128])
+@pytest.mark.parametrize("hidden_size", [64, 4096])
+def test_many_ranks_read_few_stores_and_are_as_balanced_as_without_stores(num_ranks, hidden_size):
+    lengths, stores = of_groups(3 * num_ranks + 5, seed=num_ranks)
+    plans = [plan_batch(lengths, num_ranks, 1, 32768, hidden_size, stores=known) for known in (None, stores)]
+    flat, near = (sum(len({stores[i] for i in held}) for held in plan.ranks) for plan in plans)
+    assert 2 * near < flat
+    for plan in plans:
+        assert sorted(i for held in plan.ranks for i in held) == list(range(len(lengths)))
+        assert max(map(len, plan.ranks)) - min(map(len, plan.ranks)) <= 1
+    imbalance, of_near = (plan.packing_metrics()["packing/imbalance"] for plan in plans)
+    assert of_near <= 1.005 * imbalance
+
+
+def test_the_balance_comes_before_few_stores():
+    lengths = [2000] * 16 + [100] * 240  # one of the groups has all the work
+    stores = [group for group in range(16) for _ in range(16)]
+    plan = plan_batch(lengths, 16, 1, 32768, 64, stores=stores)
+    assert sorted(sum(lengths[i] for i in held) for held in plan.ranks) == [2000 + 1500] * 16
+
+
+def test_stores_of_unequal_size_and_fewer_stores_than_ranks():
+    lengths, _ = of_groups(32, seed=1)
+    several_groups = [min(store, 20) for store in range(32) for _ in range(16)]  # the last one has twelve
+    for stores in (several_groups, [0] * len(lengths), list(range(len(lengths)))):
+        plan = plan_batch(lengths, 16, 2, 32768, 64, stores=stores)
+        assert sorted(i for held in plan.ranks for i in held) == list(range(len(lengths)))
+        assert {len(held) for held in plan.ranks} == {32}
 
 
 def test_a_unit_longer_than_the_budget_is_refused():
