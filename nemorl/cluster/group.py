@@ -275,7 +275,7 @@ class WorkerGroup:
         shards: Sequence[Any] | None = None,
         axis: Literal["dp", "rank"] = "dp",
         resolve: bool = False,
-        outputs: Literal["all", "output_ranks"] = "all",
+        outputs: Literal["all", "output_ranks", "first"] = "all",
         keep: str = "",
         background: bool = False,
         ends_group: bool = True,
@@ -285,12 +285,12 @@ class WorkerGroup:
 
         `shards` are separate first arguments: one for each data-parallel rank, or with `axis="rank"` for each
         rank. `resolve` replaces object references inside the arguments by their values (arguments themselves
-        always are). `outputs` chooses whose answers are returned: of all ranks, or of one for each
-        data-parallel rank (`Mesh.output_ranks`). With `keep` the answers stay in the workers' object stores
-        until the next ones under this name, and references to them are returned; an answer that is None is
-        returned itself. A method in the `background` runs while other calls run. Raises `WorkerFailed`,
-        `WorkerDied`, `WorkerHung` or `DeadlineExceeded`, and `GroupEnded` after one of them;
-        `ends_group=False` is for a method whose failure leaves every rank usable.
+        always are). `outputs` chooses whose answers are returned: of all ranks, of one for each data-parallel
+        rank (`Mesh.output_ranks`), or of the first rank where all are equal. With `keep` the answers stay in
+        the workers' object stores until the next ones under this name, and references to them are returned;
+        an answer that is None is returned itself. A method in the `background` runs while other calls run.
+        Raises `WorkerFailed`, `WorkerDied`, `WorkerHung` or `DeadlineExceeded`, and `GroupEnded` after one
+        of them; `ends_group=False` is for a method whose failure leaves every rank usable.
         """
         if self._ended:
             raise GroupEnded(f"{self.name} cannot run '{method}' in stage '{stage}': {self._ended}.")
@@ -306,26 +306,33 @@ class WorkerGroup:
                 raise ValueError(f"{len(shards)} shards for {ranks} ranks of {self.name}: give as many.")
             of_ranks = [(shard, *args) for shard in shards]
         invocation = Invocation(method, stage, seconds, resolve, background, keep)
+        returned: Sequence[int] = range(len(self.workers))
+        if outputs != "all":
+            returned = (0,) if outputs == "first" else self.mesh.output_ranks
         if self._relays:
             common = [args] if shards is None else of_ranks
-            answering = self._call_relays(invocation, common, kwargs, ends_group)
-        else:
-            pending = _begin_calls(self.workers, invocation, of_ranks, kwargs)
-            answering = self._answers(pending, invocation, ends_group)
-        everything = await self._unless_hung(answering, stage)
-        return everything if outputs == "all" else [everything[rank] for rank in self.mesh.output_ranks]
+            answering = self._call_relays(invocation, common, kwargs, returned, ends_group)
+            return await self._unless_hung(answering, stage)
+        pending = _begin_calls(self.workers, invocation, of_ranks, kwargs)
+        everything = await self._unless_hung(self._answers(pending, invocation, ends_group), stage)
+        return [everything[place] for place in returned]
 
     def tabulate(self, of_shards: Sequence[Sequence[ray.ObjectRef]]) -> Sequence[Any]:
         """Stand-ins for these references, for shards of a call with `resolve`.
 
-        In a large group each is sent once, which costs the caller less than once for each rank.
+        In a large group each is sent once to every relay whose ranks read it, not once for each rank.
         """
         if not self._relays:
             return of_shards
-        distinct = dict.fromkeys(itertools.chain(*of_shards))
-        numbers = {reference: number for number, reference in enumerate(distinct)}
-        table = ray.put([*distinct])
-        return [TableEntries(table, tuple(map(numbers.__getitem__, of_shard))) for of_shard in of_shards]
+        entries = list[TableEntries]()
+        size = max(1, FAN_OUT // self.mesh.same_share)  # shards of the ranks of a relay
+        for first in range(0, len(of_shards), size):
+            part = of_shards[first : first + size]
+            distinct = dict.fromkeys(itertools.chain(*part))
+            numbers = {reference: number for number, reference in enumerate(distinct)}
+            table = ray.put([*distinct])
+            entries += (TableEntries(table, tuple(map(numbers.__getitem__, of_shard))) for of_shard in part)
+        return entries
 
     async def ask(self, method: str, *args: Any, stage: str, seconds: float) -> dict[int, Any]:
         """Of each rank its answer, or the ClusterError in its place, with which nothing else ends.
@@ -359,10 +366,11 @@ class WorkerGroup:
         invocation: Invocation,
         of_ranks: Sequence[tuple[Any, ...]],
         kwargs: Mapping[str, Any],
+        returned: Sequence[int],
         ends_group: bool,
     ) -> list[Any]:
-        """The answers of all ranks; `of_ranks` has one entry for all where there is only one."""
-        calls = self._begin_relayed("call", invocation, of_ranks, kwargs)
+        """The answers of some ranks; `of_ranks` has one entry for all where there is only one."""
+        calls = self._begin_relayed("call", invocation, of_ranks, kwargs, returned)
         try:
             parts = await self._answers(calls, _relayed(invocation), ends_group)
         except (WorkerDied, DeadlineExceeded) as error:
@@ -383,6 +391,7 @@ class WorkerGroup:
         invocation: Invocation,
         of_ranks: Sequence[tuple[Any, ...]],
         kwargs: Mapping[str, Any],
+        returned: Sequence[int] = (),
     ) -> dict[ray.ObjectRef, Worker]:
         starts = range(0, len(self.workers), FAN_OUT)
         if self._divided is not self.workers:
@@ -392,8 +401,9 @@ class WorkerGroup:
         outer, calls = _relayed(invocation, method), {}
         for number, (first, part) in enumerate(zip(starts, self._parts, strict=True)):
             own = of_ranks[first : first + FAN_OUT] if len(of_ranks) > 1 else of_ranks
+            of_part = [place - first for place in returned if first <= place < first + FAN_OUT]
             relay = self._relays[number % len(self._relays)]
-            calls[relay.actor.call.remote(outer, [part], invocation, own, kwargs)] = relay
+            calls[relay.actor.call.remote(outer, [part], invocation, own, kwargs, of_part)] = relay
         return calls
 
     def _bypass(self, relay: Worker, error: ClusterError) -> None:
@@ -517,8 +527,9 @@ class Relay:
         invocation: Invocation,
         of_ranks: Sequence[Sequence[Any]],
         kwargs: Mapping[str, Any],
+        returned: Sequence[int],
     ) -> list[Any]:
-        """The answers in the order of the workers; `of_ranks` may have one entry for all.
+        """The answers of workers at these places; `of_ranks` may have one entry for all.
 
         Raises as `answers`.
         """
@@ -526,7 +537,8 @@ class Relay:
         if invocation.resolve:  # once for all of them
             of_ranks = await with_references(list(of_ranks))
         arguments = of_ranks if len(of_ranks) > 1 else [*of_ranks] * len(workers)
-        return await answers(_begin_calls(workers, invocation, arguments, kwargs), invocation)
+        everything = await answers(_begin_calls(workers, invocation, arguments, kwargs), invocation)
+        return [everything[place] for place in returned]
 
     async def ask(
         self,
@@ -534,6 +546,7 @@ class Relay:
         invocation: Invocation,
         of_ranks: Sequence[Sequence[Any]],
         kwargs: Mapping[str, Any],
+        returned: Sequence[int],
     ) -> dict[int, Any]:
         return await outcomes(await self._workers(*part), invocation, *of_ranks)
 
@@ -543,6 +556,7 @@ class Relay:
         invocation: Invocation,
         of_ranks: Sequence[Sequence[Any]],
         kwargs: Mapping[str, Any],
+        returned: Sequence[int],
     ) -> list[int]:
         """Ranks that do not respond before the deadline."""
         silent, _ = await silent_and_dead(await self._workers(*part), invocation.deadline_seconds)

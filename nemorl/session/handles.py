@@ -172,7 +172,8 @@ class ModelHandle:
 
     async def header(self) -> dict[str, str]:
         seconds = self._deadlines.start
-        headers: list[dict[str, str]] = await self._call("header", stage="start", seconds=seconds)
+        headers: list[dict[str, str]]
+        headers = await self._call("header", stage="start", seconds=seconds, outputs="first")
         return headers[0]
 
     async def _call(self, method: str, *args: Any, seconds: float | None = None, **options: Any) -> list[Any]:
@@ -225,7 +226,8 @@ class ModelHandle:
 
     async def estimate(self, estimator: "losses.TokenEstimator") -> dict[str, float]:
         """Compute the batch's `advantages`, and `returns` for a critic; metrics of the estimator."""
-        metrics: list[dict[str, float]] = await self._call("estimate", estimator, stage="advantages")
+        metrics: list[dict[str, float]]
+        metrics = await self._call("estimate", estimator, stage="advantages", outputs="first")
         return metrics[0]
 
     async def sequence_metrics(self, metric: "losses.SequenceMetric") -> list[float]:
@@ -251,14 +253,16 @@ class ModelHandle:
 
     async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> "losses.LogprobStats":
         """Compute `old_logprobs`, `reference_logprobs` and `old_entropies`, which stay on the workers."""
-        fields = {"old": old, "reference": reference, "entropy": entropy}
-        stats: losses.LogprobStats = (await self._forward("compute_logprobs", stage="logprobs", **fields))[0]
-        return stats
+        options = {"old": old, "reference": reference, "entropy": entropy, "outputs": "first"}
+        stats: list[losses.LogprobStats]
+        stats = await self._forward("compute_logprobs", stage="logprobs", **options)
+        return stats[0]
 
     async def values(self) -> "losses.ValueStats":
         """Compute the batch's `values`, of a critic; they stay on the workers until they are shared."""
-        stats: losses.ValueStats = (await self._forward("compute_values", stage="values"))[0]
-        return stats
+        stats: list[losses.ValueStats]
+        stats = await self._forward("compute_values", stage="values", outputs="first")
+        return stats[0]
 
     async def top(self, k: int) -> None:
         """Compute the batch's `top_ids` and `top_logprobs`, which stay on the workers."""
@@ -278,7 +282,8 @@ class ModelHandle:
         await self.onload()
         shards, seconds = self.batch.minibatches[minibatch], self._deadlines.training
         stats: list[losses.TrainStats]
-        stats = await self._call("train", loss, shards=shards, stage="training", seconds=seconds)
+        options = {"shards": shards, "seconds": seconds, "outputs": "first"}
+        stats = await self._call("train", loss, stage="training", **options)
         row, most = stats[0].skipped_in_a_row, self._config.max_skipped_steps
         self.skipped_in_a_row = row
         if row > most:
@@ -290,8 +295,8 @@ class ModelHandle:
         return stats[0]
 
     async def evaluate(self, loss: "losses.Loss") -> "losses.Evaluation":
-        deadline = {"stage": "validation", "seconds": self._deadlines.training}
-        found: list[losses.Evaluation] = await self._forward("evaluate", loss, **deadline)
+        options = {"stage": "validation", "seconds": self._deadlines.training, "outputs": "first"}
+        found: list[losses.Evaluation] = await self._forward("evaluate", loss, **options)
         return found[0]
 
     @property

@@ -76,6 +76,8 @@ def test_answers_are_those_of_direct_calls(group: WorkerGroup) -> None:
     resolved = asyncio.run(group.call("record", shards=entries, axis="rank", resolve=True, **LIMITS))
     assert [list(args[0][0]) for _, args, _ in resolved] == [[0, 1, 2], [10, 11, 12]] * 2
     group._relays = relays
+    first = asyncio.run(group.call("record", 4, outputs="first", **LIMITS))
+    assert first == [(0, (4,), {})]
     kept = asyncio.run(group.call("record", 5, keep="rows", outputs="output_ranks", **LIMITS))
     assert [answer[:2] for answer in ray.get(kept)] == [(0, (5,)), (2, (5,))]
 
