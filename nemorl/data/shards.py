@@ -248,7 +248,7 @@ def _near_shares(costs: Sequence[int], stores: Sequence[Any], shares: list[list[
     near = [
         sorted(block[place] for place in share)
         for block in _exchanged(of_units, blocks)
-        for share in _exchanged(of_units[block], balance(of_units[block].tolist(), width))
+        for share in _exchanged(of_units[block], _dealt_in_turn(of_units[block], width))
     ]
     limit = (1 + MAX_MORE_COST) * max(of_units[share].sum() for share in shares)
     return near if max(of_units[share].sum() for share in near) <= limit else shares
@@ -259,6 +259,14 @@ def _dealt(costs: IntArray, runs: Sequence[Sequence[int]], count: int) -> list[l
     blanks = [0] * max(0, count - len(runs))
     dealt = balance([int(costs[run].sum()) for run in runs] + blanks, count)
     return [list(chain(*(runs[number] for number in held if number < len(runs)))) for held in dealt]
+
+
+def _dealt_in_turn(costs: IntArray, count: int) -> list[list[int]]:
+    """Indices by descending cost, each round in the opposite direction of the one before."""
+    descending = np.argsort(-costs, kind="stable")
+    rounds = np.pad(descending, (0, -len(descending) % count), constant_values=-1).reshape(-1, count)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return [[index for index in held if index >= 0] for held in rounds.T.tolist()]
 
 
 def _exchanged(costs: IntArray, lists: list[list[int]]) -> list[list[int]]:
