@@ -4,16 +4,19 @@
 
 Real: the driver of an asynchronous run (`max_staleness` 1) with schedule, collector, dispatcher, step,
 advantages, batch plan, weight exchange, supervisor of engines, metrics, and the calls of Ray.
-Simulated: the workers. A few real actors answer for all of them without arrays: one group ends every 5 ms,
-and all other calls are answered at once. Half of the workers are policy ranks, an eighth are rollout workers
-and the rest are engines.
+Simulated: the workers. A few real actors answer for all of them without arrays: groups end at random within
+`--generation-seconds` of their start, and all other calls are answered at once. Half of the workers are
+policy ranks, with the real number of relays, an eighth are rollout workers and the rest are engines.
 
 A step is taken to last 100 s, in which engines and rollout workers have three health checks. CPU seconds are
-those of the driver's process and all its threads, which other load on the machine changes little, and bytes
-those of the objects that Ray serializes and deserializes in it. Each number of workers has a driver of its
-own; the first step, which makes what later ones keep, is not counted. Not measured are the connections to
-thousands of processes, the requests with which policy ranks locate trajectories (here two processes make
-them), Ray's other processes, and the plan of a refit of a real model, which benchmarks/refit.py measures.
+those of the driver's process and all its threads, which other load on the machine changes little; of the main
+thread, which runs Python, they are shown apart from those of Ray's threads. Bytes are those of the objects
+that Ray serializes and deserializes in the driver. Each number of workers has a driver of its own; the first
+step, which makes what later ones keep, is not counted.
+
+Not measured are the connections to thousands of processes, Ray's other processes, and the plan of a refit of
+a real model, which benchmarks/refit.py measures. Policy ranks ask the driver where the trajectories are that
+they read, once for each list of them: the number is shown, and the requests of two processes are measured.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,14 +37,13 @@ import ray
 from common import OUT, publish, table_of
 from meter import measured
 from ray._private.serialization import SerializationContext
-from rich.console import Console
 
 from nemorl.algorithms.metrics import LogprobGate
 from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.cluster.actor import Invocation
-from nemorl.cluster.group import MIN_RELAYED, Mesh, WorkerGroup, start_worker
+from nemorl.cluster.group import FAN_OUT, MIN_RELAYED, Mesh, WorkerGroup, start_worker
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.cluster.worker import Worker
 from nemorl.config.algorithm import OnlineConfig
@@ -75,18 +78,21 @@ SAMPLES = 16  # trajectories of a group
 STALENESS = 1
 ACTORS = 2  # of each kind
 STEP_SECONDS = 100.0  # of which the driver's share is shown
-SPREAD_SECONDS = 0.005  # between the ends of two groups on average, so that most end alone
+GENERATION_SECONDS = 60.0
+SUMS = [f"metric/{number}" for number in range(36)]  # of an update, in addition to those below
 MODEL = Path("models/arithmetic")
 WEIGHTS = (TensorSlice.whole("weight", (64,)),)  # of every rank: a plan as small as possible
 SHOWN = {
     "workers": "workers",
     "trajectories": "trajectories",
     "cpu_seconds": "CPU s",
+    "main_thread_seconds": "main thread",
     "share_of_step_percent": "% of 100 s",
     "cpu_milliseconds_per_worker": "ms a worker",
     "megabytes_sent": "MB sent",
     "megabytes_received": "MB received",
     "memory_megabytes": "MB held",
+    "lists_read": "lists read",
     "wall_seconds": "s here",
 }
 
@@ -94,13 +100,13 @@ SHOWN = {
 class SimulatedRollout(GroupRunner):
     """Answers for rollout workers: every group at once, sampled by the weights in use."""
 
-    def __init__(self, groups_per_step: int) -> None:
+    def __init__(self, groups_per_step: int, seconds: float) -> None:
         super().__init__()
-        self._groups_per_step, self._random = groups_per_step, Random(0)
+        self._groups_per_step, self._seconds, self._random = groups_per_step, seconds, Random(0)
         self.router = self
 
     async def _run_group(self, assignment: GroupAssignment, records: Any) -> GroupSummary:
-        await asyncio.sleep(self._random.uniform(0, SPREAD_SECONDS * self._groups_per_step))
+        await asyncio.sleep(self._random.uniform(0, self._seconds))
         version = max(0, assignment.group // self._groups_per_step - STALENESS)
         members = (_summary(row, assignment.group, version) for row in range(assignment.num_samples))
         trajectories = [b""] * assignment.num_samples  # in place of them
@@ -171,6 +177,7 @@ class SimulatedRank:
 
     def train(self, micro_batches: Any, loss: Any) -> TrainStats:
         sums = {"loss/policy": 0.0, "loss/total": 0.0, "entropy": 1.0, "tokens": 1.0}
+        sums |= dict.fromkeys(SUMS, 1.0)
         return TrainStats(sums, {}, 1.0, 1e-6, skipped=False, empty=False, num_tokens=1, num_computed=1)
 
 
@@ -198,23 +205,36 @@ class Traffic:
         context.serialize, context._deserialize_object = serialized, deserialized
 
 
-async def group(kind: str, target: str, count: int, *, concurrent: bool, **kwargs: Any) -> WorkerGroup:
+class CountedGroup(WorkerGroup):
+    lists_read = 0  # of trajectories, by all ranks
+
+    def tabulate(self, of_shards: Sequence[Sequence[ray.ObjectRef]]) -> Sequence[Any]:
+        self.lists_read += sum(map(len, of_shards))
+        return super().tabulate(of_shards)
+
+
+async def group(
+    kind: str, target: str, count: int, *, concurrent: bool, relays: int = ACTORS, **kwargs: Any
+) -> CountedGroup:
     """Workers for which a few real processes answer."""
 
-    async def processes(name: str, path: str, *, concurrent: bool, **kwargs: Any) -> list[Worker]:
-        made = []
-        for number in range(ACTORS):
-            worker = start_worker(name, number, OUT / "scale", None, concurrent=concurrent, num_cpus=0)
-            await worker.actor.make.remote(Invocation("make", "start", 60.0), path, **kwargs)
-            made.append(worker)
+    async def processes(
+        number: int, name: str, path: str, *, concurrent: bool, **kwargs: Any
+    ) -> list[Worker]:
+        made = [
+            start_worker(name, rank, OUT / "scale", None, concurrent=concurrent, num_cpus=0)
+            for rank in range(number)
+        ]
+        invocation = Invocation("make", "start", 60.0)
+        await asyncio.gather(*(worker.actor.make.remote(invocation, path, **kwargs) for worker in made))
         return made
 
-    answering = await processes(kind, f"scale:{target}", concurrent=concurrent, **kwargs)
-    relays = []
+    answering = await processes(ACTORS, kind, f"scale:{target}", concurrent=concurrent, **kwargs)
+    relaying = []
     if count >= MIN_RELAYED:
-        relays = await processes(f"{kind}-relay", "nemorl.cluster.group:Relay", concurrent=True)
+        relaying = await processes(relays, f"{kind}-relay", "nemorl.cluster.group:Relay", concurrent=True)
     workers = [replace(answering[rank % ACTORS], group=kind, rank=rank) for rank in range(count)]
-    return WorkerGroup(kind, workers, Mesh(data=count), relays=relays)
+    return CountedGroup(kind, workers, Mesh(data=count), relays=relaying)
 
 
 def experiment(groups: int, steps: int) -> Experiment:
@@ -240,14 +260,16 @@ def experiment(groups: int, steps: int) -> Experiment:
     )
 
 
-async def steps_of_a_run(count: int, groups: int, steps: int) -> dict[str, float]:
+async def steps_of_a_run(count: int, groups: int, steps: int, seconds: float) -> dict[str, float]:
     """Means over the steps but the first."""
     checked = experiment(groups, steps + 1)
     config, deadlines = checked.algorithm, checked.cluster.deadlines
     assert isinstance(config, OnlineConfig)
     num_ranks, num_rollout = max(1, count // 2), max(1, count // 8)
-    ranks = await group("policy", "SimulatedRank", num_ranks, concurrent=False)
-    rollout = await group("rollout", "SimulatedRollout", num_rollout, concurrent=True, groups_per_step=groups)
+    relays = -(-num_ranks // FAN_OUT)
+    ranks = await group("policy", "SimulatedRank", num_ranks, concurrent=False, relays=relays)
+    sampling = {"groups_per_step": groups, "seconds": seconds}
+    rollout = await group("rollout", "SimulatedRollout", num_rollout, concurrent=True, **sampling)
     engines = await group(
         "generation", "SimulatedEngine", max(1, count - num_ranks - num_rollout), concurrent=True
     )
@@ -285,27 +307,34 @@ async def steps_of_a_run(count: int, groups: int, steps: int) -> dict[str, float
 
         await session.update_weights(0)
         await step(1)
-        before = time.monotonic(), time.process_time(), traffic.sent, traffic.received
+
+        def spent() -> tuple[float, ...]:
+            clocks = time.monotonic(), time.process_time(), time.thread_time()
+            return *clocks, traffic.sent, traffic.received, ranks.lists_read
+
+        before = spent()
         for number in range(2, steps + 2):
             await step(number)
-        after = time.monotonic(), time.process_time(), traffic.sent, traffic.received
+        each = [(b - a) / steps for a, b in zip(before, spent(), strict=True)]
         await collector.close()
         await replicas.close()
-    wall, cpu, sent, received = ((b - a) / steps for a, b in zip(before, after, strict=True))
+    wall, cpu, main_thread, sent, received, lists_read = each
     return {
         "cpu_seconds": cpu,
+        "main_thread_seconds": main_thread,
         "wall_seconds": wall,
+        "lists_read": lists_read,
         "megabytes_sent": sent / 1e6,
         "megabytes_received": received / 1e6,
     }
 
 
-def measure(count: int, per_worker: int, steps: int) -> dict[str, Any]:
+def measure(count: int, per_worker: int, steps: int, seconds: float) -> dict[str, Any]:
     """One number of workers, in a process of its own."""
     groups = max(1, count * per_worker // SAMPLES)
     with ClusterRuntime(ClusterConfig(), ()):
         ray.get(ray.put(0))  # the connection is made before memory is measured
-        row, _, memory = measured("cpu", lambda: asyncio.run(steps_of_a_run(count, groups, steps)))
+        row, _, memory = measured("cpu", lambda: asyncio.run(steps_of_a_run(count, groups, steps, seconds)))
     return {
         "workers": count,
         "trajectories": groups * SAMPLES,
@@ -321,20 +350,26 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512, 1024, 2048, 4096])
     parser.add_argument("--trajectories-per-worker", type=int, default=24)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--generation-seconds", type=float, default=GENERATION_SECONDS)
     options = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
     if not MODEL.exists():
         create = [sys.executable, "-m", "nemorl.cli", "models", "create", "arithmetic", str(MODEL)]
         subprocess.run(create, check=True, stdout=sys.stderr)
-    rows, context, progress = [], multiprocessing.get_context("spawn"), Console(stderr=True)
+    rows, context = [], multiprocessing.get_context("spawn")
+    metrics = {
+        "rows": rows,
+        "steps": options.steps,
+        "step_seconds": STEP_SECONDS,
+        "generation_seconds": options.generation_seconds,
+    }
     for count in options.workers:
         with ProcessPoolExecutor(1, mp_context=context) as process:
-            row = process.submit(measure, count, options.trajectories_per_worker, options.steps).result()
-        progress.print(f"{count} workers: {row['cpu_seconds']:.3g} CPU seconds a step")
-        rows.append(row)
-    shown = [{title: row[name] for name, title in SHOWN.items()} for row in rows]
-    metrics = {"rows": rows, "steps": options.steps, "step_seconds": STEP_SECONDS}
-    publish("scale", metrics, table_of("the driver's part of a step", shown))
+            sizes = count, options.trajectories_per_worker, options.steps, options.generation_seconds
+            rows.append(process.submit(measure, *sizes).result())
+        # After each, since those of many workers take minutes.
+        shown = [{title: row[name] for name, title in SHOWN.items()} for row in rows]
+        publish("scale", metrics, table_of("the driver's part of a step", shown))
 
 
 if __name__ == "__main__":
