@@ -5,9 +5,8 @@
 Real: the driver of an asynchronous run (`max_staleness` 1) with schedule, collector, dispatcher, step,
 advantages, batch plan, weight exchange, supervisor of engines, metrics, and the calls of Ray.
 Simulated: the workers. A few real actors answer for all of them without arrays: the groups of a step end one
-by one in `--generation-seconds`, those of two steps at a time, and all other calls are answered at once. Half
-of the workers are policy ranks, with the real number of relays, an eighth are rollout workers and the rest
-are engines.
+by one in `--generation-seconds`, and all other calls are answered at once. Half of the workers are policy
+ranks, with the real number of relays, an eighth are rollout workers and the rest are engines.
 
 A step is taken to last 100 s, in which engines and rollout workers have three health checks. CPU seconds are
 those of the driver's process and all its threads, which other load on the machine changes little; of the main
@@ -107,8 +106,10 @@ class SimulatedRollout(GroupRunner):
         self.router = self
 
     async def _run_group(self, assignment: GroupAssignment, records: Any) -> GroupSummary:
-        place = assignment.group % self._groups_per_step + self._random.random()
-        await asyncio.sleep(self._seconds * place / self._groups_per_step)
+        step, place = divmod(assignment.group, self._groups_per_step)
+        # One step ahead, so that they end during the next one; of the first two steps together.
+        steps = min(step, STALENESS) + (place + self._random.random()) / self._groups_per_step
+        await asyncio.sleep(self._seconds * steps)
         version = max(0, assignment.group // self._groups_per_step - STALENESS)
         members = (_summary(row, assignment.group, version) for row in range(assignment.num_samples))
         trajectories = [b""] * assignment.num_samples  # in place of them
