@@ -271,7 +271,7 @@ async def steps_of_a_run(count: int, groups: int, steps: int, seconds: float) ->
     num_ranks, num_rollout = max(1, count // 2), max(1, count // 8)
     relays = -(-num_ranks // FAN_OUT)
     ranks = await group("policy", "SimulatedRank", num_ranks, concurrent=False, relays=relays)
-    sampling = {"groups_per_step": groups, "seconds": seconds}
+    sampling: dict[str, Any] = {"groups_per_step": groups, "seconds": seconds}
     rollout = await group("rollout", "SimulatedRollout", num_rollout, concurrent=True, **sampling)
     engines = await group(
         "generation", "SimulatedEngine", max(1, count - num_ranks - num_rollout), concurrent=True
@@ -359,7 +359,8 @@ def main() -> None:
     if not MODEL.exists():
         create = [sys.executable, "-m", "nemorl.cli", "models", "create", "arithmetic", str(MODEL)]
         subprocess.run(create, check=True, stdout=sys.stderr)
-    rows, context = [], multiprocessing.get_context("spawn")
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("spawn")
     metrics = {
         "rows": rows,
         "steps": options.steps,

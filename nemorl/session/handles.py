@@ -282,7 +282,7 @@ class ModelHandle:
         await self.onload()
         shards, seconds = self.batch.minibatches[minibatch], self._deadlines.training
         stats: list[losses.TrainStats]
-        options = {"shards": shards, "seconds": seconds, "outputs": "first"}
+        options: dict[str, Any] = {"shards": shards, "seconds": seconds, "outputs": "first"}
         stats = await self._call("train", loss, stage="training", **options)
         row, most = stats[0].skipped_in_a_row, self._config.max_skipped_steps
         self.skipped_in_a_row = row
