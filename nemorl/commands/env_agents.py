@@ -238,7 +238,7 @@ def _read_prompt(text: str) -> tuple[tuple[Message, ...], ToolSchemas]:
     """Messages and tools that the template has written; calls are in the text of their turn."""
     found = [(role, content) for role, content in _MESSAGE.findall(text)]
     tools = [json.loads(content) for role, content in found if role == "tools"]
-    messages = tuple(Message(role, content) for role, content in found if role != "tools")  # type: ignore[arg-type]
+    messages = tuple(Message(role, content) for role, content in found if role != "tools")
     return messages, tools[0] if tools else ()
 
 

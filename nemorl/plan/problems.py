@@ -23,16 +23,9 @@ from nemorl.config.data import (
     GeneratorDataset,
     ReasoningGymDataset,
 )
-from nemorl.config.environment import EnvConfig
+from nemorl.config.environment import EnvConfig, environments_in
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import (
-    ModelSpec,
-    environment_urls,
-    environments_in,
-    models_of,
-    server_sections,
-    server_urls,
-)
+from nemorl.config.facts import ModelSpec, environment_urls, models_of, server_sections, server_urls
 from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig, server_host
 from nemorl.config.library_datasets import LibraryDataset
 from nemorl.config.run import ClusterConfig
