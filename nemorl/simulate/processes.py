@@ -75,8 +75,10 @@ class SimulatedWorker(Worker):
             async for item in items:
                 yield item
 
-    async def call_pair(self, method: str, *args: Any, stage: str, num_awaited: int = 1) -> tuple[Any, Any]:
-        answer: tuple[Any, Any] = await self.call(method, *args, stage=stage, seconds=math.inf)
+    async def call_pair(
+        self, method: str, *args: Any, stage: str, seconds: float, num_awaited: int = 1
+    ) -> tuple[Any, Any]:
+        answer: tuple[Any, Any] = await self.call(method, *args, stage=stage, seconds=seconds)
         return answer
 
     def send(self, method: str, *args: Any, stage: str) -> None:

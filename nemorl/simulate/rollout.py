@@ -60,7 +60,7 @@ class SimulatedRolloutWorker(GroupRunner, SimulatedProcess):
         self._limit = scale.blocks(experiment.policy.max_sequence_length)
         self._seconds, self._environment_seconds = deadlines.generation, deadlines.environment
         self._group_seconds, self._min_members = config.group_seconds, config.min_members
-        # One environment stands for all of them.
+        # One environment is for all of them.
         self._environment = next(iter(experiment.env.environments.values()))
         self.router = Router(replicas, max(1, _PROGRESS_TOKENS // scale.block), waits=True)
 
