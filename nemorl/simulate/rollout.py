@@ -60,7 +60,7 @@ class SimulatedRolloutWorker(GroupRunner, SimulatedProcess):
         self._limit = scale.blocks(experiment.policy.max_sequence_length)
         self._seconds, self._environment_seconds = deadlines.generation, deadlines.environment
         self._group_seconds, self._min_members = config.group_seconds, config.min_members
-        # One environment is for all of them.
+        # The first environment is used for all.
         self._environment = next(iter(experiment.env.environments.values()))
         self.router = Router(replicas, max(1, _PROGRESS_TOKENS // scale.block), waits=True)
 
@@ -159,7 +159,7 @@ class SimulatedRolloutWorker(GroupRunner, SimulatedProcess):
                     if stop is StopReason.LENGTH:
                         break
         except TimeoutError:
-            stop, error = StopReason.DEADLINE, "not finished within `algorithm.group_seconds`"
+            stop, error = StopReason.DEADLINE, "not finished within algorithm.group_seconds"
         return TrajectorySummary(
             row=0,
             reward=float(random.random() < solved),
