@@ -73,7 +73,7 @@ STOPS = {
     "an agent that owns its loop": ("EpisodeLoop",),
     "several environments": ("ByTaskEnvConfig",),
     "models that share devices": ("DeviceScheduler",),
-    "a simulated run": ("SimulatedWorker", "SimulatedGroup", "SimulatedRolloutWorker"),
+    "a simulated run": ("SimulatedWorker", "SimulatedGroup", "SimulatedRolloutWorker", "SimulatedEngine"),
     "a critic": (
         "PolicyWorker.estimate",
         "PolicyWorker.share",
