@@ -282,7 +282,7 @@ async def steps_of_a_run(count: int, groups: int, steps: int, seconds: float) ->
     exchange = WeightExchange(
         PolicySenders(ranks, 60.0), GenerationReceivers(engines, 60.0), 2**20, 60.0, TransportOptions()
     )
-    policy = ModelHandle(ranks, ModelSpec("policy", "policy", checked.policy), deadlines)
+    policy = ModelHandle(ranks, ModelSpec("policy", "policy", checked.policy), checked.cluster)
     session = Session(models={"policy": policy}, rollouts=rollouts, exchange=exchange, replicas=replicas)
     plan = CollectorPlan(groups, SAMPLES, STALENESS, num_steps=steps + 2)
     collector = Collector(

@@ -43,6 +43,7 @@ SECOND_PART = {
     "tests/run/test_faults_of_runs.py",
     "tests/run/test_guards.py",
     "tests/run/test_layouts_of_runs.py",
+    "tests/run/test_lost_nodes.py",
     "tests/run/test_megatron_generation.py",
     "tests/run/test_restarts.py",
     "tests/run/test_reward_runs.py",

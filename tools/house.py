@@ -69,6 +69,7 @@ STOPS = {
     "a process that died": (
         *("Supervisor", "ReplicaSupervisor", "RolloutSupervisor"),
         *("resolve_error", "describe_activity", "WorkerGroup.kill", "WorkerGroup._silent"),
+        *("ModelHandle.restart", "WorkerGroup.has_lost_node", "WorkerGroup.lost_one"),
     ),
     "an agent that owns its loop": ("EpisodeLoop",),
     "several environments": ("ByTaskEnvConfig",),

@@ -114,5 +114,9 @@ class RestartsExhausted(ClusterError):
     """A model was lost again after as many restarts as are allowed; the cause is the last loss."""
 
 
+class NodeNotReplaced(ClusterError):
+    """Ranks of a lost node got no place on another one within their deadline."""
+
+
 class GroupEnded(ClusterError):
     """A call to a group whose processes have already ended, after a failure or by `shutdown`."""

@@ -33,8 +33,8 @@ from .errors import (
     WorkerHung,
 )
 from .logs import log_path, process_of
-from .nodes import Home
-from .placement import ExtraRanks, Placement, Seat
+from .nodes import Home, alive_nodes
+from .placement import ExtraRanks, Placement, Seat, await_places
 from .worker import (
     VERDICT_SECONDS,
     BusySpans,
@@ -43,6 +43,7 @@ from .worker import (
     answers,
     describe_activity,
     outcomes,
+    resolve_error,
     silent_and_dead,
 )
 
@@ -130,7 +131,9 @@ class WorkerGroup:
         self.spans = BusySpans()  # of calls that were awaited, without those in the background
         self._launch, self._ended = launch, ""  # why its processes ended, if they did
         self._has_lost = False  # and whether one of them had died or hung
-        self._seats: Sequence[Seat] = ()  # of the ranks that it began with
+        self._placement: Placement | None = None
+        self._kwargs: Sequence[Mapping[str, Any]] = ()  # of the ranks that it began with
+        self._of_place: Callable[[int], Mapping[str, Any]] = lambda rank: {}
         self._extra: ExtraRanks | None = None  # that may be added
         self._unanswered: set[ray.ObjectRef] = set()  # of calls that failed, were cancelled or still run
 
@@ -150,12 +153,14 @@ class WorkerGroup:
         environment: Mapping[str, str] | None = None,
         on_deadline: OnDeadline | None = None,
         health_seconds: float | None = None,
+        of_place: Callable[[int], Mapping[str, Any]] = lambda rank: {},
         extra: ExtraRanks | None = None,
     ) -> "WorkerGroup":
         """Start a process for every entry of `per_rank_kwargs` and make `target(**kwargs)` in it.
 
         `target` is an import path such as `nemorl.megatron.worker:PolicyWorker`, `threads` are each process's
         CPU threads. The mesh is data-parallel when not given. `concurrent` targets run in an event loop.
+        `of_place` are further arguments, which may differ when a rank is started again on another node.
         `extra` ranks can be started later.
         """
         ranks = len(per_rank_kwargs)
@@ -173,16 +178,13 @@ class WorkerGroup:
             return worker, worker.actor.make.remote(invocation, target, **seat.kwargs)
 
         invocation = Invocation("make", f"start {name}", deadline_seconds)
-        seats = [
-            Seat(kwargs, placement.options(name, rank), placement.home(name, rank))
-            for rank, kwargs in enumerate(per_rank_kwargs)
-        ]
-        launched = [launch(rank, seat, invocation) for rank, seat in enumerate(seats)]
-        start_relays = partial(_start_relays, name, ranks, placement, run_dir, invocation)
-        relays, workers = await start_relays(), [worker for worker, _ in launched]
-        group = cls(name, workers, mesh, launch, on_deadline, relays, start_relays, health_seconds)
-        group._seats, group._extra = seats, extra
-        group.gpus = await group._answers({reference: worker for worker, reference in launched}, invocation)
+        start_relays = partial(_start_relays, name, placement, run_dir, invocation)
+        group = cls(
+            name, (), mesh, launch, on_deadline, start_relays=start_relays, health_seconds=health_seconds
+        )
+        group._placement, group._extra = placement, extra
+        group._kwargs, group._of_place = per_rank_kwargs, of_place
+        await group._launch_all(invocation, {})
         return group
 
     @property
@@ -212,8 +214,8 @@ class WorkerGroup:
         Raises PlacementFailed, and like `Worker.call`.
         """
         assert self._launch is not None, "a group of given workers has nothing to start more with"
-        if rank < len(self._seats):
-            seat = self._seats[rank]
+        if rank < len(self._kwargs):
+            seat = self._seat(rank, {})
         else:
             assert self._extra is not None, "the group has no extra ranks"
             seat = await self._extra.seat(rank)
@@ -232,17 +234,22 @@ class WorkerGroup:
             self._extra.release(rank)
 
     def waits_for_place(self, rank: int) -> bool:
-        return rank >= len(self._seats) and self.extra_node(rank) is None
+        return rank >= len(self._kwargs) and self.extra_node(rank) is None
 
     def extra_node(self, rank: int) -> str | None:
         """ID of the node of an extra rank that has a place."""
         return self._extra.node(rank) if self._extra is not None else None
 
     async def lost_one(self, seconds: float) -> bool:
-        """True if a process has died, or does not respond within `seconds`."""
+        """True if a process or its node is lost, or it does not respond within `seconds`."""
         if self._ended:
             return self._has_lost
-        return any(await silent_and_dead(self.workers, seconds))
+        if self.has_lost_node:
+            return True
+        silent, dead = await silent_and_dead(self.workers, seconds)
+        # After this it is known whether a node of theirs is lost too.
+        await asyncio.gather(*(resolve_error(worker, "health check", error) for worker, error in dead))
+        return bool(silent) or bool(dead)
 
     async def replace_all(self, deadline_seconds: float, **changed: Any) -> None:
         """End all processes and start others in their places, their targets made with `changed` arguments.
@@ -252,15 +259,62 @@ class WorkerGroup:
         assert self._launch is not None, "a group of given workers has nothing to start more with"
         self._end(self._ended or "its processes are being replaced")
         self._has_lost = True  # until all of them are there; it can be tried again
-        if self._relays and self._start_relays is not None:
-            self._relays = tuple(await self._start_relays())
-        invocation = Invocation("make", f"restart {self.name}", deadline_seconds)
-        seats = [replace(seat, kwargs={**seat.kwargs, **changed}) for seat in self._seats]
-        launched = [self._launch(rank, seat, invocation) for rank, seat in enumerate(seats)]
-        self.workers, self._unanswered = tuple(worker for worker, _ in launched), set()
-        self.gpus = await self._answers({reference: worker for worker, reference in launched}, invocation)
+        await self._launch_all(Invocation("make", f"restart {self.name}", deadline_seconds), changed)
         self._ended, self._has_lost = "", False
         self.num_restarts += 1
+
+    async def _launch_all(self, invocation: Invocation, changed: Mapping[str, Any]) -> None:
+        assert self._launch is not None, "a group of given workers has nothing to start more with"
+        seats = [self._seat(rank, changed) for rank in range(len(self._kwargs))]
+        launched = [self._launch(rank, seat, invocation) for rank, seat in enumerate(seats)]
+        self.workers, self._unanswered = tuple(worker for worker, _ in launched), set()
+        if self._start_relays is not None:
+            self._relays = tuple(await self._start_relays())
+        self.gpus = await self._answers({reference: worker for worker, reference in launched}, invocation)
+
+    @property
+    def _of_run(self) -> Placement:
+        assert self._placement is not None, "a group of given workers has no places"
+        return self._placement
+
+    def _seat(self, rank: int, changed: Mapping[str, Any]) -> Seat:
+        """The present place of a rank that the group began with."""
+        kwargs = {**self._kwargs[rank], **self._of_place(rank), **changed}
+        return Seat(kwargs, self._of_run.options(self.name, rank), self._of_run.home(self.name, rank))
+
+    @property
+    def has_lost_node(self) -> bool:
+        return bool(self._of_lost_nodes())
+
+    def _of_lost_nodes(self) -> list[Worker]:
+        away = [worker for worker in self.workers if worker.home is not None]
+        alive = {node.id for node in alive_nodes()} if away else set()
+        return [worker for worker in away if worker.home is not None and worker.home.node not in alive]
+
+    async def await_places(self, seconds: float) -> None:
+        """Wait until all ranks have places on nodes that are not lost. Raises `NodeNotReplaced`."""
+        if self._placement is not None:
+            await await_places(self._placement, self.name, range(len(self._kwargs)), seconds)
+
+    @property
+    def num_left(self) -> int:
+        """Ranks whose node is not lost."""
+        return len(self._of_run.ranks_left(self.name))
+
+    @property
+    def shares_places(self) -> bool:
+        """True if other processes have places with those of the group."""
+        return self._of_run.shares_places(self.name)
+
+    def shrink(self, mesh: Mesh) -> None:
+        """Have fewer ranks after the next `replace_all`, in places that are left."""
+        self._of_run.shrink(self.name, mesh.world_size)
+        self._kwargs, self.mesh = self._kwargs[: mesh.world_size], mesh
+
+    async def await_place(self, rank: int) -> None:
+        """Wait, without limit, until a rank that the group began with has such a place."""
+        if self._placement is not None and rank < len(self._kwargs):
+            await await_places(self._placement, self.name, [rank])
 
     def admit(self, worker: Worker) -> None:
         self.workers = tuple(sorted([*self.workers, worker], key=lambda w: w.rank))
@@ -463,8 +517,10 @@ class WorkerGroup:
             self._unanswered = set(running)
         if not self._unanswered:
             invocation = Invocation("close", f"shutdown {self.name}", deadline_seconds)
+            lost = self._of_lost_nodes()  # which is known
+            left = [worker for worker in self.workers if worker not in lost]
             try:
-                await self._answers({w.actor.close.remote(invocation): w for w in self.workers}, invocation)
+                await self._answers({w.actor.close.remote(invocation): w for w in left}, invocation)
             except ClusterError as error:
                 if not (isinstance(error, WorkerDied) and error.is_reported_in(after)):
                     logger.warning("%s", error)
@@ -572,10 +628,10 @@ class Relay:
 
 
 async def _start_relays(
-    name: str, ranks: int, placement: Placement, run_dir: Path, invocation: Invocation
+    name: str, placement: Placement, run_dir: Path, invocation: Invocation
 ) -> list[Worker]:
     """Relays for a group of many ranks, each on the node of the first rank that it calls; else none."""
-    relays, made = [], []
+    relays, made, ranks = [], [], len(placement.nodes[name])
     for number, first in enumerate(range(0, ranks, FAN_OUT) if ranks >= MIN_RELAYED else ()):
         home = placement.home(name, first)
         node = NodeAffinitySchedulingStrategy(placement.nodes[name][first].id, soft=True)

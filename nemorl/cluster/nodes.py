@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import ray
@@ -42,8 +42,13 @@ class Home:
         return all(node.id != self.node for node in alive_nodes())
 
     def __str__(self) -> str:
-        texts = ((group, "s" * (len(ranks) > 1), ", ".join(map(str, ranks))) for group, ranks in self.tenants)
-        return " and ".join(f"{group} rank{plural} {ranks}" for group, plural, ranks in texts)
+        return listed(self.tenants)
+
+
+def listed(tenants: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Groups with their ranks, for messages."""
+    texts = ((group, "s" * (len(ranks) > 1), ", ".join(map(str, ranks))) for group, ranks in tenants)
+    return " and ".join(f"{group} rank{plural} {ranks}" for group, plural, ranks in texts)
 
 
 def alive_nodes() -> list[Node]:

@@ -4,12 +4,13 @@
 """
 
 import asyncio
+import logging
 import math
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +22,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import environment_actors, models_of
 
-from .errors import PlacementFailed
-from .nodes import DOMAIN_LABEL, LOOPBACK, NODE_LABEL, Home, Node, alive_nodes, driver_node, labels_in_use
+from .errors import NodeNotReplaced, PlacementFailed
+from .nodes import (
+    DOMAIN_LABEL,
+    LOOPBACK,
+    NODE_LABEL,
+    Home,
+    Node,
+    alive_nodes,
+    driver_node,
+    labels_in_use,
+    listed,
+)
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02  # doubled with every poll up to the longest
 _LONGEST_POLL_SECONDS = 1.0
@@ -103,17 +116,21 @@ def required_bundles(requests: Sequence[WorkerRequest]) -> list[dict[str, float]
     return bundles
 
 
-@dataclass(frozen=True)
+@dataclass
 class Placement:
-    """Reserved bundles and nodes of all workers of a run. The keys of mappings are worker groups."""
+    """Reserved bundles and nodes of all workers of a run. The keys of mappings are worker groups.
+
+    Ray moves the bundles of a lost node to others as soon as these have room; `follow` takes that over.
+    """
 
     places: Mapping[str, PlacementGroup]
     bundles: Mapping[str, tuple[int, ...]]  # of each rank
     requests: Mapping[str, WorkerRequest]
-    nodes: Mapping[str, tuple[Node, ...]]  # of each rank
+    nodes: Mapping[str, tuple[Node, ...]]  # of each rank; of one whose node is lost, that node
     driver: str  # ID of the driver's node
     environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of every worker
     can_grow: bool = False  # nodes may join the cluster
+    lost: set[str] = field(default_factory=set)  # IDs of nodes whose ranks are now elsewhere
 
     def host_ranks(self, group: str) -> tuple[range, ...]:
         """Ranks of the host group whose GPUs each rank of a group uses; empty if it is not hosted."""
@@ -127,8 +144,8 @@ class Placement:
         return tuple(index for index, node in enumerate(self.nodes[other]) if node.id == node_id)
 
     def home(self, group: str, rank: int) -> Home | None:
-        """Node of a rank and the ranks on it; None in a run on one node."""
-        if len({node.id for nodes in self.nodes.values() for node in nodes}) <= 1:
+        """Node of a rank and the ranks on it; None in a run on the driver's node alone."""
+        if {node.id for nodes in self.nodes.values() for node in nodes} <= {self.driver}:
             return None
         node = self.nodes[group][rank]
         tenants = [(name, self.on_node_of(group, rank, name)) for name in self.nodes]
@@ -136,7 +153,7 @@ class Placement:
 
     @property
     def described(self) -> dict[str, str]:
-        """Ranks on each node; empty in a run on one node."""
+        """Ranks on each node; empty in a run on the driver's node alone."""
         homes = [self.home(group, rank) for group in self.nodes for rank in range(len(self.nodes[group]))]
         return {f"node {home.name}": str(home) for home in homes if home is not None}
 
@@ -171,10 +188,77 @@ class Placement:
         gpus = request.gpus / (1 + guests) if has_own_gpus else 0
         return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
+    def follow(self, group: str) -> "Displaced | None":
+        """Give ranks whose node is lost the places to which Ray has moved their bundles.
+
+        Returns those that have none yet, of all groups that share the reservation of this one: Ray moves all
+        bundles of a reservation or none. Other ranks keep their bundles.
+        """
+        place, alive = self.places[group], {node.id: node for node in alive_nodes()}
+        shared = [request for name, request in self.requests.items() if self.places[name] is place]
+        lost: dict[str, tuple[int, ...]] = {}
+        for name in (request.group for request in shared):
+            if ranks := tuple(r for r, node in enumerate(self.nodes[name]) if node.id not in alive):
+                lost[name] = ranks
+        if not lost:
+            return None
+        table = placement_group_table(place)
+        at = {bundle: alive[node] for bundle, node in table["bundles_to_node_id"].items() if node in alive}
+        if without := {bundle for r in shared for bundle in self.bundles[r.group]} - at.keys():
+            needed = sum((Counter(table["bundles"][bundle]) for bundle in without), Counter[str]())
+            names = {self.nodes[name][rank].name for name in lost for rank in lost[name]}
+            return Displaced(tuple(lost.items()), dict(needed), tuple(sorted(names)))
+        order, bundles = _order(at, shared), dict(self.bundles)
+        for name in (request.group for request in with_places(shared)):
+            ranks = lost.get(name, ())
+            moved = [bundles[name][rank] for rank in ranks]
+            new = dict(zip(ranks, sorted(moved, key=lambda bundle: (order[bundle], bundle)), strict=True))
+            bundles[name] = tuple(new.get(rank, bundle) for rank, bundle in enumerate(bundles[name]))
+        self.bundles = bundles | _hosted_bundles(shared, bundles, order)
+        self.lost |= {self.nodes[name][rank].id for name, ranks in lost.items() for rank in ranks}
+        found = {r.group: tuple(at[bundle] for bundle in self.bundles[r.group]) for r in shared}
+        self.nodes = {**self.nodes, **found}
+        return None
+
+    def shares_places(self, group: str) -> bool:
+        """True if other processes have places with those of a group."""
+        host = self.requests[group].host_group
+        return host in self.requests or any(r.host_group == group for r in self.requests.values())
+
+    def ranks_left(self, group: str) -> list[int]:
+        """Ranks whose node is not lost."""
+        alive = {node.id for node in alive_nodes()}
+        return [rank for rank, node in enumerate(self.nodes[group]) if node.id in alive]
+
+    def shrink(self, group: str, count: int) -> None:
+        """Leave a group `count` ranks, on nodes that are not lost, with new numbers."""
+        left = self.ranks_left(group)
+        self.lost |= {node.id for rank, node in enumerate(self.nodes[group]) if rank not in left}
+        kept = left[:count]
+        self.requests = {**self.requests, group: replace(self.requests[group], count=count)}
+        self.bundles = {**self.bundles, group: tuple(self.bundles[group][rank] for rank in kept)}
+        self.nodes = {**self.nodes, group: tuple(self.nodes[group][rank] for rank in kept)}
+
     def release(self) -> None:
         """Remove the reservations; Ray kills workers that still run in them."""
         for place in {place.id: place for place in self.places.values()}.values():
             remove_placement_group(place)
+
+
+@dataclass(frozen=True)
+class Displaced:
+    """Ranks of lost nodes that have no place."""
+
+    ranks: tuple[tuple[str, tuple[int, ...]], ...]  # by group
+    needed: Mapping[str, float]  # what their bundles take, by resource
+    nodes: tuple[str, ...]  # names of the lost ones
+
+    def of(self, group: str) -> set[int]:
+        return {rank for name, ranks in self.ranks if name == group for rank in ranks}
+
+    def __str__(self) -> str:
+        needed = " and ".join(f"{number:g} {name}" for name, number in sorted(self.needed.items()))
+        return f"{listed(self.ranks)} of {' and '.join(self.nodes)} ({needed})"
 
 
 def assigned_bundles(
@@ -191,9 +275,17 @@ def assigned_bundles(
         own = range(first, first + request.count)
         bundles[request.group] = tuple(sorted(own, key=lambda bundle: (node_of[bundle], bundle)))
         first += request.count
+    return bundles | _hosted_bundles(requests, bundles, node_of)
+
+
+def _hosted_bundles(
+    requests: Sequence[WorkerRequest], of_hosts: Mapping[str, tuple[int, ...]], node_of: Mapping[int, Any]
+) -> dict[str, tuple[int, ...]]:
+    bundles: dict[str, tuple[int, ...]] = {}
+    groups = {request.group for request in requests}
     for request in requests:
-        if request.host_group in bundles:
-            host_bundles = bundles[request.host_group]
+        if request.host_group in groups:
+            host_bundles = of_hosts[request.host_group]
             places = [[host_bundles[n] for n in request.host_ranks(rank)] for rank in range(request.count)]
             for rank, local_positions in enumerate(places):
                 if len({node_of[bundle] for bundle in local_positions}) > 1:
@@ -204,6 +296,12 @@ def assigned_bundles(
                     raise PlacementFailed(f"{request.group} rank {rank} {problem}. {fix}")
             bundles[request.group] = tuple(local_positions[0] for local_positions in places)
     return bundles
+
+
+def _order(at: Mapping[int, Node], part: Sequence[WorkerRequest]) -> dict[int, tuple[str, str, str]]:
+    """Sortable values of the nodes of bundles; ranks fill the nodes of a domain before those of the next."""
+    domain = part[0].topology or DOMAIN_LABEL
+    return {bundle: (node.labels.get(domain, ""), node.name, node.id) for bundle, node in at.items()}
 
 
 def available_cores() -> int:
@@ -254,9 +352,7 @@ async def reserve(
         places, bundles, rank_nodes = {}, {}, {}
         for part, group in zip(parts, groups, strict=True):
             node_ids: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
-            domain = part[0].topology or DOMAIN_LABEL  # ranks fill the nodes of one before those of the next
-            at = {bundle: nodes[node] for bundle, node in node_ids.items()}
-            order = {bundle: (n.labels.get(domain, ""), n.name, n.id) for bundle, n in at.items()}
+            order = _order({bundle: nodes[node] for bundle, node in node_ids.items()}, part)
             for name, own in assigned_bundles(part, order).items():
                 places[name], bundles[name] = group, own
                 rank_nodes[name] = tuple(nodes[node_ids[bundle]] for bundle in own)
@@ -275,6 +371,23 @@ class Seat:
     kwargs: Mapping[str, Any]  # of its target
     options: Mapping[str, Any]  # of its actor, among them its place
     home: Home | None
+
+
+async def await_places(
+    placement: Placement, group: str, ranks: Collection[int], seconds: float = math.inf
+) -> None:
+    """Wait until these ranks of a group have places on nodes that are not lost. Raises `NodeNotReplaced`."""
+    end, logged = time.monotonic() + seconds, ""
+    while (displaced := placement.follow(group)) and not displaced.of(group).isdisjoint(ranks):
+        if (left := end - time.monotonic()) <= 0:
+            problem = f"cluster.deadlines.lost_node = {seconds:g}: no node has room for {displaced}"
+            fix = "add a node and continue with --resume"
+            raise NodeNotReplaced(f"{problem}; {fix}. Nodes: {'; '.join(map(str, alive_nodes()))}")
+        if logged != str(displaced):
+            logged = str(displaced)
+            limit = f", for at most {seconds:g} s (cluster.deadlines.lost_node)" if seconds < math.inf else ""
+            logger.warning("waiting for a node with room for %s%s", displaced, limit)
+        await asyncio.sleep(min(_LONGEST_POLL_SECONDS, left))
 
 
 class ExtraRanks:

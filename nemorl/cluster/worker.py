@@ -180,13 +180,19 @@ class BusySpans:
         return spans
 
 
-async def silent_and_dead(workers: Sequence[Worker], seconds: float) -> tuple[list[Worker], list[Worker]]:
-    """Those that do not respond within `seconds`, and those that have ended. One that computes responds."""
+async def silent_and_dead(
+    workers: Sequence[Worker], seconds: float
+) -> tuple[list[Worker], list[tuple[Worker, RayActorError]]]:
+    """Those that do not respond within `seconds`, and those that have ended, with Ray's error.
+
+    One that computes responds.
+    """
     asked = {asyncio.wrap_future(w.actor.respond.remote().future()): w for w in workers}
     done, silent = await asyncio.wait(asked, timeout=seconds)
     for future in silent:
         future.cancel()
-    dead = [asked[future] for future in done if isinstance(future.exception(), RayActorError)]
+    ended = ((asked[future], future.exception()) for future in done)
+    dead = [(worker, error) for worker, error in ended if isinstance(error, RayActorError)]
     return [asked[future] for future in silent], dead
 
 

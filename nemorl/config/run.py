@@ -9,6 +9,9 @@ from nemorl.errors import Problem, Problems
 
 from .base import Config, check
 
+_MOVE_SECONDS = 15.0  # for Ray to find room on nodes that are there
+_REPLACE_SECONDS = 1800.0
+
 
 class DeadlineConfig(Config):
     """Seconds a stage may take before the run stops and names the process it waits for."""
@@ -34,6 +37,9 @@ class DeadlineConfig(Config):
     """Sending the weights to generation."""
     checkpoint: float = Field(1800.0, gt=0)
     """Writing or reading a checkpoint."""
+    lost_node: float | None = Field(None, gt=0)
+    """Waiting for a node in place of a lost one of a model; null is 1800, or 15 if `cluster.on_lost_node` is
+    `shrink`."""
     stall: float = Field(300.0, gt=0)
     """Without progress of a stage; the run then writes a stall report, and continues to wait."""
 
@@ -69,16 +75,36 @@ class ClusterConfig(Config):
     """Restarts in a row, without a further step, of models that lost a process; then the run stops. They
     continue from the newest checkpoint. Models that do not train repeat the batch in which they were lost,
     and the limit is for a batch."""
+    on_lost_node: Literal["wait", "shrink", "fail"] = "wait"
+    """What a model does whose ranks were on a lost node: `wait` until other nodes have room for them, such as
+    one that replaces it, and restart there; `shrink`, if there is no room in time, to a smaller data-parallel
+    size on the nodes that are left; or `fail`, by which the run ends."""
     max_worker_restarts: int = Field(3, ge=0)
     """Restarts in a row, without work in between, of an engine or rollout worker; then it stays lost."""
     deadlines: DeadlineConfig = DeadlineConfig()
     """Seconds each stage may take."""
 
     @property
+    def lost_node_seconds(self) -> float:
+        seconds = self.deadlines.lost_node
+        usual = _MOVE_SECONDS if self.on_lost_node == "shrink" else _REPLACE_SECONDS
+        return usual if seconds is None else seconds
+
+    @property
     def strategy(self) -> str:
         """Ray's strategy that `placement` resolves to."""
         automatic = "STRICT_PACK" if self.num_nodes == 1 else "PACK"
         return automatic if self.placement == "auto" else self.placement
+
+    @check
+    def _lost_nodes_are_waited_for(self) -> Problems:
+        seconds = self.deadlines.lost_node
+        if self.on_lost_node == "fail" and seconds is not None:
+            fix = "cluster.on_lost_node is fail, so nothing waits for a node; remove one of the two"
+            yield Problem("deadlines.lost_node", seconds, fix)
+        if self.on_lost_node == "shrink" and not self.max_model_restarts:
+            fix = "cluster.max_model_restarts is 0, so no model is restarted; raise it, or remove this"
+            yield Problem("on_lost_node", self.on_lost_node, fix)
 
     @check
     def _domains_have_several_nodes(self) -> Problems:

@@ -39,6 +39,21 @@ def layout_problems(shape: ModelShape, layout: LayoutConfig, *, adapters: bool =
         yield _problem(layout, "expert_tensor_parallel_size", fix)
 
 
+def with_fewer_copies(
+    shape: ModelShape, layout: LayoutConfig, ranks: int, *, adapters: bool = False
+) -> LayoutConfig | None:
+    """The layout with the most data-parallel copies, fewer than now, that needs at most `ranks` ranks.
+
+    Their number divides the present one, and so every batch that this divides. None if no layout can run.
+    """
+    size = layout.data_parallel_size
+    for copies in (copies for copies in range(size - 1, 0, -1) if size % copies == 0):
+        smaller = layout.model_copy(update={"data_parallel_size": copies})
+        if smaller.world_size <= ranks and not any(layout_problems(shape, smaller, adapters=adapters)):
+            return smaller
+    return None
+
+
 def division_problems(shape: ModelShape, layout: LayoutConfig) -> Iterator[Problem]:
     """Reasons why a layout cannot divide the model's weights among its ranks."""
     tensor_parallel = "tensor_parallel_size"

@@ -223,7 +223,7 @@ class MemoryCheckpoints:
             nodes, used = await self._connect()
             begun = await _each(keeper.begin(step, progress) for keeper in used.values())
             folders = dict(zip(used, begun, strict=True))
-            records = await write(_folder({node: folders[node] for node in nodes}))
+            records = await write(self._folder({node: folders[node] for node in nodes}))
             await self._copy_to_buddies(step, used, records)
             await _each(keeper.commit(step, metrics, records) for keeper in used.values())
             await _each(keeper.keep_only(step) for keeper in used.values())
@@ -317,11 +317,11 @@ class MemoryCheckpoints:
                     await keepers[node].pull(name, names, source)
                     lacking -= files
         paths = await _each(keepers[node].path(step) for node in ranks)
-        return _folder(dict(zip(ranks, paths, strict=True)))
+        return self._folder(dict(zip(ranks, paths, strict=True)))
 
-
-def _folder(of_nodes: Mapping[str, Path]) -> Folder:
-    return of_nodes if len(of_nodes) > 1 else next(iter(of_nodes.values()))
+    def _folder(self, of_nodes: Mapping[str, Path]) -> Folder:
+        """A path is one that the driver sees."""
+        return of_nodes if self._local is None else of_nodes[self._session.driver_node]
 
 
 async def _each(calls: Iterable[Awaitable[T]]) -> list[T]:

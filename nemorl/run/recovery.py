@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from nemorl.algorithms.offline import OfflineAlgorithm
 from nemorl.algorithms.online import OnlineAlgorithm
-from nemorl.cluster.errors import ClusterError, RestartsExhausted
+from nemorl.cluster.errors import ClusterError, NodeNotReplaced, RestartsExhausted
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
 from nemorl.observe.observer import Observer
@@ -38,6 +38,7 @@ class Recovery:
         algorithm: OnlineAlgorithm | OfflineAlgorithm,
     ) -> None:
         self._max_restarts = experiment.cluster.max_model_restarts
+        self._ends_with_node = experiment.cluster.on_lost_node == "fail"
         self._max_rollbacks = experiment.policy.guards.max_rollbacks
         self._session, self._observer, self._checkpoints = session, observer, checkpoints
         self._recorder, self._algorithm = recorder, algorithm
@@ -61,8 +62,11 @@ class Recovery:
         while True:
             lost = await self._session.lost_models()
             # Rollout workers cannot exchange the processes of a policy that samples.
-            ends = isinstance(error, RestartsExhausted) or not self._max_restarts
+            ends = isinstance(error, RestartsExhausted | NodeNotReplaced) or not self._max_restarts
             if not lost or self._session.policy_samples or ends:
+                raise error
+            if self._ends_with_node and self._session.lost_node(lost):
+                error.add_note("models are not restarted on other nodes (cluster.on_lost_node = fail)")
                 raise error
             if self._restarts == self._max_restarts:
                 problem = f"restarted {self._restarts} times without a further step"
@@ -81,7 +85,12 @@ class Recovery:
         names = " and ".join(lost)
         logger.warning("%s lost in step %d, restarting: %s", names, number, error)
         await self._recorder.settle()  # the line of a step that may be kept
+        if moved := session.lost_node(lost):
+            with self._observer.stage("waiting for a node", outside_step=True):
+                await session.await_places(lost)
         await session.restart_models(lost)
+        if moved:
+            logger.warning("%s", "; ".join(f"{node}: {ranks}" for node, ranks in session.nodes.items()))
         saved = await self._checkpoints.newest_state()
         if saved is not None:
             await session.trained.restore(saved.folder)

@@ -246,6 +246,7 @@ async def _train_session(
                     for number in recorder.steps():
                         try:
                             metrics = await algorithm.step(number)
+                            metrics |= session.node_metrics()
                             await recorder.finish(number, metrics, algorithm.place)
                         except NemorlError as error:
                             await recovery.recover(number, error)

@@ -16,15 +16,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from nemorl.cluster.errors import ClusterError, DeadlineExceeded, RestartsExhausted, WorkerDied, WorkerFailed
-from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.nodes import Home
+from nemorl.cluster.errors import (
+    ClusterError,
+    DeadlineExceeded,
+    GroupEnded,
+    NodeNotReplaced,
+    RestartsExhausted,
+    WorkerDied,
+    WorkerFailed,
+)
+from nemorl.cluster.group import Mesh, WorkerGroup
 from nemorl.cluster.worker import BusySpans, Worker
 from nemorl.config.facts import ModelSpec
-from nemorl.config.run import DeadlineConfig
+from nemorl.config.run import ClusterConfig
 from nemorl.errors import RunError
 from nemorl.generation import types
 from nemorl.generation.router import Replica, RouterMetrics
+from nemorl.models.layout_rules import with_fewer_copies
 from nemorl.models.registry import load_shape
 from nemorl.rollout.concurrency import PlacesUse
 from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary
@@ -42,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BatchKind = Literal["trajectories", "examples"]
-Folder = Path | Mapping[str, Path]  # of a checkpoint: for all ranks, or by the ID of their node
+Folder = Path | Mapping[str, Path]  # of a checkpoint: of all ranks and the driver, or by the ID of a node
 
 GRACE_SECONDS = 30.0  # beyond a deadline that the processes keep themselves, whose error names what is late
 _ABORT_SECONDS = 30.0
@@ -93,18 +101,17 @@ class ModelHandle:
         self,
         group: WorkerGroup,
         spec: ModelSpec,
-        deadlines: DeadlineConfig,
+        cluster: ClusterConfig,
         rendezvous: str = "",
-        max_restarts: int = 0,
     ) -> None:
         """`rendezvous`: where the ranks connect; its path is a prefix of the store's keys."""
         self.group = group
-        self._rendezvous, self._restarts, self._max_restarts = rendezvous, 0, max_restarts
+        self._rendezvous, self._restarts, self._cluster = rendezvous, 0, cluster
         self.trains = spec.trains
         self.devices = DeviceScheduler([self])  # replaced if other models compute on the same devices
         self._config = spec.config
-        self._hidden_size = load_shape(spec.config.model_path, spec.config.head).hidden_size
-        self._deadlines = deadlines
+        self._shape = load_shape(spec.config.model_path, spec.config.head)
+        self._deadlines = cluster.deadlines
         self._offloaded = False
         self._batch: shards.BatchPlan | None = None
         self.skipped_in_a_row = 0  # updates until the last one
@@ -132,12 +139,48 @@ class ModelHandle:
         """True if a process of the model has died or does not respond."""
         return await self.group.lost_one(self._deadlines.health)
 
+    async def await_places(self) -> None:
+        """Wait until all ranks have places on nodes that are not lost, or have fewer (`on_lost_node`).
+
+        Raises `NodeNotReplaced`.
+        """
+        try:
+            await self.group.await_places(self._cluster.lost_node_seconds)
+        except NodeNotReplaced as error:
+            if self._cluster.on_lost_node != "shrink":
+                raise
+            self._shrink(error)
+
+    def _shrink(self, error: NodeNotReplaced) -> None:
+        name, layout, left = self.group.name, self._config.layout, self.group.num_left
+        adapters = self._config.lora is not None
+        smaller = with_fewer_copies(self._shape, layout, left, adapters=adapters)
+        if smaller is None or self.group.shares_places:
+            reason = (
+                f"{left} ranks of {name} are left, and no smaller data-parallel size of {layout.name} fits"
+            )
+            if self.group.shares_places:
+                reason = f"{name} shares its places with other processes, and cannot have fewer ranks"
+            error.add_note(f"cluster.on_lost_node = shrink: {reason}")
+            raise error
+        sizes = f"{smaller.data_parallel_size} instead of {layout.data_parallel_size}"
+        logger.warning("%s restarts with a data-parallel size of %s: no node has room for all", name, sizes)
+        self._config = self._config.model_copy(update={"layout": smaller})
+        self.group.shrink(Mesh.of(smaller))
+
     async def restart(self) -> None:
-        """Replace the processes by others, which have the weights of the model's folder and no batch."""
+        """Replace the processes by others, which have the weights of the model's folder and no batch.
+
+        Those of a lost node wait for a place on another one. Raises `NodeNotReplaced`, and as
+        `WorkerGroup.call`.
+        """
+        await self.await_places()
         self._restarts += 1
         self._batch, self._offloaded, self.skipped_in_a_row = None, False, 0
         rendezvous = f"{self._rendezvous}.{self._restarts}"
-        await self.group.replace_all(self._deadlines.start, rendezvous=rendezvous)
+        size = self._config.layout.world_size
+        changed = {"rendezvous": rendezvous, "config": self._config, "world_size": size}
+        await self.group.replace_all(self._deadlines.start, **changed)
 
     async def outlasting(self, work: Callable[[], Awaitable[T]]) -> T:
         """The result of work of a model that does not train, after restarts if it loses processes.
@@ -147,16 +190,19 @@ class ModelHandle:
         """
         assert not self.trains, "a restarted model that trains has to return to a checkpoint"
         lost: ClusterError | None = None
-        attempts = 0
+        attempts, most = 0, self._cluster.max_model_restarts
         while True:
             try:
                 if lost is not None:
                     await self._restart_in_place(lost)
                 return await work()
+            except NodeNotReplaced:
+                raise
             except ClusterError as error:
-                if not self._max_restarts or not await self.lost_one():
+                fails = self._cluster.on_lost_node == "fail" and self.group.has_lost_node
+                if not most or fails or not await self.lost_one():
                     raise
-                if attempts == self._max_restarts:
+                if attempts == most:
                     problem = f"{self.group.name} was restarted {attempts} times without completing its work"
                     raise RestartsExhausted(f"{problem} (cluster.max_model_restarts): {error}") from error
                 lost, attempts = error, attempts + 1
@@ -200,7 +246,7 @@ class ModelHandle:
         """Lay a batch over the data-parallel ranks; every rank fetches its sequences and keeps them."""
         from nemorl.data.shards import plan_sequences
 
-        data, size = self.group.mesh.data, self._hidden_size
+        data, size = self.group.mesh.data, self._shape.hidden_size
         self._batch = plan_sequences(sequences, self._config, size, data, num_minibatches)
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
         of_ranks = self._tabulated(self._batch.shards(sequences))
@@ -344,7 +390,7 @@ class ModelHandle:
         # Not collective: where the disk is full, the ranks can train on.
         options["ends_group"] = method != "save_checkpoint"
         if folder is not None:
-            folders = [_folder_at(folder, worker.home) for worker in self.group.workers]
+            folders = [_folder_at(folder, worker) for worker in self.group.workers]
             options |= {"shards": folders, "axis": "rank"}
         records = await self._call(method, stage="checkpoint", **options)
         return [record for of_rank in records for record in of_rank or ()]
@@ -392,11 +438,15 @@ def _of_model(folder: Folder, name: str) -> Folder:
     return {node: folder_of(path, name) for node, path in folder.items()}
 
 
-def _folder_at(folder: Folder, home: Home | None) -> Path:
+def _folder_at(folder: Folder, worker: Worker) -> Path:
     if isinstance(folder, Path):
         return folder.absolute()
-    assert home is not None, "a run on one node has one folder"
-    return folder[home.node]
+    if worker.home is None:  # all ranks are on the driver's node
+        (only,) = folder.values()
+        return only
+    if worker.home.node not in folder:
+        raise GroupEnded(f"{worker.group} rank {worker.rank} was on {worker.home.name}, which was replaced")
+    return folder[worker.home.node]
 
 
 def _placed(written: "Mapping[str, Sequence[FileRecord]]") -> "list[FileRecord]":

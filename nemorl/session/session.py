@@ -5,9 +5,10 @@ Starter ─▶ policy and other models ─┬─ weights ─▶ engines ◀─ r
 """
 
 import asyncio
+import itertools
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,7 +64,6 @@ class Session:
     policy_samples: bool = False  # without engines
     # Held while engines must keep the version they have; waiting updates come in their order.
     pinned: asyncio.Lock = field(default_factory=asyncio.Lock)
-    nodes: Mapping[str, str] = field(default_factory=dict)  # of a run over several: the processes on each
     starter: "Starter | None" = None  # for processes that are started later
     stalls: StallReporter | None = None
 
@@ -92,6 +92,12 @@ class Session:
         placed = self.starter.placement.nodes
         of_ranks = [node for name in self.trained.models for node in placed[name]]
         return tuple({node.id: node for node in of_ranks}.values())
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """The processes on each node; empty in a run on the driver's node alone."""
+        assert self.starter is not None, "a session that was not opened has no nodes"
+        return self.starter.placement.described
 
     @property
     def driver_node(self) -> str:
@@ -258,11 +264,28 @@ class Session:
         """Since the session was opened, with those of reward models."""
         return sum(group.num_restarts for group in self.groups.values())
 
+    def lost_node(self, lost: Sequence[str]) -> bool:
+        """True if a node of one of these models is lost."""
+        return any(self.model(name).group.has_lost_node for name in lost)
+
+    async def await_places(self, lost: Sequence[str]) -> None:
+        """Wait until these models, and all that train, have places on nodes that are not lost.
+
+        Raises `NodeNotReplaced`.
+        """
+        waits = (model.await_places() for model in self._restarted_with(lost))
+        for result in await asyncio.gather(*waits, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    def _restarted_with(self, lost: Sequence[str]) -> list[handles.ModelHandle]:
+        return [model for name, model in self.models.items() if name in lost or model.trains]
+
     async def restart_models(self, lost: Sequence[str]) -> None:
         """Start new processes for these models and for all that train, with the weights of their folders."""
         if self.replicas is not None and self.replicas.shares_devices:
             await self.replicas.sleep()
-        restarted = [model for name, model in self.models.items() if name in lost or model.trains]
+        restarted = self._restarted_with(lost)
         for model in self.models.values():
             if model not in restarted:
                 await model.offload()
@@ -286,6 +309,13 @@ class Session:
                 await stack.enter_async_context(self.replicas.awake())
                 await stack.enter_async_context(self.resupplying())
             yield
+
+    def node_metrics(self) -> dict[str, float]:
+        """Recorded once a node was lost: their number, and the ranks that each model that trains has now."""
+        lost = self.starter.placement.lost if self.starter is not None else ()
+        trained = self.trained.models.items()
+        ranks = {f"nodes/{name}_ranks": float(model.group.mesh.world_size) for name, model in trained}
+        return {"nodes/lost": float(len(lost)), **ranks} if lost else {}
 
     async def generation_metrics(self) -> dict[str, float]:
         metrics = self.rollouts.metrics() if self.rollouts is not None else {}
@@ -334,7 +364,7 @@ async def open_session(experiment: Experiment, *, policy: bool, sampling: bool) 
     groups |= {one.group for one in environment_actors(experiment.env)} if sampling else set()
     async with AsyncExitStack() as stack:
         placement = await stack.enter_async_context(reserved(experiment, groups))
-        session = Session(nodes=placement.described, policy_samples=policy_samples)
+        session = Session(policy_samples=policy_samples)
         seconds = experiment.cluster.deadlines.stall
         session.stalls = StallReporter(experiment.run_dir, seconds, session.groups)
         session.starter = starter = Starter(experiment, placement, stack, session)
@@ -424,11 +454,10 @@ class Starter:
         kwargs = [{**shared, "rank": rank} for rank in range(layout.world_size)]
         options = {"threads": threads, "mesh": Mesh.of(layout), "health_seconds": deadlines.health}
         group = await self._start(spec.name, target, kwargs, **options)
-        max_restarts = experiment.cluster.max_model_restarts
-        return handles.ModelHandle(group, spec, deadlines, shared["rendezvous"], max_restarts)
+        return handles.ModelHandle(group, spec, experiment.cluster, shared["rendezvous"])
 
-    async def engines(self, gpus: Sequence[tuple[str, ...]] = ()) -> ReplicaSupervisor:
-        """The engines; each sees `gpus`, of policy ranks on its node, those that it shares first."""
+    async def engines(self, shared: WorkerGroup | None = None) -> ReplicaSupervisor:
+        """The engines; each sees the GPUs of `shared` ranks on its node, those that it shares first."""
         config, policy, cluster = self.experiment.generation, self.experiment.policy, self.experiment.cluster
         threads = self.placement.threads(config.threads, "generation")
         options = EngineOptions(
@@ -446,17 +475,21 @@ class Starter:
             of_rank = replace(options, rank=rank)
             return {"config": config, "options": of_rank, **config.host_options(policy), **bundle}
 
+        def of_place(rank: int) -> dict[str, Any]:
+            place: dict[str, Any] = {}
+            if config.workers_hold_gpus:
+                place["bundle"] = self.placement.bundles["generation"][rank]
+            if shared is not None and (host_ranks := self.placement.host_ranks("generation")):
+                here = self.placement.on_node_of("generation", rank, shared.name)
+                others = [other for other in here if other not in host_ranks[rank]]  # with weights too
+                visible = (shared.gpus[number] for number in (*host_ranks[rank], *others))
+                place["gpus"] = tuple(itertools.chain(*visible))
+            return place
+
         ranks = [kwargs_of(rank) for rank in range(config.replicas)]
         environment = {}
         if config.workers_hold_gpus:  # which the engine's process has to see nevertheless
             environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-            for kwargs, bundle in zip(ranks, self.placement.bundles["generation"], strict=True):
-                kwargs["bundle"] = bundle
-        for number, shared_with in enumerate(self.placement.host_ranks("generation") if gpus else ()):
-            here = self.placement.on_node_of("generation", number, "policy")
-            others = [rank for rank in here if rank not in shared_with]  # from which weights come too
-            visible = tuple(name for rank in (*shared_with, *others) for name in gpus[rank])
-            ranks[number]["gpus"] = visible
         extra = None
         if config.can_scale:
             on_one_machine = config.transport in ("shared_memory", "cuda_ipc")
@@ -470,6 +503,7 @@ class Starter:
             threads=threads,
             concurrent=True,
             environment=environment,
+            of_place=of_place,
             extra=extra,
         )
         replicas = ReplicaSupervisor(group, cluster, shares_devices=config.shares_devices)
@@ -481,7 +515,7 @@ class Starter:
         """Engines on the policy's devices, which models may take back when they sleep."""
         policy = self.session.learner
         await policy.release_devices()
-        replicas = await self.engines(policy.group.gpus if self._on_gpus else ())
+        replicas = await self.engines(policy.group if self._on_gpus else None)
         await replicas.sleep()
 
     async def callers(self, replicas: ReplicaSupervisor) -> None:

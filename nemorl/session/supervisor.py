@@ -190,13 +190,17 @@ class Supervisor(ABC, Generic[M]):
         member.restart = asyncio.create_task(self._restart(member))
 
     async def _restart(self, member: M) -> None:
-        """LOST to STARTING to READY, or back to LOST as long as attempts are left."""
+        """LOST to STARTING to READY, or back to LOST as long as attempts are left.
+
+        One whose node is lost stays LOST until it has a place on another.
+        """
         name, rank, cause = self.name(member), member.worker.rank, self._causes[self.name(member)]
         while self._can_return(member):
-            await self._may_start.wait()
-            member.attempts += 1
-            self._set(member, State.STARTING)
             try:
+                await self.group.await_place(rank)
+                await self._may_start.wait()
+                member.attempts += 1
+                self._set(member, State.STARTING)
                 member.worker = await self.group.restart(rank, self._deadlines.start)
             except Exception as error:  # noqa: BLE001 - Ray's errors as well; each is logged and counted
                 self._set(member, State.LOST)

@@ -4,7 +4,6 @@ after a node was lost. Compares what it found with a checkpoint on disk from the
 import asyncio
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from nemorl.config.load import load_experiment
@@ -33,20 +32,19 @@ async def main(config: Path) -> None:
         records = await trained.write_copy(store.begin(STEP))
         store.commit(STEP, {}, records)
         say(nodes=[node.name for node in session.trained_nodes])
-        sys.stdin.readline()  # a node is gone
-        starter = session.starter
-        assert starter is not None
-        left = tuple(n for n in session.trained_nodes if n.id == session.driver_node)
-        nodes = {**starter.placement.nodes, "policy": left * 2}  # as a restart of the policy would place it
-        session.starter = replace(starter, placement=replace(starter.placement, nodes=nodes))
+        sys.stdin.readline()  # a node is lost
+        while not session.lost_node(["policy"]):  # as far as Ray knows
+            await asyncio.sleep(0.2)
+        await session.restart_models(await session.lost_models())
+        say(nodes=[node.name for node in session.trained_nodes])
         state = await memory.newest()
         assert state is not None
-        assert isinstance(state.folder, Path)
-        ours = {path.name for path in state.folder.iterdir()} - {"manifest.json", "driver.json"}
+        assert isinstance(state.folder, dict)
+        (folder,) = state.folder.values()
+        ours = {path.name for path in folder.iterdir()} - {"manifest.json", "driver.json"}
         on_disk = store.path(STEP)
         same = [
-            (state.folder / f.path).read_bytes() == (on_disk / f.path).read_bytes()
-            for f in verify(on_disk).files
+            (folder / f.path).read_bytes() == (on_disk / f.path).read_bytes() for f in verify(on_disk).files
         ]
         say(
             step=state.step,

@@ -48,6 +48,9 @@ class Recorder:
     def gpus(self) -> tuple[str, ...]:
         return tuple(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
+    def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
     def thread(self) -> int:
         return threading.get_ident()
 

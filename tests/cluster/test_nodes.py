@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
@@ -30,6 +31,8 @@ def cluster() -> Iterator[Cluster]:
 def two_nodes() -> Cluster:
     """A head and another node."""
     head = {**SHARED, "node_name": "first", "labels": {"ray.io/gpu-domain": "west"}}
+    # By default Ray takes 15 s to find a loss; a single answer may still take its default, 10 s.
+    head["_system_config"] = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**SHARED, node_name="second", labels={"ray.io/gpu-domain": "east"})
     return cluster
@@ -119,6 +122,45 @@ def test_a_node_that_is_lost_is_named_once(cluster: Cluster, tmp_path: Path) -> 
     assert "Traceback" not in output
 
 
+def test_a_group_follows_its_reservation_to_another_node_and_shrinks_to_what_is_left(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Ranks are placed by a label."""
+
+    def add(name: str) -> Any:
+        labels = {"nemorl.io/part": "train"}
+        return cluster.add_node(**{**SHARED, "num_cpus": 1}, node_name=name, labels=labels)
+
+    add("one")
+    two = add("two")
+    command = [sys.executable, "-m", "tests.cluster.lost_node_driver", str(tmp_path)]
+    driver = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def said() -> dict[str, Any]:
+        assert driver.stdout is not None
+        line = next((line for line in driver.stdout if line.startswith("{")), "")  # Ray writes too
+        assert line, driver.communicate()[1]
+        return dict(json.loads(line))
+
+    def ranks_on(*names: str) -> dict[str, Any]:
+        found = {key: [*names] for key in ("placed", "found", "homes")}
+        return {**found, "ranks": [*range(len(names))]}
+
+    try:
+        assert said() == ranks_on("one", "two")
+        cluster.remove_node(two, allow_graceful=False)
+        problem = "cluster.deadlines.lost_node = 2: no node has room for policy rank 1 of two (1 CPU); add a"
+        assert said()["missing"].startswith(problem)
+        three = add("three")
+        assert said() == ranks_on("one", "three")
+        cluster.remove_node(three, allow_graceful=False)
+        assert "no node has room for policy rank 1 of three (1 CPU)" in said()["missing"]
+        assert said() == ranks_on("one")
+        assert driver.wait(timeout=120) == 0
+    finally:
+        driver.kill()
+
+
 def test_the_state_of_a_lost_node_comes_from_its_buddy(cluster: Cluster, tmp_path: Path) -> None:
     for node in [*cluster.worker_nodes]:  # unless another test has lost it
         cluster.remove_node(node, allow_graceful=False)
@@ -141,8 +183,10 @@ def test_the_state_of_a_lost_node_comes_from_its_buddy(cluster: Cluster, tmp_pat
         assert first, driver.communicate()[1]
         assert sorted(json.loads(first)["nodes"]) == ["first", "third"]
         cluster.remove_node(third, allow_graceful=False)
-        output, errors = driver.communicate("\n", timeout=120)
+        output, errors = driver.communicate("\n", timeout=240)
     finally:
         driver.kill()
-    (found,) = (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    assert driver.returncode == 0, errors
+    moved, found = (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+    assert moved == {"nodes": ["first"]}  # which has room for both ranks
     assert found == {"step": 3, "progress": '{"step": 3}', "same": True, "files": 9, "more": 0}, errors

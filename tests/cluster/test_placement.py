@@ -1,20 +1,24 @@
 """What is asked of the cluster, what a refusal says, and which rank gets which bundle."""
 
 import asyncio
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from nemorl.cluster import placement
-from nemorl.cluster.errors import PlacementFailed
+from nemorl.cluster.errors import NodeNotReplaced, PlacementFailed
 from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.nodes import Node
 from nemorl.cluster.placement import (
     Placement,
     WorkerRequest,
     assigned_bundles,
+    await_places,
     required_bundles,
     reserve,
     worker_requests,
@@ -143,6 +147,96 @@ def test_an_engine_sees_the_devices_of_its_own_node():
     placement = spread(policy="abab", generation="ba")
     assert placement.on_node_of("generation", 0, "policy") == (1, 3)
     assert placement.on_node_of("generation", 1, "policy") == (0, 2)
+
+
+class Cluster:
+    """Nodes by the letters of their names, and the bundles of one reservation on them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, requests: list[WorkerRequest], nodes: str) -> None:
+        self.alive, self.nodes = set(nodes), nodes
+        self.requests = requests
+        bundles = assigned_bundles(requests, dict(enumerate(nodes)))
+        homes = {name: tuple(self.node(nodes[b]) for b in own) for name, own in bundles.items()}
+        places = dict.fromkeys(bundles, PlacementGroup.empty())
+        self.placement = Placement(places, bundles, {r.group: r for r in requests}, homes, driver="a")
+        monkeypatch.setattr(placement, "alive_nodes", lambda: [self.node(name) for name in self.alive])
+        monkeypatch.setattr(placement, "placement_group_table", lambda place: self.table())
+
+    @staticmethod
+    def node(name: str) -> Node:
+        return Node(name, name, "10.0.0.1", 8)
+
+    def table(self) -> dict[str, Any]:
+        """As Ray has it: a bundle without a place has no node."""
+        at = {bundle: "" if name == "." else name for bundle, name in enumerate(self.nodes)}
+        return {"bundles": dict(enumerate(required_bundles(self.requests))), "bundles_to_node_id": at}
+
+    def names(self, group: str) -> str:
+        return "".join(node.name for node in self.placement.nodes[group])
+
+
+def test_ranks_of_a_lost_node_follow_their_bundles_and_others_stay(monkeypatch: pytest.MonkeyPatch):
+    engines = WorkerRequest("generation", 3, gpus=2, host_group="policy")
+    requests = [WorkerRequest("policy", 6, gpus=1), engines, WorkerRequest("rollout", 2)]
+    cluster = Cluster(monkeypatch, requests, "ccaabb" + "ac")
+    of_run, groups = cluster.placement, ("policy", "generation", "rollout")
+    bundles = of_run.bundles
+    assert bundles == {"policy": (2, 3, 4, 5, 0, 1), "generation": (2, 4, 0), "rollout": (6, 7)}
+    assert of_run.follow("policy") is None
+    cluster.alive, cluster.nodes = set("ab"), "..aabb" + "a."
+    displaced = of_run.follow("rollout")
+    wanted = "policy ranks 4, 5 and generation rank 2 and rollout rank 1 of c (5 CPU and 2 GPU)"
+    assert str(displaced) == wanted
+    assert displaced is not None
+    assert [displaced.of(group) for group in groups] == [{4, 5}, {2}, {1}]
+    assert [cluster.names(group) for group in groups] == ["aabbcc", "abc", "ac"]
+    cluster.alive, cluster.nodes = set("abd"), "ddaabb" + "ab"
+    assert of_run.follow("rollout") is None
+    assert [cluster.names(group) for group in groups] == ["aabbdd", "abd", "ab"]
+    assert of_run.bundles == bundles
+
+
+def test_moved_ranks_fill_one_node_before_the_next(monkeypatch: pytest.MonkeyPatch):
+    cluster = Cluster(monkeypatch, [WorkerRequest("policy", 6)], "aabbbb")
+    cluster.alive, cluster.nodes = set("acd"), "aadcdc"
+    assert cluster.placement.follow("policy") is None
+    assert cluster.placement.bundles["policy"] == (0, 1, 3, 5, 2, 4)
+    assert cluster.names("policy") == "aaccdd"
+
+
+def test_an_engine_is_refused_whose_gpus_ray_has_moved_to_several_nodes(monkeypatch: pytest.MonkeyPatch):
+    engines = WorkerRequest("generation", 2, gpus=2, host_group="policy")
+    cluster = Cluster(monkeypatch, [WorkerRequest("policy", 4, gpus=1), engines], "aabb")
+    cluster.alive, cluster.nodes = set("acd"), "aacd"
+    with pytest.raises(PlacementFailed, match="generation rank 1 uses the GPUs of policy ranks 2 to 3"):
+        cluster.placement.follow("policy")
+    assert cluster.names("policy") == "aabb"
+
+
+def test_a_group_shrinks_to_places_that_are_left(monkeypatch: pytest.MonkeyPatch):
+    cluster = Cluster(monkeypatch, [WorkerRequest("policy", 6), WorkerRequest("rollout", 1)], "aabbcc" + "a")
+    cluster.alive, cluster.nodes = set("ac"), "aa..cc" + "a"
+    of_run = cluster.placement
+    assert of_run.ranks_left("policy") == [0, 1, 4, 5]
+    assert not of_run.shares_places("policy")
+    of_run.shrink("policy", 3)
+    assert (of_run.bundles["policy"], cluster.names("policy")) == ((0, 1, 4), "aac")
+    assert of_run.requests["policy"].count == 3
+    assert of_run.follow("policy") is None  # nothing is missing any more
+    cluster.alive, cluster.nodes = set("ad"), "aa..dd" + "a"
+    assert of_run.follow("policy") is None
+    assert cluster.names("policy") == "aad"
+
+
+def test_a_group_waits_for_its_own_ranks_only(monkeypatch: pytest.MonkeyPatch):
+    cluster = Cluster(monkeypatch, [WorkerRequest("policy", 1), WorkerRequest("rollout", 2)], "aab")
+    cluster.alive, cluster.nodes = set("a"), "aa."
+    of_run = cluster.placement
+    asyncio.run(await_places(of_run, "policy", [0], seconds=0.0))
+    asyncio.run(await_places(of_run, "rollout", [0], seconds=0.0))
+    problem = "cluster.deadlines.lost_node = 0: no node has room for rollout rank 1 of b (1 CPU); add a node"
+    with pytest.raises(NodeNotReplaced, match=re.escape(problem)):
+        asyncio.run(await_places(of_run, "rollout", [0, 1], seconds=0.0))
 
 
 def test_every_rank_has_a_bundle_of_its_own(placement: Placement):

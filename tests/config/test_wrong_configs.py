@@ -267,6 +267,18 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         1800,
         "the run ends after cluster.deadlines.generation, 1800, without a finished group",
     ),
+    "a wait for a node where none is waited for": (
+        ["cluster={on_lost_node: fail, deadlines: {lost_node: 60}}"],
+        "cluster.deadlines.lost_node",
+        60.0,
+        "cluster.on_lost_node is fail, so nothing waits for a node",
+    ),
+    "fewer ranks without restarts": (
+        ["cluster={on_lost_node: shrink, max_model_restarts: 0}"],
+        "cluster.on_lost_node",
+        "shrink",
+        "cluster.max_model_restarts is 0, so no model is restarted",
+    ),
     "stale samples of the policy's own processes": (
         ["algorithm.max_staleness=1", "generation={backend: megatron}"],
         "generation.backend",

@@ -11,6 +11,7 @@ from nemorl.models.layout_rules import (
     layout_problems,
     norms_are_fused,
     recompute_problems,
+    with_fewer_copies,
 )
 from nemorl.models.shape import MlaShape, ModelShape, MoeShape, Rope
 
@@ -35,6 +36,21 @@ EXPERTS = replace(DENSE, moe=MoeShape(num_experts=8, top_k=2, ffn_hidden_size=24
 LATENT = replace(
     DENSE, mla=MlaShape(query_rank=None, key_value_rank=9, head_dim=8, rotary_dim=4, value_dim=8)
 )
+
+
+@pytest.mark.parametrize(("ranks", "copies"), [(11, 3), (6, 3), (5, 2), (3, 1), (1, None)])
+def test_a_layout_for_fewer_ranks_has_copies_that_divide_the_same_batches(
+    ranks: int, copies: int | None
+) -> None:
+    present = layout(tensor_parallel_size=2, data_parallel_size=6)
+    smaller = with_fewer_copies(DENSE, present, ranks)
+    assert smaller == (copies and layout(tensor_parallel_size=2, data_parallel_size=copies))
+
+
+def test_experts_may_need_all_copies() -> None:
+    assert with_fewer_copies(EXPERTS, layout(data_parallel_size=4, expert_parallel_size=4), 3) is None
+    smaller = with_fewer_copies(EXPERTS, layout(data_parallel_size=4, expert_parallel_size=2), 3)
+    assert smaller == layout(data_parallel_size=2, expert_parallel_size=2)
 
 
 def layout(**sizes: int | bool | None) -> LayoutConfig:

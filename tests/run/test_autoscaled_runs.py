@@ -1,8 +1,10 @@
-"""Runs whose engines come and go with the nodes of Ray's autoscaler."""
+"""Runs whose engines or policy come and go with the nodes of Ray's autoscaler."""
 
+import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,14 @@ from tests.run.test_scaled_runs import scale, wait_for_steps
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalAutoscalingCluster]:
-    """A head with places for what the run begins with, and nodes of one CPU."""
-    node = {"resources": {"CPU": 1, "object_store_memory": 100 * 2**20}, "node_config": {}}
-    cluster = LocalAutoscalingCluster(3, {"engine": {**node, "min_workers": 0, "max_workers": 2}}, tmp_path)
+def cluster(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LocalAutoscalingCluster]:
+    """A head with CPUs as the parameter says, and further nodes with others."""
+    head_cpus, cpus = request.param
+    node = {"resources": {"CPU": cpus, "object_store_memory": 100 * 2**20}, "labels": {"part": "more"}}
+    node |= {"node_config": {}, "min_workers": 0, "max_workers": 2}
+    cluster = LocalAutoscalingCluster(head_cpus, {"more": node}, tmp_path)
     try:
         cluster.start()
         for name, value in {"RAY_ADDRESS": cluster.address, **cluster.access}.items():
@@ -35,6 +41,8 @@ def wait(met: Callable[[], bool], what: str) -> None:
         time.sleep(0.2)
 
 
+# The head has places for what the run begins with.
+@pytest.mark.parametrize("cluster", [(3, 1)], indirect=True)
 def test_an_engine_joins_with_a_node_is_lost_with_it_and_gives_another_back(
     cluster: LocalAutoscalingCluster, tmp_path: Path
 ) -> None:
@@ -79,6 +87,45 @@ def test_an_engine_joins_with_a_node_is_lost_with_it_and_gives_another_back(
     assert [s.step for s in steps] == list(range(1, len(steps) + 1))
     assert sum(s.values["errors"] for s in steps) == 0
     assert max(s.values["staleness/gap_0"] for s in steps if "staleness/gap_0" in s.values) < 1e-4
+
+
+# The head has places for all but the policy.
+@pytest.mark.parametrize("cluster", [(2, 2)], indirect=True)
+def test_a_policy_whose_node_is_lost_waits_for_another_and_no_task_is_lost(
+    cluster: LocalAutoscalingCluster, tmp_path: Path
+) -> None:
+    # A plain label is refused that no node has yet.
+    labels = {"policy": {"part": "in(more)"}, "generation": {"part": "!more"}, "rollout": {"part": "!more"}}
+    config = write_experiment(
+        tmp_path, tiny_model(tmp_path / "model"), "ahead",
+        algorithm={"num_steps": 12, "max_staleness": 2, "validation": {}},
+        generation={"on_update": "restart"},
+        data={"validation": None, "train": {"name": "arithmetic", "digits": 3, "size": 2000}},
+        cluster={"labels": labels, "placement": "PACK"},
+        logger={"console": "plain", "samples_per_step": 16},
+    )  # fmt: skip
+    run = tmp_path / "ahead"
+    driver = start("train", config)
+    try:
+        wait_for_steps(driver, run, 3)
+        (raylet,) = cluster.nodes()
+        os.kill(raylet, signal.SIGKILL)
+        status, output = finish(driver)
+    finally:
+        driver.kill()
+    assert status == 0, output
+    text = (run / "logs" / "driver.log").read_text()
+    assert "waiting for a node with room for policy ranks 0, 1 of" in text
+    assert "restarted in" in text
+    steps = lines(run)
+    assert [line.step for line in steps] == list(range(1, 13))
+    assert all(line.values["version/lag_max"] <= 2 for line in steps)
+    assert sum(line.values["errors"] for line in steps) == 0
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    tasks = Counter(sample["task"] for sample in samples)
+    given_up = sum(line.values.get("dropped/given_up", 0) for line in steps)
+    # A group of four of each.
+    assert (set(tasks.values()), len(tasks), given_up) == ({4}, 4 * 12, 0)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.cluster.errors import GroupEnded
+from nemorl.cluster.errors import GroupEnded, NodeNotReplaced
 from nemorl.errors import RunError
 from nemorl.observe.timeline import Stages
 from nemorl.rollout.schedule import DataPlace
@@ -21,7 +21,7 @@ from nemorl.session.handles import TooManySkippedSteps
 class Run:
     """A run whose checkpoint is of step 2; `lost` says which models miss a process."""
 
-    def __init__(self, max_restarts: int = 2, max_rollbacks: int = 0) -> None:
+    def __init__(self, max_restarts: int = 2, max_rollbacks: int = 0, on_lost_node: str = "wait") -> None:
         self.lost = ["policy"]
         self.events: list[Any] = []
         self.lineage, self.policy_samples = UNBROKEN, False
@@ -29,10 +29,14 @@ class Run:
             done=4, done_before_row=3, rollbacks=0, rewind=self.rewind, settle=self.settle
         )
         self.failures = 0  # of the next restarts
+        self.node_is_lost = False
+        self.no_node: NodeNotReplaced | None = None
+        self.nodes = {"node second": "policy rank 0"}
         self.steps = [2]  # of the checkpoints
         guards = SimpleNamespace(max_rollbacks=max_rollbacks)
         experiment: Any = SimpleNamespace(
-            cluster=SimpleNamespace(max_model_restarts=max_restarts), policy=SimpleNamespace(guards=guards)
+            cluster=SimpleNamespace(max_model_restarts=max_restarts, on_lost_node=on_lost_node),
+            policy=SimpleNamespace(guards=guards),
         )
         observer: Any = SimpleNamespace(stage=Stages([]).stage)
         algorithm: Any = SimpleNamespace(
@@ -56,6 +60,14 @@ class Run:
 
     async def lost_models(self) -> list[str]:
         return self.lost
+
+    def lost_node(self, lost: list[str]) -> bool:
+        return self.node_is_lost
+
+    async def await_places(self, lost: list[str]) -> None:
+        if self.no_node is not None:
+            raise self.no_node
+        self.events.append(f"places for {' '.join(lost)}")
 
     async def restart_models(self, lost: list[str]) -> None:
         if self.failures:
@@ -127,6 +139,27 @@ def test_a_restart_that_fails_is_tried_again() -> None:
     run.failures = 2
     with pytest.raises(RunError, match="lost again"):
         run.recover(5)
+
+
+def test_models_of_a_lost_node_wait_for_places_before_they_restart() -> None:
+    run = Run()
+    run.node_is_lost = True
+    run.recover(5)
+    assert run.events == ["places for policy", "restart policy", "restore checkpoint", "data 8 of 2"]
+
+
+def test_a_lost_node_ends_the_run_if_it_is_not_replaced_or_the_config_says_so() -> None:
+    run = Run(on_lost_node="fail")
+    run.recover(5)  # a process was lost, its node was not
+    run.node_is_lost = True
+    with pytest.raises(RunError, match="the first error") as caught:
+        run.recover(5)
+    assert "cluster.on_lost_node = fail" in caught.value.__notes__[0]
+    run = Run()
+    run.node_is_lost, run.no_node = True, NodeNotReplaced("no node has room")
+    with pytest.raises(NodeNotReplaced):  # without waiting again
+        run.recover(5)
+    assert run.events == []
 
 
 def test_skipped_updates_return_to_an_earlier_checkpoint_with_other_data() -> None:

@@ -257,6 +257,8 @@ class Engines:
         self.started: list[int] = []
         self.nodes: dict[int, str] = {}  # of those that joined
         self.error: Exception = ClusterError("its port is taken")
+        self.has_room = asyncio.Event()  # for those whose node is lost
+        self.has_room.set()
 
     async def ask(self, method: str, *args: Any, stage: str, seconds: float) -> dict[int, Any]:
         return await outcomes(cast(Any, self.workers), Invocation(method, stage, seconds), args)
@@ -279,6 +281,9 @@ class Engines:
 
     def waits_for_place(self, rank: int) -> bool:
         return rank not in self.nodes
+
+    async def await_place(self, rank: int) -> None:
+        await self.has_room.wait()
 
     async def restart(self, rank: int, deadline_seconds: float) -> Engine:
         self.started.append(rank)
@@ -319,6 +324,23 @@ def test_a_restart_that_fails_is_tried_again_and_counted(failures: int, comes: b
             worker.dead = True
         await pool.check()
         await until(lambda: pool.exhausted)
+        await pool.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_of_a_lost_node_waits_for_another_without_an_attempt_and_blocks_no_sleep():
+    async def main() -> None:
+        group = Engines(Engine(0, dead=True))
+        group.has_room.clear()
+        pool = pool_of(group, shares_devices=True)
+        assert await pool.check() == 1
+        await pool.sleep()  # which waits for engines that start
+        assert (group.started, pool.members[0].attempts, pool.exhausted) == ([], 0, False)
+        group.has_room.set()
+        async with pool.awake():
+            await until_ready(pool, 1)
+        assert group.started == [0]
         await pool.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
