@@ -33,7 +33,7 @@ from .errors import (
     WorkerHung,
 )
 from .logs import log_path, process_of
-from .nodes import Home, alive_nodes
+from .nodes import Home, lost_nodes
 from .placement import ExtraRanks, Placement, Seat, await_places
 from .worker import (
     VERDICT_SECONDS,
@@ -287,9 +287,8 @@ class WorkerGroup:
         return bool(self._of_lost_nodes())
 
     def _of_lost_nodes(self) -> list[Worker]:
-        away = [worker for worker in self.workers if worker.home is not None]
-        alive = {node.id for node in alive_nodes()} if away else set()
-        return [worker for worker in away if worker.home is not None and worker.home.node not in alive]
+        lost = lost_nodes({worker.home.node for worker in self.workers if worker.home is not None})
+        return [worker for worker in self.workers if worker.home is not None and worker.home.node in lost]
 
     async def await_places(self, seconds: float) -> None:
         """Wait until all ranks have places on nodes that are not lost. Raises `NodeNotReplaced`."""

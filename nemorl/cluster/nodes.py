@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import ray
@@ -39,7 +39,7 @@ class Home:
     tenants: tuple[tuple[str, tuple[int, ...]], ...]  # groups with their ranks
 
     def is_lost(self) -> bool:
-        return all(node.id != self.node for node in alive_nodes())
+        return bool(lost_nodes({self.node}))
 
     def __str__(self) -> str:
         return listed(self.tenants)
@@ -60,6 +60,11 @@ def alive_nodes() -> list[Node]:
         cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
         nodes.append(Node(entry["NodeID"], name, address, cores, gpus, entry.get("Labels") or {}))
     return sorted(nodes, key=lambda node: (node.name, node.id))
+
+
+def lost_nodes(nodes: Set[str]) -> Set[str]:
+    """Those of these nodes, given by ID, that are lost."""
+    return nodes - {node.id for node in alive_nodes()} if nodes else nodes
 
 
 def draining_nodes() -> set[str]:

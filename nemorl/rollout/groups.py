@@ -100,6 +100,7 @@ class GroupSummary:
     greedy: TrajectorySummary | None = None  # the additional greedy sample; not in the list
     scoring: Mapping[str, ScoringMetrics] = field(default_factory=dict)  # by reward, of those computed
     environment: str = ""  # its name, where the run has several
+    node: str = ""  # ID of the node that has its trajectories, in a run over several
 
     def moved(self, rows: int) -> "GroupSummary":
         """For a list in which its trajectories begin after this number of others."""

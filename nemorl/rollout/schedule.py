@@ -1,7 +1,7 @@
 """Accounts for the groups of a run: which may be sampled now, and which step trains on each.
 
     waiting ──start──▶ running ──finish──▶ ready ──take──▶ handed out
-       ▲                  │ lost, too old,   │ too old,        │ rewind
+       ▲                  │ lost, too old,   │ lost, too old,  │ rewind
        │                  │ cut off          │ cut off         │
        └──────────────────┴──────────────────┴─────────────────┘
 
@@ -22,7 +22,7 @@ Nothing here waits or reads a clock: a collector calls it in real time, the simu
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import chain
@@ -81,6 +81,7 @@ class GroupSchedule:
     dropped: list[Dropped] = field(default_factory=list)  # since the caller last emptied it
     given_up: list[int] = field(default_factory=list)  # groups too slow `MAX_ATTEMPTS` times, since then
     lineage: Lineage = UNBROKEN  # of the versions of groups
+    lost_nodes: Callable[[Set[str]], Set[str]] = lambda nodes: frozenset()  # of these, given by ID
 
     def __post_init__(self) -> None:
         self._version = self.steps_taken  # of the weights that sample, in steps
@@ -201,6 +202,8 @@ class GroupSchedule:
         full = self.refill is not None and sampled >= self.refill.max_groups
         if len(self._ready) < size and not full:
             return None
+        if self._drop_lost():
+            return self.take()
         self._ready.sort(key=lambda g: (g.min_version, not self._is_overdue(g.group), g.group))
         taken, self._ready = self._ready[:size], self._ready[size:]
         taken += self._refused
@@ -213,6 +216,19 @@ class GroupSchedule:
             self._ready = self._without_dropped(self._ready, lambda _: "cut_off")
             self._cut_off = set(self._running)
         return taken
+
+    def _drop_lost(self) -> bool:
+        """True if trajectories of ready groups were on a lost node; these groups are sampled again."""
+        nodes = {group.node for group in (*self._ready, *self._refused) if group.node}
+        if not nodes or not (lost := self.lost_nodes(nodes)):
+            return False
+
+        def reason(group: GroupSummary) -> DropReason | None:
+            return "lost" if group.node in lost else None
+
+        self._ready, self._refused = (self._without_dropped(g, reason) for g in (self._ready, self._refused))
+        self._num_usable = len(self._ready)  # which `take` has checked
+        return True
 
     def _is_overdue(self, group: int) -> bool:
         return self._attempts[group] >= MAX_ATTEMPTS - 1

@@ -24,6 +24,7 @@ from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.online import OnlineAlgorithm, Update
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
+from nemorl.cluster.nodes import lost_nodes
 from nemorl.config import algorithm as configs
 from nemorl.config.auxiliary import teachers_held
 from nemorl.config.experiment import Experiment
@@ -333,7 +334,15 @@ def _algorithm(
     )
     seconds = experiment.cluster.deadlines.generation
     replacing = refill(config.filters, config.num_prompts_per_step)
-    schedule = GroupSchedule(data.order, plan, recorder.done, start.place, replacing, lineage=session.lineage)
+    schedule = GroupSchedule(
+        data.order,
+        plan,
+        recorder.done,
+        start.place,
+        replacing,
+        lineage=session.lineage,
+        lost_nodes=lost_nodes,
+    )
     collector = Collector(workers, schedule, seconds)
     gate = LogprobGate(config, experiment.generation, guarded="logprob_gap" in policy.guards.limits)
     return OnlineAlgorithm(

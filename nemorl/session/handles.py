@@ -626,6 +626,7 @@ class RolloutHandle:
         left = {assignment.group for assignment in assignments}
         if self._returns is None or await asyncio.shield(self._returns):
             worker, call, new = self.worker, next(_calls), assignments
+            node = worker.home.node if worker.home is not None else ""
             try:
                 with self.spans.busy():
                     while left:
@@ -643,7 +644,7 @@ class RolloutHandle:
                         for outcome in outcomes:
                             left.remove(outcome.group)
                             dropped = isinstance(outcome, Dropped)
-                            yield outcome if dropped else replace(outcome, reference=reference)
+                            yield outcome if dropped else replace(outcome, reference=reference, node=node)
             except (WorkerDied, DeadlineExceeded) as error:
                 if worker is self.worker:
                     self.set_lost(str(error))

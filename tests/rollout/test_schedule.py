@@ -1,6 +1,7 @@
 """The accounting of groups, over random orders of finishing, losses, refusals and resumes."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -361,3 +362,21 @@ def test_a_group_of_the_place_of_a_resume_is_not_started_again():
     assert schedule.place == DataPlace(3)
     schedule.advance(2)
     assert [assignment.group for assignment in schedule.start()] == [3, 4]
+
+
+def test_groups_on_a_lost_node_are_sampled_again() -> None:
+    groups, lost = schedule(0), set[str]()
+    groups.lost_nodes = lambda nodes: nodes & lost
+    for assignment in groups.start():
+        node = "second" if assignment.group % 2 else "first"
+        groups.finish(replace(summary(assignment.group, 0), node=node))
+    lost.add("second")
+    assert groups.take() is None
+    assert [(dropped.group, dropped.reason) for dropped in groups.dropped] == [(1, "lost"), (3, "lost")]
+    again = groups.start()
+    assert [(assignment.group, assignment.attempt) for assignment in again] == [(1, 1), (3, 1)]
+    for assignment in again:
+        groups.finish(replace(summary(assignment.group, 0), node="first"))
+    taken = groups.take()
+    assert taken is not None
+    assert [group.group for group in taken] == [0, 1, 2, 3]
