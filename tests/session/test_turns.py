@@ -1,7 +1,7 @@
 """Policy and engines on the same GPUs: who has them when. All processes are stand-ins."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,10 +78,15 @@ class Started:
     kwargs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     async def start(
-        self, name: str, target: str, kwargs: list[dict[str, Any]], **options: Any
+        self,
+        name: str,
+        target: str,
+        kwargs: list[dict[str, Any]],
+        of_place: Callable[[int], dict[str, Any]] = lambda rank: {},
+        **options: Any,
     ) -> WorkerGroup:
         self.told.append(f"{name}: starts")
-        self.kwargs[name] = kwargs
+        self.kwargs[name] = [{**of_rank, **of_place(rank)} for rank, of_rank in enumerate(kwargs)]
         group = (
             Engines(name, self.told, (Engine(self.told),)) if name == "generation" else Group(name, self.told)
         )
