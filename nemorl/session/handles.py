@@ -139,6 +139,10 @@ class ModelHandle:
         """True if a process of the model has died or does not respond."""
         return await self.group.lost_one(self._deadlines.health)
 
+    @property
+    def has_lost_node(self) -> bool:
+        return self.group.has_lost_node
+
     async def await_places(self) -> None:
         """Wait until all ranks have places on nodes that are not lost, or have fewer (`on_lost_node`).
 

@@ -266,7 +266,7 @@ class Session:
 
     def lost_node(self, lost: Sequence[str]) -> bool:
         """True if a node of one of these models is lost."""
-        return any(self.model(name).group.has_lost_node for name in lost)
+        return any(self.model(name).has_lost_node for name in lost)
 
     async def await_places(self, lost: Sequence[str]) -> None:
         """Wait until these models, and all that train, have places on nodes that are not lost.

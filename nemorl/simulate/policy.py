@@ -28,6 +28,7 @@ class SimulatedPolicy:
 
     workload: Workload
     trains: bool = True
+    has_lost_node: bool = False
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by activity
     trained_tokens: int = 0
     devices: object = None
