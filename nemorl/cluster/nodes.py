@@ -9,7 +9,6 @@ import ray
 
 from .errors import ClusterUnavailable
 
-LOOPBACK = "127.0.0.1"
 NODE_LABEL = "ray.io/node-id"  # set by Ray on every node
 DOMAIN_LABEL = "ray.io/gpu-domain"  # of nodes whose GPUs are joined by NVLink
 _POLL_SECONDS = 1.0

@@ -21,11 +21,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import environment_actors, models_of
+from nemorl.config.generation import LOOPBACK
 
 from .errors import NodeNotReplaced, PlacementFailed
 from .nodes import (
     DOMAIN_LABEL,
-    LOOPBACK,
     NODE_LABEL,
     Home,
     Node,

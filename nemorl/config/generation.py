@@ -22,8 +22,6 @@ OnUpdate = Literal["continue", "finish", "restart"]
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM reserves for adapters
 _REPLAY = "policy.moe.router_replay"
 ADDRESS = "expected an address such as http://127.0.0.1:8000/v1"
-
-
 LOOPBACK = "127.0.0.1"
 
 

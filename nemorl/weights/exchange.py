@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from nemorl.config.generation import LOOPBACK
 from nemorl.errors import NemorlError
 
 from .files import FileVenue
@@ -40,7 +41,6 @@ from .plan import plan_files, plan_transfers
 from .process_group import GroupVenue
 from .shared_memory import SocketVenue
 
-LOOPBACK = "127.0.0.1"
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from nemorl.config.generation import LOOPBACK
 from nemorl.models.layout import PolicyRank, hf_tensors
-from nemorl.weights.exchange import LOOPBACK, TransportOptions, WeightExchange
+from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.files import FileSender, complete_versions, version_folder
 from nemorl.weights.messages import CorruptWeights, Part, RefitDeadline, RefitFailed, RefitSession
 from nemorl.weights.process_group import Group, GroupReceiver, GroupSender, GroupVenue
