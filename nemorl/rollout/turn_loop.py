@@ -33,6 +33,7 @@ from nemorl.trajectories import (
 from .recording import TokenSequence
 
 # Ended from outside, while nothing had failed.
+PAST_DEADLINE = "not finished within `algorithm.group_seconds`"  # the error of a trajectory
 _CUT_SHORT = frozenset({StopReason.ABORT, StopReason.DEADLINE})
 
 
@@ -321,7 +322,7 @@ class TurnLoop:
                 raise
             for part in record.parts:
                 part.stop = StopReason.DEADLINE
-            error = "not finished within `algorithm.group_seconds`"
+            error = PAST_DEADLINE
             log.warning("sample %s of task %d: %s", key, task.index, error)
         except (ConversationFailed, TokenizerError) as failure:
             error = str(failure)

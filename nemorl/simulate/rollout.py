@@ -24,7 +24,7 @@ from nemorl.rollout.groups import (
     TrajectorySummary,
     misses_deadline,
 )
-from nemorl.rollout.turn_loop import ConversationFailed, Record, SampleKey
+from nemorl.rollout.turn_loop import PAST_DEADLINE, ConversationFailed, Record, SampleKey
 from nemorl.rollout.worker import GroupRunner
 from nemorl.trajectories import StopReason
 
@@ -159,7 +159,7 @@ class SimulatedRolloutWorker(GroupRunner, SimulatedProcess):
                     if stop is StopReason.LENGTH:
                         break
         except TimeoutError:
-            stop, error = StopReason.DEADLINE, "not finished within algorithm.group_seconds"
+            stop, error = StopReason.DEADLINE, PAST_DEADLINE
         return TrajectorySummary(
             row=0,
             reward=float(random.random() < solved),
