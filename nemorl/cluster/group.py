@@ -401,7 +401,7 @@ class WorkerGroup:
 
     async def _ask_relays(self, method: str, invocation: Invocation, args: tuple[Any, ...] = ()) -> list[Any]:
         """The answers of the relays; those that are lost are not called again."""
-        calls = self._begin_relayed(method, invocation, [args], {}) if self._relays else {}
+        calls = self._begin_relayed(method, invocation, lambda first: args) if self._relays else {}
         waits = (answers({call: relay}, _relayed(invocation)) for call, relay in calls.items())
         found = await asyncio.gather(*waits, return_exceptions=True)
         of_relays = []
@@ -423,7 +423,12 @@ class WorkerGroup:
         ends_group: bool,
     ) -> list[Any]:
         """The answers of some ranks; `of_ranks` has one entry for all where there is only one."""
-        calls = self._begin_relayed("call", invocation, of_ranks, kwargs, returned)
+
+        def of_part(first: int) -> tuple[Any, ...]:
+            own = of_ranks[first : first + FAN_OUT] if len(of_ranks) > 1 else of_ranks
+            return own, kwargs, [place - first for place in returned if first <= place < first + FAN_OUT]
+
+        calls = self._begin_relayed("call", invocation, of_part)
         try:
             parts = await self._answers(calls, _relayed(invocation), ends_group)
         except (WorkerDied, DeadlineExceeded) as error:
@@ -439,13 +444,9 @@ class WorkerGroup:
         return [answer for part in parts for answer in part]
 
     def _begin_relayed(
-        self,
-        method: str,
-        invocation: Invocation,
-        of_ranks: Sequence[tuple[Any, ...]],
-        kwargs: Mapping[str, Any],
-        returned: Sequence[int] = (),
+        self, method: str, invocation: Invocation, of_part: Callable[[int], tuple[Any, ...]]
     ) -> dict[ray.ObjectRef, Worker]:
+        """Call a method of `Relay` for each part of the ranks, with further arguments by its first rank."""
         starts = range(0, len(self.workers), FAN_OUT)
         if self._divided is not self.workers:
             # Relays read them from the object store, since handles of workers are costly to send.
@@ -453,10 +454,8 @@ class WorkerGroup:
             self._divided = self.workers
         outer, calls = _relayed(invocation, method), {}
         for number, (first, part) in enumerate(zip(starts, self._parts, strict=True)):
-            own = of_ranks[first : first + FAN_OUT] if len(of_ranks) > 1 else of_ranks
-            of_part = [place - first for place in returned if first <= place < first + FAN_OUT]
             relay = self._relays[number % len(self._relays)]
-            calls[relay.actor.call.remote(outer, [part], invocation, own, kwargs, of_part)] = relay
+            calls[relay.actor.call.remote(outer, [part], invocation, *of_part(first))] = relay
         return calls
 
     def _bypass(self, relay: Worker, error: ClusterError) -> None:
@@ -595,24 +594,10 @@ class Relay:
         everything = await answers(_begin_calls(workers, invocation, arguments, kwargs), invocation)
         return [everything[place] for place in returned]
 
-    async def ask(
-        self,
-        part: Sequence[ray.ObjectRef],
-        invocation: Invocation,
-        of_ranks: Sequence[Sequence[Any]],
-        kwargs: Mapping[str, Any],
-        returned: Sequence[int],
-    ) -> dict[int, Any]:
-        return await outcomes(await self._workers(*part), invocation, *of_ranks)
+    async def ask(self, part: Sequence[ray.ObjectRef], invocation: Invocation, *args: Any) -> dict[int, Any]:
+        return await outcomes(await self._workers(*part), invocation, args)
 
-    async def silent(
-        self,
-        part: Sequence[ray.ObjectRef],
-        invocation: Invocation,
-        of_ranks: Sequence[Sequence[Any]],
-        kwargs: Mapping[str, Any],
-        returned: Sequence[int],
-    ) -> list[int]:
+    async def silent(self, part: Sequence[ray.ObjectRef], invocation: Invocation) -> list[int]:
         """Ranks that do not respond before the deadline."""
         silent, _ = await silent_and_dead(await self._workers(*part), invocation.deadline_seconds)
         return [worker.rank for worker in silent]
