@@ -5,7 +5,8 @@ earlier reasoning, an agent that rewrites its history, a rewind. Groups, baselin
 samples; models train on sequences.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, pairwise, repeat
@@ -143,19 +144,10 @@ class PolicyGradientUpdate:
         compared = [self._compared(group) for group in groups]
         advantages: list[list[Advantage]] = [[0.0] * len(group.trajectories) for group in compared]
         if self._estimate is not None:
-            by_player: dict[str, list[tuple[int, list[int]]]] = {}  # number of the group, places in it
-            for number, group in enumerate(compared):
-                if any(t.trains for t in group.trajectories):
-                    places: dict[str, list[int]] = {}
-                    for place, t in enumerate(group.trajectories):
-                        if t.error is None:
-                            places.setdefault(t.player, []).append(place)
-                    for player, of_player in places.items():
-                        by_player.setdefault(player, []).append((number, of_player))
-            for counting in by_player.values():
-                estimated = self._estimate([compared[number].only(places) for number, places in counting])
-                for (number, of_player), of_group in zip(counting, estimated, strict=True):
-                    for place, advantage in zip(of_player, of_group, strict=True):
+            for counting in _places_of_players(compared):
+                estimated = self._estimate([compared[n].only(places) for n, places in counting.items()])
+                for (number, places), of_group in zip(counting.items(), estimated, strict=True):
+                    for place, advantage in zip(places, of_group, strict=True):
                         advantages[number][place] = advantage
         of_groups = zip(groups, compared, advantages, strict=True)
         return [_of_samples(group, units, of_units) for group, units, of_units in of_groups]
@@ -214,6 +206,17 @@ class PolicyGradientUpdate:
         size, rest = divmod(len(values), parts)
         starts = [part * size + min(part, rest) for part in range(parts + 1)]
         return [values[start:end] for start, end in pairwise(starts)]
+
+
+def _places_of_players(groups: Sequence[GroupSummary]) -> Iterable[Mapping[int, list[int]]]:
+    """For each player, by number of a group that trains: the places of its samples without an error."""
+    found: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, group in enumerate(groups):
+        if any(t.trains for t in group.trajectories):
+            for place, t in enumerate(group.trajectories):
+                if t.error is None:
+                    found[t.player][number].append(place)
+    return found.values()
 
 
 def _of_samples(
