@@ -135,9 +135,8 @@ class Environment(Protocol):
     """A step-driven environment: one instance serves one trajectory."""
 
     tools: ToolSchemas = ()  # that the policy may call; read after `reset` and shown by the chat template
-    stop_strings: Sequence[
-        str
-    ] = ()  # that end the first turn, as those of a `Step` the next; read after `reset`
+    # Those that end the first turn, as those of a `Step` the next; read after `reset`.
+    stop_strings: Sequence[str] = ()
 
     async def reset(self, task: Task) -> tuple[Message, ...]:
         """The messages that open the conversation; by default the task's own."""

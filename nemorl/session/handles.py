@@ -159,12 +159,13 @@ class ModelHandle:
         name, layout, left = self.group.name, self._config.layout, self.group.num_left
         adapters = self._config.lora is not None
         smaller = with_fewer_copies(self._shape, layout, left, adapters=adapters)
-        if smaller is None or self.group.shares_places:
-            reason = (
-                f"{left} ranks of {name} are left, and no smaller data-parallel size of {layout.name} fits"
-            )
-            if self.group.shares_places:
-                reason = f"{name} shares its places with other processes, and cannot have fewer ranks"
+        reason = ""
+        if self.group.shares_places:
+            reason = f"{name} shares its places with other processes, and cannot have fewer ranks"
+        elif smaller is None:
+            sizes = f"no smaller data-parallel size of {layout.name} fits"
+            reason = f"{left} ranks of {name} are left, and {sizes}"
+        if smaller is None or reason:
             error.add_note(f"cluster.on_lost_node = shrink: {reason}")
             raise error
         sizes = f"{smaller.data_parallel_size} instead of {layout.data_parallel_size}"

@@ -498,9 +498,8 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
             return state.message
         if isinstance(state, ClusterError):
             return str(state)
-        if (
-            state.running + state.waiting > state.queued
-        ):  # some have tokens; a step may outlast several losses
+        # A step may outlast several losses, so that tokens count as work, not only its end.
+        if state.running + state.waiting > state.queued:
             member.attempts = 0
         return hanging(state, self._deadlines.engine_step) or member.reported
 
