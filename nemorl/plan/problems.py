@@ -454,7 +454,8 @@ def address_problems(
     if endpoint is not None:
         yield from _listening_problems("generation.endpoint.host", endpoint.host, endpoint.port)
     for path, one in environments_in(env):
-        yield from _listening_problems(f"{path}.endpoint_host", one.endpoint_host)
+        if one.calls_model is not False:  # others listen nowhere
+            yield from _listening_problems(f"{path}.endpoint_host", one.endpoint_host)
 
 
 def _listening_problems(field: str, host: str, port: int = 0) -> Problems:
