@@ -114,7 +114,11 @@ class FileVenue(Venue):
         try:
             yield session
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            # Under another name no rank that is late can add a file while this one is removed.
+            ended = partial.with_name(f"{partial.stem}.ended{_PARTIAL}")
+            with suppress(OSError):  # it is complete, and has its version's name
+                partial.rename(ended)
+            shutil.rmtree(ended, ignore_errors=True)
 
     def complete(self, session: RefitSession, parts: Sequence[Part], sent: Sequence[SendReport]) -> None:
         """Make what the senders wrote the version, also in place of an older one. Raises `RefitFailed`."""

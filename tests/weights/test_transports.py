@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,14 @@ from torch import Tensor
 from nemorl.config.generation import LOOPBACK
 from nemorl.models.layout import PolicyRank, hf_tensors
 from nemorl.weights.exchange import TransportOptions, WeightExchange
-from nemorl.weights.files import FileSender, complete_versions, version_folder
+from nemorl.weights.files import (
+    FileSender,
+    FileVenue,
+    complete_versions,
+    file_name,
+    partial_folder,
+    version_folder,
+)
 from nemorl.weights.messages import CorruptWeights, Part, RefitDeadline, RefitFailed, RefitSession
 from nemorl.weights.process_group import Group, GroupReceiver, GroupSender, GroupVenue
 from tests.full_disk import files_end_at
@@ -315,6 +324,22 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["v00000001"]
     setup.refit(3)
     setup.assert_holds(3)
+
+
+def test_nothing_is_left_though_a_rank_begins_its_file_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmdir = os.rmdir
+    with FileVenue(tmp_path, 30.0).session(1, 2, 1) as session:  # that does not become complete
+        (partial_folder(session) / file_name(0)).touch()
+
+        def after_late_rank(*given: Any, **options: Any) -> None:
+            with suppress(FileNotFoundError):
+                (partial_folder(session) / file_name(1)).touch()
+            rmdir(*given, **options)
+
+        monkeypatch.setattr(os, "rmdir", after_late_rank)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_version_that_is_not_there_is_said(tmp_path: Path) -> None:
