@@ -8,7 +8,7 @@ export PYTHON TORCH
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-quickstart: .venv/ready-dev  ## Train a tiny model on sums: SFT, then GRPO (under 5 minutes after the installation)
+quickstart: .venv/ready-base  ## Train a tiny model on sums: SFT, then GRPO (under 5 minutes after the installation)
 	@rm -rf runs/quickstart models/arithmetic
 	@printf '\n== 1/3  Create a model of about a million parameters ==\n'
 	@$(BIN)/nemorl models create arithmetic models/arithmetic

@@ -31,12 +31,15 @@ def rollout_metrics(
     """Rewards, lengths, stop reasons and errors of a step in which at least one trajectory succeeded.
 
     Failed trajectories count, with the tokens they sampled, among lengths, stops and errors, not among
-    rewards. `group/zero_variance` is the share of groups whose rewards are all equal, which have no gradient.
+    rewards. `generation/seconds` and `environment/seconds` are those of an average trajectory.
+    `group/zero_variance` is the share of groups whose rewards are all equal, which have no gradient.
     """
     members = [t for group in groups for t in group.trajectories]
     sound = [t for t in members if t.error is None]
     columns = attrgetter("stop", "num_sampled", "num_turns", "environment_failed", "truncated", "num_retries")
     stops, sampled, turns, failed, truncated, retries = zip(*map(columns, members), strict=True)
+    seconds = attrgetter("seconds_generation", "seconds_environment")
+    generation, environment = zip(*map(seconds, members), strict=True)
     rewards = [t.reward for t in sound]
     of_players = (g for group in groups for g in group.by_player)
     equal = [len({t.reward for t in g.trajectories if t.error is None}) < 2 for g in of_players]
@@ -51,6 +54,8 @@ def rollout_metrics(
         "group/zero_variance": fmean(equal),
         "length/mean": fmean(sampled),
         "turns/mean": fmean(turns),
+        "generation/seconds": fmean(generation),
+        "environment/seconds": fmean(environment),
         **{f"stop/{reason}": count / len(members) for reason, count in Counter(stops).items()},
         "errors": float(len(members) - len(sound)),
         "environment/errors": float(sum(failed)),
@@ -252,6 +257,7 @@ def samples_of(step: int, groups: Sequence[GroupSummary], phase: Phase) -> Itera
                 stop=str(t.stop),
                 prompt_tokens=t.num_tokens - t.num_sampled,
                 sampled_tokens=t.num_sampled,
+                seconds_environment=t.seconds_environment,
                 answer=text.answer,
                 error=t.error,
             )

@@ -8,8 +8,8 @@ of the two: the sampling of a step at full batch, and its training while nothing
 measured in the first run. Counted are steps in the middle of a run: before them the first groups are on their
 way, and for the last steps nothing more is sampled.
 
-With `--simulate` each run is compared with what `nemorl simulate --trace` predicts from the run without
-staleness. The lengths and times of that run are all that the prediction has of the others.
+With `--simulate` each run is compared with what `nemorl simulate --trace` predicts from it and from the
+others. The lengths and times of the traced run are all that the prediction has of another.
 """
 
 import argparse
@@ -75,15 +75,15 @@ def folder_of(staleness: int) -> Path:
 
 
 def add_predictions(runs: list[dict[str, Any]], balance: float) -> None:
-    """What the simulator predicts for each run, from the run without staleness."""
+    """What the simulator predicts for each run from each, over what was measured; tokens per second."""
     steps = max(run["steps"] for run in runs)
-    workload = traced_workload(experiment(folder_of(0), 0, steps, balance), folder_of(0))
-    for run in runs:
-        config = experiment(folder_of(run["staleness"]), run["staleness"], steps, balance)
-        prediction = predict(config, workload, seed=0, num_steps=SIMULATED_STEPS)
-        run["predicted_seconds"] = prediction.step_seconds
-        run["predicted_tokens_per_second"] = prediction.generated_per_second
-        run["predicted_over_measured"] = prediction.generated_per_second / run["tokens_per_second"]
+    configs = [experiment(folder_of(run["staleness"]), run["staleness"], steps, balance) for run in runs]
+    for traced, its_config in zip(runs, configs, strict=True):
+        workload = traced_workload(its_config, folder_of(traced["staleness"]))
+        for run, config in zip(runs, configs, strict=True):
+            prediction = predict(config, workload, seed=0, num_steps=SIMULATED_STEPS)
+            ratio = prediction.generated_per_second / run["tokens_per_second"]
+            run[f"predicted_from_{traced['staleness']}"] = ratio
 
 
 def measure(staleness: int, steps: int, balance: float) -> dict[str, Any]:
@@ -118,11 +118,9 @@ def main() -> None:
     parser.add_argument(
         "--balance", type=float, default=1.0, help="seconds of training over those of sampling"
     )
-    parser.add_argument("--simulate", action="store_true", help="predict the runs too, from the first")
+    parser.add_argument("--simulate", action="store_true", help="predict the runs from each other, too")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.simulate and options.staleness[0] != 0:
-        parser.error("--simulate takes its times from the run without staleness: begin with --staleness 0")
     if options.run:
         (staleness,) = options.staleness
         train(experiment(options.run, staleness, options.steps + WARM_UP + staleness, options.balance))
@@ -146,7 +144,7 @@ def main() -> None:
         "over_first": "over the first",
     }
     if options.simulate:
-        shown |= {"predicted_tokens_per_second": "predicted", "predicted_over_measured": "ratio"}
+        shown |= {f"predicted_from_{one}": f"predicted from {one}" for one in options.staleness}
     columns = [
         "staleness",
         "steps",

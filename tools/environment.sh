@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Create or update .venv: tools/environment.sh EXTRA
 #
-# Install nemorl in place with the given extra of pyproject.toml and write the stamp .venv/ready-EXTRA.
+# Install nemorl in place with the given extra of pyproject.toml and write the stamp .venv/ready-EXTRA. With
+# `base` for EXTRA, without any.
 #   PYTHON=/path/to/python   the interpreter to use (3.11 or 3.12)
 #   TORCH='torch==2.14.0'    the torch to install if there is none
 set -euo pipefail
@@ -116,6 +117,10 @@ without_vllm() {
 has_torch || check_disk
 venv_works || make_venv
 has_torch || install_torch
-install "nemorl with its $EXTRA dependencies (about 1 GB)" --editable ".[$EXTRA]"
+if [[ $EXTRA == base ]]; then
+  install "nemorl (about 700 MB)" --editable .
+else
+  install "nemorl with its $EXTRA dependencies (about 1 GB)" --editable ".[$EXTRA]"
+fi
 install_vllm
 touch "$VENV/ready-$EXTRA"

@@ -57,6 +57,7 @@ class Sample:
     stop: str  # the stop reason
     prompt_tokens: int
     sampled_tokens: int
+    seconds_environment: float = 0.0  # that the environment and rewards took
     answer: str | None = None  # the expected one, if the task has it
     error: str | None = None
 
@@ -141,6 +142,8 @@ SHOWN = (
     Shown("validation/players/", "Rewards of players in validation"),
     Shown("source/", "Sources: share of samples, reward, pass rate"),
     Shown("sampling/", "Tasks that sampling by pass rate skipped and replayed"),
+    Shown("generation/seconds", "Seconds of a trajectory"),
+    Shown("environment/seconds", "Seconds of a trajectory"),
     Shown("environment/", "Trajectories whose environment failed, and attempts that were repeated"),
     Shown("tokens/", "Tokens of a step"),
 )

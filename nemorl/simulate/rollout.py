@@ -93,11 +93,12 @@ class SimulatedRolloutWorker(GroupRunner, SimulatedProcess):
         """A sample, again with the same seeds if its environment fails, as `RolloutWorker` does."""
         key = SampleKey(self._seed, assignment.group, sample, assignment.validation, assignment.attempt)
         clock, environment = asyncio.get_running_loop().time, self._environment
-        began, end = clock(), None if self._group_seconds is None else clock() + self._group_seconds
+        end = None if self._group_seconds is None else clock() + self._group_seconds
         while True:
             waits_since = clock()
             async with nullcontext() if self._places is None else self._places:
-                end = None if end is None else end + clock() - waits_since
+                began = clock()
+                end = None if end is None else end + began - waits_since
                 summary = await self._converse(key, record, prompt, solved, end)
             if record.failure is None or record.num_retries == environment.max_retries:
                 break

@@ -82,6 +82,7 @@ class Snapshot:
     seconds: float
     tokens: int
     generated: int
+    sampling: float  # the seconds of a trajectory in engines, added up over steps
     policy: Mapping[str, float]
     refit: float
     engines: Mapping[str, float]
@@ -103,11 +104,13 @@ class Simulation:
     update: SimulatedUpdate
     observer: SimulatedObserver
     generated: int = 0  # tokens in the batches of all steps
+    sampling: float = 0.0  # the mean seconds of a trajectory in engines, added up over steps
     dropped: Counter[str] = field(default_factory=Counter)  # groups by reason, and `tokens`
 
     async def step(self) -> dict[str, float]:
         metrics = await self.algorithm.step(self.schedule.steps_taken + 1)
         self.generated += int(metrics["tokens/generated"])
+        self.sampling += metrics["generation/seconds"]
         for name in (*get_args(DropReason), "given_up", "tokens"):
             self.dropped[name] += int(metrics.get(f"dropped/{name}", 0))
         return metrics
@@ -118,6 +121,7 @@ class Simulation:
             seconds=asyncio.get_running_loop().time(),
             tokens=self.policy.trained_tokens,
             generated=self.generated,
+            sampling=self.sampling,
             policy=dict(self.policy.seconds),
             refit=self.exchange.seconds,
             engines=dict(vars(self.engines.usage)),
@@ -208,6 +212,7 @@ class Prediction:
     shares: Mapping[str, Mapping[str, float]]  # of the time, by group of processes and what it does
     sequences: float  # that an engine decodes together while it decodes
     stages: Mapping[str, float]  # seconds of a step
+    sampling: float  # seconds of a trajectory in engines, waiting included
     ages: Mapping[int, float]  # share of the sampled tokens by the age of their trajectory
     dropped: Mapping[str, float]  # of a step
     lost_engines: int
@@ -256,6 +261,7 @@ def _between(
         generated_per_second=(after.generated - before.generated) / seconds,
         shares={"policy": policy, "generation": generation},
         sequences=engines["sequences"] / max(engines["decoding"], 1e-9),
+        sampling=(after.sampling - before.sampling) / steps,
         stages={name: value / steps for name, value in _less(after.stages, before.stages).items()},
         ages={age: count / ages.total() for age, count in sorted(ages.items())},
         dropped={name: value / steps for name, value in _less(after.dropped, before.dropped).items()},

@@ -1,5 +1,6 @@
 """The workload of a finished run, from its metrics and samples."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,17 +16,21 @@ from nemorl.observe.run_folder import RunPaths
 from .simulation import predict
 from .workload import LogNormal, Observed, Workload, default_workload
 
+logger = logging.getLogger(__name__)
+
 _STEPS = 5  # of a calibrating simulation
-_ROUNDS = 4  # each brings the simulated stages closer to the measured ones
+_ROUNDS = 6  # each brings the simulated seconds of a trajectory closer to the measured ones
 _MAX_VALUES = 1000  # of an observed distribution
+_DROPPED = ("dropped/too_old", "dropped/aborted", "dropped/cut_off", "dropped/deadline")  # long ones first
+_MAX_DROPPED = 0.1  # share of the groups
 
 
 def traced_workload(experiment: Experiment, run_dir: Path) -> Workload:
-    """The workload of the synchronous run in `run_dir`, for an experiment that may differ from it.
+    """The workload of the run in `run_dir`, for an experiment that may differ from it.
 
-    Lengths are those of its samples. Where a stage is the time of many processes together, as generation is,
-    their speed is that with which a simulation of the same run takes the same time. Training is assumed to
-    scale with the number of the policy's processes. Raises UsageError for a run that cannot be read this way.
+    Lengths and delays of the environment are those of its samples. The speed of engines is that with which
+    trajectories take as long in a simulation of the same run. Training is assumed to scale with the number of
+    the policy's processes. Raises UsageError for a run that cannot be read this way.
     """
     paths = RunPaths(run_dir)
     if not paths.config.exists():
@@ -34,27 +39,30 @@ def traced_workload(experiment: Experiment, run_dir: Path) -> Workload:
     config = traced.algorithm
     if not isinstance(config, OnlineBase) or not traced.generation.has_engines:
         raise UsageError(f"--trace {run_dir}: expected a run that samples with engines")
-    if config.max_staleness:
-        problem = f"algorithm.max_staleness is {config.max_staleness}, so its sampling overlapped training"
-        raise UsageError(f"--trace {run_dir}: {problem}; take a run of the same with max_staleness 0")
     steps = [step for step in read_metrics(paths.metrics) if "time/training" in step.values]
-    steps = steps[1:] if len(steps) > 1 else steps  # the first one compiles and warms up
+    # The first one compiles and warms up, and engines are not ahead of training until more have passed.
+    steps = steps[min(1 + config.max_staleness, len(steps) - 1) :] if steps else steps
     samples = [sample for sample in read_samples(paths.samples) if sample.phase == "training"]
     if not steps or not samples:
         raise UsageError(f"--trace {run_dir}: it has no step with samples (logger.samples_per_step)")
+    if not all("generation/seconds" in step.values for step in steps):
+        raise UsageError(f"--trace {run_dir}: it has no generation/seconds; take a run of this version")
+    dropped = sum(_mean(steps, name) for name in _DROPPED)
+    if (share := dropped / (dropped + config.num_prompts_per_step)) > _MAX_DROPPED:
+        problem = f"it dropped {share:.0%} of its groups, among which long answers are more frequent"
+        logger.warning("--trace %s: %s; the predicted lengths are too short", run_dir, problem)
     turns = max(1.0, _mean(steps, "turns/mean"))
-    lengths = _values([max(1.0, s.sampled_tokens / turns) for s in samples])
-    ratio = _mean(steps, "length/mean") / turns / fmean(lengths)  # samples are few, the metric is of all
     stages = {n for step in steps for n in step.values if n.startswith("time/") and n != "time/step"}
     rest = max(0.0, _mean(steps, "time/step") - sum(_mean(steps, name) for name in stages))
     training = _mean(steps, "time/training") / max(1.0, _mean(steps, "tokens/trained"))
-    start = default_workload(traced)
     workload = replace(
-        start,
+        default_workload(traced),
         prompt_tokens=Observed(_values([float(max(1, s.prompt_tokens)) for s in samples])),
-        turn_tokens=Observed(tuple(value * ratio for value in lengths)),
+        turn_tokens=_scaled([s.sampled_tokens for s in samples], _mean(steps, "length/mean") / turns),
         turns=LogNormal(turns),
-        environment=LogNormal(_mean(steps, "time/environment") / turns),
+        environment=_scaled(
+            [s.seconds_environment for s in samples], _mean(steps, "environment/seconds") / turns
+        ),
         training=training,
         update=0.0,  # a part of the seconds of a token
         loading=_mean(steps, "time/loading") + rest,
@@ -66,17 +74,14 @@ def traced_workload(experiment: Experiment, run_dir: Path) -> Workload:
 
 
 def _calibrated(traced: Experiment, workload: Workload, steps: Sequence[StepMetrics]) -> Workload:
-    generation, environment = _mean(steps, "time/generation"), _mean(steps, "time/environment")
+    measured = _mean(steps, "generation/seconds")
     for _ in range(_ROUNDS):
-        simulated = predict(traced, workload, traced.seed, _STEPS).stages
-        slower = generation / max(simulated["generation"], 1e-9)
-        delay = environment / simulated["environment"] if simulated["environment"] > 0 else 0.0
+        slower = measured / max(predict(traced, workload, traced.seed, _STEPS).sampling, 1e-9)
         workload = replace(
             workload,
             decode_base=workload.decode_base * slower,
             decode_each=workload.decode_each * slower,
             prefill=workload.prefill * slower,
-            environment=LogNormal(workload.environment.mean * delay),
         )
     return workload
 
@@ -84,6 +89,13 @@ def _calibrated(traced: Experiment, workload: Workload, steps: Sequence[StepMetr
 def _mean(steps: Sequence[StepMetrics], name: str) -> float:
     """0 for what no step has."""
     return fmean([step.values.get(name, 0.0) for step in steps])
+
+
+def _scaled(values: Sequence[float], mean: float) -> Observed:
+    """The distribution of `values` with another mean: samples are few, and metrics are of all."""
+    ordered = _values(values)
+    scale = mean / fmean(ordered) if any(ordered) else 0.0
+    return Observed(tuple(value * scale for value in ordered))
 
 
 def _values(values: Sequence[float]) -> tuple[float, ...]:

@@ -55,7 +55,8 @@ def write_run(of: Experiment, workload: Workload, folder: Path, num_steps: int =
     def record(_: Simulation, number: int, trajectories: tuple) -> None:
         t = trajectories[0]
         prompt = t.num_tokens - t.num_sampled
-        sample = Sample(number, "training", 0, "", "", t.reward, {}, str(t.stop), prompt, t.num_sampled)
+        stop, seconds = str(t.stop), t.seconds_environment
+        sample = Sample(number, "training", 0, "", "", t.reward, {}, stop, prompt, t.num_sampled, seconds)
         samples.append(asdict(sample))
 
     run_in_virtual_time(main())
@@ -81,6 +82,35 @@ def test_a_trace_predicts_the_run_and_others_of_its_kind(tmp_path: Path) -> None
     assert found.trained_per_second == pytest.approx(expected.trained_per_second, rel=0.1)
 
 
+@pytest.mark.parametrize("training", [2e-4, 2e-5], ids=["training is longer", "sampling is longer"])
+def test_a_run_ahead_of_training_predicts_itself_and_the_run_without_staleness(
+    tmp_path: Path, training: float
+) -> None:
+    """Within 10%, and within 15% what depends on the longest of a step, of which it drops some."""
+    true = replace(TRUE, training=training, turn_tokens=LogNormal(60, sigma=0.4))
+    ahead = experiment(tmp_path, prompts=16, samples=8, replicas=2, max_new_tokens=256, staleness=2)
+    write_run(ahead, true, tmp_path / "run", num_steps=12)
+
+    workload = traced_workload(ahead, tmp_path / "run")
+
+    assert workload.environment.mean == pytest.approx(3.0, rel=0.1)
+    behind = experiment(tmp_path, prompts=16, samples=8, replicas=2, max_new_tokens=256)
+    for run, tolerance in ((ahead, 0.1), (behind, 0.15)):
+        expected, found = (predict(run, w, 1, 20) for w in (true, workload))
+        assert found.step_seconds == pytest.approx(expected.step_seconds, rel=tolerance)
+
+
+def test_a_run_that_dropped_its_long_answers_is_no_good_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead = experiment(tmp_path, prompts=16, samples=8, replicas=2, max_new_tokens=256, staleness=2)
+    write_run(ahead, replace(TRUE, training=2e-5), tmp_path / "run")
+
+    traced_workload(ahead, tmp_path / "run")
+
+    assert "of its groups, among which long answers are more frequent" in caplog.text
+
+
 def test_training_scales_with_the_policy(tmp_path: Path) -> None:
     one = experiment(tmp_path, samples=8)
     write_run(one, TRUE, tmp_path / "run")
@@ -93,9 +123,6 @@ def test_folders_that_say_too_little_are_refused(tmp_path: Path) -> None:
     one = experiment(tmp_path)
     with pytest.raises(UsageError, match=r"expected the folder of a run"):
         traced_workload(one, tmp_path)
-    write_run(experiment(tmp_path, staleness=1), TRUE, tmp_path / "ahead", num_steps=1)
-    with pytest.raises(UsageError, match=r"max_staleness is 1, so its sampling overlapped"):
-        traced_workload(one, tmp_path / "ahead")
     write_run(one, TRUE, tmp_path / "empty", num_steps=0)
     with pytest.raises(UsageError, match=r"no step with samples"):
         traced_workload(one, tmp_path / "empty")
