@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import ObjectLostError
 
 from .activity import Activity, Call, ServiceCalls, collectives, place_of, stacks
-from .errors import ClusterError, NotShared, WorkerFailed
+from .errors import ClusterError, NotShared, ObjectsLost, WorkerFailed
 from .logs import send_output_to
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,8 @@ class Actor:
                 raise
             kind = f"{type(error).__module__}.{type(error).__qualname__}"
             group, rank, log = self._identity.group, self._identity.rank, self._identity.log
-            raise WorkerFailed(group, rank, invocation.stage, kind, str(error), log) from error
+            failure = ObjectsLost if isinstance(error, ObjectLostError) else WorkerFailed
+            raise failure(group, rank, invocation.stage, kind, str(error), log) from error
         finally:
             self._running.remove(running)
             self._finished, self._idle_since = invocation.method, time.monotonic()

@@ -38,6 +38,10 @@ class WorkerFailed(ClusterError):
         return f"{self.group} rank {self.rank} failed in stage '{self.stage}' with {error}"
 
 
+class ObjectsLost(WorkerFailed):
+    """What a worker was to read, such as trajectories, was lost with its node."""
+
+
 @dataclass(eq=False, repr=False)
 class WorkerDied(ClusterError):
     """The process of a worker ended unexpectedly."""

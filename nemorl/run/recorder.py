@@ -46,7 +46,7 @@ class RunRecorder:
         self.measure: Callable[[], Awaitable[dict[str, float]]] | None = None
 
     def _restore(self, start: Progress) -> None:
-        self.done = start.step  # steps whose line is written
+        self.progress, self.done = start, start.step  # of the last step, and the steps whose line is written
         self._skipped = start.skipped_updates
         self._skipping_steps = start.skipping_steps if self._rolls_back else 0
         self.rollbacks = max(self.rollbacks, start.rollbacks)
@@ -125,7 +125,7 @@ class RunRecorder:
             skipping_steps=self._skipping_steps,
             rollbacks=self.rollbacks,
         ).at(place)
-        self._unsaved = progress, line
+        self.progress, self._unsaved = progress, (progress, line)
         self._checkpoints.check()
         if self._skipping_steps and not last:
             return  # a checkpoint would take the place of one to which the run may return

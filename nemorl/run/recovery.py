@@ -1,10 +1,11 @@
-"""Continues a run from a checkpoint: after the loss of processes of a model, and if guards skip its updates.
+"""Continues a run from a checkpoint: after the loss of processes or samples, and if guards skip updates.
 
     step ──lost──▶ restart ─▶ restore ─▶ weights to the engines ─▶ rewind data and records ─▶ step
+         ──samples lost with their node──▶ rewind data to the end of the step before ─▶ step
          ──skipped in a row──▶ restore an earlier one ─▶ weights to the engines ─▶ rewind records ─▶ step
 
-Engines and rollout workers continue meanwhile, with the weights that they have. The second kind keeps its
-place in the data: the same batches would be skipped again.
+Engines and rollout workers continue meanwhile, with the weights that they have. After skipped updates the
+place in the data is kept: the same batches would be skipped again.
 """
 
 import logging
@@ -13,7 +14,7 @@ from dataclasses import replace
 
 from nemorl.algorithms.offline import OfflineAlgorithm
 from nemorl.algorithms.online import OnlineAlgorithm
-from nemorl.cluster.errors import ClusterError, NodeNotReplaced, RestartsExhausted
+from nemorl.cluster.errors import ClusterError, NodeNotReplaced, ObjectsLost, RestartsExhausted
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
 from nemorl.observe.observer import Observer
@@ -46,7 +47,7 @@ class Recovery:
         self._restarts = 0  # since a step was completed for the first time
 
     async def recover(self, number: int, error: NemorlError) -> None:
-        """Return to a checkpoint if `error` of this step comes from a lost process or from skipped updates.
+        """Repeat the step, or return to a checkpoint, if `error` comes from a loss or from skipped updates.
 
         Raises `error`, or a later one, where it does not, or where that is not allowed again.
         """
@@ -63,6 +64,10 @@ class Recovery:
             lost = await self._session.lost_models()
             # Rollout workers cannot exchange the processes of a policy that samples.
             ends = isinstance(error, RestartsExhausted | NodeNotReplaced) or not self._max_restarts
+            if not lost and isinstance(error, ObjectsLost) and self._restarts < self._max_restarts:
+                self._restarts += 1
+                await self._repeat(number, error)
+                return
             if not lost or self._session.policy_samples or ends:
                 raise error
             if self._ends_with_node and self._session.lost_node(lost):
@@ -97,6 +102,14 @@ class Recovery:
         discarded = await self._continue_after(number, saved.progress if saved is not None else Progress())
         seconds = format_seconds(time.monotonic() - began)
         logger.warning("%s restarted in %s, %s", names, seconds, discarded)
+
+    async def _repeat(self, number: int, error: ObjectsLost) -> None:
+        """Samples are read before the first update of a step, so that all weights are those it began with."""
+        logger.warning("samples of step %d were lost with a node and are sampled again: %s", number, error)
+        await self._recorder.settle()
+        before = self._recorder.progress
+        self._algorithm.rewind(before.step, before.place)
+        self._recorder.rewind(before)
 
     async def _roll_back(self, number: int, error: NemorlError) -> None:
         """To a checkpoint from before the weights whose updates are skipped; if there is none, of these."""

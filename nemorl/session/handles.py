@@ -255,11 +255,14 @@ class ModelHandle:
         self._batch = plan_sequences(sequences, self._config, size, data, num_minibatches)
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
         of_ranks = self._tabulated(self._batch.shards(sequences))
-        await self._call(method, shards=of_ranks, stage="loading a batch", resolve=True)
+        # It fails if sequences were lost with their node.
+        await self._call(method, shards=of_ranks, stage="loading a batch", resolve=True, ends_group=False)
 
     async def take_advantages(self, sequences: "Sequence[shards.SequencePlace]") -> None:
         of_ranks = self._tabulated(self.batch.shards(sequences))
-        await self._call("take_advantages", shards=of_ranks, stage="advantages", resolve=True)
+        await self._call(
+            "take_advantages", shards=of_ranks, stage="advantages", resolve=True, ends_group=False
+        )
 
     async def share(self, field: "shards.Field") -> "shards.Column":
         """A field of the loaded batch, for another group that has loaded the same sequences."""

@@ -5,14 +5,14 @@ import json
 import sys
 from pathlib import Path
 
-from nemorl.cluster.errors import NodeNotReplaced
+from nemorl.cluster.errors import NodeNotReplaced, ObjectsLost
 from nemorl.cluster.group import Mesh, WorkerGroup
 from nemorl.cluster.nodes import alive_nodes
 from nemorl.cluster.placement import Placement, WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.run import ClusterConfig
 
-LABELS = {"nemorl.io/part": "train"}
+LABELS, ELSEWHERE = {"nemorl.io/part": "train"}, {"nemorl.io/part": "!train"}
 
 
 async def say(group: WorkerGroup, placement: Placement) -> None:
@@ -45,21 +45,31 @@ async def loss(group: WorkerGroup, seconds: float) -> None:
 
 
 async def main(run_dir: Path) -> None:
-    with ClusterRuntime(
-        ClusterConfig(placement="SPREAD"), [WorkerRequest("policy", 2, labels=LABELS)]
-    ) as ray:
+    requests = [WorkerRequest("policy", 2, labels=LABELS), WorkerRequest("reader", 1, labels=ELSEWHERE)]
+    with ClusterRuntime(ClusterConfig(placement="SPREAD"), requests) as ray:
         placement = await ray.reserve()
-        group = await WorkerGroup.start(
-            "policy",
-            "tests.cluster.targets:Recorder",
-            [{"rank": rank} for rank in range(2)],
-            placement=placement,
-            threads=1,
-            run_dir=run_dir,
-            deadline_seconds=300,
-        )
+
+        async def started(name: str, size: int) -> WorkerGroup:
+            return await WorkerGroup.start(
+                name,
+                "tests.cluster.targets:Recorder",
+                [{"rank": rank} for rank in range(size)],
+                placement=placement,
+                threads=1,
+                run_dir=run_dir,
+                deadline_seconds=300,
+            )
+
+        group, reader = await started("policy", 2), await started("reader", 1)
         await say(group, placement)
+        large, _ = await group.workers[1].call_pair("large_pair", stage="test", seconds=120)
         await loss(group, seconds=2.0)
+        read = {"shards": [[large]], "stage": "reading", "seconds": 120.0, "resolve": True}
+        try:
+            await reader.call("record", ends_group=False, **read)  # type: ignore[arg-type]
+        except ObjectsLost as error:
+            answers = await reader.call("history", stage="test", seconds=120)
+            print(json.dumps({"unread": str(error), "then": answers}), flush=True)  # noqa: T201
         await group.await_places(300)
         await group.replace_all(300)
         await say(group, placement)
@@ -67,7 +77,8 @@ async def main(run_dir: Path) -> None:
         group.shrink(Mesh(data=1))
         await group.replace_all(300)
         await say(group, placement)
-        await group.shutdown()
+        for one in (group, reader):
+            await one.shutdown()
         placement.release()
 
 

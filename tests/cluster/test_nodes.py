@@ -151,6 +151,9 @@ def test_a_group_follows_its_reservation_to_another_node_and_shrinks_to_what_is_
         cluster.remove_node(two, allow_graceful=False)
         problem = "cluster.deadlines.lost_node = 2: no node has room for policy rank 1 of two (1 CPU); add a"
         assert said()["missing"].startswith(problem)
+        unread = said()
+        assert "reader rank 0 failed in stage 'reading' with ray.exceptions.Object" in unread["unread"]
+        assert unread["then"] == [[]]  # it answers, and the call was not made
         three = add("three")
         assert said() == ranks_on("one", "three")
         cluster.remove_node(three, allow_graceful=False)

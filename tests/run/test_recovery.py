@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.cluster.errors import GroupEnded, NodeNotReplaced
+from nemorl.cluster.errors import GroupEnded, NodeNotReplaced, ObjectsLost
 from nemorl.errors import RunError
 from nemorl.observe.timeline import Stages
 from nemorl.rollout.schedule import DataPlace
@@ -28,6 +28,7 @@ class Run:
         self.recorder: Any = SimpleNamespace(
             done=4, done_before_row=3, rollbacks=0, rewind=self.rewind, settle=self.settle
         )
+        self.recorder.progress = Progress(4, position=16)
         self.failures = 0  # of the next restarts
         self.node_is_lost = False
         self.no_node: NodeNotReplaced | None = None
@@ -106,6 +107,18 @@ def test_an_error_without_a_loss_ends_the_run() -> None:
     with pytest.raises(RunError, match="the first error"):
         run.recover(5)
     assert run.events == []
+
+
+def test_samples_that_were_lost_with_a_node_are_sampled_again_and_no_weights_change() -> None:
+    run = Run(max_restarts=2)
+    run.lost = []
+    error = ObjectsLost("policy", 0, "loading a batch", "ray.exceptions.ObjectLostError", "", Path("log"))
+    for _ in range(2):
+        run.recover(5, error)
+    assert run.events == ["data 16 of 4"] * 2
+    assert (run.recorder.done, run.lineage) == (4, UNBROKEN)
+    with pytest.raises(ObjectsLost):
+        run.recover(5, error)
 
 
 def test_a_policy_that_samples_and_a_limit_of_0_end_the_run() -> None:
