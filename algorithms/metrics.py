@@ -31,8 +31,8 @@ def rollout_metrics(
     """Rewards, lengths, stop reasons and errors of a step in which at least one trajectory succeeded.
 
     Failed trajectories count, with the tokens they sampled, among lengths, stops and errors, not among
-    rewards. `generation/seconds` and `environment/seconds` are those of an average trajectory.
-    `group/zero_variance` is the share of groups whose rewards are all equal, which have no gradient.
+    rewards. `trajectory_seconds/*` are means. `group/zero_variance` is the share of groups whose rewards are
+    all equal, which have no gradient.
     """
     members = [t for group in groups for t in group.trajectories]
     sound = [t for t in members if t.error is None]
@@ -54,8 +54,8 @@ def rollout_metrics(
         "group/zero_variance": fmean(equal),
         "length/mean": fmean(sampled),
         "turns/mean": fmean(turns),
-        "generation/seconds": fmean(generation),
-        "environment/seconds": fmean(environment),
+        "trajectory_seconds/generation": fmean(generation),
+        "trajectory_seconds/environment": fmean(environment),
         **{f"stop/{reason}": count / len(members) for reason, count in Counter(stops).items()},
         "errors": float(len(members) - len(sound)),
         "environment/errors": float(sum(failed)),

@@ -35,6 +35,7 @@ LEFT_OUT = (
     "refit/",
     "reward_seconds/",
     "reward_waiting/",
+    "trajectory_seconds/",
     "idle/",
     "critical/",
     "logprob_gap/",
@@ -75,13 +76,18 @@ def compare(earlier: Path, now: Path) -> dict[str, Any]:
         "steps": len(after),
         "metrics": sorted(compared),
         "different": sorted(different),
-        "samples": _same(earlier, now, "samples.jsonl"),
-        "weights": _same(earlier, now, "hf/model.safetensors"),
+        "samples": _same(*(samples_of(run) for run in (earlier, now))),
+        "weights": _same(*((run / "hf/model.safetensors").read_bytes() for run in (earlier, now))),
     }
 
 
-def _same(earlier: Path, now: Path, file: str) -> str:
-    return "equal" if (earlier / file).read_bytes() == (now / file).read_bytes() else "different"
+def samples_of(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds_environment"} for line in lines]
+
+
+def _same(earlier: Any, now: Any) -> str:
+    return "equal" if earlier == now else "different"
 
 
 def main() -> None:

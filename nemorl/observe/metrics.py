@@ -142,8 +142,7 @@ SHOWN = (
     Shown("validation/players/", "Rewards of players in validation"),
     Shown("source/", "Sources: share of samples, reward, pass rate"),
     Shown("sampling/", "Tasks that sampling by pass rate skipped and replayed"),
-    Shown("generation/seconds", "Seconds of a trajectory"),
-    Shown("environment/seconds", "Seconds of a trajectory"),
+    Shown("trajectory_seconds/", "Seconds of a trajectory"),
     Shown("environment/", "Trajectories whose environment failed, and attempts that were repeated"),
     Shown("tokens/", "Tokens of a step"),
 )

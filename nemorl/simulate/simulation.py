@@ -110,7 +110,7 @@ class Simulation:
     async def step(self) -> dict[str, float]:
         metrics = await self.algorithm.step(self.schedule.steps_taken + 1)
         self.generated += int(metrics["tokens/generated"])
-        self.sampling += metrics["generation/seconds"]
+        self.sampling += metrics["trajectory_seconds/generation"]
         for name in (*get_args(DropReason), "given_up", "tokens"):
             self.dropped[name] += int(metrics.get(f"dropped/{name}", 0))
         return metrics

@@ -45,8 +45,10 @@ def traced_workload(experiment: Experiment, run_dir: Path) -> Workload:
     samples = [sample for sample in read_samples(paths.samples) if sample.phase == "training"]
     if not steps or not samples:
         raise UsageError(f"--trace {run_dir}: it has no step with samples (logger.samples_per_step)")
-    if not all("generation/seconds" in step.values for step in steps):
-        raise UsageError(f"--trace {run_dir}: it has no generation/seconds; take a run of this version")
+    if not all("trajectory_seconds/generation" in step.values for step in steps):
+        raise UsageError(
+            f"--trace {run_dir}: it has no trajectory_seconds/generation; take a run of this version"
+        )
     dropped = sum(_mean(steps, name) for name in _DROPPED)
     if (share := dropped / (dropped + config.num_prompts_per_step)) > _MAX_DROPPED:
         problem = f"it dropped {share:.0%} of its groups, among which long answers are more frequent"
@@ -61,7 +63,7 @@ def traced_workload(experiment: Experiment, run_dir: Path) -> Workload:
         turn_tokens=_scaled([s.sampled_tokens for s in samples], _mean(steps, "length/mean") / turns),
         turns=LogNormal(turns),
         environment=_scaled(
-            [s.seconds_environment for s in samples], _mean(steps, "environment/seconds") / turns
+            [s.seconds_environment for s in samples], _mean(steps, "trajectory_seconds/environment") / turns
         ),
         training=training,
         update=0.0,  # a part of the seconds of a token
@@ -74,7 +76,7 @@ def traced_workload(experiment: Experiment, run_dir: Path) -> Workload:
 
 
 def _calibrated(traced: Experiment, workload: Workload, steps: Sequence[StepMetrics]) -> Workload:
-    measured = _mean(steps, "generation/seconds")
+    measured = _mean(steps, "trajectory_seconds/generation")
     for _ in range(_ROUNDS):
         slower = measured / max(predict(traced, workload, traced.seed, _STEPS).sampling, 1e-9)
         workload = replace(

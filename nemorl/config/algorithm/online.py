@@ -152,7 +152,7 @@ class OnlineBase(AlgorithmBase):
         return super().metrics | {
             *("reward/mean", "reward/std", "group/zero_variance", "length/mean", "turns/mean", "errors"),
             *("environment/errors", "environment/retries", "environment/truncated"),
-            *("generation/seconds", "environment/seconds"),
+            *("trajectory_seconds/generation", "trajectory_seconds/environment"),
             *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
             *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "deadline", "error")),
             *("time/generation", "time/environment", "time/loading", "time/logprobs", "time/reference"),
