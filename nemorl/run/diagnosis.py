@@ -191,15 +191,15 @@ def _facts(run_dir: Path, steps: Sequence[StepMetrics]) -> Iterator[str]:
         yield "there is no checkpoint"
     last = steps[-1].values if steps else {}
     for name, text in (
-        ("generation/replicas_lost", "engines were lost {} times so far"),
-        ("generation/restarts_failed", "{} restarts of engines failed"),
-        ("rollout/workers_lost", "rollout workers were lost {} times so far"),
-        ("rollout/restarts_failed", "{} restarts of rollout workers failed"),
-        ("environment/actors_lost", "actors of environments were lost {} times so far"),
-        ("models/restarts", "models were restarted {} times so far"),
-        ("skipped_updates", "{} updates were skipped"),
-        ("guards/rollbacks", "the run returned to an earlier checkpoint {} times"),
-        ("errors", "{} trajectories of the last step failed"),
+        ("generation/replicas_lost", "losses of engines so far: {}"),
+        ("generation/restarts_failed", "restarts of engines that failed: {}"),
+        ("rollout/workers_lost", "losses of rollout workers so far: {}"),
+        ("rollout/restarts_failed", "restarts of rollout workers that failed: {}"),
+        ("environment/actors_lost", "losses of environment actors so far: {}"),
+        ("models/restarts", "restarts of models so far: {}"),
+        ("skipped_updates", "skipped updates: {}"),
+        ("guards/rollbacks", "returns to an earlier checkpoint: {}"),
+        ("errors", "trajectories of the last step that failed: {}"),
     ):
         if last.get(name, 0) > 0:
             yield text.format(f"{last[name]:g}")

@@ -365,9 +365,15 @@ def _trajectory_log(experiment: Experiment, session: Session, done: int) -> Traj
     files.remove_after(done)
     if not (count := experiment.logger.trajectories):
         return None
+    return _begun_log(files, experiment, session, count)
+
+
+def _begun_log(
+    files: RolloutFiles, experiment: Experiment, session: Session, num_samples: int
+) -> TrajectoryLog:
     files.begin(SampledBy.of(experiment))
     fetch = partial(session.fetch, seconds=experiment.cluster.deadlines.logprobs)
-    return TrajectoryLog(files, fetch, count)
+    return TrajectoryLog(files, fetch, num_samples)
 
 
 def _stopped(
@@ -444,7 +450,6 @@ async def _rollout(experiment: Experiment, num_groups: int, paths: RunPaths) -> 
         num_steps=1,
         greedy_baseline=config.greedy_baseline,
     )
-    files.begin(SampledBy.of(experiment))
     async with open_session(experiment, policy=False, sampling=True) as session, session.generating():
         seconds = experiment.cluster.deadlines.generation
         collector = Collector(session.rollout, GroupSchedule(order, plan), seconds)
@@ -453,8 +458,7 @@ async def _rollout(experiment: Experiment, num_groups: int, paths: RunPaths) -> 
             groups = await collector.next_batch()
         finally:
             await collector.close()
-        fetch = partial(session.fetch, seconds=experiment.cluster.deadlines.logprobs)
-        await TrajectoryLog(files, fetch, num_samples).write(0, groups, {})
+        await _begun_log(files, experiment, session, num_samples).write(0, groups, {})
     with closing(JsonLinesWriter(paths.samples)) as writer:
         for sample in samples_of(0, groups, "training"):
             writer.append(asdict(sample))

@@ -38,9 +38,9 @@ def test_a_run_that_makes_steps_is_healthy(folder: RunFolder) -> None:
     assert f"the driver is process {os.getpid()} on {os.uname().nodename}" in found.facts
     lost = [fact for fact in found.facts if "so far" in fact or "restarts of" in fact]
     assert lost == [
-        "engines were lost 2 times so far",
-        "rollout workers were lost 3 times so far",
-        "models were restarted 1 times so far",
+        "losses of engines so far: 2",
+        "losses of rollout workers so far: 3",
+        "restarts of models so far: 1",
     ]
     assert "not finite in the last step: loss/policy" in found.facts
 
