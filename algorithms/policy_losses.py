@@ -363,7 +363,8 @@ class PolicyLoss:
         losses = {"loss/policy": (weights * terms).sum()}
 
         # The terms of other objectives.
-        terms = terms - self.entropy_coefficient * entropy
+        if self.entropy_coefficient:  # else a gradient of zeros would come back
+            terms = terms - self.entropy_coefficient * entropy
         if batch.reference_logprobs is not None:
             reference = batch.reference_logprobs
             metrics["kl/reference"] = objective.kl_divergence(logprobs, reference, self.kl.estimator)

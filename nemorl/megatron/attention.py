@@ -24,7 +24,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from .device import KernelRows, window_size
+from .device import KernelRows, grouped, takes_groups, window_size
 from .packing import Bucket, PackedLayout
 
 Grads = tuple[Tensor, Tensor, Tensor]  # of query, key and value
@@ -63,9 +63,10 @@ class PackedKernel:
     window: int | None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        window, grouped = list(window_size(self.window)), query.shape[1] != key.shape[1]
-        out, lse, _ = torch.ops.torch_attn._varlen_attn(
-            query, key, value, *self.rows, self.window is None, self.scale, window, grouped
+        operator, window = torch.ops.torch_attn._varlen_attn, list(window_size(self.window))
+        options = grouped(query, key, takes_groups(operator))
+        out, lse, _ = operator(
+            query, key, value, *self.rows, self.window is None, self.scale, window, **options
         )
         return out, lse.t()
 

@@ -6,6 +6,7 @@ of `Tensor` are replaced. A global `TorchFunctionMode` would slow every operatio
 """
 
 import importlib
+import inspect
 import os
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ _MODULES_THAT_NAME_CUDA = (
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.utils",
 )
+_GROUPED = "enable_gqa"
 _FACTORIES = ("zeros", "ones", "empty", "tensor")
 
 
@@ -57,6 +59,8 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
         )
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    # cuDNN builds a graph for each shape, which decoding changes all the time.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
@@ -83,9 +87,23 @@ def packed_attention_kernel(name: AttentionName) -> AttentionKernel | None:
             q, k, v, *rows, causal=True, softmax_scale=scale, window_size=window_size(window)
         )
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    takes_groups = _GROUPED in inspect.signature(varlen_attn).parameters
     return lambda q, k, v, rows, scale, window: varlen_attn(
-        *(q, k, v, *rows), scale=scale, window_size=window_size(window), enable_gqa=q.shape[1] != k.shape[1]
+        *(q, k, v, *rows), scale=scale, window_size=window_size(window), **grouped(q, k, takes_groups)
     )
+
+
+def grouped(query: Tensor, key: Tensor, takes_groups: bool) -> dict[str, bool]:
+    """The argument by which torch's variable-length attention allows fewer key than query heads.
+
+    It has it since 2.12; before, its kernel takes them without being asked.
+    """
+    return {_GROUPED: query.shape[1] != key.shape[1]} if takes_groups else {}
+
+
+def takes_groups(operator: Any) -> bool:
+    """True if an operator of torch has the argument of `grouped`."""
+    return any(argument.name == _GROUPED for argument in operator.default._schema.arguments)
 
 
 def window_size(window: int | None) -> tuple[int, int]:

@@ -106,8 +106,6 @@ class _Logprobs(torch.autograd.Function):
         grad_logprobs, grad_entropies = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(ids, dtype=torch.float32)
-        if grad_entropies is not None and not grad_entropies.any():
-            grad_entropies = None  # a loss that reports the entropy but weighs it by zero
         grad_hidden = torch.zeros_like(hidden)
         # In float32, so that it does not show in how many chunks the sum was taken; None when frozen.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None

@@ -1,6 +1,8 @@
 """Packed attention against one sequence at a time; the rotary embedding against complex numbers."""
 
 import cmath
+import importlib
+import inspect
 import itertools
 import types
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from nemorl.megatron.attention import DenseKernel, PackedAttention, rotate
+from nemorl.megatron.device import KernelRows, packed_attention_kernel
 from nemorl.megatron.packing import packed_layout
 from nemorl.models.rope import RotaryTable, inverse_frequencies
 from nemorl.models.shape import Rope
@@ -150,15 +153,16 @@ def test_a_sink_takes_its_share_of_every_query(window):
         torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
 
 
-def test_sinks_go_through_a_variable_length_kernel(monkeypatch):
+@pytest.mark.parametrize("has_groups", [True, False], ids=["newer torch", "torch 2.11"])
+def test_sinks_go_through_a_variable_length_kernel(monkeypatch, has_groups):
     """The kernel of a GPU replaced by dense attention of each sequence, with its order in lse."""
     lengths, options = [3, 8, 8], []
 
     def rows(x, cu):
         return [x[a:b].transpose(0, 1).unsqueeze(0) for a, b in itertools.pairwise(cu.tolist())]
 
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window_size, grouped):
-        options.append((max_q, max_k, causal, window_size, grouped))
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window_size, **groups):
+        options.append((max_q, max_k, causal, window_size, groups))
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
         parts = [
             DenseKernel(None, scale).forward(*x)
@@ -178,6 +182,8 @@ def test_sinks_go_through_a_variable_length_kernel(monkeypatch):
         q, k, v = (torch.cat([part[0].transpose(0, 1) for part in of]) for of in zip(*parts, strict=True))
         return q, *(x.unflatten(1, (KV_HEADS, -1)).sum(2) for x in (k, v))
 
+    arguments = [types.SimpleNamespace(name=name) for name in ("query", "enable_gqa")[: 1 + has_groups]]
+    forward.default = types.SimpleNamespace(_schema=types.SimpleNamespace(arguments=arguments))
     operators = types.SimpleNamespace(_varlen_attn=forward, _varlen_attn_backward=backward)
     monkeypatch.setattr(torch.ops, "torch_attn", operators)
     torch.manual_seed(0)
@@ -195,10 +201,41 @@ def test_sinks_go_through_a_variable_length_kernel(monkeypatch):
 
     expected = one_by_one(q, k, v, lengths, sinks=sinks)
     expected_grads = torch.autograd.grad(expected, (q, k, v, sinks), upstream.double())
-    assert options == [(8, 8, True, [-1, 0], True)]
+    assert options == [(8, 8, True, [-1, 0], {"enable_gqa": True} if has_groups else {})]
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-4)
     for mine, its in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+
+
+def test_the_present_torch_has_the_arguments_of_the_variable_length_kernel():
+    """By its signatures, since the kernel itself requires a GPU."""
+    public = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    inspect.signature(public).bind(*"qkv", "cu", "cu", 1, 1, scale=None, window_size=(-1, 0))
+    operators = torch.ops.torch_attn
+    named = [argument.name for argument in operators._varlen_attn.default._schema.arguments]
+    rows = ["cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert named[:10] == ["query", "key", "value", *rows, "is_causal", "scale", "window_size"]
+    backward = [argument.name for argument in operators._varlen_attn_backward.default._schema.arguments]
+    before = ["grad_out", "query", "key", "value", "out", "lse", *rows, "is_causal", "rng_state"]
+    assert backward == [*before, "scale", "window_size"]
+
+
+@pytest.mark.parametrize("has_groups", [True, False], ids=["newer torch", "torch 2.11"])
+def test_the_variable_length_kernel_is_told_of_groups_where_it_can_be(monkeypatch, has_groups):
+    given = []
+
+    def newer(query, key, value, *rows, scale, window_size, enable_gqa=False):
+        given.append({"enable_gqa": enable_gqa})
+
+    def older(query, key, value, *rows, scale, window_size):
+        given.append({})
+
+    module = types.SimpleNamespace(varlen_attn=newer if has_groups else older)
+    monkeypatch.setattr(importlib, "import_module", lambda name: module)
+    kernel = packed_attention_kernel("torch_varlen")
+    q, k = torch.zeros(3, HEADS, DIM), torch.zeros(3, KV_HEADS, DIM)
+    kernel(q, k, k, KernelRows(None, None, 3, 3), None, None)
+    assert given == [{"enable_gqa": True} if has_groups else {}]
 
 
 def test_layers_with_a_window_may_have_angles_of_their_own():

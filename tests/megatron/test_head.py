@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nemorl.algorithms.policy_losses import PolicyLoss
+from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.megatron import head
 from nemorl.megatron.head import VocabularyShard
+from tests.algorithms.packed import ragged
 
 TOKENS, HIDDEN, VOCABULARY, PADDED = 13, 8, 21, 24
 WHOLE = VocabularyShard(start=0, num_real=VOCABULARY, group=None)
@@ -91,6 +94,31 @@ def test_without_entropy_only_logprobs_have_gradients(chunk_tokens):
     log_p = (exact @ weight[:VOCABULARY].double().t()).log_softmax(-1)
     (grads[0] * log_p.gather(1, labels[:, None]).squeeze(1)).sum().backward()
     torch.testing.assert_close(hidden.grad.double(), exact.grad, atol=2e-5, rtol=1e-5)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts values that the host waits for: each ends what a GPU has queued."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_no_value_is_read_by_the_host_between_the_forward_and_the_backward_pass(coefficient):
+    batch = ragged(0)
+    hidden = torch.randn(batch.num_tokens, HIDDEN, requires_grad=True)
+    weight = torch.randn(PADDED, HIDDEN, requires_grad=True)
+    loss = PolicyLoss(ClipLossConfig(), entropy_coefficient=coefficient)
+    with HostReads() as reads:
+        logprobs, entropies = token_logprobs(
+            *(hidden, weight, batch.tokens, WHOLE), temperature=1.0, chunk_tokens=7, entropy=True
+        )
+        loss(batch, logprobs, entropies).loss.backward()
+    assert hidden.grad.abs().max() > 0
+    assert reads.count == 0
 
 
 def test_no_tokens_give_no_logprobs_and_zero_gradients():

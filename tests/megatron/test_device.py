@@ -1,0 +1,27 @@
+"""How a process of a GPU is set up, without one."""
+
+import pytest
+import torch
+
+from nemorl.megatron.device import select_device
+
+
+def test_attention_on_a_gpu_does_not_build_a_graph_for_each_shape(monkeypatch):
+    made_current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert select_device("cuda", 6) == torch.device("cuda", 2)
+        assert made_current == [torch.device("cuda", 2)]
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_a_process_without_the_gpu_it_was_placed_on_ends_with_the_reason(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="rank 1 was placed on a GPU but this process sees none"):
+        select_device("cuda", 1)
