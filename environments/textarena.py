@@ -171,7 +171,7 @@ class TextArenaEnvironment(EpisodeEnvironment):
         self._config, self._opponent, self._thread = config, opponent, OwnThread()
 
     async def run(self, task: Task, model: Model) -> Episode:
-        """Raises ValueError for a task without a seed."""
+        """Raises ValueError for a task without a seed, and for a game in which the policy had no turn."""
         seed, call = seed_of(task), self._thread.call
         game = await call(Game, self._config, seed)
         players = self._players(task, model, seed)
@@ -179,6 +179,8 @@ class TextArenaEnvironment(EpisodeEnvironment):
         while not over:
             seen = await call(game.observe)
             over = await call(game.step, await players[seen.seat].turn(seen))
+        if not any(isinstance(player, PolicyPlayer) and player.messages for player in players):
+            raise ValueError("the game was over before the policy had a turn: the opponent ended it")
         rewards = {seat: {REWARD: reward} for seat, reward in (await call(game.rewards)).items()}
         if self._config.num_players == 1:
             return Episode(rewards[0])

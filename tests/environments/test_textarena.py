@@ -182,6 +182,15 @@ def test_an_endpoint_plays_the_other_seat() -> None:
     assert asked[0]["model"] == "old"
 
 
+def test_a_game_that_the_opponent_ends_alone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(*_: object) -> str:
+        return "no move"
+
+    monkeypatch.setattr("nemorl.environments.textarena.RandomPlayer.turn", refused)
+    with pytest.raises(ValueError, match="over before the policy had a turn"):
+        asyncio.run(play(config(opponent={"name": "random"}), scripted(), seed=1))
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "problem"),
     [
