@@ -221,7 +221,7 @@ def test_the_present_torch_has_the_arguments_of_the_variable_length_kernel():
 
 
 @pytest.mark.parametrize("has_groups", [True, False], ids=["newer torch", "torch 2.11"])
-def test_the_variable_length_kernel_is_told_of_groups_where_it_can_be(monkeypatch, has_groups):
+def test_the_variable_length_kernel_gets_the_argument_for_groups_where_it_has_it(monkeypatch, has_groups):
     given = []
 
     def newer(query, key, value, *rows, scale, window_size, enable_gqa=False):
