@@ -37,7 +37,7 @@ def opponent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
 
 @pytest.mark.ci
 def test_a_run_plays_against_the_weights_behind_a_server(tmp_path: Path, opponent: dict[str, Any]) -> None:
-    """Whatever an untrained model says beside it, each of its turns is a move of this game."""
+    """Each turn of an untrained model is a move of this game, whatever else it says."""
     create_tiny_model(tmp_path / "newer", CHAT, hidden=32, ffn=64, heads=4, kv_heads=2, seed=2)
     game = {"name": "textarena", "game": "IteratedRockPaperScissors-v0", "options": {"num_rounds": 2}}
     config = write_experiment(
