@@ -29,7 +29,7 @@ def register(commands: Commands) -> None:
     help_text = "predict throughput, idle time and staleness of a run by simulation"
     parser = terminal.add_command(commands, "simulate", _simulate, help_text)
     terminal.add_experiment(parser)
-    trace_help = "take lengths and speeds from this folder of a finished run with max_staleness 0"
+    trace_help = "take lengths and speeds from the folder of a finished run"
     parser.add_argument("--trace", type=Path, metavar="RUN_DIR", help=trace_help)
     gpus_help = "number of devices: those that the policy leaves become engines (generation.replicas)"
     parser.add_argument("--gpus", type=terminal.positive_integer, metavar="N", help=gpus_help)
@@ -39,9 +39,8 @@ def register(commands: Commands) -> None:
     )
     failures_help = "mean hours between failures of a device of the engines (default: none fails)"
     parser.add_argument("--failure-hours", type=terminal.positive_number, metavar="HOURS", help=failures_help)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of lengths, delays and failures (default: 0)"
-    )
+    seed_help = "seed of lengths, delays and failures (default: 0)"
+    parser.add_argument("--seed", type=terminal.natural_number, default=0, help=seed_help)
     parser.add_argument("--json", action="store_true", help="print all values as JSON")
 
 

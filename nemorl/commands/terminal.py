@@ -69,6 +69,12 @@ def positive_integer(text: str) -> int:
     return int(text)
 
 
+def natural_number(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r}: expected an integer of at least 0")
+    return int(text)
+
+
 def positive_number(text: str) -> float:
     try:
         number = float(text)

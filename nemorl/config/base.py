@@ -2,14 +2,23 @@
 
 import difflib
 import inspect
+import json
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 from nemorl.errors import NemorlError, Problem, Problems
@@ -48,6 +57,19 @@ class Config(BaseModel):
     )
     replaced_fields: ClassVar[Mapping[str, str]] = {}  # what to set instead of a field of earlier versions
 
+    @model_validator(mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, section: Any) -> Any:
+        """Pydantic takes true for 1; as text it is refused where a number is expected."""
+        if not isinstance(section, dict):
+            return section
+        return {
+            name: json.dumps(value)
+            if isinstance(value, bool) and name in cls.model_fields and _is_number(cls.model_fields[name])
+            else value
+            for name, value in section.items()
+        }
+
     def problems(self, sections: Mapping[str, object]) -> Problems:
         """Problems of this section and those in it; `sections` are the valid ones of the experiment."""
         members = [member for base in reversed(type(self).__mro__) for member in vars(base).items()]
@@ -63,6 +85,24 @@ class Config(BaseModel):
             if value != type(self).model_fields[name].get_default(call_default_factory=True):
                 shown = value.model_dump(mode="json") if isinstance(value, Config) else value
                 yield Problem(f"{prefix}{name}", shown, reason)
+
+
+def _is_number(field: FieldInfo) -> bool:
+    """True if a field takes a number, and neither true nor text."""
+    taken = set(_types_in(field.annotation))
+    return bool(taken & {int, float}) and not taken & {bool, str, Any}
+
+
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """Of `int | None`: int and NoneType; of a literal: the types of its values."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        yield from map(type, parts)
+    elif parts:
+        for part in parts:
+            yield from _types_in(part)
+    else:
+        yield annotation
 
 
 def counted(number: int, noun: str) -> str:

@@ -33,9 +33,10 @@ from .timeline import Stage, StageListener, Stages, Timeline, Work, format_secon
 
 logger = logging.getLogger(__name__)
 
+GENERATED = "throughput/generated_tokens_per_second"
 RATES = {
     "throughput/tokens_per_second": ("tokens/trained", "time/step"),
-    "throughput/generated_tokens_per_second": ("tokens/generated", "time/generation"),
+    GENERATED: ("tokens/generated", "time/generation"),
 }
 
 
@@ -43,9 +44,18 @@ class Observer:
     """Records and shows one start of a run inside its `with`. Raises `TrackerMissing` and `WriteError`."""
 
     def __init__(
-        self, folder: RunFolder, config: LoggerConfig, *, total_steps: int, stream: TextIO | None = None
+        self,
+        folder: RunFolder,
+        config: LoggerConfig,
+        *,
+        total_steps: int,
+        samples_ahead: bool = False,
+        stream: TextIO | None = None,
     ) -> None:
-        self.folder = folder
+        """With `samples_ahead` the time of the stage `generation` is only what the run waited for samples."""
+        self.folder, self._rates = folder, dict(RATES)
+        if samples_ahead:
+            self._rates[GENERATED] = ("tokens/generated", "time/step")
         paths = folder.paths
         self._trackers = open_trackers(config, folder)
         self._metrics = JsonLinesWriter(paths.metrics)
@@ -77,7 +87,7 @@ class Observer:
         """Record an ended step, before its checkpoint: a resume needs the line. Raises `WriteError`."""
         throughput = {
             name: values[tokens] / values[stage]
-            for name, (tokens, stage) in RATES.items()
+            for name, (tokens, stage) in self._rates.items()
             if tokens in values and values.get(stage, 0) > 0
         }
         metrics = StepMetrics(step, version, {**values, **throughput})

@@ -77,7 +77,7 @@ def diagnose(run_dir: Path) -> Diagnosis:
     start, steps = starts[-1], read_metrics(paths.metrics)
     began = datetime.fromisoformat(start["started"]).timestamp()
     driver, replicas = holder(run_dir), read(ReplicaReport, paths.replicas)
-    workers = list(_workers(paths.logs, replicas))
+    workers = list(_workers(paths.logs, replicas, began))
     stall = newest_report(run_dir)
     report = StallReport.read(stall) if stall is not None and stall.stat().st_mtime >= began else None
     found = Diagnosis(Condition.HEALTHY)
@@ -98,12 +98,12 @@ def diagnose(run_dir: Path) -> Diagnosis:
     return found
 
 
-def _workers(logs: Path, replicas: ReplicaReport | None) -> Iterator[Worker]:
-    """Without the engines that have left."""
+def _workers(logs: Path, replicas: ReplicaReport | None, began: float) -> Iterator[Worker]:
+    """Those of the start that began then, without the engines that have left."""
     engines = (
         {name.replace(" replica ", "-") for name in replicas.replicas} if replicas is not None else set()
     )
-    for log in sorted(logs.glob("*-*.log")):
+    for log in sorted(log for log in logs.glob("*-*.log") if log.stat().st_mtime >= began - 1):
         if engines and re.fullmatch(r"generation-\d+", log.stem) and log.stem not in engines:
             continue
         if (process := process_of(log)) is not None:
@@ -122,12 +122,17 @@ def _of_running(
 ) -> None:
     pid, host = driver
     found.facts.append(f"the driver is process {pid} on {host}")
-    changed = max([began, *(path.stat().st_mtime for path in (paths.metrics,) if path.exists())])
-    silent = time.time() - changed
+    written = paths.metrics.stat().st_mtime if paths.metrics.exists() else 0.0
+    changed = max(began, written)
+    silent, newest = time.time() - changed, steps[-1].step if steps else 0
     usual = (
         median(times) if (times := [s.values["time/step"] for s in steps if "time/step" in s.values]) else 0.0
     )
-    found.facts.append(f"last step {steps[-1].step if steps else 0}, {format_seconds(silent)} ago")
+    if written > began:
+        found.facts.append(f"last step {newest}, {format_seconds(silent)} ago")
+    else:
+        after = f" after step {newest}" if newest else ""
+        found.facts.append(f"started{after} {format_seconds(silent)} ago, and has made no step yet")
     if usual:
         found.facts.append(f"a step takes {format_seconds(usual)} (median)")
     stopped = [w for w in workers if w.state is not None and w.state.is_stopped]

@@ -69,6 +69,17 @@ class StopRequest:
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number, work)
 
+    def ignore(self) -> None:
+        """Ignore the signals from now on, for a run that has ended: its last files are being written."""
+        for number in SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
+
+    @staticmethod
+    def restore() -> None:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside, the work checks `requested` between steps; outside, a signal cancels it."""

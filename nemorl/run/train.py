@@ -118,8 +118,12 @@ def _train_with(
     run_dir, yaml = experiment.run_dir, to_yaml(experiment)
     step = found.step if found else None
     folder = RunFolder.resume(run_dir, yaml, step) if resume else RunFolder.create(run_dir, yaml)
-    with Observer(folder, experiment.logger, total_steps=experiment.algorithm.num_steps) as observer:
-        return run_to_end(_train(experiment, observer, store, keeper, found, stored))
+    steps, ahead = experiment.algorithm.num_steps, experiment.algorithm.allows_staleness
+    try:
+        with Observer(folder, experiment.logger, total_steps=steps, samples_ahead=ahead) as observer:
+            return run_to_end(_train(experiment, observer, store, keeper, found, stored))
+    finally:
+        StopRequest.restore()
 
 
 def _newest(experiment: Experiment, store: CheckpointStore, keeper: Keeper | None) -> Found | None:
@@ -172,6 +176,8 @@ async def _train(
         if stop.signal is None or stop.immediate:
             raise
         raise RunStopped(_stopped(stop, store, keeper)) from None
+    finally:
+        stop.ignore()
 
 
 async def _train_session(

@@ -58,6 +58,7 @@ class Supervised:
     ended_for: str | None = None  # why its process was ended, or a call failed, before a check found it
     end: asyncio.Task[None] | None = None  # of the process
     restart: asyncio.Task[None] | None = None
+    joins: bool = False  # and was never up
 
 
 T = TypeVar("T")
@@ -204,7 +205,7 @@ class Supervisor(ABC, Generic[M]):
                 member.worker = await self.group.restart(rank, self._deadlines.start)
             except Exception as error:  # noqa: BLE001 - Ray's errors as well; each is logged and counted
                 self._set(member, State.LOST)
-                self._num_failed_restarts += 1
+                self._num_failed_restarts += not member.joins
                 if isinstance(error, PlacementFailed):  # it says that there will be no place
                     member.attempts = self._max_restarts
                 left = self._max_restarts - member.attempts
@@ -254,7 +255,6 @@ class Routers(Protocol):
 @dataclass(eq=False)
 class SupervisedReplica(Supervised):
     announced: bool = True  # the routers send requests to it
-    joins: bool = False  # and was never up
     reported: str | None = None  # why a router gave it up
 
     @property

@@ -43,8 +43,11 @@ def traced_workload(experiment: Experiment, run_dir: Path) -> Workload:
     # The first one compiles and warms up, and engines are not ahead of training until more have passed.
     steps = steps[min(1 + config.max_staleness, len(steps) - 1) :] if steps else steps
     samples = [sample for sample in read_samples(paths.samples) if sample.phase == "training"]
-    if not steps or not samples:
-        raise UsageError(f"--trace {run_dir}: it has no step with samples (logger.samples_per_step)")
+    if not steps:
+        raise UsageError(f"--trace {run_dir}: {paths.metrics.name} has no step of training")
+    if not samples:
+        problem = f"{paths.samples.name} has no samples of training (logger.samples_per_step)"
+        raise UsageError(f"--trace {run_dir}: {problem}")
     if not all("trajectory_seconds/generation" in step.values for step in steps):
         raise UsageError(
             f"--trace {run_dir}: it has no trajectory_seconds/generation; take a run of this version"

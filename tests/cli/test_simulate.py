@@ -43,6 +43,7 @@ def test_json_has_all_values_and_a_seed_repeats_them(nemorl: Nemorl, experiment:
         (("generation.backend=megatron",), "the simulator requires engines of the run"),
         (("--trace", "nowhere"), "--trace nowhere: expected the folder of a run"),
         (("--failure-hours", "0"), "'0': expected a number above 0"),
+        (("--seed", "-1"), "'-1': expected an integer of at least 0"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(

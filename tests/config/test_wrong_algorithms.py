@@ -25,6 +25,18 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         False,
         "this field belongs to `group`, `gpg`, `turn`",
     ),
+    "a number that is true": (
+        ["algorithm.max_staleness=true"],
+        "algorithm.max_staleness",
+        "true",
+        "expected an integer",
+    ),
+    "a number or nothing that is true": (
+        ["algorithm.group_seconds=true"],
+        "algorithm.group_seconds",
+        "true",
+        "expected a number",
+    ),
     "groups of one": (
         ["algorithm.name=opo", ALONE],
         "algorithm.num_generations_per_prompt",

@@ -33,6 +33,15 @@ def observe(folder: RunFolder, screen: io.StringIO, steps: range) -> Path:
         return observer.summary([Change("reward/mean", 0.25, 0.75)])
 
 
+def test_the_rate_of_sampling_ahead_is_that_of_the_whole_step(run_dir):
+    folder = RunFolder.create(run_dir, CONFIG)
+    with Observer(
+        folder, LoggerConfig(), total_steps=1, samples_ahead=True, stream=io.StringIO()
+    ) as observer:
+        line = observer.step(1, version=1, values={"tokens/generated": 40.0, "time/step": 8.0})
+    assert line.values["throughput/generated_tokens_per_second"] == 5.0
+
+
 def test_one_run_from_start_to_report(run_dir):
     screen = io.StringIO()
     report = observe(RunFolder.create(run_dir, CONFIG), screen, range(1, 4))

@@ -2,10 +2,12 @@
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from nemorl.cluster.logs import START_OF_LOG
 from nemorl.errors import RunStopped, UsageError
 from nemorl.observe.files import WriteError
 from nemorl.observe.metrics import StepMetrics
@@ -43,6 +45,23 @@ def test_a_run_that_makes_steps_is_healthy(folder: RunFolder) -> None:
         "restarts of models so far: 1",
     ]
     assert "not finite in the last step: loss/policy" in found.facts
+
+
+def test_processes_of_an_earlier_start_are_not_missed(folder: RunFolder) -> None:
+    paths = folder.paths
+    paths.logs.mkdir(exist_ok=True)
+    log = paths.logs / "policy-0.log"
+    start = f"{START_OF_LOG} policy-0 process 999999999 on {os.uname().nodename} "
+    log.write_text(f"{start}\n", encoding="utf-8")
+    gone = [fact for fact in diagnose(paths.root).facts if "is gone" in fact]
+    assert len(gone) == 1
+    started = json.loads(paths.header.read_text(encoding="utf-8"))[-1]["started"]
+    earlier = datetime.fromisoformat(started).timestamp() - 60
+    for file in (log, paths.metrics):
+        os.utime(file, (earlier, earlier))
+    found = diagnose(paths.root)
+    assert not [fact for fact in found.facts if "is gone" in fact]
+    assert [fact for fact in found.facts if fact.startswith("started after step 1 ")]
 
 
 def test_a_run_without_a_step_for_long_hangs(folder: RunFolder) -> None:

@@ -93,6 +93,19 @@ def test_outside_of_steps_the_work_is_cancelled() -> None:
         run(work)
 
 
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_run_that_has_ended_writes_its_last_files_whatever_signal_comes(number: signal.Signals) -> None:
+    async def work(stop: StopRequest) -> None:
+        stop.ignore()
+        send(number)
+
+    stop = run(work)
+    send(number)  # the loop is closed
+    assert not stop.requested
+    StopRequest.restore()
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
 def test_a_second_signal_ends_the_work_immediately() -> None:
     stops: list[StopRequest] = []
 

@@ -609,6 +609,7 @@ def test_an_engine_without_a_place_is_not_tried_again_until_it_is_asked_for_agai
         await pool.scale(2)
         await until(lambda: pool.states["generation replica 1"].cause != "")
         assert "0 GPU are free" in pool.states["generation replica 1"].cause
+        assert (await pool.take_metrics())["generation/restarts_failed"] == 0  # nothing was lost
         assert (group.started, pool.exhausted) == ([1], False)
         await pool.scale(2)
         await until_ready(pool, 1)

@@ -124,8 +124,12 @@ def test_folders_that_say_too_little_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"expected the folder of a run"):
         traced_workload(one, tmp_path)
     write_run(one, TRUE, tmp_path / "empty", num_steps=0)
-    with pytest.raises(UsageError, match=r"no step with samples"):
+    with pytest.raises(UsageError, match=r"metrics.jsonl has no step of training"):
         traced_workload(one, tmp_path / "empty")
+    write_run(one, TRUE, tmp_path / "silent", num_steps=1)
+    RunPaths(tmp_path / "silent").samples.unlink()
+    with pytest.raises(UsageError, match=r"samples.jsonl has no samples of training \(logger.samples_per"):
+        traced_workload(one, tmp_path / "silent")
 
 
 def test_a_trace_without_an_environment_has_none(tmp_path: Path) -> None:
