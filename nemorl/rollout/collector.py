@@ -1,7 +1,7 @@
 """The driver's side of sampling: gives groups to rollout workers and hands them out, step by step."""
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence, Set
 from dataclasses import replace
 from heapq import heapify, heapreplace
@@ -226,24 +226,27 @@ class Collector:
     async def _collect(self) -> None:
         """Follow the groups as they end, also while a step trains.
 
-        Raises RolloutFailed if as many groups have failed in a row as all attempts at those of a step are.
+        Raises RolloutFailed if as many groups have failed in a row as all attempts at those of a step are;
+        and SamplingStalled if ten times as many have missed their deadline.
         """
-        num_failed, limit = 0, MAX_ATTEMPTS * self._schedule.plan.groups_per_step
+        in_a_row, most_failed = Counter[str](), MAX_ATTEMPTS * self._schedule.plan.groups_per_step
+        most_late = 10 * most_failed
         try:
             while True:
                 outcome = await self._dispatcher.next()
                 if isinstance(outcome, Dropped):
                     self._schedule.drop(outcome)
-                    num_failed += outcome.reason == "failed"
-                    if num_failed == limit:
-                        problem = (
-                            f"{num_failed} groups in a row were dropped, since an environment or a reward"
+                    in_a_row[outcome.reason] += 1
+                    if in_a_row["failed"] == most_failed:
+                        why = (
+                            "an environment or a reward failed (on_error: drop_group); see logs/rollout-*.log"
                         )
-                        raise RolloutFailed(
-                            f"{problem} failed (on_error: drop_group); see logs/rollout-*.log"
-                        )
+                        raise RolloutFailed(f"{most_failed} groups in a row were dropped, since {why}")
+                    if in_a_row["deadline"] == most_late:
+                        fix = "raise algorithm.group_seconds, or remove it"
+                        raise SamplingStalled(f"{most_late} groups in a row missed their deadline: {fix}")
                 else:
-                    num_failed = 0
+                    in_a_row.clear()
                     self._schedule.finish(outcome)
                     self._progress_at = asyncio.get_running_loop().time()
                 self._start()

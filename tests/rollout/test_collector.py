@@ -3,7 +3,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from nemorl.rollout.collector import Collector, Dispatcher, RolloutFailed, SamplingStalled, sample_validation
+from nemorl.rollout.collector import (
+    Collector,
+    Dispatcher,
+    RolloutFailed,
+    SamplingStalled,
+    sample_validation,
+)
 from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary, summarize
 from nemorl.rollout.order import TaskOrder
 from nemorl.rollout.schedule import CollectorPlan, DataPlace, GroupSchedule, Refill
@@ -246,7 +252,7 @@ def test_groups_that_are_dropped_without_end_are_a_stall():
     class DroppingWorker(StandInWorker):
         async def run_groups(self, assignments):
             for assignment in assignments:
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.01)
                 yield Dropped(assignment.group, "deadline")
 
     async def main():
@@ -277,6 +283,24 @@ def test_a_stall_names_who_is_waited_for():
         RolloutFailed,
         match=r"no group finished within 0\.05 s.*3 of 4 ready; waiting for worker 1: groups 1$",
     ):
+        asyncio.run(main())
+
+
+def test_a_deadline_that_no_group_can_meet_ends_the_run():
+    class Late(StandInWorker):
+        async def run_groups(self, assignments):
+            async for summary in super().run_groups(assignments):
+                yield Dropped(summary.group, "deadline")
+
+    async def main():
+        sampling = collector([Late()])
+        sampling.advance(0)
+        try:
+            await sampling.next_batch()
+        finally:
+            await sampling.close()
+
+    with pytest.raises(SamplingStalled, match="120 groups in a row missed their deadline: raise algorithm"):
         asyncio.run(main())
 
 
