@@ -117,7 +117,7 @@ def main() -> None:
     }
     seeds = counted(len(arguments.seeds), "seed")
     name = f"staleness_{arguments.name or f'{arguments.config.parent.name}_{arguments.config.stem}'}"
-    plot(curves, f"{arguments.config.stem} by max_staleness, {seeds}", OUT / f"{name}.png")
+    plot(curves, f"{arguments.config.stem} by max_staleness, {seeds}", OUT / f"{name}.png", "reward")
     rows = [row(side, runs, num_tasks) for side in arguments.sides]
     settings = {
         "config": str(arguments.config),

@@ -65,10 +65,13 @@ def _simulate(arguments: Namespace) -> int:
     console = terminal.output()
     console.print(_assumptions(workload, "from the run" if arguments.trace else "defaults"))
     console.print(_table(experiment, prediction))
+    group = prediction.bottleneck
+    shares = {what: share for what, share in prediction.shares[group].items() if what != "idle"}
+    longest = max(shares, key=lambda what: shares[what])
     waits = {"policy": "the engines wait for the policy", "generation": "the policy waits for the engines"}
     hint = "" if arguments.trace else " These are assumptions: give --trace RUN_DIR to take those of a run."
     terminal.notes().print(
-        f"bottleneck: {prediction.bottleneck} ({waits[prediction.bottleneck]}). "
+        f"bottleneck: {group} ({shares[longest]:.0%} {longest}; {waits[group]}). "
         f"{counted(prediction.steps, 'step')} simulated in {seconds:.1f} s.{hint}",
         markup=False,
     )
