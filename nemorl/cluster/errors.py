@@ -59,10 +59,12 @@ class WorkerDied(ClusterError):
         return f"{self.group} rank {self.rank} died in stage" in str(error)
 
     def __str__(self) -> str:
-        lines = "\n".join(f"  | {line}" for line in self.last_lines) or "  | (nothing was logged)"
         where = f" on node {self.node}" if self.node else ""
         problem = f"{self.group} rank {self.rank} died in stage '{self.stage}'{where}: {self.reason}"
-        return f"{problem}\nThe last lines of {self.log}:\n{lines}"
+        if not self.last_lines:
+            return f"{problem} (it logged nothing to {self.log})"
+        lines = "".join(f"\n  | {line}" for line in self.last_lines)
+        return f"{problem}\nThe last lines of {self.log}:{lines}"
 
 
 class NodeLost(WorkerDied):

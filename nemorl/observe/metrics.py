@@ -122,7 +122,7 @@ SHOWN = (
     Shown("critic/guards/", "Updates beyond limits, and returns to a checkpoint"),
     Shown("lr", "Learning rate", "lr", 15),
     # Mean and maximum lie orders of magnitude apart.
-    Shown("logprob_gap/max", "Logprob gap between engine and trainer", "gap", 14, log_scale=True),
+    Shown("logprob_gap/max", "Logprob gap between engine and trainer", "max gap", 14, log_scale=True),
     Shown("logprob_gap/", "Logprob gap between engine and trainer", log_scale=True),
     Shown("throughput/tokens_per_second", "Throughput, tokens per second", "tokens/s", 9),
     Shown("throughput/", "Throughput, tokens per second"),
