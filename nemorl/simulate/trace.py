@@ -19,7 +19,7 @@ from .workload import LogNormal, Observed, Workload, default_workload
 logger = logging.getLogger(__name__)
 
 _STEPS = 5  # of a calibrating simulation
-_ROUNDS = 6  # each brings the simulated seconds of a trajectory closer to the measured ones
+_ROUNDS = 6  # each brings the simulated seconds of sampling closer to the measured ones
 _MAX_VALUES = 1000  # of an observed distribution
 _DROPPED = ("dropped/too_old", "dropped/aborted", "dropped/cut_off", "dropped/deadline")  # long ones first
 _MAX_DROPPED = 0.1  # share of the groups
@@ -29,7 +29,7 @@ def traced_workload(experiment: Experiment, run_dir: Path) -> Workload:
     """The workload of the run in `run_dir`, for an experiment that may differ from it.
 
     Lengths and delays of the environment are those of its samples. The speed of engines is that with which
-    trajectories take as long in a simulation of the same run. Training is assumed to scale with the number of
+    sampling takes as long in a simulation of the same run. Training is assumed to scale with the number of
     the policy's processes. Raises UsageError for a run that cannot be read this way.
     """
     paths = RunPaths(run_dir)
@@ -79,9 +79,12 @@ def traced_workload(experiment: Experiment, run_dir: Path) -> Workload:
 
 
 def _calibrated(traced: Experiment, workload: Workload, steps: Sequence[StepMetrics]) -> Workload:
-    measured = _mean(steps, "trajectory_seconds/generation")
+    # Without staleness the longest trajectories decide about a step, and ahead of training the average ones.
+    ahead = traced.algorithm.allows_staleness
+    measured = _mean(steps, "trajectory_seconds/generation" if ahead else "time/generation")
     for _ in range(_ROUNDS):
-        slower = measured / max(predict(traced, workload, traced.seed, _STEPS).sampling, 1e-9)
+        simulated = predict(traced, workload, traced.seed, _STEPS)
+        slower = measured / max(simulated.sampling if ahead else simulated.stages["generation"], 1e-9)
         workload = replace(
             workload,
             decode_base=workload.decode_base * slower,

@@ -13,7 +13,7 @@ from tests.simulate.test_trace import write_run
 FILE = Path(__file__).parents[2] / "benchmarks" / "async.py"
 
 
-def test_runs_are_predicted_from_the_one_without_staleness(tmp_path, monkeypatch):
+def test_runs_are_predicted_from_each_other(tmp_path, monkeypatch):
     spec = util.spec_from_file_location("bench_async", FILE)
     assert spec is not None
     assert spec.loader is not None
@@ -38,8 +38,11 @@ def test_runs_are_predicted_from_the_one_without_staleness(tmp_path, monkeypatch
         config = benchmark.experiment(benchmark.folder_of(staleness), staleness, 12, 1.0)
         measured = predict(config, workload, seed=5, num_steps=20).generated_per_second
         runs.append({"staleness": staleness, "steps": 12, "tokens_per_second": measured})
-    write_run(benchmark.experiment(benchmark.folder_of(0), 0, 12, 1.0), workload, tmp_path / "async-0", 12)
+        write_run(config, workload, tmp_path / f"async-{staleness}", 12)
 
     benchmark.add_predictions(runs, balance=1.0)
 
-    assert [run["predicted_over_measured"] for run in runs] == [pytest.approx(1.0, abs=0.1)] * 2
+    ratios = {(run["staleness"], of): run[f"predicted_from_{of}"] for run in runs for of in (0, 4)}
+    # The run ahead says nothing of engines with few sequences, which are slower here than assumed.
+    assert ratios.pop((0, 4)) == pytest.approx(1.0, abs=0.4)
+    assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), abs=0.1)
