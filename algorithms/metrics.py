@@ -36,10 +36,13 @@ def rollout_metrics(
     """
     members = [t for group in groups for t in group.trajectories]
     sound = [t for t in members if t.error is None]
-    columns = attrgetter("stop", "num_sampled", "num_turns", "environment_failed", "truncated", "num_retries")
-    stops, sampled, turns, failed, truncated, retries = zip(*map(columns, members), strict=True)
-    seconds = attrgetter("seconds_generation", "seconds_environment")
-    generation, environment = zip(*map(seconds, members), strict=True)
+    columns = attrgetter(
+        *("stop", "num_sampled", "num_turns", "environment_failed", "truncated", "num_retries"),
+        *("seconds_generation", "seconds_environment"),
+    )
+    stops, sampled, turns, failed, truncated, retries, generation, environment = zip(
+        *map(columns, members), strict=True
+    )
     rewards = [t.reward for t in sound]
     of_players = (g for group in groups for g in group.by_player)
     equal = [len({t.reward for t in g.trajectories if t.error is None}) < 2 for g in of_players]

@@ -144,8 +144,8 @@ def read_times(faults: Sequence[Fault], logs: Path) -> int:
         for _, event in sorted(timeline, key=lambda pair: pair[0]):
             if isinstance(event, Fault):
                 # A server may be back before a call has noticed that it was lost.
-                unnoticed = not event.target.group and (pending is None or pending.detected is None)
-                if (pending is None or unnoticed) and not lost:
+                may_be_back = not event.target.group and pending is not None and pending.detected is None
+                if (pending is None or may_be_back) and not lost:
                     pending = event
             elif event.back:
                 if pending is not None and pending.detected is not None:

@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,8 @@ def compare(earlier: Path, now: Path) -> dict[str, Any]:
         "steps": len(after),
         "metrics": sorted(compared),
         "different": sorted(different),
-        "samples": _same(*(samples_of(run) for run in (earlier, now))),
-        "weights": _same(*((run / "hf/model.safetensors").read_bytes() for run in (earlier, now))),
+        "samples": _same(earlier, now, samples_of),
+        "weights": _same(earlier, now, weights_of),
     }
 
 
@@ -86,8 +87,12 @@ def samples_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k != "seconds_environment"} for line in lines]
 
 
-def _same(earlier: Any, now: Any) -> str:
-    return "equal" if earlier == now else "different"
+def weights_of(run: Path) -> bytes:
+    return (run / "hf/model.safetensors").read_bytes()
+
+
+def _same(earlier: Path, now: Path, content_of: Callable[[Path], Any]) -> str:
+    return "equal" if content_of(earlier) == content_of(now) else "different"
 
 
 def main() -> None:

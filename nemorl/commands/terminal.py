@@ -64,14 +64,16 @@ def field_hint(option: str) -> str:
 
 
 def positive_integer(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
-    return int(text)
+    return _integer(text, least=1)
 
 
 def natural_number(text: str) -> int:
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"{text!r}: expected an integer of at least 0")
+    return _integer(text, least=0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ArgumentTypeError(f"{text!r}: expected an integer of at least {least}")
     return int(text)
 
 

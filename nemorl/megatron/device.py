@@ -87,20 +87,21 @@ def packed_attention_kernel(name: AttentionName) -> AttentionKernel | None:
             q, k, v, *rows, causal=True, softmax_scale=scale, window_size=window_size(window)
         )
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    takes_groups = _GROUPED in inspect.signature(varlen_attn).parameters
+    has_groups = _GROUPED in inspect.signature(varlen_attn).parameters
     return lambda q, k, v, rows, scale, window: varlen_attn(
-        *(q, k, v, *rows), scale=scale, window_size=window_size(window), **grouped(q, k, takes_groups)
+        *(q, k, v, *rows), scale=scale, window_size=window_size(window), **grouped(q, k, has_groups)
     )
 
 
-def grouped(query: Tensor, key: Tensor, takes_groups: bool) -> dict[str, bool]:
+def grouped(query: Tensor, key: Tensor, is_argument: bool) -> dict[str, bool]:
     """The argument by which torch's variable-length attention allows fewer key than query heads.
 
-    It has it since 2.12; before, its kernel takes them without being asked.
+    torch 2.11 has no such argument; its kernel takes them without being asked.
     """
-    return {_GROUPED: query.shape[1] != key.shape[1]} if takes_groups else {}
+    return {_GROUPED: query.shape[1] != key.shape[1]} if is_argument else {}
 
 
+@lru_cache
 def takes_groups(operator: Any) -> bool:
     """True if an operator of torch has the argument of `grouped`."""
     return any(argument.name == _GROUPED for argument in operator.default._schema.arguments)

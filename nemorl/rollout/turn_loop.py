@@ -32,8 +32,8 @@ from nemorl.trajectories import (
 
 from .recording import TokenSequence
 
-# Ended from outside, while nothing had failed.
 PAST_DEADLINE = "not finished within `algorithm.group_seconds`"  # the error of a trajectory
+# Ended from outside, while nothing had failed.
 _CUT_SHORT = frozenset({StopReason.ABORT, StopReason.DEADLINE})
 
 

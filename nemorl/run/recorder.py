@@ -46,7 +46,7 @@ class RunRecorder:
         self.measure: Callable[[], Awaitable[dict[str, float]]] | None = None
 
     def _restore(self, start: Progress) -> None:
-        self.progress, self.done = start, start.step  # of the last step, and the steps whose line is written
+        self.progress = start  # of the last step
         self._skipped = start.skipped_updates
         self._skipping_steps = start.skipping_steps if self._rolls_back else 0
         self.rollbacks = max(self.rollbacks, start.rollbacks)
@@ -65,6 +65,11 @@ class RunRecorder:
         """Numbers of the remaining steps, from 1, until an early stop or a stop request."""
         while not self.finished and not self.stop.requested:
             yield self.done + 1
+
+    @property
+    def done(self) -> int:
+        """Steps that are complete; the line of the last one may wait for its validation."""
+        return self.progress.step
 
     @property
     def done_before_row(self) -> int:
@@ -113,7 +118,6 @@ class RunRecorder:
         line = self._line = asyncio.create_task(self._write_line(number, values, validate=overlaps))
         if last or not overlaps:
             await self.settle()
-        self.done = number
         progress = Progress(
             step=number,
             skipped_updates=self._skipped,

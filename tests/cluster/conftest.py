@@ -17,6 +17,7 @@ from nemorl.cluster.group import Mesh, WorkerGroup
 from nemorl.cluster.placement import Placement, WorkerRequest, reserve
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.run import ClusterConfig
+from tests.cluster.recorders import start_recorders
 
 RESERVED = (WorkerRequest("policy", 4), WorkerRequest("generation", 2), WorkerRequest("fragile", 2))
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
@@ -44,14 +45,12 @@ def placement(runtime: ClusterRuntime) -> Placement:
 def policy(placement: Placement, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
     """Four synchronous ranks: TP2 x DP2."""
     group = asyncio.run(
-        WorkerGroup.start(
+        start_recorders(
             "policy",
-            "tests.cluster.targets:Recorder",
-            [{"rank": rank} for rank in range(4)],
-            placement=placement,
+            4,
+            placement,
+            tmp_path_factory.mktemp("run"),
             threads=3,
-            run_dir=tmp_path_factory.mktemp("run"),
-            deadline_seconds=60,
             mesh=Mesh(same_share=2, data=2),
             environment={"GREETING": "hello"},
         )

@@ -7,22 +7,14 @@ from pathlib import Path
 
 import ray
 
-from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.placement import WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.run import ClusterConfig
+from tests.cluster.recorders import start_recorders
 
 
 async def run(runtime: ClusterRuntime, run_dir: Path, seconds: float) -> None:
-    group = await WorkerGroup.start(
-        "joined",
-        "tests.cluster.targets:Recorder",
-        [{"rank": 0}],
-        placement=await runtime.reserve(),
-        threads=1,
-        run_dir=run_dir,
-        deadline_seconds=60,
-    )
+    group = await start_recorders("joined", 1, await runtime.reserve(), run_dir)
     (pid,) = await group.call("process", stage="testing", seconds=30)
     about = {"worker": pid, "local": runtime.local, "address": ray.get_runtime_context().gcs_address}
     sys.stdout.write(json.dumps(about) + "\n")

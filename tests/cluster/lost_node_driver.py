@@ -11,6 +11,7 @@ from nemorl.cluster.nodes import alive_nodes
 from nemorl.cluster.placement import Placement, WorkerRequest
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.run import ClusterConfig
+from tests.cluster.recorders import start_recorders
 
 LABELS, ELSEWHERE = {"nemorl.io/part": "train"}, {"nemorl.io/part": "!train"}
 
@@ -48,21 +49,10 @@ async def main(run_dir: Path) -> None:
     requests = [WorkerRequest("policy", 2, labels=LABELS), WorkerRequest("reader", 1, labels=ELSEWHERE)]
     with ClusterRuntime(ClusterConfig(placement="SPREAD"), requests) as ray:
         placement = await ray.reserve()
-
-        async def started(name: str, size: int) -> WorkerGroup:
-            return await WorkerGroup.start(
-                name,
-                "tests.cluster.targets:Recorder",
-                [{"rank": rank} for rank in range(size)],
-                placement=placement,
-                threads=1,
-                run_dir=run_dir,
-                deadline_seconds=300,
-            )
-
-        group, reader = await started("policy", 2), await started("reader", 1)
-        await say(group, placement)
+        group = await start_recorders("policy", 2, placement, run_dir, deadline_seconds=300)
+        reader = await start_recorders("reader", 1, placement, run_dir, deadline_seconds=300)
         large, _ = await group.workers[1].call_pair("large_pair", stage="test", seconds=120)
+        await say(group, placement)  # after which the test takes a node
         await loss(group, seconds=2.0)
         read = {"shards": [[large]], "stage": "reading", "seconds": 120.0, "resolve": True}
         try:

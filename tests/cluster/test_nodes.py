@@ -15,6 +15,7 @@ from tests.run.runs import finish, lines, start, timeless, tiny_model, write_exp
 from tests.run.test_reward_runs import reward_model
 
 SHARED = {"include_dashboard": False, "object_store_memory": 100 * 2**20, "num_cpus": 4}
+SECOND = {**SHARED, "node_name": "second", "labels": {"ray.io/gpu-domain": "east"}}
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,18 @@ def two_nodes() -> Cluster:
     # By default Ray takes 15 s to find a loss; a single answer may still take its default, 10 s.
     head["_system_config"] = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(**SHARED, node_name="second", labels={"ray.io/gpu-domain": "east"})
+    cluster.add_node(**SECOND)
     return cluster
 
 
 @pytest.fixture(autouse=True)
 def joined(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that these tests start join the cluster."""
+    """Both nodes are there whatever an earlier test lost, and commands that a test starts join them."""
+    for node in [*cluster.worker_nodes]:
+        if node._ray_params.node_name != SECOND["node_name"]:
+            cluster.remove_node(node, allow_graceful=False)
+    if not cluster.worker_nodes:
+        cluster.add_node(**SECOND)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
 
 
@@ -165,8 +171,8 @@ def test_a_group_follows_its_reservation_to_another_node_and_shrinks_to_what_is_
 
 
 def test_the_state_of_a_lost_node_comes_from_its_buddy(cluster: Cluster, tmp_path: Path) -> None:
-    for node in [*cluster.worker_nodes]:  # unless another test has lost it
-        cluster.remove_node(node, allow_graceful=False)
+    (second,) = cluster.worker_nodes
+    cluster.remove_node(second, allow_graceful=False)
     third = cluster.add_node(**SHARED, node_name="third")
     memory = tmp_path / "memory"
     memory.mkdir()

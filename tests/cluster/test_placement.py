@@ -12,7 +12,6 @@ from ray.util.placement_group import PlacementGroup
 
 from nemorl.cluster import placement
 from nemorl.cluster.errors import NodeNotReplaced, PlacementFailed
-from nemorl.cluster.group import WorkerGroup
 from nemorl.cluster.nodes import Node
 from nemorl.cluster.placement import (
     Placement,
@@ -26,6 +25,7 @@ from nemorl.cluster.placement import (
 from nemorl.cluster.runtime import ClusterRuntime
 from nemorl.config.experiment import Experiment
 from tests.cluster.places import on_one_node
+from tests.cluster.recorders import start_recorders
 
 EXPERIMENT = {
     "run_dir": "runs/x",
@@ -318,17 +318,7 @@ def test_ray_starts_processes_next_to_each_other(runtime: ClusterRuntime, tmp_pa
         reserve(requests, strategy="PACK", deadline_seconds=60, can_grow=False, environment={})
     )
     groups = [
-        asyncio.run(
-            WorkerGroup.start(
-                name,
-                "tests.cluster.targets:Recorder",
-                [{"rank": rank} for rank in range(count)],
-                placement=places,
-                threads=1,
-                run_dir=tmp_path,
-                deadline_seconds=60,
-            )
-        )
+        asyncio.run(start_recorders(name, count, places, tmp_path))
         for name, count in (("policy", 2), ("generation", 1))
     ]
     seen = [asyncio.run(group.call("gpus", stage="testing", seconds=30)) for group in groups]

@@ -23,6 +23,7 @@ from nemorl.cluster.group import Mesh, WorkerGroup
 from nemorl.cluster.logs import process_of
 from nemorl.cluster.placement import Placement, WorkerRequest, reserve
 from nemorl.cluster.runtime import ClusterRuntime
+from tests.cluster.recorders import start_recorders
 
 LIMITS = {"stage": "testing", "seconds": 60.0}
 
@@ -44,18 +45,7 @@ def placement(runtime: ClusterRuntime) -> Iterator[Placement]:
 
 @pytest.fixture
 def group(placement: Placement, tmp_path: Path) -> Iterator[WorkerGroup]:
-    started = asyncio.run(
-        WorkerGroup.start(
-            "policy",
-            "tests.cluster.targets:Recorder",
-            [{"rank": rank} for rank in range(4)],
-            placement=placement,
-            threads=1,
-            run_dir=tmp_path,
-            deadline_seconds=60,
-            mesh=Mesh(same_share=2, data=2),
-        )
-    )
+    started = asyncio.run(start_recorders("policy", 4, placement, tmp_path, mesh=Mesh(same_share=2, data=2)))
     assert len(started._relays) == 2
     yield started
     asyncio.run(started.shutdown())

@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,28 @@ def finish(process: "subprocess.Popen[str]", seconds: float = 300) -> tuple[int,
     """Exit status and everything it said."""
     output, _ = process.communicate(timeout=seconds)
     return process.returncode, output
+
+
+@contextmanager
+def served(model: Path, key_env: str) -> Iterator[dict[str, str]]:
+    """`nemorl serve` over a model: address, name and key, which an environment variable holds meanwhile."""
+    words = [sys.executable, "-m", "nemorl.cli", "serve", model.name, "generation.endpoint={port: 0}"]
+    process = subprocess.Popen(
+        words,
+        cwd=model.parent,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    printed = dict(process.stdout.readline().strip().split(": ") for _ in range(2))
+    os.environ[key_env] = printed["key"]
+    try:
+        yield {"base_url": printed["endpoint"], "model": model.name, "api_key_env": key_env}
+    finally:
+        del os.environ[key_env]
+        process.terminate()
+        process.communicate(timeout=60)
 
 
 def lines(run: Path) -> list[StepMetrics]:

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import pytest
 import yaml
 
 from nemorl.models.create import create_tiny_model
-from tests.run.runs import finish, lines, start, write_experiment
+from tests.run.runs import finish, lines, served, start, write_experiment
 
 ONE = {"layout": {}}  # one policy process
 
@@ -75,24 +73,10 @@ def test_a_run_continues_when_an_engine_dies_and_answers_during_it(
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, model: Path) -> Iterator[dict[str, Any]]:
+def server(model: Path) -> Iterator[dict[str, Any]]:
     """`nemorl serve` over the model: the `generation` section that samples from it."""
-    words = [sys.executable, "-m", "nemorl.cli", "serve", str(model), "generation.endpoint={port: 0}"]
-    process = subprocess.Popen(
-        words, cwd=folder, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert process.stdout is not None
-    told = dict(process.stdout.readline().strip().split(": ") for _ in range(2))
-    os.environ["NEMORL_TEST_KEY"] = told["key"]
-    try:
-        yield {
-            "backend": "openai", "base_url": told["endpoint"], "model": model.name,
-            "api_key_env": "NEMORL_TEST_KEY", "max_new_tokens": 6,
-        }  # fmt: skip
-    finally:
-        del os.environ["NEMORL_TEST_KEY"]
-        process.terminate()
-        process.communicate(timeout=60)
+    with served(model, "NEMORL_TEST_KEY") as address:
+        yield {"backend": "openai", "max_new_tokens": 6, **address}
 
 
 def by_server(folder: Path, model: Path, name: str, server: dict[str, Any], **changes: Any) -> Path:

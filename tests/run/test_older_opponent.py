@@ -1,9 +1,6 @@
 """Self-play against older weights: `nemorl serve` over them has the other seat of a game."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,26 +10,17 @@ import pytest
 from nemorl.models.create import CHAT, create_tiny_model
 from tests.required import require_module
 
-from .runs import finish, lines, start, write_experiment
+from .runs import finish, lines, served, start, write_experiment
 
 require_module("textarena")
 
 
 @pytest.fixture
-def opponent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def opponent(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """The `opponent` of an environment: a server of weights that the policy no longer has."""
     create_tiny_model(tmp_path / "older", CHAT, hidden=32, ffn=64, heads=4, kv_heads=2, seed=1)
-    words = [sys.executable, "-m", "nemorl.cli", "serve", "older", "generation.endpoint={port: 0}"]
-    process = subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert process.stdout is not None
-    told = dict(process.stdout.readline().strip().split(": ") for _ in range(2))
-    monkeypatch.setenv("NEMORL_TEST_KEY", told["key"])
-    server = {"base_url": told["endpoint"], "model": "older", "api_key_env": "NEMORL_TEST_KEY"}
-    yield {"name": "endpoint", "max_tokens": 3, **server}
-    process.terminate()
-    process.communicate(timeout=60)
+    with served(tmp_path / "older", "NEMORL_TEST_KEY") as address:
+        yield {"name": "endpoint", "max_tokens": 3, **address}
 
 
 @pytest.mark.ci

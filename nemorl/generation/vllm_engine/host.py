@@ -41,6 +41,7 @@ REPORT = TypeAdapter(ReceiveReport)
 
 FOLDERS = "nemorl-vllm-"  # how the names of replicas' folders begin, which hold sockets
 _SEGMENTS = "segments"  # the file in such a folder that names shared memory
+_SEGMENT = re.compile(r"psm_\w+|vllm_dist_[^\s/]+")  # of its message queues; of collectives on a CPU
 _GRACE_SECONDS = 5.0  # that a worker's own deadline may come before ours
 _OUTPUT = 2  # file descriptor
 _LINES = 200  # of a start that failed, in which tracebacks of several processes follow each other
@@ -67,9 +68,10 @@ def first_error(lines: tuple[str, ...]) -> str | None:
 
 
 def record_segments(folder: Path, processes: Iterable[int]) -> None:
-    """Write into a replica's folder which shared memory, of vLLM's message queues, its processes have."""
+    """Write into a replica's folder which shared memory of vLLM its processes have."""
     maps = (Path(f"/proc/{process}/maps").read_text(encoding="utf-8") for process in processes)
-    names = sorted({name for text in maps for name in re.findall(r"/dev/shm/(psm_\w+)", text)})
+    mapped = re.compile(f"/dev/shm/({_SEGMENT.pattern})")
+    names = sorted({name for text in maps for name in mapped.findall(text)})
     (folder / _SEGMENTS).write_text("\n".join(names), encoding="utf-8")
 
 
@@ -77,7 +79,7 @@ def remove_folder(folder: Path) -> None:
     """Remove the folder of a replica that has ended, and the shared memory recorded there."""
     with suppress(OSError):
         if folder.stat().st_uid == os.getuid():  # another user's record could name our memory
-            for name in re.findall(r"psm_\w+", (folder / _SEGMENTS).read_text(encoding="utf-8")):
+            for name in _SEGMENT.findall((folder / _SEGMENTS).read_text(encoding="utf-8")):
                 Path("/dev/shm", name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

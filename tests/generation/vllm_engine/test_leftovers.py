@@ -8,9 +8,10 @@ from pathlib import Path
 from nemorl.cluster.runtime import remove_abandoned
 from nemorl.generation.vllm_engine.host import FOLDERS, remove_folder
 
-# A process with shared memory as vLLM's message queues have it, which only its creator would remove.
+# A process with shared memory as vLLM's have it, which only its creator would remove: of a message queue, and
+# of a collective on a CPU.
 REPLICA = """
-import os, sys, time
+import mmap, os, sys, time
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from nemorl.cluster.runtime import hold
@@ -18,10 +19,13 @@ from nemorl.generation.vllm_engine.host import record_segments
 
 segment = shared_memory.SharedMemory(create=True, size=4096)
 resource_tracker.unregister(segment._name, "shared_memory")
+with open(f"/dev/shm/vllm_dist_{segment.name}-tp:0-[0-1]-cpushm_0", "w+b") as file:
+    file.truncate(4096)
+    mapped = mmap.mmap(file.fileno(), 4096)
 folder = Path(sys.argv[1])
 lock = hold(folder)
 record_segments(folder, [os.getpid()])
-print(segment.name, flush=True)
+print(segment.name, os.path.basename(file.name), flush=True)
 time.sleep(600)
 """
 
@@ -34,21 +38,22 @@ def test_memory_and_folder_of_a_killed_replica_are_removed_by_the_next_start(tmp
         [sys.executable, "-c", REPLICA, str(folder)], stdout=subprocess.PIPE, text=True
     )
     assert replica.stdout is not None
-    segment = Path("/dev/shm", replica.stdout.readline().strip())
+    segments = [Path("/dev/shm", name) for name in replica.stdout.readline().split()]
     try:
-        assert (folder / "segments").read_text().split() == [segment.name]
+        assert (folder / "segments").read_text().split() == sorted(segment.name for segment in segments)
         remove_abandoned(tmp_path, FOLDERS, remove_folder)
-        assert segment.exists(), "its process lives"
+        assert all(segment.exists() for segment in segments), "its process lives"
         assert folder.exists()
         replica.send_signal(signal.SIGKILL)
         replica.wait()
         remove_abandoned(tmp_path, FOLDERS, remove_folder)
-        assert not segment.exists()
+        assert not any(segment.exists() for segment in segments)
         assert sorted(tmp_path.iterdir()) == [other]
     finally:
         replica.kill()
         replica.wait()
-        segment.unlink(missing_ok=True)
+        for segment in segments:
+            segment.unlink(missing_ok=True)
 
 
 def test_only_message_queues_of_ones_own_are_removed(tmp_path: Path) -> None:
