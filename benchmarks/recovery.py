@@ -1,4 +1,4 @@
-"""How long does a run pause when it loses its driver, its only engine or the server of its rewards?
+"""How long does a run pause when it loses its driver, its only engine, the server of its rewards or a node?
 
     python benchmarks/recovery.py [--rounds 2]
 
@@ -6,25 +6,44 @@ The run of `benchmarks/chaos.py` with one engine, under `nemorl train --supervis
 server in a process of its own. Each gets SIGKILL and SIGSTOP, each after the recovery from the fault before.
 A killed server is started again after 5 s, and a stopped one continues after 12 s; its return is counted from
 then on. The driver has returned with the first step that it completes.
+
+Then the same run with vLLM, whose engine core gets the signals, and one over two nodes, which share this
+machine, with a policy rank on each: one of them is lost, and the rank starts again on the other.
 """
 
 import argparse
+import itertools
+import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 from chaos import MEMORY, ChaosRun, adopt_orphans, create_models, experiment
 from common import OUT, publish, table_of
-from faults import TARGETS, Fault, Target, events_of, newest_process, recovery_times, strike
+from faults import (
+    SIGNALS,
+    TARGETS,
+    Event,
+    Fault,
+    Target,
+    events_of,
+    newest_process,
+    read_times,
+    recovery_times,
+    strike,
+)
+from ray.cluster_utils import Cluster
 from reward_server import RewardServer
 
 from nemorl.commands.terminal import ExitCode
+from nemorl.models.create import create_tiny_model
 from nemorl.observe.metrics import read_metrics
 from nemorl.observe.run_folder import RunPaths
 
@@ -33,7 +52,9 @@ STEPS_BETWEEN = 3
 STALL_SECONDS = 10.0  # after which a stopped driver is killed
 DOWN_SECONDS = {signal.SIGKILL: 5.0, signal.SIGSTOP: 12.0}  # of the reward server
 
-ENGINE, SERVER = TARGETS[0], TARGETS[-1]
+ENGINE, POLICY, SERVER = TARGETS[0], TARGETS[2], TARGETS[-1]
+CORE, NODE = replace(ENGINE, kind="core of vLLM's engine"), replace(POLICY, kind="node of a policy rank")
+NODE_OPTIONS = {"include_dashboard": False, "object_store_memory": 100 * 2**20, "num_cpus": 8}
 DRIVER = Target("driver", "", 1, "The run", "{name} was killed by ", "")
 
 
@@ -95,33 +116,61 @@ def strike_driver(run: ChaosRun, number: signal.Signals) -> Fault:
 
 
 def strike_engine(run: ChaosRun, number: signal.Signals) -> Fault:
-    logs = run.run / "logs"
     fault = Fault(0.0, ENGINE, 0, number)
     strike(fault, newest_process(fault, run.run))
+    return returned(fault, run)
 
-    def event(back: bool) -> float | None:
+
+def strike_core(run: ChaosRun, number: signal.Signals) -> Fault:
+    fault = Fault(0.0, CORE, 0, number)
+    host = psutil.Process(newest_process(fault, run.run))
+    (core,) = (child for child in host.children() if "resource_tracker" not in " ".join(child.cmdline()))
+    strike(fault, core.pid)
+    return returned(fault, run)
+
+
+def strike_node(cluster: Cluster, run: ChaosRun, number: signal.Signals) -> Fault:
+    """Take a node that has a rank, after another has joined."""
+    (lost,) = cluster.worker_nodes
+    cluster.add_node(**NODE_OPTIONS)
+    fault = Fault(0.0, NODE, 0, number, at=time.time())
+    cluster.remove_node(lost, allow_graceful=False)
+    return returned(fault, run)
+
+
+def returned(fault: Fault, run: ChaosRun) -> Fault:
+    """The fault with what the log says of it, as soon as the member is back."""
+
+    def event(back: bool) -> Event | None:
         assert fault.at is not None
-        events = events_of(logs, ENGINE, 0)
-        return next((one.at for one in events if one.back == back and one.at > fault.at), None)
+        events = events_of(run.run / "logs", fault.target, fault.rank)
+        return next((one for one in events if one.back == back and one.at > fault.at), None)
 
-    wait_for(lambda: event(back=True) is not None, "return of the engine")
-    fault.detected, fault.back = event(back=False), event(back=True)
+    wait_for(lambda: event(back=True) is not None, f"return after the loss of the {fault.target.kind}")
+    read_times([fault], run.run / "logs")
     return fault
 
 
-@contextmanager
-def supervised_run(folder: Path, server: RewardServer) -> Iterator[ChaosRun]:
+Strike = Callable[[ChaosRun, signal.Signals], Fault]
+
+
+def faults_of(
+    config: dict[str, Any],
+    folder: Path,
+    strikes: Sequence[Strike],
+    numbers: Sequence[signal.Signals],
+    *words: str,
+) -> list[Fault]:
+    """Faults of one run, each after the recovery from the one before."""
     memory = Path(tempfile.mkdtemp(prefix="nemorl-recovery-", dir=MEMORY))
-    config = experiment(folder, memory, server)
-    config["generation"]["replicas"] = config["cluster"]["rollout_workers"] = 1
-    config["cluster"]["deadlines"]["stall"] = STALL_SECONDS
-    config["rewards"] = [server.reward]
-    del config["env"]
-    run = ChaosRun(folder, config)
-    run.start("--supervise")
+    config["checkpointing"]["memory_dir"] = str(memory)
+    folder.mkdir()
+    run, faults = ChaosRun(folder, {**config, "run_dir": str(folder / "run")}), list[Fault]()
+    run.start(*words)
     try:
-        run.require(STEPS_BETWEEN)
-        yield run
+        for number, strike_one in itertools.product(numbers, strikes):
+            run.require(run.history.read() + STEPS_BETWEEN)
+            faults.append(strike_one(run, number))
         run.driver.terminate()
         run.end(ExitCode.STOPPED)
     finally:
@@ -129,28 +178,70 @@ def supervised_run(folder: Path, server: RewardServer) -> Iterator[ChaosRun]:
             run.driver.terminate()
         run.driver.wait()
         shutil.rmtree(memory)
+    return faults
+
+
+def small(folder: Path, server: RewardServer) -> dict[str, Any]:
+    """An experiment with one engine and one rollout worker, without actors and a reward model."""
+    config = experiment(folder, folder, server)
+    config["generation"]["replicas"] = config["cluster"]["rollout_workers"] = 1
+    config["rewards"] = [server.reward]
+    del config["env"]
+    return config
+
+
+def of_processes(folder: Path, server: RewardServer, rounds: int) -> list[Fault]:
+    config = small(folder, server)
+    config["cluster"]["deadlines"]["stall"] = STALL_SECONDS
+    strikes = (strike_engine, partial(strike_server, server), strike_driver)
+    return faults_of(config, folder / "processes", strikes, SIGNALS * rounds, "--supervise")
+
+
+def of_vllm(folder: Path, server: RewardServer, rounds: int) -> list[Fault]:
+    config = small(folder, server)
+    model = folder / "model_of_vllm"
+    create_tiny_model(model, hidden=64, ffn=64, layers=2, heads=2, kv_heads=2)  # which vLLM runs on a CPU
+    config["policy"]["model_path"] = str(model)
+    config["generation"] = {"backend": "vllm", "threads": 1, "max_new_tokens": 6}
+    config["cluster"]["deadlines"]["engine_step"] = STALL_SECONDS
+    return faults_of(config, folder / "vllm", [strike_core], SIGNALS * rounds)
+
+
+def of_nodes(folder: Path, server: RewardServer, rounds: int) -> list[Fault]:
+    config = small(folder, server)
+    config["rewards"] = [{"function": "exact_match"}]  # the server listens on this machine only
+    config["policy"]["layout"] = {"data_parallel_size": 2}
+    config["cluster"] |= {"num_nodes": 2, "placement": "SPREAD"}
+    cluster = Cluster(initialize_head=True, head_node_args=NODE_OPTIONS)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    try:
+        cluster.add_node(**NODE_OPTIONS)
+        strikes = [partial(strike_node, cluster)]
+        return faults_of(config, folder / "nodes", strikes, [signal.SIGKILL] * rounds)
+    finally:
+        del os.environ["RAY_ADDRESS"]
+        cluster.shutdown()
+
+
+PARTS = {"processes": of_processes, "vllm": of_vllm, "nodes": of_nodes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=2, help="of all faults (default 2)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     options = parser.parse_args()
     folder = OUT / "recovery"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     create_models(folder)
     adopt_orphans()
-    server, faults = RewardServer(), list[Fault]()
+    server = RewardServer()
     try:
-        with supervised_run(folder, server) as run:
-            for _ in range(options.rounds):
-                for number in (signal.SIGKILL, signal.SIGSTOP):
-                    for strike in (strike_engine, partial(strike_server, server), strike_driver):
-                        run.require(run.history.read() + STEPS_BETWEEN)
-                        faults.append(strike(run, number))
+        faults = [fault for part in options.parts for fault in PARTS[part](folder, server, options.rounds)]
     finally:
         server.close()
-    rows = recovery_times(faults, (ENGINE, SERVER, DRIVER))
+    rows = [row for row in recovery_times(faults, (ENGINE, SERVER, DRIVER, CORE, NODE)) if row["faults"]]
     publish("recovery", {"recovery": rows}, table_of("seconds", rows))
 
 

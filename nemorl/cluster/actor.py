@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -124,8 +124,9 @@ class Actor:
             return self._kept[invocation.keep]
 
     @ray.method(num_returns=2)
-    async def call_pair(self, invocation: Invocation, *args: Any) -> tuple[Any, Any]:
-        """Of a method that returns two values, each as an object of its own."""
+    async def call_pair(self, call: tuple[Invocation, Sequence[Any]]) -> tuple[Any, Any]:
+        """Of a method that returns two values, each as an object of its own; `call` has its arguments."""
+        invocation, args = call
         first, second = await self.call(invocation, *args)
         return first, second
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import yaml
 
-from nemorl.config.algorithm import OnlineConfig
+from nemorl.config.algorithm import OnlineBase, OnlineConfig
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig
 from nemorl.config.algorithm.losses import CustomLossConfig
 from nemorl.config.base import counted
@@ -80,7 +80,7 @@ def _check(arguments: Namespace) -> int:
             complain(str(error))
             code = ExitCode.REFUSED
             continue
-        say("\n".join([f"{path}: OK", *describe_unverified(ready)]))
+        say("\n".join([f"{path}: OK", *describe_unverified(ready), *_describe_staleness(ready.experiment)]))
         notes().print(plan_table(ready.plan))
     return code
 
@@ -141,6 +141,19 @@ class Ready:
 def describe_unverified(ready: Ready) -> list[str]:
     later = "will be verified on the target machine"
     return [f"  {p.field} = {p.value}: {later} ({p.fix.partition(';')[0]})" for p in ready.unverified]
+
+
+def _describe_staleness(experiment: Experiment) -> list[str]:
+    """What is allowed, but hardly meant."""
+    algorithm = experiment.algorithm
+    if not isinstance(algorithm, OnlineBase) or not (age := algorithm.max_staleness):
+        return []
+    lines = []
+    if age >= algorithm.num_steps:
+        lines.append(f"its first weights may sample all {algorithm.num_steps} steps; 1 to 8 is usual")
+    if isinstance(algorithm, OnlineConfig) and age > 1 and not algorithm.corrects_age:
+        lines.append("nothing weights samples by their age; set algorithm.correction.name")
+    return [f"  algorithm.max_staleness = {age}: {line} (docs/asynchronous.md)" for line in lines]
 
 
 def prepare(

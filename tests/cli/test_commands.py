@@ -25,6 +25,24 @@ def test_check_looks_at_every_file(nemorl: Nemorl, experiment: Path, tmp_path: P
     assert "policy x 1" in outcome.err
 
 
+def test_check_names_a_staleness_that_is_hardly_meant(nemorl: Nemorl, experiment: Path) -> None:
+    def said(staleness: int, *words: str) -> list[str]:
+        outcome = nemorl("check", experiment, f"algorithm.max_staleness={staleness}", *words)
+        assert outcome.status == 0
+        return outcome.out.splitlines()[1:]
+
+    field, docs = "  algorithm.max_staleness = ", " (docs/asynchronous.md)"
+    unweighted = "nothing weights samples by their age; set algorithm.correction.name"
+    steps = "algorithm.num_steps=9"
+    assert said(0, steps) == said(1, steps) == []
+    assert said(4, steps) == [f"{field}4: {unweighted}{docs}"]
+    assert said(4, steps, "algorithm.correction.name=tis") == []
+    assert said(9, steps) == [
+        f"{field}9: its first weights may sample all 9 steps; 1 to 8 is usual{docs}",
+        f"{field}9: {unweighted}{docs}",
+    ]
+
+
 def test_only_what_has_a_trained_head_is_served_as_a_reward_model(nemorl: Nemorl, experiment: Path) -> None:
     model = experiment.parent / "model"
     outcome = nemorl("serve", "reward", model)
