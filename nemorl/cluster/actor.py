@@ -123,7 +123,7 @@ class Actor:
             self._kept[invocation.keep] = ray.put(answer)
             return self._kept[invocation.keep]
 
-    @ray.method(num_returns=2)
+    @ray.method(num_returns=2, enable_task_events=False)  # which take a good part of a short call's time
     async def call_pair(self, call: tuple[Invocation, Sequence[Any]]) -> tuple[Any, Any]:
         """Of a method that returns two values, each as an object of its own; `call` has its arguments."""
         invocation, args = call
