@@ -90,7 +90,7 @@ class Worker:
         This process owns it. `num_awaited` is for `Arrivals.answer`. Raises like `call`.
         """
         invocation = Invocation(self.prefix + method, stage, seconds)
-        # As one argument: to serialize each by itself takes Ray a good part of a call's time.
+        # As one argument, since Ray serializes each of several separately, a good part of a call's time.
         first, second = self.actor.call_pair.remote((invocation, args))
         try:
             async with asyncio.timeout(seconds):

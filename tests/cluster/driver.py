@@ -24,6 +24,6 @@ async def run(runtime: ClusterRuntime, run_dir: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored if the tests run in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells ignore in the background
     with ClusterRuntime(ClusterConfig(object_store_megabytes=100), [WorkerRequest("joined", 1)]) as started:
         asyncio.run(run(started, Path(sys.argv[1]), float(sys.argv[2])))
