@@ -43,6 +43,7 @@ FOLDERS = "nemorl-vllm-"  # how the names of replicas' folders begin, which hold
 _SEGMENTS = "segments"  # the file in such a folder that names shared memory
 _SEGMENT = re.compile(r"psm_\w+|vllm_dist_[^\s/]+")  # of its message queues; of collectives on a CPU
 _GRACE_SECONDS = 5.0  # that a worker's own deadline may come before ours
+_ABANDON_SECONDS = 20.0  # for an answer after a failed refit; less than its caller waits
 _OUTPUT = 2  # file descriptor
 _LINES = 200  # of a start that failed, in which tracebacks of several processes follow each other
 _ERROR = re.compile(r"(?:\] |^)((?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt|Problem): .+)$")
@@ -108,7 +109,7 @@ class VllmHost(RequestDriver):
         self._update, self._on_update = config.update_on(options.device), config.on_update
         self._layouts: tuple[ReceiverLayout, ...] = ()
         self._pause = AsyncExitStack()  # holds the engine paused while an update in place lasts
-        self._died = asyncio.Event()
+        self._died, self._ended_by = asyncio.Event(), ""
         variables = environment(config, options, self._folder)
         if gpus:  # the processes of the engine see these, in this order
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -149,7 +150,7 @@ class VllmHost(RequestDriver):
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
         """The engine's side of a refit; unless in place it keeps sampling meanwhile. Raises RefitFailed."""
         if self._died.is_set():
-            raise RefitFailed(f"refit to version {session.version}: {self._vllm.failure()}")
+            raise RefitFailed(f"refit to version {session.version}: {self._ended_by}")
         if self._update == "in_place":
             await self._pause.enter_async_context(self._paused_for(session.version))
         answers: list[dict[str, Any]] = []
@@ -166,13 +167,14 @@ class VllmHost(RequestDriver):
             address = str(Path(folder) / "reports")  # each worker says here once what came of its part
             server = await asyncio.start_unix_server(take, address)
             try:
-                await self._vllm.call("nemorl_receive", SESSION.dump_json(session).decode(), address)
+                begin = "nemorl_receive", SESSION.dump_json(session).decode(), address
+                await self._call_or_lose(*begin, seconds=seconds)
                 await first_of(complete, self._died, seconds=seconds)
             finally:
                 server.close()
         if not complete.is_set():
             if self._died.is_set():
-                raise RefitFailed(f"{refit}: {self._vllm.failure()}")
+                raise RefitFailed(f"{refit}: {self._ended_by}")
             missing = sorted(set(range(len(self._layouts))) - {answer["rank"] for answer in answers})
             late = f"{self.name} received nothing from its workers {missing} within {seconds:g} s"
             raise refits.RefitDeadline(f"{refit}: {late}")
@@ -199,11 +201,15 @@ class VllmHost(RequestDriver):
         self.recover()
 
     async def abandon_refit(self) -> None:
-        """Keep the version in use; an engine with corrupt weights stays paused until a refit."""
+        """Keep the version in use; an engine with corrupt weights stays paused until a refit.
+
+        One that does not answer is lost. Raises RefitDeadline.
+        """
         if self._died.is_set():
             return  # nothing is left to resume
-        reasons = [reason for reason in await self._vllm.call("nemorl_abandon") if reason is not None]
-        if reasons:
+        seconds = min(_ABANDON_SECONDS, self._options.commit_seconds)
+        answers = await self._call_or_lose("nemorl_abandon", seconds=seconds)
+        if reasons := [reason for reason in answers if reason is not None]:
             self.corruption = reasons[0]
         else:
             await self._pause.aclose()
@@ -230,7 +236,18 @@ class VllmHost(RequestDriver):
     def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
         return self.paused_for(version, self._on_update, seconds=self._options.commit_seconds)
 
+    async def _call_or_lose(self, method: str, *arguments: Any, seconds: float) -> list[Any]:
+        """Answers of the workers. An engine that gives none in time hangs, though this process does not."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._vllm.call(method, *arguments)
+        except TimeoutError:
+            failure = f"{self.name} hangs: no answer of its workers to {method} within {seconds:g} s"
+            self._lose(failure)
+            raise refits.RefitDeadline(failure) from None
+
     def _lose(self, failure: str) -> None:
+        self._ended_by = failure
         self._died.set()
         self.fail(EngineFailed(failure))
         self._clean_up()

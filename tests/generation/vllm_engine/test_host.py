@@ -31,7 +31,7 @@ from nemorl.session.session import Session
 from nemorl.session.supervisor import ReplicaSupervisor, hanging
 from nemorl.trajectories import StopReason
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.messages import ReceiveReport, RefitFailed, receiver_name
+from nemorl.weights.messages import ReceiveReport, RefitDeadline, RefitFailed, RefitSession, receiver_name
 from nemorl.weights.shared_memory import SocketReceiver
 from tests.generation.examples import Prompts, completions, request
 from tests.weights.ranks import TP2_PP2, EngineSide, PolicySide, Threads, model
@@ -89,6 +89,8 @@ class Engine:
         self.version = version
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
+        if self.broken == "core":
+            await asyncio.Event().wait()
         return [getattr(self, method)(*arguments)]
 
     def nemorl_open(self, update: str, owner: int, lora: str | None) -> str:
@@ -220,6 +222,32 @@ def test_an_engine_that_fails_to_switch_answers_nothing(folder: Path) -> None:
             await sample(host, "after")
         with pytest.raises(EngineFailed, match="did not complete the update to version 2"):
             host.health()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("call", ["receive", "abandon"])
+def test_an_engine_that_does_not_answer_in_a_refit_is_lost(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Its host answers health checks, and without a sequence no step is late."""
+    monkeypatch.setattr(host, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(host, "_ABANDON_SECONDS", 0.2)
+
+    async def main() -> None:
+        hung = await start(folder, 0)
+        engine_of(hung).broken = "core"
+        session = RefitSession(2, "shared_memory", "nowhere", 0.1)
+        work = {"receive": lambda: hung.receive_weights(session), "abandon": hung.abandon_refit}
+        hung.health()
+        problem = rf"hangs: no answer of its workers to nemorl_{call} within 0\.2 s"
+        with pytest.raises(RefitDeadline, match=problem):
+            await work[call]()
+        with pytest.raises(EngineFailed, match=problem):
+            hung.health()
+        await hung.abandon_refit()  # which has nothing to wait for
+        with pytest.raises(RefitFailed, match=problem):
+            await hung.receive_weights(session)
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
