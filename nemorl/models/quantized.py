@@ -34,6 +34,16 @@ from .shape import ModelShape
 _INT8, _INT4, _E4M3, _E2M1 = 127, 7, 448, 6  # largest values that scales map to
 _FP8_BLOCK, _INT4_GROUP, _NVFP4_GROUP = 128, 128, 16  # elements that share a scale along each axis
 _COLUMNS = {"fp8_block": _FP8_BLOCK, "int4": _INT4_GROUP, "nvfp4": _NVFP4_GROUP, "nvfp4_w4a16": _NVFP4_GROUP}
+# Of their values, and of the scales of groups.
+BYTES_PER_WEIGHT: dict[QuantizationFormat, float] = {
+    "int8": 1,
+    "fp8": 1,
+    "fp8_channel": 1,
+    "fp8_block": 1,
+    "int4": 1 / 2 + 4 / _INT4_GROUP,
+    "nvfp4": 1 / 2 + 1 / _NVFP4_GROUP,
+    "nvfp4_w4a16": 1 / 2 + 1 / _NVFP4_GROUP,
+}
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of e2m1, by their code
 _FLOAT4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between two of them
 _FLOAT4_ODD = (0.75, 1.75, 3.5)  # where halfway rounds up, to an even mantissa
@@ -62,9 +72,9 @@ def linear_groups(
     Raises Unquantizable for models with experts or latent attention, for a pattern that matches nothing or a
     part of a fused matrix, and for columns that the format's groups do not divide.
     """
-    for kind, part in (("experts", shape.moe), ("latent attention", shape.mla)):
-        if part is not None:
-            raise Unquantizable(f"models with {kind} are not quantized yet: {shape.family} has {kind}")
+    parts = {"experts": shape.moe, "latent attention": shape.mla, "a scalar head": shape.head == "scalar"}
+    for kind in (kind for kind, part in parts.items() if part):
+        raise Unquantizable(f"models with {kind} are not quantized yet: use a dense language model")
     tensors = hf_tensors(shape)
     modules = [name.removesuffix(".weight") for name in tensors]
     for pattern in ignore:
@@ -223,13 +233,19 @@ class Quantizer:
 
     def __init__(
         self,
+        shape: ModelShape,
         format: QuantizationFormat,
-        groups: Iterable[LinearGroup],
+        ignore: Sequence[str] = (),
         input_amax: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`input_amax` [] of each quantized weight: for formats that store scales of activations."""
+        """`input_amax` [] of each quantized weight: for formats that store scales of activations.
+
+        Raises Unquantizable, as `linear_groups` and where these are missing.
+        """
+        groups = linear_groups(shape, format, ignore)
         if format in STATIC_INPUTS and input_amax is None:
             raise Unquantizable(f"{format} stores scales of activations, which have to be measured")
+        self.config = quantization_config(shape, format, groups)
         self.format, self._input_amax = format, input_amax
         self._groups = {name: group for group in groups for name in group}
         self._waiting: dict[str, Tensor] = {}
