@@ -463,7 +463,7 @@ class VllmGenerationConfig(GenerationBase):
         return {
             "return_experts": policy.moe.router_replay,
             "lora": policy.lora if self.adapters == "separate" else None,
-            "quantization": policy.quantization,
+            "quantization": policy.engine_quantization,
         }
 
     def router_replay_problems(self, *, gpus: bool) -> Problems:
@@ -511,7 +511,7 @@ class VllmGenerationConfig(GenerationBase):
     @check
     def _weights_are_quantized_once(self, policy: PolicyConfig) -> Problems:
         """With `policy.quantization` workers quantize complete tensors and hand them to vLLM's loader."""
-        if policy.quantization is None:
+        if policy.engine_quantization is None:
             return
         kept = "with policy.quantization engines"
         if self.quantization is not None:

@@ -440,6 +440,17 @@ class PolicyConfig(Config):
     offload: OffloadConfig = OffloadConfig()
     """What leaves the device while generation has it."""
 
+    @property
+    def engine_quantization(self) -> QuantizationConfig | None:
+        """What engines quantize; None where they receive weights in a type that they compute with."""
+        return self.quantization if self.trained_quantization is None else None
+
+    @property
+    def trained_quantization(self) -> QuantizationConfig | None:
+        """What the policy rounds its weights to while it trains."""
+        quantization = self.quantization
+        return quantization if quantization is not None and quantization.train == "fake" else None
+
     @check
     def micro_batch_holds_sequence(self) -> Problems:
         """A sequence is never cut to fit a pass."""

@@ -18,6 +18,7 @@ from tests.plan.conftest import Configure
 
 VLLM = "generation.backend=vllm"
 INT8 = "policy.quantization={format: int8}"
+FAKE = "policy.quantization={format: int8, train: fake}"
 
 
 # Of machines about which nothing is known here.
@@ -135,10 +136,18 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
             "it stores scales of activations, which runs do not measure yet; use nvfp4_w4a16",
         ),
         (
-            ["policy.quantization={format: int8, train: fake}"],
-            "policy.quantization.train",
-            "the policy does not train with rounded weights yet; set it to none",
+            ["policy.quantization={format: nvfp4_w4a16, train: fake}"],
+            "policy.quantization.format",
+            "training rounds to int8, fp8_channel, int4; use one, or set train to none",
         ),
+        (
+            [FAKE, "policy.layout.tensor_parallel_size=2"],
+            "policy.quantization.train",
+            "policy.layout.tensor_parallel_size, 2, divides rows of one scale; set it to 1",
+        ),
+        ([FAKE, "policy.lora={rank: 8, alpha: 16}"], "policy.quantization.train", "remove policy.lora"),
+        ([FAKE, "generation.backend=megatron"], "policy.quantization.train", "use torch or vllm"),
+        ([FAKE, GPUS], "policy.quantization.train", "set policy.kernels to local"),
         (
             ["policy.quantization={format: int8, calibration: {prompts: 8}}"],
             "policy.quantization.calibration",
@@ -147,7 +156,7 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
         (
             [INT8, "generation.backend=torch"],
             "policy.quantization.format",
-            "does not compute with quantized weights; set generation.backend to vllm",
+            "does not compute with quantized weights; set generation.backend to vllm, or train to fake",
         ),
         (
             [INT8, "generation.quantization=fp8", GPUS],

@@ -110,7 +110,7 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
         fix = f"the model has {shape.num_layers} layers, and each stage needs one: take no more"
         yield Problem("generation.pipeline_parallel_size", stages, fix)
 
-    quantization = experiment.policy.quantization
+    quantization = experiment.policy.engine_quantization
     if quantization is not None:
         from nemorl.models.quantized import Unquantizable, linear_groups  # torch, which takes seconds
 
@@ -147,7 +147,7 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     config = experiment.generation
     assert isinstance(config, VllmGenerationConfig)
     ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
-    quantization = experiment.policy.quantization
+    quantization = experiment.policy.engine_quantization
     held = weights if quantization is None else _quantized_bytes(quantization, shape, weights)
     share = -(-held // ranks)
     update = config.update_on("cpu" if on_cpu else "cuda", quantizes=quantization is not None)

@@ -72,11 +72,11 @@ def test_vllm_loads_an_exported_folder(dense: Any, tmp_path: Path) -> None:
     folder, network = quantized_folder(dense[0], tmp_path / "int8"), dense[1]
     prompts = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(0))
     command = [sys.executable, "-m", "tests.generation.vllm_engine.prompt_logprobs"]
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     finished = subprocess.run(
         [*command, str(folder), json.dumps(prompts.tolist())],
         env=os.environ | variables | {"GLOO_SOCKET_IFNAME": "lo"},
-        stdout=subprocess.PIPE, text=True, check=True, timeout=300,
+        stdout=subprocess.PIPE, text=True, check=True, timeout=500,
     )  # fmt: skip
     (line,) = (line for line in finished.stdout.splitlines() if line.startswith("LOGPROBS "))
     found = torch.tensor(json.loads(line.removeprefix("LOGPROBS ")))
