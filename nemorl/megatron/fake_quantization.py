@@ -28,6 +28,10 @@ class FakeQuantization:
         self._format = config.format
         self._params = {part.param for part in policy_slices(shape, rank) if part.name in names}
 
+    def described(self) -> dict[str, str]:
+        """For the header of a run."""
+        return {"weights": f"rounded to {self._format} in {len(self._params)} matrices of this rank"}
+
     def attach(self, model: Any, chunk: int) -> None:
         """Have a stage's `chunk`-th run of layers compute with rounded weights."""
         for number, name in map(chunk_of, sorted(self._params)):

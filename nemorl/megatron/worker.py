@@ -129,6 +129,7 @@ class PolicyWorker:
             "layout": self._config.layout.name,
             **({"head": "scalar"} if self._shape.head == "scalar" else {}),
             **(self._adapters.described() if self._adapters else {}),
+            **(self._rounding.described() if self._rounding else {}),
             "threads": str(torch.get_num_threads()),
             "torch": torch.__version__,
             **self._kernels.described(self._installed, self._kind, self._config.optimizer),

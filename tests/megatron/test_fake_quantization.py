@@ -33,6 +33,7 @@ def one_step(folder, config, rendezvous):
     """Logprobs, what the first optimizer step measured, the worker's weights and those for engines."""
     worker = start_worker(0, 1, f"file://{rendezvous}", config)
     try:
+        assert ("int8" in worker.header().get("weights", "")) == (config.quantization is not None)
         batch = ragged_batch(seed=3)
         micro_batches = partition(batch.num_sequences, 3)
         worker.load_batch(batch)
