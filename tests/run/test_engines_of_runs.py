@@ -122,7 +122,7 @@ def test_engines_sample_with_the_rounded_weights_of_the_trainer(folder: Path, mo
     rounding = {"format": "int8", "train": "fake"}
     config = write_experiment(
         folder, model, "rounded", policy=ONE | {"quantization": rounding}, data={"validation": None},
-        algorithm={"num_steps": 3, "validation": {}}, checkpointing={"enabled": False},
+        algorithm={"num_steps": 3, "validation": {}}, checkpointing={"period": 100},
     )  # fmt: skip
     status, output = finish(start("train", config))
     assert status == 0, output
