@@ -7,21 +7,23 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nemorl.config.quantization import QuantizationConfig
+from nemorl.config.quantization import QuantizationConfig, QuantizationFormat
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import HfFolderWriter
 from nemorl.models.layout import hf_tensors
-from nemorl.models.quantized import Quantizer
+from nemorl.models.quantized import Quantizer, dequantize, linear_groups, quantization_config, quantize
 from nemorl.models.registry import load_shape
 from tests.generation.vllm_engine.exchange import checkpoint, exchange_of
 from tests.generation.vllm_engine.test_engine import PLAIN, collect, gaps, group
+from tests.required import require_module
 
 pytestmark = pytest.mark.ci  # two engines, each of which takes half a minute to start
 INT8 = QuantizationConfig(format="int8", ignore=("model.layers.0.mlp.down_proj",))
@@ -67,19 +69,24 @@ def quantized_folder(source: Path, out: Path) -> Path:
     return out
 
 
+def printed_by(program: str, *arguments: str) -> Any:
+    """The JSON in the line of a program of this folder that begins with a word in capitals."""
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    finished = subprocess.run(
+        [sys.executable, "-m", f"tests.generation.vllm_engine.{program}", *arguments],
+        env=os.environ | variables | {"GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE, text=True, check=True, timeout=500,
+    )  # fmt: skip
+    words = ("LOGPROBS ", "READERS ")
+    (line,) = (line for line in finished.stdout.splitlines() if line.startswith(words))
+    return json.loads(line.partition(" ")[2])
+
+
 @torch.no_grad()
 def test_vllm_loads_an_exported_folder(dense: Any, tmp_path: Path) -> None:
     folder, network = quantized_folder(dense[0], tmp_path / "int8"), dense[1]
     prompts = torch.randint(0, 97, (4, 24), generator=torch.Generator().manual_seed(0))
-    command = [sys.executable, "-m", "tests.generation.vllm_engine.prompt_logprobs"]
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    finished = subprocess.run(
-        [*command, str(folder), json.dumps(prompts.tolist())],
-        env=os.environ | variables | {"GLOO_SOCKET_IFNAME": "lo"},
-        stdout=subprocess.PIPE, text=True, check=True, timeout=500,
-    )  # fmt: skip
-    (line,) = (line for line in finished.stdout.splitlines() if line.startswith("LOGPROBS "))
-    found = torch.tensor(json.loads(line.removeprefix("LOGPROBS ")))
+    found = torch.tensor(printed_by("prompt_logprobs", str(folder), json.dumps(prompts.tolist())))
 
     def distances(model: Any) -> Tensor:
         logprobs = model(prompts).logits.log_softmax(-1)[:, :-1]
@@ -87,6 +94,38 @@ def test_vllm_loads_an_exported_folder(dense: Any, tmp_path: Path) -> None:
 
     assert distances(in_int8(network)).mean() < 1e-3
     assert 0.01 < distances(network).mean() < 0.1  # what int8 costs this model of random weights
+
+
+def test_readers_of_vllm_expect_the_tensors_of_each_format(dense: Any) -> None:
+    # Sizes that all formats divide.
+    shape = replace(load_shape(dense[0]), hidden_size=256, ffn_hidden_size=512, num_key_value_heads=8)
+    ignore, layers = ("model.layers.1.*",), [name.removesuffix(".weight") for name in hf_tensors(shape)]
+    layers = [name for name in layers if name.endswith("_proj")] + ["lm_head"]
+    configs = {
+        format: quantization_config(shape, format, linear_groups(shape, format, ignore))
+        for format in get_args(QuantizationFormat)
+    }
+    found = printed_by("quantized_readers", json.dumps(configs), json.dumps(layers))
+    weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(4))
+    for format in configs:
+        assert found[format]["ignored"] == [name for name in layers if "layers.1." in name] + ["lm_head"]
+        ours = quantize(format, "x.weight", weight)
+        if "tensors" in found[format]:
+            # A scale of a tensor is read into a place of its own of the fused matrix.
+            theirs = found[format]["tensors"].items()
+            expected = {f"x.{name}": ([] if size == [1] else size, kind) for name, (size, kind) in theirs}
+            assert {
+                name: (list(values.shape), str(values.dtype)) for name, values in ours.items()
+            } == expected
+
+
+def test_int4_is_what_compressed_tensors_unpacks(dense: Any) -> None:
+    unpack = require_module("compressed_tensors.compressors.pack_quantized.helpers").unpack_from_int32
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(5))
+    tensors = quantize("int4", "x.weight", weight)
+    values = unpack(tensors["x.weight_packed"], 4, torch.Size(tensors["x.weight_shape"].tolist()))
+    scaled = values.view(16, 2, 128).float() * tensors["x.weight_scale"][..., None]
+    assert torch.equal(scaled.view(16, 256), dequantize("int4", "x.weight", tensors))
 
 
 @pytest.fixture(scope="module")
