@@ -3,7 +3,9 @@
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
+from nemorl.config.quantization import STATIC_INPUTS, QuantizationFormat
 from nemorl.errors import UsageError
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 
@@ -38,6 +40,7 @@ def register(commands: Commands) -> None:
     like_help = f"HF_DIR is a megatron-core checkpoint (dist_checkpointing) of the model in MODEL. {trust}"
     importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
     export_help = "export the weights of a checkpoint as a Hugging Face folder, with adapters merged in"
+    formats = [format for format in get_args(QuantizationFormat) if format not in STATIC_INPUTS]
     export = add("export", _export, export_help)
     export.set_defaults(form="hf")
     forms = export.add_mutually_exclusive_group()
@@ -46,6 +49,10 @@ def register(commands: Commands) -> None:
         ("megatron", "export a checkpoint of megatron-core (dist_checkpointing) for any parallel layout"),
     ):
         forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=form_help)
+    quantize_help = "quantize linear layers in a format that vLLM reads (docs/quantization.md)"
+    forms.add_argument("--quantize", choices=formats, metavar="FORMAT", help=f"{quantize_help}: %(choices)s")
+    ignore_help = "with --quantize, layers that stay as they are (default: policy.quantization.ignore)"
+    export.add_argument("--ignore", action="append", metavar="PATTERN", help=ignore_help)
     model_help = "trained model to export (default: policy)"
     export.add_argument("--model", default="policy", choices=["policy", "critic"], help=model_help)
     add_path(export, "checkpoint", "CHECKPOINT", "checkpoint folder, RUN_DIR/checkpoints/step_N")
@@ -98,4 +105,13 @@ def _import(arguments: Namespace) -> None:
 def _export(arguments: Namespace) -> None:
     from nemorl.run.checkpoints import export_checkpoint
 
-    export_checkpoint(arguments.checkpoint, arguments.folder, arguments.form, arguments.model)
+    if arguments.ignore and arguments.quantize is None:
+        raise UsageError("--ignore selects layers that --quantize leaves out: add --quantize, or remove it")
+    export_checkpoint(
+        arguments.checkpoint,
+        arguments.folder,
+        arguments.form,
+        arguments.model,
+        quantize=arguments.quantize,
+        ignore=arguments.ignore,
+    )

@@ -446,13 +446,16 @@ class VllmGenerationConfig(GenerationBase):
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, passed as they are where it has them."""
 
-    def update_on(self, device: Literal["cpu", "cuda"]) -> Update:
-        """What `update` resolves to: host memory has room for a second copy, a GPU mostly has none."""
+    def update_on(self, device: Literal["cpu", "cuda"], *, quantizes: bool = False) -> Update:
+        """What `update` resolves to: host memory has room for a second copy, a GPU mostly has none.
+
+        `quantizes`: workers quantize weights, by `policy.quantization`.
+        """
         if self.update != "auto":
             return self.update
         if self.adapters == "separate":
             return "staged"
-        if self.quantization is not None:
+        if self.quantization is not None or quantizes:
             return "reload"
         return "staged" if device == "cpu" else "in_place"
 
@@ -460,6 +463,7 @@ class VllmGenerationConfig(GenerationBase):
         return {
             "return_experts": policy.moe.router_replay,
             "lora": policy.lora if self.adapters == "separate" else None,
+            "quantization": policy.engine_quantization,
         }
 
     def router_replay_problems(self, *, gpus: bool) -> Problems:
@@ -503,6 +507,25 @@ class VllmGenerationConfig(GenerationBase):
         if not merged and self.update not in ("auto", "staged"):
             fix = "with generation.adapters: separate, adapters are loaded as a second copy; remove it"
             yield Problem("update", self.update, fix)
+
+    @check
+    def _weights_are_quantized_once(self, policy: PolicyConfig) -> Problems:
+        """With `policy.quantization` workers quantize complete tensors and hand them to vLLM's loader."""
+        if policy.engine_quantization is None:
+            return
+        kept = "with policy.quantization engines"
+        if self.quantization is not None:
+            fix = f"{kept} quantize weights in its format; remove this"
+            yield Problem("quantization", self.quantization, fix)
+        if self.adapters != "merged":
+            fix = f"{kept} receive complete weights and quantize these; set it to merged"
+            yield Problem("adapters", self.adapters, fix)
+        if self.update not in ("auto", "reload"):
+            fix = f"{kept} load weights by vLLM's loader; set it to reload"
+            yield Problem("update", self.update, fix)
+        for name in sorted({"hf_overrides", "load_format"} & self.vllm_kwargs.keys()):
+            fix = f"{kept} are started with their own; remove it"
+            yield Problem(f"vllm_kwargs.{name}", self.vllm_kwargs[name], fix)
 
     @check
     def _adapters_are_trained(self, policy: PolicyConfig) -> Problems:

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 from nemorl.errors import Problem, Problems
 
 from .base import Config, Variants, check
+from .quantization import QuantizationConfig
 from .run import CheckpointingConfig, ClusterConfig
 
 if TYPE_CHECKING:  # sections that depend on this module
@@ -414,6 +415,8 @@ class PolicyConfig(Config):
     """Train adapters and freeze the weights; null trains the weights."""
     moe: MoeConfig = MoeConfig()
     """What is done with routers and experts."""
+    quantization: QuantizationConfig | None = None
+    """Numbers of fewer bits in which engines sample; null samples in `generation.precision`."""
     recompute: RecomputeConfig = NoRecompute()
     """Which activations are computed again in the backward pass instead of kept."""
     micro_batch_tokens: int = Field(4096, ge=1)
@@ -436,6 +439,17 @@ class PolicyConfig(Config):
     The run's header shows which."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the device while generation has it."""
+
+    @property
+    def engine_quantization(self) -> QuantizationConfig | None:
+        """What engines quantize; None where they receive weights in a type that they compute with."""
+        return self.quantization if self.trained_quantization is None else None
+
+    @property
+    def trained_quantization(self) -> QuantizationConfig | None:
+        """What the policy rounds its weights to while it trains."""
+        quantization = self.quantization
+        return quantization if quantization is not None and quantization.train == "fake" else None
 
     @check
     def micro_batch_holds_sequence(self) -> Problems:

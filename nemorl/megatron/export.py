@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import save_file
 
 from nemorl.config.policy import PolicyConfig
+from nemorl.config.quantization import QuantizationConfig
 from nemorl.models import adapters
 from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import HfFolderWriter, begin_folder, complete_folder
 from nemorl.models.layout import hf_tensors
+from nemorl.models.quantized import Quantizer
 from nemorl.models.registry import load_shape
 from nemorl.models.tensors import merge_adapter
 
@@ -22,13 +24,20 @@ from .checkpoint_files import SavedState
 from .device import DTYPES
 
 
-def export_hf(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
+def export_hf(
+    checkpoint: Path, out: Path, config: PolicyConfig, quantization: QuantizationConfig | None = None
+) -> None:
     """Write `out` with the weights of `checkpoint` in the policy's precision, one tensor at a time.
 
     config.json, the tokenizer and frozen weights, with adapters merged into them, come from the model that
-    training started from. Raises FileExistsError where `out` exists, and `UnfitCheckpoint` for another model.
+    training started from. With `quantization` linear weights are in its format. Raises FileExistsError where
+    `out` exists, `UnfitCheckpoint` for another model, and `Unquantizable`.
     """
-    with HfFolderWriter(out, config.model_path, head=config.head) as writer:
+    quantizer = None
+    if quantization is not None:
+        shape = load_shape(config.model_path, config.head)
+        quantizer = Quantizer(shape, quantization.format, quantization.ignore)
+    with HfFolderWriter(out, config.model_path, head=config.head, quantizer=quantizer) as writer:
         for name, tensor in hf_weights(checkpoint, config):
             writer.add(name, tensor)
 

@@ -27,6 +27,7 @@ from . import checkpoint, parallel
 from .checkpoint_store import FileRecord
 from .decode import CachedModel, DecodingCopy
 from .device import DeviceKind, select_device
+from .fake_quantization import FakeQuantization
 from .guards import guarded_values
 from .kernels import Installed, check_optimizer, choose, recompute_notes
 from .lora import Adapters
@@ -81,6 +82,9 @@ class PolicyWorker:
             activation=self._shape.activation,
             installed=self._installed,
         )
+        rounding = config.trained_quantization
+        if rounding is not None:  # its kernel adds to gradients of parameters, and a rounded weight is none
+            self._kernels = replace(self._kernels, fused_gradients=False)
         parallel.join(
             config.layout,
             rank=rank,
@@ -97,6 +101,11 @@ class PolicyWorker:
             self._shape, config, device, self.device, self._kernels, self._adapters, trains=trains
         )
         self._modules = [chunk.module for chunk in self._chunks]
+        self._rounding = None
+        if rounding is not None:
+            self._rounding = FakeQuantization(self._shape, rounding, self._place)
+            for number, module in enumerate(self._modules):
+                self._rounding.attach(module, number)
         self._pipeline = Pipeline(self._chunks, temperature, self.device)
         self._optimizer = PolicyOptimizer(config, self._chunks, device, self._trained) if trains else None
         self._maker = MicroBatchMaker(self._shape, config, self._kernels, self.device)
@@ -120,6 +129,7 @@ class PolicyWorker:
             "layout": self._config.layout.name,
             **({"head": "scalar"} if self._shape.head == "scalar" else {}),
             **(self._adapters.described() if self._adapters else {}),
+            **(self._rounding.described() if self._rounding else {}),
             "threads": str(torch.get_num_threads()),
             "torch": torch.__version__,
             **self._kernels.described(self._installed, self._kind, self._config.optimizer),
@@ -158,8 +168,13 @@ class PolicyWorker:
         }
 
     def merged_parameters(self) -> Mapping[str, Tensor]:
-        """The weights that engines sample with: `parameters`, with adapters added when one is asked for."""
+        """The weights that engines sample with: `parameters`, with adapters added when one is asked for.
+
+        Under fake quantization they are rounded, also one at a time.
+        """
         parameters = self.parameters()
+        if self._rounding is not None:
+            return self._rounding.folded(parameters)
         return self._adapters.merged(parameters) if self._adapters else parameters
 
     def decoding_copy(self, max_kv_tokens: int) -> DecodingCopy:

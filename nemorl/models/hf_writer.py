@@ -18,6 +18,7 @@ from torch import Tensor
 from .hf_config import INDEX_FILE, SINGLE_FILE, BrokenModelFolder, read_json_object
 from .hf_folder import HfFolder
 from .layout import hf_tensors
+from .quantized import Quantizer
 from .registry import family_of, load_shape
 from .shape import ModelShape
 
@@ -67,10 +68,11 @@ CHECKSUM_FILE = "SHA256SUMS"  # verified by `sha256sum --check`
 class HfFolderWriter:
     """Writes whole HF tensors, and config.json and tokenizer files copied from the folder `source`.
 
-    With a scalar `head` it is transformers' sequence classification with one label. A context manager: the
-    folder `out` appears when the block ends without an exception. Keeps at most one file (5 GB) of tensors in
-    memory. Raises FileExistsError where `out` exists, and `BrokenModelFolder` naming missing, unknown or
-    wrongly shaped tensors.
+    With a scalar `head` it is transformers' sequence classification with one label; with a `quantizer` linear
+    weights are quantized, and config.json has a `quantization_config`. A context manager: the folder `out`
+    appears when the block ends without an exception. Keeps at most one file (5 GB) of tensors in memory.
+    Raises FileExistsError where `out` exists, and `BrokenModelFolder` naming missing, unknown or wrongly
+    shaped tensors.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class HfFolderWriter:
         *,
         head: Literal["lm", "scalar"] = "lm",
         shard_bytes: int = 5_000_000_000,
+        quantizer: Quantizer | None = None,
     ) -> None:
         self.out, self.source = Path(out), Path(source)
+        self._quantizer = quantizer
         self._shard_bytes = shard_bytes
         self._shape = load_shape(self.source, head)
         self._missing = hf_tensors(self._shape)
@@ -108,13 +112,18 @@ class HfFolderWriter:
         if (found := tuple(tensor.shape)) != expected:
             raise BrokenModelFolder(f"{name} has shape {found}, the model in {self.source} {expected}")
         del self._missing[name]
+        self._dtype = self._dtype or tensor.dtype
+        written = {name: tensor} if self._quantizer is None else self._quantizer.add(name, tensor)
+        for part, values in written.items():
+            self._append(part, values)
+
+    def _append(self, name: str, tensor: Tensor) -> None:
         if self._pending and self._pending_bytes + tensor.nbytes > self._shard_bytes:
             self._write_shard()
         # a copy, because safetensors refuses tensors that share their storage, as views of a buffer do
         self._pending[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         self._pending_bytes += tensor.nbytes
         self.num_bytes += tensor.nbytes
-        self._dtype = self._dtype or tensor.dtype
 
     def _write_shard(self) -> None:
         save_file(self._pending, self._folder / f"{len(self._shards)}.shard", metadata={"format": "pt"})
@@ -139,6 +148,8 @@ class HfFolderWriter:
         config = read_json_object(self.source / "config.json")
         config.pop("torch_dtype", None)
         config["dtype"] = str(self._dtype).removeprefix("torch.")
+        if self._quantizer is not None:
+            config["quantization_config"] = self._quantizer.config
         if self._shape.head == "scalar":
             config["architectures"] = [family_of(self._shape).scalar_architecture()]
             config |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}  # their number is `num_labels`

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
 from nemorl.config.load import load_experiment
 from nemorl.config.policy import PolicyConfig
+from nemorl.config.quantization import QuantizationConfig, QuantizationFormat
 from nemorl.errors import ConfigError, NemorlError, UsageError
 from nemorl.megatron.checkpoint_store import (
     CheckpointStore,
@@ -324,12 +326,19 @@ def is_write_failure(error: BaseException) -> bool:
 
 
 def export_checkpoint(
-    checkpoint: Path, out: Path, form: Literal["hf", "adapter", "megatron"] = "hf", model: str = "policy"
+    checkpoint: Path,
+    out: Path,
+    form: Literal["hf", "adapter", "megatron"] = "hf",
+    model: str = "policy",
+    *,
+    quantize: QuantizationFormat | None = None,
+    ignore: Sequence[str] | None = None,
 ) -> None:
     """Write the weights of a checkpoint of a run folder as a Hugging Face folder, its adapters as PEFT keeps
     them, or a checkpoint of megatron-core. Of several models that learn, `model` is one.
 
-    Raises UsageError for a wrong argument, and other NemorlErrors.
+    A Hugging Face folder may be quantized, without layers that match a pattern of `ignore`; without any, of
+    the model's own `quantization.ignore`. Raises UsageError for a wrong argument, and other NemorlErrors.
     """
     _require_checkpoint(checkpoint)
     step = verify(checkpoint).step
@@ -350,6 +359,10 @@ def export_checkpoint(
     if model not in models:
         raise UsageError(f"no {model} learns in the run of {config}: take --model {' or '.join(models)}")
     export: Callable[[Path, Path, PolicyConfig], None] = export_adapter if form == "adapter" else export_hf
+    if quantize is not None:
+        own = models[model].quantization
+        patterns = tuple(ignore or (own.ignore if own is not None else ()))
+        export = partial(export_hf, quantization=QuantizationConfig(format=quantize, ignore=patterns))
     if form == "megatron":
         from nemorl.megatron.checkpoint import export_megatron  # imports Megatron, which takes seconds
 

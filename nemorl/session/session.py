@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_NOT_SENT = -1  # a version that no weights have, so that the first update is sent
+
 
 @dataclass
 class Session:
@@ -381,6 +383,8 @@ async def open_session(experiment: Experiment, *, policy: bool, sampling: bool) 
         if learns and session.replicas is not None and experiment.generation.takes_weights:
             session.exchange = starter.exchange(session.learner.group, session.replicas.group)
             session.replicas.on_change = session.exchange.layout_changed
+            if experiment.policy.trained_quantization is not None:
+                session.version = _NOT_SENT  # engines have read weights that are not rounded
         yield session
 
 

@@ -74,8 +74,11 @@ class Trainer:
             samples=Path("samples.jsonl"),
         )
 
-    def export_checkpoint(self, checkpoint: Path, out: Path, form: str, model: str) -> None:
-        self._called(f"export {model} as {form}", (checkpoint, out))
+    def export_checkpoint(
+        self, checkpoint: Path, out: Path, form: str, model: str, *, quantize: str | None, ignore: object
+    ) -> None:
+        quantized = "" if quantize is None else f" in {quantize} but {ignore}"
+        self._called(f"export {model} as {form}{quantized}", (checkpoint, out))
 
     def _called(self, name: str, argument: object) -> None:
         self.calls.append((name, argument))

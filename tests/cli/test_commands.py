@@ -159,6 +159,8 @@ def test_eval_requires_validation_tasks(nemorl: Nemorl, trainer: Trainer, experi
         (["--adapter"], "policy as adapter"),
         (["--megatron"], "policy as megatron"),
         (["--model", "critic"], "critic as hf"),
+        (["--quantize", "int8"], "policy as hf in int8 but None"),
+        (["--quantize", "int4", "--ignore", "a*", "--ignore", "b"], "policy as hf in int4 but ['a*', 'b']"),
     ],
 )
 def test_models_export_hands_over_both_folders_the_model_and_the_form(
@@ -166,6 +168,14 @@ def test_models_export_hands_over_both_folders_the_model_and_the_form(
 ) -> None:
     assert nemorl("models", "export", *flags, "runs/x/checkpoints/step_10", "out").status == 0
     assert trainer.calls == [(f"export {what}", (Path("runs/x/checkpoints/step_10"), Path("out")))]
+
+
+def test_models_export_refuses_layers_to_ignore_where_none_is_quantized(
+    nemorl: Nemorl, trainer: Trainer
+) -> None:
+    outcome = nemorl("models", "export", "--ignore", "*mlp*", "runs/x/checkpoints/step_10", "out")
+    assert (outcome.status, trainer.calls) == (2, [])
+    assert "add --quantize, or remove it" in outcome.err
 
 
 def test_models_are_created_and_imported(nemorl: Nemorl, tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from nemorl.config.policy import AdamConfig, DecaySchedule, SgdConfig
+from nemorl.config.quantization import QuantizationConfig
 from nemorl.megatron.checkpoint_files import SavedState
 from nemorl.megatron.export import export_hf
 from nemorl.megatron.model import PolicyParallel
 from nemorl.models.adapters import TrainedWeights
+from nemorl.models.quantized import quantize
 from nemorl.models.registry import load_shape
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
@@ -229,6 +231,20 @@ def test_what_is_frozen_comes_from_the_model(pool, model, tmp_path):
     for name, tensor in exported.items():
         same = torch.equal(tensor, original.state_dict()[name])
         assert same == ("gate_proj" in name or "up_proj" in name), name
+
+    # Quantized, the same weights.
+    quantization = QuantizationConfig(format="int8", ignore=("*o_proj",))
+    export_hf(tmp_path / "saved", tmp_path / "int8", config, quantization)
+    quantized = load_file(tmp_path / "int8" / "model.safetensors")
+    described = json.loads((tmp_path / "int8" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.0.self_attn.o_proj" in described["ignore"]
+    for name, tensor in exported.items():
+        if "_proj" in name and "o_proj" not in name:
+            for part, values in quantize("int8", name, tensor).items():
+                assert torch.equal(quantized.pop(part), values), part
+        else:
+            assert torch.equal(quantized.pop(name), tensor), name
+    assert quantized == {}
 
     (error,) = pool.run(1, load_error, policy_config(folder), tmp_path / "saved")
     assert "holds no weight of decoder.layers.0.mlp.linear_fc1.weight, which was frozen" in error

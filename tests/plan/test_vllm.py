@@ -1,5 +1,6 @@
 """What a vLLM engine cannot be started with, and what its processes hold."""
 
+import math
 from dataclasses import replace
 from unittest import mock
 
@@ -9,12 +10,15 @@ from nemorl.cluster.placement import worker_requests
 from nemorl.config.experiment import Experiment
 from nemorl.errors import ConfigError, Problem
 from nemorl.generation.vllm_engine import plan
+from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape, MoeShape
 from nemorl.plan.memory import ProcessMemory, estimate_memory
 from tests.plan.conftest import Configure
 
 VLLM = "generation.backend=vllm"
+INT8 = "policy.quantization={format: int8}"
+FAKE = "policy.quantization={format: int8, train: fake}"
 
 
 # Of machines about which nothing is known here.
@@ -81,6 +85,30 @@ def test_adapters_next_to_experts_require_gpus(configure: Configure) -> None:
         assert [problem.field for problem in found] == refused
 
 
+def test_a_model_that_a_format_does_not_support_is_refused(configure: Configure) -> None:
+    experiment = configure(VLLM, INT8)
+    assert vllm_problems(experiment, shape_of(experiment)) == []
+    mixture = replace(shape_of(experiment), moe=MoeShape(num_experts=4, top_k=2, ffn_hidden_size=8))
+    narrow = replace(shape_of(experiment), ffn_hidden_size=320)
+    for shape, overrides, fix in (
+        (mixture, [INT8], "models with experts are not quantized yet"),
+        (shape_of(experiment), [INT8, "policy.quantization.ignore=['*q_proj']"], "ignore all of them"),
+        (narrow, [INT8.replace("int8", "int4"), GPUS], "requires a multiple of 128"),
+    ):
+        (problem,) = vllm_problems(configure(VLLM, *overrides), shape)
+        assert (problem.field, fix in problem.fix) == ("policy.quantization.format", True)
+
+
+def test_quantized_weights_take_less_memory(configure: Configure) -> None:
+    experiment = configure(VLLM, INT8)
+    shape = shape_of(experiment)
+    sizes = {name: math.prod(size) for name, size in hf_tensors(shape).items()}
+    linear = sum(size for name, size in sizes.items() if name.endswith("_proj.weight"))
+    (generation,) = (part for part in estimate_memory(experiment, shape, True) if part.group == "generation")
+    assert generation.weights == linear + 4 * (sum(sizes.values()) - linear)
+    assert generation.staging_on_host == 4 * sum(sizes.values())  # complete tensors come in float32
+
+
 def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
     experiment = configure(VLLM)
     long = experiment.policy.model_copy(update={"max_sequence_length": 10**9})
@@ -96,6 +124,59 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
             ["generation.vllm_kwargs={max_model_len: 5}"],
             "generation.vllm_kwargs.max_model_len",
             "this argument follows from other fields of the experiment (docs/vllm.md); remove it",
+        ),
+        (
+            ["policy.quantization={format: fp8_channel}"],
+            "policy.quantization.format",
+            "on a CPU vLLM computes int8, and cluster.gpus_per_node is 0; set it to int8",
+        ),
+        (
+            ["policy.quantization={format: nvfp4}", GPUS],
+            "policy.quantization.format",
+            "it stores scales of activations, which runs do not measure yet; use nvfp4_w4a16",
+        ),
+        (
+            ["policy.quantization={format: nvfp4_w4a16, train: fake}"],
+            "policy.quantization.format",
+            "training rounds to int8, fp8_channel, int4; use one, or set train to none",
+        ),
+        (
+            [FAKE, "policy.layout.tensor_parallel_size=2"],
+            "policy.quantization.train",
+            "policy.layout.tensor_parallel_size, 2, divides rows of one scale; set it to 1",
+        ),
+        ([FAKE, "policy.lora={rank: 8, alpha: 16}"], "policy.quantization.train", "remove policy.lora"),
+        ([FAKE, "generation.backend=megatron"], "policy.quantization.train", "use torch or vllm"),
+        ([FAKE, GPUS], "policy.quantization.train", "set policy.kernels to local"),
+        (
+            ["policy.quantization={format: int8, calibration: {prompts: 8}}"],
+            "policy.quantization.calibration",
+            "runs do not measure activations yet; remove it, and use a format with dynamic scales",
+        ),
+        (
+            [INT8, "generation.backend=torch"],
+            "policy.quantization.format",
+            "does not compute with quantized weights; set generation.backend to vllm, or train to fake",
+        ),
+        (
+            [INT8, "generation.quantization=fp8", GPUS],
+            "generation.quantization",
+            "with policy.quantization engines quantize weights in its format; remove this",
+        ),
+        (
+            [INT8, "generation.update=staged"],
+            "generation.update",
+            "with policy.quantization engines load weights by vLLM's loader; set it to reload",
+        ),
+        (
+            [INT8, "generation.adapters=separate", "policy.lora={rank: 8, alpha: 16}"],
+            "generation.adapters",
+            "with policy.quantization engines receive complete weights and quantize these; set it to merged",
+        ),
+        (
+            [INT8, "generation.vllm_kwargs={load_format: dummy}"],
+            "generation.vllm_kwargs.load_format",
+            "with policy.quantization engines are started with their own; remove it",
         ),
         (
             ["generation.quantization=fp8"],

@@ -115,3 +115,18 @@ def test_a_server_of_another_model_is_stopped_before_anything_is_learned(
     assert "this back end gets none from the run" in output
     assert "Traceback" not in output
     assert lines(tmp_path / "wrong") == []
+
+
+def test_engines_sample_with_the_rounded_weights_of_the_trainer(folder: Path, model: Path) -> None:
+    """The gap is that of unquantized runs, though the weights change and are rounded to 8 bits."""
+    rounding = {"format": "int8", "train": "fake"}
+    config = write_experiment(
+        folder, model, "rounded", policy=ONE | {"quantization": rounding}, data={"validation": None},
+        algorithm={"num_steps": 3, "validation": {}}, checkpointing={"period": 100},
+    )  # fmt: skip
+    status, output = finish(start("train", config))
+    assert status == 0, output
+    steps = lines(folder / "rounded")
+    assert len(steps) == 3
+    assert max(s.values["logprob_gap/max"] for s in steps) < 1e-4
+    assert all(s.values["updates/empty"] == 0 for s in steps)

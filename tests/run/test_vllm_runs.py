@@ -98,6 +98,17 @@ def test_adapters_alone_go_to_engines_that_share_the_policys_time(tmp_path: Path
     assert all(s.values["version/lag"] == 0 for s in steps)
 
 
+@pytest.mark.ci
+def test_engines_sample_in_int8_while_the_policy_trains_in_float32(tmp_path: Path, model: Path) -> None:
+    policy = {"layout": {}, "quantization": {"format": "int8"}, "optimizer": {"name": "adam", "lr": 1e-3}}
+    steps = run(tmp_path, model, {"backend": "vllm", "threads": 1}, policy)
+    # More than rounding of float32, 1e-6, and less than what would be refused as wrong weights.
+    assert all(1e-4 < s.values["logprob_gap/mean"] < 0.05 for s in steps)
+    whole = 4 * sum(math.prod(size) for size in hf_tensors(load_shape(model)).values()) / 1e9
+    assert all(s.values["refit/gigabytes"] == whole for s in steps)
+    assert all(s.values["version/lag"] == 0 for s in steps)
+
+
 def test_samples_of_an_asynchronous_run_have_the_logprobs_of_their_versions(
     tmp_path: Path, model: Path
 ) -> None:

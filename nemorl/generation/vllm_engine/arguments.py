@@ -6,17 +6,27 @@ from typing import Any
 
 from nemorl.config.generation import ADAPTER_RANKS, VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
+from nemorl.config.quantization import QuantizationConfig
 from nemorl.generation.tokens import engine_seed
 from nemorl.generation.types import EngineOptions, GenerationRequest
 
 PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"  # linear layers must keep weights as they were loaded
 LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"  # learn, while loading, where shards of weights belong
+QUANTIZATION = "NEMORL_VLLM_QUANTIZATION"  # a `QuantizationConfig` by which workers quantize weights
 EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
 _BATCHED_TOKENS = 2048  # of a step, on a CPU
 
 
-def environment(config: VllmGenerationConfig, options: EngineOptions, sockets: Path) -> dict[str, str]:
-    """Variables to set before vLLM is imported, for all its processes; `sockets` is for their sockets."""
+def environment(
+    config: VllmGenerationConfig,
+    options: EngineOptions,
+    sockets: Path,
+    quantization: QuantizationConfig | None = None,
+) -> dict[str, str]:
+    """Variables to set before vLLM is imported, for all its processes; `sockets` is for their sockets.
+
+    With `quantization` workers quantize the weights that they load or receive.
+    """
     variables = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
         "VLLM_NO_USAGE_STATS": "1",
@@ -24,7 +34,10 @@ def environment(config: VllmGenerationConfig, options: EngineOptions, sockets: P
         "VLLM_RPC_BASE_PATH": str(sockets),
         "GLOO_SOCKET_IFNAME": "lo",  # its ranks are all on this machine
     }
-    writes_shards = config.adapters == "merged" and config.update_on(options.device) != "reload"
+    update = config.update_on(options.device, quantizes=quantization is not None)
+    writes_shards = config.adapters == "merged" and update != "reload"
+    if quantization is not None:
+        variables[QUANTIZATION] = quantization.model_dump_json()
     if writes_shards:
         variables[LEARNED_LAYOUT] = "1"
     if options.device == "cpu":
@@ -46,8 +59,12 @@ def engine_arguments(
     return_experts: bool = False,
     lora: LoraConfig | None = None,
     projections: Sequence[str] = (),
+    quantization_config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """For `AsyncEngineArgs`; with `lora` the engine computes adapters of these `projections`."""
+    """For `AsyncEngineArgs`; with `lora` the engine computes adapters of these `projections`.
+
+    `quantization_config` is that of config.json, for a model whose folder has none.
+    """
     device = options.device
     arguments: dict[str, Any] = {
         "model": str(options.model_path),
@@ -73,6 +90,8 @@ def engine_arguments(
         # A prompt read in parts takes a draw back, which a CPU's random numbers cannot: vLLM 0.32 dies.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(_BATCHED_TOKENS, options.max_sequence_length)
+    if quantization_config is not None:
+        arguments["hf_overrides"] = {"quantization_config": quantization_config}
     if return_experts:
         arguments["enable_return_routed_experts"] = True
     if lora is not None:

@@ -2,7 +2,8 @@
 
 staged      workers receive next to the weights in use, sampling continues ──commit: paused──▶ copied over
 in place    engine paused ──▶ workers receive into the weights in use ──commit──▶ engine resumes
-reload      as staged, in whole tensors                                 ──commit──▶ vLLM's loader takes them
+reload      as staged, in whole tensors                                 ──commit──▶ vLLM's loader takes them,
+                                                                                     quantized if it is set
 """
 
 import asyncio
@@ -23,10 +24,12 @@ from pydantic import TypeAdapter
 from nemorl.cluster.logs import last_lines
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
+from nemorl.config.quantization import QuantizationConfig
 from nemorl.generation.request_driver import RequestDriver, first_of
 from nemorl.generation.tokens import RequestLimits, load_decoder
 from nemorl.generation.types import EngineFailed, EngineOptions
 from nemorl.models.adapters import adapted_projections
+from nemorl.models.quantized import Quantizer
 from nemorl.models.registry import load_shape
 from nemorl.weights import messages as refits
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitFailed, RefitSession
@@ -95,9 +98,13 @@ class VllmHost(RequestDriver):
         *,
         return_experts: bool = False,
         lora: LoraConfig | None = None,
+        quantization: QuantizationConfig | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
-        """With `lora` the engine receives adapters only; `gpus` it sees, unless it sees this process's."""
+        """With `lora` the engine receives adapters only; with `quantization` its workers quantize weights.
+
+        `gpus` it sees, unless it sees this process's. Raises Unquantizable.
+        """
         from nemorl.cluster.runtime import hold, remove_abandoned  # and Ray, which vLLM's workers do without
 
         remove_abandoned(Path(tempfile.gettempdir()), FOLDERS, remove_folder)
@@ -106,17 +113,28 @@ class VllmHost(RequestDriver):
         self._folder_lock = hold(self._folder)
         self._rendezvous: Path | None = None  # the file at which vLLM's ranks have met
         self._options, self._lora = options, lora
-        self._update, self._on_update = config.update_on(options.device), config.on_update
+        self._update = config.update_on(options.device, quantizes=quantization is not None)
+        self._on_update = config.on_update
         self._layouts: tuple[ReceiverLayout, ...] = ()
         self._pause = AsyncExitStack()  # holds the engine paused while an update in place lasts
         self._died, self._ended_by = asyncio.Event(), ""
-        variables = environment(config, options, self._folder)
+        variables = environment(config, options, self._folder, quantization)
         if gpus:  # the processes of the engine see these, in this order
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         shape, length = load_shape(options.model_path), options.max_sequence_length
         names = adapted_projections(shape, lora) if lora is not None else ()
+        quantized = None
+        if quantization is not None:
+            quantized = Quantizer(shape, quantization.format, quantization.ignore).config
         self._vllm = VllmBackend(
-            engine_arguments(config, options, return_experts=return_experts, lora=lora, projections=names),
+            engine_arguments(
+                config,
+                options,
+                return_experts=return_experts,
+                lora=lora,
+                projections=names,
+                quantization_config=quantized,
+            ),
             variables,
             RequestLimits(shape.vocab_size, length, length, load_decoder(options.tokenizer_path)),
             name=f"generation engine {options.rank}",

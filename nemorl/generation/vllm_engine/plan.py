@@ -4,6 +4,7 @@ The arguments of vLLM's `AsyncEngineArgs` are read from its installed source: im
 """
 
 import ast
+import math
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -13,7 +14,9 @@ from pathlib import Path
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import VllmGenerationConfig
+from nemorl.config.quantization import QuantizationConfig
 from nemorl.errors import Problem
+from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
 from nemorl.plan.memory import ITEM_SIZE, ProcessMemory, buckets_bytes, sampling_bytes
 
@@ -107,6 +110,14 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
         fix = f"the model has {shape.num_layers} layers, and each stage needs one: take no more"
         yield Problem("generation.pipeline_parallel_size", stages, fix)
 
+    quantization = experiment.policy.engine_quantization
+    if quantization is not None:
+        from nemorl.models.quantized import Unquantizable, linear_groups  # torch, which takes seconds
+
+        try:
+            linear_groups(shape, quantization.format, quantization.ignore)
+        except Unquantizable as problem:
+            yield Problem("policy.quantization.format", quantization.format, str(problem))
     on_cpu = experiment.cluster.gpus_per_node == 0
     if config.adapters != "merged" and (shape.mla is not None or (shape.moe is not None and on_cpu)):
         fix = "with adapters vLLM computes experts by Triton, which a CPU lacks"
@@ -136,8 +147,10 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     config = experiment.generation
     assert isinstance(config, VllmGenerationConfig)
     ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
-    share = -(-weights // ranks)
-    update = config.update_on("cpu" if on_cpu else "cuda")
+    quantization = experiment.policy.engine_quantization
+    held = weights if quantization is None else _quantized_bytes(quantization, shape, weights)
+    share = -(-held // ranks)
+    update = config.update_on("cpu" if on_cpu else "cuda", quantizes=quantization is not None)
     staged = update == "staged" and config.adapters == "merged"  # separate adapters are as small as a bucket
     return ProcessMemory(
         "generation",
@@ -149,3 +162,13 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
         staging_on_host=weights if update == "reload" else 0,
         runtime=_RUNTIME + 2 * _RUNTIME // ranks,
     )
+
+
+def _quantized_bytes(config: QuantizationConfig, shape: ModelShape, weights: int) -> int:
+    """Bytes of all weights, which in the engine's precision have `weights`, without scales of rows."""
+    from nemorl.models.quantized import BYTES_PER_WEIGHT, linear_groups  # torch, which takes seconds
+
+    elements = {name: math.prod(size) for name, size in hf_tensors(shape).items()}
+    groups = linear_groups(shape, config.format, config.ignore)
+    linear, total = sum(elements[name] for group in groups for name in group), sum(elements.values())
+    return weights * (total - linear) // total + math.ceil(linear * BYTES_PER_WEIGHT[config.format])

@@ -11,27 +11,31 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm import _custom_ops
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import base_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
+from nemorl.config.quantization import QuantizationConfig
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.layout import hf_tensors
+from nemorl.models.quantized import Quantizer
 from nemorl.models.registry import load_shape
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.whole_tensors import whole_slices
 
-from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
+from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS, QUANTIZATION
 from .host import LAYOUT, PARTS, REPORT, SESSION, remove_folder
 from .trace import LoaderTrace
 from .weights import Learned, WorkerAdapters, WorkerWeights, compute_one_adapter, layout_of, learn
@@ -46,6 +50,26 @@ _learned: dict[str, Learned] = {}  # one entry: of the model of this process
 def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
     tensors = hf_tensors(load_shape(Path(model_config.model)))
     _learned["model"] = learn(model, tensors, lambda: _process(model, model_config, target_device))
+
+
+_read_weights = DefaultModelLoader.get_all_weights
+_pack_int8 = CPUInt8ScaledMMLinearKernel.process_weights_for_onednn
+
+
+def _read_and_quantize(
+    self: DefaultModelLoader, model_config: Any, model: nn.Module
+) -> Iterator[tuple[str, Tensor]]:
+    return _quantized(_read_weights(self, model_config, model), Path(model_config.model))
+
+
+def _quantized(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> Iterator[tuple[str, Tensor]]:
+    config = QuantizationConfig.model_validate_json(os.environ[QUANTIZATION])
+    return Quantizer(load_shape(folder), config.format, config.ignore).stream(tensors)
+
+
+def _pack_and_keep_scales(self: Any, layer: nn.Module) -> None:
+    _pack_int8(self, layer)
+    self.nemorl_scales = getattr(layer, self.layer_param_names[1])
 
 
 def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
@@ -63,6 +87,11 @@ if os.environ.get(PLAIN_WEIGHTS):
     # oneDNN's linear layers drop the weights for a packed copy, as do AMX kernels for small matrices.
     _custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+if os.environ.get(QUANTIZATION):
+    DefaultModelLoader.get_all_weights = _read_and_quantize
+    # vLLM 0.32's oneDNN kernel of int8 keeps only the address of its scales. A reload makes new ones, copies
+    # them into the old parameter and frees them, after which the kernel would read memory of others.
+    CPUInt8ScaledMMLinearKernel.process_weights_for_onednn = _pack_and_keep_scales
 if os.environ.get(LEARNED_LAYOUT):
     base_loader.process_weights_after_loading = _process_and_learn
 
@@ -84,9 +113,13 @@ class VllmWorkerExtension:
         if lora is None:
             layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape), update)
             slices, reasons = layout.slices, layout.reasons
-            held = WorkerWeights(
-                model, layout, lambda new: runner.reload_weights(weights_iterator=new), in_place, dtype
-            )
+            folder = Path(runner.model_config.model)
+
+            def reload(new: Iterable[tuple[str, Tensor]]) -> None:
+                new = _quantized(new, folder) if os.environ.get(QUANTIZATION) else new
+                runner.reload_weights(weights_iterator=new)
+
+            held = WorkerWeights(model, layout, reload, in_place, dtype)
         else:
             config = LoraConfig.model_validate_json(lora)
             shapes = adapter_tensors(shape, config)

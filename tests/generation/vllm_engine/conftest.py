@@ -40,9 +40,9 @@ def mixture(model_folder: Path) -> tuple[Path, Any]:
 class Running:
     """A host in an event loop of its own."""
 
-    def __init__(self, folder: Path, lora: Any = None, **config: Any) -> None:
+    def __init__(self, folder: Path, lora: Any = None, quantization: Any = None, **config: Any) -> None:
         self.folder = folder
-        self._lora = lora
+        self._lora, self._quantization = lora, quantization
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -57,6 +57,7 @@ class Running:
             VllmGenerationConfig(backend="vllm", max_num_seqs=8, **config),
             EngineOptions(folder, folder, 200, rank=3, commit_seconds=60),
             lora=self._lora,
+            quantization=self._quantization,
         )
         await host.start()
         return host

@@ -5,10 +5,12 @@ from typing import Any
 
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
+from nemorl.config.quantization import QuantizationConfig
 from nemorl.generation.types import EngineOptions
 from nemorl.generation.vllm_engine.arguments import (
     LEARNED_LAYOUT,
     PLAIN_WEIGHTS,
+    QUANTIZATION,
     engine_arguments,
     environment,
     sampling_arguments,
@@ -84,6 +86,17 @@ def test_auto_is_staged_on_a_cpu_in_place_on_a_gpu_and_reload_where_weights_are_
     assert config().update_on("cpu") == "staged"
     assert config().update_on("cuda") == "in_place"
     assert config(quantization="fp8").update_on("cuda") == "reload"
+
+
+def test_quantized_weights_are_loaded_again_and_may_be_packed() -> None:
+    int8 = QuantizationConfig(format="int8")
+    assert config().update_on("cpu", quantizes=True) == "reload"
+    variables = environment(config(), EngineOptions(Path("m"), Path("m"), 64), Path("s"), int8)
+    assert not {PLAIN_WEIGHTS, LEARNED_LAYOUT} & variables.keys()
+    assert QuantizationConfig.model_validate_json(variables[QUANTIZATION]) == int8
+    described = {"quant_method": "compressed-tensors"}
+    given = engine_arguments(config(), EngineOptions(Path("m"), Path("m"), 64), quantization_config=described)
+    assert given["hf_overrides"] == {"quantization_config": described}
 
 
 def test_a_turn_ends_where_the_sequence_is_full() -> None:
