@@ -30,7 +30,8 @@ from .messages import (
     SendingChannel,
     SendReport,
     combine,
-    fingerprint,
+    queue_fingerprint,
+    read_fingerprints,
     receiver_name,
     sender_name,
 )
@@ -132,9 +133,9 @@ class WeightSender:
         last, parameters = self._last, self._parameters()
         compare = session.base is not None and last.version == session.base
         last.version = None  # until all buckets are sent
-        known: dict[tuple[str, TensorSlice], int] = {}  # a sender may have the same for several groups
-        sums: dict[tuple[int, str], list[int]] = defaultdict(list)  # fingerprints by receiver and tensor
-        of_pieces: list[int] = []  # fingerprints in the order of the part's slices
+        known: dict[tuple[str, TensorSlice], Tensor] = {}  # a sender may have the same for several groups
+        sums: dict[tuple[int, str], list[Tensor]] = defaultdict(list)  # fingerprints by receiver and tensor
+        of_pieces: list[Tensor] = []  # fingerprints in the order of the part's slices
         meeting: AbstractContextManager[SendingChannel]
         match session.transport:
             case "shared_memory" | "cuda_ipc":
@@ -152,7 +153,7 @@ class WeightSender:
                         continue
                     key = bucket.dtype, piece
                     if key not in known:
-                        known[key] = fingerprint(values, piece.start, piece.shape)
+                        known[key] = queue_fingerprint(values, piece.start, piece.shape)
                     of_pieces.append(known[key])
                     for receiver in bucket.receivers:
                         sums[receiver, piece.name].append(known[key])
@@ -163,7 +164,7 @@ class WeightSender:
             channel.drain()
         last.version = session.version if session.keep else None
         if session.transport == "files":  # receivers check what they read by the manifest
-            return SendReport({}, channel.num_bytes, of_pieces=tuple(of_pieces))
+            return SendReport({}, channel.num_bytes, of_pieces=tuple(read_fingerprints(of_pieces)))
         return SendReport(_combined(sums), channel.num_bytes, last.num_bytes)
 
 
@@ -265,17 +266,18 @@ class WeightReceiver(Receiver):
                 changes = f"the changes for version {session.version} from {sender_name(bucket.sender)}"
                 raise CorruptWeights(f"{self._name} cannot decode {changes}: {error}") from error
 
-        sums: dict[str, list[int]] = defaultdict(list)
+        sums: dict[str, list[Tensor]] = defaultdict(list)
         with arriving(part, layout, session, self._member, change) as arrivals:
             for piece, values in arrivals.pieces:
                 self._about_to_write(update)
                 local_view(weights, piece).copy_(values)
                 if session.transport == "files":  # no sender reports fingerprints
-                    sums[piece.name].append(fingerprint(values, piece.start, piece.shape))
-        held_sums: dict[str, list[int]] = defaultdict(list)
+                    sums[piece.name].append(queue_fingerprint(values, piece.start, piece.shape))
+        held_sums: dict[str, list[Tensor]] = defaultdict(list)
         for need in self._slices:
             if session.checks(need.name):
-                held_sums[need.name].append(fingerprint(local_view(weights, need), need.start, need.shape))
+                values = local_view(weights, need)
+                held_sums[need.name].append(queue_fingerprint(values, need.start, need.shape))
         found = _combined(held_sums)
         for name, expected in _combined(sums).items():
             if expected != found[name]:
@@ -310,5 +312,7 @@ class WeightReceiver(Receiver):
             raise RefitFailed(f"refit to version {update.session.version}: {reason}")
 
 
-def _combined(sums: Mapping[K, list[int]]) -> dict[K, int]:
-    return {key: combine(fingerprints) for key, fingerprints in sums.items()}
+def _combined(sums: Mapping[K, list[Tensor]]) -> dict[K, int]:
+    """Combined fingerprints by key, from those that were queued."""
+    values = iter(read_fingerprints([total for queued in sums.values() for total in queued]))
+    return {key: combine([next(values) for _ in queued]) for key, queued in sums.items()}

@@ -17,7 +17,14 @@ from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
 from .endpoints import Receiver, arriving, prepared
-from .messages import ReceiveReport, ReceiverLayout, RefitFailed, RefitSession, fingerprint
+from .messages import (
+    ReceiveReport,
+    ReceiverLayout,
+    RefitFailed,
+    RefitSession,
+    queue_fingerprint,
+    read_fingerprints,
+)
 
 
 class Loader(Protocol):
@@ -63,7 +70,7 @@ class WholeTensorReceiver(Receiver):
         missing: dict[str, int] = {}
         batch: dict[str, Tensor] = {}
         held_bytes = batch_bytes = 0  # of both, and of the batch
-        fingerprints: dict[str, int] = {}
+        fingerprints: dict[str, Tensor] = {}
         with arriving(part, self._layout, session, self._member) as arrivals:
             for piece, values in arrivals.pieces:
                 name = piece.name
@@ -79,8 +86,11 @@ class WholeTensorReceiver(Receiver):
                 tensor = batch[name] = partial.pop(name)
                 batch_bytes += tensor.nbytes
                 self.peak_bytes = max(self.peak_bytes, held_bytes)
-                if session.checks(name):
-                    fingerprints[name] = fingerprint(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+                if (
+                    session.checks(name) and session.transport != "files"
+                ):  # those are checked as they are read
+                    start = (0,) * tensor.dim()
+                    fingerprints[name] = queue_fingerprint(tensor, start, tuple(tensor.shape))
                 if batch_bytes >= self._batch_bytes:
                     self._load(session, batch)
                     held_bytes, batch_bytes = held_bytes - batch_bytes, 0
@@ -90,7 +100,8 @@ class WholeTensorReceiver(Receiver):
             reason = f"{self._name} received {len(missing)} tensors incompletely, first {min(missing)}"
             raise RefitFailed(f"refit to version {session.version}: {reason}")
         self._received = session.version
-        return ReceiveReport({} if session.transport == "files" else fingerprints, arrivals.num_bytes)
+        found = dict(zip(fingerprints, read_fingerprints(list(fingerprints.values())), strict=True))
+        return ReceiveReport(found, arrivals.num_bytes)
 
     def commit(self, version: int) -> None:
         self._check_received(version)
