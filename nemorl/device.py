@@ -3,7 +3,9 @@
 `nemorl.megatron.device` adapts Megatron to a CPU. What is said of GPUs here was not run on hardware.
 """
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
 
 def _is_gpu(device: torch.device) -> bool:
@@ -16,3 +18,32 @@ def elements_per_pass(device: torch.device) -> int:
     On a GPU the launches cost more than the memory that the products take (128 MB).
     """
     return 1 << (24 if _is_gpu(device) else 16)
+
+
+def pins_memory(device: torch.device) -> bool:
+    """True if copies to the device need pinned memory of the host, or the host waits for them."""
+    return _is_gpu(device)
+
+
+def upload(device: torch.device, *arrays: ArrayLike) -> tuple[torch.Tensor, ...]:
+    """Rows of integers as int64 on the device, in one copy that the host does not wait for."""
+    parts = [np.asarray(array, dtype=np.int64) for array in arrays]
+    together = torch.from_numpy(np.concatenate(parts))
+    if pins_memory(device):
+        together = together.pin_memory()
+    uploaded: tuple[torch.Tensor, ...] = together.to(device, non_blocking=True).split([*map(len, parts)])
+    return uploaded
+
+
+def sums_in_order(device: torch.device) -> bool:
+    """True if cumulative sums add one element after the other, so that they never decrease by rounding."""
+    return not _is_gpu(device)
+
+
+def has_packed_linear(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if a linear layer of few rows is faster with weights in oneDNN's packed layout."""
+    if _is_gpu(device) or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "device": set(),
     "config": {"errors"},
     "trajectories": {"errors"},
-    "models": {"config", "errors"},
+    "models": {"config", "device", "errors"},
     "data": {"config", "errors", "models", "trajectories"},
     "environments": {"config", "errors", "trajectories"},
     "observe": {"config", "errors"},
