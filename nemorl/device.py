@@ -47,3 +47,19 @@ def has_packed_linear(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
+
+
+def make_current(device: torch.device) -> None:
+    """Make a GPU that of this thread, whose current one is otherwise the first that the process sees."""
+    if _is_gpu(device):
+        torch.accelerator.set_device_index(device)
+
+
+def current_gpu() -> torch.device:
+    return torch.device("cuda", torch.accelerator.current_device_index())
+
+
+def wait_for_queue(device: torch.device) -> None:
+    """Wait until the device has done what this thread queued; a CPU queues nothing."""
+    if _is_gpu(device):
+        torch.accelerator.current_stream(device).synchronize()

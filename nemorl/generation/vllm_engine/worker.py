@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader import base_loader
 
 from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
+from nemorl.device import make_current
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
@@ -104,7 +105,7 @@ class VllmWorkerExtension:
 
     def nemorl_receive(self: Any, session: str, reports: str) -> None:
         """Begin to receive; the report, or the error, goes to the socket at `reports`."""
-        work = (self.nemorl.begin(SESSION.validate_json(session)), self.rank, reports)
+        work = (self.nemorl.begin(SESSION.validate_json(session)), self.device, self.rank, reports)
         receiving = threading.Thread(target=_receive, args=work, name="weight receiver", daemon=True)
         self.nemorl_receiving = receiving
         receiving.start()
@@ -121,8 +122,9 @@ class VllmWorkerExtension:
         return self.nemorl.corruption  # type: ignore[no-any-return]
 
 
-def _receive(receive: Callable[[], ReceiveReport], rank: int, reports: str) -> None:
+def _receive(receive: Callable[[], ReceiveReport], device: torch.device, rank: int, reports: str) -> None:
     try:
+        make_current(device)  # a process group and CUDA IPC use the device of the thread
         answer = {"rank": rank, "report": REPORT.dump_python(receive(), mode="json")}
     except Exception as error:  # noqa: BLE001 - reported to the process that asked
         answer = {"rank": rank, "error": type(error).__name__, "message": str(error)}
