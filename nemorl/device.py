@@ -63,3 +63,8 @@ def wait_for_queue(device: torch.device) -> None:
     """Wait until the device has done what this thread queued; a CPU queues nothing."""
     if _is_gpu(device):
         torch.accelerator.current_stream(device).synchronize()
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Name of a GPU for processes that number those they see; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if _is_gpu(device) else ""

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nemorl.device import gpu_identity
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
@@ -38,6 +39,7 @@ from .messages import (
 from .process_group import Membership, group_receiver, group_sender
 from .shared_memory import socket_receiver, socket_sender
 
+_CPU = torch.device("cpu")
 Piece = tuple[TensorSlice, Tensor]  # of the receiver's slices, and its elements in the piece's shape
 Change = Callable[[PartBucket, Tensor], None]  # adds changes to the weights held; see `delta`
 K = TypeVar("K")
@@ -115,13 +117,19 @@ def arriving(
 
 
 class WeightSender:
-    def __init__(self, slices: Sequence[TensorSlice], parameters: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._slices, self._parameters = tuple(slices), parameters
+    def __init__(
+        self,
+        slices: Sequence[TensorSlice],
+        parameters: Callable[[], Mapping[str, Tensor]],
+        device: torch.device = _CPU,
+    ) -> None:
+        """`device`: of the parameters."""
+        self._slices, self._parameters, self._gpu = tuple(slices), parameters, gpu_identity(device)
         self._part: Part | None = None
         self._member = Membership()
 
     def describe(self) -> SenderLayout:
-        return SenderLayout(self._slices, socket.gethostname())
+        return SenderLayout(self._slices, socket.gethostname(), self._gpu)
 
     def prepare(self, part: Part) -> None:
         self._part, self._last = part, LastSent(part)
@@ -231,8 +239,12 @@ class WeightReceiver(Receiver):
         if self._layout is None:
             weights = self._weights()
             dtypes = (str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)
-            node = socket.gethostname()
-            self._layout = ReceiverLayout(self._slices, tuple(dtypes), node, self._takes_changes)
+            gpus = {gpu_identity(weights[part.param].device) for part in self._slices}
+            # tensors for a loader may wait in memory of the host, next to parameters on a GPU
+            where = {"node": socket.gethostname(), "gpu": max(gpus, default="")}
+            self._layout = ReceiverLayout(
+                self._slices, tuple(dtypes), takes_changes=self._takes_changes, **where
+            )
         return self._layout
 
     def receive(self, session: RefitSession) -> ReceiveReport:

@@ -40,6 +40,7 @@ T = TypeVar("T")
 class SenderLayout:
     slices: tuple[TensorSlice, ...]  # that a policy rank holds
     node: str = ""  # the machine it runs on; receivers there are served first
+    gpu: str = ""  # the identity of the one that holds the weights; empty for memory of the host
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ReceiverLayout:
     dtypes: tuple[str, ...]  # of each slice, by torch's name: "bfloat16"
     node: str = ""
     takes_changes: bool = True  # it keeps what came, so that a refit may bring only what changed since
+    gpu: str = ""  # the identity of the one that the weights are written to; empty for memory of the host
 
     def __post_init__(self) -> None:
         if len(self.dtypes) != len(self.slices):

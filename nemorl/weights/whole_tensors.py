@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nemorl.device import gpu_identity
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
@@ -55,8 +56,8 @@ class WholeTensorReceiver(Receiver):
         """`batch_bytes`: size of a batch of complete tensors for the loader; a larger tensor is a batch."""
         super().__init__()
         types = tuple(dtypes[name] for name in tensors)
-        node = socket.gethostname()
-        self._layout = ReceiverLayout(whole_slices(tensors), types, node, takes_changes=False)
+        where = {"node": socket.gethostname(), "gpu": gpu_identity(device)}
+        self._layout = ReceiverLayout(whole_slices(tensors), types, takes_changes=False, **where)
         self._loader, self._device, self._batch_bytes = loader, device, batch_bytes
         self.peak_bytes = 0  # of tensors held at the same time in the last update
 
