@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -177,22 +178,71 @@ class WeightSender:
 
 
 @dataclass(eq=False)
-class _Update:
+class Update:
+    """One call of `Receiver.receive`."""
+
     session: RefitSession
-    held: int | None  # version of all of `weights` at its start
+    held: int | None  # version of all weights that the receiver keeps, at its start
     over: bool = False  # abandoned, or another refit has started
 
 
-class Receiver:
+class Receiver(ABC):
     corruption: str | None = None  # reason why the weights in use are not of one version
     _part: Part | None = None
     _received: int | None = None  # version that is not in use yet
+    _held: int | None = None  # version of weights that are kept for the next update, all of them
+    _update: Update | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, writes: str | None) -> None:
+        """`writes`: how an update writes into the weights in use; None if it does not."""
+        self._writes = writes
         self._member = Membership()
+        self._lock = threading.Lock()  # an abandoned update writes nothing afterwards
+
+    @abstractmethod
+    def describe(self) -> ReceiverLayout: ...
 
     def prepare(self, part: Part) -> None:
         self._part = part
+
+    def receive(self, session: RefitSession) -> ReceiveReport:
+        """Take all buckets and fingerprint what came. Raises `RefitFailed`."""
+        return self.begin(session)()
+
+    def begin(self, session: RefitSession) -> Callable[[], ReceiveReport]:
+        """Return `receive` for a call in another thread; `abandon` stops it from now on."""
+        with self._lock:
+            if self._update is not None:
+                self._update.over = True
+            update = self._update = Update(session, self._held)
+            self._held, self._received = None, None
+        return lambda: self._receive(update)
+
+    @abstractmethod
+    def _receive(self, update: Update) -> ReceiveReport: ...
+
+    def abandon(self) -> None:
+        """Forget an update that did not finish, and stop it; weights in use that it wrote stay corrupt."""
+        with self._lock:
+            self._received = None
+            if self._update is not None:
+                self._update.over = True
+
+    def _about_to_write(self, update: Update) -> None:
+        with self._lock:
+            self._check_not_over(update)
+            if self._writes is not None and self.corruption is None:
+                self.corruption = self._unfinished(update.session, self._writes)
+
+    def _has_received(self, update: Update) -> None:
+        with self._lock:
+            self._check_not_over(update)
+            self._received = update.session.version
+
+    def _check_not_over(self, update: Update) -> None:
+        if update.over:
+            reason = f"{self._name} was still receiving when the refit was abandoned"
+            raise RefitFailed(f"refit to version {update.session.version}: {reason}")
 
     @property
     def _name(self) -> str:
@@ -227,13 +277,10 @@ class WeightReceiver(Receiver):
         takes_changes: bool = True,
     ) -> None:
         """`takes_changes`: `weights` still hold the committed version after `commit`."""
-        super().__init__()
+        super().__init__("in place" if in_place else None)
         self._slices, self._weights, self._commit = tuple(slices), weights, commit
-        self._in_place, self._takes_changes = in_place, takes_changes
+        self._takes_changes = takes_changes
         self._layout: ReceiverLayout | None = None
-        self._held: int | None = None  # version of all of `weights`
-        self._update: _Update | None = None
-        self._lock = threading.Lock()  # an abandoned update writes nothing afterwards
 
     def describe(self) -> ReceiverLayout:
         if self._layout is None:
@@ -247,20 +294,7 @@ class WeightReceiver(Receiver):
             )
         return self._layout
 
-    def receive(self, session: RefitSession) -> ReceiveReport:
-        """Write all buckets and fingerprint the result. Raises `RefitFailed`."""
-        return self.begin(session)()
-
-    def begin(self, session: RefitSession) -> Callable[[], ReceiveReport]:
-        """Return `receive` for a call in another thread; `abandon` stops it from now on."""
-        with self._lock:
-            if self._update is not None:
-                self._update.over = True
-            update = self._update = _Update(session, self._held)
-            self._held, self._received = None, None
-        return lambda: self._receive(update)
-
-    def _receive(self, update: _Update) -> ReceiveReport:
+    def _receive(self, update: Update) -> ReceiveReport:
         self._check_not_over(update)
         session, held = update.session, update.held
         part, layout = prepared(self._part), self.describe()
@@ -295,33 +329,13 @@ class WeightReceiver(Receiver):
             if expected != found[name]:
                 read = f"read {name} for version {session.version}"
                 raise CorruptWeights(f"{self._name} {read}, but holds other values")
-        with self._lock:
-            self._check_not_over(update)
-            self._received = session.version
+        self._has_received(update)
         return ReceiveReport({} if sums else found, arrivals.num_bytes)
 
     def commit(self, version: int) -> None:
         self._check_received(version)
         self._commit(version)
         self._held, self._received, self.corruption = version, None, None
-
-    def abandon(self) -> None:
-        """Forget an update that did not finish, and stop it; weights in use that it wrote stay corrupt."""
-        with self._lock:
-            self._received = None
-            if self._update is not None:
-                self._update.over = True
-
-    def _about_to_write(self, update: _Update) -> None:
-        with self._lock:
-            self._check_not_over(update)
-            if self._in_place and self.corruption is None:
-                self.corruption = self._unfinished(update.session, "in place")
-
-    def _check_not_over(self, update: _Update) -> None:
-        if update.over:
-            reason = f"{self._name} was still receiving when the refit was abandoned"
-            raise RefitFailed(f"refit to version {update.session.version}: {reason}")
 
 
 def _combined(sums: Mapping[K, list[Tensor]]) -> dict[K, int]:

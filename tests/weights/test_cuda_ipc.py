@@ -80,7 +80,7 @@ def test_both_sides_name_the_gpu_of_their_weights(monkeypatch: pytest.MonkeyPatc
     )
     assert WeightSender([], dict, torch.device("cuda", 3)).describe().gpu == "3"
     whole = {"a": (2,)}
-    options: Any = {"loader": None, "batch_bytes": 1, "device": torch.device("cuda", 5)}
+    options: Any = {"loader": None, "device": torch.device("cuda", 5)}
     assert WholeTensorReceiver(whole, {"a": "float32"}, **options).describe().gpu == "5"
     weights: Any = {
         "on_gpu": SimpleNamespace(dtype=torch.float32, device=torch.device("cuda", 4)),

@@ -4,6 +4,9 @@ The arguments of vLLM's `AsyncEngineArgs` are read from its installed source: im
 """
 
 import ast
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -14,6 +17,7 @@ from pathlib import Path
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import VllmGenerationConfig
 from nemorl.errors import Problem
+from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
 from nemorl.plan.memory import ITEM_SIZE, ProcessMemory, buckets_bytes, sampling_bytes
 
@@ -131,6 +135,15 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
         yield Problem("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, fix)
 
 
+def _largest_layer(shape: ModelShape) -> int:
+    """Elements of its tensors in a checkpoint, which the loader holds until all have come and then copies."""
+    sizes: Counter[str] = Counter()
+    for name, size in hf_tensors(shape).items():
+        layer = re.match(r"model\.layers\.\d+", name)
+        sizes[layer[0] if layer else name] += math.prod(size)
+    return max(sizes.values())
+
+
 def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMemory:
     """One rank with its share of the engine's two processes that hold no weights. `weights` in bytes."""
     config = experiment.generation
@@ -138,14 +151,18 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
     share = -(-weights // ranks)
     update = config.update_on("cpu" if on_cpu else "cuda")
-    staged = update == "staged" and config.adapters == "merged"  # separate adapters are as small as a bucket
+    staging = buckets_bytes(config, share)
+    if update == "staged" and config.adapters == "merged":  # separate adapters are as small as a bucket
+        staging += share
+    if update == "reload":
+        item = ITEM_SIZE[config.precision or experiment.policy.precision]
+        staging = buckets_bytes(config, weights) + 2 * item * _largest_layer(shape)
     return ProcessMemory(
         "generation",
         config.replicas * ranks,
         weights=share,
         logits=sampling_bytes(config.max_num_seqs, shape),
         kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
-        staging=buckets_bytes(config, share) + (share if staged else 0),
-        staging_on_host=weights if update == "reload" else 0,
+        staging=staging,
         runtime=_RUNTIME + 2 * _RUNTIME // ranks,
     )

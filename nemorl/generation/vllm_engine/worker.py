@@ -11,14 +11,15 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm import _custom_ops
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import base_loader
 
@@ -30,12 +31,21 @@ from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import ReceiveReport
-from nemorl.weights.whole_tensors import whole_slices
+from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
 from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
 from .host import LAYOUT, PARTS, REPORT, SESSION, remove_folder
 from .trace import LoaderTrace
-from .weights import Learned, WorkerAdapters, WorkerWeights, compute_one_adapter, layout_of, learn
+from .weights import (
+    Learned,
+    StreamingLoader,
+    WorkerAdapters,
+    WorkerWeights,
+    compute_one_adapter,
+    end_reload,
+    layout_of,
+    learn,
+)
 
 _PR_SET_PDEATHSIG = 1
 _END_SECONDS = 2.0  # that an update which was given up may take to end
@@ -82,20 +92,30 @@ class VllmWorkerExtension:
         in_place = update == "in_place" and lora is None
         reasons: Mapping[str, str] = {}
         held: WorkerWeights | WorkerAdapters
-        if lora is None:
-            layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape), update)
-            slices, reasons = layout.slices, layout.reasons
-            held = WorkerWeights(
-                model, layout, lambda new: runner.reload_weights(weights_iterator=new), in_place, dtype
-            )
-        else:
+
+        def reload(tensors: Iterable[tuple[str, Tensor]]) -> None:
+            with set_current_vllm_config(self.vllm_config):  # in the thread of a refit there is none
+                runner.reload_weights(weights_iterator=tensors)
+
+        if lora is not None:
             config = LoraConfig.model_validate_json(lora)
             shapes = adapter_tensors(shape, config)
             slices = whole_slices(shapes)
             held = WorkerAdapters(model, config, shapes, dtype)
             held.commit()  # adapters that add nothing yet
             compute_one_adapter()
-        self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
+        elif update != "reload":
+            layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
+            slices, reasons = layout.slices, layout.reasons
+            held = WorkerWeights(model, layout, reload, in_place, dtype)
+        if lora is None and update == "reload":
+            tensors, kind = hf_tensors(shape), str(dtype).removeprefix("torch.")
+            loader = StreamingLoader(model, reload, lambda: end_reload(model, runner.model_config))
+            self.nemorl = WholeTensorReceiver(
+                tensors, dict.fromkeys(tensors, kind), loader, device=self.device
+            )
+        else:
+            self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
         layout_json = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
         processes = {"process": os.getpid(), "engine": os.getppid(), "meeting": str(rendezvous)}
         return json.dumps({**processes, "layout": layout_json, "reasons": dict(reasons)})
