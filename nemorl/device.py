@@ -68,3 +68,8 @@ def wait_for_queue(device: torch.device) -> None:
 def gpu_identity(device: torch.device) -> str:
     """Name of a GPU for processes that number those they see; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if _is_gpu(device) else ""
+
+
+def has_float32_products(device: torch.device) -> bool:
+    """True if a product of half-precision matrices can be returned as it is summed, in float32."""
+    return _is_gpu(device)
