@@ -60,7 +60,7 @@ def test_tensors_stream_into_the_loader_and_a_failure_is_repaired(engine: Runnin
             sender.parameters[last] = whole
 
     sender.send = dying  # type: ignore[method-assign]
-    with pytest.raises((RefitFailed, KeyError)):
+    with pytest.raises((RefitFailed, ValueError)):
         refit(2, 0.9)
     assert "being brought to version 2 through its loader" in engine.host.corruption
     sender.send = send  # type: ignore[method-assign]
