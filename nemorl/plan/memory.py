@@ -29,8 +29,9 @@ _FLOAT32 = 4
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
 # A chunk of logits and its exponentials (or gradient), as measured: docs/memory.md.
 _CHUNK_COPIES = 2
-# An engine's logits of a step, the sampled distribution and its sorted copy.
-_SAMPLING_COPIES = 3
+# Bytes of one logit of a sampling step: on a CPU of the logits, the distribution and its sums; on a GPU the
+# first are in bfloat16 and in float32, and the sums in float64.
+_SAMPLING_BYTES = {"cpu": 3 * _FLOAT32, "gpu": 2 + 2 * _FLOAT32 + 8}
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
 
     cache = 0
     if isinstance(generation, MegatronGenerationConfig):  # the policy samples without an engine
-        logits = max(logits, sampling_bytes(generation.max_batch_size, shape))
+        logits = max(logits, sampling_bytes(generation.max_batch_size, shape, gpus=on_gpu))
         cached = min(generation.max_kv_tokens, generation.max_batch_size * policy.max_sequence_length)
         heads, dim = shape.num_key_value_heads, shape.head_dim
         if shape.mla is not None:  # kept as attention sees it, values as wide as keys
@@ -218,9 +219,9 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def sampling_bytes(sequences: int, shape: ModelShape) -> int:
-    """Logits of sequences that are sampled together, with the copies that sampling makes."""
-    return sequences * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES
+def sampling_bytes(sequences: int, shape: ModelShape, *, gpus: bool = False) -> int:
+    """Logits of sequences sampled together, with the copies that sampling makes; `gpus`: those of ours."""
+    return sequences * shape.vocab_size * _SAMPLING_BYTES["gpu" if gpus else "cpu"]
 
 
 def buckets_bytes(generation: GenerationConfig, weights: int) -> int:

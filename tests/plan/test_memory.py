@@ -372,6 +372,9 @@ def test_sampling_keeps_three_copies_of_the_logits(configure: Configure) -> None
     assert sampling_bytes(5, SHAPE) == 5 * 1000 * 4 * 3
     sampling = "generation={backend: megatron, max_batch_size: 7}"
     assert policy_memory(configure(sampling, "policy.logprob_chunk_tokens=1"), SHAPE).logits == 84000
+    # On a GPU: bfloat16 and float32 logits, a float32 distribution and its float64 sums.
+    on_gpu = configure(sampling, "policy.logprob_chunk_tokens=1", "cluster.gpus_per_node=1")
+    assert policy_memory(on_gpu, SHAPE).logits == 7 * 1000 * 18
 
 
 def test_two_buckets_hold_no_more_than_there_is() -> None:

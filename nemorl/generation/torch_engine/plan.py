@@ -40,7 +40,7 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
         "generation",
         config.replicas,
         weights=weights,
-        logits=sampling_bytes(config.max_batch_size, shape),
+        logits=sampling_bytes(config.max_batch_size, shape, gpus=experiment.cluster.gpus_per_node > 0),
         kv_cache=2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * cached * item,
         staging=2 * weights,  # what is received, and its copy while the old weights still serve
         runtime=GENERATION_RUNTIME,
