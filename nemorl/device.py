@@ -73,3 +73,8 @@ def gpu_identity(device: torch.device) -> str:
 def has_float32_products(device: torch.device) -> bool:
     """True if a product of half-precision matrices can be returned as it is summed, in float32."""
     return _is_gpu(device)
+
+
+def approximation_dtype(device: torch.device) -> torch.dtype:
+    """The type for products of which only an approximation is needed: bfloat16 where it is far faster."""
+    return torch.bfloat16 if _is_gpu(device) else torch.float32
