@@ -178,7 +178,7 @@ class WeightSender:
 
 
 @dataclass(eq=False)
-class Update:
+class UpdateCall:
     """One call of `Receiver.receive`."""
 
     session: RefitSession
@@ -191,7 +191,7 @@ class Receiver(ABC):
     _part: Part | None = None
     _received: int | None = None  # version that is not in use yet
     _held: int | None = None  # version of weights that are kept for the next update, all of them
-    _update: Update | None = None
+    _update: UpdateCall | None = None
 
     def __init__(self, writes: str | None) -> None:
         """`writes`: how an update writes into the weights in use; None if it does not."""
@@ -214,12 +214,12 @@ class Receiver(ABC):
         with self._lock:
             if self._update is not None:
                 self._update.over = True
-            update = self._update = Update(session, self._held)
+            update = self._update = UpdateCall(session, self._held)
             self._held, self._received = None, None
         return lambda: self._receive(update)
 
     @abstractmethod
-    def _receive(self, update: Update) -> ReceiveReport: ...
+    def _receive(self, update: UpdateCall) -> ReceiveReport: ...
 
     def abandon(self) -> None:
         """Forget an update that did not finish, and stop it; weights in use that it wrote stay corrupt."""
@@ -228,18 +228,18 @@ class Receiver(ABC):
             if self._update is not None:
                 self._update.over = True
 
-    def _about_to_write(self, update: Update) -> None:
+    def _about_to_write(self, update: UpdateCall) -> None:
         with self._lock:
             self._check_not_over(update)
             if self._writes is not None and self.corruption is None:
                 self.corruption = self._unfinished(update.session, self._writes)
 
-    def _has_received(self, update: Update) -> None:
+    def _has_received(self, update: UpdateCall) -> None:
         with self._lock:
             self._check_not_over(update)
             self._received = update.session.version
 
-    def _check_not_over(self, update: Update) -> None:
+    def _check_not_over(self, update: UpdateCall) -> None:
         if update.over:
             reason = f"{self._name} was still receiving when the refit was abandoned"
             raise RefitFailed(f"refit to version {update.session.version}: {reason}")
@@ -294,7 +294,7 @@ class WeightReceiver(Receiver):
             )
         return self._layout
 
-    def _receive(self, update: Update) -> ReceiveReport:
+    def _receive(self, update: UpdateCall) -> ReceiveReport:
         self._check_not_over(update)
         session, held = update.session, update.held
         part, layout = prepared(self._part), self.describe()

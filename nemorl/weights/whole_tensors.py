@@ -17,7 +17,7 @@ from nemorl.device import gpu_identity
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
-from .endpoints import Piece, Receiver, Update, arriving, prepared
+from .endpoints import Piece, Receiver, UpdateCall, arriving, prepared
 from .messages import (
     ReceiveReport,
     ReceiverLayout,
@@ -73,7 +73,7 @@ class WholeTensorReceiver(Receiver):
     def describe(self) -> ReceiverLayout:
         return self._layout
 
-    def _receive(self, update: Update) -> ReceiveReport:
+    def _receive(self, update: UpdateCall) -> ReceiveReport:
         self._check_not_over(update)
         session, part = update.session, prepared(self._part)
         queued: dict[str, Tensor] = {}  # fingerprints
@@ -84,7 +84,7 @@ class WholeTensorReceiver(Receiver):
         return ReceiveReport(found, arrivals.num_bytes)
 
     def _complete(
-        self, update: Update, pieces: Iterator[Piece], queued: dict[str, Tensor]
+        self, update: UpdateCall, pieces: Iterator[Piece], queued: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """Each tensor when all of it has arrived; its fingerprint goes to `queued`."""
         session = update.session
