@@ -11,10 +11,12 @@ import torch
 for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
     sys.modules[name] = types.ModuleType(name)
 for package, name in (
-    ("vllm", "_custom_ops"), ("vllm.model_executor.layers", "utils"), ("vllm.model_executor", "model_loader")
+    ("vllm", "_custom_ops"), ("vllm", "config"),
+    ("vllm.model_executor.layers", "utils"), ("vllm.model_executor", "model_loader"),
 ):
     module = sys.modules[f"{package}.{name}"] = types.ModuleType(f"{package}.{name}")
     setattr(sys.modules[package], name, module)
+sys.modules["vllm.config"].set_current_vllm_config = None
 base = sys.modules["vllm.model_executor.model_loader"].base_loader = types.ModuleType("base_loader")
 base.process_weights_after_loading = None
 
