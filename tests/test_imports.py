@@ -25,17 +25,20 @@ TREES = {
 # Each part may import these, and itself; `trajectories` imports numpy only.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "device": set(),
     "config": {"errors"},
     "trajectories": {"errors"},
-    "models": {"config", "errors"},
+    "models": {"config", "device", "errors"},
     "data": {"config", "errors", "models", "trajectories"},
     "environments": {"config", "errors", "trajectories"},
     "observe": {"config", "errors"},
     "plan": {"config", "errors", "models", "data"},
     "cluster": {"config", "errors"},
-    "generation": {"config", "errors", "models", "trajectories", "weights", "megatron", "cluster", "plan"},
-    "weights": {"config", "errors", "models"},
-    "megatron": {"config", "errors", "models", "data", "weights"},
+    "generation": {
+        *("config", "device", "errors", "models", "trajectories", "weights", "megatron", "cluster", "plan"),
+    },
+    "weights": {"config", "device", "errors", "models"},
+    "megatron": {"config", "device", "errors", "models", "data", "weights"},
     "rewards": {"config", "errors", "environments", "generation", "trajectories"},
     "rollout": {
         *("config", "errors", "data", "cluster", "generation", "observe", "rewards", "serve", "trajectories"),

@@ -58,6 +58,7 @@ CHOSEN = {
     "EngineFront": "TorchHost",
     "PolicyWorker": "PolicyWorker",
     "Venue": "SocketVenue",
+    "Receiver": "WeightReceiver",
     "SendingChannel": "SocketSender",
     "ReceivingChannel": "SocketReceiver",
     "Loader": "",

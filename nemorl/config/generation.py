@@ -114,9 +114,9 @@ class GenerationBase(Config):
     bucket_megabytes: int = Field(64, ge=1)
     """Size of one of the two buckets through which weights travel."""
     transport: Literal["auto", "shared_memory", "cuda_ipc", "gloo", "nccl", "files"] = "auto"
-    """How weights travel: through shared memory or a GPU's memory (CUDA IPC) on one machine, by gloo or NCCL
-    between machines, or as files in the run folder, which machines share; `auto` is gloo between machines,
-    and on one machine CUDA IPC where engines are on the policy's GPUs, else shared memory."""
+    """How weights travel: through shared memory or a GPU's memory (CUDA IPC) on one machine, by gloo or NCCL,
+    or as files in the run folder, which machines share. Between GPUs `auto` is NCCL, or CUDA IPC if engines
+    are on the policy's GPUs; else it is shared memory on one machine and gloo between several."""
     delta: bool = False
     """Send only the weights that changed since the last refit, exactly; the policy keeps a copy of what it
     sent in host memory. Useful in bfloat16, where a step changes a few weights in a hundred."""

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nemorl.device import sums_in_order, upload
 from nemorl.trajectories import Int16Array, Int32Array, StopReason
 
 from .tokens import RequestLimits, StopStringFinder, TokenBuffer
@@ -29,7 +30,19 @@ _PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an e
 
 class Sampled(NamedTuple):
     tokens: Tensor  # [n] int64
-    logprobs: Tensor  # [n] float32, of the distribution sampled
+    logprobs: Tensor  # [n] float32, of the distribution sampled; NaN for logits that are not finite
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Both on the host, in one copy. Raises FloatingPointError for logits that were not finite."""
+        together = torch.stack((self.tokens, self.logprobs.double().view(torch.int64)))
+        tokens, bits = together.cpu().numpy()
+        logprobs = bits.view(np.float64)
+        if np.isnan(logprobs).any():
+            raise FloatingPointError(
+                "the model's logits are not finite: its weights are broken, by a corrupt model folder or by "
+                "training that diverged"
+            )
+        return tokens.tolist(), logprobs.tolist()
 
 
 _Draw = Callable[[Tensor, Tensor], Sampled]  # (logits [n, vocabulary], uniform numbers [n, 1])
@@ -69,21 +82,19 @@ class Sampler:
         }
         self._groups = [(draws[way], torch.tensor(of, device=device)) for way, of in rows.items() if of]
 
-    def __call__(self, logits: Tensor, positions: Sequence[int]) -> Sampled:
-        """Draw from `logits` [n, vocabulary], float32; `positions[i]` counts row i's sampled tokens so far.
+    def uniform_bits(self, positions: Sequence[int]) -> NDArray[np.int64]:
+        """The uniform numbers of each row, float64 read as integers; `positions` count its sampled tokens."""
+        return uniform(self._seeds, np.array(positions, dtype=np.uint64)).view(np.int64)
+
+    def __call__(self, logits: Tensor, uniform_bits: Tensor) -> Sampled:
+        """Draw from `logits` [n, vocabulary], float32, with the uploaded `uniform_bits` [n].
 
         Logprobs are of the distribution after temperature and filters; of a greedy row, which draws from a
-        point mass, of the unfiltered one at temperature 1. Raises FloatingPointError for logits not finite.
+        point mass, of the unfiltered one at temperature 1.
         """
-        if not logits.amax(-1).isfinite().all():
-            raise FloatingPointError(
-                "the model's logits are not finite: its weights are broken, by a corrupt model folder or by "
-                "training that diverged"
-            )
+        uniforms = uniform_bits.view(torch.float64).unsqueeze(1)
         if self._temperatures is not None:
             logits = logits / self._temperatures
-        numbers = uniform(self._seeds, np.array(positions, dtype=np.uint64))
-        uniforms = torch.from_numpy(numbers).to(self._device).unsqueeze(1)  # [n, 1] float64
         if len(self._groups) == 1:
             return self._groups[0][0](logits, uniforms)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=self._device)
@@ -154,13 +165,14 @@ def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum((uniforms * total).to(total.dtype), below_total)
-    return torch.searchsorted(cumulative, target, right=True)
+    # Sums that are not finite find no index; the logprob of the last one is NaN, too.
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _cumulative(probabilities: Tensor) -> Tensor:
     # The CPU adds one by one in double and rounds at the end; a GPU adds in a tree, which in single precision
     # could decrease by an ulp and let a token of probability zero be drawn.
-    dtype = torch.float32 if probabilities.device.type == "cpu" else torch.float64
+    dtype = torch.float32 if sums_in_order(probabilities.device) else torch.float64
     return probabilities.cumsum(-1, dtype=dtype)
 
 
@@ -191,6 +203,14 @@ class Prompt:
         return -(-len(self.tokens) // step) * step
 
 
+class StepTokens(NamedTuple):
+    """The token that each of the cache rows 0..n-1 reads next, and its position."""
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    uploaded: tuple[Tensor, Tensor]  # both on the device, [n] int64
+
+
 class Runner(Protocol):
     """The network with its cache: turns tokens into logits."""
 
@@ -203,8 +223,8 @@ class Runner(Protocol):
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
         """Logits [n, vocabulary], float32, after `n` prompts, of what `prefill` gave for them."""
 
-    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """One step of the cache rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
+    def decode(self, step: StepTokens) -> Tensor:
+        """One step of the cache rows 0..n-1: logits [n, vocabulary] after their tokens."""
 
 
 @dataclass(eq=False)
@@ -239,6 +259,11 @@ class ActiveSequence:
         if found or token in self.request.stop_token_ids:
             return StopReason.STOP
         return StopReason.LENGTH if self.num_tokens >= self.max_tokens else None
+
+
+def _draws(sequence: ActiveSequence) -> int:
+    """Tokens drawn for a request so far, here and on engines before."""
+    return sequence.request.sampled_before + len(sequence.sampled)
 
 
 class Scheduler:
@@ -421,7 +446,9 @@ class BatchingEngine:
         if len(hidden) < len(sequences):
             index = {key: position for position, key in enumerate(hidden)}
             logits = logits[[index[s.prompt_key] for s in sequences]]
-        return self._take(sequences, self._make_sampler(sequences), logits)
+        sampler = self._make_sampler(sequences)
+        (bits,) = upload(self._device, sampler.uniform_bits([_draws(s) for s in sequences]))
+        return self._take(sequences, sampler(logits, bits))
 
     def _advance(self) -> list[Completion]:
         sources, targets = self._scheduler.compact()
@@ -431,23 +458,22 @@ class BatchingEngine:
         longest = max(sequence.num_tokens for sequence in sequences)
         self._runner.cache.copy_rows(sources, targets, longest - 1)
         self._runner.cache.reserve(len(sequences), longest)
-        logits = self._runner.decode(
-            [sequence.sampled.tokens[-1] for sequence in sequences],
-            [sequence.num_tokens - 1 for sequence in sequences],
-        )
         if self._sampler is None:
             self._sampler = self._make_sampler(sequences)
-        return self._take(sequences, self._sampler, logits)
+        tokens = [sequence.sampled.tokens[-1] for sequence in sequences]
+        positions = [sequence.num_tokens - 1 for sequence in sequences]
+        numbers = self._sampler.uniform_bits([_draws(sequence) for sequence in sequences])
+        # A step has one upload and one download, since a GPU's host may wait for each.
+        *uploaded, bits = upload(self._device, tokens, positions, numbers)
+        logits = self._runner.decode(StepTokens(tokens, positions, (uploaded[0], uploaded[1])))
+        return self._take(sequences, self._sampler(logits, bits))
 
-    def _take(
-        self, sequences: Sequence[ActiveSequence], sampler: Sampler, logits: Tensor
-    ) -> list[Completion]:
-        """Draw each sequence's next token; the completions of those that end with it."""
-        sampled = sampler(logits, [s.request.sampled_before + len(s.sampled) for s in sequences])
+    def _take(self, sequences: Sequence[ActiveSequence], sampled: Sampled) -> list[Completion]:
+        """Append each sequence's next token; the completions of those that end with it."""
+        tokens, logprobs = sampled.read()
         now = self._clock()
         completions = []
-        rows = zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), strict=True)
-        for sequence, token, logprob in rows:
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             stop = sequence.append(token, logprob, self.version, now)
             if stop is not None:
                 completions.append(self._end(sequence, stop))

@@ -176,8 +176,8 @@ class PackedAttention(torch.nn.Module):
             ).index_select(0, layout.key_order)
             key, value = both.split((key.shape[-1], value.shape[-1]), -1)
         width = value.shape[-1]
-        # Kernels require values as wide as keys; columns of zeros give columns of zeros.
-        value = F.pad(value, (0, key.shape[-1] - width))
+        if key.shape[-1] > width:  # kernels require values as wide as keys; zeros give columns of zeros
+            value = F.pad(value, (0, key.shape[-1] - width))
         scale, window, sinks = self.softmax_scale, self.window, self.softmax_offset
         if layout.cached is not None:
             layout.cached.keep(self.layer_number, key, value)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
+from nemorl.device import upload
 from nemorl.models.kv_cache import KVCache
 
 from . import packing
@@ -81,12 +82,12 @@ class CachedModel:
     @torch.no_grad()
     def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
         """The next token of the rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
-        n, places = len(tokens), torch.tensor(positions)
-        rows, num_places = torch.arange(n), self.cache.places_read(max(positions) + 1)
-        step = packing.NextTokens(places.to(self._device), num_places, self._model.config.params_dtype)
-        slots = self.cache.slots(rows, places).to(self._device)
-        cached = packing.CachedPass(self.cache, rows.to(self._device), slots, step)
-        hidden = self._run(torch.tensor(tokens), places, cached, None)
+        n, num_places = len(tokens), self.cache.places_read(max(positions) + 1)
+        read, places = upload(self._device, tokens, positions)
+        rows = torch.arange(n, device=self._device)
+        step = packing.NextTokens(places, num_places, self._model.config.params_dtype)
+        cached = packing.CachedPass(self.cache, rows, self.cache.slots(rows, places), step)
+        hidden = self._run(read, places, cached, None)
         return None if hidden is None else self._logits(hidden[:n])
 
     @torch.no_grad()
@@ -170,6 +171,14 @@ class Prompt(Protocol):
 
     @property
     def rows(self) -> Sequence[int]: ...
+
+
+class StepTokens(Protocol):
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+    @property
+    def positions(self) -> Sequence[int]: ...
 
 
 class _Order(IntEnum):
@@ -313,8 +322,8 @@ class LeadingRunner:
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(hidden))
 
-    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        return self._pass(_Order.DECODE, [*tokens, *positions])
+    def decode(self, step: StepTokens) -> Tensor:
+        return self._pass(_Order.DECODE, [*step.tokens, *step.positions])
 
     def experts(self, row: int, first: int, end: int) -> NDArray[np.int16]:
         """[end - first, MoE layers, top_k] of the tokens at these positions of a row, where they are kept."""

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemorl.device import has_float32_products
+
 # Logit of a column that pads the vocabulary: exp gives 0, and 0 times it is 0 (infinity would give NaN).
 PADDING_LOGIT = -1e30
 
@@ -122,6 +124,8 @@ class _Logprobs(torch.autograd.Function):
             if grad_weight is not None:
                 if weight.dtype == torch.float32:
                     grad_weight.addmm_(grad.t(), hidden[rows])
+                elif has_float32_products(weight.device):
+                    grad_weight.add_(torch.mm(grad.t(), hidden[rows], out_dtype=torch.float32))
                 else:
                     grad_weight.add_(grad.t() @ hidden[rows])
             del shifted, grad

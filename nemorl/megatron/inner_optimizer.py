@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from nemorl.config.policy import AdamConfig, MuonConfig, PolicyConfig, SgdConfig
+from nemorl.device import approximation_dtype
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.layout import PolicyRank, policy_rank
 from nemorl.models.slices import TensorSlice
@@ -94,15 +95,18 @@ _NO_MATRICES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def orthogonalize(matrix: Tensor, iterations: int) -> Tensor:
-    """Newton-Schulz: a matrix [rows, columns] with its singular values brought near 1 (0.7 to 1.2)."""
+    """Newton-Schulz: a matrix [rows, columns] with its singular values brought near 1 (0.7 to 1.2).
+
+    On a GPU in bfloat16, as the original; not run on hardware.
+    """
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x: Tensor = matrix.mT if is_tall else matrix
-    x = x / (x.norm() + 1e-7)
+    x = (x / (x.norm() + 1e-7)).to(approximation_dtype(matrix.device))
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if is_tall else x
+    return (x.mT if is_tall else x).to(matrix.dtype)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,8 @@ class PolicyWorker:
         if load:
             self.load_hf(config.model_path)
         # Engines take weights with adapters in them, or adapters: what one does not ask for is not computed.
-        self.sender = WeightSender((*self.slices(), *self.adapter_slices()), self.merged_parameters)
+        slices = (*self.slices(), *self.adapter_slices())
+        self.sender = WeightSender(slices, self.merged_parameters, self.device)
 
     def header(self) -> dict[str, str]:
         """Device, layout, kernels and versions in use; for the header of a run's log."""

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nemorl.device import upload
+
 # Numbers of places that the attention kernel reads, within each of its blocks of 512. With 256 or 320 the
 # CPU's matrix product splits a row's sum elsewhere, and a sequence's rounding would depend on the longest one
 # in the batch (seen with MKL 2024.2 on x86-64; elsewhere the only loss is the bit).
@@ -66,7 +68,7 @@ class KVCache:
         if not sources or not self._layers:
             return
         device = next(iter(self._layers.values())).device
-        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        source, target = upload(device, sources, targets)
         end = length + self._first
         for stored in self._layers.values():
             stored[:, target, :end] = stored[:, source, :end]

@@ -8,6 +8,9 @@ from nemorl.errors import Problem
 
 from .shape import Dim, ModelShape
 
+# Of the kernels of flash-attn and of torch's variable-length attention in bfloat16.
+_HEAD_DIM_MULTIPLE, _MAX_HEAD_DIM = 8, 256
+
 
 def layout_problems(shape: ModelShape, layout: LayoutConfig, *, adapters: bool = False) -> Iterator[Problem]:
     """All reasons why a layout cannot run a model; `adapters` are LoRA's."""
@@ -37,6 +40,19 @@ def layout_problems(shape: ModelShape, layout: LayoutConfig, *, adapters: bool =
     if etp_size > 1 and shape.linear_bias:
         fix = "Megatron does not divide the biases of experts: set this to 1"
         yield _problem(layout, "expert_tensor_parallel_size", fix)
+
+
+def gpu_attention_problems(shape: ModelShape, precision: str) -> Iterator[Problem]:
+    """Reasons why attention over packed sequences has no kernel on a GPU; not run on hardware."""
+    if shape.sinks and precision == "float32":
+        kernel = "the kernel for attention sinks, which the model has, takes bfloat16 only"
+        yield Problem("policy.precision", precision, f"on a GPU {kernel}: set bfloat16")
+    width = shape.head_dim if shape.mla is None else shape.mla.head_dim + shape.mla.rotary_dim
+    if precision == "bfloat16" and (width % _HEAD_DIM_MULTIPLE or width > _MAX_HEAD_DIM):
+        takes = f"a multiple of {_HEAD_DIM_MULTIPLE} and at most {_MAX_HEAD_DIM}"
+        problem = f"on a GPU its attention takes heads of {takes}, and the model's have {width} dimensions"
+        fix = "take another model" if shape.sinks else "set float32, or take another model"
+        yield Problem("policy.precision", precision, f"{problem}: {fix}")
 
 
 def with_fewer_copies(

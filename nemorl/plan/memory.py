@@ -6,7 +6,7 @@ is small compared with these (angles, masks, routing) is left out.
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -29,8 +29,9 @@ _FLOAT32 = 4
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
 # A chunk of logits and its exponentials (or gradient), as measured: docs/memory.md.
 _CHUNK_COPIES = 2
-# An engine's logits of a step, the sampled distribution and its sorted copy.
-_SAMPLING_COPIES = 3
+# Bytes of one logit of a sampling step: on a CPU of the logits, the distribution and its sums; on a GPU the
+# first are in bfloat16 and in float32, and the sums in float64.
+_SAMPLING_BYTES = {"cpu": 3 * _FLOAT32, "gpu": 2 + 2 * _FLOAT32 + 8}
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,12 @@ class ProcessMemory:
     reference: int = 0
     activations: int = 0
     logits: int = 0
+    head_gradient: int = 0  # of the output weight, while the chunks of its backward pass are summed
     kv_cache: int = 0
     staging: int = 0  # weights on their way to generation
     staging_on_host: int = 0  # the same in the host's memory: what `delta` keeps, whole tensors for loaders
     optimizer_on_host: int = 0  # in the host's memory, as policy.optimizer.on_host has it
+    offloaded_on_host: int = 0  # in the host's memory, as policy.offload has it
     checkpoint: int = 0  # the copy that is written during training, always in the host's memory
     checkpoints_in_memory: int = 0  # files in memory_dir: the newest, and those being written
     runtime: int = 0  # libraries, and for the driver Ray and its object store
@@ -66,12 +69,15 @@ class ProcessMemory:
     @property
     def between_steps(self) -> int:
         """Bytes that a GPU holds while the process computes nothing."""
-        return self.on_device - self.activations - self.logits - self.kv_cache
+        return self.on_device - self.activations - self.logits - self.head_gradient - self.kv_cache
 
 
 MEMORY_PARTS = tuple(field.name for field in fields(ProcessMemory) if field.name not in ("group", "count"))
 # Also where there are GPUs.
-ON_HOST = ("staging_on_host", "optimizer_on_host", "checkpoint", "checkpoints_in_memory")
+ON_HOST = (
+    *("staging_on_host", "optimizer_on_host", "offloaded_on_host"),
+    *("checkpoint", "checkpoints_in_memory"),
+)
 
 
 def estimate_memory(
@@ -93,9 +99,9 @@ def estimate_memory(
         rank = policy_memory(experiment.model_copy(update={"policy": model.config}), model_shape)
         parts = {"reference": 0, "kv_cache": 0, "staging": 0, "staging_on_host": 0}
         if model_shape.head == "scalar":
-            parts["logits"] = 0
+            parts |= {"logits": 0, "head_gradient": 0}
         if not model.trains:
-            parts |= {"gradients": 0, "optimizer": 0, "optimizer_on_host": 0}
+            parts |= {"gradients": 0, "optimizer": 0, "optimizer_on_host": 0, "head_gradient": 0}
             parts |= {"checkpoint": 0, "checkpoints_in_memory": 0}
             # One layer's at a time: nothing is kept for a backward pass.
             layers = model_shape.num_layers // model.config.layout.pipeline_parallel_size
@@ -132,7 +138,15 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
     updated = trained.per_copy(layout) if policy.optimizer.is_sharded else trained.total
     on_host = policy.optimizer.state_is_on_host
     state_copy = updated * _FLOAT32 * (1 + policy.optimizer.num_moments)
-    copies = experiment.checkpointing.enabled and experiment.checkpointing.asynchronous
+    on_gpu = experiment.cluster.gpus_per_node > 0
+    pinned_state = state_copy
+    if on_gpu:
+        copies = trained.total // max(1, updated)  # among which each tensor of the state is spread
+        sizes = (elements // copies * _FLOAT32 for elements in stage_tensors(shape, layout, stage))
+        pinned_state = sum(map(pinned_bytes, sizes)) * (1 + policy.optimizer.num_moments)
+        if policy.lora is not None:  # many small tensors
+            pinned_state = 2 * state_copy
+    copies_state = experiment.checkpointing.enabled and experiment.checkpointing.asynchronous
     in_memory = 0
     if experiment.checkpointing.keeps_in_memory:  # on several nodes with those of another node
         in_memory = state_copy * 2 * (1 if experiment.cluster.num_nodes == 1 else 2)
@@ -150,9 +164,16 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
     chunk = min(policy.logprob_chunk_tokens, own_tokens)
     logits = chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _CHUNK_COPIES
 
+    last = stage == layout.pipeline_parallel_size - 1
+    head_gradient = 0
+    if last and policy.lora is None:
+        # Its sum in float32, and in bfloat16 a chunk's product and at the end a copy (docs/memory.md).
+        columns = shape.vocab_size // layout.tensor_parallel_size
+        head_gradient = columns * shape.hidden_size * (4 if policy.precision == "float32" else 8)
+
     cache = 0
     if isinstance(generation, MegatronGenerationConfig):  # the policy samples without an engine
-        logits = max(logits, sampling_bytes(generation.max_batch_size, shape))
+        logits = max(logits, sampling_bytes(generation.max_batch_size, shape, gpus=on_gpu))
         cached = min(generation.max_kv_tokens, generation.max_batch_size * policy.max_sequence_length)
         heads, dim = shape.num_key_value_heads, shape.head_dim
         if shape.mla is not None:  # kept as attention sees it, values as wide as keys
@@ -163,28 +184,44 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
             # The choices of all routers, of 2 bytes, which every rank keeps with its keys.
             cache += 2 * shape.num_moe_layers * shape.moe.top_k * cached
 
+    weights = (parameters.total + (trained.total if policy.lora else 0)) * item
+    reference = parameters.total * item if has_reference else 0
+    offloaded = 0
+    if on_gpu and policy.offload.weights:  # in one buffer, and the reference tensor by tensor
+        tensors = (elements * item for elements in stage_tensors(shape, layout, stage))
+        offloaded += pinned_bytes(weights) + (sum(map(pinned_bytes, tensors)) if reference else 0)
+    if on_gpu and policy.offload.optimizer and not on_host:
+        offloaded += pinned_state
+
     return ProcessMemory(
         "policy",
         layout.world_size,
-        weights=(parameters.total + (trained.total if policy.lora else 0)) * item,
+        weights=weights,
         gradients=trained.total * policy.optimizer.gradient_bytes,
         optimizer=0 if on_host else updated * policy.optimizer.state_bytes(policy.precision),
-        reference=parameters.total * item if has_reference else 0,
+        reference=reference,
         activations=kept_elements(shape, policy, stage, own_tokens, num_micro_batches) * item,
-        logits=logits if stage == layout.pipeline_parallel_size - 1 else 0,
+        logits=logits if last else 0,
+        head_gradient=head_gradient,
         kv_cache=cache,
         staging=buckets_bytes(generation, sent),
         staging_on_host=sent if generation.delta else 0,
         optimizer_on_host=state_copy if on_host else 0,
-        checkpoint=state_copy if copies else 0,
+        offloaded_on_host=offloaded,
+        checkpoint=pinned_state if copies_state else 0,
         checkpoints_in_memory=in_memory,
         runtime=_POLICY_RUNTIME,
     )
 
 
-def sampling_bytes(sequences: int, shape: ModelShape) -> int:
-    """Logits of sequences that are sampled together, with the copies that sampling makes."""
-    return sequences * shape.vocab_size * _FLOAT32 * _SAMPLING_COPIES
+def pinned_bytes(size: int) -> int:
+    """Bytes that torch takes for pinned memory of `size`: the next power of two, which it keeps."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def sampling_bytes(sequences: int, shape: ModelShape, *, gpus: bool = False) -> int:
+    """Logits of sequences sampled together, with the copies that sampling makes; `gpus`: those of ours."""
+    return sequences * shape.vocab_size * _SAMPLING_BYTES["gpu" if gpus else "cpu"]
 
 
 def buckets_bytes(generation: GenerationConfig, weights: int) -> int:
@@ -277,6 +314,24 @@ class Parameters:
 
 def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Parameters:
     """Parameters of each rank of a pipeline stage, rows that pad the vocabulary included."""
+    dense = experts = 0
+    for rule, count, elements in _stage_rules(shape, layout, stage):
+        if rule.experts:
+            experts += count * elements
+        else:
+            dense += count * elements
+    return Parameters(dense, experts)
+
+
+def stage_tensors(shape: ModelShape, layout: LayoutConfig, stage: int) -> list[int]:
+    """Elements of each parameter of a rank of a pipeline stage; of experts, all of a layer are one."""
+    return [elements for _, count, elements in _stage_rules(shape, layout, stage) for _ in range(count)]
+
+
+def _stage_rules(
+    shape: ModelShape, layout: LayoutConfig, stage: int
+) -> Iterator[tuple[WeightRule, int, int]]:
+    """Rules of the parameters that each rank of a stage has, their number, and the elements of one."""
     chunks = range(layout.virtual_pipeline_parallel_size)
     layers = [layer for chunk in chunks for layer in stage_layers(shape.num_layers, layout, stage, chunk)]
     with_experts = sum(shape.is_moe(layer) for layer in layers)
@@ -286,7 +341,6 @@ def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Par
         LayerKind.DENSE: len(layers) - with_experts,
     }
     last = layout.pipeline_parallel_size - 1
-    dense = experts = 0
     for rule, elements in _rules(shape):
         if rule.stage is Stage.LAYERS:
             count = times[rule.layers]
@@ -303,11 +357,7 @@ def stage_parameters(shape: ModelShape, layout: LayoutConfig, stage: int) -> Par
             elements = elements // shape.vocab_size * padded_vocab_size(shape, size) // size
         elif rule.split is not Split.REPLICATED:
             elements //= size
-        if rule.experts:
-            experts += count * elements
-        else:
-            dense += count * elements
-    return Parameters(dense, experts)
+        yield rule, count, elements
 
 
 @lru_cache(maxsize=4)

@@ -34,7 +34,13 @@ from nemorl.models import hf_config
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout import SCALAR_HEAD, hf_tensors
-from nemorl.models.layout_rules import layout_problems, moe_problems, norms_are_fused, recompute_problems
+from nemorl.models.layout_rules import (
+    gpu_attention_problems,
+    layout_problems,
+    moe_problems,
+    norms_are_fused,
+    recompute_problems,
+)
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 
@@ -150,9 +156,9 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
     if unknown := [str(token) for token in stops if token >= shape.vocab_size]:
         fix = f"the model's vocabulary ends at {shape.vocab_size - 1}: remove {', '.join(unknown)}"
         yield Problem("generation.stop_token_ids", list(stops), fix)
-    if training and shape.sinks and policy.precision == "float32" and experiment.cluster.gpus_per_node:
-        kernel = "the kernel for attention sinks, which the model has, takes bfloat16 only"
-        yield Problem("policy.precision", policy.precision, f"on a GPU {kernel}: set bfloat16")
+    has_policy = training or not experiment.generation.has_engines
+    if has_policy and experiment.cluster.gpus_per_node:
+        yield from gpu_attention_problems(shape, policy.precision)
     if (lora := policy.lora) is None:
         return
     targets, possible = list(lora.targets), adaptable_projections(shape)

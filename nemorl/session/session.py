@@ -610,7 +610,6 @@ class Starter:
             self.experiment.run_dir.absolute() / "weights",
             config.delta,
             config.check_one_in or (16 if self._on_gpus else 1),
-            share_gpus=self._on_gpus and config.shares_devices,
             host=ray.util.get_node_ip_address(),
         )
         # The groups' own deadline comes later, so that the rank that waits can say for whom.

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
@@ -12,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nemorl.device import gpu_identity
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
@@ -30,13 +32,15 @@ from .messages import (
     SendingChannel,
     SendReport,
     combine,
-    fingerprint,
+    queue_fingerprint,
+    read_fingerprints,
     receiver_name,
     sender_name,
 )
 from .process_group import Membership, group_receiver, group_sender
 from .shared_memory import socket_receiver, socket_sender
 
+_CPU = torch.device("cpu")
 Piece = tuple[TensorSlice, Tensor]  # of the receiver's slices, and its elements in the piece's shape
 Change = Callable[[PartBucket, Tensor], None]  # adds changes to the weights held; see `delta`
 K = TypeVar("K")
@@ -114,13 +118,19 @@ def arriving(
 
 
 class WeightSender:
-    def __init__(self, slices: Sequence[TensorSlice], parameters: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._slices, self._parameters = tuple(slices), parameters
+    def __init__(
+        self,
+        slices: Sequence[TensorSlice],
+        parameters: Callable[[], Mapping[str, Tensor]],
+        device: torch.device = _CPU,
+    ) -> None:
+        """`device`: of the parameters."""
+        self._slices, self._parameters, self._gpu = tuple(slices), parameters, gpu_identity(device)
         self._part: Part | None = None
         self._member = Membership()
 
     def describe(self) -> SenderLayout:
-        return SenderLayout(self._slices, socket.gethostname())
+        return SenderLayout(self._slices, socket.gethostname(), self._gpu)
 
     def prepare(self, part: Part) -> None:
         self._part, self._last = part, LastSent(part)
@@ -132,9 +142,9 @@ class WeightSender:
         last, parameters = self._last, self._parameters()
         compare = session.base is not None and last.version == session.base
         last.version = None  # until all buckets are sent
-        known: dict[tuple[str, TensorSlice], int] = {}  # a sender may have the same for several groups
-        sums: dict[tuple[int, str], list[int]] = defaultdict(list)  # fingerprints by receiver and tensor
-        of_pieces: list[int] = []  # fingerprints in the order of the part's slices
+        known: dict[tuple[str, TensorSlice], Tensor] = {}  # a sender may have the same for several groups
+        sums: dict[tuple[int, str], list[Tensor]] = defaultdict(list)  # fingerprints by receiver and tensor
+        of_pieces: list[Tensor] = []  # fingerprints in the order of the part's slices
         meeting: AbstractContextManager[SendingChannel]
         match session.transport:
             case "shared_memory" | "cuda_ipc":
@@ -152,7 +162,7 @@ class WeightSender:
                         continue
                     key = bucket.dtype, piece
                     if key not in known:
-                        known[key] = fingerprint(values, piece.start, piece.shape)
+                        known[key] = queue_fingerprint(values, piece.start, piece.shape)
                     of_pieces.append(known[key])
                     for receiver in bucket.receivers:
                         sums[receiver, piece.name].append(known[key])
@@ -163,27 +173,76 @@ class WeightSender:
             channel.drain()
         last.version = session.version if session.keep else None
         if session.transport == "files":  # receivers check what they read by the manifest
-            return SendReport({}, channel.num_bytes, of_pieces=tuple(of_pieces))
+            return SendReport({}, channel.num_bytes, of_pieces=tuple(read_fingerprints(of_pieces)))
         return SendReport(_combined(sums), channel.num_bytes, last.num_bytes)
 
 
 @dataclass(eq=False)
-class _Update:
+class UpdateCall:
+    """One call of `Receiver.receive`."""
+
     session: RefitSession
-    held: int | None  # version of all of `weights` at its start
+    held: int | None  # version of all weights that the receiver keeps, at its start
     over: bool = False  # abandoned, or another refit has started
 
 
-class Receiver:
+class Receiver(ABC):
     corruption: str | None = None  # reason why the weights in use are not of one version
     _part: Part | None = None
     _received: int | None = None  # version that is not in use yet
+    _held: int | None = None  # version of weights that are kept for the next update, all of them
+    _update: UpdateCall | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, writes: str | None) -> None:
+        """`writes`: how an update writes into the weights in use; None if it does not."""
+        self._writes = writes
         self._member = Membership()
+        self._lock = threading.Lock()  # an abandoned update writes nothing afterwards
+
+    @abstractmethod
+    def describe(self) -> ReceiverLayout: ...
 
     def prepare(self, part: Part) -> None:
         self._part = part
+
+    def receive(self, session: RefitSession) -> ReceiveReport:
+        """Take all buckets and fingerprint what came. Raises `RefitFailed`."""
+        return self.begin(session)()
+
+    def begin(self, session: RefitSession) -> Callable[[], ReceiveReport]:
+        """Return `receive` for a call in another thread; `abandon` stops it from now on."""
+        with self._lock:
+            if self._update is not None:
+                self._update.over = True
+            update = self._update = UpdateCall(session, self._held)
+            self._held, self._received = None, None
+        return lambda: self._receive(update)
+
+    @abstractmethod
+    def _receive(self, update: UpdateCall) -> ReceiveReport: ...
+
+    def abandon(self) -> None:
+        """Forget an update that did not finish, and stop it; weights in use that it wrote stay corrupt."""
+        with self._lock:
+            self._received = None
+            if self._update is not None:
+                self._update.over = True
+
+    def _about_to_write(self, update: UpdateCall) -> None:
+        with self._lock:
+            self._check_not_over(update)
+            if self._writes is not None and self.corruption is None:
+                self.corruption = self._unfinished(update.session, self._writes)
+
+    def _has_received(self, update: UpdateCall) -> None:
+        with self._lock:
+            self._check_not_over(update)
+            self._received = update.session.version
+
+    def _check_not_over(self, update: UpdateCall) -> None:
+        if update.over:
+            reason = f"{self._name} was still receiving when the refit was abandoned"
+            raise RefitFailed(f"refit to version {update.session.version}: {reason}")
 
     @property
     def _name(self) -> str:
@@ -218,36 +277,24 @@ class WeightReceiver(Receiver):
         takes_changes: bool = True,
     ) -> None:
         """`takes_changes`: `weights` still hold the committed version after `commit`."""
-        super().__init__()
+        super().__init__("in place" if in_place else None)
         self._slices, self._weights, self._commit = tuple(slices), weights, commit
-        self._in_place, self._takes_changes = in_place, takes_changes
+        self._takes_changes = takes_changes
         self._layout: ReceiverLayout | None = None
-        self._held: int | None = None  # version of all of `weights`
-        self._update: _Update | None = None
-        self._lock = threading.Lock()  # an abandoned update writes nothing afterwards
 
     def describe(self) -> ReceiverLayout:
         if self._layout is None:
             weights = self._weights()
             dtypes = (str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)
-            node = socket.gethostname()
-            self._layout = ReceiverLayout(self._slices, tuple(dtypes), node, self._takes_changes)
+            gpus = {gpu_identity(weights[part.param].device) for part in self._slices}
+            # tensors for a loader may wait in memory of the host, next to parameters on a GPU
+            where = {"node": socket.gethostname(), "gpu": max(gpus, default="")}
+            self._layout = ReceiverLayout(
+                self._slices, tuple(dtypes), takes_changes=self._takes_changes, **where
+            )
         return self._layout
 
-    def receive(self, session: RefitSession) -> ReceiveReport:
-        """Write all buckets and fingerprint the result. Raises `RefitFailed`."""
-        return self.begin(session)()
-
-    def begin(self, session: RefitSession) -> Callable[[], ReceiveReport]:
-        """Return `receive` for a call in another thread; `abandon` stops it from now on."""
-        with self._lock:
-            if self._update is not None:
-                self._update.over = True
-            update = self._update = _Update(session, self._held)
-            self._held, self._received = None, None
-        return lambda: self._receive(update)
-
-    def _receive(self, update: _Update) -> ReceiveReport:
+    def _receive(self, update: UpdateCall) -> ReceiveReport:
         self._check_not_over(update)
         session, held = update.session, update.held
         part, layout = prepared(self._part), self.describe()
@@ -265,25 +312,24 @@ class WeightReceiver(Receiver):
                 changes = f"the changes for version {session.version} from {sender_name(bucket.sender)}"
                 raise CorruptWeights(f"{self._name} cannot decode {changes}: {error}") from error
 
-        sums: dict[str, list[int]] = defaultdict(list)
+        sums: dict[str, list[Tensor]] = defaultdict(list)
         with arriving(part, layout, session, self._member, change) as arrivals:
             for piece, values in arrivals.pieces:
                 self._about_to_write(update)
                 local_view(weights, piece).copy_(values)
                 if session.transport == "files":  # no sender reports fingerprints
-                    sums[piece.name].append(fingerprint(values, piece.start, piece.shape))
-        held_sums: dict[str, list[int]] = defaultdict(list)
+                    sums[piece.name].append(queue_fingerprint(values, piece.start, piece.shape))
+        held_sums: dict[str, list[Tensor]] = defaultdict(list)
         for need in self._slices:
             if session.checks(need.name):
-                held_sums[need.name].append(fingerprint(local_view(weights, need), need.start, need.shape))
+                values = local_view(weights, need)
+                held_sums[need.name].append(queue_fingerprint(values, need.start, need.shape))
         found = _combined(held_sums)
         for name, expected in _combined(sums).items():
             if expected != found[name]:
                 read = f"read {name} for version {session.version}"
                 raise CorruptWeights(f"{self._name} {read}, but holds other values")
-        with self._lock:
-            self._check_not_over(update)
-            self._received = session.version
+        self._has_received(update)
         return ReceiveReport({} if sums else found, arrivals.num_bytes)
 
     def commit(self, version: int) -> None:
@@ -291,24 +337,8 @@ class WeightReceiver(Receiver):
         self._commit(version)
         self._held, self._received, self.corruption = version, None, None
 
-    def abandon(self) -> None:
-        """Forget an update that did not finish, and stop it; weights in use that it wrote stay corrupt."""
-        with self._lock:
-            self._received = None
-            if self._update is not None:
-                self._update.over = True
 
-    def _about_to_write(self, update: _Update) -> None:
-        with self._lock:
-            self._check_not_over(update)
-            if self._in_place and self.corruption is None:
-                self.corruption = self._unfinished(update.session, "in place")
-
-    def _check_not_over(self, update: _Update) -> None:
-        if update.over:
-            reason = f"{self._name} was still receiving when the refit was abandoned"
-            raise RefitFailed(f"refit to version {update.session.version}: {reason}")
-
-
-def _combined(sums: Mapping[K, list[int]]) -> dict[K, int]:
-    return {key: combine(fingerprints) for key, fingerprints in sums.items()}
+def _combined(sums: Mapping[K, list[Tensor]]) -> dict[K, int]:
+    """Combined fingerprints by key, from those that were queued."""
+    values = iter(read_fingerprints([total for queued in sums.values() for total in queued]))
+    return {key: combine([next(values) for _ in queued]) for key, queued in sums.items()}

@@ -50,7 +50,6 @@ class TransportOptions:
     folder: Path = Path("weights")  # of the versions, for files
     delta: bool = False  # send only changes if the receivers hold the previous version
     check_one_in: int = 1  # a refit checks one of this number of tensors; files are checked completely
-    share_gpus: bool = False  # receivers use the senders' GPUs
     host: str = LOOPBACK  # address of this machine at which ranks on other machines reach the driver
 
 
@@ -64,8 +63,7 @@ def make_venue(
     nodes = sorted({sender.node for sender in senders} | {receiver.node for receiver in receivers})
     transport = options.transport
     if transport == "auto":
-        here: Transport = "cuda_ipc" if options.share_gpus else "shared_memory"
-        transport = here if len(nodes) == 1 else "gloo"
+        transport = _automatic(senders, receivers, num_nodes=len(nodes))
     if transport == "files":
         return FileVenue(options.folder, deadline_seconds)
     if transport in ("gloo", "nccl"):
@@ -75,6 +73,20 @@ def make_venue(
         problem = f"weights cannot travel by {transport} between {len(nodes)} machines ({names})"
         raise ValueError(f"{problem}: set generation.transport to auto, gloo or files")
     return SocketVenue(transport, deadline_seconds)
+
+
+def _automatic(
+    senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], *, num_nodes: int
+) -> Transport:
+    """A transport between the devices of both sides; through memory of hosts only if there is no other."""
+    of_senders, of_receivers = [layout.gpu for layout in senders], [layout.gpu for layout in receivers]
+    gpus = [*of_senders, *of_receivers]
+    if all(gpus):
+        if len(set(gpus)) == len(gpus):  # NCCL takes one process on each
+            return "nccl"
+        if num_nodes == 1 and set(of_receivers) <= set(of_senders):
+            return "cuda_ipc"
+    return "shared_memory" if num_nodes == 1 else "gloo"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import socket
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -22,6 +22,7 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from nemorl.device import elements_per_pass
 from nemorl.errors import RunError
 from nemorl.models.slices import TensorSlice
 
@@ -39,6 +40,7 @@ T = TypeVar("T")
 class SenderLayout:
     slices: tuple[TensorSlice, ...]  # that a policy rank holds
     node: str = ""  # the machine it runs on; receivers there are served first
+    gpu: str = ""  # the identity of the one that holds the weights; empty for memory of the host
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class ReceiverLayout:
     dtypes: tuple[str, ...]  # of each slice, by torch's name: "bfloat16"
     node: str = ""
     takes_changes: bool = True  # it keeps what came, so that a refit may bring only what changed since
+    gpu: str = ""  # the identity of the one that the weights are written to; empty for memory of the host
 
     def __post_init__(self) -> None:
         if len(self.dtypes) != len(self.slices):
@@ -303,24 +306,38 @@ class ReceivingChannel(Protocol):
 # that of the tensor. An odd weight detects any changed bit; different weights detect exchanged elements. The
 # weight of a position is the product of one odd number per axis: a tenth of the cost of hashing positions.
 _INTEGERS = {4: torch.int32, 2: torch.int16}  # by element size
-_CHUNK_ELEMENTS = 1 << 16  # 512 KB of int64: stays in a core's cache
 
 
 def fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """The fingerprint, in [0, 2^64), of `values` (any strides) from `start` on in a tensor of `shape`."""
+    return read_fingerprints([queue_fingerprint(values, start, shape)])[0]
+
+
+def queue_fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """The fingerprint as a signed number ([] int64) on the device of `values`; the host waits for nothing."""
     bits = values.detach().view(_INTEGERS[values.element_size()])
     weights = [
         _axis_weights(axis, extent, values.device)[first : first + count]
         for axis, (extent, first, count) in enumerate(zip(shape, start, values.shape, strict=True))
     ]
-    rows = max(1, _CHUNK_ELEMENTS // max(1, bits[0].numel()))
+    rows = max(1, elements_per_pass(values.device) // max(1, bits[0].numel()))
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for chunk, first_weights in zip(bits.split(rows), weights[0].split(rows), strict=True):
         sums = chunk
         for axis_weights in reversed((first_weights, *weights[1:])):
             sums = torch.mul(sums, axis_weights).sum(-1)  # int64, wrapping around at 2^64
         total += sums
-    return int(total) % 2**64
+    return total
+
+
+def read_fingerprints(queued: Sequence[Tensor]) -> list[int]:
+    """Values of fingerprints from `queue_fingerprint`, in order. Reads each device once."""
+    values = [0] * len(queued)
+    for device in {total.device for total in queued}:
+        there = [number for number, total in enumerate(queued) if total.device == device]
+        for number, value in zip(there, torch.stack([queued[n] for n in there]).tolist(), strict=True):
+            values[number] = value % 2**64
+    return values
 
 
 def combine(fingerprints: list[int]) -> int:

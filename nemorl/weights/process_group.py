@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
+from nemorl.device import current_gpu, make_current, wait_for_queue
+
 from .messages import (
     SLOTS,
     Part,
@@ -87,8 +89,7 @@ class Group:
 
             options = ProcessGroupNCCL.Options()
             options._timeout = timeout
-            device = torch.device("cuda", torch.cuda.current_device())
-            group = cls(ProcessGroupNCCL(prefix, rank, size, options), store, device)
+            group = cls(ProcessGroupNCCL(prefix, rank, size, options), store, current_gpu())
         else:
             host, _, port = session.place.rpartition(":")
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
@@ -108,7 +109,7 @@ class Group:
 
     def receive(self, values: Tensor, rank: int) -> None:
         self.backend.recv([values], rank, 0).wait()
-        self.synchronize()
+        wait_for_queue(self.device)  # NCCL's waits order streams only
 
     def connect(self, rank: int, *, first: bool) -> None:
         """Exchange a first message: gloo connects in it, and a wait for that cannot be aborted."""
@@ -121,13 +122,10 @@ class Group:
             self.receive(hello, rank)
         self.connected.add(rank)
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":  # NCCL's waits order streams only
-            torch.cuda.current_stream().synchronize()
-
     def abort(self) -> None:
         """End the waits of all threads and the use of the group."""
-        if self.device.type == "cuda":
+        is_gloo = isinstance(self.backend, ProcessGroupGloo)
+        if not is_gloo:
             self.backend.abort()
             return
         # gloo's own `abort` does nothing; a wait that times out closes all connections. A member that is gone
@@ -200,7 +198,7 @@ class GroupSender(SendingChannel):
         def wait_taken() -> None:
             for _, work in sent:
                 meeting.wait(work.wait, to, f"{meeting.name(to)} to take bucket {number}")
-            group.synchronize()
+            wait_for_queue(group.device)
 
         meeting.wait(send, to, f"{meeting.name(to)} to receive bucket {number}")
         self._waits[number] = wait_taken
@@ -225,7 +223,7 @@ class GroupReceiver:
         return bucket
 
     def taken(self) -> None:
-        self._rendezvous.group.synchronize()  # the copies out of it
+        wait_for_queue(self._rendezvous.group.device)  # the copies out of it
         self._free.release()
 
     def drain(self) -> None:
@@ -245,8 +243,7 @@ class GroupReceiver:
     def _receive_all(self) -> None:
         """Put every bucket into `_ready`, then None once all have been passed on; or the error."""
         try:
-            if self._rendezvous.group.device.type == "cuda":
-                torch.cuda.set_device(self._rendezvous.group.device)
+            make_current(self._rendezvous.group.device)
             for number, bucket in enumerate(self._part.buckets):
                 self._free.acquire()
                 if self._closed:

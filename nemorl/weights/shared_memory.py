@@ -28,6 +28,8 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
+from nemorl.device import gpu_identity
+
 from .messages import (
     SLOTS,
     Part,
@@ -123,13 +125,12 @@ class CudaDevice:
 
     def share(self, memory: Tensor) -> SharedStorage:
         """Let one more process open memory from `allocate`: each call counts one that has to close it."""
-        device, *shared = memory.untyped_storage()._share_cuda_()
-        return SharedStorage(str(torch.cuda.get_device_properties(device).uuid), *shared)
+        _, *shared = memory.untyped_storage()._share_cuda_()
+        return SharedStorage(gpu_identity(memory.device), *shared)
 
     def open(self, shared: SharedStorage) -> Tensor:
         """[num_bytes] uint8: another process's memory. Raises RefitFailed if its GPU is not visible here."""
-        gpus = range(torch.cuda.device_count())
-        names = [str(torch.cuda.get_device_properties(index).uuid) for index in gpus]
+        names = [gpu_identity(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
         if shared.device not in names:
             seen = f"lie on GPU {shared.device}, and this process sees {', '.join(names) or 'none'}"
             fix = "set generation.transport to nccl, or to shared_memory"

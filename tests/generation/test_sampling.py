@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from nemorl.device import upload
 from nemorl.generation.batching import Sampler, _splitmix64, uniform
 from nemorl.generation.types import SamplingParams
 
@@ -15,7 +16,9 @@ LOGITS = torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.5, -4.0, 2.5, 1.0, -0.5])
 
 def sample(logits, params, seeds, positions=None):
     """One draw per row of `logits`."""
-    return Sampler(params, seeds, CPU)(logits, positions or [0] * len(logits))
+    sampler = Sampler(params, seeds, CPU)
+    (bits,) = upload(CPU, sampler.uniform_bits(positions or [0] * len(logits)))
+    return sampler(logits, bits)
 
 
 def allowed_by_loop(logits, params):
@@ -139,9 +142,17 @@ def test_what_is_drawn_depends_on_seed_and_position_only():
     assert draw(2**63 - 1, 0) != draw(0, 0)
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_are_named(broken):
+@pytest.mark.parametrize("params", [*CASES, SamplingParams(temperature=0.0)], ids=str)
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_are_named(params, broken):
     logits = LOGITS.repeat(2, 1)
-    logits[1, 3] = broken
+    sample(logits, [params] * 2, [1, 2]).read()
+    logits[1, slice(None) if broken < 0 else 3] = broken
     with pytest.raises(FloatingPointError, match="its weights are broken"):
-        sample(logits, [SamplingParams()] * 2, [1, 2])
+        sample(logits, [params] * 2, [1, 2]).read()
+
+
+def test_both_results_are_read_in_one_copy():
+    got = sample(LOGITS.repeat(3, 1), CASES[:3], [1, 2, 3])
+    tokens, logprobs = got.read()
+    assert (tokens, logprobs) == (got.tokens.tolist(), got.logprobs.tolist())

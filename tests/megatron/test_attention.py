@@ -266,7 +266,7 @@ def test_a_kernel_gets_the_packed_tensors_as_they_are():
 
     def kernel(q, k, v, rows, scale, window):
         seen.update(queries=rows.cu_queries.tolist(), longest=rows.max_queries, k=tuple(k.shape))
-        seen.update(keys=rows.cu_keys.tolist(), scale=scale, window=window)
+        seen.update(keys=rows.cu_keys.tolist(), scale=scale, window=window, copied=v is not kv)
         return q
 
     layout = packed_layout([2, 3], table().at(torch.tensor([0, 1, 0, 1, 2])), kernel)
@@ -282,7 +282,27 @@ def test_a_kernel_gets_the_packed_tensors_as_they_are():
         "k": (5, KV_HEADS, DIM),
         "scale": 0.5,
         "window": 2,
+        "copied": False,
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_between_keys_give_the_bits_of_their_copy(dtype):
+    """A layer's values are columns of one product with its keys; they are not copied."""
+    lengths = [5, 40, 41]
+    cos, sin = table().at(torch.cat([torch.arange(n) for n in lengths]))
+    layout = packed_layout(lengths, (cos.to(dtype), sin.to(dtype)), None)
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randn(sum(lengths), HEADS + 2 * KV_HEADS, DIM, generator=generator).to(dtype)
+
+    def result(copied):
+        q, k, v = both.clone().requires_grad_().split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        v = v.clone() if copied else v
+        out = PackedAttention()(q, k, v, None, attn_mask_type=None, packed_seq_params=layout)
+        return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
+
+    for mine, of_copy in zip(result(copied=False), result(copied=True), strict=True):
+        assert torch.equal(mine, of_copy)
 
 
 def test_rotary_turns_pairs_as_complex_numbers():

@@ -80,6 +80,40 @@ def test_many_chunks_round_no_more_than_one_in_bfloat16():
     assert errors[8] < 1.2 * errors[4096] < 0.01
 
 
+def test_products_in_float32_lose_nothing_of_the_weight_gradient_between_chunks(monkeypatch):
+    """Error of the head's bfloat16 gradient, by the norm, against the same sum in float64."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, columns = 4096, VocabularyShard(start=0, num_real=64, group=None)
+    hidden = torch.randn(tokens, 32, generator=generator).bfloat16()
+    labels = torch.randint(0, 64, (tokens,), generator=generator)
+    rounded: list[torch.Tensor] = []  # gradients of logits, as the product takes them
+    matrix_product = torch.mm
+
+    def product(left, right, **options):
+        if options.pop("out_dtype", None) is not None:
+            rounded.append(left)
+            return matrix_product(left.float(), right.float())
+        return matrix_product(left, right, **options)
+
+    monkeypatch.setattr(head.torch, "mm", product)
+
+    def gradient(float32_products):
+        monkeypatch.setattr(head, "has_float32_products", lambda device: float32_products)
+        weight = torch.ones(64, 32, dtype=torch.bfloat16, requires_grad=True)
+        logprobs, _ = token_logprobs(
+            hidden, weight, labels, columns, temperature=1.0, chunk_tokens=16, entropy=False
+        )
+        logprobs.sum().backward()
+        return weight.grad.double()
+
+    found = {products: gradient(products) for products in (False, True)}
+    exact = torch.cat(rounded, dim=1).double() @ hidden.double()
+    error = {products: float((one - exact).norm() / exact.norm()) for products, one in found.items()}
+    nearest = float((exact.bfloat16().double() - exact).norm() / exact.norm())
+    assert error[True] == pytest.approx(nearest, rel=1e-3)
+    assert error[False] > 1.3 * error[True], error
+
+
 @pytest.mark.parametrize("chunk_tokens", [4, 13])
 def test_without_entropy_only_logprobs_have_gradients(chunk_tokens):
     hidden, weight, labels, grads = inputs()

@@ -6,12 +6,32 @@ import pytest
 import torch
 
 from nemorl.config.policy import MuonConfig
+from nemorl.device import approximation_dtype
+from nemorl.megatron import inner_optimizer
+from nemorl.megatron.inner_optimizer import orthogonalize
 from nemorl.models.tensors import local_view
 from tests.megatron.cases import LOSS, live, partition, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
 from tests.megatron.test_checkpoint import continue_from, save_in_the_middle
 
 MUON = MuonConfig(name="muon", lr=0.01, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (64, 96)])
+def test_bfloat16_of_a_gpu_brings_singular_values_as_near_to_one(monkeypatch, shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    exact = orthogonalize(matrix, 5)
+    assert {kind: approximation_dtype(torch.device(kind)) for kind in ("cpu", "cuda")} == {
+        "cpu": torch.float32,
+        "cuda": torch.bfloat16,
+    }
+    monkeypatch.setattr(inner_optimizer, "approximation_dtype", lambda device: torch.bfloat16)
+    rounded = orthogonalize(matrix, 5)
+    assert rounded.dtype == torch.float32
+    assert float((rounded - exact).norm() / exact.norm()) < 0.05
+    for found in (exact, rounded):
+        values = torch.linalg.svdvals(found)
+        assert 0.6 < float(values.min()) < float(values.max()) < 1.3
 
 
 def in_hf_names(worker, values):

@@ -168,6 +168,34 @@ def test_the_embedded_engine_requires_whole_contexts(configure: Configure, tmp_p
     assert "Llama-like models only, and this one has sliding windows" in problem.fix
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "precision", "gpus", "is_refused"),
+    [
+        (4, "bfloat16", 1, True),
+        (20, "bfloat16", 1, True),
+        (264, "bfloat16", 1, True),
+        (256, "bfloat16", 1, False),
+        (8, "bfloat16", 1, False),
+        (4, "float32", 1, False),
+        (4, "bfloat16", 0, False),
+    ],
+)
+def test_heads_of_a_gpus_attention_have_sizes_that_its_kernels_take(
+    configure: Configure, tmp_path: Path, head_dim: int, precision: str, gpus: int, is_refused: bool
+) -> None:
+    folder = write_model(tmp_path / "heads", head_dim=head_dim)
+    sft = ["algorithm.name=sft", "algorithm.num_steps=1", "algorithm.batch_size=4"]
+    on = [f"policy.precision={precision}", f"cluster.gpus_per_node={gpus}"]
+    problems = plan_run(configure(f"policy.model_path={folder}", *sft, *on), ROOMY).problems
+    if not is_refused:
+        assert problems == ()
+        return
+    (problem,) = problems
+    assert (problem.field, problem.value) == ("policy.precision", "bfloat16")
+    heads = f"takes heads of a multiple of 8 and at most 256, and the model's have {head_dim} dimensions"
+    assert problem.fix == f"on a GPU its attention {heads}: set float32, or take another model"
+
+
 def test_an_adapter_may_be_as_wide_as_its_matrix(configure: Configure) -> None:
     lora = "policy.lora={rank: 64, alpha: 8, targets: [k_proj, q_proj]}"
 
@@ -423,7 +451,8 @@ def test_a_gpu_that_engines_share_holds_both_in_a_refit(configure: Configure) ->
     shape = load_shape(shared.policy.model_path)
     of = {process.group: process for process in estimate_memory(shared, shape, True)}
     policy, engine = of["policy"], of["generation"]
-    kept = policy.on_device - policy.activations - policy.logits + engine.on_device - engine.logits
+    temporary = policy.activations + policy.logits + policy.head_gradient
+    kept = policy.on_device - temporary + engine.on_device - engine.logits
     for short, fields in ((0, []), (1, ["generation.colocated"])):
         machine = Machine(2, 10**11, 10**9, (Gpu("Tiny 1000", kept - short),))
         found = [v for v in plan_run(shared, machine).problems if v.field != "generation.backend"]

@@ -181,6 +181,7 @@ def test_a_reward_model_finds_room_next_to_engines_that_are_awake(
     policy, engine, reward = of["policy"], of["generation"], of["reward_0"]
     assert (reward.gradients, reward.optimizer, reward.logits) == (0, 0, 0)
     left = policy.weights + policy.gradients + policy.optimizer + policy.activations + policy.logits
+    left += policy.head_gradient
     wanted = reward.on_device + engine.on_device + policy.on_device - left
     for short, fields in ((0, []), (1, ["rewards.0.devices"])):
         machine = replace(ROOMY, gpus=(Gpu("Tiny 1000", wanted - short),))

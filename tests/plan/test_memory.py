@@ -1,5 +1,6 @@
 """Memory against values worked out by hand for the model of `tests.plan.models`."""
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from nemorl.plan.memory import (
     kept_elements,
     policy_memory,
     sampling_bytes,
+    stage_tensors,
 )
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG
@@ -89,7 +91,40 @@ def test_types_of_fewer_bits_save_what_they_are_shorter(configure: Configure) ->
 
     assert (narrowed().gradients, narrowed().optimizer) == (4 * WHOLE, (1 + 2 + 2) * WHOLE)
     assert narrowed(", main_grads_dtype: bfloat16").gradients == 2 * WHOLE
-    assert narrowed().checkpoint == 12 * WHOLE  # which knows float32 only
+    assert narrowed().checkpoint == pinned(4) * 3  # which knows float32 only
+
+
+def pinned(item: int) -> int:
+    """Bytes of the model where each parameter takes the next power of two, as pinned memory of torch does."""
+    elements = stage_tensors(SHAPE, LayoutConfig(), 0)
+    assert sum(elements) == WHOLE
+    return sum(2 ** math.ceil(math.log2(item * count)) for count in elements)
+
+
+def test_pinned_memory_is_counted_in_powers_of_two(configure: Configure) -> None:
+    def policy(*overrides: str) -> ProcessMemory:
+        return group("policy", estimate_memory(configure(*overrides), SHAPE, training=True))
+
+    gpus = "cluster.gpus_per_node=2"
+    assert 4 * WHOLE < pinned(4) <= 8 * WHOLE
+    assert policy(gpus).checkpoint == 3 * pinned(4)
+    assert policy(gpus).offloaded_on_host == 0
+    assert policy(gpus, "policy.offload.optimizer=true").offloaded_on_host == 3 * pinned(4)
+    weights = policy(gpus, "policy.offload.weights=true", "policy.precision=bfloat16")
+    buffer = 2 ** math.ceil(math.log2(2 * WHOLE))  # all weights are in one
+    assert weights.offloaded_on_host == buffer + (pinned(2) if weights.reference else 0)
+    assert weights.on_device == policy(gpus, "policy.precision=bfloat16").on_device
+
+
+def test_the_gradient_of_the_head_is_summed_in_float32(configure: Configure) -> None:
+    def head(*overrides: str) -> int:
+        return group("policy", estimate_memory(configure(*overrides), SHAPE, training=True)).head_gradient
+
+    weight = SHAPE.vocab_size * SHAPE.hidden_size
+    assert head() == 4 * weight
+    assert head("policy.precision=bfloat16") == 8 * weight  # with a chunk's product, or the copy at the end
+    assert head("policy.precision=bfloat16", "policy.layout.tensor_parallel_size=2") == 4 * weight
+    assert head("policy.lora={rank: 2, alpha: 4}") == 0
 
 
 def test_checkpoints_during_training_keep_a_copy_of_the_state(configure: Configure) -> None:
@@ -337,6 +372,9 @@ def test_sampling_keeps_three_copies_of_the_logits(configure: Configure) -> None
     assert sampling_bytes(5, SHAPE) == 5 * 1000 * 4 * 3
     sampling = "generation={backend: megatron, max_batch_size: 7}"
     assert policy_memory(configure(sampling, "policy.logprob_chunk_tokens=1"), SHAPE).logits == 84000
+    # On a GPU: bfloat16 and float32 logits, a float32 distribution and its float64 sums.
+    on_gpu = configure(sampling, "policy.logprob_chunk_tokens=1", "cluster.gpus_per_node=1")
+    assert policy_memory(on_gpu, SHAPE).logits == 7 * 1000 * 18
 
 
 def test_two_buckets_hold_no_more_than_there_is() -> None:

@@ -218,8 +218,8 @@ def test_every_entry_of_the_tables_exists(house: ModuleType) -> None:
 REACHED = {
     "package_cycles": 0,
     "module_cycles": 1,
-    "grpo_path_files": 50,
-    "grpo_path_outer_files": 36,
+    "grpo_path_files": 51,
+    "grpo_path_outer_files": 37,
     # Slack for plug-ins: each new environment, optimizer, model family or engine counts as one. Raise it
     # when the modules that were added are plug-ins.
     "single_importer_modules": 78,

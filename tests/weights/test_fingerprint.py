@@ -1,14 +1,19 @@
 """The checksum is the same however a tensor is cut up, and changes with any bit and any exchange."""
 
 import itertools
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemorl.weights.messages import combine, fingerprint
+from nemorl.device import elements_per_pass
+from nemorl.weights import messages
+from nemorl.weights.messages import combine, fingerprint, queue_fingerprint, read_fingerprints
 
 MASK = 2**64 - 1
 DTYPES = [torch.float32, torch.bfloat16]
@@ -61,6 +66,51 @@ def test_it_does_not_depend_on_chunks_or_strides() -> None:
     values = tensor((700, 300))  # more than one chunk
     rows = [fingerprint(values[i : i + 1], (i, 0), (700, 300)) for i in range(700)]
     assert combine(rows) == whole(values) == whole(values.t().contiguous().t())
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("elements", [1, 7, 1 << 16, 1 << 24])
+def test_the_elements_of_a_pass_do_not_change_it(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tensor((70, 30), torch.bfloat16)
+    expected = whole(values)
+    monkeypatch.setattr(messages, "elements_per_pass", lambda device: elements)
+    assert whole(values) == expected
+
+
+def test_a_gpu_launches_few_kernels_and_the_host_reads_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a matrix of Qwen2.5-7B (on a device without memory): 5 passes on a GPU, a thousand on a CPU."""
+    shape, passes = (18944, 3584), {}
+    for kind in ("cuda", "cpu"):
+        monkeypatch.setattr(
+            messages, "elements_per_pass", lambda _, on=kind: elements_per_pass(torch.device(on))
+        )
+        with Operators() as operators:
+            queue_fingerprint(torch.empty(shape, dtype=torch.bfloat16, device="meta"), (0, 0), shape)
+        assert operators.counts["_local_scalar_dense"] == 0
+        passes[kind] = operators.counts["sum"] / 2  # one for each axis
+    assert passes == {"cuda": 5, "cpu": 1053}
+
+
+def test_the_fingerprints_of_many_tensors_are_read_at_once() -> None:
+    values = [tensor((4, 3), seed=seed) for seed in range(5)]
+    queued = [queue_fingerprint(each, (0, 0), (4, 3)) for each in values]
+    with Operators() as operators:
+        found = read_fingerprints(queued)
+    assert found == [whole(each) for each in values]
+    assert operators.counts["_local_scalar_dense"] == 0
+    assert operators.counts["stack"] == 1
+    assert read_fingerprints([]) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,7 +1,7 @@
 """Whole tensors out of buckets from a policy of TP2 x PP2."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch import Tensor
 from nemorl.models.layout import hf_tensors
 from nemorl.weights.exchange import WeightExchange
 from nemorl.weights.messages import RefitFailed
-from nemorl.weights.whole_tensors import WholeTensorReceiver
+from nemorl.weights.whole_tensors import WholeTensorReceiver, batches
 from tests.weights.ranks import SHAPE, TP2_PP2, PolicySide, Threads, model
 
 BUCKET = 4096
@@ -22,17 +22,19 @@ LARGEST = max(4 * torch.Size(extents).numel() for extents in TENSORS.values())
 class Loader:
     """Keeps what it is given, as its own copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_bytes: int) -> None:
+        self._batch_bytes = batch_bytes
         self.tensors: dict[str, Tensor] = {}
         self.batches: list[int] = []  # bytes
         self.finished = 0
         self.fails_at = -1
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        if len(self.batches) == self.fails_at:
-            raise RuntimeError("the loader knows no such tensor")
-        self.batches.append(sum(tensor.nbytes for tensor in tensors.values()))
-        self.tensors |= {name: tensor.clone() for name, tensor in tensors.items()}
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        for batch in batches(tensors, self._batch_bytes):
+            if len(self.batches) == self.fails_at:
+                raise RuntimeError("the loader knows no such tensor")
+            self.batches.append(sum(tensor.nbytes for tensor in batch.values()))
+            self.tensors |= {name: tensor.clone() for name, tensor in batch.items()}
 
     def finish(self) -> None:
         self.finished += 1
@@ -40,11 +42,9 @@ class Loader:
 
 class EngineSide:
     def __init__(self, batch_bytes: int, **dtypes: str) -> None:
-        self.loader = Loader()
+        self.loader = Loader(batch_bytes)
         types = {name: dtypes.get(name.split(".")[-1], "float32") for name in TENSORS}
-        self.exchange = WholeTensorReceiver(
-            TENSORS, types, self.loader, device=torch.device("cpu"), batch_bytes=batch_bytes
-        )
+        self.exchange = WholeTensorReceiver(TENSORS, types, self.loader, device=torch.device("cpu"))
 
 
 class Setup:
@@ -103,3 +103,21 @@ def test_a_loader_that_fails_leaves_partial_weights_until_a_whole_refit() -> Non
     setup.engine.loader.fails_at = -1
     setup.refit(3, seed=3)
     assert setup.engine.exchange.corruption is None
+
+
+def test_an_abandoned_update_loads_no_further_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(batch_bytes=1)
+    setup.refit(1, seed=1)
+    receiver, load = setup.engine.exchange, setup.engine.loader.load
+
+    def abandoned_meanwhile(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        load(iter([next(tensors)]))
+        receiver.abandon()
+        load(tensors)
+
+    monkeypatch.setattr(setup.engine.loader, "load", abandoned_meanwhile)
+    num_batches = len(setup.engine.loader.batches)
+    with pytest.raises(RefitFailed, match="still receiving when the refit was abandoned"):
+        setup.refit(2, seed=2)
+    assert len(setup.engine.loader.batches) == num_batches + 1
+    assert receiver.corruption is not None

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.generation.batching import BatchingEngine, Prompt
+from nemorl.device import has_packed_linear, upload
+from nemorl.generation.batching import BatchingEngine, Prompt, StepTokens
 from nemorl.generation.front import DRAIN_SHARE
 from nemorl.generation.step_driver import StepDriver
 from nemorl.generation.tokens import Decode, RequestLimits, load_decoder
@@ -33,11 +34,12 @@ from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitDeadline, RefitSession
 
+from .plan import PREFILL_TOKENS
+
 _QUERY_MULTIPLE = 4  # query rows of one kernel call; see `DecodeAttention`
 # With ragged rows the CPU libraries take kernels that round otherwise: a sequence would depend on its batch.
 ROW_MULTIPLE = 4
 _TYPICAL_ROWS = 16  # what the packed layout is chosen for; any number of rows works
-_PREFILL_TOKENS = 2048  # of one forward pass, padding included; bounds the activations
 _END_SECONDS = 10.0  # for the step during which the engine is closed
 
 
@@ -102,10 +104,7 @@ class Linear:
         """`weight` is [out, in], `bias` [out]."""
         self._bias = None if bias is None else bias.clone()
         # For few rows oneDNN's packed weights are twice as fast as torch's default.
-        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        if weight.dtype != torch.float32:
-            takes_bfloat16 = self._packed and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            self._packed = weight.dtype == torch.bfloat16 and takes_bfloat16
+        self._packed = has_packed_linear(weight.device, weight.dtype)
         self._weight = (
             torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS) if self._packed else weight.clone()
         )
@@ -240,6 +239,7 @@ class ModelRunner:
     ) -> None:
         self.cache = KVCache(max_kv_tokens)
         self._shape, self._device, self._dtype = shape, device, dtype
+        self._prefill_tokens = PREFILL_TOKENS[device.type]
         self._table = RotaryTable(
             shape.head_dim, shape.rope, max_positions=max_positions, dtype=dtype, device=device
         )
@@ -267,7 +267,7 @@ class ModelRunner:
         hidden: dict[Prompt, Tensor] = {}
         by_length = sorted(prompts, key=lambda prompt: prompt.padded_length)
         for length, same in groupby(by_length, key=lambda prompt: prompt.padded_length):
-            together, count = list(same), max(1, _PREFILL_TOKENS // length)
+            together, count = list(same), max(1, self._prefill_tokens // length)
             for first in range(0, len(together), count):
                 batch = together[first : first + count]
                 hidden.update(zip(batch, self._prefill(batch), strict=True))
@@ -275,23 +275,27 @@ class ModelRunner:
 
     def _prefill(self, batch: Sequence[Prompt]) -> Tensor:
         length = batch[0].padded_length
-        tokens = np.zeros((len(batch), length), dtype=np.int64)
+        padded = np.zeros((len(batch), length), dtype=np.int64)
         for index, prompt in enumerate(batch):
-            tokens[index, : len(prompt.tokens)] = prompt.tokens
-        rows = self._indices([row for prompt in batch for row in prompt.rows])
-        owners = self._indices([index for index, prompt in enumerate(batch) for _ in prompt.rows])
+            padded[index, : len(prompt.tokens)] = prompt.tokens
+        tokens, rows, owners, last = upload(
+            self._device,
+            padded.ravel(),
+            [row for prompt in batch for row in prompt.rows],
+            [index for index, prompt in enumerate(batch) for _ in prompt.rows],
+            [index * length + len(prompt.tokens) - 1 for index, prompt in enumerate(batch)],
+        )
         attention = PrefillAttention(self.cache, len(batch), length, rows, owners)
-        positions = torch.arange(length).repeat(len(batch))
-        hidden = self._hidden(torch.from_numpy(tokens).flatten(), positions, attention)
-        last = [index * length + len(prompt.tokens) - 1 for index, prompt in enumerate(batch)]
-        return hidden[self._indices(last)]
+        positions = torch.arange(length, device=self._device).repeat(len(batch))
+        return self._network.hidden(tokens, positions, attention)[last]
 
     @torch.inference_mode()
-    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-        padding = [0] * (-len(tokens) % ROW_MULTIPLE)
-        attention = DecodeAttention(self.cache, self._indices(positions), max(positions) + 1, self._dtype)
-        padded, at = torch.tensor([*tokens, *padding]), torch.tensor([*positions, *padding])
-        return self._network.logits(self._hidden(padded, at, attention))[: len(tokens)]
+    def decode(self, step: StepTokens) -> Tensor:
+        tokens, positions = step.uploaded
+        attention = DecodeAttention(self.cache, positions, max(step.positions) + 1, self._dtype)
+        padding = (0, -len(tokens) % ROW_MULTIPLE)
+        padded, at = functional.pad(tokens, padding), functional.pad(positions, padding)
+        return self._network.logits(self._network.hidden(padded, at, attention))[: len(tokens)]
 
     @torch.inference_mode()
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
@@ -304,12 +308,6 @@ class ModelRunner:
         if self._decoder is None:
             raise RuntimeError("the engine has no weights: call load() or commit() before the first step")
         return self._decoder
-
-    def _hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        return self._network.hidden(tokens.to(self._device), positions.to(self._device), attention)
-
-    def _indices(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
 class TorchEngine(BatchingEngine):

@@ -8,6 +8,10 @@ from nemorl.errors import Problem
 from nemorl.models.shape import ModelShape
 from nemorl.plan.memory import GENERATION_RUNTIME, ITEM_SIZE, ProcessMemory, sampling_bytes
 
+# Tokens of one forward pass over prompts, padding included, by kind of device. They bound the activations,
+# and a GPU needs many of them to be busy.
+PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
+
 
 def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> Iterator[Problem]:
     """The embedded engine is a plain dense decoder; a window that no sequence fills is none."""
@@ -36,7 +40,7 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
         "generation",
         config.replicas,
         weights=weights,
-        logits=sampling_bytes(config.max_batch_size, shape),
+        logits=sampling_bytes(config.max_batch_size, shape, gpus=experiment.cluster.gpus_per_node > 0),
         kv_cache=2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * cached * item,
         staging=2 * weights,  # what is received, and its copy while the old weights still serve
         runtime=GENERATION_RUNTIME,

@@ -31,7 +31,7 @@ from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.weights.endpoints import WeightReceiver, torch_dtype
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitFailed, RefitSession
-from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
+from nemorl.weights.whole_tensors import WholeTensorReceiver, batches, whole_slices
 
 from .engine import TrtllmEngine, engine_arguments, memory_tags
 
@@ -292,8 +292,7 @@ class NemorlExtension(WorkerExtension):
     ) -> ReceiverLayout:
         """Become a receiver of whole tensors on this worker's device, which is of `kind`."""
         device = torch.device(kind, self.device_id) if kind == "cuda" else torch.device(kind)
-        loader = _OwnLoader(self)
-        receiver = WholeTensorReceiver(tensors, dtypes, loader, device=device, batch_bytes=batch_bytes)
+        receiver = WholeTensorReceiver(tensors, dtypes, _OwnLoader(self, batch_bytes), device=device)
         self._nemorl_receiver = receiver
         return receiver.describe()
 
@@ -312,12 +311,13 @@ class NemorlExtension(WorkerExtension):
 class _OwnLoader:
     """A worker's loader for tensors of its own process: handles that give back what was put into them."""
 
-    def __init__(self, worker: NemorlExtension) -> None:
-        self._worker = worker
+    def __init__(self, worker: NemorlExtension, batch_bytes: int) -> None:
+        self._worker, self._batch_bytes = worker, batch_bytes
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        handles = [(name, (_given, (tensor, *[None] * _DEVICE_ARGUMENT))) for name, tensor in tensors.items()]
-        self._worker.nemorl_load({self._worker.nemorl_device(): handles})
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        for batch in batches(tensors, self._batch_bytes):
+            handles = [(name, (_given, (new, *[None] * _DEVICE_ARGUMENT))) for name, new in batch.items()]
+            self._worker.nemorl_load({self._worker.nemorl_device(): handles})
 
     def finish(self) -> None:
         self._worker.nemorl_finish(recompute=False)

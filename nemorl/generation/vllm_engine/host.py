@@ -2,8 +2,8 @@
 
 staged      workers receive next to the weights in use, sampling continues ──commit: paused──▶ copied over
 in place    engine paused ──▶ workers receive into the weights in use ──commit──▶ engine resumes
-reload      as staged, in whole tensors                                 ──commit──▶ vLLM's loader takes them,
-                                                                                     quantized if it is set
+reload      engine paused ──▶ vLLM's loader takes whole tensors as they come ──commit──▶ engine resumes
+            (quantized, if that is set)
 """
 
 import asyncio
@@ -116,7 +116,7 @@ class VllmHost(RequestDriver):
         self._update = config.update_on(options.device, quantizes=quantization is not None)
         self._on_update = config.on_update
         self._layouts: tuple[ReceiverLayout, ...] = ()
-        self._pause = AsyncExitStack()  # holds the engine paused while an update in place lasts
+        self._pause = AsyncExitStack()  # holds the engine paused while an update writes into its weights
         self._died, self._ended_by = asyncio.Event(), ""
         variables = environment(config, options, self._folder, quantization)
         if gpus:  # the processes of the engine see these, in this order
@@ -166,10 +166,10 @@ class VllmHost(RequestDriver):
         await self._vllm.call("nemorl_prepare", PARTS.dump_json(parts).decode())
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
-        """The engine's side of a refit; unless in place it keeps sampling meanwhile. Raises RefitFailed."""
+        """The engine's side of a refit; only if staged it keeps sampling meanwhile. Raises RefitFailed."""
         if self._died.is_set():
             raise RefitFailed(f"refit to version {session.version}: {self._ended_by}")
-        if self._update == "in_place":
+        if self._update != "staged":
             await self._pause.enter_async_context(self._paused_for(session.version))
         answers: list[dict[str, Any]] = []
         complete = asyncio.Event()
@@ -208,7 +208,7 @@ class VllmHost(RequestDriver):
 
     async def commit_weights(self, version: int) -> None:
         paused: AbstractAsyncContextManager[Any] = self._pause.pop_all()
-        if self._update != "in_place":
+        if self._update == "staged":
             paused = self._paused_for(version)
         async with paused:
             try:

@@ -5,6 +5,8 @@ The arguments of vLLM's `AsyncEngineArgs` are read from its installed source: im
 
 import ast
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -142,6 +144,15 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
         yield Problem("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, fix)
 
 
+def _largest_layer(shape: ModelShape) -> int:
+    """Elements of its tensors in a checkpoint, which the loader holds until all have come and then copies."""
+    sizes: Counter[str] = Counter()
+    for name, size in hf_tensors(shape).items():
+        layer = re.match(r"model\.layers\.\d+", name)
+        sizes[layer[0] if layer else name] += math.prod(size)
+    return max(sizes.values())
+
+
 def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMemory:
     """One rank with its share of the engine's two processes that hold no weights. `weights` in bytes."""
     config = experiment.generation
@@ -151,15 +162,19 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     held = weights if quantization is None else _quantized_bytes(quantization, shape, weights)
     share = -(-held // ranks)
     update = config.update_on("cpu" if on_cpu else "cuda", quantizes=quantization is not None)
-    staged = update == "staged" and config.adapters == "merged"  # separate adapters are as small as a bucket
+    staging = buckets_bytes(config, share)
+    if update == "staged" and config.adapters == "merged":  # separate adapters are as small as a bucket
+        staging += share
+    if update == "reload":
+        item = ITEM_SIZE[config.precision or experiment.policy.precision]
+        staging = buckets_bytes(config, weights) + 2 * item * _largest_layer(shape)
     return ProcessMemory(
         "generation",
         config.replicas * ranks,
         weights=share,
         logits=sampling_bytes(config.max_num_seqs, shape),
         kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
-        staging=buckets_bytes(config, share) + (share if staged else 0),
-        staging_on_host=weights if update == "reload" else 0,
+        staging=staging,
         runtime=_RUNTIME + 2 * _RUNTIME // ranks,
     )
 

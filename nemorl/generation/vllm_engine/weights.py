@@ -2,6 +2,7 @@
 
     traced     slices, straight into the shape of its parameters   -> copied over (staged) or written there
     reloaded   whole tensors, for modules that compute with memory of their own -> vLLM's own loader
+    streamed   whole tensors of all modules, each into vLLM's loader as it arrives
     adapters   a policy's LoRA, which vLLM computes on top of weights that stay as they are
 
 The layout is learned when weights are loaded, before post-processing replaces, changes or copies parameters
@@ -10,7 +11,7 @@ for its kernels. Writing into these would not be seen, or would be wrong, so the
 
 import logging
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.whole_tensors import whole_slices
@@ -164,10 +164,8 @@ class WorkerLayout:
     reasons: Mapping[str, str] = field(default_factory=dict)  # of parameters that therefore are not written
 
 
-def layout_of(learned: Learned, tensors: Shapes, update: Update) -> WorkerLayout:
-    """What a worker requires. Raises Untraceable where shards cannot be written."""
-    if update == "reload":
-        return WorkerLayout(_whole_slices(tensors, tensors), tuple(tensors))
+def layout_of(learned: Learned, tensors: Shapes) -> WorkerLayout:
+    """What a worker requires that writes shards. Raises Untraceable where they cannot be written."""
     if learned.problem is not None:
         raise Untraceable(f"{learned.problem}. Set generation.update to reload")
     slices, changed = learned.trace.slices, learned.changed
@@ -217,6 +215,42 @@ class WorkerWeights:
             finally:
                 logger.setLevel(level)
         _refresh_tied(self.model)
+
+
+@dataclass(frozen=True)
+class StreamingLoader:
+    """vLLM's own loader, for a `WholeTensorReceiver`: it quantizes each layer once all of it has arrived."""
+
+    model: nn.Module
+    reload: Callable[[Iterable[tuple[str, Tensor]]], Any]
+    recover: Callable[[], None]  # put back what a reload that failed has taken out of the model
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        _forget_kernels(self.model)
+        try:
+            with torch.no_grad():
+                self.reload(tensors)
+        except BaseException:
+            self.recover()
+            raise
+
+    def finish(self) -> None:
+        _refresh_tied(self.model)
+
+
+def end_reload(model: nn.Module, model_config: Any) -> None:
+    """End a reload of vLLM 0.32 that failed: layers that are incomplete get their parameters back.
+
+    vLLM would add the next reload's tensors to those that it holds back for incomplete layers.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        info.load_numel = 0
+        info.loaded_weights.clear()
+    finalize_layerwise_reload(model, model_config)
 
 
 def _shared(model: nn.Module) -> set[tuple[str, ...]]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm import _custom_ops
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import base_loader
@@ -27,18 +28,28 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
 from nemorl.config.quantization import QuantizationConfig
+from nemorl.device import make_current
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.layout import hf_tensors
 from nemorl.models.quantized import Quantizer
 from nemorl.models.registry import load_shape
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import ReceiveReport
-from nemorl.weights.whole_tensors import whole_slices
+from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
 from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS, QUANTIZATION
 from .host import LAYOUT, PARTS, REPORT, SESSION, remove_folder
 from .trace import LoaderTrace
-from .weights import Learned, WorkerAdapters, WorkerWeights, compute_one_adapter, layout_of, learn
+from .weights import (
+    Learned,
+    StreamingLoader,
+    WorkerAdapters,
+    WorkerWeights,
+    compute_one_adapter,
+    end_reload,
+    layout_of,
+    learn,
+)
 
 _PR_SET_PDEATHSIG = 1
 _END_SECONDS = 2.0  # that an update which was given up may take to end
@@ -110,24 +121,32 @@ class VllmWorkerExtension:
         in_place = update == "in_place" and lora is None
         reasons: Mapping[str, str] = {}
         held: WorkerWeights | WorkerAdapters
-        if lora is None:
-            layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape), update)
-            slices, reasons = layout.slices, layout.reasons
-            folder = Path(runner.model_config.model)
+        folder = Path(runner.model_config.model)
 
-            def reload(new: Iterable[tuple[str, Tensor]]) -> None:
-                new = _quantized(new, folder) if os.environ.get(QUANTIZATION) else new
-                runner.reload_weights(weights_iterator=new)
+        def reload(tensors: Iterable[tuple[str, Tensor]]) -> None:
+            tensors = _quantized(tensors, folder) if os.environ.get(QUANTIZATION) else tensors
+            with set_current_vllm_config(self.vllm_config):  # in the thread of a refit there is none
+                runner.reload_weights(weights_iterator=tensors)
 
-            held = WorkerWeights(model, layout, reload, in_place, dtype)
-        else:
+        if lora is not None:
             config = LoraConfig.model_validate_json(lora)
             shapes = adapter_tensors(shape, config)
             slices = whole_slices(shapes)
             held = WorkerAdapters(model, config, shapes, dtype)
             held.commit()  # adapters that add nothing yet
             compute_one_adapter()
-        self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
+        elif update != "reload":
+            layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
+            slices, reasons = layout.slices, layout.reasons
+            held = WorkerWeights(model, layout, reload, in_place, dtype)
+        if lora is None and update == "reload":
+            tensors, kind = hf_tensors(shape), str(dtype).removeprefix("torch.")
+            loader = StreamingLoader(model, reload, lambda: end_reload(model, runner.model_config))
+            self.nemorl = WholeTensorReceiver(
+                tensors, dict.fromkeys(tensors, kind), loader, device=self.device
+            )
+        else:
+            self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
         layout_json = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
         processes = {"process": os.getpid(), "engine": os.getppid(), "meeting": str(rendezvous)}
         return json.dumps({**processes, "layout": layout_json, "reasons": dict(reasons)})
@@ -137,7 +156,7 @@ class VllmWorkerExtension:
 
     def nemorl_receive(self: Any, session: str, reports: str) -> None:
         """Begin to receive; the report, or the error, goes to the socket at `reports`."""
-        work = (self.nemorl.begin(SESSION.validate_json(session)), self.rank, reports)
+        work = (self.nemorl.begin(SESSION.validate_json(session)), self.device, self.rank, reports)
         receiving = threading.Thread(target=_receive, args=work, name="weight receiver", daemon=True)
         self.nemorl_receiving = receiving
         receiving.start()
@@ -154,8 +173,9 @@ class VllmWorkerExtension:
         return self.nemorl.corruption  # type: ignore[no-any-return]
 
 
-def _receive(receive: Callable[[], ReceiveReport], rank: int, reports: str) -> None:
+def _receive(receive: Callable[[], ReceiveReport], device: torch.device, rank: int, reports: str) -> None:
     try:
+        make_current(device)  # a process group and CUDA IPC use the device of the thread
         answer = {"rank": rank, "report": REPORT.dump_python(receive(), mode="json")}
     except Exception as error:  # noqa: BLE001 - reported to the process that asked
         answer = {"rank": rank, "error": type(error).__name__, "message": str(error)}

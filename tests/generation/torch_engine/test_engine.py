@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.torch_engine.engine import TorchEngine
+from nemorl.generation.torch_engine.plan import PREFILL_TOKENS
 from nemorl.generation.types import RequestRefused, SamplingParams
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
@@ -367,3 +369,37 @@ def test_progress_comes_by_tokens_and_misses_none():
     for name in ("tokens", "logprobs", "versions"):
         reported = np.concatenate([getattr(p, name) for p in told])
         np.testing.assert_array_equal(reported, getattr(whole, name)[:16])
+
+
+class HostCopies(TorchFunctionMode):
+    """Counts copies of the host's values to a device, and reads of a device's values by the host."""
+
+    READS = ("tolist", "item", "cpu", "__bool__", "__int__", "__float__")
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name, on_device = getattr(func, "__name__", ""), (kwargs or {}).get("device") is not None
+        if name in self.READS:
+            self.counts["reads"] += 1
+        if (name == "to" and isinstance(args[1], torch.device)) or (name == "tensor" and on_device):
+            self.counts["uploads"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.7)], ids=str)
+def test_a_decoding_step_has_one_upload_and_one_download(sampling):
+    engine = small_engine()
+    for i, prompt in enumerate(Prompts(1).several(5, 3, 9)):
+        engine.add(request(prompt, f"{i}", sampling, max_new_tokens=9))
+    engine.step()
+    with HostCopies() as copies:
+        engine.step()
+    assert copies.counts == {"uploads": 1, "reads": 1}
+
+
+def test_the_tokens_of_a_prefill_depend_on_the_device():
+    counts = {device: PREFILL_TOKENS[torch.device(device, 0).type] for device in ("cpu", "cuda")}
+    assert counts == {"cpu": 2048, "cuda": 16384}

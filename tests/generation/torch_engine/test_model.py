@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from nemorl.device import upload
+from nemorl.generation.batching import StepTokens
 from nemorl.generation.torch_engine.engine import ModelRunner, Prompt
 from nemorl.models.registry import load_shape
 from tests.generation.examples import SHAPE, Prompts
@@ -20,13 +22,17 @@ def runner_of(model, dtype=torch.float32):
     return runner
 
 
+def step_of(tokens, positions):
+    return StepTokens(tokens, positions, upload(torch.device("cpu"), tokens, positions))
+
+
 def logits_of_every_position(runner, texts, num_prompt_tokens):
     """Prefill the beginnings of `texts` and feed the rest token by token; [texts, steps, vocabulary]."""
     runner.cache.reserve(len(texts), max(map(len, texts)))
     prompts = [Prompt(text[:num_prompt_tokens], [row]) for row, text in enumerate(texts)]
     first = runner.logits(runner.prefill(prompts))
     rest = [
-        runner.decode([int(text[position]) for text in texts], [position] * len(texts))
+        runner.decode(step_of([int(text[position]) for text in texts], [position] * len(texts)))
         for position in range(num_prompt_tokens, len(texts[0]))
     ]
     return torch.stack([first, *rest], dim=1)

@@ -123,7 +123,7 @@ def report(folder: Path, config: Any, model: Any, learned: Any) -> dict[str, Any
     from nemorl.models.layout import hf_tensors
     from nemorl.models.registry import load_shape
 
-    layout = layout_of(learned, hf_tensors(load_shape(folder)), "staged")
+    layout = layout_of(learned, hf_tensors(load_shape(folder)))
     weights = WorkerWeights(model, layout, reloading(config, model), False, config.model_config.dtype)
     loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     direct = [part for part in layout.slices if not part.param.startswith(WHOLE)]
@@ -166,7 +166,7 @@ def refit_report(
     reload, dtype = reloading(config, model), config.model_config.dtype
     found = {}
     for update in ("staged", "in_place"):
-        layout = layout_of(learned, hf_tensors(load_shape(folders[0])), update)
+        layout = layout_of(learned, hf_tensors(load_shape(folders[0])))
         weights = WorkerWeights(model, layout, reload, update == "in_place", dtype)
         found[update] = refits(folders, (first, second), model, weights, transports)
     return {"refits": found}
@@ -184,22 +184,18 @@ def reloading(config: Any, model: Any) -> Callable[[Any], None]:
 
 def packed_report(folder: Path, config: Any, model: Any) -> dict[str, Any]:
     """Whether the head computes with halved weights, once they were reloaded."""
-    from nemorl.generation.vllm_engine.trace import LoaderTrace
-    from nemorl.generation.vllm_engine.weights import WHOLE, Learned, WorkerWeights, layout_of
+    from nemorl.generation.vllm_engine.weights import StreamingLoader, end_reload
     from nemorl.models.hf_folder import HfFolder
     from nemorl.models.layout import hf_tensors
     from nemorl.models.registry import load_shape
 
-    shapes = hf_tensors(load_shape(folder))
-    layout = layout_of(Learned(LoaderTrace((), {}), {}, None), shapes, "reload")
-    weights = WorkerWeights(model, layout, reloading(config, model), False, torch.float32)
-    tensors = weights.tensors()
-    HfFolder(folder).load_into(tensors, layout.slices)
-    for tensor in tensors.values():
-        tensor.mul_(0.5)
-    weights.commit()
+    files = HfFolder(folder)
+    halved = {name: 0.5 * files.tensor(name, size) for name, size in hf_tensors(load_shape(folder)).items()}
+    loader = StreamingLoader(model, reloading(config, model), lambda: end_reload(model, config.model_config))
+    loader.load(iter(halved.items()))
+    loader.finish()
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-    head = tensors.get(f"{WHOLE}lm_head.weight", tensors[f"{WHOLE}model.embed_tokens.weight"])
+    head = halved.get("lm_head.weight", halved["model.embed_tokens.weight"])
     computed = model.lm_head.quant_method.apply(model.lm_head, hidden)[:, : len(head)]
     return {"family": folder.name, "head_error": float((computed - hidden @ head.t()).abs().max())}
 

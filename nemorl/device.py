@@ -1,0 +1,80 @@
+"""What a device can do and which sizes suit it. Code asks here instead of testing the type of a device.
+
+`nemorl.megatron.device` adapts Megatron to a CPU. What is said of GPUs here was not run on hardware.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def elements_per_pass(device: torch.device) -> int:
+    """Elements that one kernel of a long sum reads: on a CPU, what stays in a core's cache as int64 (512 KB).
+
+    On a GPU the launches cost more than the memory that the products take (128 MB).
+    """
+    return 1 << (24 if _is_gpu(device) else 16)
+
+
+def pins_memory(device: torch.device) -> bool:
+    """True if copies to the device need pinned memory of the host, or the host waits for them."""
+    return _is_gpu(device)
+
+
+def upload(device: torch.device, *arrays: ArrayLike) -> tuple[torch.Tensor, ...]:
+    """Rows of integers as int64 on the device, in one copy that the host does not wait for."""
+    parts = [np.asarray(array, dtype=np.int64) for array in arrays]
+    together = torch.from_numpy(np.concatenate(parts))
+    if pins_memory(device):
+        together = together.pin_memory()
+    uploaded: tuple[torch.Tensor, ...] = together.to(device, non_blocking=True).split([*map(len, parts)])
+    return uploaded
+
+
+def sums_in_order(device: torch.device) -> bool:
+    """True if cumulative sums add one element after the other, so that they never decrease by rounding."""
+    return not _is_gpu(device)
+
+
+def has_packed_linear(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if a linear layer of few rows is faster with weights in oneDNN's packed layout."""
+    if _is_gpu(device) or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+def make_current(device: torch.device) -> None:
+    """Make a GPU that of this thread, whose current one is otherwise the first that the process sees."""
+    if _is_gpu(device):
+        torch.accelerator.set_device_index(device)
+
+
+def current_gpu() -> torch.device:
+    return torch.device("cuda", torch.accelerator.current_device_index())
+
+
+def wait_for_queue(device: torch.device) -> None:
+    """Wait until the device has done what this thread queued; a CPU queues nothing."""
+    if _is_gpu(device):
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Name of a GPU for processes that number those they see; empty for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if _is_gpu(device) else ""
+
+
+def has_float32_products(device: torch.device) -> bool:
+    """True if a product of half-precision matrices can be returned as it is summed, in float32."""
+    return _is_gpu(device)
+
+
+def approximation_dtype(device: torch.device) -> torch.dtype:
+    """The type for products of which only an approximation is needed: bfloat16 where it is far faster."""
+    return torch.bfloat16 if _is_gpu(device) else torch.float32
