@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, nn
 from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import base_loader
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from nemorl.config.generation import Update
 from nemorl.config.policy import LoraConfig
@@ -63,24 +61,32 @@ def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch
     _learned["model"] = learn(model, tensors, lambda: _process(model, model_config, target_device))
 
 
-_read_weights = DefaultModelLoader.get_all_weights
-_pack_int8 = CPUInt8ScaledMMLinearKernel.process_weights_for_onednn
-
-
-def _read_and_quantize(
-    self: DefaultModelLoader, model_config: Any, model: nn.Module
-) -> Iterator[tuple[str, Tensor]]:
-    return _quantized(_read_weights(self, model_config, model), Path(model_config.model))
-
-
 def _quantized(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> Iterator[tuple[str, Tensor]]:
     config = QuantizationConfig.model_validate_json(os.environ[QUANTIZATION])
     return Quantizer(load_shape(folder), config.format, config.ignore).stream(tensors)
 
 
-def _pack_and_keep_scales(self: Any, layer: nn.Module) -> None:
-    _pack_int8(self, layer)
-    self.nemorl_scales = getattr(layer, self.layer_param_names[1])
+def _quantize_in_loader() -> None:
+    """Have vLLM's loader quantize what it reads, and its int8 kernel keep its scales."""
+    from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    read = DefaultModelLoader.get_all_weights
+    pack = CPUInt8ScaledMMLinearKernel.process_weights_for_onednn
+
+    def read_and_quantize(
+        self: DefaultModelLoader, model_config: Any, model: nn.Module
+    ) -> Iterator[tuple[str, Tensor]]:
+        return _quantized(read(self, model_config, model), Path(model_config.model))
+
+    def pack_and_keep_scales(self: Any, layer: nn.Module) -> None:
+        pack(self, layer)
+        self.nemorl_scales = getattr(layer, self.layer_param_names[1])
+
+    DefaultModelLoader.get_all_weights = read_and_quantize
+    # vLLM 0.32's oneDNN kernel of int8 keeps only the address of its scales. A reload makes new ones, copies
+    # them into the old parameter and frees them, after which the kernel would read memory of others.
+    CPUInt8ScaledMMLinearKernel.process_weights_for_onednn = pack_and_keep_scales
 
 
 def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
@@ -99,10 +105,7 @@ if os.environ.get(PLAIN_WEIGHTS):
     _custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 if os.environ.get(QUANTIZATION):
-    DefaultModelLoader.get_all_weights = _read_and_quantize
-    # vLLM 0.32's oneDNN kernel of int8 keeps only the address of its scales. A reload makes new ones, copies
-    # them into the old parameter and frees them, after which the kernel would read memory of others.
-    CPUInt8ScaledMMLinearKernel.process_weights_for_onednn = _pack_and_keep_scales
+    _quantize_in_loader()
 if os.environ.get(LEARNED_LAYOUT):
     base_loader.process_weights_after_loading = _process_and_learn
 
