@@ -204,6 +204,7 @@ def of_vllm(folder: Path, server: RewardServer, rounds: int) -> list[Fault]:
     config["policy"]["model_path"] = str(model)
     config["generation"] = {"backend": "vllm", "threads": 1, "max_new_tokens": 6}
     config["cluster"]["deadlines"]["engine_step"] = STALL_SECONDS
+    config["algorithm"]["max_logprob_gap"] = 10.0  # the learning rate moves this model far
     return faults_of(config, folder / "vllm", [strike_core], SIGNALS * rounds)
 
 
