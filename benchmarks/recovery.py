@@ -48,13 +48,14 @@ from nemorl.observe.metrics import read_metrics
 from nemorl.observe.run_folder import RunPaths
 
 WAIT_SECONDS = 300.0  # for each recovery
-STEPS_BETWEEN = 3
+STEPS_BETWEEN = 20  # by then there is a checkpoint in memory
 STALL_SECONDS = 10.0  # after which a stopped driver is killed
 DOWN_SECONDS = {signal.SIGKILL: 5.0, signal.SIGSTOP: 12.0}  # of the reward server
 
 ENGINE, POLICY, SERVER = TARGETS[0], TARGETS[2], TARGETS[-1]
 CORE, NODE = replace(ENGINE, kind="core of vLLM's engine"), replace(POLICY, kind="node of a policy rank")
 NODE_OPTIONS = {"include_dashboard": False, "object_store_memory": 100 * 2**20, "num_cpus": 8}
+NUMBERS = itertools.count()
 DRIVER = Target("driver", "", 1, "The run", "{name} was killed by ", "")
 
 
@@ -132,10 +133,15 @@ def strike_core(run: ChaosRun, number: signal.Signals) -> Fault:
 def strike_node(cluster: Cluster, run: ChaosRun, number: signal.Signals) -> Fault:
     """Take a node that has a rank, after another has joined."""
     (lost,) = cluster.worker_nodes
-    cluster.add_node(**NODE_OPTIONS)
+    join(cluster)
     fault = Fault(0.0, NODE, 0, number, at=time.time())
     cluster.remove_node(lost, allow_graceful=False)
     return returned(fault, run)
+
+
+def join(cluster: Cluster) -> None:
+    """Add a node; by its name the run knows it from others on this machine."""
+    cluster.add_node(**NODE_OPTIONS, node_name=f"node-{next(NUMBERS)}")
 
 
 def returned(fault: Fault, run: ChaosRun) -> Fault:
@@ -213,10 +219,11 @@ def of_nodes(folder: Path, server: RewardServer, rounds: int) -> list[Fault]:
     config["rewards"] = [{"function": "exact_match"}]  # the server listens on this machine only
     config["policy"]["layout"] = {"data_parallel_size": 2}
     config["cluster"] |= {"num_nodes": 2, "placement": "SPREAD"}
-    cluster = Cluster(initialize_head=True, head_node_args=NODE_OPTIONS)
+    head = {**NODE_OPTIONS, "node_name": f"node-{next(NUMBERS)}"}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     os.environ["RAY_ADDRESS"] = cluster.address
     try:
-        cluster.add_node(**NODE_OPTIONS)
+        join(cluster)
         strikes = [partial(strike_node, cluster)]
         return faults_of(config, folder / "nodes", strikes, [signal.SIGKILL] * rounds)
     finally:

@@ -13,6 +13,7 @@ Runs are kept: what is in `runs/bench` from an earlier call with the same argume
 import argparse
 import json
 import math
+import re
 import shutil
 import statistics
 from collections.abc import Mapping
@@ -44,6 +45,7 @@ def run(config: Path, side: str, seed: int, steps: int, samples: int, changes: l
     """The reward of each step, the mean age of its samples, and both accuracies."""
     parts = ["staleness", config.parent.name, config.stem, side.replace(", ", "-"), seed, steps, samples]
     name = "-".join(map(str, [*parts, *(change.rpartition(".")[2] for change in changes)]))
+    name = re.sub(r"[^\w=-]+", "_", name)  # a folder whose name can stand on a command line
     kept = OUT / f"{name}.json"
     if kept.exists():
         return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
