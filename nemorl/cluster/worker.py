@@ -34,9 +34,11 @@ GRACE_SECONDS_APART = 8.0
 VERDICT_SECONDS = 40.0
 _POLL_SECONDS = 0.5
 ACTIVITY_SECONDS = 3.0
-# Between two wake-ups for answers of long calls: for each result that is awaited, and at most.
-_ARRIVAL_SECONDS = 0.0003
-_MAX_ARRIVAL_SECONDS = 0.5
+# Between two wake-ups for answers of long calls: for the square of the number of results that are awaited (10 ms
+# for a hundred, a second for a thousand), and at most. A worker answers the next call with all that has ended by
+# then, so that thousands of results take fewer calls, and the last ones are not late.
+_ARRIVAL_SECONDS = 1e-6
+_MAX_ARRIVAL_SECONDS = 3.0
 MAX_SPANS = 100_000  # that are kept if they are not taken, as in a server
 
 
@@ -115,7 +117,7 @@ class Arrivals:
     """Answers of long calls. Belongs to one event loop, which wakes up for several of them at a time.
 
     To wake up for one costs most of a millisecond, whatever it is. The time between two wake-ups grows with
-    what is awaited.
+    the square of what is awaited.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -139,7 +141,7 @@ class Arrivals:
             self._loop.call_soon_threadsafe(self._wake_up)
 
     def _wake_up(self) -> None:
-        interval = min(_MAX_ARRIVAL_SECONDS, self._num_awaited * _ARRIVAL_SECONDS)
+        interval = min(_MAX_ARRIVAL_SECONDS, self._num_awaited**2 * _ARRIVAL_SECONDS)
         if (left := self._last + interval - self._loop.time()) > 0:
             self._loop.call_later(left, self._wake_up)
             return

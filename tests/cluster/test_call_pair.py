@@ -58,7 +58,7 @@ class Reference:
 
 
 def test_many_answers_are_taken_at_a_time_and_few_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(worker_module, "_ARRIVAL_SECONDS", 0.01)
+    monkeypatch.setattr(worker_module, "_ARRIVAL_SECONDS", 1e-4)
     monkeypatch.setattr(worker_module, "_MAX_ARRIVAL_SECONDS", 1.0)
 
     async def times(count: int, pause: float, num_awaited: int = 1) -> list[float]:
