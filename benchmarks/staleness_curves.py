@@ -45,7 +45,7 @@ def run(config: Path, side: str, seed: int, steps: int, samples: int, changes: l
     """The reward of each step, the mean age of its samples, and both accuracies."""
     parts = ["staleness", config.parent.name, config.stem, side.replace(", ", "-"), seed, steps, samples]
     name = "-".join(map(str, [*parts, *(change.rpartition(".")[2] for change in changes)]))
-    name = re.sub(r"[^\w=-]+", "_", name)  # a folder whose name can stand on a command line
+    name = re.sub(r"[^\w=-]+", "_", name)  # of a folder, as a command line takes it
     kept = OUT / f"{name}.json"
     if kept.exists():
         return json.loads(kept.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
