@@ -35,8 +35,8 @@ VERDICT_SECONDS = 40.0
 _POLL_SECONDS = 0.5
 ACTIVITY_SECONDS = 3.0
 # Between two wake-ups for answers of long calls: for the square of the number of results that are awaited
-# (10 ms for a hundred, a second for a thousand), and at most. A worker answers the next call with all that has
-# ended by then, so that thousands of results take fewer calls, and the last ones are not late.
+# (10 ms for a hundred, a second for a thousand), and at most. A worker answers the next call with all that
+# has ended by then, so that thousands of results take fewer calls, and the last ones are not late.
 _ARRIVAL_SECONDS = 1e-6
 _MAX_ARRIVAL_SECONDS = 3.0
 MAX_SPANS = 100_000  # that are kept if they are not taken, as in a server
