@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import ConfigDict, ValidationError, validate_call
+from pydantic import ConfigDict, PydanticUserError, ValidationError, validate_call
 
 from nemorl.config.base import call_within, function_at
 from nemorl.config.environment import McpServerConfig, RetrievalConfig, ToolsEnvConfig
@@ -64,7 +64,11 @@ class FunctionTool(Tool):
         schema["function"].pop("return", None)
         self.schema = schema
         self._function, self._seconds = function, seconds
-        self._checked = validate_call(config=ConfigDict(coerce_numbers_to_str=True))(function)
+        try:
+            self._checked = validate_call(config=ConfigDict(coerce_numbers_to_str=True))(function)
+        except PydanticUserError as error:
+            problem = str(error).partition(". ")[0].splitlines()[0]
+            raise ValueError(f"{problem}; give parameters types of JSON, such as str, int or list") from error
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         try:

@@ -154,6 +154,7 @@ class Episode:
         import numpy as np
 
         from nemorl.rewards.compose import scripted
+        from nemorl.rollout.environment_calls import called, opening_problem, step_problem
         from nemorl.trajectories import Action, Message, StopReason, add_rewards
 
         from .env_agents import read_turn
@@ -162,7 +163,7 @@ class Episode:
         exchange: list[Message] = []
         rewards: dict[str, float] = {}
         try:
-            opening = await self._call(environment.reset(task), "reset()")
+            opening = await self._call(called(environment.reset, task, problem_of=opening_problem), "reset()")
             for message in opening:
                 self.show(message)
             tools = getattr(environment, "tools", ())
@@ -174,7 +175,8 @@ class Episode:
                 self.show(Message("assistant", text))
                 # A token a character, and the end token.
                 action = Action(text, np.zeros(len(text) + 1, dtype=np.int32), StopReason.STOP, reply)
-                step: Step = await self._call(environment.step(action), f"step({text!r})")
+                answer = called(environment.step, action, problem_of=step_problem)
+                step: Step = await self._call(answer, f"step({text!r})")
                 add_rewards(step.rewards, rewards)
                 if step.done:
                     break
@@ -183,7 +185,7 @@ class Episode:
                 exchange += step.messages
         finally:
             self.conversations = [scripted(task, opening, exchange, rewards)]
-            await self._call(environment.close(), "close()")
+            await self._call(called(environment.close), "close()")
 
     async def _call(self, call: Coroutine[Any, Any, T], name: str) -> T:
         began = time.perf_counter()
@@ -415,6 +417,7 @@ async def _measure(experiment: Experiment, count: int, concurrency: int, seed: i
     try:
         await run_one(0)
         episodes.clear()
+        errors.clear()  # it is the first one again
         warm, began = HeldResources.now(), time.perf_counter()
         await asyncio.gather(*map(run_one, range(count)))
         elapsed, after = time.perf_counter() - began, HeldResources.now()

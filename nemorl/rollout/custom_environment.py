@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,9 @@ from nemorl.config.base import NotImported
 from nemorl.config.environment import CustomEnvConfig
 from nemorl.data.tokenizer import Tokenizer, TokenizerError, prompts_of
 from nemorl.errors import Problem
-from nemorl.trajectories import Action, Message, Step, StopReason, Task
+from nemorl.trajectories import Action, Message, StopReason, Task
+
+from .environment_calls import is_number, opening_problem, shown, step_problem, stop_strings_problem
 
 END_SECONDS = 1.0  # for a cancelled call to end
 MAX_TURNS = 8  # of the scripted episode; an environment may continue for longer
@@ -66,7 +67,7 @@ def _not_a_factory(factory: Any) -> str | None:
     if problem := _lacks(factory, "an EnvironmentFactory", "create", "close"):
         return problem
     weights = getattr(factory, "reward_weights", None)
-    if isinstance(weights, dict) and all(isinstance(k, str) and _is_number(v) for k, v in weights.items()):
+    if isinstance(weights, dict) and all(isinstance(k, str) and is_number(v) for k, v in weights.items()):
         return None
     fix = "set it to a dict of reward names and their weights, empty where the environment gives no rewards"
     return f"its reward_weights is {weights!r}; {fix}"
@@ -94,28 +95,24 @@ def _episode(
         raise _Failed(problem)
     try:
         opening = calls.run("reset()", environment.reset, task, awaits=True)
-        if not opening or not _are_messages(opening):
-            raise _Failed(f"reset() returned {_shown(opening)}; return a tuple of Messages, at least one")
+        if problem := opening_problem(opening):
+            raise _Failed(f"reset() {problem}")
         _encode(tokenizer, opening, "reset()")
         _check_tools(tokenizer, getattr(environment, "tools", ()), chat=chat)
-        _check_stop_strings(getattr(environment, "stop_strings", ()), "its stop_strings are {} after reset()")
+        if problem := stop_strings_problem(getattr(environment, "stop_strings", ())):
+            raise _Failed(f"after reset() its stop_strings are {problem}")
         for turn in range(MAX_TURNS):
             text = (task.answer or "") if turn else ""
             action = Action(text, np.zeros(1, dtype=np.int32), StopReason.STOP)
             called = f"step({text!r})"
             step = calls.run(called, environment.step, action, awaits=True)
-            if not isinstance(step, Step):
-                raise _Failed(f"{called} returned {_shown(step)}; return a Step")
-            if not _are_messages(said := step.messages):
-                raise _Failed(f"{called} returned the messages {_shown(said)}; return a tuple of Messages")
-            _encode(tokenizer, said, called)
-            _check_stop_strings(step.stop_strings, f"{called} returned the stop_strings {{}}")
-            for name, reward in step.rewards.items():
-                given = f"{called} gave the reward {name!r}"
+            if problem := step_problem(step):
+                raise _Failed(f"{called} {problem}")
+            _encode(tokenizer, step.messages, called)
+            for name in step.rewards:
                 if name not in factory.reward_weights:
-                    raise _Failed(f"{given}, which has no weight; add it to the factory's reward_weights")
-                if not _is_number(reward):
-                    raise _Failed(f"{given} the value {reward!r}; return a finite number")
+                    given = f"{called} gave the reward {name!r}, which has no weight"
+                    raise _Failed(f"{given}; add it to the factory's reward_weights")
             if step.done:
                 break
     except _Failed:
@@ -133,7 +130,7 @@ def _encode(tokenizer: Tokenizer | None, messages: Sequence[Message], called: st
         try:
             tokenizer.encode(message.content)
         except TokenizerError as error:
-            returned = f"{called} returned the text {_shown(message.content)}"
+            returned = f"{called} returned the text {shown(message.content)}"
             raise _Failed(f"{returned}, but {error}; {fix}") from error
 
 
@@ -143,31 +140,12 @@ def _check_tools(tokenizer: Tokenizer | None, tools: Any, *, chat: bool) -> None
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             form = '{"type": "function", "function": {"name": …, "parameters": {…}}}'
-            raise _Failed(f"its tools have {_shown(tool)} after reset(); write each as {form}")
+            raise _Failed(f"its tools have {shown(tool)} after reset(); write each as {form}")
     if tokenizer is not None:
         try:
             prompts_of(tokenizer, chat).with_tools(tools)
         except TokenizerError as error:
             raise _Failed(f"it has tools, but {error}") from error
-
-
-def _check_stop_strings(value: Any, problem: str) -> None:
-    """Raises _Failed for what is no collection of texts; a text alone would be one of letters."""
-    if not isinstance(value, list | tuple) or not all(isinstance(one, str) and one for one in value):
-        raise _Failed(f"{problem.format(_shown(value))}; give a tuple of texts that are not empty")
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(isinstance(message, Message) for message in value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 class _Calls:
@@ -190,7 +168,7 @@ class _Calls:
                 return await answer if inspect.isawaitable(answer) else answer
             except (NotImported, _Failed):
                 raise
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
                 raise _Failed(f"{what} raised {type(error).__name__}: {error}") from error
             finally:
                 ended.set()

@@ -22,6 +22,7 @@ from nemorl.trajectories import (
 )
 
 from .endpoint import MODEL_NAME, Address, Endpoint, OpenEpisode
+from .environment_calls import called, episode_problem
 from .model_calls import EpisodeAccount, ModelCalls
 from .turn_loop import ConversationFailed, Part, Record, SampleKey, Sampler, TurnLoop
 
@@ -131,7 +132,9 @@ class EpisodeLoop(TurnLoop):
         await self._endpoint.start()
         account = EpisodeAccount(self.sampler, key, record)
         table = _Table(account, sampling, self._endpoint, self._rewards)
-        running = asyncio.ensure_future(environment.run(task, table.player("")))
+        running = asyncio.ensure_future(
+            called(environment.run, task, table.player(""), problem_of=episode_problem)
+        )
         try:
             episode = await self._supervise(running, account)
             if not table.has_called:
@@ -163,8 +166,6 @@ class EpisodeLoop(TurnLoop):
         error = running.exception()
         if not isinstance(error, EnvironmentLost | TimeoutError):
             account.sampler.service.answered()
-        if error is None and not isinstance(running.result(), Episode):
-            error = TypeError(f"it returned {running.result()!r}; return an Episode")
         if error is None:
             return running.result()
         if account.truncated_by is not None or isinstance(error, EpisodeTruncated):

@@ -30,6 +30,7 @@ from nemorl.trajectories import (
     add_rewards,
 )
 
+from .environment_calls import called, opening_problem, step_problem
 from .recording import TokenSequence
 
 PAST_DEADLINE = "not finished within `algorithm.group_seconds`"  # the error of a trajectory
@@ -328,7 +329,9 @@ class TurnLoop:
             error = str(failure)
             log.warning("sample %s of task %d: %s", key, task.index, error)
         finally:
-            closed = await attempt(environment.close(), "environment close", self._limits.environment_seconds)
+            closed = await attempt(
+                called(environment.close), "environment close", self._limits.environment_seconds
+            )
         if closed.failure is not None:
             log.warning("sample %s of task %d: %s", key, task.index, closed.failure)
         return record.finish(key.group, task.index, error)
@@ -337,7 +340,9 @@ class TurnLoop:
         self, record: Record, task: Task, environment: Environment, key: SampleKey, sampling: SamplingParams
     ) -> None:
         limit = self._limits.max_sequence_length
-        opening = await self._ask(record, environment.reset(task), "environment reset")
+        opening = await self._ask(
+            record, called(environment.reset, task, problem_of=opening_problem), "environment reset"
+        )
         prompts = self.sampler.prompts.with_tools(getattr(environment, "tools", ()))
         record.open(opening, prompts.open(opening))
         if not record.tokens:
@@ -349,7 +354,8 @@ class TurnLoop:
         while True:
             action = await self._sample_turn(record, prompts, key, sampling, stop_strings)
             turn = len(record.turns)
-            step = await self._ask(record, environment.step(action), f"environment step {turn}")
+            answer = called(environment.step, action, problem_of=step_problem)
+            step = await self._ask(record, answer, f"environment step {turn}")
             record.add_rewards(step)
             if step.done or action.stop is StopReason.LENGTH:
                 return

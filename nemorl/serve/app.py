@@ -72,6 +72,8 @@ def refuse_other_keys(request: web.Request, api_key: str) -> None:
     given = request.headers.get("Authorization", "") if own is None else f"Bearer {own}"
     if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {api_key}".encode()):
         message = "A key is required. Send it as `Authorization: Bearer <key>`."
+        if given:
+            message = "The key is not valid here: it is another one, or its episode has ended."
         raise ApiError(401, message, kind="authentication_error", code="invalid_api_key")
 
 

@@ -8,7 +8,6 @@ A failing, slow or hanging environment affects its own session only, unless it b
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from nemorl.config.environment import EnvBase
+from nemorl.rollout.environment_calls import called, opening_problem, step_problem
 from nemorl.trajectories import Action, EnvironmentFactory, EnvironmentLost, Message, Step, Task, ToolSchemas
 
 log = logging.getLogger(__name__)
@@ -115,17 +115,13 @@ class Sessions:
 
     async def reset(self, name: str, task: Task) -> Opening:
         environment = self._session(name).environment
-        messages = await self._call(name, environment.reset(task))
+        messages = await self._call(name, called(environment.reset, task, problem_of=opening_problem))
         tools, stop_strings = (tuple(getattr(environment, name, ())) for name in ("tools", "stop_strings"))
         return Opening(tuple(messages), tools, stop_strings)
 
     async def step(self, name: str, action: Action) -> Step:
-        step: Step = await self._call(name, self._session(name).environment.step(action))
-        unusable = [name for name, value in step.rewards.items() if not math.isfinite(value)]
-        if unusable:
-            self._errors += 1
-            problem = f"gave the reward {unusable[0]} the value {step.rewards[unusable[0]]}"
-            raise SessionFailed("environment_error", f"{problem}; give a finite number")
+        environment = self._session(name).environment
+        step: Step = await self._call(name, called(environment.step, action, problem_of=step_problem))
         return step
 
     async def close(self, name: str) -> None:
@@ -184,7 +180,7 @@ class Sessions:
     async def _close(self, name: str, session: _Session) -> None:
         if session.call is not None:
             session.call.cancel()
-        closing = asyncio.ensure_future(session.environment.close())
+        closing = asyncio.ensure_future(called(session.environment.close))
         done, _ = await asyncio.wait({closing}, timeout=CLOSE_SECONDS)
         closing.cancel()
         del self._sessions[name]

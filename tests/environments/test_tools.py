@@ -12,7 +12,7 @@ import pytest
 
 from nemorl.config.environment import ToolsEnvConfig
 from nemorl.environments.sandbox import SandboxUnavailable, find_isolation
-from nemorl.environments.tools import ToolsFactory
+from nemorl.environments.tools import FunctionTool, ToolsFactory
 from nemorl.trajectories import Action, EnvironmentLost, Message, Reply, Step, StopReason, ToolCall
 from tests.environments.episodes import said, task
 
@@ -254,6 +254,26 @@ def test_an_mcp_server_over_http_that_is_gone_is_lost_and_reached_again():
     right, wrong, again = asyncio.run(asyncio.wait_for(run(), 150))
     assert (right, again) == ("7", "11")
     assert wrong.startswith("Error: ")
+
+
+class Thing:
+    """Of no type that JSON has."""
+
+
+def take(thing: Thing) -> str:
+    """Take a thing.
+
+    Args:
+        thing: The thing.
+    """
+    return str(thing)
+
+
+def test_a_tool_whose_parameter_json_cannot_express_is_refused():
+    with pytest.raises(
+        ValueError, match=r"Unable to generate .* schema for .*Thing.*; give parameters types of JSON"
+    ):
+        FunctionTool(take, 1.0)
 
 
 def test_two_tools_of_one_name_are_refused():

@@ -433,6 +433,10 @@ class Misbehaves(EpisodeEnvironment):
             await asyncio.Event().wait()
         if self._does == "raise":
             raise LookupError("no tool")
+        if self._does == "exit":
+            raise SystemExit(3)
+        if self._does == "nan":
+            return Episode(answer_rewards={"call-1": {"length": float("nan")}})
         return Episode(answer_rewards={"call-9": {"length": 1.0}}) if self._does == "name" else None  # type: ignore[return-value]
 
 
@@ -442,6 +446,8 @@ class TestFailures:
         [
             ("raise", 1, "environment run: LookupError: no tool"),
             ("raise", 0, "environment run: LookupError: no tool"),
+            ("exit", 1, "environment run: RuntimeError: SystemExit: 3"),
+            ("nan", 1, "environment run: TypeError: gave the reward 'length' the value nan; return a finite"),
             ("hang", 1, "environment run: TimeoutError: no call of the model and no end within"),
             ("name", 1, "environment run: ValueError: rewards of the answer call-9, which the model did not"),
             ("name", 0, "environment run: ValueError: it ended without a call of the model"),

@@ -249,7 +249,7 @@ def test_access_requires_the_key(model_folder, tokenizer, monkeypatch):
     assert answers == [401, 401, 201]
     assert health["environments"][""] | {"max_open": 8} == health["environments"][""]
     assert (health["status"], health["environments"][""]["open"]) == ("ok", 1)
-    assert "status 401: A key is required" in group.trajectories[0].error
+    assert "status 401: The key is not valid here" in group.trajectories[0].error
     assert group.trajectories[0].num_retries == 1  # it is not taken for an outage
 
 

@@ -321,6 +321,33 @@ class TestFailures:
         assert trajectory.num_tokens == 0
         assert "sample 5/2 of task 7: environment close: RuntimeError: nor a door" in caplog.text
 
+    @pytest.mark.parametrize(
+        ("answer", "problem"),
+        [
+            (7, "TypeError: returned 7; return a Step"),
+            (
+                Step(rewards={"right": float("nan")}),
+                "TypeError: gave the reward 'right' the value nan; return a",
+            ),
+            (Step(rewards=1.0), "TypeError: gave the rewards 1.0; return a dict"),  # type: ignore[arg-type]
+            (Step(messages="more"), "TypeError: returned the messages 'more'; return a tuple"),  # type: ignore[arg-type]
+            (Step(done="no"), "TypeError: returned done='no'; return True or False"),  # type: ignore[arg-type]
+            (Step(stop_strings="</a>"), "TypeError: returned the stop_strings '</a>'; give a tuple"),  # type: ignore[arg-type]
+            (SystemExit(3), "RuntimeError: SystemExit: 3"),
+        ],
+    )
+    def test_a_step_that_is_none_or_ends_the_program_fails_alone(self, tokenizer, answer, problem):
+        class Wrong(ScriptedEnvironment):
+            async def step(self, action):
+                if isinstance(answer, SystemExit):
+                    raise answer
+                return answer
+
+        environment = Wrong([])
+        trajectory = run(tokenizer, ScriptedGenerator([[50, IM_END]]), environment).trajectory
+        self.assert_failed(trajectory, match=f"environment step 1: {problem}")
+        assert environment.closes == 1
+
     def test_what_went_well_is_not_logged(self, tokenizer, caplog):
         run(tokenizer, ScriptedGenerator([[50, IM_END]]), ScriptedEnvironment([DONE]))
         assert not caplog.records

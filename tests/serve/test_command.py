@@ -91,7 +91,7 @@ def test_refusals_are_the_clients_own_exceptions(server):
     with pytest.raises(openai.BadRequestError, match="best_of is not served here"):
         server.client.completions.create(model=server.model, prompt="ab", best_of=3)
     stranger = server.client.with_options(api_key="guess")
-    with pytest.raises(openai.AuthenticationError, match="A key is required"):
+    with pytest.raises(openai.AuthenticationError, match="The key is not valid here"):
         stranger.models.list()
 
 
