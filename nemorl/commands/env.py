@@ -154,8 +154,15 @@ class Episode:
         import numpy as np
 
         from nemorl.rewards.compose import scripted
-        from nemorl.rollout.environment_calls import called, opening_problem, step_problem
-        from nemorl.trajectories import Action, Message, StopReason, add_rewards
+        from nemorl.trajectories import (
+            Action,
+            Message,
+            StopReason,
+            add_rewards,
+            called,
+            opening_problem,
+            step_problem,
+        )
 
         from .env_agents import read_turn
 

@@ -13,9 +13,17 @@ from nemorl.config.base import NotImported
 from nemorl.config.environment import CustomEnvConfig
 from nemorl.data.tokenizer import Tokenizer, TokenizerError, prompts_of
 from nemorl.errors import Problem
-from nemorl.trajectories import Action, Message, StopReason, Task
-
-from .environment_calls import is_number, opening_problem, shown, step_problem, stop_strings_problem
+from nemorl.trajectories import (
+    Action,
+    Message,
+    StopReason,
+    Task,
+    is_number,
+    opening_problem,
+    shown,
+    step_problem,
+    stop_strings_problem,
+)
 
 END_SECONDS = 1.0  # for a cancelled call to end
 MAX_TURNS = 8  # of the scripted episode; an environment may continue for longer

@@ -19,10 +19,11 @@ from nemorl.trajectories import (
     EpisodeEnvironment,
     EpisodeTruncated,
     Task,
+    called,
+    episode_problem,
 )
 
 from .endpoint import MODEL_NAME, Address, Endpoint, OpenEpisode
-from .environment_calls import called, episode_problem
 from .model_calls import EpisodeAccount, ModelCalls
 from .turn_loop import ConversationFailed, Part, Record, SampleKey, Sampler, TurnLoop
 

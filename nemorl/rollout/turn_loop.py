@@ -28,9 +28,11 @@ from nemorl.trajectories import (
     Task,
     Turn,
     add_rewards,
+    called,
+    opening_problem,
+    step_problem,
 )
 
-from .environment_calls import called, opening_problem, step_problem
 from .recording import TokenSequence
 
 PAST_DEADLINE = "not finished within `algorithm.group_seconds`"  # the error of a trajectory

@@ -15,8 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from nemorl.config.environment import EnvBase
-from nemorl.rollout.environment_calls import called, opening_problem, step_problem
-from nemorl.trajectories import Action, EnvironmentFactory, EnvironmentLost, Message, Step, Task, ToolSchemas
+from nemorl.trajectories import (
+    Action,
+    EnvironmentFactory,
+    EnvironmentLost,
+    Message,
+    Step,
+    Task,
+    ToolSchemas,
+    called,
+    opening_problem,
+    step_problem,
+)
 
 log = logging.getLogger(__name__)
 
