@@ -20,6 +20,14 @@ def elements_per_pass(device: torch.device) -> int:
     return 1 << (24 if _is_gpu(device) else 16)
 
 
+def prefill_tokens(device: torch.device) -> int:
+    """Tokens of one forward pass over prompts, padding included, which bound the activations.
+
+    A GPU needs many of them to be busy.
+    """
+    return 16384 if _is_gpu(device) else 2048
+
+
 def pins_memory(device: torch.device) -> bool:
     """True if copies to the device need pinned memory of the host, or the host waits for them."""
     return _is_gpu(device)

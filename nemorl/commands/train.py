@@ -115,11 +115,11 @@ def _rollout(arguments: Namespace) -> int:
 
     groups = rollout(ready.experiment, arguments.n)
     members = [t for group in groups for t in group.trajectories]
-    rewarded = [t.reward for t in members if t.error is None or t.trains]
+    rewarded = [t.reward for t in members if t.error is None]  # failures have none
     metrics = table("", ["metric", "value"])
     metrics.add_row("trajectories", str(len(members)))
     metrics.add_row("errors", str(sum(t.error is not None for t in members)))
-    metrics.add_row("mean reward", f"{fmean(rewarded):.6g}" if rewarded else "none")  # without failures
+    metrics.add_row("mean reward", f"{fmean(rewarded):.6g}" if rewarded else "none")
     metrics.add_row("mean sampled tokens", f"{fmean(t.num_sampled for t in members):.6g}")
     metrics.add_row("mean turns", f"{fmean(t.num_turns for t in members):.6g}")
     output().print(metrics)

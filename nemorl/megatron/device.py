@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from nemorl.device import pins_memory
+
 from .kernels import AttentionName
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -147,7 +149,7 @@ def restore_random_states(kind: DeviceKind, states: dict[str, Tensor]) -> None:
 
 def host_buffer(kind: DeviceKind, like: Tensor) -> Tensor:
     """Memory of the host for a copy of a tensor; pinned where the copy comes from a GPU."""
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=kind == "cuda")
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=pins_memory(torch.device(kind)))
 
 
 def finish_copies(kind: DeviceKind) -> None:

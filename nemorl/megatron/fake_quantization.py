@@ -6,8 +6,7 @@
 The optimizer and checkpoints have W. Engines receive fold(W): they sample with the numbers of the trainer.
 """
 
-from collections import UserDict
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from nemorl.config.quantization import QuantizationConfig, QuantizationFormat
 from nemorl.models.layout import PolicyRank, chunk_of, policy_slices
 from nemorl.models.quantized import fold, linear_groups
 from nemorl.models.shape import ModelShape
+from nemorl.models.tensors import ComputedTensors
 
 
 class FakeQuantization:
@@ -42,7 +42,7 @@ class FakeQuantization:
 
     def folded(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The parameters with rounded weights, computed when one is asked for."""
-        return _Folded(parameters, self._params, self._format)
+        return ComputedTensors(parameters, self._params, lambda name: fold(self._format, parameters[name]))
 
     def _round(self, linear: Any, inputs: object) -> None:
         # An attribute of the instance comes before the parameter of the same name, which stays registered.
@@ -61,22 +61,3 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
-
-
-class _Folded(UserDict[str, Tensor]):
-    """Keeps the last weight that was rounded: its parts are requested in turn."""
-
-    def __init__(
-        self, parameters: Mapping[str, Tensor], params: Container[str], format: QuantizationFormat
-    ) -> None:
-        super().__init__(parameters)
-        self._params, self._format = params, format
-        self._last: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._params:
-            return self.data[name]
-        if name not in self._last:
-            self._last = {}  # before the next one takes memory
-            self._last = {name: fold(self._format, self.data[name])}
-        return self._last[name]

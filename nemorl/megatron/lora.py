@@ -10,8 +10,8 @@ Tensor parallelism divides what the weight's own division divides, and communica
 
 import hashlib
 import math
-from collections import UserDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from nemorl.models.adapters import adapter_params, adapter_slices, projection_of
 from nemorl.models.layout import PolicyRank, chunk_of, policy_slices
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
-from nemorl.models.tensors import local_view, merge_adapter
+from nemorl.models.tensors import ComputedTensors, local_view, merge_adapter
 
 
 @dataclass(frozen=True)
@@ -164,32 +164,18 @@ class Adapters:
 
     def merged(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The parameters with the adapters added to the weights, computed when one is asked for."""
-        return _Merged(parameters, self._weights, self._lora.scale)
 
-
-class _Merged(UserDict[str, Tensor]):
-    """Keeps the last weight that was merged: its parts are requested in turn."""
-
-    def __init__(
-        self, parameters: Mapping[str, Tensor], weights: Mapping[str, Sequence[_Matrix]], scale: float
-    ) -> None:
-        super().__init__(parameters)
-        self._weights, self._scale = weights, scale
-        self._last: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._weights:
-            return self.data[name]
-        if name not in self._last:
-            self._last = {}  # before the next one takes memory
-            merged = {name: self.data[name].clone()}
+        def merged(name: str) -> Tensor:
+            weight = {name: parameters[name].clone()}
             for matrix in self._weights[name]:
                 if matrix.a is not None and matrix.b is not None:
                     first = matrix.part.start[0] - matrix.b.start[0]
-                    b = self.data[matrix.b.param][first : first + matrix.part.size[0]]
-                    merge_adapter(local_view(merged, matrix.part), self.data[matrix.a.param], b, self._scale)
-            self._last = merged
-        return self._last[name]
+                    b = parameters[matrix.b.param][first : first + matrix.part.size[0]]
+                    a = parameters[matrix.a.param]
+                    merge_adapter(local_view(weight, matrix.part), a, b, self._lora.scale)
+            return weight[name]
+
+        return ComputedTensors(parameters, self._weights, merged)
 
 
 def _add_branch(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -1,6 +1,7 @@
-"""Elements of slices in memory, and adapters merged into them."""
+"""Elements of slices in memory, adapters merged into them, and tensors that are computed on demand."""
 
-from collections.abc import Mapping
+from collections import UserDict
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import Tensor
@@ -27,6 +28,29 @@ _CHUNK_ELEMENTS, _CHUNKS = 2**18, 16
 
 
 @torch.no_grad()
+class ComputedTensors(UserDict[str, Tensor]):
+    """Tensors of which some are computed when one is asked for.
+
+    Keeps the last of these: parts of a tensor are requested in turn.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], names: Container[str], compute: Callable[[str], Tensor]
+    ) -> None:
+        """`compute` gives those with these `names`."""
+        super().__init__(tensors)
+        self._names, self._compute = names, compute
+        self._last: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            return self.data[name]
+        if name not in self._last:
+            self._last = {}  # before the next one takes memory
+            self._last = {name: self._compute(name)}
+        return self._last[name]
+
+
 def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """Add `scale * b @ a` to `weight` [out, in] in place, in float32; `a` [rank, in], `b` [out, rank].
 

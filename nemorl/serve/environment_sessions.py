@@ -131,8 +131,7 @@ class Sessions:
 
     async def step(self, name: str, action: Action) -> Step:
         environment = self._session(name).environment
-        step: Step = await self._call(name, called(environment.step, action, problem_of=step_problem))
-        return step
+        return await self._call(name, called(environment.step, action, problem_of=step_problem))
 
     async def close(self, name: str) -> None:
         """End the session and its call, if one runs. One that is unknown has ended before."""

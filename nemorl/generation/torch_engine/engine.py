@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.device import has_packed_linear, upload
+from nemorl.device import has_packed_linear, prefill_tokens, upload
 from nemorl.generation.batching import BatchingEngine, Prompt, StepTokens
 from nemorl.generation.front import DRAIN_SHARE
 from nemorl.generation.step_driver import StepDriver
@@ -33,8 +33,6 @@ from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitDeadline, RefitSession
-
-from .plan import PREFILL_TOKENS
 
 _QUERY_MULTIPLE = 4  # query rows of one kernel call; see `DecodeAttention`
 # With ragged rows the CPU libraries take kernels that round otherwise: a sequence would depend on its batch.
@@ -239,7 +237,7 @@ class ModelRunner:
     ) -> None:
         self.cache = KVCache(max_kv_tokens)
         self._shape, self._device, self._dtype = shape, device, dtype
-        self._prefill_tokens = PREFILL_TOKENS[device.type]
+        self._prefill_tokens = prefill_tokens(device)
         self._table = RotaryTable(
             shape.head_dim, shape.rope, max_positions=max_positions, dtype=dtype, device=device
         )

@@ -8,10 +8,6 @@ from nemorl.errors import Problem
 from nemorl.models.shape import ModelShape
 from nemorl.plan.memory import GENERATION_RUNTIME, ITEM_SIZE, ProcessMemory, sampling_bytes
 
-# Tokens of one forward pass over prompts, padding included, by kind of device. They bound the activations,
-# and a GPU needs many of them to be busy.
-PREFILL_TOKENS = {"cpu": 2048, "cuda": 16384}
-
 
 def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> Iterator[Problem]:
     """The embedded engine is a plain dense decoder; a window that no sequence fills is none."""

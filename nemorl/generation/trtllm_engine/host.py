@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from nemorl.config.generation import TrtllmGenerationConfig
+from nemorl.device import pins_memory
 from nemorl.generation.request_driver import RequestDriver
 from nemorl.generation.tokens import RequestLimits, load_decoder
 from nemorl.generation.types import EngineFailed, EngineOptions
@@ -139,7 +140,7 @@ class TrtllmHost(RequestDriver):
 
     def _staged(self) -> Mapping[str, Tensor]:
         if not self._staging:
-            pinned = self._device == "cuda"
+            pinned = pins_memory(torch.device(self._device))
             self._staging = {
                 name: torch.empty(extents, dtype=torch_dtype(self._dtypes[name]), pin_memory=pinned)
                 for name, extents in self._tensors.items()

@@ -117,7 +117,7 @@ class VllmHost(RequestDriver):
         self._on_update = config.on_update
         self._layouts: tuple[ReceiverLayout, ...] = ()
         self._pause = AsyncExitStack()  # holds the engine paused while an update writes into its weights
-        self._died, self._ended_by = asyncio.Event(), ""
+        self._died = asyncio.Event()
         variables = environment(config, options, self._folder, quantization)
         if gpus:  # the processes of the engine see these, in this order
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -168,7 +168,7 @@ class VllmHost(RequestDriver):
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
         """The engine's side of a refit; only if staged it keeps sampling meanwhile. Raises RefitFailed."""
         if self._died.is_set():
-            raise RefitFailed(f"refit to version {session.version}: {self._ended_by}")
+            raise RefitFailed(f"refit to version {session.version}: {self._failure}")
         if self._update != "staged":
             await self._pause.enter_async_context(self._paused_for(session.version))
         answers: list[dict[str, Any]] = []
@@ -192,7 +192,7 @@ class VllmHost(RequestDriver):
                 server.close()
         if not complete.is_set():
             if self._died.is_set():
-                raise RefitFailed(f"{refit}: {self._ended_by}")
+                raise RefitFailed(f"{refit}: {self._failure}")
             missing = sorted(set(range(len(self._layouts))) - {answer["rank"] for answer in answers})
             late = f"{self.name} received nothing from its workers {missing} within {seconds:g} s"
             raise refits.RefitDeadline(f"{refit}: {late}")
@@ -265,7 +265,6 @@ class VllmHost(RequestDriver):
             raise refits.RefitDeadline(failure) from None
 
     def _lose(self, failure: str) -> None:
-        self._ended_by = failure
         self._died.set()
         self.fail(EngineFailed(failure))
         self._clean_up()

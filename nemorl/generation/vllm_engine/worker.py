@@ -120,11 +120,9 @@ class VllmWorkerExtension:
         watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
         threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
         runner, dtype = self.model_runner, self.model_runner.model_config.dtype
-        model, shape = runner.get_model(), load_shape(Path(runner.model_config.model))
-        in_place = update == "in_place" and lora is None
+        model, folder = runner.get_model(), Path(runner.model_config.model)
+        shape = load_shape(folder)
         reasons: Mapping[str, str] = {}
-        held: WorkerWeights | WorkerAdapters
-        folder = Path(runner.model_config.model)
 
         def reload(tensors: Iterable[tuple[str, Tensor]]) -> None:
             tensors = _quantized(tensors, folder) if os.environ.get(QUANTIZATION) else tensors
@@ -134,21 +132,22 @@ class VllmWorkerExtension:
         if lora is not None:
             config = LoraConfig.model_validate_json(lora)
             shapes = adapter_tensors(shape, config)
-            slices = whole_slices(shapes)
-            held = WorkerAdapters(model, config, shapes, dtype)
-            held.commit()  # adapters that add nothing yet
+            adapters = WorkerAdapters(model, config, shapes, dtype)
+            adapters.commit()  # they add nothing yet
             compute_one_adapter()
-        elif update != "reload":
-            layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
-            slices, reasons = layout.slices, layout.reasons
-            held = WorkerWeights(model, layout, reload, in_place, dtype)
-        if lora is None and update == "reload":
+            self.nemorl = WeightReceiver(
+                whole_slices(shapes), adapters.tensors, lambda _: adapters.commit(), in_place=False
+            )
+        elif update == "reload":
             tensors, kind = hf_tensors(shape), str(dtype).removeprefix("torch.")
             loader = StreamingLoader(model, reload, lambda: end_reload(model, runner.model_config))
             self.nemorl = WholeTensorReceiver(
                 tensors, dict.fromkeys(tensors, kind), loader, device=self.device
             )
         else:
+            layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
+            slices, reasons, in_place = layout.slices, layout.reasons, update == "in_place"
+            held = WorkerWeights(model, layout, reload, in_place, dtype)
             self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
         layout_json = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
         processes = {"process": os.getpid(), "engine": os.getppid(), "meeting": str(rendezvous)}

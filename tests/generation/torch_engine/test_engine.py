@@ -10,8 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nemorl.config.generation import TorchGenerationConfig
+from nemorl.device import prefill_tokens
 from nemorl.generation.torch_engine.engine import TorchEngine
-from nemorl.generation.torch_engine.plan import PREFILL_TOKENS
 from nemorl.generation.types import RequestRefused, SamplingParams
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
@@ -401,5 +401,5 @@ def test_a_decoding_step_has_one_upload_and_one_download(sampling):
 
 
 def test_the_tokens_of_a_prefill_depend_on_the_device():
-    counts = {device: PREFILL_TOKENS[torch.device(device, 0).type] for device in ("cpu", "cuda")}
+    counts = {device: prefill_tokens(torch.device(device, 0)) for device in ("cpu", "cuda")}
     assert counts == {"cpu": 2048, "cuda": 16384}

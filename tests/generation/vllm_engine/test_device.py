@@ -1,4 +1,4 @@
-"""The thread of a refit and the GPU of its worker, with stand-ins for vLLM and the GPU."""
+"""A refit's thread uses its worker's GPU; vLLM and the GPU are stand-ins."""
 
 import json
 import subprocess
