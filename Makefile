@@ -1,9 +1,9 @@
 # Every target creates the environment .venv; see tools/environment.sh for PYTHON= and TORCH=.
 BIN := .venv/bin
-export PYTHON TORCH
+export PYTHON PYTHON312 TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-ci test-all libraries mutants lint format house bench bench-algorithms chaos clean
+.PHONY: help quickstart test test-ci test-all libraries images mutants lint format house bench bench-algorithms chaos gpu-check clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ test-all: .venv/ready-dev  ## Run all tests, including the slow ones (more than 
 libraries: .venv/ready-dev  ## Test against servers of OpenEnv and NeMo-Gym, in environments of their own (needs Python 3.12)
 	@tools/libraries.sh
 
+images:  ## Build the container images with buildah and test them (root; tens of GB and an hour or more)
+	@containers/images.sh
+
 mutants: .venv/ready-mutants  ## Measure how many small mutations of pure modules the tests detect
 	@$(BIN)/python tools/mutants.py
 
@@ -51,6 +54,9 @@ bench: .venv/ready-bench models/smollm2  ## Measure a GRPO step against TRL and 
 
 bench-algorithms: .venv/ready-dev  ## Train every algorithm on the tiny model and compare its metric (an hour)
 	@$(BIN)/python benchmarks/algorithms.py
+
+gpu-check: .venv/ready-base  ## Check and measure the CUDA path on one NVIDIA GPU (under 10 minutes)
+	@$(BIN)/python benchmarks/gpu.py
 
 chaos: .venv/ready-dev  ## Kill and stop processes of an asynchronous run for 10 minutes; print the recovery times
 	@$(BIN)/python benchmarks/chaos.py

@@ -83,7 +83,9 @@ class BestOfNUpdate:
                 pair = zip((one.chosen, other), (1.0, -1.0), strict=True)
                 members = [(t.sequences[0], Compared(unit, sign, margin)) for t, sign in pair]
             sequences += [
-                SequencePlace(one.group.reference, t.row, t.num_tokens, weight=weight, compared=compared)
+                SequencePlace(
+                    one.group.reference, t.row, t.num_tokens, weight=weight, compared=compared, runs=t.runs
+                )
                 for t, compared in members
             ]
         units = range(num_units, num_units + -num_units % self.multiple)

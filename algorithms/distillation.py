@@ -122,8 +122,8 @@ class DistillationUpdate:
         sequences = []
         for (group, t), weight in zip(members, weights, strict=True):
             for one in t.sequences:
-                size = one.num_tokens if weight > 0 else PLACEHOLDER_TOKENS
-                sequences.append(SequencePlace(group.reference, one.row, size, weight=weight))
+                size, runs = (one.num_tokens, one.runs) if weight > 0 else (PLACEHOLDER_TOKENS, ())
+                sequences.append(SequencePlace(group.reference, one.row, size, weight=weight, runs=runs))
         teachers = [self.task_teachers[group.task_index] for group, t in members for _ in t.sequences]
         missing = -len(sequences) % self.multiple
         placeholder = SequencePlace(groups[0].reference, 0, PLACEHOLDER_TOKENS, weight=0.0)

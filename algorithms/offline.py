@@ -25,6 +25,7 @@ from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load
 from nemorl.data.examples import PLACEHOLDER, Encoder, Example, mismatched
 from nemorl.data.losses import Loss
 from nemorl.data.packed import Compared
+from nemorl.data.prefixes import shared_runs
 from nemorl.data.shards import SequencePlace
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
 from nemorl.observe.files import write_atomically
@@ -256,9 +257,12 @@ class OfflineAlgorithm:
         ]
         weights = sequence_weights(trained, self.objective.aggregation).tolist()
         store = self.session.store([example for example, _, _ in members])
+        runs = chain(*(shared_runs([example.tokens for example in unit.examples]) for unit in padded))
         return [
-            SequencePlace(store, row, example.num_tokens, weight=weight, compared=compared)
-            for row, ((example, compared, _), weight) in enumerate(zip(members, weights, strict=True))
+            SequencePlace(store, row, example.num_tokens, weight=weight, compared=compared, runs=shared)
+            for row, ((example, compared, _), weight, shared) in enumerate(
+                zip(members, weights, runs, strict=True)
+            )
         ]
 
 

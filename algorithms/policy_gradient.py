@@ -112,7 +112,10 @@ class PolicyGradientUpdate:
             rewards = repeat(None) if self._estimate is not None else branch_rewards(t)
             for one, advantage, of_turns in zip(t.sequences, of_sequences, rewards, strict=False):
                 store, size = group.reference, one.num_tokens if weight > 0 else PLACEHOLDER_TOKENS
-                places.append(SequencePlace(store, one.row, size, advantage, weight, likelihood, of_turns))
+                runs = one.runs if weight > 0 else ()
+                places.append(
+                    SequencePlace(store, one.row, size, advantage, weight, likelihood, of_turns, runs=runs)
+                )
             of_members.append(places)
         return filled_up(self._minibatches(of_members), placeholder)
 

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from common import publish, table_of
-from generation_sides import Sampled, Setting, Work, equal_work, ragged_work, start
+from generation_sides import Sampled, Setting, Work, equal_work, ragged_work, repetitive_work, start
 from processes import Processes
 from rich.console import Console
 
 from nemorl.models.registry import load_shape
 
 BASE = "transformers"
+ENGINES = ["transformers-batching", "torch", "torch+lookup", "vllm", "vllm-bare", "megatron"]
 # Of the tokens compared; logits of equal height to the last bit may fall either way.
 AGREEMENT = 0.95
 
@@ -76,7 +77,8 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
-    parser.add_argument("--engines", nargs="+", default=["torch", "vllm", "megatron"])
+    engines_help = "torch, vllm, megatron, with +lookup for drafts; transformers-batching; vllm-bare"
+    parser.add_argument("--engines", nargs="+", default=ENGINES, help=engines_help)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
@@ -101,7 +103,7 @@ def main() -> None:
         processes = Processes(partial(start, setting), stack)
         for batch in arguments.batches:
             sizes = batch, arguments.tokens, vocabulary
-            for work in (equal_work(*sizes), ragged_work(*sizes)):
+            for work in (equal_work(*sizes), ragged_work(*sizes), repetitive_work(*sizes)):
                 rows += measure(processes, engines, work, arguments.rounds)
                 Console().print(f"{work.name} stops, batch of {batch}: done")
     path = publish(

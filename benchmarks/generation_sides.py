@@ -1,12 +1,13 @@
 """The engines of the generation benchmark: each samples the same work, greedy, and says how long it took."""
 
 import asyncio
+import os
 import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,12 @@ from nemorl.config.generation import MegatronGenerationConfig, TorchGenerationCo
 from nemorl.config.policy import PolicyConfig
 from nemorl.generation.torch_engine.engine import TorchHost
 from nemorl.generation.types import Completion, EngineOptions, GenerationRequest, SamplingParams
+from nemorl.generation.vllm_engine.arguments import (
+    LEARNED_LAYOUT,
+    PLAIN_WEIGHTS,
+    engine_arguments,
+    environment,
+)
 
 MAX_LENGTH = 512  # tokens of prompt and completion
 
@@ -30,6 +37,7 @@ class Setting:
     precision: Literal["float32", "bfloat16"]
     threads: int
     max_batch: int
+    speculation: dict[str, Any] | None = None  # a section of our configuration
 
 
 @dataclass(frozen=True)
@@ -71,23 +79,41 @@ def ragged_work(batch: int, median: int, vocab_size: int, seed: int = 0) -> Work
     return Work("ragged", _prompts(batch, vocab_size, seed), tuple(lengths))
 
 
+def repetitive_work(batch: int, tokens: int, vocab_size: int, seed: int = 0) -> Work:
+    """Prompts that repeat a phrase several times, which a model mostly continues."""
+    draw = random.Random(seed + 2)
+    prompts = []
+    for _ in range(batch):
+        phrase = [draw.randrange(vocab_size) for _ in range(draw.randint(6, 16))]
+        prompts.append(tuple(phrase * 4))
+    return Work("repetitive", tuple(prompts), (2 * tokens,) * batch)
+
+
 def start(setting: Setting, engine: str) -> Callable[[Work], Sampled]:
     """An engine that is ready to sample."""
     torch.set_num_threads(setting.threads)
-    return Transformers(setting) if engine == "transformers" else Engine(setting, engine)
+    sides: dict[str, Callable[[Setting], Callable[[Work], Sampled]]] = {
+        "transformers": Transformers,
+        "transformers-batching": TransformersBatching,
+        "vllm-bare": BareVllm,
+    }
+    return sides[engine](setting) if engine in sides else Engine(setting, engine)
+
+
+def _load(setting: Setting) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=getattr(torch, setting.precision))
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.to(setting.device).eval()
 
 
 class Transformers:
     """`generate` on a left-padded batch, in which a row that has its tokens is done."""
 
     def __init__(self, setting: Setting) -> None:
-        from transformers import AutoModelForCausalLM
-
-        dtype = getattr(torch, setting.precision)
-        model = AutoModelForCausalLM.from_pretrained(setting.model, dtype=dtype)
-        self._model: Any = model.to(setting.device).eval()
-        self._model.generation_config.eos_token_id = None
-        self._model.generation_config.pad_token_id = 0
+        self._model = _load(setting)
 
     @torch.no_grad()
     def __call__(self, work: Work) -> Sampled:
@@ -114,11 +140,81 @@ class Transformers:
         return Sampled(tuple(tokens), seconds)
 
 
+class TransformersBatching:
+    """transformers' continuous batching, over a paged cache with room for the largest batch."""
+
+    def __init__(self, setting: Setting) -> None:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        page = 16
+        batching = ContinuousBatchingConfig(
+            page_size=page,
+            num_blocks=setting.max_batch * (MAX_LENGTH // page),
+            max_batch_tokens=max(MAX_LENGTH, setting.max_batch),
+            use_async_batching=False,
+        )
+        self._manager = _load(setting).init_continuous_batching(
+            GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0), batching
+        )
+        self._manager.start()
+
+    def __call__(self, work: Work) -> Sampled:
+        found: dict[str, tuple[int, ...]] = {}
+        began = time.perf_counter()
+        names = [
+            self._manager.add_request(list(prompt), max_new_tokens=tokens)
+            for prompt, tokens in zip(work.prompts, work.lengths, strict=True)
+        ]
+        while len(found) < len(names):
+            result = self._manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                found[result.request_id] = tuple(result.generated_tokens)
+            elif result is None and not self._manager.is_running():
+                raise RuntimeError("transformers' continuous batching has ended")
+        seconds = time.perf_counter() - began
+        return Sampled(tuple(found[name] for name in names), seconds)
+
+    def close(self) -> None:
+        """End its thread."""
+        self._manager.stop(block=True)
+
+
+class BareVllm:
+    """vLLM's offline interface with the arguments of our back end, without what that adds."""
+
+    def __init__(self, setting: Setting) -> None:
+        config = VllmGenerationConfig(backend="vllm", max_num_seqs=setting.max_batch)
+        options = _options(setting)
+        self._folder = tempfile.TemporaryDirectory()
+        os.environ |= environment(config, options, Path(self._folder.name))
+        del os.environ[LEARNED_LAYOUT], os.environ[PLAIN_WEIGHTS]
+        from vllm import LLM
+        from vllm import SamplingParams as Params
+
+        arguments = engine_arguments(config, options)
+        del arguments["worker_extension_cls"]
+        self._llm, self._params = LLM(**arguments), Params
+
+    def __call__(self, work: Work) -> Sampled:
+        prompts = [{"prompt_token_ids": list(prompt)} for prompt in work.prompts]
+        params = [
+            self._params(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
+            for tokens in work.lengths
+        ]
+        began = time.perf_counter()
+        outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        return Sampled(tuple(tuple(output.outputs[0].token_ids) for output in outputs), seconds)
+
+
 class Engine:
     """One of ours, by the interface that all have, on an event loop of its own."""
 
     def __init__(self, setting: Setting, backend: str) -> None:
         self._runner = asyncio.Runner()
+        backend, _, drafts = backend.partition("+")
+        if drafts == "lookup":
+            setting = replace(setting, speculation={"method": "prompt_lookup"})
         make = {"torch": _torch, "vllm": _vllm, "megatron": _megatron}[backend]
         self._service, self._stage = self._runner.run(make(setting))
         self._count = 0
@@ -162,7 +258,7 @@ Stage = Callable[[], AbstractAsyncContextManager[Any]]  # inside, the engine sam
 
 
 async def _torch(setting: Setting) -> tuple[Any, Stage]:
-    config = TorchGenerationConfig(max_batch_size=setting.max_batch)
+    config = TorchGenerationConfig(max_batch_size=setting.max_batch, speculation=setting.speculation)
     return TorchHost(config, _options(setting)), nullcontext
 
 
@@ -177,25 +273,17 @@ async def _vllm(setting: Setting) -> tuple[Any, Stage]:
 
 async def _megatron(setting: Setting) -> tuple[Any, Stage]:
     """A policy of one process; `stage` is as long as its rank samples."""
+    from policies import start_policy
+
     from nemorl.generation.megatron_engine import PolicySampler
-    from nemorl.megatron.worker import PolicyWorker
 
     policy = PolicyConfig(
         model_path=setting.model, precision=setting.precision, max_sequence_length=MAX_LENGTH
     )
-    worker = PolicyWorker(
-        policy,
-        rank=0,
-        world_size=1,
-        rendezvous=f"file://{tempfile.mkdtemp()}/rendezvous",
-        device=setting.device,
-        threads=setting.threads,
-        temperature=1.0,
-        keep_reference=False,
-        deadline_seconds=600,
+    worker = start_policy(policy, setting.device, threads=setting.threads)
+    config = MegatronGenerationConfig(
+        backend="megatron", max_batch_size=setting.max_batch, speculation=setting.speculation
     )
-    worker.load_hf(setting.model)
-    config = MegatronGenerationConfig(backend="megatron", max_batch_size=setting.max_batch)
     sampler = PolicySampler(
         worker.decoding_copy(config.max_kv_tokens),
         policy,

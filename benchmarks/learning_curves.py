@@ -75,7 +75,7 @@ def trl_rewards(seed: int, steps: int) -> list[float]:
         rows,
         right,
         samples=SAMPLES,
-        prompts=PROMPTS,
+        answers=PROMPTS * SAMPLES,
         new_tokens=NEW_TOKENS,
         callback=Listener(),
         output_dir=str(OUT / "trl-curve"),

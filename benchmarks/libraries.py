@@ -12,8 +12,12 @@ For each installed library, with the same scripted turns and no model:
 Agents of verifiers and NeMo-Gym call an endpoint: in their own loop one that answers at once, in a rollout
 worker the one that records their tokens. A library that is a server is run by the interpreter that
 `NEMORL_<MODULE>_PYTHON` names, if this one does not have it. With `--only`, rows of other libraries are those
-of the call before, since some libraries cannot be installed together. A row more is a `Library` more in
-`library_loops.py`.
+of the call before, since some libraries cannot be installed together; after `make libraries`:
+
+    PYTHONPATH=.venv-openenv/lib/python3.11/site-packages python benchmarks/libraries.py --only openenv
+    NEMORL_NEMO_GYM_PYTHON=.venv-nemo-gym/bin/python python benchmarks/libraries.py --only nemo_gym
+
+A row more is a `Library` more in `library_loops.py`.
 """
 
 import argparse

@@ -43,12 +43,16 @@ class Library:
     says: Callable[[Task, int, Callable[[], str]], str]  # a turn of the policy: its number, what it reads
     server: tuple[str, ...] = ()  # a program of tests/environments, and its arguments after the port
     scheme: Literal["http", "tcp"] = "http"  # of the server's address
+    imported: bool = True  # by its own loop, so that this interpreter must have it
 
     @property
     def python(self) -> str | None:
         """The interpreter that has the package: that of the variable, or this one; None if there is none."""
         named = os.environ.get(f"NEMORL_{self.module.upper()}_PYTHON")
-        return named or (sys.executable if find_spec(self.module) is not None else None)
+        here = find_spec(self.module) is not None
+        if named and (here or not self.imported):
+            return named
+        return sys.executable if here else None
 
     @contextmanager
     def serving(self) -> Iterator[str]:
@@ -300,5 +304,6 @@ LIBRARIES = (
         own=nemo_gym_own,
         says=lambda task, turn, seen: "1",
         server=("nemo_gym_servers.py",),
+        imported=False,
     ),
 )  # fmt: skip

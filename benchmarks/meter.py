@@ -8,7 +8,7 @@ import ctypes
 import gc
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -97,9 +97,28 @@ _PEAK_FLOPS = {
 }
 
 
+# Bytes a second of its memory, from the same.
+_PEAK_BANDWIDTH = {
+    "B200": 8.0e12,
+    "H200": 4.8e12,
+    "H100 PCIe": 2.0e12,
+    "H100": 3.35e12,
+    "A100": 2.0e12,
+    "L40S": 0.864e12,
+    "L4": 0.3e12,
+}
+
+
 def peak_flops(kind: DeviceKind) -> float | None:
     """Of the device in bfloat16; None where it is not known, as on a CPU."""
-    if kind == "cpu":
-        return None
+    return _of_this_gpu(_PEAK_FLOPS) if kind == "cuda" else None
+
+
+def peak_bandwidth(kind: DeviceKind) -> float | None:
+    """Of the device's memory in bytes a second; None where it is not known, as on a CPU."""
+    return _of_this_gpu(_PEAK_BANDWIDTH) if kind == "cuda" else None
+
+
+def _of_this_gpu(table: Mapping[str, float]) -> float | None:
     device = torch.cuda.get_device_name()
-    return next((flops for name, flops in _PEAK_FLOPS.items() if name in device), None)
+    return next((value for name, value in table.items() if name in device), None)

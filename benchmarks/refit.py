@@ -1,9 +1,10 @@
 """What does a refit cost: bytes, seconds and memory against a broadcast, with changes only, and the plan?
 
-Three parts:
+Four parts:
 
 - ways: the same processes hand over the same bfloat16 weights by our exchange (shared memory, gloo, files),
   and by gathering each HF tensor on policy rank 0 and broadcasting it whole to every engine rank (gloo).
+- stages: what an update of the embedded engine with SmolLM2 consists of, through shared memory.
 - delta: refits that carry only what changed, after AdamW's steps on a language model's loss.
 - plan: the transfer plan of DeepSeek-V3 from 1,024 policy ranks to 512 engine ranks, from metadata alone.
 """
@@ -13,6 +14,7 @@ import asyncio
 import functools
 import itertools
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +31,7 @@ from safetensors.torch import save_file
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
+from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
@@ -45,12 +48,14 @@ SHOWN = {  # columns of each part's table, by key
         "case": "case",
         "way": "way",
         "megabytes_sent": "MB",
+        "bytes_over_shards": "of shards",
         "median_seconds": "s",
         "over_gather_and_broadcast": "ratio",
         "cpu_seconds": "CPU s",
         "peak_megabytes_of_a_sender": "policy",
         "peak_megabytes_of_a_receiver": "engine",
     },
+    "stages": {"stage": "stage", "median_seconds": "s"},
     "delta": {
         "type": "type",
         "step": "step",
@@ -68,6 +73,8 @@ SHOWN = {  # columns of each part's table, by key
         "plan_cpu_seconds": "CPU s",
         "with_parts_seconds": "parts, s",
         "with_parts_cpu_seconds": "CPU s too",
+        "boxes_in_files": "boxes, files",
+        "files_plan_cpu_seconds": "files, CPU s",
     },
 }
 PARTS = tuple(SHOWN)
@@ -120,7 +127,11 @@ def settle(case: Case, policy: Ranks, engines: Ranks, dtype: str) -> None:
 def gathering_of(policy: Ranks, engines: Ranks) -> Gathering:
     """Who brings which box of each tensor to rank 0, each element once."""
     held, needed = (asyncio.run(Side(ranks, "files").describe()) for ranks in (policy, engines))
-    plan = plan_files(held, needed, bucket_bytes=2**40)  # type: ignore[arg-type]
+    shapes = {part.name: part.shape for layout in needed for part in layout.slices}
+    rank_0 = ReceiverLayout(
+        tuple(TensorSlice.whole(name, shape) for name, shape in shapes.items()), (DTYPE,) * len(shapes)
+    )
+    plan = plan_transfers(held, [rank_0], bucket_bytes=2**40)  # type: ignore[arg-type]
     tensors: dict[str, list[Any]] = {}
     for part in plan.sender_parts(policy.active):
         for bucket in part.buckets:
@@ -166,15 +177,18 @@ def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds
     gathered = ITEM_BYTES[DTYPE] * sum(p.num_elements for _, pieces in gathering for r, p in pieces if r)
     sent = {name: found.num_bytes / 1e6 for name, found in stats.items()}
     sent[GATHER] = (gathered + whole * engines.active) / 1e6
+    shards = sum(engines.all("shard_bytes")) / 1e6
     return [
         {
             "case": case.name,
             "way": name,
             "megabytes_sent": sent[name],
+            "bytes_over_shards": sent[name] / shards,
             "median_seconds": timing.median,
             "over_gather_and_broadcast": timing.ratio_to(timings[GATHER]),
             "cpu_seconds": cpu[name] / rounds,
             "seconds": timing.seconds,
+            "seconds_of_stages": dict(stats[name].seconds_of_stages) if name in stats else {},
             "peak_megabytes_of_a_sender": peaks[name][0],
             "peak_megabytes_of_a_receiver": peaks[name][1],
         }
@@ -220,6 +234,34 @@ def exchange_by(
         stats[transport] = asyncio.run(exchange.refit(next(versions)))
 
     return refit
+
+
+def measure_stages(policy: Ranks, engines: Ranks, model: Path, rounds: int) -> list[Row]:
+    """Seconds of each stage with one process on each side, and of the update."""
+    policy.active = engines.active = 1
+    policy.all("become_sender", load_shape(model), PolicyRank())
+    policy.all("load", model)
+    engines.all("become_embedded_engine", model)
+    stats: dict[str, RefitStats] = {}
+    refit = exchange_by(TransportOptions("shared_memory"), policy, engines, stats)
+    refit()  # the plan is made, memory pools are filled
+    measured = []
+    for _ in range(rounds):
+        refit()
+        measured.append(stats["shared_memory"])
+    seconds = {
+        stage: [one.seconds_of_stages[stage] for one in measured] for stage in measured[0].seconds_of_stages
+    }
+    seconds["update"] = [one.seconds for one in measured]
+    return [
+        {
+            "stage": stage,
+            "median_seconds": statistics.median(values),
+            "seconds": values,
+            "megabytes_sent": measured[0].num_bytes / 1e6,
+        }
+        for stage, values in seconds.items()
+    ]
 
 
 def measure_delta(policy: Ranks, engines: Ranks, folder: Path, steps: int) -> list[Row]:
@@ -316,6 +358,9 @@ def measure_plan() -> list[Row]:
         parts = [*plan.sender_parts(len(senders)), *plan.receiver_parts(len(receivers))]
         seconds, seconds_cpu = time.perf_counter() - began, time.process_time() - cpu
         sent = [sum(bucket.num_bytes for bucket in part.buckets) for part in parts[: len(senders)]]
+        cpu = time.process_time()
+        of_files = plan_files(senders, receivers, PLAN_BUCKET_BYTES)
+        files_cpu = time.process_time() - cpu
         rows.append(
             {
                 "parameters_billion": sum(map(math.prod, hf_tensors(shape).values())) / 1e9,
@@ -327,11 +372,13 @@ def measure_plan() -> list[Row]:
                 "plan_cpu_seconds": planned_cpu,
                 "with_parts_seconds": seconds,
                 "with_parts_cpu_seconds": seconds_cpu,
+                "boxes_in_files": sum(len(bucket.sources) for bucket in of_files.buckets),
+                "files_plan_cpu_seconds": files_cpu,
                 "gigabytes_of_the_least_sender": min(sent) / 1e9,
                 "gigabytes_of_the_most_sender": max(sent) / 1e9,
             }
         )
-        del plan, parts
+        del plan, parts, of_files
     return rows
 
 
@@ -341,17 +388,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5, help="refits of each way that count")
+    parser.add_argument("--model", type=Path, default=Path("models/smollm2"), help="for the stages")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps, with a delta refit after each")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="what to measure")
     arguments = parser.parse_args()
+    if "stages" in arguments.parts and not (arguments.model / "config.json").is_file():
+        parser.error(f"{arguments.model} is no model: nemorl models fetch smollm2 {arguments.model}")
     found: dict[str, list[Row]] = {}
-    if {"ways", "delta"} & set(arguments.parts):
+    if {"ways", "stages", "delta"} & set(arguments.parts):
         with tempfile.TemporaryDirectory() as name:
             policy, engines = Ranks(4), Ranks(2)
             try:
                 if "ways" in arguments.parts:
                     measured = (measure_ways(c, policy, engines, Path(name), arguments.rounds) for c in CASES)
                     found["ways"] = [row for rows in measured for row in rows]
+                if "stages" in arguments.parts:
+                    found["stages"] = measure_stages(policy, engines, arguments.model, arguments.rounds)
                 if "delta" in arguments.parts:
                     found["delta"] = measure_delta(policy, engines, Path(name), arguments.steps)
             finally:

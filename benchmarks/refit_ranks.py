@@ -14,11 +14,15 @@ import torch.distributed as dist
 from meter import peak, start_of_peak
 from torch import Tensor
 
+from nemorl.generation.torch_engine.engine import ModelRunner
+from nemorl.megatron.device import release_memory
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import PolicyRank, policy_slices
+from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
+from nemorl.weights import endpoints
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
 from nemorl.weights.messages import (
     Part,
@@ -31,36 +35,81 @@ from nemorl.weights.messages import (
 )
 
 TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo", "files")
+ON_ONE_GPU: tuple[Transport, ...] = ("cuda_ipc", "shared_memory")
 Gathering = Sequence[tuple[str, Sequence[tuple[int, TensorSlice]]]]  # by tensor: who brings which box
 
 
 class Rank:
-    """One process of either side."""
+    """One process of either side, with its weights on `device`."""
 
-    def become_sender(self, shape: ModelShape, place: PolicyRank) -> None:
-        """Hold a policy's shard in float32, of zeros until `load`."""
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._transports = TRANSPORTS if device.type == "cpu" else ON_ONE_GPU
+
+    def become_sender(self, shape: ModelShape, place: PolicyRank, dtype: str = "float32") -> None:
+        """Hold a policy's shard, of zeros until `load`."""
         self._slices = policy_slices(shape, place)
-        self._parameters = _allocate(self._slices, torch.float32)
+        self._parameters = _allocate(self._slices, getattr(torch, dtype), self._device)
         self.exchanges: dict[str, Any] = {
-            way: WeightSender(self._slices, lambda: self._parameters) for way in TRANSPORTS
+            way: WeightSender(self._slices, lambda: self._parameters, self._device)
+            for way in self._transports
         }
 
     def become_receiver(self, shape: ModelShape, place: PolicyRank, dtype: str) -> None:
         """Hold an engine's shard, written in place."""
         self._slices = policy_slices(shape, place)
-        self._parameters = _allocate(self._slices, getattr(torch, dtype))
+        self._parameters = _allocate(self._slices, getattr(torch, dtype), self._device)
         self.exchanges = {
             way: WeightReceiver(self._slices, lambda: self._parameters, lambda version: None, in_place=True)
-            for way in TRANSPORTS
+            for way in self._transports
+        }
+
+    def become_embedded_engine(self, folder: Path) -> None:
+        """Be an embedded engine, which receives into a second copy of the weights and then uses it."""
+        dtype = torch.float32
+        model = ModelRunner(
+            load_shape(folder), max_kv_tokens=64, max_positions=64, device=self._device, dtype=dtype
+        )
+        model.load(folder)
+        self.exchanges = {
+            way: WeightReceiver(model.slices(), model.staging_parameters, lambda version: model.commit())
+            for way in self._transports
         }
 
     def load(self, folder: Path) -> None:
         """Take the weights of an HF folder."""
         HfFolder(folder).load_into(self._parameters, self._slices)
 
+    def draw(self) -> None:
+        """Random weights."""
+        for values in self._parameters.values():
+            values.normal_()
+
+    def spoil_next(self) -> None:
+        """Change one element of what comes next before it is checked, as a fault on the way would."""
+        module: Any = endpoints
+        fingerprint = module.queue_fingerprint
+
+        def spoiled(values: Tensor, *place: Any) -> Any:
+            module.queue_fingerprint = fingerprint
+            values.view(-1)[0] += 1
+            return fingerprint(values, *place)
+
+        module.queue_fingerprint = spoiled
+
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's slices."""
+        sizes = (part.num_elements * self._parameters[part.param].element_size() for part in self._slices)
+        return sum(sizes)
+
     def sums(self) -> list[float]:
         """The sum of each parameter, to compare the two ways."""
         return [float(values.double().sum()) for values in self._parameters.values()]
+
+    def release(self) -> None:
+        """Return memory that torch caches to the device."""
+        if self._device.type != "cpu":
+            release_memory("cuda")
 
     def clear(self) -> None:
         """Forget the weights."""
@@ -77,7 +126,7 @@ class Rank:
     def gather_and_broadcast(self, gathering: Gathering, dtype: str) -> None:
         """Each HF tensor is made whole on rank 0, which sends it to every receiver."""
         rank, wire = dist.get_rank(), getattr(torch, dtype)
-        sends = isinstance(self.exchanges[TRANSPORTS[0]], WeightSender)
+        sends = isinstance(self.exchanges[self._transports[0]], WeightSender)
         mine: dict[str, list[TensorSlice]] = {}
         for part in self._slices:
             mine.setdefault(part.name, []).append(part)
@@ -119,13 +168,13 @@ class Rank:
 class Ranks:
     """Processes that are called together."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._ends: list[Connection[Any, Any]] = []
         self._processes = []
         for _ in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process = context.Process(target=_serve, args=(there, device), daemon=True)
             process.start()
             there.close()
             self._ends.append(here)
@@ -190,9 +239,9 @@ class Side:
         return await asyncio.to_thread(self.ranks.all, "exchange", self.transport, method, *given)
 
 
-def _serve(end: "Connection[Any, Any]") -> None:
+def _serve(end: "Connection[Any, Any]", device: str) -> None:
     torch.set_num_threads(1)
-    rank = Rank()
+    rank = Rank(torch.device(device))
     while True:
         try:
             method, arguments = end.recv()
@@ -205,10 +254,12 @@ def _serve(end: "Connection[Any, Any]") -> None:
         end.send(answer)
 
 
-def _allocate(slices: Sequence[TensorSlice], dtype: torch.dtype) -> Mapping[str, Tensor]:
+def _allocate(
+    slices: Sequence[TensorSlice], dtype: torch.dtype, device: torch.device
+) -> Mapping[str, Tensor]:
     sizes: dict[str, int] = {}
     for part in slices:
         steps = zip(part.size, part.strides, strict=True)
         last = part.offset + sum((extent - 1) * stride for extent, stride in steps)
         sizes[part.param] = max(sizes.get(part.param, 0), last + 1)
-    return {name: torch.zeros(size, dtype=dtype) for name, size in sizes.items()}
+    return {name: torch.zeros(size, dtype=dtype, device=device) for name, size in sizes.items()}

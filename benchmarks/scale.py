@@ -181,7 +181,9 @@ class SimulatedRank:
     def train(self, micro_batches: Any, loss: Any) -> TrainStats:
         sums = {"loss/policy": 0.0, "loss/total": 0.0, "entropy": 1.0, "tokens": 1.0}
         sums |= dict.fromkeys(SUMS, 1.0)
-        return TrainStats(sums, {}, 1.0, 1e-6, skipped=False, empty=False, num_tokens=1, num_computed=1)
+        return TrainStats(
+            sums, {}, 1.0, 1e-6, skipped=False, empty=False, num_tokens=1, num_distinct=1, num_computed=1
+        )
 
 
 @dataclass

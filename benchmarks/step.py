@@ -1,20 +1,24 @@
 """How long does a GRPO step on SmolLM2 take, stage by stage and compared with TRL's?
 
-    python benchmarks/step.py [--steps 4] [--rounds 2] [--without-trl] [--model models/smollm2]
+    python benchmarks/step.py [--prompt-tokens 64 256 1024] [--steps 2] [--rounds 2] [--without-trl]
 
-Both trainers get the same model in float32, the same prompts (reasoning-gym sums in SmolLM2's chat template),
-as many samples, the same limit on new tokens, temperature 1 and all cores. Rounds take turns, each in
-processes of its own; the first step of a round warms up and is not counted. TRL is in the extra `bench`.
+Both trainers get the same model in float32, the same prompts of each length, groups of `--samples` answers of
+at most `--new-tokens`, which end as the model ends them, the same reward function, temperature 1 and all
+cores. Rounds take turns, each in processes of its own; the first step of a round warms up and is not counted.
+TRL, in the extra `bench`, accumulates gradients over as many answers as fit into `--trl-tokens`.
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,71 +28,106 @@ from trl_side import train_with_trl
 
 from nemorl.observe.metrics import read_metrics
 
-PROMPTS, SAMPLES, NEW_TOKENS = 4, 4, 32
-TASK, SEED, OPTIONS = "chain_sum", 1, {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 STAGES = ("generation", "environment", "logprobs", "training", "refit", "step")
+TEMPLATE_TOKENS = 40  # that the chat template of SmolLM2 adds, at most
 Steps = list[dict[str, float]]
 
 
-def experiment(model: Path, run_dir: Path, steps: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Work:
+    """One setting of both trainers."""
+
+    model: str
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    new_tokens: int
+    steps: int  # counted ones of a round
+    trl_tokens: int  # of a backward pass of TRL
+
+    @property
+    def answers(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_tokens + TEMPLATE_TOKENS + self.new_tokens
+
+
+def brevity(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that differs between most answers, in TRL's convention, which both trainers call."""
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [-len(set(text.split())) / 100 for text in texts]
+
+
+def questions(work: Work) -> Iterator[str]:
+    """Different questions of `prompt_tokens` each: sums that are solved, and one that is not."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    draw = random.Random(1)
+    for _ in range(work.prompts * (work.steps + 1)):
+        text = ""
+        while len(tokenizer.encode(text)) < work.prompt_tokens:
+            left, right = draw.randrange(100), draw.randrange(100)
+            text += f"{left} + {right} = {left + right}. "
+        tokens = tokenizer.encode(text + f"{draw.randrange(100)} + {draw.randrange(100)} =")
+        yield tokenizer.decode(tokens[-work.prompt_tokens :])
+
+
+def experiment(work: Work, run_dir: Path, tasks: Path) -> dict[str, Any]:
     """Our side: two data-parallel policy processes where there are two cores."""
     return {
         "run_dir": str(run_dir),
         "policy": {
-            "model_path": str(model),
+            "model_path": work.model,
             "precision": "float32",
-            "max_sequence_length": 128,
-            "micro_batch_tokens": 2048,
+            "max_sequence_length": work.longest,
+            "micro_batch_tokens": max(2048, work.longest),
             "layout": {"data_parallel_size": min(2, len(os.sched_getaffinity(0)))},
             "optimizer": {"name": "adam", "lr": 1e-6},
         },
-        "generation": {"max_new_tokens": NEW_TOKENS, "max_batch_size": PROMPTS * SAMPLES},
-        "data": {
-            "train": {"name": "reasoning_gym", "task": TASK, "size": 500, "seed": SEED, "options": OPTIONS},
-            "shuffle": False,
-        },
-        "env": {"name": "reasoning_gym", "answer_tag": None},
+        "generation": {"max_new_tokens": work.new_tokens, "max_batch_size": work.answers},
+        "data": {"train": {"name": "tasks", "path": str(tasks), "answer_key": None}, "shuffle": False},
+        "env": {"name": "single_turn"},
+        "rewards": [{"function": "step:brevity", "signature": "trl"}],
         "algorithm": {
             "name": "grpo",
-            "num_steps": steps,
-            "num_prompts_per_step": PROMPTS,
-            "num_generations_per_prompt": SAMPLES,
+            "num_steps": work.steps + 1,
+            "num_prompts_per_step": work.prompts,
+            "num_generations_per_prompt": work.samples,
         },
         "checkpointing": {"enabled": False},
         "logger": {"console": "plain"},
     }
 
 
-def run_nemorl(model: Path, number: int, steps: int) -> Steps:
+def run_nemorl(work: Work, number: int) -> Steps:
     """Metrics of every counted step of one round."""
     run_dir = OUT / f"nemorl-{number}"
     shutil.rmtree(run_dir, ignore_errors=True)
-    config = OUT / f"nemorl-{number}.yaml"
-    config.write_text(yaml.safe_dump(experiment(model, run_dir, steps + 1)), encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "nemorl.cli", "train", str(config)], check=True, stdout=sys.stderr)
+    tasks, config = OUT / f"step-{number}.jsonl", OUT / f"nemorl-{number}.yaml"
+    tasks.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions(work)), encoding="utf-8")
+    config.write_text(yaml.safe_dump(experiment(work, run_dir, tasks)), encoding="utf-8")
+    command = [sys.executable, "-m", "nemorl.cli", "train", str(config)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}  # for the reward
+    subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
     return [dict(line.values) for line in read_metrics(run_dir / "metrics.jsonl")[1:]]
 
 
-def run_trl(model: Path, number: int, steps: int) -> Steps:
+def run_trl(work: Work, number: int) -> Steps:
     """Seconds and generated tokens of every counted step of one round of TRL."""
     out = OUT / f"trl-{number}.json"
-    options = ["--trl-round", str(out), "--model", str(model), "--steps", str(steps)]
+    options = ["--trl-round", str(out), json.dumps(asdict(work))]
     subprocess.run([sys.executable, __file__, *options], check=True, stdout=sys.stderr)
     return json.loads(out.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-def trl_round(model: Path, steps: int) -> Steps:
+def trl_round(work: Work) -> Steps:
     """One round of TRL, in this process."""
-    import reasoning_gym
     from transformers import TrainerCallback
 
-    tasks = reasoning_gym.create_dataset(TASK, size=500, seed=SEED, **OPTIONS)
-    rows = [{"prompt": [{"role": "user", "content": t["question"]}], "index": i} for i, t in enumerate(tasks)]
     measured: Steps = []
-
-    def reward(completions: list[Any], index: list[int], **_: Any) -> list[float]:
-        texts = [completion[0]["content"] for completion in completions]
-        return [tasks.score_answer(text, tasks[i]) for text, i in zip(texts, index, strict=True)]
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -99,18 +138,21 @@ def trl_round(model: Path, steps: int) -> Steps:
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **__: Any) -> None:
             if "completions/mean_length" in logs:
-                measured[-1]["tokens/generated"] = logs["completions/mean_length"] * PROMPTS * SAMPLES
+                measured[-1]["tokens/generated"] = logs["completions/mean_length"] * work.answers
 
+    fit = max(1, work.trl_tokens // work.longest)
+    together = max(n for n in range(1, work.answers + 1) if work.answers % n == 0 and n <= fit)
     train_with_trl(
-        model,
-        rows,
-        reward,
-        samples=SAMPLES,
-        prompts=PROMPTS,
-        new_tokens=NEW_TOKENS,
+        Path(work.model),
+        [{"prompt": [{"role": "user", "content": question}]} for question in questions(work)],
+        brevity,
+        samples=work.samples,
+        answers=work.answers,
+        together=together,
+        new_tokens=work.new_tokens,
         callback=Clock(),
         output_dir=str(OUT / "trl"),
-        max_steps=steps + 1,
+        max_steps=work.steps + 1,
         learning_rate=1e-6,
     )
     return measured[1:]
@@ -121,26 +163,19 @@ def median(steps: Steps, key: str) -> float:
     return statistics.median(step[key] for step in steps)
 
 
-def report(ours: list[Steps], theirs: list[Steps]) -> None:
-    """Metrics as medians over all counted steps; the ratio is that of each round's own seconds."""
+def summary(work: Work, ours: list[Steps], theirs: list[Steps]) -> dict[str, Any]:
+    """Medians over all counted steps; the ratio is that of each round's own seconds."""
     steps = [step for steps in ours for step in steps]
-    seconds = {stage: median(steps, f"time/{stage}") for stage in STAGES}
     metrics: dict[str, Any] = {
-        "samples_per_step": PROMPTS * SAMPLES,
-        "new_tokens_at_most": NEW_TOKENS,
+        **asdict(work),
         "nemorl": {
-            "seconds": seconds,
+            "seconds": {stage: median(steps, f"time/{stage}") for stage in STAGES},
             "step_seconds_by_round": [[step["time/step"] for step in round_] for round_ in ours],
             "generated_tokens": median(steps, "tokens/generated"),
             "generated_tokens_per_second": median(steps, "throughput/generated_tokens_per_second"),
-            "trained_tokens_per_second": statistics.median(
-                step["tokens/trained"] / step["time/training"] for step in steps
-            ),
+            "shared_tokens": median(steps, "packing/shared"),
         },
     }
-    rows: list[dict[str, object]] = [
-        {"trainer and stage": f"nemorl {k}", "seconds": v} for k, v in seconds.items()
-    ]
     if theirs:
         whole = [step for steps in theirs for step in steps]
         mine, other = (
@@ -153,31 +188,57 @@ def report(ours: list[Steps], theirs: list[Steps]) -> None:
             "generated_tokens": median(whole, "tokens/generated"),
         }
         metrics["trl_step_over_nemorl_step"] = other.ratio_to(mine)
-        rows.append({"trainer and stage": "TRL step", "seconds": median(whole, "time/step")})
-        rows.append({"trainer and stage": "TRL / nemorl", "seconds": other.ratio_to(mine)})
-    publish("step", metrics, table_of(f"one GRPO step on SmolLM2, {PROMPTS * SAMPLES} samples", rows))
+    return metrics
+
+
+def shown(metrics: dict[str, Any]) -> dict[str, object]:
+    """A row of the table."""
+    seconds, trl = metrics["nemorl"]["seconds"], metrics.get("trl")
+    row = {"prompt tokens": metrics["prompt_tokens"], **{f"{stage} s": seconds[stage] for stage in STAGES}}
+    if trl is not None:
+        row |= {"TRL step s": trl["seconds"]["step"], "TRL / nemorl": metrics["trl_step_over_nemorl_step"]}
+    return row
 
 
 def main() -> None:
     """Measure in turns and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=4, help="counted steps of each round")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--prompts", type=int, default=2, help="of a step")
+    parser.add_argument("--samples", type=int, default=8, help="answers to each prompt")
+    parser.add_argument("--new-tokens", type=int, default=128, help="of an answer, at most")
+    parser.add_argument("--steps", type=int, default=2, help="counted steps of each round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2"))
+    parser.add_argument("--trl-tokens", type=int, default=2048, help="of a backward pass of TRL")
     parser.add_argument("--without-trl", action="store_true")
-    parser.add_argument("--trl-round", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--trl-round", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
     if arguments.trl_round:
-        arguments.trl_round.write_text(json.dumps(trl_round(arguments.model, arguments.steps)))
+        out, work = arguments.trl_round
+        Path(out).write_text(json.dumps(trl_round(Work(**json.loads(work)))), encoding="utf-8")
         return
-    ours: list[Steps] = []
-    theirs: list[Steps] = []
-    for number in range(arguments.rounds):
-        ours.append(run_nemorl(arguments.model, number, arguments.steps))
-        if not arguments.without_trl:
-            theirs.append(run_trl(arguments.model, number, arguments.steps))
-    report(ours, theirs)
+    found = []
+    for prompt_tokens in arguments.prompt_tokens:
+        work = Work(
+            str(arguments.model.resolve()),
+            arguments.prompts,
+            arguments.samples,
+            prompt_tokens,
+            arguments.new_tokens,
+            arguments.steps,
+            arguments.trl_tokens,
+        )
+        ours: list[Steps] = []
+        theirs: list[Steps] = []
+        for number in range(arguments.rounds):
+            ours.append(run_nemorl(work, number))
+            if not arguments.without_trl:
+                theirs.append(run_trl(work, number))
+        found.append(summary(work, ours, theirs))
+        title = f"one GRPO step on SmolLM2, {work.prompts} x {work.samples} answers"
+        publish("step", {"settings": found}, table_of(title, [shown(one) for one in found]))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ def summary(
         "seconds_by_round": seconds.seconds,
         "cpu_seconds": cpu.median,
         "optimizer_seconds": statistics.median(f.optimizer.seconds for f in seen),
+        "tokens_computed": seen[0].num_computed,
+        "tokens_computed_over_ours": seen[0].num_computed / ours[0].num_computed,
         "tokens_per_second": work.num_tokens / seconds.median,
         "flops_per_second": flops / seconds.median,
         "mfu": None if peak is None else flops / seconds.median / peak,
@@ -48,6 +50,7 @@ def table_row(side: Mapping[str, Any]) -> dict[str, object]:
     return {
         "side": side["side"],
         "seconds": side["seconds"],
+        "computed": side["tokens_computed"],
         "tokens/s": side["tokens_per_second"],
         **({} if side["mfu"] is None else {"MFU": side["mfu"]}),
         "over ours": f"{side['seconds_over_ours']:.3f} ({low:.3f} to {high:.3f})",

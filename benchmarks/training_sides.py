@@ -1,18 +1,18 @@
 """The sides that `training.py` compares: each trains the same weights on the same sequences in its own way.
 
     nemorl               PolicyWorker, from examples to metrics: plan, pack, micro-batches, loss, metrics
+    nemorl:separate      the same without sharing tokens that sequences begin with in common
     nemorl:grpo          the same with the policy loss and its metrics: entropy, ratios, clip fractions
     megatron             Megatron's schedule on our model and ready micro-batches, a plain loss, no worker
     megatron-stock       Megatron's GPTModel, attention, rotary embedding and cross entropy, padded
     transformers         rows padded to the longest of each micro-batch, in order of arrival
     transformers:sorted  the same, with rows of similar length together
 
-Only the first two make their inputs inside the measured step; the others find them ready.
+Only the first three make their inputs inside the measured step; the others find them ready.
 """
 
 import gc
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from meter import Memory, Span, measured, now
+from policies import start_policy
 from torch import Tensor
 from training_work import Padded, Work
 
@@ -62,12 +63,14 @@ class Metrics:
     span: Span  # forward and backward, with what the side does around them, without the optimizer
     memory: Memory
     optimizer: Span  # left out of `span`
+    num_computed: int  # tokens, padding included
 
 
 class Side(Protocol):
     """A model with its weights, in this process."""
 
     optimizer: Span  # what runs so far spent in the optimizer
+    num_computed: int  # tokens of the last run, padding included
 
     def prepare(self, work: Work, variant: str) -> Callable[[], float]:
         """The measured part of a step, which gives the loss."""
@@ -96,7 +99,8 @@ def run_step(setting: Setting, side: Side, work: Work, variant: str) -> Metrics:
     before = side.optimizer
     loss, span, memory = measured(setting.device, run)
     optimizer = side.optimizer - before
-    return Metrics(loss, side.grad_norm(), span - optimizer, memory, optimizer)
+    computed = side.num_computed
+    return Metrics(loss, side.grad_norm(), span - optimizer, memory, optimizer, computed)
 
 
 class Nemorl:
@@ -104,6 +108,7 @@ class Nemorl:
 
     def __init__(self, setting: Setting) -> None:
         self.optimizer = Span(0.0, 0.0)
+        self.num_computed = 0
         self._worker = _worker(setting)
         self._hidden_size = load_shape(setting.model).hidden_size
         self._grad_norm = math.nan
@@ -111,7 +116,8 @@ class Nemorl:
 
     def prepare(self, work: Work, variant: str) -> Callable[[], float]:
         """Examples are all that is ready; variant `grpo` trains on them as if they had been sampled."""
-        examples = work.examples()
+        examples, runs = work.examples(), None if variant == "separate" else work.runs()
+        self._worker._maker.shares_prefixes = runs is not None
 
         def run() -> float:
             batch = pack_examples(examples, work.weights())
@@ -124,8 +130,8 @@ class Nemorl:
                 )
             self._worker.load_batch(batch)
             loss = PolicyLoss(ClipLossConfig()) if variant == "grpo" else CrossEntropyLoss()
-            stats = self._worker.train(work.packed(self._hidden_size), loss)
-            self._grad_norm = stats.grad_norm
+            stats = self._worker.train(work.packed(self._hidden_size, runs), loss)
+            self._grad_norm, self.num_computed = stats.grad_norm, stats.num_computed
             return stats.sums["logprob_gap/mean" if variant == "grpo" else "nll"] / work.num_trained
 
         return run
@@ -150,7 +156,7 @@ class _MegatronSide:
     """Megatron's schedule and nothing around it."""
 
     def __init__(self, setting: Setting) -> None:
-        self.optimizer = Span(0.0, 0.0)
+        self.optimizer, self.num_computed = Span(0.0, 0.0), 0
         self._device = select_device(setting.device, 0)
 
     def _run(self, model: Any, forward_step: Any, batches: list[Any]) -> float:
@@ -176,6 +182,7 @@ class Megatron(_MegatronSide):
         worker = _worker(setting)
         (self._model,) = worker._chunks
         self._maker = worker._maker
+        self._maker.shares_prefixes = False
         self._hidden_size = load_shape(setting.model).hidden_size
         del worker  # and its optimizer's state
         gc.collect()
@@ -184,6 +191,7 @@ class Megatron(_MegatronSide):
         """Micro-batches with the same sequences as ours."""
         batch = pack_examples(work.examples(), work.weights())
         made = [self._maker.make(batch, sequences) for sequences in work.packed(self._hidden_size)]
+        self.num_computed = sum(micro.num_computed for micro in made)
         return lambda: self._run(self._model, self._forward_step, made)
 
     def grad_norm(self) -> float:
@@ -233,6 +241,7 @@ class StockMegatron(_MegatronSide):
     def prepare(self, work: Work, variant: str) -> Callable[[], float]:
         """As many micro-batches as ours."""
         batches = list(work.padded(_chunks(work, variant, self._hidden_size), self._device))
+        self.num_computed = sum(rows.tokens.numel() for rows in batches)
         return lambda: self._run(self._model, self._forward_step, batches)
 
     def grad_norm(self) -> float:
@@ -257,7 +266,7 @@ class Transformers:
     def __init__(self, setting: Setting) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.optimizer = Span(0.0, 0.0)
+        self.optimizer, self.num_computed = Span(0.0, 0.0), 0
         self._device = select_device(setting.device, 0)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             setting.model, dtype=DTYPES[setting.precision], attn_implementation="sdpa"
@@ -268,6 +277,7 @@ class Transformers:
     def prepare(self, work: Work, variant: str) -> Callable[[], float]:
         """As many micro-batches as ours, of equally many sequences; variant `sorted` orders by length."""
         batches = list(work.padded(_chunks(work, variant, self._hidden_size), self._device))
+        self.num_computed = sum(rows.tokens.numel() for rows in batches)
         self._model.zero_grad()  # forgets the gradients' memory: each step allocates it again
         return lambda: self._run(batches)
 
@@ -293,25 +303,13 @@ class Transformers:
 
 def _worker(setting: Setting) -> PolicyWorker:
     """A policy of one process with the model's weights."""
-    folder = Path(tempfile.mkdtemp())
-    worker = PolicyWorker(
-        PolicyConfig(
-            model_path=setting.model,
-            precision=setting.precision,
-            max_sequence_length=setting.max_sequence_length,
-            optimizer=AdamConfig(lr=LEARNING_RATE),
-        ),
-        rank=0,
-        world_size=1,
-        rendezvous=f"file://{folder}/rendezvous",
-        device=setting.device,
-        threads=setting.threads,
-        temperature=1.0,
-        keep_reference=False,
-        deadline_seconds=600,
+    config = PolicyConfig(
+        model_path=setting.model,
+        precision=setting.precision,
+        max_sequence_length=setting.max_sequence_length,
+        optimizer=AdamConfig(lr=LEARNING_RATE),
     )
-    worker.load_hf(setting.model)
-    return worker
+    return start_policy(config, setting.device, threads=setting.threads)
 
 
 def _chunks(work: Work, variant: str, hidden_size: int) -> list[list[int]]:

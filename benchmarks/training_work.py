@@ -1,13 +1,14 @@
-"""What is trained on in `training.py`: ragged sequences as rollouts give them, or all of one length."""
+"""What is trained on in `training.py`: ragged sequences as of rollouts, groups, or all of one length."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 from nemorl.data.examples import Example
+from nemorl.data.prefixes import Run, shared_runs
 from nemorl.data.shards import plan_batch
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
@@ -16,6 +17,7 @@ from nemorl.models.shape import ModelShape
 PROMPT_TOKENS = (16, 48)
 COMPLETION_MEDIAN, COMPLETION_SIGMA, COMPLETION_LIMIT = 64, 0.8, 320
 COMPLETION_AT_LEAST = 4
+GROUP = 8  # samples of a prompt
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Work:
     micro_batch_tokens: int
     vocab_size: int
     seed: int = 0
+    samples: int = 1  # sequences in a row that have the tokens of one prompt
 
     @property
     def num_tokens(self) -> int:
@@ -56,19 +59,27 @@ class Work:
     def examples(self) -> list[Example]:
         """Random tokens of these lengths."""
         drawn = np.random.default_rng(self.seed)
+        tokens = [drawn.integers(0, self.vocab_size, length).astype(np.int32) for length in self.lengths]
+        for number, (own, prompt) in enumerate(zip(tokens, self.prompts, strict=True)):
+            own[:prompt] = tokens[number - number % self.samples][:prompt]
         return [
-            Example(drawn.integers(0, self.vocab_size, length).astype(np.int32), np.arange(length) >= prompt)
-            for prompt, length in zip(self.prompts, self.lengths, strict=True)
+            Example(own, np.arange(len(own)) >= prompt)
+            for own, prompt in zip(tokens, self.prompts, strict=True)
         ]
 
     def weights(self) -> list[float]:
         """Of the trained tokens of each sequence: the loss is their mean."""
         return [1 / self.num_trained] * len(self.lengths)
 
-    def packed(self, hidden_size: int) -> list[list[int]]:
-        """Sequences of each micro-batch, as the trainer plans them."""
-        [[micro_batches]] = plan_batch(self.lengths, 1, 1, self.micro_batch_tokens, hidden_size).minibatches
-        return micro_batches
+    def runs(self) -> list[tuple[Run, ...]]:
+        """What sequences share, as rollout workers report it."""
+        return shared_runs([example.tokens for example in self.examples()])
+
+    def packed(self, hidden_size: int, runs: Sequence[tuple[Run, ...]] | None = None) -> list[list[int]]:
+        """Sequences of each micro-batch, as the driver plans them."""
+        plan = plan_batch(self.lengths, 1, 1, self.micro_batch_tokens, hidden_size, runs=runs)
+        [[micro_batches]], [held] = plan.minibatches, plan.ranks
+        return [[held[place] for place in batch] for batch in micro_batches]
 
     def chunks(self, count: int, *, by_length: bool) -> list[list[int]]:
         """The sequences in `count` chunks of equal numbers, in order of arrival or of length."""
@@ -108,6 +119,15 @@ def rollout_work(count: int, micro_batch_tokens: int, vocab_size: int, seed: int
     return Work(
         tuple(prompts.tolist()), tuple((prompts + completions).tolist()), micro_batch_tokens, vocab_size, seed
     )
+
+
+def group_work(groups: int, prompt: int, limit: int, micro_batch_tokens: int, vocab_size: int) -> Work:
+    """Groups of `GROUP` answers, each to a prompt of `prompt` tokens; answers have at most `limit`."""
+    count, drawn = groups * GROUP, np.random.default_rng(0)
+    completions = drawn.lognormal(math.log(COMPLETION_MEDIAN), COMPLETION_SIGMA, count)
+    completions = completions.clip(COMPLETION_AT_LEAST, limit).astype(int)
+    lengths = tuple((prompt + completions).tolist())
+    return Work((prompt,) * count, lengths, micro_batch_tokens, vocab_size, samples=GROUP)
 
 
 def equal_work(count: int, length: int, micro_batch_tokens: int, vocab_size: int) -> Work:

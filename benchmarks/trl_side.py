@@ -12,12 +12,16 @@ def train_with_trl(
     reward: Callable[..., list[float]],
     *,
     samples: int,
-    prompts: int,
+    answers: int,
     new_tokens: int,
+    together: int | None = None,
     callback: Any,
     **options: Any,
 ) -> None:
-    """Train a float32 model on all cores, on `rows` in their order; `options` are GRPOConfig's own."""
+    """Train a float32 model on all cores, on `rows` in their order; `options` are GRPOConfig's own.
+
+    A step has `answers`, `samples` to each prompt, and a backward pass `together` of them, by default all.
+    """
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,7 +31,8 @@ def train_with_trl(
     config = GRPOConfig(
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=prompts * samples,
+        per_device_train_batch_size=together or answers,
+        gradient_accumulation_steps=answers // (together or answers),
         num_generations=samples,
         max_completion_length=new_tokens,
         gradient_checkpointing=False,

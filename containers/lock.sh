@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly PYTHON=${PYTHON:-python3.12} BEFORE=${BEFORE:-2026-11-21}
-readonly UV=0.13.9 TORCH=2.13.0 VLLM=0.32.0 LOCKS=containers/locks
+readonly UV=0.13.9 TORCH=2.13.0 VLLM=0.32.0 MEGATRON=0.16.1 LOCKS=containers/locks
 export UV_PYTHON_DOWNLOADS=never UV_NO_CONFIG=1
 
 work=$(mktemp -d)
@@ -30,7 +30,7 @@ resolve() {
     --custom-compile-command "containers/lock.sh" --output-file "$LOCKS/$name.txt" "$@" >/dev/null
 }
 
-printf '%s\n' "torch==$TORCH" "vllm==$VLLM" >"$work/pins"
+printf '%s\n' "torch==$TORCH" "vllm==$VLLM" "megatron-core==$MEGATRON" >"$work/pins"
 resolve vllm --extra trackers --extra data --extra vllm --constraints "$work/pins" pyproject.toml
 
 # The others use its versions, so that the target vllm only adds packages.

@@ -11,13 +11,12 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from nemorl.config.environment import ProgramEnvConfig
 from nemorl.trajectories import EnvironmentFactory, Episode, EpisodeEnvironment, Model, Task
 
 KEPT_BYTES = 2**20  # of stdout and stderr, from the end
-POLL_SECONDS = 0.02
+PIPE_SECONDS = 1.0  # for what is in the pipes, where a process that was not found holds them
 KILL_ROUNDS = 100  # each ends what processes have started since the last one
 SHOWN_CHARACTERS = 500  # of stderr in an error
 # What programs need to find themselves; other variables of the worker may hold secrets.
@@ -29,12 +28,41 @@ class ProgramFailed(RuntimeError):
     """The program did not start, or said by its exit status that it failed."""
 
 
+class _Program(asyncio.SubprocessProtocol):
+    """The end of a program, and what it has written so far. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()  # the program itself; other processes may still hold its pipes
+        self.closed = asyncio.Event()  # stdout and stderr
+        self.output, self.errors = b"", b""
+        self._open = {0, 1, 2}
+
+    @property
+    def reads(self) -> bool:
+        """True while stdin is open."""
+        return 0 in self._open
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 1:
+            self.output = (self.output + data)[-KEPT_BYTES:]
+        else:
+            self.errors = (self.errors + data)[-KEPT_BYTES:]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self._open.discard(fd)
+        if not self._open & {1, 2}:
+            self.closed.set()
+
+    def process_exited(self) -> None:
+        self.ended.set()
+
+
 class ProgramEnvironment(EpisodeEnvironment):
     """One process, which ends with all that it has started."""
 
     def __init__(self, config: ProgramEnvConfig) -> None:
         self._config = config
-        self._process: asyncio.subprocess.Process | None = None
+        self._started: tuple[asyncio.SubprocessTransport, _Program] | None = None
         self._mark = b""  # in the environment of each process of the episode
 
     async def run(self, task: Task, model: Model) -> Episode:
@@ -42,63 +70,51 @@ class ProgramEnvironment(EpisodeEnvironment):
         seconds = self._config.time_limit_seconds
         try:
             async with asyncio.timeout(seconds):
-                status, output, errors = await self._communicate(task, model)
+                transport, program = await self._start(task, model)
+                await program.ended.wait()
         except TimeoutError:
             raise TimeoutError(f"the program has not ended within {seconds:g} s") from None
         finally:
             await self.close()
-        if status:
-            shown = errors.decode(errors="replace").strip()[-SHOWN_CHARACTERS:]
+        if status := transport.get_returncode():
+            shown = program.errors.decode(errors="replace").strip()[-SHOWN_CHARACTERS:]
             raise ProgramFailed(f"{self._config.command[0]} ended with status {status}: {shown}")
-        return read_episode(output.decode(errors="replace"))
+        return read_episode(program.output.decode(errors="replace"))
 
-    async def _communicate(self, task: Task, model: Model) -> tuple[int, bytes, bytes]:
-        """Exit status, stdout and stderr."""
+    async def _start(self, task: Task, model: Model) -> tuple[asyncio.SubprocessTransport, _Program]:
         names = (*_INHERITED, *self._config.pass_environment)
         variables = {name: os.environ[name] for name in names if name in os.environ}
         variables |= {"OPENAI_BASE_URL": model.base_url, "OPENAI_API_KEY": model.api_key}
         variables["OPENAI_MODEL"] = model.name
         self._mark = f"OPENAI_API_KEY={model.api_key}".encode()
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         try:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *self._config.command, env=variables, start_new_session=True, **pipes
+            self._started = transport, _ = await asyncio.get_running_loop().subprocess_exec(
+                _Program, *self._config.command, env=variables, start_new_session=True
             )
         except OSError as error:
             raise ProgramFailed(f"cannot start {self._config.command[0]}: {error.strerror}") from error
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        reading = [asyncio.ensure_future(_end_of(pipe)) for pipe in (process.stdout, process.stderr)]
-        try:
-            with suppress(ConnectionError):  # of a program that reads no task
-                process.stdin.write(_as_json(task))
-                await process.stdin.drain()
-            process.stdin.close()
-            status = await _status_of(process)
-            await self.close()  # what still holds the pipes
-            output, errors = await asyncio.gather(*reading)
-        finally:
-            for one in reading:
-                one.cancel()
-        return status, output, errors
+        stdin = transport.get_pipe_transport(0)
+        assert isinstance(stdin, asyncio.WriteTransport)
+        stdin.write(_as_json(task))  # waits for nothing: a program need not read its task
+        stdin.write_eof()
+        return self._started
 
     async def close(self) -> None:
         """End the process and all that it has started."""
-        process, self._process = self._process, None
-        if process is None:
+        started, self._started = self._started, None
+        if started is None:
             return
+        transport, program = started
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(transport.get_pid(), signal.SIGKILL)
         await asyncio.to_thread(_end_marked, self._mark)
-        await _status_of(process)
-
-
-async def _status_of(process: asyncio.subprocess.Process) -> int:
-    """Wait for its end. `wait` of asyncio also waits for its pipes, which other processes may hold."""
-    while process.returncode is None:
-        await asyncio.sleep(POLL_SECONDS)
-    return process.returncode
+        await program.ended.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(program.closed.wait(), PIPE_SECONDS)
+        stdin = transport.get_pipe_transport(0)
+        if program.reads and isinstance(stdin, asyncio.WriteTransport):
+            stdin.abort()  # `close` would wait until a process that holds it has read the task
+        transport.close()
 
 
 def _end_marked(mark: bytes) -> None:
@@ -114,13 +130,6 @@ def _end_marked(mark: bytes) -> None:
         if not found:
             return
         time.sleep(0.01)  # one that is killed takes a moment to end
-
-
-async def _end_of(pipe: asyncio.StreamReader) -> bytes:
-    kept = b""
-    while piece := await pipe.read(2**16):
-        kept = (kept + piece)[-KEPT_BYTES:]
-    return kept
 
 
 def _as_json(task: Task) -> bytes:

@@ -11,16 +11,20 @@ that is gone ends the trajectory, which is sampled again.
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from pydantic import ConfigDict, PydanticUserError, ValidationError, validate_call
 
 from nemorl.config.base import call_within, function_at
 from nemorl.config.environment import McpServerConfig, RetrievalConfig, ToolsEnvConfig
+from nemorl.errors import Problem
 from nemorl.trajectories import (
     Action,
     Environment,
@@ -93,9 +97,9 @@ class FunctionTool(Tool):
 class McpServer:
     """A session with an MCP server. It is opened at first use, and again after it was lost."""
 
-    def __init__(self, config: McpServerConfig, seconds: float) -> None:
-        """`seconds` bound the start and each call."""
-        self._config, self._seconds = config, seconds
+    def __init__(self, config: McpServerConfig, seconds: float, log: TextIO | None = None) -> None:
+        """`seconds` bound the start and each call; `log` takes the stderr of a program (ours by default)."""
+        self._config, self._seconds, self._log = config, seconds, log
         self._opened: asyncio.Future[Any] | None = None
         self._owner: asyncio.Task[None] | None = None
 
@@ -152,7 +156,8 @@ class McpServer:
         server: Any = self._config.url
         if self._config.command:
             program, *arguments = self._config.command
-            server = stdio_client(StdioServerParameters(command=program, args=arguments))
+            parameters = StdioServerParameters(command=program, args=arguments)
+            server = stdio_client(parameters, self._log or sys.stderr)
         try:
             async with Client(server) as client:
                 opened.set_result(client)
@@ -160,6 +165,8 @@ class McpServer:
         except Exception as error:  # noqa: BLE001  raised where the session is awaited
             if not opened.done():
                 self._opened = None  # the next use tries again
+                while isinstance(error, ExceptionGroup):  # of the library's tasks
+                    error = error.exceptions[0]
                 opened.set_exception(
                     EnvironmentLost(f"the MCP server {self._config.label} does not answer: {error}")
                 )
@@ -204,7 +211,7 @@ def retrieval_tool(config: RetrievalConfig, seconds: float) -> FunctionTool:
     """Documents by BM25. Raises ValueError for a file without documents."""
     import bm25s
 
-    documents = _documents(config.path, config.text_key)
+    documents = list(documents_in(config.path, config.text_key))
     index = bm25s.BM25()
     index.index(bm25s.tokenize(documents, show_progress=False), show_progress=False)
 
@@ -224,17 +231,20 @@ def retrieval_tool(config: RetrievalConfig, seconds: float) -> FunctionTool:
     return FunctionTool(search, seconds)
 
 
-def _documents(path: Path, key: str) -> list[str]:
-    documents = []
+def documents_in(path: Path, key: str) -> Iterator[str]:
+    """The texts of a file of JSON lines. Raises ValueError for a line without one, and if there is none."""
+    number = 0
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
-            document = json.loads(line)
+            try:
+                document = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
             if not isinstance(document, dict) or not isinstance(document.get(key), str):
                 raise ValueError(f"{path}, line {number}: there is no text in {key!r}")
-            documents.append(document[key])
-    if not documents:
+            yield document[key]
+    if not number:
         raise ValueError(f"{path} has no documents")
-    return documents
 
 
 async def answer_calls(action: Action, tools: Mapping[str, Tool], max_characters: int) -> tuple[Message, ...]:
@@ -318,6 +328,40 @@ def with_errors(results: Sequence[Message], errors: Sequence[str]) -> tuple[Mess
 
 def answer_in(text: str, tag: str | None) -> str | None:
     return text.strip() if tag is None else last_tagged(text, tag)
+
+
+async def mcp_problems(config: ToolsEnvConfig) -> tuple[list[Problem], list[Problem]]:
+    """Tools of MCP servers whose names others have, and servers that list no tools; fields are relative."""
+    with ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in config.mcp]
+        sections = zip(config.mcp, logs, strict=True)
+        servers = [McpServer(section, config.call_seconds, log) for section, log in sections]
+        answers = await asyncio.gather(*(server.tools() for server in servers), return_exceptions=True)
+        for server in servers:
+            await server.close()
+        said = [_last_line(log) for log in logs]
+    fields = dict(config.built_in_tools)
+    fields |= {function_at(path).__name__: f"tools.{index}" for index, path in enumerate(config.tools)}
+    same, lost = [], []
+    for index, (section, answer, last) in enumerate(zip(config.mcp, answers, said, strict=True)):
+        field = f"mcp.{index}.{'url' if section.url else 'command'}"
+        if isinstance(answer, BaseException):
+            late = f"it lists no tools within {config.call_seconds:g} s (call_seconds)"
+            problem = late if isinstance(answer, TimeoutError) else str(answer)
+            lost.append(Problem(field, section.label, f"{problem}{last}; start or correct the server"))
+            continue
+        for name in [tool.schema["function"]["name"] for tool in answer]:
+            if (other := fields.setdefault(name, field)) != field:
+                fix = f"the tool of {other} is named `{name}`, too; rename or remove one of them"
+                same.append(Problem(field, section.label, fix))
+    return same, lost
+
+
+def _last_line(log: TextIO) -> str:
+    """What a program has written last, to put behind a problem."""
+    log.seek(0)
+    lines = log.read().split("\n")
+    return next((f" ({line.strip()})" for line in reversed(lines) if line.strip()), "")
 
 
 class ToolsFactory(EnvironmentFactory):

@@ -249,6 +249,21 @@ async def called(
     return answer
 
 
+def created(factory: EnvironmentFactory) -> Any:
+    """A new environment. Raises what `create` raises, and TypeError for what is no environment.
+
+    SystemExit becomes a RuntimeError, as in `called`.
+    """
+    try:
+        environment = factory.create()
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
+    methods = ("reset", "step", "close") if hasattr(environment, "step") else ("run", "close")
+    if missing := [name for name in methods if not callable(getattr(environment, name, None))]:
+        raise TypeError(f"returned {shown(environment)}, which has no `{missing[0]}`; return an environment")
+    return environment
+
+
 def opening_problem(opening: Any) -> str | None:
     """What is wrong with the answer of `reset`, if anything is."""
     if opening and _are_messages(opening):

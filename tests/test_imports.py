@@ -51,7 +51,8 @@ ALLOWED["session"] = LIBRARY
 ALLOWED["algorithms"] = LIBRARY | {"session"}
 ALLOWED["run"] = LIBRARY | {"session", "algorithms"}
 ALLOWED["simulate"] = LIBRARY | {"session", "algorithms"}
-ALLOWED["commands"] = LIBRARY | {"session", "algorithms", "run", "simulate"}
+ALLOWED["rehearsal"] = LIBRARY | {"algorithms"}
+ALLOWED["commands"] = LIBRARY | {"session", "algorithms", "run", "simulate", "rehearsal"}
 ALLOWED["cli"] = {"commands", "errors"}
 
 TORCH = {"torch", "megatron", "ray", "transformers"}

@@ -3,7 +3,7 @@
 #
 # Install nemorl in place with the given extra of pyproject.toml and write the stamp .venv/ready-EXTRA. With
 # `base` for EXTRA, without any.
-#   PYTHON=/path/to/python   the interpreter to use (3.11 or 3.12)
+#   PYTHON=/path/to/python   the interpreter to use (3.11, 3.12 or 3.13)
 #   TORCH='torch==2.14.0'    the torch to install if there is none
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,12 +23,12 @@ die() {
 # True if the interpreter runs, has a supported version and can create environments. A pyenv shim may exist
 # for a version that is not installed, so the interpreter must be run.
 is_suitable() {
-  "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+  "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
 }
 
 find_python() {
   local name candidate
-  for name in python3.11 python3.12 python3; do
+  for name in python3.11 python3.12 python3.13 python3; do
     while read -r candidate; do
       if is_suitable "$candidate"; then
         echo "$candidate"
@@ -36,7 +36,7 @@ find_python() {
       fi
     done < <(type -aP "$name")
   done
-  die "No Python 3.11 or 3.12 that can create virtual environments is on the PATH.
+  die "No Python 3.11, 3.12 or 3.13 that can create virtual environments is on the PATH.
 Install one (on Debian or Ubuntu: python3.11 and python3.11-venv), or set it: make PYTHON=/path/to/python ..."
 }
 
@@ -53,7 +53,7 @@ make_venv() {
   if [[ -z $python ]]; then
     python=$(find_python)
   elif ! is_suitable "$python"; then
-    die "PYTHON=$python does not run, is not Python 3.11 or 3.12, or lacks the modules venv and ensurepip."
+    die "PYTHON=$python does not run, is not Python 3.11, 3.12 or 3.13, or lacks the modules venv and ensurepip."
   fi
   echo "Creating $VENV with $("$python" --version) ($python)"
   rm -rf "$VENV"
@@ -68,12 +68,23 @@ has_torch() {
   "$VENV/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null
 }
 
+# pip's argument for the versions that were tested with this Python, if there are any. Those are for a machine
+# without a GPU and for the torch that is installed by default.
+lock() {
+  local path
+  path=tools/locks/python$("$VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt
+  if [[ -z ${TORCH:-} && -f $path ]] && ! nvidia-smi >/dev/null 2>&1; then
+    echo "--constraint=$path"
+  fi
+}
+
 # try_install WHAT ARGUMENTS...: print one line and write everything else to the log.
 try_install() {
   local what=$1 began=$SECONDS
   shift
   printf 'Installing %s ... ' "$what"
-  if ! "$VENV/bin/python" -m pip install --no-input --progress-bar off "$@" >>"$LOG" 2>&1; then
+  # shellcheck disable=SC2046 # one word or none
+  if ! "$VENV/bin/python" -m pip install --no-input --progress-bar off $(lock) "$@" >>"$LOG" 2>&1; then
     echo "failed"
     tail -n 15 "$LOG" >&2
     return 1

@@ -90,6 +90,7 @@ STOPS = {
     "a limit of the trajectories in flight": ("ConcurrencyControl", "Places"),
     "trajectories in files": ("ReplayedGroups", "TrajectoryLog"),
     "adapters": ("Adapters",),
+    "quantization": ("FakeQuantization", "InputRanges"),
     "a model with experts": ("Routers",),
     "tools of the environment": ("ToolFormat", "Tokenizer.max_calls"),
     "rewards of steps": ("StepRewards", "with_step_rewards"),

@@ -19,7 +19,8 @@ environment() {
   fi
   printf 'Installing %s in %s ... ' "$package" "$venv"
   rm -rf "$venv"
-  "$python" -m venv "$venv" || die "$python cannot create virtual environments."
+  "$python" -m venv "$venv" ||
+    die "$python cannot create virtual environments. Set an interpreter: make libraries PYTHON312=/path/to/python3.12"
   if ! "$venv/bin/python" -m pip install --no-input --progress-bar off "$package" >"$venv/install.log" 2>&1; then
     tail -n 15 "$venv/install.log" >&2
     die "pip could not install $package. Its output is in $venv/install.log."

@@ -1,5 +1,6 @@
 """`nemorl check`: all checks of an experiment before it starts, with a trial of the user's own functions."""
 
+import asyncio
 import os
 import tempfile
 import threading
@@ -25,6 +26,7 @@ from nemorl.config.environment import (
     CustomEnvConfig,
     EnvConfig,
     FunctionRewardConfig,
+    ProgramEnvConfig,
     ServerPlacement,
     ToolsEnvConfig,
     environments_in,
@@ -80,7 +82,9 @@ def _check(arguments: Namespace) -> int:
             complain(str(error))
             code = ExitCode.REFUSED
             continue
-        say("\n".join([f"{path}: OK", *describe_unverified(ready), *_describe_staleness(ready.experiment)]))
+        remarks = (f"  {p.field} = {p.value}: {p.fix}" for p in ready.remarks)
+        lines = (*describe_unverified(ready), *remarks, *_describe_staleness(ready.experiment))
+        say("\n".join([f"{path}: OK", *lines]))
         notes().print(plan_table(ready.plan))
     return code
 
@@ -136,6 +140,7 @@ class Ready:
     experiment: Experiment
     plan: Plan
     unverified: tuple[Problem, ...] = ()  # what this machine lacks, where the run may start on another
+    remarks: tuple[Problem, ...] = ()  # of trials of the user's agents, which a model may answer better
 
 
 def describe_unverified(ready: Ready) -> list[str]:
@@ -179,6 +184,7 @@ def prepare(
     plans: list[Plan] = []
     located: list[Experiment] = []
     unverified: list[Problem] = []
+    remarks: list[Problem] = []
 
     def further_checks(experiment: Experiment) -> Problems:
         recorded = RunPaths(experiment.run_dir).config
@@ -191,7 +197,7 @@ def prepare(
         yield from (problem for problem in plans[0].problems if problem.field not in fields)
         sampled = Sampled(experiment)
         yield from _reward_problems(experiment, sampled, calls=where != "elsewhere")
-        yield from _custom_part_problems(experiment, sampled)
+        yield from _custom_part_problems(experiment, sampled, remarks)
         yield from _unnamed_environments(experiment.env, sampled)
         yield from _tool_problems(experiment, sampled)
         yield from _task_folder_problems(experiment.env, sampled)
@@ -201,6 +207,7 @@ def prepare(
             unverified.extend(node_problems(experiment.cluster))
             unverified.extend(server_problems(experiment))
             unverified.extend(_sandbox_problems(experiment))
+            yield from _mcp_problems(experiment, unverified)
         if where == "here":
             yield from unverified
         if resumes:
@@ -226,7 +233,7 @@ def prepare(
             yield Problem("policy.head", "scalar", f"{fix} during training")
 
     load_experiment(path, overrides, further_checks)
-    return Ready(located[0], plans[0], tuple(unverified))
+    return Ready(located[0], plans[0], tuple(unverified), tuple(remarks))
 
 
 def _run_folder_problems(experiment: Experiment, new_run: bool) -> Problems:
@@ -286,7 +293,7 @@ def _other_algorithm(experiment: Experiment) -> Problems:
         yield Problem("algorithm.critic", None, f"{problem}; set the advantage back, {fix}")
 
 
-def _custom_part_problems(experiment: Experiment, sampled: Sampled) -> Problems:
+def _custom_part_problems(experiment: Experiment, sampled: Sampled, remarks: list[Problem]) -> Problems:
     algorithm, env, rewards = experiment.algorithm, experiment.env, experiment.rewards
     for part in ("advantage", "loss") if isinstance(algorithm, OnlineConfig) else ():
         config = getattr(algorithm, part)
@@ -302,9 +309,11 @@ def _custom_part_problems(experiment: Experiment, sampled: Sampled) -> Problems:
         except NemorlError as error:
             yield Problem(f"algorithm.{part}.function", config.function, str(error))
     for (path, one), name in zip(environments_in(env), env.environments, strict=True):
-        if isinstance(one, CustomEnvConfig | CodeEnvConfig):
-            problems = _environment_problems(experiment, one, sampled, name)
+        if isinstance(one, CustomEnvConfig | CodeEnvConfig | ProgramEnvConfig):
+            found: list[Problem] = []
+            problems = _environment_problems(experiment, one, sampled, name, found)
             yield from _of_section(path, problems)
+            remarks += _of_section(path, iter(found))
 
 
 def _unnamed_environments(env: EnvConfig, sampled: Sampled) -> Problems:
@@ -360,16 +369,24 @@ def _of_section(path: str, problems: Problems) -> Problems:
 
 
 def _environment_problems(
-    experiment: Experiment, env: CustomEnvConfig | CodeEnvConfig, sampled: Sampled, name: str
+    experiment: Experiment,
+    env: CustomEnvConfig | CodeEnvConfig | ProgramEnvConfig,
+    sampled: Sampled,
+    name: str,
+    remarks: list[Problem],
 ) -> Problems:
     task = sampled.first(name)
-    if isinstance(env, CustomEnvConfig):
-        from nemorl.rollout.custom_environment import custom_environment_problems
+    if isinstance(env, CustomEnvConfig | ProgramEnvConfig):
+        from nemorl.rollout.custom_environment import Trial, custom_environment_problems, program_problems
 
-        tokenizer, chat = sampled.tokenizer, experiment.data.chat
         seconds = experiment.cluster.deadlines.environment
-        with _mentioned("env.factory", env.factory, seconds):
-            found = list(custom_environment_problems(env, task, seconds, tokenizer, chat=chat))
+        trial = Trial(task, seconds, sampled.tokenizer, experiment.data.chat, remarks)
+        if isinstance(env, CustomEnvConfig):
+            with _mentioned("env.factory", env.factory, seconds):
+                found = list(custom_environment_problems(env, trial))
+        else:
+            with _mentioned("env.command", " ".join(env.command), seconds):
+                found = list(program_problems(env, trial))
         yield from found
     elif task is not None:
         from nemorl.environments.code import read_tests
@@ -395,6 +412,21 @@ def _sandbox_problems(experiment: Experiment) -> Problems:
 
         for problem in sandbox_problems(sandbox, experiment.cluster.deadlines.environment):
             yield replace(problem, field=f"{path}.{section}.{problem.field}")
+
+
+def _mcp_problems(experiment: Experiment, unverified: list[Problem]) -> Problems:
+    """Tools of MCP servers with the name of another; servers that do not answer go to `unverified`."""
+    if "RAY_ADDRESS" in os.environ:  # workers on other machines connect
+        return
+    for path, env in environments_in(experiment.env):
+        if not isinstance(env, ToolsEnvConfig) or not env.mcp or isinstance(env.placement, ServerPlacement):
+            continue
+        from nemorl.environments.tools import mcp_problems
+
+        with _mentioned(f"{path}.mcp", ", ".join(one.label for one in env.mcp), env.call_seconds):
+            same, lost = asyncio.run(mcp_problems(env))
+        yield from (replace(problem, field=f"{path}.{problem.field}") for problem in same)
+        unverified += [replace(problem, field=f"{path}.{problem.field}") for problem in lost]
 
 
 def _tool_problems(experiment: Experiment, sampled: Sampled) -> Problems:

@@ -56,7 +56,7 @@ class Finding:
     use: str
 
 
-_OLDEST_PYTHON, _FIRST_UNTRIED_PYTHON = (3, 11), (3, 13)
+_OLDEST_PYTHON, _FIRST_UNTRIED_PYTHON = (3, 11), (3, 14)
 _DEFAULT_OBJECT_STORE_BYTES = 512 * 2**20
 
 
@@ -85,6 +85,7 @@ def _doctor(arguments: Namespace) -> int:
         for finding in findings:
             rows.add_row(*map(Text, (finding.what, finding.state.value, finding.found, finding.use)))
         output().print(rows, soft_wrap=False)
+        _print_uses("cuda" if machine.gpus else "cpu")
     missing = [finding for finding in findings if finding.state is State.MISSING]
     named = (f"{finding.what} ({finding.found})" if arguments.brief else finding.what for finding in missing)
     say(f"not ready: {', '.join(named)}" if missing else "ready to train on this machine")
@@ -107,7 +108,7 @@ def _explain(run_dir: Path) -> int:
 
 def _installed() -> Iterator[Finding]:
     supported = _OLDEST_PYTHON <= sys.version_info[:2] < _FIRST_UNTRIED_PYTHON
-    state, use = State.GOOD if supported else State.MISSING, "everything; 3.11 and 3.12 are supported"
+    state, use = State.GOOD if supported else State.MISSING, "everything; 3.11 to 3.13 are supported"
     yield Finding("python", state, platform.python_version(), use)
     for package, use in (REQUIRED | OPTIONAL).items():
         try:
@@ -166,6 +167,18 @@ def _kernels(kind: Literal["cpu", "cuda"]) -> Iterator[Finding]:
     for what, found in chosen.described(installed, kind).items():
         state = State.OPTIONAL if "not found" in found else State.GOOD
         yield Finding(what, state, found, "policy workers; the fastest that is installed")
+
+
+def _print_uses(kind: Literal["cpu", "cuda"]) -> None:
+    """Print every use of a kernel library; a CPU uses the fallbacks."""
+    installed = kernels.Installed.find()
+    lines = ["kernels of policy workers on GPUs:"]
+    for use in kernels.USES:
+        unused = ", not used on a CPU" if kind == "cpu" and use.library in installed else ""
+        lines.append(f"  {use.what}: {use.kernel} ({installed.described(use.library)}{unused})")
+        lines.append(f"    otherwise {use.fallback}")
+        lines.append(f"    chosen in {use.chosen}, compared in {use.test}")
+    output().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def _gloo() -> Finding:

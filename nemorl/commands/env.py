@@ -22,6 +22,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.config.schema import names, variants
 from nemorl.errors import NemorlError, UsageError
+from nemorl.run.stop import run_to_end
 
 from .terminal import (
     Commands,
@@ -39,6 +40,7 @@ from .terminal import (
 )
 
 if TYPE_CHECKING:
+    from nemorl.rollout.agent_model import Agent, AgentModel, Show
     from nemorl.trajectories import (
         Conversation,
         Environment,
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
         ToolSchemas,
         Trajectory,
     )
-
-    from .env_agents import Agent, AgentModel, Show
 
 T = TypeVar("T")
 MAX_TURNS = 100  # of an episode, or calls of the model, for environments that do not end
@@ -138,13 +138,18 @@ class Episode:
 
     async def run(self, kind: "_Kind", task: "Task", agent: "Agent", number: int = 0) -> "Episode":
         """Until the environment is done, or after `MAX_TURNS`. Raises EpisodeFailed."""
-        environment = kind.factory.create()
+        from nemorl.trajectories import created  # with numpy
+
+        try:
+            environment = created(kind.factory)
+        except Exception as error:
+            raise EpisodeFailed(f"create() raised {type(error).__name__}: {error}") from error
         if hasattr(environment, "step"):
             await self._take_steps(environment, task, agent)
             return self
         found = await kind.model.run(number, task, environment, agent, self.show)
-        if (error := found[0].trajectory.error) is not None:
-            raise EpisodeFailed(error)
+        if (problem := found[0].trajectory.error) is not None:
+            raise EpisodeFailed(problem)
         self.conversations = found
         self.num_turns = sum(len(one.turns) for c in found for one in (*c.earlier, c.trajectory))
         self.call_seconds.append(sum(c.trajectory.seconds_environment for c in found))
@@ -218,8 +223,7 @@ class _Kind:
     def model(self) -> "AgentModel":
         """Of environments that own their loop."""
         from nemorl.generation.types import SamplingParams
-
-        from .env_agents import AgentModel
+        from nemorl.rollout.agent_model import AgentModel
 
         sampling, seconds = (
             self._experiment.generation.sampling,
@@ -268,7 +272,9 @@ def factory_of(env: EnvBase, *, here: bool = False) -> "EnvironmentFactory":
 
 
 def _try(arguments: Namespace) -> int:
-    from .env_agents import human_agent, random_agent, scripted_agent  # with numpy
+    from nemorl.rollout.agent_model import scripted_agent  # with numpy
+
+    from .env_agents import human_agent, random_agent
 
     experiment = experiment_of(arguments.target, arguments.overrides)
     kinds = _Kinds(experiment)
@@ -294,7 +300,7 @@ def _try(arguments: Namespace) -> int:
         finally:
             await kinds.close()
 
-    asyncio.run(run())
+    run_to_end(run())
     return _show_rewards(experiment, task, episode)
 
 
@@ -399,7 +405,7 @@ def _descendants() -> set[psutil.Process]:
 
 def _bench(arguments: Namespace) -> int:
     experiment = experiment_of(arguments.target, arguments.overrides)
-    return asyncio.run(_measure(experiment, arguments.episodes, arguments.concurrency, arguments.seed))
+    return run_to_end(_measure(experiment, arguments.episodes, arguments.concurrency, arguments.seed))
 
 
 async def _measure(experiment: Experiment, count: int, concurrency: int, seed: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from nemorl.config.quantization import STATIC_INPUTS, QuantizationFormat
+from nemorl.config.quantization import QuantizationFormat
 from nemorl.errors import UsageError
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 
@@ -40,7 +40,7 @@ def register(commands: Commands) -> None:
     like_help = f"HF_DIR is a megatron-core checkpoint (dist_checkpointing) of the model in MODEL. {trust}"
     importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
     export_help = "export the weights of a checkpoint as a Hugging Face folder, with adapters merged in"
-    formats = [format for format in get_args(QuantizationFormat) if format not in STATIC_INPUTS]
+    formats = get_args(QuantizationFormat)
     export = add("export", _export, export_help)
     export.set_defaults(form="hf")
     forms = export.add_mutually_exclusive_group()

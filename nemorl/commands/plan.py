@@ -1,27 +1,39 @@
-"""`nemorl plan`: the possible layouts of an experiment, before anything starts."""
+"""`nemorl plan`: possible layouts of an experiment, and its rehearsal, before anything starts."""
 
 import json
 import math
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from nemorl.config.base import counted
+from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
-from nemorl.errors import ConfigError, UsageError
-from nemorl.models.hub import with_local_models
+from nemorl.errors import ConfigError, Problem, UsageError
+from nemorl.models.hub import is_hub_id, with_local_models
 from nemorl.models.registry import load_shape
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import MEMORY_PARTS
+from nemorl.plan.problems import policy_layout_problems
 
 from . import terminal
 from .terminal import Commands, ExitCode, say
 
+if TYPE_CHECKING:  # which import torch
+    from nemorl.rehearsal.execution import Event
+    from nemorl.rehearsal.ranks import Comparison
+    from nemorl.rehearsal.worker import RankReport
+
 # The parts of the memory that have a column of their own, and the short headers of some.
 _PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "logits")
 _SHORT = {"gradients": "grads", "optimizer": "optim", "reference": "ref", "activations": "activ"}
+# The same of a rehearsal.
+_REHEARSED = (*_PARTS, "kv_cache", "staging")
+_GPU_GB = 85.5  # of an H100 with 80 GB
 _ROWS = 40
 _WIDTH = 120  # a narrower terminal breaks the lines, which beats breaking words
 
@@ -36,6 +48,29 @@ def register(commands: Commands) -> None:
     memory_help = "available memory of a device in GB (10^9 bytes); default: this machine's smallest GPU"
     layouts.add_argument("--memory-gb", type=terminal.positive_number, metavar="GB", help=memory_help)
     layouts.add_argument("--json", action="store_true", help="print all values as JSON, with sizes in bytes")
+    _register_rehearsal(group)
+
+
+def _register_rehearsal(group: Commands) -> None:
+    text = "run the worker code of an experiment without a GPU, and measure its memory"
+    parser = terminal.add_command(group, "rehearse", _rehearse, text)
+    parser.description = (
+        f"{text}: build, load, logprobs, training, refit and offloading, with tensors that have shapes "
+        "and no data. It prints the peak of each rank next to the memory plan, and where the host waits "
+        "for the device. The folder of the model needs a config.json only. Nothing is run on hardware."
+    )
+    terminal.add_experiment(parser)
+    ranks_help = "ranks of the policy, such as 0,8,56; default: one of the first, a middle and the last stage"
+    parser.add_argument("--ranks", type=_ranks, metavar="N,...", help=ranks_help)
+    memory_help = f"memory of a device in GB (10^9 bytes); default: {_GPU_GB}, an H100's"
+    parser.add_argument(
+        "--memory-gb", type=terminal.positive_number, default=_GPU_GB, metavar="GB", help=memory_help
+    )
+    processes_help = "ranks that are rehearsed at a time; each takes a core and up to 2 GB (default: 1)"
+    parser.add_argument(
+        "--processes", type=terminal.positive_integer, default=1, metavar="N", help=processes_help
+    )
+    parser.add_argument("--json", action="store_true", help="print all values as JSON, with sizes in bytes")
 
 
 def _layouts(arguments: Namespace) -> int:
@@ -99,3 +134,106 @@ def _digits(number: float) -> str:
     """At least two significant digits, and one decimal: `1234.5`, `12.3`, `0.012`; `0` for none."""
     decimals = max(1, 1 - math.floor(math.log10(number))) if number > 0 else 0
     return f"{number:.{decimals}f}"
+
+
+def _ranks(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
+        raise ArgumentTypeError(f"{text!r}: expected numbers of ranks, separated by commas")
+    return sorted({int(word) for word in words})
+
+
+def _rehearsal_problems(experiment: Experiment) -> Iterator[Problem]:
+    folder = experiment.policy.model_path
+    if not is_hub_id(folder):
+        yield from policy_layout_problems(experiment, load_shape(folder, experiment.policy.head))
+
+
+def _rehearse(arguments: Namespace) -> int:
+    experiment = load_experiment(arguments.config, arguments.overrides, _rehearsal_problems)
+    policy, world = experiment.policy, experiment.policy.layout.world_size
+    if is_hub_id(policy.model_path):
+        fix = (
+            f"run `hf download {policy.model_path} config.json --local-dir FOLDER` and set it to that folder"
+        )
+        raise UsageError(f"policy.model_path = {policy.model_path}: there is no such folder; {fix}")
+    # After the arguments were checked: these import torch and Megatron.
+    from nemorl.rehearsal.ranks import as_json, compare, faults, rehearse_all
+    from nemorl.rehearsal.worker import pipeline_ranks
+
+    ranks = arguments.ranks or pipeline_ranks(policy.layout)
+    if ranks[-1] >= world:
+        raise UsageError(f"--ranks: rank {ranks[-1]} does not exist, the layout has {world} ranks from 0")
+    reports: list[RankReport] = []
+    for rank, report in zip(ranks, rehearse_all(experiment, ranks, arguments.processes), strict=True):
+        reports.append(report)
+        seconds = sum(report.seconds.values())
+        terminal.notes().print(f"rank {rank} of {world} rehearsed in {seconds:.0f} s", markup=False)
+    found = [fault for report in reports for fault in faults(report)]
+    if arguments.json:
+        say(json.dumps(as_json(reports, experiment), indent=2))
+    else:
+        console = terminal.output()
+        console.width = max(console.width, 130)
+        console.print(_peaks([compare(report, experiment) for report in reports], arguments.memory_gb))
+        _say_waits(reports)
+        _say_offload(experiment, reports)
+    if found:
+        lines = [f"  {event.location}: {event.what}{_from(event)} ({event.phase})" for event, _ in found]
+        terminal.complain("\n".join([f"{counted(len(lines), 'fault')}:", *dict.fromkeys(lines)]))
+        return ExitCode.FAILED
+    return ExitCode.WELL
+
+
+def _peaks(rows: "list[Comparison]", memory_gb: float) -> Table:
+    parts = [part for part in _REHEARSED if any(part in row.parts for row in rows)]
+    title = (
+        "Peak of each rank in GB, next to the memory plan; on a pretended accelerator, not run on hardware"
+    )
+    headers = [
+        "rank",
+        "stage",
+        "peaks in",
+        "GB",
+        "plan",
+        "plan is",
+        "fits",
+        *(p.replace("_", " ") for p in parts),
+    ]
+    result = terminal.table(title, headers)
+    for column in result.columns[3:]:
+        column.justify = "right"
+    for row in rows:
+        sizes = [f"{row.parts.get(part, (0, 0))[0] / 1e9:.2f}" for part in parts]
+        result.add_row(
+            *(str(row.rank), str(row.stage), row.phase),
+            *(f"{row.measured / 1e9:.2f}", f"{row.planned / 1e9:.2f}", f"{row.difference:+.1%}"),
+            *("yes" if row.measured <= memory_gb * 1e9 else "no", *sizes),
+        )
+    return result
+
+
+def _say_waits(reports: "list[RankReport]") -> None:
+    from nemorl.rehearsal.ranks import known_wait
+
+    waits: dict[tuple[str, str, str], int] = {}
+    for report in reports:
+        for event, count in report.synchronizations:
+            if known := known_wait(event):
+                where = "in each micro-batch" if event.in_micro_batch else "once in a call"
+                key = (event.phase, where, f"{event.location}: {known.reason}")
+                waits[key] = max(waits.get(key, 0), count)
+    say("\nWaits of the host for the device:")
+    for (phase, where, reason), count in sorted(waits.items()):
+        say(f"  {phase:<9} {count:>5}  {where:<20}{reason}")
+
+
+def _say_offload(experiment: Experiment, reports: "list[RankReport]") -> None:
+    offload = experiment.policy.offload
+    if offload.weights or offload.optimizer:
+        left = max(report.left for report in reports)
+        say(f"\nWhile the policy is offloaded, a device keeps up to {left / 1e9:.2f} GB of it.")
+
+
+def _from(event: "Event") -> str:
+    return f", called from {event.called_from}" if event.called_from else ""

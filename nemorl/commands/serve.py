@@ -2,7 +2,6 @@
 environments.
 """
 
-import asyncio
 import json
 import tempfile
 from argparse import Namespace
@@ -19,6 +18,7 @@ from nemorl.errors import ConfigError, Problem
 from nemorl.models.hub import HubError, fetch_model, is_hub_id
 from nemorl.plan.machine import read_machine
 from nemorl.plan.problems import has_chat_template, head_problems
+from nemorl.run.stop import run_to_end
 
 from .check import prepare
 from .env import experiment_of, factory_of
@@ -88,7 +88,7 @@ def _serve(arguments: Namespace) -> int:
     from nemorl.session.endpoints import serve, serve_rewards  # aiohttp and Ray: not before the checks
 
     experiment = experiment.model_copy(update={"run_dir": experiment.run_dir / "serve"})
-    asyncio.run((serve_rewards if scores else serve)(experiment, _announce))
+    run_to_end((serve_rewards if scores else serve)(experiment, _announce))
     return ExitCode.WELL
 
 
@@ -104,7 +104,7 @@ def _serve_environments(target: str, overrides: Sequence[str], max_sessions: int
 
     factories = {name: factory_of(one, here=True) for name, one in experiment.env.environments.items()}
     endpoint = experiment.generation.endpoint or EndpointConfig()
-    asyncio.run(serve_environments(factories, endpoint, max_sessions, idle_seconds, _announce))
+    run_to_end(serve_environments(factories, endpoint, max_sessions, idle_seconds, _announce))
     return ExitCode.WELL
 
 

@@ -89,11 +89,11 @@ def positive_number(text: str) -> float:
 
 def output() -> Console:
     """Console for results. Created for each use, so that it follows a redirected stream."""
-    return Console(highlight=False, soft_wrap=True)
+    return Console(highlight=False, emoji=False, soft_wrap=True)
 
 
 def notes() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+    return Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 
 
 def say(text: str) -> None:

@@ -50,7 +50,7 @@ class ModelGroupConfig(Config):
         """The section of a policy with which the processes of the group are started."""
         names = {"model_path", "layout", "precision", "micro_batch_tokens"}
         given = {name: value for name, value in self if name in names and value is not None}
-        plain = {"moe": MoeConfig(), "lora": None, "quantization": None}
+        plain = {"moe": MoeConfig(), "lora": None, "quantization": None, "fp8": None}
         return policy.model_copy(update={**given, **plain, "offload": self.offload})
 
     @check

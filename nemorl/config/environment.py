@@ -261,6 +261,11 @@ class RetrievalConfig(Config):
     def _file_exists(self) -> Problems:
         if not self.path.is_file():
             yield Problem("path", str(self.path), "there is no such file; correct the path")
+            return
+        try:
+            next(function_at("nemorl.environments.tools:documents_in")(self.path, self.text_key), None)
+        except ValueError as error:
+            yield Problem("path", str(self.path), f"{error}; correct the file, or set text_key")
 
 
 class ToolsEnvConfig(EnvBase):
@@ -293,6 +298,12 @@ class ToolsEnvConfig(EnvBase):
     """Weight of the reward `tools` in the sum."""
 
     @property
+    def built_in_tools(self) -> dict[str, str]:
+        """The field of each tool that is no function and of no server, by its name."""
+        fields = {"python": ("python", self.python), "search": ("retrieval", self.retrieval)}
+        return {name: field for name, (field, section) in fields.items() if section is not None}
+
+    @property
     def compares_answers(self) -> bool:
         return self.answer != "none"
 
@@ -320,11 +331,25 @@ class ToolsEnvConfig(EnvBase):
 
     @check
     def _functions_can_be_called(self) -> Problems:
-        for path in self.tools:
+        fields = dict(self.built_in_tools)  # by the names of the tools
+        for index, path in enumerate(self.tools):
+            field = f"tools.{index}"
             try:
-                function_at("nemorl.environments.tools:FunctionTool")(function_at(path), self.call_seconds)
+                tool = function_at("nemorl.environments.tools:FunctionTool")(function_at(path), None)
             except (NotImported, ValueError) as error:
-                yield Problem("tools", path, str(error))
+                yield Problem(field, path, str(error))
+                continue
+            name = tool.schema["function"]["name"]
+            if (other := fields.setdefault(name, field)) != field:
+                fix = f"the tool of {other} is named `{name}`, too; rename or remove one of them"
+                yield Problem(field, path, fix)
+
+    @check
+    def _servers_can_be_started(self) -> Problems:
+        for index, server in enumerate(self.mcp if self.placement.name != "server" else ()):
+            if server.command and shutil.which(server.command[0]) is None:
+                fix = "no such program on this machine; correct the path, or install it on all nodes"
+                yield Problem(f"mcp.{index}.command.0", server.command[0], fix)
 
     @check
     def _calls_end_in_time(self, cluster: ClusterConfig) -> Problems:

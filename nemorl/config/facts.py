@@ -7,7 +7,7 @@ from .algorithm import AlgorithmConfig
 from .algorithm.online import REFIT_METRICS
 from .auxiliary import Teachers, auxiliary_models, used_models
 from .data import DataConfig, DatasetConfig
-from .environment import ActorPlacement, EnvBase, EnvConfig, Rewards, ServerPlacement, environments_in
+from .environment import ActorPlacement, EnvBase, EnvConfig, Rewards, environments_in
 from .experiment import Experiment
 from .generation import GenerationConfig
 from .policy import PolicyConfig
@@ -43,15 +43,24 @@ def server_urls(generation: GenerationConfig, rewards: Rewards, teachers: Teache
     return {field: url for field, url in urls.items() if url}
 
 
-def environment_urls(env: EnvConfig) -> dict[str, str]:
-    """The addresses of environments that are servers, or behind one, by field."""
-    urls = {}
+def environment_sections(env: EnvConfig) -> dict[str, object]:
+    """The sections of environments that may name a server, by their path."""
+    sections: dict[str, object] = {}
     for path, one in environments_in(env):
-        if url := getattr(one, "url", None):
-            urls[f"{path}.url"] = url
-        if isinstance(one.placement, ServerPlacement):
-            urls[f"{path}.placement.url"] = one.placement.url
-    return urls
+        sections[path] = one
+        parts = (name for name in ("placement", "opponent") if hasattr(one, name))
+        sections |= {f"{path}.{name}": getattr(one, name) for name in parts}
+    return sections
+
+
+def environment_urls(env: EnvConfig) -> dict[str, str]:
+    """The addresses of environments that are servers, that are behind one or that ask one, by field."""
+    urls = {
+        f"{path}.{name}": getattr(one, name, None)
+        for path, one in environment_sections(env).items()
+        for name in ("base_url", "url")
+    }
+    return {field: url for field, url in urls.items() if url}
 
 
 def reward_weights(env: EnvConfig, rewards: Rewards) -> dict[str, float]:

@@ -69,6 +69,25 @@ class SamplingConfig(Config):
     """Keep tokens at least this likely, as a fraction of the most likely one."""
 
 
+class PromptLookupConfig(Config):
+    """Drafts of the next tokens: what followed an earlier occurrence of the last ones in a sequence."""
+
+    method: Literal["prompt_lookup"] = "prompt_lookup"
+    """How drafts are made."""
+    max_tokens: int = Field(8, ge=1, le=64)
+    """Most tokens of a draft."""
+    max_match: int = Field(4, ge=1)
+    """Last tokens that are searched for."""
+    min_match: int = Field(2, ge=1)
+    """If they are not found, fewer of them, down to these."""
+
+    @check
+    def _matches_are_in_order(self) -> Problems:
+        if self.min_match > self.max_match:
+            fix = f"set it to at most max_match, {self.max_match}"
+            yield Problem("min_match", self.min_match, fix)
+
+
 MOST_REPLICAS = 4096  # that `nemorl scale` and `max_replicas` can ask for
 
 
@@ -112,7 +131,7 @@ class GenerationBase(Config):
     and KV cache. `restart`: they keep their tokens, and their KV cache is recomputed by the new weights.
     `finish`: they end first; those that take longer than half of `cluster.deadlines.refit` restart."""
     bucket_megabytes: int = Field(64, ge=1)
-    """Size of one of the two buckets through which weights travel."""
+    """Size of one of the two buckets through which weights travel; at most 8 through shared memory."""
     transport: Literal["auto", "shared_memory", "cuda_ipc", "gloo", "nccl", "files"] = "auto"
     """How weights travel: through shared memory or a GPU's memory (CUDA IPC) on one machine, by gloo or NCCL,
     or as files in the run folder, which machines share. Between GPUs `auto` is NCCL, or CUDA IPC if engines
@@ -204,16 +223,30 @@ class GenerationBase(Config):
             yield Problem("transport", "cuda_ipc", fix)
 
 
-class MegatronGenerationConfig(GenerationBase):  # docs/megatron_generation.md
+class BatchingConfig(GenerationBase):
+    """What nemorl batches itself: in the embedded engine, and in each data-parallel copy of a policy."""
+
+    max_batch_size: int = Field(64, ge=1)
+    """Sequences decoded together, by an engine or a data-parallel copy of the policy; more wait."""
+    max_kv_tokens: int = Field(65536, ge=1)
+    """Tokens its KV cache holds; requests wait for room."""
+    max_cached_tokens: int = Field(16384, ge=0)
+    """Tokens of prompts and past turns whose keys and values are kept for sequences that begin with them."""
+    speculation: PromptLookupConfig | None = None
+    """Drafts that a step checks together; what is sampled stays the same."""
+
+    def most_kv_tokens(self, max_sequence_length: int) -> int:
+        """Tokens whose keys and values are held at a time."""
+        running = min(self.max_kv_tokens, self.max_batch_size * max_sequence_length)
+        return running + self.max_cached_tokens
+
+
+class MegatronGenerationConfig(BatchingConfig):  # docs/megatron_generation.md
     """The policy samples in its own processes: no engines, no second copy of weights, no refit."""
 
     returns_experts: ClassVar[bool] = True
     has_engines: ClassVar[bool] = False
     backend: Literal["megatron"]
-    max_batch_size: int = Field(64, ge=1)
-    """Sequences that one data-parallel copy of the policy decodes together; more wait."""
-    max_kv_tokens: int = Field(65536, ge=1)
-    """Tokens the KV cache of one copy holds while it samples; requests wait for room."""
 
     @check
     def _samples_in_turn(self, algorithm: "AlgorithmConfig") -> Problems:
@@ -325,6 +358,9 @@ class TrtllmGenerationConfig(GenerationBase):
     """Tokens of one step, prompts included."""
     kv_cache_fraction: float = Field(0.8, gt=0, lt=1)
     """Part of the GPU memory that the weights leave, for the KV cache."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the KV cache: `auto` is the engine's precision. `fp8` (e4m3, not run on hardware) holds twice
+    as many tokens, and the gap to the trainer grows."""
     prefix_caching: bool = True
     """Reuse the KV cache of equal beginnings."""
     weight_delivery: Literal["handles", "workers"] = "handles"
@@ -393,7 +429,7 @@ VLLM_DERIVED_ARGUMENTS = {
     *("max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size", "quantization"),
     *("distributed_executor_backend", "gpu_memory_utilization", "kv_cache_memory_bytes"),
     *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
-    *("data_parallel_size", "enable_sleep_mode", "enable_chunked_prefill"),
+    *("data_parallel_size", "enable_sleep_mode", "enable_chunked_prefill", "kv_cache_dtype"),
     *("enable_return_routed_experts", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank"),
     *("lora_dtype", "lora_target_modules"),
 }
@@ -428,6 +464,9 @@ class VllmGenerationConfig(GenerationBase):
     """Share of a GPU's memory for weights and the KV cache; a CPU goes by `kv_cache_gigabytes`."""
     kv_cache_gigabytes: int = Field(1, ge=1)
     """Memory of the KV cache of each process of an engine on a CPU."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Type of the KV cache: `auto` is the engine's precision. `fp8` (e4m3, not run on hardware) holds twice
+    as many tokens, and the gap to the trainer grows."""
     enforce_eager: bool | None = None
     """Compile nothing and capture no CUDA graphs; when not given, on a CPU only."""
     enable_prefix_caching: bool = True
@@ -494,6 +533,12 @@ class VllmGenerationConfig(GenerationBase):
         if tokens is not None and tokens < length:
             fix = f"on a CPU a step reads a prompt; set it to at least policy.max_sequence_length, {length}"
             yield Problem("max_num_batched_tokens", tokens, fix)
+        if "speculative_config" in self.vllm_kwargs:
+            fix = "on a CPU the logprobs of vLLM 0.32 are wrong with drafts; remove it, or use backend torch"
+            yield Problem("vllm_kwargs.speculative_config", self.vllm_kwargs["speculative_config"], fix)
+        if self.kv_cache_dtype != "auto":
+            fix = "it requires GPUs, and cluster.gpus_per_node is 0; set it to auto"
+            yield Problem("kv_cache_dtype", self.kv_cache_dtype, fix)
         if self.quantization is not None:
             fix = "quantizing while loading requires GPUs, and cluster.gpus_per_node is 0; remove it"
             yield Problem("quantization", self.quantization, fix)
@@ -559,16 +604,12 @@ class VllmGenerationConfig(GenerationBase):
             yield Problem("transport", "nccl", fix)
 
 
-class TorchGenerationConfig(GenerationBase):
+class TorchGenerationConfig(BatchingConfig):
     """The embedded engine: plain torch, CPU and CUDA, for small models and tests."""
 
     host_class = "nemorl.generation.torch_engine.engine:TorchHost"
     plan_module = "nemorl.generation.torch_engine.plan"
     backend: Literal["torch"] = "torch"
-    max_batch_size: int = Field(64, ge=1)
-    """Sequences decoded together; more wait."""
-    max_kv_tokens: int = Field(65536, ge=1)
-    """Tokens the KV cache of one engine holds; requests wait for room."""
 
 
 _BuiltIn = TorchGenerationConfig | MegatronGenerationConfig

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from nemorl.errors import Problem, Problems
 
 from .base import Config, Variants, check
-from .quantization import QuantizationConfig
+from .quantization import STATIC_INPUTS, QuantizationConfig
 from .run import CheckpointingConfig, ClusterConfig
 
 if TYPE_CHECKING:  # sections that depend on this module
@@ -290,6 +290,21 @@ class LoraConfig(Config):
         return self.alpha / self.rank
 
 
+class Fp8Config(Config):
+    """Matrix products of forward and backward in FP8 by Transformer Engine; weights stay in bfloat16. Passed
+    to Megatron as they are, and not run on hardware."""
+
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """`hybrid`: e4m3 forward and e5m2 for gradients."""
+    recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
+    """What shares a scale, by Transformer Engine's name; `blockwise` and `mxfp8` require newer GPUs."""
+
+    @property
+    def described(self) -> str:
+        """For the header of a run."""
+        return f"{self.format}, {self.recipe} scales, by Transformer Engine"
+
+
 class OffloadConfig(Config):
     """What leaves the device while generation has it; both follow from `generation.colocated` on GPUs."""
 
@@ -421,6 +436,9 @@ class PolicyConfig(Config):
     """Which activations are computed again in the backward pass instead of kept."""
     micro_batch_tokens: int = Field(4096, ge=1)
     """Most tokens of one forward and backward pass; at least `max_sequence_length`."""
+    share_prefixes: bool = True
+    """Compute tokens that sequences of a micro-batch begin with in common once, such as the prompt of a
+    group. In float32 on a GPU they are always computed for each sequence."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits exist at one time; bounds the memory of the vocabulary."""
     optimizer: OptimizerConfig = AdamConfig()
@@ -437,17 +455,26 @@ class PolicyConfig(Config):
     kernels: Literal["auto", "local", "transformer_engine"] = "auto"
     """Matrices and norms on a GPU: `local` are Megatron's, `auto` is Transformer Engine's if it is installed.
     The run's header shows which."""
+    fp8: Fp8Config | None = None
+    """Train in FP8; null trains in `precision`. Requires Transformer Engine."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the device while generation has it."""
 
     @property
     def engine_quantization(self) -> QuantizationConfig | None:
         """What engines quantize; None where they receive weights in a type that they compute with."""
-        return self.quantization if self.trained_quantization is None else None
+        trained = self.trained_quantization
+        return self.quantization if trained is None or trained.activations else None
+
+    @property
+    def samples_by_input_scales(self) -> bool:
+        """True if samples depend on scales of activations that the policy measures."""
+        quantization = self.engine_quantization
+        return quantization is not None and quantization.format in STATIC_INPUTS
 
     @property
     def trained_quantization(self) -> QuantizationConfig | None:
-        """What the policy rounds its weights to while it trains."""
+        """The format that the policy rounds to while it trains."""
         quantization = self.quantization
         return quantization if quantization is not None and quantization.train == "fake" else None
 
@@ -483,6 +510,20 @@ class PolicyConfig(Config):
         if self.kernels == "transformer_engine" and cluster.gpus_per_node == 0:
             fix = "it requires GPUs, and cluster.gpus_per_node is 0; set it to auto"
             yield Problem("kernels", self.kernels, fix)
+
+    @check
+    def _fp8_has_kernels(self, cluster: ClusterConfig) -> Problems:
+        if self.fp8 is None:
+            return
+        reason = ""
+        if cluster.gpus_per_node == 0:
+            reason = "Transformer Engine requires GPUs, and cluster.gpus_per_node is 0"
+        elif self.kernels == "local":
+            reason = "policy.kernels is local, and only Transformer Engine's layers compute in FP8"
+        elif self.precision == "float32":
+            reason = "policy.precision is float32, and FP8 trains weights in bfloat16"
+        if reason:
+            yield Problem("fp8", self.fp8.model_dump(), f"{reason}; remove it")
 
     @check
     def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Problems:

@@ -61,7 +61,8 @@ def locate(location: tuple[str | int, ...]) -> tuple[FieldPath, tuple[type[Confi
             path, is_key = (*path, step), False
             continue
         chosen = tuple(section for section in sections if step in names(section))
-        if chosen:
+        # A field may be called as the variant that it is in: `env`, the variant `tools`, its field `tools`.
+        if chosen and len(sections) > 1:
             sections = chosen
             continue
         path = (*path, step)

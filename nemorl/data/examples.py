@@ -10,11 +10,13 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from nemorl.config.data import DataConfig
+from nemorl.config.policy import PolicyConfig
 from nemorl.errors import NemorlError
 from nemorl.trajectories import BoolArray, Float32Array, Int32Array, Message, ToolSchemas
 
-from .datasets import Dialogue, Feedback, Pair, Steps
-from .tokenizer import Prompts, Tokenizer
+from .datasets import DatasetError, Dialogue, Feedback, Pair, Steps, load_tasks, source_sizes
+from .tokenizer import Prompts, Tokenizer, load_tokenizer, prompts_of
 
 TrainOn = Literal["completion", "all"]
 
@@ -66,6 +68,31 @@ def mismatched(examples: Sequence[Example], max_length: int) -> list[Example]:
         mask = np.concatenate([np.zeros(prompt, dtype=np.bool_), completion_of.loss_mask[first:]])
         joined.append(Example(tokens[:max_length], mask[:max_length]))
     return joined
+
+
+def calibration_prompts(data: DataConfig, policy: PolicyConfig) -> list[Example]:
+    """The first prompts of `data.train`, equally many of each source of a mixture, without answers.
+
+    As many as `policy.quantization.calibration.prompts`, cut to the longest sequence. Raises DatasetError
+    where no task has a text, and TokenizerError.
+    """
+    calibration = policy.quantization.calibration if policy.quantization is not None else None
+    assert calibration is not None, "a calibrated format requires it"
+    tasks, tokenizer = load_tasks(data.train, data), load_tokenizer(policy)
+    sizes = source_sizes(tasks)
+    of_each = -(-calibration.prompts // len(sizes))
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    first = [range(start, start + min(size, of_each)) for start, size in zip(starts, sizes, strict=True)]
+    prompts, examples = prompts_of(tokenizer, data.chat), []
+    for task in (tasks[index] for indices in first for index in indices):
+        if any(message.role == "user" and message.content for message in task.messages):
+            opening = prompts.with_tools(task.tools).open(task.messages)
+            tokens = opening[: policy.max_sequence_length]
+            examples.append(Example(np.array(tokens, dtype=np.int32), np.arange(len(tokens)) > 0))
+    if not examples:
+        fix = "use fp8_channel or nvfp4_w4a16, or data.train with texts"
+        raise DatasetError(f"policy.quantization.calibration: no task of data.train has a prompt; {fix}")
+    return examples
 
 
 T = TypeVar("T")

@@ -101,7 +101,8 @@ class TrainStats:
     skipped: bool  # not finite, or beyond a limit of a guard: nothing was changed
     empty: bool  # the gradients were all 0: nothing was changed
     num_tokens: int  # tokens of the global batch, prompts included
-    num_computed: int  # the same with padding
+    num_distinct: int  # these, where a micro-batch shares beginnings, counted once
+    num_computed: int  # these with padding
     experts: dict[str, float] | None = None  # metrics of the router, of models that have experts
     guards: Mapping[str, bool] = field(default_factory=dict)  # of each quantity with limits: it is beyond one
     skip_reason: str = ""

@@ -3,8 +3,10 @@ user's generators."""
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from itertools import islice
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from nemorl.errors import NemorlError
 
 Row = dict[str, Any]
 RowsDataset = FileDataset | GeneratorDataset
+_HUB_SECONDS = 10.0  # for an answer
 _PACKAGES = "install it with `pip install 'nemorl[data]'`"
 
 
@@ -42,6 +45,28 @@ def first_row(dataset: RowsDataset) -> Row:
             raise DatasetError(f"{place}: {row}") from row
         return row
     raise DatasetError(no_rows(dataset))
+
+
+def count_rows(dataset: RowsDataset, limit: int, seconds: float) -> int | None:
+    """The number of rows, at most `limit`; None if it takes longer to count them, or a download.
+
+    Raises DatasetError.
+    """
+    end = time.monotonic() + seconds
+    counts: Iterable[int] = (1 for _ in _raw(dataset, 0))
+    if isinstance(dataset, FileDataset):
+        if not dataset.path.exists():
+            return None
+        if dataset.split is None and not _task_folders(dataset.path):
+            counts = chain.from_iterable(map(_counts, _files(dataset.path)))
+    total = 0
+    for count in counts:
+        total += count
+        if total >= limit:
+            return limit
+        if time.monotonic() > end:
+            return None
+    return total
 
 
 def no_rows(dataset: RowsDataset) -> str:
@@ -109,10 +134,16 @@ def _instructions(folders: list[Path]) -> Iterator[tuple[str, Row | DatasetError
 
 
 def _count(file: Path) -> int:
+    return sum(_counts(file))
+
+
+def _counts(file: Path) -> Iterator[int]:
+    """Numbers of rows that add up to those of the file, read as far as they are taken."""
     if file.suffix == ".parquet":
-        return int(_parquet_file(file).metadata.num_rows)
+        yield int(_parquet_file(file).metadata.num_rows)
+        return
     with file.open("rb") as lines:
-        return sum(1 for line in lines if line.strip())
+        yield from (1 for line in lines if line.strip())
 
 
 def _json_lines(file: Path, skip: int) -> Iterator[tuple[str, Row | DatasetError]]:
@@ -166,6 +197,7 @@ def _hugging_face(dataset: FileDataset, split: str, skip: int) -> Iterator[tuple
     except ImportError as error:
         raise DatasetError(f"the dataset {name} requires the package datasets; {_PACKAGES}") from error
     streaming = getattr(dataset, "stream", None) is not None
+    unreachable = None if dataset.path.exists() else _unreachable_hub(name, dataset.revision)
     try:
         if (dataset.path / "dataset_dict.json").is_file():  # written by its save_to_disk
             rows = datasets.load_from_disk(name)[split]
@@ -173,14 +205,44 @@ def _hugging_face(dataset: FileDataset, split: str, skip: int) -> Iterator[tuple
             rows = datasets.load_from_disk(name)
         else:
             options = {"split": split, "streaming": streaming, "revision": dataset.revision}
-            rows = datasets.load_dataset(name, dataset.subset, **options)
+            # Without an answer of the hub, what is in the cache.
+            with _offline(datasets.config) if unreachable else nullcontext():
+                rows = datasets.load_dataset(name, dataset.subset, **options)
         for number, row in enumerate(rows.skip(skip) if skip else rows, start=skip + 1):
             yield f"{name} ({split}), row {number}", row
     except Exception as error:  # a library with errors of its own, and of file formats and HTTP
         if isinstance(error, NemorlError):
             raise
-        problem = f"cannot read the dataset {name} ({split}): {type(error).__name__}: {error}"
+        reason = unreachable or f"{type(error).__name__}: {error}"
+        problem = f"cannot read the dataset {name} ({split}): {reason}"
         raise DatasetError(f"{problem}{_hub_fix(dataset.path)}") from error
+
+
+@contextmanager
+def _offline(config: Any) -> Iterator[None]:
+    """Inside, the package datasets does not ask the hub."""
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
+
+
+def _unreachable_hub(name: str, revision: str | None) -> str | None:
+    """Why the hub cannot be asked for a dataset; None if it answers, or is not to be asked.
+
+    `datasets` itself would ask for a minute, and print a warning each time.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        HfApi().dataset_info(name, revision=revision, timeout=_HUB_SECONDS)
+    except (HfHubHTTPError, OfflineModeIsEnabled, ValueError):  # which `datasets` reports
+        return None
+    except Exception as error:  # noqa: BLE001  of its HTTP client, which differs between versions
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _hub_fix(path: Path) -> str:

@@ -20,6 +20,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.trajectories import Float32Array, Int32Array
 
 from .packed import Advantage, Compared, PackedBatch
+from .prefixes import Run, Work, shortest_run
 
 T = TypeVar("T")
 IntArray = NDArray[np.int64]
@@ -40,6 +41,7 @@ class SequencePlace:
     likelihood: float | None = None  # of its negative logprob, for losses that imitate some sequences
     rewards: tuple[float, ...] | None = None  # of each turn, for advantages that workers compute
     compared: Compared | None = None  # of a sequence that a loss compares with others
+    runs: tuple[Run, ...] = ()  # that other sequences begin with, too
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,9 @@ class BatchPlan:
 
     ranks: list[list[int]]  # [rank] indices into the batch, in the order in which the rank holds them
     minibatches: list[list[list[list[int]]]]  # [minibatch][rank][micro-batch] places in that rank's list
-    lengths: tuple[int, ...] = ()  # [S] tokens
+    costs: Sequence[Sequence[int]] = ()  # [minibatch][rank] estimated
+    num_tokens: int = 0  # of all micro-batches, what is shared in one counted once
     max_tokens: int = 0  # of a micro-batch
-    hidden_size: int = 0
 
     @property
     def micro_batches(self) -> list[list[list[int]]]:
@@ -119,17 +121,10 @@ class BatchPlan:
         `packing/imbalance` is the estimated cost of the most loaded rank over the mean of all, both summed
         over the minibatches, since ranks wait for one another at each.
         """
-        most, mean = 0.0, 0.0
-        of_all = [sequence_cost(length, self.hidden_size) for length in self.lengths]
-        for minibatch in self.minibatches:
-            costs = [
-                sum(of_all[held[i]] for i in chain(*batches))
-                for held, batches in zip(self.ranks, minibatch, strict=True)
-            ]
-            most += max(costs)
-            mean += sum(costs) / len(costs)
+        most = sum(max(costs) for costs in self.costs)
+        mean = sum(sum(costs) / len(costs) for costs in self.costs)
         count = sum(len(minibatch[0]) for minibatch in self.minibatches)
-        fill = sum(self.lengths) / (count * len(self.ranks) * self.max_tokens)
+        fill = self.num_tokens / (count * len(self.ranks) * self.max_tokens)
         return {"packing/imbalance": most / mean, "packing/fill": fill, "packing/micro_batches": float(count)}
 
 
@@ -145,11 +140,6 @@ def _all_or_none(of_sequences: Sequence[T | None], what: str) -> tuple[T, ...] |
     return known or None
 
 
-def sequence_cost(length: int, hidden_size: int) -> int:
-    """Relative time: per layer and token matrices take 24·h² operations and causal attention 2·h·length."""
-    return length * (12 * hidden_size + length)
-
-
 def plan_batch(
     lengths: Sequence[int],
     num_ranks: int,
@@ -159,38 +149,123 @@ def plan_batch(
     fewest: int = 1,
     units: Sequence[int] | None = None,
     stores: Sequence[Any] | None = None,
+    runs: Sequence[tuple[Run, ...]] | None = None,
 ) -> BatchPlan:
     """Lay a batch of sequences of `lengths` tokens over ranks, minibatches and micro-batches.
 
     Minibatches take equal runs of the batch, so that groups stay together; each is balanced over the ranks by
     cost and has at least `fewest` micro-batches. Neighbors of one number in `units` stay together. Sequences
-    of one of the `stores` are laid on few ranks. Raises ValueError when the counts do not divide, or a unit
-    is longer than `max_tokens`.
+    that share `runs` are laid into one micro-batch, as far as balance and `max_tokens` allow. Sequences of
+    one of the `stores` are laid on few ranks. Raises ValueError when the counts do not divide, or a unit is
+    longer than `max_tokens`.
     """
+    work = Work(lengths, runs or [()] * len(lengths), hidden_size)
     numbers = range(len(lengths)) if units is None else units
     members = [list(run) for _, run in groupby(range(len(lengths)), key=numbers.__getitem__)]
     size, rest = divmod(len(members), num_minibatches)
     if rest or not size:
         raise ValueError(f"{len(members)} sequences do not divide into {num_minibatches} minibatches")
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    minibatches = []
+    minibatches, costs, num_tokens = [], [], 0
     for start in range(0, len(members), size):
         part = members[start : start + size]
-        tokens = [sum(lengths[i] for i in unit) for unit in part]
-        costs = [sum(sequence_cost(lengths[i], hidden_size) for i in unit) for unit in part]
-        shares = balance(costs, num_ranks)
-        if stores is not None and num_ranks >= MIN_DIVIDED:
-            shares = _near_shares(costs, [stores[unit[0]] for unit in part], shares)
-        local = plan_micro_batches([[tokens[u] for u in share] for share in shares], max_tokens, fewest)
+        local = _laid_out(part, work, num_ranks, max_tokens, fewest, stores)
         minibatch = []
-        for share, batches, held in zip(shares, local, ranks, strict=True):
-            places = []  # of each unit's sequences in what the rank holds
-            for u in share:
-                places.append(range(len(held), len(held) + len(part[u])))
-                held.extend(part[u])
-            minibatch.append([[place for unit in batch for place in places[unit]] for batch in batches])
+        for batches, held in zip(local, ranks, strict=True):
+            places = []
+            for sequences in batches:
+                places.append(list(range(len(held), len(held) + len(sequences))))
+                held.extend(sequences)
+                num_tokens += work.tokens(sequences)
+            minibatch.append(places)
         minibatches.append(minibatch)
-    return BatchPlan(ranks, minibatches, tuple(lengths), max_tokens, hidden_size)
+        costs.append([sum(map(work.cost, batches)) for batches in local])
+    return BatchPlan(ranks, minibatches, costs, num_tokens, max_tokens)
+
+
+# Units, each of the sequences that a loss compares, that are computed together.
+Piece = list[list[int]]
+
+
+def _sequences(piece: Piece) -> list[int]:
+    return list(chain(*piece))
+
+
+def _laid_out(
+    units: Sequence[list[int]],
+    work: Work,
+    num_ranks: int,
+    max_tokens: int,
+    fewest: int,
+    stores: Sequence[Any] | None,
+) -> list[list[list[int]]]:
+    """[rank][micro-batch] sequences. What shares runs is cut as little as the balance of the ranks allows."""
+    clusters = _clusters(units, work)
+    total = sum(work.cost(_sequences(cluster)) for cluster in clusters)
+    found: list[tuple[int, list[Piece], list[int], list[list[int]]]] = []
+    # A piece may cost all, a part of the mean of the ranks, or what a unit alone costs.
+    for most in (total, *(total // (num_ranks * parts) for parts in (1, 2, 4, 8)), 0):
+        pieces = list(chain(*(_cut(cluster, work, max_tokens, most) for cluster in clusters)))
+        if len(pieces) >= num_ranks or most == 0:
+            costs = [work.cost(_sequences(piece)) for piece in pieces]
+            shares = balance(costs, num_ranks)
+            largest = max(sum(costs[number] for number in share) for share in shares)
+            found.append((largest, pieces, costs, shares))
+        if len(pieces) == len(units):
+            break
+    alone = found[-1]  # units, of which each rank has equally many
+    for choice in (*sorted(found, key=lambda choice: choice[0]), alone):
+        _, pieces, costs, shares = choice
+        if stores is not None and num_ranks >= MIN_DIVIDED:
+            shares = _near_shares(costs, [stores[piece[0][0]] for piece in pieces], shares)
+        local = [[pieces[number] for number in share] for share in shares]
+        tokens = _halved(local, work, max_tokens, fewest)
+        if choice is alone or min(map(len, local)) >= _num_micro_batches(tokens, max_tokens, fewest):
+            break
+    return [
+        [list(chain(*(_sequences(share[number]) for number in batch))) for batch in plan]
+        for share, plan in zip(local, plan_micro_batches(tokens, max_tokens, fewest), strict=True)
+    ]
+
+
+def _clusters(units: Sequence[list[int]], work: Work) -> list[Piece]:
+    """Units that begin with the same run, those that share more next to one another."""
+    clusters: dict[object, Piece] = {}
+    for number, unit in enumerate(units):
+        runs = work.runs[unit[0]]
+        clusters.setdefault(runs[0] if runs else number, []).append(unit)
+    return [sorted(cluster, key=lambda unit: work.runs[unit[0]]) for cluster in clusters.values()]
+
+
+def _cut(cluster: Piece, work: Work, max_tokens: int, max_cost: int) -> list[Piece]:
+    """Pieces of at most `max_tokens` and `max_cost`, unless a unit alone has more."""
+    pieces: list[Piece] = [[]]
+    for unit in cluster:
+        together = _sequences([*pieces[-1], unit])
+        if pieces[-1] and (work.tokens(together) > max_tokens or work.cost(together) > max_cost):
+            pieces.append([])
+        pieces[-1].append(unit)
+    return pieces
+
+
+def _halved(shares: list[list[Piece]], work: Work, max_tokens: int, fewest: int) -> list[list[int]]:
+    """Halve pieces of ranks that have fewer than they need micro-batches; tokens of the pieces of each."""
+    while True:
+        tokens = [[work.tokens(_sequences(piece)) for piece in share] for share in shares]
+        count = _num_micro_batches(tokens, max_tokens, fewest)
+        done = True
+        for share, of_rank in zip(shares, tokens, strict=True):
+            divisible = [number for number, piece in enumerate(share) if len(piece) > 1]
+            if len(share) < count and divisible:
+                piece = share.pop(max(divisible, key=of_rank.__getitem__))
+                share += [piece[: len(piece) // 2], piece[len(piece) // 2 :]]
+                done = False
+        if done:
+            return tokens
+
+
+def _num_micro_batches(tokens: Sequence[Sequence[int]], max_tokens: int, fewest: int) -> int:
+    return max(fewest, *(len(micro_batches(of_rank, max_tokens)) for of_rank in tokens))
 
 
 def balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
@@ -353,13 +428,22 @@ def plan_sequences(
     hidden_size: int,
     num_ranks: int,
     num_minibatches: int,
+    *,
+    on_gpu: bool = False,
 ) -> BatchPlan:
     layout = config.layout
     fewest = layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size > 1 else 1
     units = [-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)]
-    lengths, max_tokens = [s.num_tokens for s in sequences], config.micro_batch_tokens
-    stores = [s.store for s in sequences]
-    return plan_batch(lengths, num_ranks, num_minibatches, max_tokens, hidden_size, fewest, units, stores)
+    shares = config.share_prefixes and not (on_gpu and config.precision == "float32")  # as `MicroBatchMaker`
+    shortest = shortest_run(layout.context_parallel_size)
+    runs = [tuple(run for run in s.runs if shares and run.length >= shortest) for s in sequences]
+    return plan_batch(
+        [s.num_tokens for s in sequences],
+        *(num_ranks, num_minibatches, config.micro_batch_tokens, hidden_size, fewest),
+        units,
+        [s.store for s in sequences],
+        runs,
+    )
 
 
 def rows_of(batch: PackedBatch, field: Field) -> list[TokenArray]:

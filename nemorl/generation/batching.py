@@ -2,178 +2,29 @@
 
 waiting line ──▶ Scheduler (rows of the cache) ──▶ Runner (network) ──▶ Sampler ──▶ completions
 
-Every draw inverts a cumulative distribution at a uniform number, a hash of the request's seed and the token's
-position: neither the batch nor what was drawn before changes it.
+The beginning of a prompt is copied from pages of the cache where these have it. A step may read drafts of the
+tokens that follow; what is drawn for a row is kept as long as its draft was right. As a draw depends on its
+logits and its position alone, the tokens are those of steps without drafts.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from nemorl.device import sums_in_order, upload
+from nemorl.config.generation import BatchingConfig
+from nemorl.device import cheap_rows, upload
+from nemorl.models.kv_cache import PAGE_TOKENS, PrefixIndex, PrefixKey, Prompt, StepTokens, padded_slots
 from nemorl.trajectories import Int16Array, Int32Array, StopReason
 
-from .tokens import RequestLimits, StopStringFinder, TokenBuffer
-from .types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused, SamplingParams
-
-_FIRST_CANDIDATES = 1024  # tokens looked at before the whole vocabulary is sorted
-_CANDIDATE_GROWTH = 8
-_PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
-
-
-class Sampled(NamedTuple):
-    tokens: Tensor  # [n] int64
-    logprobs: Tensor  # [n] float32, of the distribution sampled; NaN for logits that are not finite
-
-    def read(self) -> tuple[list[int], list[float]]:
-        """Both on the host, in one copy. Raises FloatingPointError for logits that were not finite."""
-        together = torch.stack((self.tokens, self.logprobs.double().view(torch.int64)))
-        tokens, bits = together.cpu().numpy()
-        logprobs = bits.view(np.float64)
-        if np.isnan(logprobs).any():
-            raise FloatingPointError(
-                "the model's logits are not finite: its weights are broken, by a corrupt model folder or by "
-                "training that diverged"
-            )
-        return tokens.tolist(), logprobs.tolist()
-
-
-_Draw = Callable[[Tensor, Tensor], Sampled]  # (logits [n, vocabulary], uniform numbers [n, 1])
-
-
-def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (seed, position): two rounds of splitmix64 (https://prng.di.unimi.it)."""
-    bits = _splitmix64(_splitmix64(seeds) ^ positions)
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-class Sampler:
-    """Samples for a fixed sequence of rows, each with its entry of `params` and `seeds`."""
-
-    def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> None:
-        self._device = device
-        self._seeds = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
-        temperatures = [[p.temperature or 1.0] for p in params]
-        self._temperatures: Tensor | None = None  # [n, 1]
-        if any(temperature != [1.0] for temperature in temperatures):
-            self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)
-        rows: dict[str, list[int]] = {"greedy": [], "filtered": [], "plain": []}
-        for row, p in enumerate(params):
-            filtered = p.top_k is not None or p.top_p < 1 or p.min_p > 0
-            rows["greedy" if p.temperature == 0 else "filtered" if filtered else "plain"].append(row)
-        draws: dict[str, _Draw] = {
-            "greedy": _draw_greedy,
-            "filtered": _Filters([params[row] for row in rows["filtered"]], device).draw,
-            "plain": _draw_plain,
-        }
-        self._groups = [(draws[way], torch.tensor(of, device=device)) for way, of in rows.items() if of]
-
-    def uniform_bits(self, positions: Sequence[int]) -> NDArray[np.int64]:
-        """The uniform numbers of each row, float64 read as integers; `positions` count its sampled tokens."""
-        return uniform(self._seeds, np.array(positions, dtype=np.uint64)).view(np.int64)
-
-    def __call__(self, logits: Tensor, uniform_bits: Tensor) -> Sampled:
-        """Draw from `logits` [n, vocabulary], float32, with the uploaded `uniform_bits` [n].
-
-        Logprobs are of the distribution after temperature and filters; of a greedy row, which draws from a
-        point mass, of the unfiltered one at temperature 1.
-        """
-        uniforms = uniform_bits.view(torch.float64).unsqueeze(1)
-        if self._temperatures is not None:
-            logits = logits / self._temperatures
-        if len(self._groups) == 1:
-            return self._groups[0][0](logits, uniforms)
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=self._device)
-        logprobs = torch.empty(len(logits), dtype=torch.float32, device=self._device)
-        for draw, rows in self._groups:
-            tokens[rows], logprobs[rows] = draw(logits[rows], uniforms[rows])
-        return Sampled(tokens, logprobs)
-
-
-def _draw_greedy(logits: Tensor, uniforms: Tensor) -> Sampled:
-    largest, tokens = logits.max(-1)
-    return Sampled(tokens, largest - logits.logsumexp(-1))
-
-
-def _draw_plain(logits: Tensor, uniforms: Tensor) -> Sampled:
-    probabilities = logits.softmax(-1)
-    tokens = _invert(probabilities, uniforms)
-    return Sampled(tokens.squeeze(1), probabilities.gather(1, tokens).log().squeeze(1))
-
-
-class _Filters:
-    """Top-k, top-p and min-p of some rows; a filter that is off keeps everything."""
-
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
-        self._has_top_k = torch.tensor([[p.top_k is not None] for p in params], device=device)
-        self._top_k = torch.tensor([[p.top_k or 0] for p in params], device=device)
-        self._top_p = torch.tensor([[p.top_p] for p in params], dtype=torch.float32, device=device)
-        self._log_min_p = torch.tensor([[p.min_p] for p in params], dtype=torch.float32, device=device).log()
-        self._candidates = max([_FIRST_CANDIDATES, *(p.top_k or 0 for p in params)])
-
-    def draw(self, logits: Tensor, uniforms: Tensor) -> Sampled:
-        logsumexp = logits.logsumexp(-1, keepdim=True)
-        sampled = Sampled(logits.new_zeros(len(logits), dtype=torch.int64), logits.new_zeros(len(logits)))
-        vocabulary = logits.shape[-1]
-        rows = torch.arange(len(logits), device=logits.device)
-        count = min(self._candidates, vocabulary)
-        # Sorting a vocabulary is slow and few rows need more than its beginning: those are tried again.
-        while len(rows):
-            ranked, candidates = logits[rows].topk(count, dim=-1)
-            keep = self._keep(ranked, logsumexp[rows], rows)
-            probabilities = ranked.masked_fill(~keep, float("-inf")).softmax(-1)
-            ranks = _invert(probabilities, uniforms[rows])
-            sampled.tokens[rows] = candidates.gather(1, ranks).squeeze(1)
-            sampled.logprobs[rows] = probabilities.gather(1, ranks).log().squeeze(1)
-            # What is kept is a prefix: where the last candidate fell out, nothing behind it can be in.
-            rows = rows[keep[:, -1]] if count < vocabulary else rows[:0]
-            count = min(count * _CANDIDATE_GROWTH, vocabulary)
-        return sampled
-
-    def _keep(self, ranked: Tensor, logsumexp: Tensor, rows: Tensor) -> Tensor:
-        """Mask [n, k] of what stays of `ranked` [n, k], in descending order; `logsumexp` [n, 1] is of all."""
-        has_top_k, top_p = self._has_top_k[rows], self._top_p[rows]
-        by_rank = (torch.arange(ranked.shape[1], device=ranked.device) < self._top_k[rows]) | ~has_top_k
-        # Top-p acts on what top-k left, renormalised.
-        mass_of_top_k = ranked.masked_fill(~by_rank, float("-inf")).logsumexp(-1, keepdim=True)
-        probabilities = (ranked - torch.where(has_top_k, mass_of_top_k, logsumexp)).exp()
-        before = _cumulative(probabilities) - probabilities
-        by_mass = (before < top_p) | (top_p >= 1)
-        by_ratio = ranked >= ranked[:, :1] + self._log_min_p[rows]
-        keep = by_rank & by_mass & by_ratio
-        keep[:, 0] = True  # rounding must not leave a row with nothing
-        return keep
-
-
-def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index whose cumulative probability exceeds the uniform number: [n, k], [n, 1] -> [n, 1]."""
-    cumulative = _cumulative(probabilities)
-    total = cumulative[:, -1:]
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    target = torch.minimum((uniforms * total).to(total.dtype), below_total)
-    # Sums that are not finite find no index; the logprob of the last one is NaN, too.
-    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
-
-
-def _cumulative(probabilities: Tensor) -> Tensor:
-    # The CPU adds one by one in double and rounds at the end; a GPU adds in a tree, which in single precision
-    # could decrease by an ulp and let a token of probability zero be drawn.
-    dtype = torch.float32 if sums_in_order(probabilities.device) else torch.float64
-    return probabilities.cumsum(-1, dtype=dtype)
+from .sampling import Sampled, Sampler
+from .tokens import Drafter, RequestLimits, StopStringFinder, TokenBuffer
+from .types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused
 
 
 class RowCache(Protocol):
@@ -188,27 +39,11 @@ class RowCache(Protocol):
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of the rows `sources` to the rows `targets`; no row is in both."""
 
+    def save_pages(self, row: int, first: int, pages: Sequence[int], num_pages: int) -> None:
+        """Copy the tokens of a row from the position `first` on to `pages`, of at most `num_pages`."""
 
-@dataclass(frozen=True, eq=False)
-class Prompt:
-    """A prompt to compute once, and the cache rows that start with it."""
-
-    tokens: Int32Array  # [P]
-    rows: Sequence[int]
-
-    @property
-    def padded_length(self) -> int:
-        """Tokens with padding; a function of the prompt alone, so that its result depends on nothing else."""
-        step = max(_PREFILL_STEP, (1 << len(self.tokens).bit_length()) >> 4)
-        return -(-len(self.tokens) // step) * step
-
-
-class StepTokens(NamedTuple):
-    """The token that each of the cache rows 0..n-1 reads next, and its position."""
-
-    tokens: Sequence[int]
-    positions: Sequence[int]
-    uploaded: tuple[Tensor, Tensor]  # both on the device, [n] int64
+    def load_pages(self, pages: Sequence[int], rows: Sequence[int]) -> None:
+        """Copy `pages`, which were saved, to the beginnings of `rows`."""
 
 
 class Runner(Protocol):
@@ -224,7 +59,7 @@ class Runner(Protocol):
         """Logits [n, vocabulary], float32, after `n` prompts, of what `prefill` gave for them."""
 
     def decode(self, step: StepTokens) -> Tensor:
-        """One step of the cache rows 0..n-1: logits [n, vocabulary] after their tokens."""
+        """One step of the cache rows 0..n-1: logits [N, vocabulary] after each of their tokens."""
 
 
 @dataclass(eq=False)
@@ -237,7 +72,8 @@ class ActiveSequence:
     stop_strings: StopStringFinder | None = None
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
     last_sampled: float | None = None
-    prompt_hidden: Tensor | None = None  # [hidden] at the prompt's last token
+    read_by: int | None = None  # the version that computed its keys and values; None for several
+    drafter: Drafter | None = None
 
     def __post_init__(self) -> None:
         self.prompt_key = self.request.prompt.tobytes()
@@ -251,10 +87,21 @@ class ActiveSequence:
         """The tokens whose keys and values a running sequence has: all but the last, which is read next."""
         return np.concatenate([self.request.prompt, np.array(self.sampled.tokens[:-1], np.int32)])
 
-    def append(self, token: int, logprob: float, version: int, now: float) -> StopReason | None:
-        """Take a sampled token; the stop reason if the sequence ends with it."""
-        self.sampled.append(token, logprob, version)
+    def append(
+        self, tokens: Sequence[int], logprobs: Sequence[float], draft: Sequence[int], version: int, now: float
+    ) -> tuple[int, StopReason | None]:
+        """Take what was drawn after the last token and its `draft`, up to the first token that differs.
+
+        Returns the number of tokens taken, and the stop reason if the sequence ends with them.
+        """
         self.last_sampled = now
+        for count, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), start=1):
+            self.sampled.append(token, logprob, version)
+            if (stop := self._stop(token)) is not None or count > len(draft) or draft[count - 1] != token:
+                return count, stop
+        raise ValueError(f"{len(tokens)} tokens were drawn with a draft of {len(draft)}, expected one more")
+
+    def _stop(self, token: int) -> StopReason | None:
         found = self.stop_strings is not None and self.stop_strings.push(token)
         if found or token in self.request.stop_token_ids:
             return StopReason.STOP
@@ -286,6 +133,10 @@ class Scheduler:
     def running(self) -> Iterator[tuple[int, ActiveSequence]]:
         return ((row, sequence) for row, sequence in enumerate(self._rows) if sequence is not None)
 
+    def row(self, sequence: ActiveSequence) -> int:
+        """The row of a sequence that runs."""
+        return self._rows.index(sequence)
+
     def add(self, sequence: ActiveSequence) -> None:
         self._waiting.append(sequence)
 
@@ -313,7 +164,7 @@ class Scheduler:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         else:
-            self._rows[self._rows.index(sequence)] = None
+            self._rows[self.row(sequence)] = None
             self._drop_free_end()
 
     def compact(self) -> tuple[list[int], list[int]]:
@@ -344,8 +195,8 @@ class BatchingEngine:
         self,
         runner: Runner,
         limits: RequestLimits,
+        config: BatchingConfig,
         *,
-        max_batch_size: int,
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
         experts: Callable[[int, int, int], Int16Array] | None = None,
@@ -354,7 +205,9 @@ class BatchingEngine:
         self.version = 0  # of the weights that sample
         self._runner, self._limits = runner, limits
         self._device, self._clock, self._experts = device, clock, experts
-        self._scheduler = Scheduler(max_batch_size, runner.cache.fits)
+        self._prefixes = PrefixIndex(config.max_cached_tokens // PAGE_TOKENS)
+        self._speculation = config.speculation
+        self._scheduler = Scheduler(config.max_batch_size, runner.cache.fits)
         self._sequences: dict[str, ActiveSequence] = {}
         self._sampler: Sampler | None = None  # of the running batch; None when its members changed
         self._stats = EngineStats()
@@ -362,13 +215,12 @@ class BatchingEngine:
     def weights_changed(self, version: int, *, restart: bool = False) -> None:
         """New weights sample from the next step on; with `restart` they read all running sequences again."""
         self.version = version
+        self._prefixes.clear()
         running = list(self._scheduler.running())
         for _, sequence in running:
-            sequence.prompt_hidden = None  # no sequence may start from a prompt that the old weights read
+            sequence.read_by = version if restart else None
         if restart:
-            texts = [Prompt(sequence.tokens_read(), [row]) for row, sequence in running]
-            self._runner.prefill(texts)
-            self._stats.prompt_tokens += sum(len(text.tokens) for text in texts)
+            self._read([Prompt(sequence.tokens_read(), [row]) for row, sequence in running])
 
     @property
     def num_waiting(self) -> int:
@@ -416,77 +268,125 @@ class BatchingEngine:
         if not admitted:
             return []
         self._sampler = None
-        running, cache = list(self._scheduler.running()), self._runner.cache
-        cache.reserve(running[-1][0] + 1, max(s.num_tokens for _, s in running))
-
-        donors = {s.prompt_key: (row, s) for row, s in running if s.prompt_hidden is not None}
-        copies: list[tuple[int, int, int]] = []  # row copied from, row copied to, tokens
-        fresh: dict[bytes, list[tuple[int, ActiveSequence]]] = {}
+        running = list(self._scheduler.running())
+        self._runner.cache.reserve(running[-1][0] + 1, max(s.num_tokens for _, s in running))
+        rows: dict[bytes, list[int]] = {}
         for row, sequence in admitted:
-            if sequence.prompt_key in donors:
-                donor_row, donor = donors[sequence.prompt_key]
-                copies.append((donor_row, row, len(sequence.request.prompt)))
-                sequence.prompt_hidden = donor.prompt_hidden
-            else:
-                fresh.setdefault(sequence.prompt_key, []).append((row, sequence))
-        if copies:
-            sources, targets, lengths = zip(*copies, strict=True)
-            cache.copy_rows(sources, targets, max(lengths))
-        prompts = [
-            Prompt(members[0][1].request.prompt, [row for row, _ in members]) for members in fresh.values()
-        ]
-        for members, of_prompt in zip(fresh.values(), self._runner.prefill(prompts), strict=True):
-            for _, sequence in members:
-                sequence.prompt_hidden = of_prompt
-        self._stats.prompt_tokens += sum(len(prompt.tokens) for prompt in prompts)
-
+            rows.setdefault(sequence.prompt_key, []).append(row)
+            sequence.read_by = self.version
+            if self._speculation is not None:
+                sequence.drafter = Drafter(self._speculation, sequence.request.prompt)
+        prompts = {s.prompt_key: Prompt(s.request.prompt, rows[s.prompt_key]) for _, s in admitted}
+        hidden = self._read(list(prompts.values()))
+        logits = self._runner.logits(hidden)
         sequences = [sequence for _, sequence in admitted]
-        hidden = {s.prompt_key: s.prompt_hidden for s in sequences if s.prompt_hidden is not None}
-        logits = self._runner.logits(list(hidden.values()))
-        if len(hidden) < len(sequences):
-            index = {key: position for position, key in enumerate(hidden)}
+        if len(prompts) < len(sequences):
+            index = {key: position for position, key in enumerate(prompts)}
             logits = logits[[index[s.prompt_key] for s in sequences]]
         sampler = self._make_sampler(sequences)
         (bits,) = upload(self._device, sampler.uniform_bits([_draws(s) for s in sequences]))
-        return self._take(sequences, sampler(logits, bits))
+        return self._take(sequences, [()] * len(sequences), sampler(logits, bits))
+
+    def _read(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """Read prompts; one waits for another that begins in the same way, and then begins with its pages."""
+        hidden: dict[int, Tensor] = {}
+        waiting = dict(enumerate(prompts))
+        while waiting:
+            together: dict[int, Prompt] = {}
+            missing: set[PrefixKey] = set()
+            for place, prompt in waiting.items():
+                pages, following = self._prefixes.find(prompt.tokens)
+                if following is None or following not in missing:
+                    together[place] = replace(prompt, start=len(pages) * PAGE_TOKENS)
+                    self._runner.cache.load_pages(pages, prompt.rows)
+                    if following is not None:
+                        missing.add(following)
+            hidden |= zip(together, self._runner.prefill(list(together.values())), strict=True)
+            for place, prompt in together.items():
+                self._save(prompt.tokens, prompt.rows[0])
+                del waiting[place]
+            self._stats.prompt_tokens += sum(prompt.num_new for prompt in together.values())
+            self._stats.cached_tokens += sum(prompt.start for prompt in together.values())
+        return [hidden[place] for place in range(len(prompts))]
+
+    def _save(self, tokens: Int32Array, row: int) -> None:
+        """Keep the pages of `tokens`, which a cache row holds, for sequences that begin with them."""
+        first, pages = self._prefixes.add(tokens)
+        self._runner.cache.save_pages(row, first * PAGE_TOKENS, pages, self._prefixes.num_pages)
 
     def _advance(self) -> list[Completion]:
         sources, targets = self._scheduler.compact()
         sequences = [sequence for _, sequence in self._scheduler.running()]
         if not sequences:
             return []
-        longest = max(sequence.num_tokens for sequence in sequences)
-        self._runner.cache.copy_rows(sources, targets, longest - 1)
+        drafts = self._drafts(sequences)
+        counts = [1 + len(draft) for draft in drafts]
+        longest = max(map(sum, zip((s.num_tokens for s in sequences), map(len, drafts), strict=True)))
+        self._runner.cache.copy_rows(sources, targets, max(s.num_tokens for s in sequences) - 1)
         self._runner.cache.reserve(len(sequences), longest)
-        if self._sampler is None:
-            self._sampler = self._make_sampler(sequences)
-        tokens = [sequence.sampled.tokens[-1] for sequence in sequences]
-        positions = [sequence.num_tokens - 1 for sequence in sequences]
-        numbers = self._sampler.uniform_bits([_draws(sequence) for sequence in sequences])
+        drafted = sum(counts) > len(sequences)
+        if drafted:
+            sampler = self._make_sampler(sequences, counts)
+        else:
+            sampler = self._sampler = self._sampler or self._make_sampler(sequences)
+        tokens: list[int] = []
+        positions: list[int] = []
+        draws: list[int] = []
+        for sequence, draft, count in zip(sequences, drafts, counts, strict=True):
+            tokens += [sequence.sampled.tokens[-1], *draft]
+            positions += range(sequence.num_tokens - 1, sequence.num_tokens - 1 + count)
+            draws += range(_draws(sequence), _draws(sequence) + count)
         # A step has one upload and one download, since a GPU's host may wait for each.
-        *uploaded, bits = upload(self._device, tokens, positions, numbers)
-        logits = self._runner.decode(StepTokens(tokens, positions, (uploaded[0], uploaded[1])))
-        return self._take(sequences, self._sampler(logits, bits))
+        numbers = sampler.uniform_bits(draws)
+        bits, *uploaded = upload(self._device, numbers, tokens, positions, padded_slots(counts))
+        logits = self._runner.decode(StepTokens(tokens, positions, counts, tuple(uploaded)))
+        return self._take(sequences, drafts, sampler(logits, bits))
 
-    def _take(self, sequences: Sequence[ActiveSequence], sampled: Sampled) -> list[Completion]:
-        """Append each sequence's next token; the completions of those that end with it."""
+    def _drafts(self, sequences: Sequence[ActiveSequence]) -> list[Sequence[int]]:
+        """For each sequence tokens that may follow its last one, none beyond its end; empty without."""
+        if self._speculation is None:
+            return [()] * len(sequences)
+        cost = len(sequences) / (len(sequences) + cheap_rows(self._device))
+        return [
+            () if s.drafter is None else s.drafter.draft(s.max_tokens - s.num_tokens - 1, worth=cost)
+            for s in sequences
+        ]
+
+    def _take(
+        self, sequences: Sequence[ActiveSequence], drafts: Sequence[Sequence[int]], sampled: Sampled
+    ) -> list[Completion]:
+        """Append to each sequence what was drawn while its draft was right; completions of those that end."""
         tokens, logprobs = sampled.read()
-        now = self._clock()
+        now, first = self._clock(), 0
         completions = []
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            stop = sequence.append(token, logprob, self.version, now)
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            drawn = slice(first, first + 1 + len(draft))
+            first = drawn.stop
+            count, stop = sequence.append(tokens[drawn], logprobs[drawn], draft, self.version, now)
+            if sequence.drafter is not None:
+                sequence.drafter.update(tokens[drawn][:count], drafted=len(draft), right=count - 1)
+            self._stats.tokens_generated += count
+            self._stats.drafted_tokens += len(draft)
+            self._stats.accepted_tokens += count - 1
             if stop is not None:
                 completions.append(self._end(sequence, stop))
-        self._stats.tokens_generated += len(sequences)
         return completions
 
-    def _make_sampler(self, sequences: Sequence[ActiveSequence]) -> Sampler:
+    def _make_sampler(
+        self, sequences: Sequence[ActiveSequence], counts: Sequence[int] | None = None
+    ) -> Sampler:
+        """Of a step in which each sequence has `counts` rows of logits, or one."""
         requests = [sequence.request for sequence in sequences]
+        if counts is not None:
+            requests = [r for r, count in zip(requests, counts, strict=True) for _ in range(count)]
         return Sampler([r.sampling for r in requests], [r.seed for r in requests], self._device)
 
     def _end(self, sequence: ActiveSequence, stop: StopReason) -> Completion:
         del self._sequences[sequence.request.id]
         self._take_experts(sequence)
+        if sequence.read_by == self.version and sequence.sampled.tokens:
+            # The next turn of a conversation begins with it.
+            self._save(sequence.tokens_read(), self._scheduler.row(sequence))
         self._scheduler.remove(sequence)
         self._sampler = None
         # Without a token its time ends now.
@@ -497,7 +397,7 @@ class BatchingEngine:
         """Copy the expert rows that are new; the last sampled token has none, it was not read yet."""
         if self._experts is None or not sequence.sampled.tokens:
             return
-        row = next(row for row, other in self._scheduler.running() if other is sequence)
+        row = self._scheduler.row(sequence)
         first = sequence.request.routed_experts_from + sequence.sampled.num_expert_rows
         sequence.sampled.experts.append(self._experts(row, first, sequence.num_tokens - 1))
 

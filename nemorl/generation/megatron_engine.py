@@ -36,8 +36,8 @@ class PolicySampler(StepDriver):
         vocabulary, decode = load_shape(policy.model_path).vocab_size, load_decoder(tokenizer_path)
         runner = self._runner = LeadingRunner(copy, prefill_tokens=policy.micro_batch_tokens)
         limits = RequestLimits(vocabulary, policy.max_sequence_length, config.max_kv_tokens, decode)
-        rows, experts = config.max_batch_size, runner.experts if policy.moe.router_replay else None
-        engine = BatchingEngine(runner, limits, max_batch_size=rows, device=device, experts=experts)
+        experts = runner.experts if policy.moe.router_replay else None
+        engine = BatchingEngine(runner, limits, config, device=device, experts=experts)
         super().__init__(engine, name, rest=runner.rest)
 
     def serve(self, version: int) -> None:
@@ -75,7 +75,8 @@ class SamplingPolicyWorker(PolicyWorker):
             )
 
     def serve(self, version: int) -> None:
-        if self.sampler is None:
-            self._decoding.follow()
-        else:
-            self.sampler.serve(version)
+        with self.sampling():
+            if self.sampler is None:
+                self._decoding.follow()
+            else:
+                self.sampler.serve(version)

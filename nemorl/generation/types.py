@@ -114,6 +114,9 @@ class EngineStats:
 
     tokens_generated: int = 0
     prompt_tokens: int = 0  # of prompts that were read: those that requests shared count once
+    cached_tokens: int = 0  # of prompts, whose keys and values were kept from others
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # of drafts
     retries: int = 0  # of requests to a server that is not ours
     busy_seconds: float = 0.0  # in which requests ran
     seconds: float = 0.0  # since the last answer, or the first request

@@ -2,7 +2,8 @@
 
 It runs a variable-length kernel where the device has one, else dense buckets of sequences of similar length.
 Under context parallelism a rank has the queries of its share of every sequence, and collects all keys and
-values.
+values. Tokens that several sequences begin with are there once: the kernel's rows then name their keys, and
+outside of buckets what follows them attends to them in blocks (`TreeKernel`).
 
 Sinks: a learned logit s per head, to which a query may turn instead of to any token. With the logits S of a
 query, a token's share is exp(S) / (exp(s) + sum exp(S)): that of the softmax without the sink, times
@@ -11,6 +12,7 @@ exp(S - lse): given log(exp(lse) + exp(s)) for lse, and the output with the sink
 with the sink. The sink's own is its share, times what it adds to the output (nothing) less the output.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,40 +32,157 @@ from .packing import Bucket, PackedLayout
 Grads = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 
+# In place of -infinity: a query that sees no key of a block has a finite lse for it, which counts as nothing.
+HIDDEN = -1e30
+
+
 @dataclass(frozen=True)
 class DenseKernel:
-    """Attention without sinks on a CPU: query [rows, heads, n, dim], key and value [rows, heads, m, dim]."""
+    """Attention without sinks on a CPU: query [rows, heads, n, dim], key and value [rows, kv_heads, m, dim].
 
-    sees: Tensor | None  # bool, broadcast to [rows, heads, n, m]; None is causal with n = m
+    Causal, with n = m, or where `sees` [n, m], or more dimensions, is True; with neither all sees all.
+    """
+
     scale: float | None
+    causal: bool = False
+    sees: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return forward(query, key, value, 0.0, self.sees is None, **self._options(query))  # type: ignore[no-any-return]
+        return forward(query, key, value, 0.0, self.causal, **self._options(query))  # type: ignore[no-any-return]
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        causal, options = self.sees is None, self._options(q)
-        return backward(grad, q, k, v, out, lse, 0.0, causal, **options)  # type: ignore[no-any-return]
+        return backward(grad, q, k, v, out, lse, 0.0, self.causal, **self._options(q))  # type: ignore[no-any-return]
 
     def _options(self, query: Tensor) -> dict[str, Any]:
         mask = None
         if self.sees is not None:
-            mask = query.new_zeros(self.sees.shape).masked_fill(~self.sees, -torch.inf)
+            mask = query.new_zeros(self.sees.shape).masked_fill(~self.sees, HIDDEN)
             mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
         return {"attn_mask": mask, "scale": self.scale}
 
 
+Block = tuple[slice, slice, Tensor | None]  # queries and keys of rows; which see which, None is causal
+
+
+def blocks(bucket: Bucket, window: int | None, device: torch.device) -> Iterator[Block]:
+    """All queries of a bucket, in their order, with no more keys than they see."""
+    num_keys = bucket.keys.length
+    if window is not None and window >= num_keys:
+        window = None
+    for span in bucket.spans:
+        if window is None and span.starts is None:
+            # Rows begin with their first query, so the causal mask is all the mask there is.
+            yield slice(span.first, span.first + span.length), slice(0, num_keys), None
+            continue
+        size = span.length if window is None else max(window, BLOCK)
+        for first in range(0, span.length, size):
+            block = range(first, min(first + size, span.length))
+            start = 0 if window is None else max(span.min_start + first - window + 1, 0)
+            keys = range(start, min(span.largest_start + block.stop, num_keys))
+            sees = span.sees(block, keys, window, device)
+            yield slice(span.first + block.start, span.first + block.stop), slice(keys.start, keys.stop), sees
+
+
+@dataclass(frozen=True)
+class TreeKernel:
+    """Attention of packed segments on a CPU: query [n, heads, dim], key and value [m, kv_heads, dim].
+
+    Each segment attends to itself, in buckets, and all that follow it attend to it, in one block. Outputs
+    are joined by lse. Given the joined output and lse, the backward pass of each block gives its part of the
+    gradients.
+    """
+
+    layout: PackedLayout
+    scale: float | None
+    window: int | None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        outs, all_lse = [], []
+        for bucket in self.layout.buckets:
+            q, (k, v) = bucket.queries.dense(query), (bucket.keys.dense(x) for x in (key, value))
+            parts = [
+                self._own(sees).forward(q[:, :, of_q], k[:, :, of_k], v[:, :, of_k])
+                for of_q, of_k, sees in blocks(bucket, self.window, q.device)
+            ]
+            outs.append(bucket.queries.packed(torch.cat([out for out, _ in parts], 2)))
+            lse = torch.cat([lse for _, lse in parts], 2).unsqueeze(-1)
+            all_lse.append(bucket.queries.packed(lse).squeeze(-1))
+        out, lse = torch.cat(outs), torch.cat(all_lse)
+        for of_q, of_k, kernel in self._before():
+            more, lse_of_more = kernel.forward(*(_row(x) for x in (query[of_q], key[of_k], value[of_k])))
+            own, lse_of_more = lse[of_q], lse_of_more[0].t()
+            joined = torch.logaddexp(own, lse_of_more)
+            weights = ((part - joined).exp().unsqueeze(-1).type_as(out) for part in (own, lse_of_more))
+            out[of_q].mul_(next(weights)).addcmul_(more[0].transpose(0, 1), next(weights))
+            lse[of_q] = joined
+        return out, lse
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
+        grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+        for bucket in self.layout.buckets:
+            of_rows = [bucket.queries.dense(x) for x in (grad, q, out, lse.unsqueeze(-1))]
+            of_rows += [bucket.keys.dense(x) for x in (k, v)]
+            into = [torch.zeros_like(of_rows[place]) for place in (1, 4, 5)]
+            for of_q, of_k, sees in blocks(bucket, self.window, q.device):
+                of_out, query, joined, of_lse = (x[:, :, of_q] for x in of_rows[:4])
+                key, value = (x[:, :, of_k] for x in of_rows[4:])
+                lse_of_rows = of_lse.squeeze(-1).contiguous()
+                parts = self._own(sees).backward(of_out, query, key, value, joined, lse_of_rows)
+                for whole, part, place in zip(into, parts, (of_q, of_k, of_k), strict=True):
+                    whole[:, :, place] += part
+            for total, whole, rows in zip(grads, into, (bucket.queries, *[bucket.keys] * 2), strict=True):
+                total[rows.start : rows.end] += rows.packed(whole)
+        for of_q, of_k, kernel in self._before():
+            row = [_row(x) for x in (grad[of_q], q[of_q], k[of_k], v[of_k], out[of_q])]
+            row.append(lse[of_q].t().unsqueeze(0).contiguous())
+            parts = kernel.backward(*row)
+            for total, part, place in zip(grads, parts, (of_q, of_k, of_k), strict=True):
+                total[place] += part[0].transpose(0, 1)
+        return grads  # type: ignore[return-value]
+
+    def _own(self, sees: Tensor | None) -> DenseKernel:
+        return DenseKernel(self.scale, causal=sees is None, sees=sees)
+
+    def _before(self) -> Iterator[tuple[slice, slice, DenseKernel]]:
+        """Queries, the keys of a segment before them, as far as a window reaches, and their kernel."""
+        positions = self.layout.positions
+        for shared in self.layout.shared:
+            keys, start, sees = shared.keys, shared.start, None
+            if self.window is not None:
+                hidden = max(0, keys.stop - keys.start - self.window + 1)
+                keys, start = slice(keys.start + hidden, keys.stop), start + hidden
+                if keys.start == keys.stop:
+                    continue
+                if shared.furthest - start >= self.window:
+                    assert positions is not None, "shared keys come with positions"
+                    of_keys = torch.arange(keys.stop - keys.start, device=positions.device) + start
+                    sees = of_keys > positions[shared.queries].unsqueeze(1) - self.window
+            yield shared.queries, keys, DenseKernel(self.scale, sees=sees)
+
+
+def _row(x: Tensor) -> Tensor:
+    """[n, heads, dim] -> [1, heads, n, dim]."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
 @dataclass(frozen=True)
 class PackedKernel:
-    """torch's variable-length kernel of a GPU: query [n, heads, dim], key and value [m, kv_heads, dim]."""
+    """torch's variable-length kernel of a GPU: query [n, heads, dim], key and value [m, kv_heads, dim].
+
+    Rows have the keys at the places `keys`, some of them several times, or all in their order. They are
+    collected again for the backward pass, so that no layer keeps them.
+    """
 
     rows: KernelRows
+    keys: Tensor | None
     scale: float | None
     window: int | None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         operator, window = torch.ops.torch_attn._varlen_attn, list(window_size(self.window))
+        key, value = self._of_rows(key), self._of_rows(value)
         options = grouped(query, key, takes_groups(operator))
         out, lse, _ = operator(
             query, key, value, *self.rows, self.window is None, self.scale, window, **options
@@ -72,24 +191,37 @@ class PackedKernel:
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        return torch.ops.torch_attn._varlen_attn_backward(  # type: ignore[no-any-return]
-            *(grad.contiguous(), q, k, v, out, lse.t().contiguous(), *self.rows),
-            *(self.window is None, no_dropout, self.scale, list(window_size(self.window))),
+        of_q, *of_rows = torch.ops.torch_attn._varlen_attn_backward(
+            *(grad.contiguous(), q, self._of_rows(k), self._of_rows(v), out, lse.t().contiguous()),
+            *(*self.rows, self.window is None, no_dropout, self.scale, list(window_size(self.window))),
         )
+        if self.keys is not None:
+            of_rows = [x.new_zeros(k.shape).index_add(0, self.keys, x) for x in of_rows]
+        return of_q, *of_rows
+
+    def _of_rows(self, x: Tensor) -> Tensor:
+        return x if self.keys is None else x.index_select(0, self.keys)
 
 
-class _AttendWithSinks(torch.autograd.Function):
-    """Output of a kernel with sinks that broadcast to its lse: [heads, 1] dense, [heads] packed."""
+class _Attend(torch.autograd.Function):
+    """Output of a kernel, without sinks or with those that broadcast to its lse."""
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: DenseKernel | PackedKernel, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
+        ctx: Any,
+        kernel: DenseKernel | PackedKernel | TreeKernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
     ) -> Tensor:
         out, lse = kernel.forward(query, key, value)  # lse without the last dimension of the output
-        sinks = sinks.float()
-        tokens = torch.sigmoid(lse - sinks)  # what is left for them
-        out = out * tokens.unsqueeze(-1).type_as(out)
-        ctx.save_for_backward(query, key, value, sinks, out, torch.logaddexp(lse, sinks.expand_as(lse)))
+        if sinks is not None:
+            sinks = sinks.float()
+            tokens = torch.sigmoid(lse - sinks)  # what is left for them
+            out = out * tokens.unsqueeze(-1).type_as(out)
+            lse = torch.logaddexp(lse, sinks.expand_as(lse))
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.kernel = kernel
         return out
 
@@ -98,6 +230,8 @@ class _AttendWithSinks(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         (grad,) = grads
         of_tokens = ctx.kernel.backward(grad, query, key, value, out, lse)
+        if sinks is None:
+            return None, *of_tokens, None
         of_sinks = -(sinks - lse).exp() * (grad.float() * out.float()).sum(-1)
         return None, *of_tokens, of_sinks.sum_to_size(sinks.shape)
 
@@ -181,55 +315,42 @@ class PackedAttention(torch.nn.Module):
         scale, window, sinks = self.softmax_scale, self.window, self.softmax_offset
         if layout.cached is not None:
             layout.cached.keep(self.layer_number, key, value)
-        if layout.cached is not None and layout.cached.step is not None:
+        if layout.cached is not None and layout.cached.continued:
             out = layout.cached.attend(self.layer_number, query, scale, window, sinks)
         elif layout.kernel is not None:
-            rows = layout.kernel_rows
+            rows, keys = layout.kernel_rows, layout.kernel_keys
             assert rows is not None, "rows come with a kernel"
-            if layout.kernel_keys is not None:
-                key, value = (x.index_select(0, layout.kernel_keys) for x in (key, value))
-            if sinks is not None:
-                out = _AttendWithSinks.apply(PackedKernel(rows, scale, window), query, key, value, sinks)
+            if sinks is not None or layout.is_tree:
+                out = _Attend.apply(PackedKernel(rows, keys, scale, window), query, key, value, sinks)
             else:
+                if keys is not None:
+                    key, value = key.index_select(0, keys), value.index_select(0, keys)
                 out = layout.kernel(query, key, value, rows, scale, window)
+        elif layout.is_tree:
+            out = _Attend.apply(TreeKernel(layout, scale, window), query, key, value, sinks)
         else:
             parts = [self._dense(query, key, value, bucket) for bucket in layout.buckets]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out[..., :width].flatten(1)  # of [N, heads, dim]
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
-        """[tokens of the bucket, heads, dim], by blocks of queries with no more keys than they see."""
+        """[tokens of the bucket, heads, dim]."""
         q, k, v = bucket.queries.dense(query), bucket.keys.dense(key), bucket.keys.dense(value)
-        window = self.window if self.window is not None and self.window < k.shape[2] else None
-        parts = []
-        for span in bucket.spans:
-            if window is None and span.starts is None:
-                # Rows begin with their first query, so the causal mask is all the mask there is.
-                of_span = q[:, :, span.first : span.first + span.length]
-                parts.append(self._masked(of_span, k, v, None))
-                continue
-            size = span.length if window is None else max(window, BLOCK)
-            for first in range(0, span.length, size):
-                block = range(first, min(first + size, span.length))
-                start = 0 if window is None else max(span.min_start + first - window + 1, 0)
-                keys = range(start, min(span.largest_start + block.stop, k.shape[2]))
-                seen = slice(keys.start, keys.stop)
-                of_block = q[:, :, span.first + block.start : span.first + block.stop]
-                sees = span.sees(block, keys, window, q.device)
-                parts.append(self._masked(of_block, k[:, :, seen], v[:, :, seen], sees))
+        parts = [
+            self._masked(q[:, :, of_q], k[:, :, of_k], v[:, :, of_k], sees)
+            for of_q, of_k, sees in blocks(bucket, self.window, q.device)
+        ]
         return bucket.queries.packed(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor | None) -> Tensor:
         """[count, heads, queries, dim]; causal where `sees` is None."""
-        groups = q.shape[1] // k.shape[1]
         if self.softmax_offset is None:
+            groups = q.shape[1] // k.shape[1]
             return F.scaled_dot_product_attention(
                 q, k, v, sees, is_causal=sees is None, scale=self.softmax_scale, enable_gqa=groups > 1
             )
-        if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        kernel = DenseKernel(sees, self.softmax_scale)
-        return _AttendWithSinks.apply(kernel, q, k, v, self.softmax_offset.unsqueeze(1))  # type: ignore[no-any-return]
+        kernel = DenseKernel(self.softmax_scale, causal=sees is None, sees=sees)
+        return _Attend.apply(kernel, q, k, v, self.softmax_offset.unsqueeze(1))  # type: ignore[no-any-return]
 
 
 # DeepSeek's norms of the latents have this epsilon whatever `rms_norm_eps` says; transformers follows it.
@@ -254,6 +375,11 @@ class LatentAttention(MLASelfAttention):
         for module in self.children():
             if hasattr(module, "eps"):  # a norm, or a projection with the norm before it
                 module.eps = LATENT_NORM_EPS
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """The parts of the spec; newer releases replace them by a config that has one flag for all norms."""
+        parts: dict[str, Any] = vars(submodules)
+        return parts
 
     def get_query_key_value_tensors(
         self,

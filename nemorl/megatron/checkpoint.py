@@ -31,8 +31,8 @@ from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
+from . import calibration, device, parallel
 from . import checkpoint_files as files
-from . import device, parallel
 from .checkpoint_store import FileRecord, writing
 from .export import hf_weights
 from .kernels import Kernels
@@ -45,15 +45,18 @@ class Snapshot:
     states: Mapping[str, Mapping[str, files.Shard]]  # by state (weights, moments) and parameter
     random: Mapping[str, Tensor]
     progress: OptimizerProgress
+    inputs: Mapping[str, Tensor]  # ranges of the inputs of linear layers, where a format stores them
 
     @classmethod
-    def of(cls, optimizer: PolicyOptimizer, kind: device.DeviceKind) -> "Snapshot":
+    def of(
+        cls, optimizer: PolicyOptimizer, kind: device.DeviceKind, inputs: Mapping[str, Tensor]
+    ) -> "Snapshot":
         """References to the tensors, valid until the next step."""
         states = {
             state: {name: shard for name, shard in optimizer.shards(state).items() if shard.is_first}
             for state in optimizer.state_names
         }
-        return cls(states, device.random_states(kind), replace(optimizer.progress))
+        return cls(states, device.random_states(kind), replace(optimizer.progress), inputs)
 
 
 class SnapshotCopier:
@@ -87,6 +90,8 @@ def save(
     records = [files.write_state(folder, state, rank, shards) for state, shards in snapshot.states.items()]
     records.append(files.write_safetensors(_random_file(folder, rank), snapshot.random, {}))
     if rank == 0:
+        if snapshot.inputs:
+            records.append(files.write_safetensors(folder / calibration.FILE, snapshot.inputs, {}))
         files.write_index(folder, trained, layout, list(snapshot.states), asdict(snapshot.progress))
     return tuple(records)
 

@@ -9,8 +9,8 @@ alone: before each pass their leaders agree that there is one, and who has nothi
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -24,19 +24,20 @@ from torch import Tensor
 
 from nemorl.config.policy import LayoutConfig
 from nemorl.device import upload
-from nemorl.models.kv_cache import KVCache
+from nemorl.models.kv_cache import (
+    CachedPass,
+    KVCache,
+    Prompt,
+    StepTokens,
+    in_passes,
+    next_tokens,
+    padded_slots,
+    rest_of_prompts,
+)
 
 from . import packing
 from .head import columns_of_all_ranks
 from .model import PolicyModel
-
-
-@dataclass(frozen=True)
-class CachedPrompt:
-    """A prompt to read once, and the cache rows that start with it."""
-
-    tokens: Sequence[int]
-    rows: Sequence[int]
 
 
 class CachedModel:
@@ -54,41 +55,38 @@ class CachedModel:
         self.cache = KVCache(max_tokens, packing.EMPTY_PLACES)
         self._model, self._maker, self._device = model, maker, maker.device
         self._vocab_size, self._kept_experts = vocab_size, kept_experts
+        self._dtype = model.config.params_dtype
         self._is_last = parallel_state.is_pipeline_last_stage()
 
     @torch.no_grad()
-    def prefill(self, prompts: Sequence[CachedPrompt]) -> Tensor | None:
-        """Fill the rows of the prompts; logits [prompts, vocabulary] after each, on the last stage."""
+    def prefill(self, prompts: Sequence[Prompt]) -> Tensor | None:
+        """Fill the rows of prompts, all without a beginning in the cache or all with one.
+
+        Returns logits [prompts, vocabulary] after each, on the last stage.
+        """
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
-        lengths = [len(prompts[i].tokens) for i in order]
-        tokens = torch.cat([torch.as_tensor(prompts[i].tokens, dtype=torch.int64) for i in order])
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        ends = torch.tensor(lengths).cumsum(0)
-        sources, rows = [], []
-        for i, end, length in zip(order, ends.tolist(), lengths, strict=True):
-            for row in prompts[i].rows:
-                sources.append(torch.arange(end - length, end))
-                rows.append(torch.full((length,), row))
-        kept = torch.cat(sources)
-        slots = self.cache.slots(torch.cat(rows), positions[kept])
-        cached = packing.CachedPass(self.cache, kept.to(self._device), slots.to(self._device), step=None)
-        hidden = self._run(tokens, positions, cached, lengths)
+        ordered = [prompts[i] for i in order]
+        lengths = [prompt.num_new for prompt in ordered]
+        tokens = torch.cat([torch.as_tensor(p.tokens[p.start :], dtype=torch.int64) for p in ordered])
+        positions, cached = rest_of_prompts(self.cache, ordered, self._device, self._dtype)
+        if any(prompt.start for prompt in prompts):
+            hidden = self._run(tokens, positions, cached, None)
+        else:
+            hidden = self._run(tokens, positions, replace(cached, continued=()), lengths)
         if hidden is None:
             return None
         last = torch.empty(len(order), dtype=torch.int64)
-        last[order] = ends - 1
+        last[order] = torch.tensor(lengths).cumsum(0) - 1
         return self._logits(hidden[last.to(self._device)])
 
     @torch.no_grad()
-    def decode(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
-        """The next token of the rows 0..n-1: logits [n, vocabulary] after `tokens` at `positions`."""
-        n, num_places = len(tokens), self.cache.places_read(max(positions) + 1)
-        read, places = upload(self._device, tokens, positions)
-        rows = torch.arange(n, device=self._device)
-        step = packing.NextTokens(places, num_places, self._model.config.params_dtype)
-        cached = packing.CachedPass(self.cache, rows, self.cache.slots(rows, places), step)
-        hidden = self._run(read, places, cached, None)
-        return None if hidden is None else self._logits(hidden[:n])
+    def decode(self, tokens: Sequence[int], positions: Sequence[int], counts: Sequence[int]) -> Tensor | None:
+        """The next tokens of the rows 0..n-1, `counts` of each: logits [N, vocabulary] after `tokens`."""
+        uploaded = upload(self._device, tokens, positions, padded_slots(counts))
+        step = StepTokens(tokens, positions, counts, uploaded)
+        cached = next_tokens(self.cache, step, self._dtype)
+        hidden = self._run(uploaded[0], uploaded[1], cached, None)
+        return None if hidden is None else self._logits(hidden[: len(tokens)])
 
     @torch.no_grad()
     def pass_along(self) -> None:
@@ -97,9 +95,9 @@ class CachedModel:
         self._run(nothing, nothing, None, [])
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, cached: packing.CachedPass | None, lengths: list[int] | None
+        self, tokens: Tensor, positions: Tensor, cached: CachedPass | None, lengths: list[int] | None
     ) -> Tensor | None:
-        """Hidden states [n, H] behind the last stage. `lengths` of prompts; None for single tokens."""
+        """Hidden states [n, H] behind the last stage. `lengths` of prompts; None for continued rows."""
         model, config = self._model, self._model.config
         stages = parallel_state.get_pipeline_model_parallel_group()
         step = self._input(tokens, positions, cached, lengths)
@@ -121,7 +119,7 @@ class CachedModel:
         return hidden.squeeze(1)  # type: ignore[no-any-return]
 
     def _input(
-        self, tokens: Tensor, positions: Tensor, cached: packing.CachedPass | None, lengths: list[int] | None
+        self, tokens: Tensor, positions: Tensor, cached: CachedPass | None, lengths: list[int] | None
     ) -> packing.ModelInput:
         """Append the padding that sequence parallelism requires, as a separate sequence."""
         maker, n = self._maker, len(tokens)
@@ -137,8 +135,10 @@ class CachedModel:
         if maker.routes:
             places = torch.arange(n + missing, device=self._device)
             chosen: dict[int, Tensor] | None = None if self._kept_experts is None else {}
-            sequence, balance = torch.zeros_like(places), rotary[0].new_zeros(1)
-            layout.routing = packing.TokenRouting(places < n, sequence, balance, chosen=chosen)
+            nothing = rotary[0].new_zeros(1)  # is balanced here
+            layout.routing = packing.TokenRouting(
+                (places < n).int(), torch.zeros_like(places), nothing[None], nothing, chosen=chosen
+            )
         return packing.ModelInput(tokens.unsqueeze(0), positions.unsqueeze(0), layout)
 
     def _chosen_experts(self, step: packing.ModelInput, size: tuple[int, int]) -> Tensor:
@@ -165,23 +165,7 @@ HEARTBEAT_SECONDS = 5.0
 REST_SECONDS = 0.02
 
 
-class Prompt(Protocol):
-    @property
-    def tokens(self) -> NDArray[np.int32]: ...
-
-    @property
-    def rows(self) -> Sequence[int]: ...
-
-
-class StepTokens(Protocol):
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    @property
-    def positions(self) -> Sequence[int]: ...
-
-
-class _Order(IntEnum):
+class Order(IntEnum):
     END = 0
     HEARTBEAT = 1
     PASS_ALONG = 2
@@ -190,9 +174,11 @@ class _Order(IntEnum):
     RELEASE = 5
     PREFILL = 6
     DECODE = 7
+    SAVE_PAGES = 8
+    LOAD_PAGES = 9
 
 
-class _State(IntEnum):
+class CopyState(IntEnum):
     """State of a copy between two passes; the largest of several copies counts."""
 
     LEAVING = 0
@@ -237,14 +223,14 @@ class DecodingCopy:
         while True:
             dist.broadcast(header, self.leader, group=self._group)
             order, count = header.tolist()
-            if order == _Order.END:
+            if order == Order.END:
                 return
             numbers = torch.empty(count, dtype=torch.int64, device=self._device)
             if count:
                 dist.broadcast(numbers, self.leader, group=self._group)
-            self._execute(_Order(order), numbers.tolist())
+            self._execute(Order(order), numbers.tolist())
 
-    def command(self, order: _Order, numbers: Sequence[int] = ()) -> Tensor | None:
+    def command(self, order: Order, numbers: Sequence[int] = ()) -> Tensor | None:
         """As the leader, run an order on all ranks of the copy; returns the logits of a pass."""
         if self._group.size() > 1:
             header = torch.tensor([order, len(numbers)], device=self._device)
@@ -253,38 +239,53 @@ class DecodingCopy:
                 dist.broadcast(torch.tensor(numbers, device=self._device), self.leader, group=self._group)
         return self._execute(order, numbers)
 
-    def agree(self, state: _State) -> _State:
+    def agree(self, state: CopyState) -> CopyState:
         """As the leader, return the largest state of the copies that share experts."""
         if self.peers is None:
             return state
         value = torch.tensor([state], device=self._device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.peers)
-        return _State(int(value))
+        return CopyState(int(value))
 
-    def _execute(self, order: _Order, numbers: Sequence[int]) -> Tensor | None:
+    def _execute(self, order: Order, numbers: Sequence[int]) -> Tensor | None:
         model = self._model
         match order:
-            case _Order.PREFILL:
-                return model.prefill(list(_unpacked(numbers)))
-            case _Order.DECODE:
-                half = len(numbers) // 2
-                return model.decode(numbers[:half], numbers[half:])
-            case _Order.PASS_ALONG:
+            case Order.PREFILL:
+                return model.prefill(decoded_prompts(numbers))
+            case Order.DECODE:
+                return model.decode(*decoded_step(numbers))
+            case Order.PASS_ALONG:
                 model.pass_along()
-            case _Order.RESERVE:
+            case Order.RESERVE:
                 model.cache.reserve(*numbers)
-            case _Order.COPY_ROWS:
+            case Order.COPY_ROWS:
                 half = len(numbers) // 2
                 model.cache.copy_rows(numbers[1 : half + 1], numbers[half + 1 :], numbers[0])
-            case _Order.RELEASE:
+            case Order.SAVE_PAGES:
+                row, first, num_pages, *pages = numbers
+                model.cache.save_pages(row, first, pages, num_pages)
+            case Order.LOAD_PAGES:
+                model.cache.load_pages(numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :])
+            case Order.RELEASE:
                 model.cache.release()
         return None
+
+
+class CopyOrders(Protocol):
+    """A copy as its leader sees it; see `DecodingCopy`."""
+
+    cache: KVCache
+    peers: dist.ProcessGroup | None
+
+    def command(self, order: Order, numbers: Sequence[int] = ()) -> Tensor | None: ...
+
+    def agree(self, state: CopyState) -> CopyState: ...
 
 
 class LeaderCache:
     """The caches of all ranks of a copy, as one; see `KVCache`."""
 
-    def __init__(self, copy: DecodingCopy) -> None:
+    def __init__(self, copy: CopyOrders) -> None:
         self._copy = copy
 
     def fits(self, rows: int, length: int) -> bool:
@@ -292,38 +293,45 @@ class LeaderCache:
 
     def reserve(self, rows: int, length: int) -> None:
         if rows > self._copy.cache.rows or length > self._copy.cache.length:
-            self._copy.command(_Order.RESERVE, [rows, length])
+            self._copy.command(Order.RESERVE, [rows, length])
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         if sources:
-            self._copy.command(_Order.COPY_ROWS, [length, *sources, *targets])
+            self._copy.command(Order.COPY_ROWS, [length, *sources, *targets])
+
+    def save_pages(self, row: int, first: int, pages: Sequence[int], num_pages: int) -> None:
+        if pages:
+            self._copy.command(Order.SAVE_PAGES, [row, first, num_pages, *pages])
+
+    def load_pages(self, pages: Sequence[int], rows: Sequence[int]) -> None:
+        if pages:
+            self._copy.command(Order.LOAD_PAGES, [len(pages), *pages, *rows])
 
     def release(self) -> None:
         if self._copy.cache.num_tokens:
-            self._copy.command(_Order.RELEASE)
+            self._copy.command(Order.RELEASE)
 
 
 class LeadingRunner:
     """The leader's model, which is that of all ranks of its copy: what an engine drives."""
 
-    def __init__(self, copy: DecodingCopy, prefill_tokens: int) -> None:
+    def __init__(self, copy: CopyOrders, prefill_tokens: int) -> None:
         """`prefill_tokens`: of the prompts of one pass, where one alone has not more."""
         self.cache, self._copy, self._prefill_tokens = LeaderCache(copy), copy, prefill_tokens
         self._last_order = time.monotonic()
 
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        batches: list[list[Prompt]] = []
-        for prompt in prompts:
-            if not batches or sum(len(p.tokens) for p in (*batches[-1], prompt)) > self._prefill_tokens:
-                batches.append([])
-            batches[-1].append(prompt)
-        return [row for batch in batches for row in self._pass(_Order.PREFILL, _packed(batch))]
+        logits: dict[Prompt, Tensor] = {}
+        for group in ([p for p in prompts if not p.start], [p for p in prompts if p.start]):
+            for batch in in_passes(group, self._prefill_tokens):
+                logits.update(zip(batch, self._pass(Order.PREFILL, encode_prompts(batch)), strict=True))
+        return [logits[prompt] for prompt in prompts]
 
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(hidden))
 
     def decode(self, step: StepTokens) -> Tensor:
-        return self._pass(_Order.DECODE, [*step.tokens, *step.positions])
+        return self._pass(Order.DECODE, encode_step(step))
 
     def experts(self, row: int, first: int, end: int) -> NDArray[np.int16]:
         """[end - first, MoE layers, top_k] of the tokens at these positions of a row, where they are kept."""
@@ -331,8 +339,8 @@ class LeadingRunner:
 
     def rest(self) -> float:
         """Let the other copies work while this one has nothing to do; seconds until the next rest."""
-        if self._copy.agree(_State.RESTING) is _State.PASSING:
-            self._copy.command(_Order.PASS_ALONG)
+        if self._copy.agree(CopyState.RESTING) is CopyState.PASSING:
+            self._copy.command(Order.PASS_ALONG)
             self._last_order = time.monotonic()
             return 0.0
         self._beat()
@@ -340,16 +348,16 @@ class LeadingRunner:
 
     def end(self) -> None:
         """End the stage on all ranks of the copy, once the others that share its experts end it too."""
-        while (state := self._copy.agree(_State.LEAVING)) is not _State.LEAVING:
-            if state is _State.PASSING:
-                self._copy.command(_Order.PASS_ALONG)
+        while (state := self._copy.agree(CopyState.LEAVING)) is not CopyState.LEAVING:
+            if state is CopyState.PASSING:
+                self._copy.command(Order.PASS_ALONG)
             else:
                 self._beat()
                 time.sleep(REST_SECONDS)
-        self._copy.command(_Order.END)
+        self._copy.command(Order.END)
 
-    def _pass(self, order: _Order, numbers: Sequence[int]) -> Tensor:
-        self._copy.agree(_State.PASSING)
+    def _pass(self, order: Order, numbers: Sequence[int]) -> Tensor:
+        self._copy.agree(CopyState.PASSING)
         logits = self._copy.command(order, numbers)
         self._last_order = time.monotonic()
         assert logits is not None, "the leader is of the last stage"
@@ -357,20 +365,39 @@ class LeadingRunner:
 
     def _beat(self) -> None:
         if time.monotonic() - self._last_order >= HEARTBEAT_SECONDS:
-            self._copy.command(_Order.HEARTBEAT)
+            self._copy.command(Order.HEARTBEAT)
             self._last_order = time.monotonic()
 
 
-def _packed(prompts: Sequence[Prompt]) -> list[int]:
-    """Encode prompts: for each the numbers of its tokens and rows, then these."""
-    return [number for p in prompts for number in (len(p.tokens), len(p.rows), *p.tokens.tolist(), *p.rows)]
+def encode_step(step: StepTokens) -> list[int]:
+    """Encode a step: the number of rows, how many tokens each reads, the tokens, their positions."""
+    return [len(step.counts), *step.counts, *step.tokens, *step.positions]
 
 
-def _unpacked(numbers: Sequence[int]) -> Iterator[CachedPrompt]:
-    place = 0
+def decoded_step(numbers: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Tokens, their positions, and how many of them each row reads."""
+    first = 1 + numbers[0]
+    half = first + (len(numbers) - first) // 2
+    return numbers[first:half], numbers[half:], numbers[1:first]
+
+
+def encode_prompts(prompts: Sequence[Prompt]) -> list[int]:
+    """Encode prompts: for each the numbers of tokens, rows and cached tokens, what is read, and rows."""
+    return [
+        number
+        for p in prompts
+        for number in (len(p.tokens), len(p.rows), p.start, *p.tokens[p.start :].tolist(), *p.rows)
+    ]
+
+
+def decoded_prompts(numbers: Sequence[int]) -> list[Prompt]:
+    """What is not read of a prompt is 0."""
+    prompts, place = [], 0
     while place < len(numbers):
-        first = place + 2
-        middle = first + numbers[place]
-        end = middle + numbers[place + 1]
-        yield CachedPrompt(numbers[first:middle], numbers[middle:end])
-        place = end
+        length, num_rows, start = numbers[place : place + 3]
+        first = place + 3
+        middle = first + length - start
+        place = middle + num_rows
+        tokens = np.array([*[0] * start, *numbers[first:middle]], np.int32)
+        prompts.append(Prompt(tokens, numbers[middle:place], start))
+    return prompts

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from nemorl.device import pins_memory
+from nemorl.device import gpu, make_current, pins_memory
 
 from .kernels import AttentionName
 
@@ -54,13 +54,13 @@ def select_device(kind: DeviceKind, rank: int) -> torch.device:
     if kind == "cpu":
         _patch_megatron_for_cpu()
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    device = gpu(rank)
+    if device is None:
         raise RuntimeError(
             f"policy rank {rank} was placed on a GPU but this process sees none: set cluster.gpus_per_node "
             "to 0 to run on the CPU, or check CUDA_VISIBLE_DEVICES and the driver"
         )
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    make_current(device)
     # cuDNN builds a graph for each shape, which decoding changes all the time.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device

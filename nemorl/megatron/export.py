@@ -20,6 +20,7 @@ from nemorl.models.quantized import Quantizer
 from nemorl.models.registry import load_shape
 from nemorl.models.tensors import merge_adapter
 
+from .calibration import input_amax_of
 from .checkpoint_files import SavedState
 from .device import DTYPES
 
@@ -36,7 +37,8 @@ def export_hf(
     quantizer = None
     if quantization is not None:
         shape = load_shape(config.model_path, config.head)
-        quantizer = Quantizer(shape, quantization.format, quantization.ignore)
+        amax = input_amax_of(checkpoint, shape, quantization)
+        quantizer = Quantizer(shape, quantization.format, quantization.ignore, amax)
     with HfFolderWriter(out, config.model_path, head=config.head, quantizer=quantizer) as writer:
         for name, tensor in hf_weights(checkpoint, config):
             writer.add(name, tensor)

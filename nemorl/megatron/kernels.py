@@ -1,15 +1,8 @@
 """Kernels of a policy, chosen from the requested and the installed ones. Imports no torch.
 
-| what | fastest first |
-|---|---|
-| attention | flash-attn, torch's `varlen_attn`, `scaled_dot_product_attention` in buckets |
-| layers | Transformer Engine's linears and norms, Megatron's local ones |
-| optimizer | Transformer Engine's `FusedAdam`, apex's, torch's fused `AdamW`: Megatron looks in this order |
-| gradients | apex's `fused_weight_gradient_mlp_cuda` adds a weight's gradient to its float32 sum in one go |
-| activation | SwiGLU as one kernel, which Triton compiles; Megatron has no fused form of others |
-
-The attention is ours also between Transformer Engine's linears, whose `DotProductAttention` needs Megatron to
-rotate queries and keys. Ours computes the same for every family, window, sink and context-parallel layout.
+`USES` lists every use of a kernel library; `nemorl doctor` prints it. The attention is ours also between
+Transformer Engine's linears, whose `DotProductAttention` needs Megatron to rotate queries and keys. Ours
+computes the same for every family, window, sink and context-parallel layout.
 """
 
 import importlib
@@ -20,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nemorl.config.policy import AdamConfig, OptimizerConfig, RecomputeConfig, SelectiveRecompute
+from nemorl.config.policy import AdamConfig, Fp8Config, OptimizerConfig, RecomputeConfig, SelectiveRecompute
 from nemorl.models.layout_rules import norms_are_fused
 from nemorl.models.shape import ModelShape
 
@@ -36,6 +29,95 @@ FUSED_WEIGHT_GRADIENT = "fused_weight_gradient_mlp_cuda"
 TRITON = "triton"
 # The part of a library that is used; what PyPI calls apex is another project, which has no optimizers.
 _PARTS = {TRANSFORMER_ENGINE: ".pytorch", APEX: ".optimizers"}
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a kernel library by a policy."""
+
+    what: str
+    library: str  # as in `Installed`
+    kernel: str
+    chosen: str  # the function or the module of Megatron that decides
+    fallback: str  # what computes the same without the library
+    test: str  # of both giving the same, on a CPU with a stand-in for the library
+
+
+_TE_TESTS, _APEX_TESTS = "tests/megatron/test_transformer_engine.py", "tests/megatron/test_apex.py"
+USES = (
+    Use(
+        "attention",
+        FLASH_ATTENTION,
+        "flash_attn_varlen_func",
+        "nemorl.megatron.kernels.choose",
+        "torch's varlen_attn, also for shared prefixes; scaled_dot_product_attention for float32",
+        "tests/megatron/test_attention.py::test_variable_length_kernels_compute_the_same",
+    ),
+    Use(
+        "linear layers and norms",
+        TRANSFORMER_ENGINE,
+        "Linear, LayerNormLinear, RMSNorm",
+        "nemorl.megatron.kernels.choose",
+        "megatron-core's local layers, nemorl's RMSNorm",
+        f"{_TE_TESTS}::test_both_kinds_of_layers_compute_and_learn_the_same",
+    ),
+    Use(
+        "experts",
+        TRANSFORMER_ENGINE,
+        "GroupedLinear",
+        "nemorl.megatron.moe.ExpertLayer",
+        "megatron-core's experts in sequence",
+        f"{_TE_TESTS}::test_both_kinds_of_layers_compute_and_learn_the_same",
+    ),
+    Use(
+        "Adam",
+        TRANSFORMER_ENGINE,
+        "FusedAdam",
+        "megatron.core.optimizer",
+        "apex's FusedAdam, else torch's AdamW",
+        f"{_TE_TESTS}::test_its_adam_learns_as_torchs",
+    ),
+    Use(
+        "Adam with states of fewer bits",
+        TRANSFORMER_ENGINE,
+        "FusedAdam with exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype",
+        "nemorl.megatron.kernels.check_optimizer",
+        "none: the run is refused",
+        f"{_TE_TESTS}::test_an_adam_of_fewer_bits_learns_and_continues",
+    ),
+    Use(
+        "gradient norm",
+        TRANSFORMER_ENGINE,
+        "multi_tensor_l2norm",
+        "megatron.core.optimizer.clip_grads",
+        "apex's amp_C, else torch's norm",
+        f"{_TE_TESTS}::test_its_adam_learns_as_torchs",
+    ),
+    Use(
+        "Adam",
+        APEX,
+        "FusedAdam",
+        "megatron.core.optimizer",
+        "torch's AdamW",
+        f"{_APEX_TESTS}::test_its_adam_learns_as_torchs",
+    ),
+    Use(
+        "gradients of weights",
+        FUSED_WEIGHT_GRADIENT,
+        "wgrad_gemm_accum_fp32 and _fp16 (a part of apex)",
+        "nemorl.megatron.kernels.choose",
+        "a matrix product, then an addition",
+        f"{_APEX_TESTS}::test_gradients_that_are_added_in_place_are_the_same",
+    ),
+    Use(
+        "SwiGLU",
+        TRITON,
+        "a kernel that torch.compile makes of Megatron's bias_swiglu",
+        "nemorl.megatron.kernels.choose",
+        "torch's operations in sequence; always for other activations",
+        "tests/megatron/test_kernels.py::test_the_fused_activation_computes_the_same",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -118,6 +200,15 @@ def choose(
         fused_gradients=FUSED_WEIGHT_GRADIENT in installed,
         fused_activation=activation == "silu" and TRITON in installed and installed.compiler,
     )
+
+
+def check_fp8(fp8: Fp8Config | None, kernels: Kernels) -> None:
+    """Raise `KernelsNotFound` for FP8 without Transformer Engine's layers."""
+    if fp8 is not None and kernels.layers == "local":
+        raise KernelsNotFound(
+            "policy.fp8 is given, which Transformer Engine's layers compute, but the package "
+            "transformer_engine cannot be imported here: install it, or remove policy.fp8"
+        )
 
 
 def check_optimizer(optimizer: OptimizerConfig, installed: Installed) -> None:

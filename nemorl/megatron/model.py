@@ -158,6 +158,8 @@ def transformer_config(
         options |= {"recompute_granularity": "full", **full}
     elif isinstance(recompute, SelectiveRecompute):
         options |= {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules)}
+    if policy.fp8 is not None:
+        options |= {"fp8": policy.fp8.format, "fp8_recipe": policy.fp8.recipe}
     if mla is not None:  # positions and the softmax scale are ours
         options |= {
             "q_lora_rank": mla.query_rank,
@@ -310,16 +312,23 @@ class PolicyModel(GPTModel):
         if self.scalar_head is not None:
             values = self.scalar_head(hidden).index_select(0, micro.local_positions)
             return _of_whole_batch(values, micro.own, micro), None
-        hidden = self._predicting(hidden, micro)
-        ids = micro.batch.tokens.index_select(0, micro.labels).unsqueeze(1)
+        labels, predictors, number = micro.labels, micro.predictors, None
+        if micro.distinct is not None and candidates is None:  # those of a shared place may differ
+            first, number = micro.distinct
+            labels, predictors = labels.index_select(0, first), predictors.index_select(0, first)
+        hidden = self._selected(hidden, predictors)
+        ids = micro.batch.tokens.index_select(0, labels).unsqueeze(1)
         if candidates is not None:
-            ids = torch.cat((ids, candidates.index_select(0, micro.labels)), dim=1)
+            ids = torch.cat((ids, candidates.index_select(0, labels)), dim=1)
         logprobs, entropies = token_logprobs(
             *(hidden, self.output_weight(), ids, self.vocabulary),
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             entropy=entropy or candidates is not None,
         )
+        if number is not None:
+            logprobs = logprobs.index_select(0, number)
+            entropies = None if entropies is None else entropies.index_select(0, number)
         if entropies is not None:  # with candidates a metric only
             entropies = entropies if candidates is None else entropies.detach()
             entropies = _of_whole_batch(entropies, micro.labels, micro)
@@ -329,15 +338,15 @@ class PolicyModel(GPTModel):
     def top(self, hidden: Tensor, micro: MicroBatch, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Ids [N, k] of the likeliest tokens at each place and their logprobs [N, k]; 0 outside the mask."""
         options: dict[str, Any] = {"temperature": temperature, "chunk_tokens": self.chunk_tokens}
-        hidden = self._predicting(hidden, micro)
+        hidden = self._selected(hidden, micro.predictors)
         ids, logprobs = top_logprobs(hidden, self.output_weight(), k, self.vocabulary, **options)
         return _of_whole_batch(ids, micro.labels, micro), _of_whole_batch(logprobs, micro.labels, micro)
 
-    def _predicting(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
-        """[m, H] the hidden states before the labels that this rank computes."""
+    def _selected(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """[m, H] hidden states at these places of the rank's tokens."""
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
-        hidden = hidden.squeeze(1).index_select(0, micro.predictors)
+        hidden = hidden.squeeze(1).index_select(0, places)
         if not self.config.sequence_parallel:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         return hidden
@@ -373,6 +382,12 @@ class PolicyParallel(distributed.DistributedDataParallel):
         return self.dp_cp_group.size() > 1 or (has_experts and self.expt_dp_group.size() > 1)
 
 
+def overlaps_reductions() -> bool:
+    """True if gradients are reduced during the backward pass: there are data- or context-parallel ranks."""
+    ranks: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return ranks > 1
+
+
 def build_model(
     shape: ModelShape,
     policy: PolicyConfig,
@@ -388,7 +403,7 @@ def build_model(
     ddp_config = distributed.DistributedDataParallelConfig(
         use_distributed_optimizer=policy.optimizer.is_sharded,
         grad_reduce_in_fp32=policy.optimizer.gradient_bytes == 4,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlaps_reductions(),
     )
     chunks = range(policy.layout.virtual_pipeline_parallel_size)
     with building(kind):
@@ -398,7 +413,12 @@ def build_model(
                 adapters.attach(model, chunk)
             if not trains:
                 model.requires_grad_(False)
-        return [PolicyParallel(config, ddp_config, model) for model in models]
+        parallel = [PolicyParallel(config, ddp_config, model) for model in models]
+    if ddp_config.overlap_grad_reduce:
+        # Only the last micro-batch starts reductions: those before it add to the gradients.
+        of_chunks = [chunk.no_sync for chunk in parallel]
+        config.no_sync_func = of_chunks if len(of_chunks) > 1 else of_chunks[0]
+    return parallel
 
 
 def _of_whole_batch(values: Tensor, places: Tensor, micro: MicroBatch) -> Tensor:

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, router_gating_linear
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -17,6 +16,7 @@ from torch import Tensor
 from nemorl.config.policy import MoeConfig, PolicyConfig
 from nemorl.models.shape import ModelShape
 
+from .compatibility import expert_parts
 from .packing import PackedLayout, TokenRouting
 
 
@@ -44,8 +44,9 @@ class PolicyRouter(TopKRouter):
       micro-batches and ranks: for a sequence of T tokens, E / (top_k T^2) * sum_i counts_i * sum_t p_ti.
     """
 
-    def __init__(self, config: Any, pg_collection: Any = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: Any, pg_collection: Any = None, **options: Any) -> None:
+        """Megatron gives `options` from 0.17 on."""
+        super().__init__(config=config, pg_collection=pg_collection, **options)
         self.freeze = False
         self.balance_scale = 0.0  # coefficient of the balance loss over the sequences of the optimizer step
         self.tokens: TokenRouting | None = None  # of the micro-batch that comes next
@@ -71,8 +72,8 @@ class PolicyRouter(TopKRouter):
         if tokens.chosen is not None:
             tokens.chosen[self.moe_layer] = chosen.nonzero()[:, 1].view(len(chosen), -1)
         if torch.is_grad_enabled():
-            counted = chosen & tokens.is_real.unsqueeze(1)
-            counts = counted.sum(0)
+            counted = chosen & (tokens.uses > 0).unsqueeze(1)
+            counts = (counted * tokens.uses.unsqueeze(1)).sum(0)
             self.tokens_per_expert = self.tokens_per_expert.to(counts.device) + counts
             if self.balance_scale:
                 loss = self._balance(logits.flatten(0, 1), counted, tokens)
@@ -90,12 +91,12 @@ class PolicyRouter(TopKRouter):
             p = scores / scores.sum(-1, keepdim=True)
         else:
             p = torch.softmax(logits.float(), -1)
-        of_rank = torch.zeros(len(tokens.balance), self.num_experts, device=p.device)
-        counts = of_rank.index_add(0, tokens.sequence, counted.float())
+        of_rank = torch.zeros(tokens.paths.shape[1], self.num_experts, device=p.device)
+        counts = of_rank.index_add(0, tokens.segment, counted.float())
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(counts, group=self.tp_cp_group)
-        sums = of_rank.index_add(0, tokens.sequence, p * tokens.is_real.unsqueeze(1))
-        by_sequence = (counts * sums).sum(1) * tokens.balance
+        sums = of_rank.index_add(0, tokens.segment, p * (tokens.uses > 0).unsqueeze(1))
+        by_sequence = ((tokens.paths @ counts) * (tokens.paths @ sums)).sum(1) * tokens.balance
         return by_sequence.sum() * (self.num_experts / self.topk)  # type: ignore[no-any-return]
 
 
@@ -183,10 +184,8 @@ class ExpertLayer(MoELayer):
 
     def __init__(self, config: TransformerConfig, **options: Any) -> None:
         grouped = config.transformer_impl == "transformer_engine"
-        spec = get_moe_module_spec(
-            use_te=grouped, num_experts=config.num_moe_experts, moe_grouped_gemm=grouped
-        ).submodules
-        super().__init__(config, MoESubmodules(spec.experts, spec.shared_experts, PolicyRouter), **options)
+        parts = expert_parts(config.num_moe_experts, PolicyRouter, grouped=grouped)
+        super().__init__(config, parts, **options)
         self.tokens: TokenRouting | None = None
         # Done below instead, where the tokens are known.
         modules = config.recompute_modules or []

@@ -165,8 +165,8 @@ class PolicyOptimizer:
 class Offload:
     """Moves storages off the device and back, to the bit: all parameters and gradients are views of a few."""
 
-    def __init__(self, kind: DeviceKind) -> None:
-        self._kind = kind
+    def __init__(self, kind: DeviceKind, device: torch.device) -> None:
+        self._kind, self._device = kind, device
         self._moved: list[tuple[UntypedStorage, Tensor]] = []  # with the copy of its bytes
         self._freed: list[tuple[UntypedStorage, int]] = []  # with its size in bytes
 
@@ -218,7 +218,7 @@ class Offload:
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
         """Storages on the policy's device by address, each once."""
-        storages = (t.untyped_storage() for t in tensors if t.device.type == self._kind)
+        storages = (t.untyped_storage() for t in tensors if t.device == self._device)
         return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 

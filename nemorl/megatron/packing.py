@@ -5,17 +5,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.packed import PackedBatch
-from nemorl.models.kv_cache import KVCache
+from nemorl.data.prefixes import Segment, prefix_tree, shortest_run, token_rows
+from nemorl.device import has_dense_attention_with_lse
+from nemorl.models.kv_cache import CachedPass
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
 
@@ -29,6 +32,8 @@ Angles = tuple[Tensor, Tensor]  # cosines and signed sines, each [N, 1, dim]
 SIMILAR = 0.75
 # Below this many tokens the launches always cost more than the padding.
 SHORT = 32
+# Tokens of a matrix product in FP8 are a multiple of this: of 16 in general, of 32 for MXFP8.
+FP8_TOKENS = 32
 
 # Before its first token a row of the cache has an empty place, whose key gives the logit 0, to which a layer
 # with sinks adds the sink.
@@ -78,8 +83,9 @@ class ContextShare:
 class TokenRouting:
     """Input of the routers of a micro-batch about a rank's `n` tokens, padding included."""
 
-    is_real: Tensor  # [n] bool: no padding
-    sequence: Tensor  # [n] number of the sequence in the micro-batch
+    uses: Tensor  # [n] int: sequences that the token is in; 0 for padding
+    segment: Tensor  # [n] number of the run of tokens in the micro-batch
+    paths: Tensor  # [sequences, segments] float: 1 where the sequence has the run
     # [sequences] 1 / T^2 for a sequence of T tokens, 0 for one that nothing is learned from
     balance: Tensor
     experts: Tensor | None = None  # [n, MoE layers, top_k] to be taken; -1 where the router chooses
@@ -89,8 +95,8 @@ class TokenRouting:
     def part(self, rank: int, size: int) -> "TokenRouting":
         """A tensor-parallel rank's tokens under sequence parallelism."""
         experts = None if self.experts is None else self.experts.chunk(size)[rank]
-        is_real, sequence = self.is_real.chunk(size)[rank], self.sequence.chunk(size)[rank]
-        return TokenRouting(is_real, sequence, self.balance, experts, self.chosen)
+        uses, segment = self.uses.chunk(size)[rank], self.segment.chunk(size)[rank]
+        return TokenRouting(uses, segment, self.paths, self.balance, experts, self.chosen)
 
 
 @dataclass(frozen=True)
@@ -144,55 +150,14 @@ class Bucket:
     spans: tuple[Span, ...]
 
 
-@dataclass
-class NextTokens:
-    """The places that the next token of each row 0..n-1 sees; the same for all layers of a window."""
+@dataclass(frozen=True)
+class SharedKeys:
+    """A segment whose keys the tokens of all segments after it in their sequences see."""
 
-    positions: Tensor  # [n] of the tokens in their sequences
-    places: int  # that are read
-    dtype: torch.dtype
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int | None) -> Tensor:
-        """[n, 1, 1, places] to be added to the logits; -inf also at the empty place."""
-        if window not in self._masks:
-            own = self.positions.unsqueeze(1)
-            position = torch.arange(self.places, device=own.device) - EMPTY_PLACES
-            sees = (position >= 0) & (position <= own)
-            if window is not None:
-                sees &= position > own - window
-            mask = torch.zeros(sees.shape, device=own.device, dtype=self.dtype)
-            self._masks[window] = mask.masked_fill_(~sees, -torch.inf)[:, None, None]
-        return self._masks[window]
-
-
-@dataclass
-class CachedPass:
-    """Access of a forward pass to the cache: it stores new keys and values and, in a step, reads them."""
-
-    cache: KVCache
-    sources: Tensor  # [m] packed tokens whose keys and values are kept; one may be kept in several rows
-    slots: Tensor  # [m] where
-    step: NextTokens | None  # None: prompts, whose tokens see one another only
-
-    def keep(self, layer: int, *values: Tensor) -> None:
-        """Store a layer's keys, rotated, and values [N, kv_heads, dim] of packed tokens, or their experts."""
-        self.cache.keep(layer, self.slots, *(value.index_select(0, self.sources) for value in values))
-
-    def attend(
-        self, layer: int, query: Tensor, scale: float | None, window: int | None, sinks: Tensor | None
-    ) -> Tensor:
-        """[N, heads, dim] of the next tokens' queries; 0 for those that pad. `sinks` [heads]."""
-        assert self.step is not None, "prompts attend to themselves"
-        n = len(self.step.positions)
-        key, value = self.cache.read(layer, n, self.step.places)
-        heads = query[:n].unflatten(1, (key.shape[1], -1))  # [n, kv_heads, queries of each, dim]
-        mask = self.step.mask(window)
-        if sinks is not None:
-            mask = mask.repeat(1, *heads.shape[1:3], 1)
-            mask[..., 0] = sinks.to(mask.dtype).view(heads.shape[1:3])
-        out = F.scaled_dot_product_attention(heads, key, value, mask, scale=scale).flatten(1, 2)
-        return F.pad(out, (0, 0, 0, 0, 0, len(query) - n))
+    queries: slice  # of the rank's packed tokens: those that see them
+    keys: slice  # of the packed keys, without padding
+    start: int  # position of the first key in its sequences
+    furthest: int  # largest position of a query
 
 
 @dataclass
@@ -203,6 +168,9 @@ class PackedLayout(PackedSeqParams):
     rotary: Angles | None = None
     local_rotary: Angles | None = None  # of the layers with a window, where theirs are others
     buckets: list[Bucket] = field(default_factory=list)  # empty where a variable-length kernel is used
+    is_tree: bool = False  # some tokens are those of several sequences
+    shared: list[SharedKeys] = field(default_factory=list)  # next to buckets, whose rows see themselves only
+    positions: Tensor | None = None  # [N] of the tokens in their sequences, where keys are shared
     kernel: AttentionKernel | None = None
     kernel_rows: KernelRows | None = None
     kernel_keys: Tensor | None = None  # which packed keys these rows have; None for all in their order
@@ -218,21 +186,31 @@ def packed_layout(
     kernel: AttentionKernel | None,
     local_rotary: Angles | None = None,
     share: ContextShare = ContextShare(),
+    tree: Sequence[Segment] = (),
 ) -> PackedLayout:
-    """Layout of sequences laid end to end, sorted by length: `lengths`, multiples of `share.num_chunks`."""
+    """Layout of sequences laid end to end, shortest first: `lengths`, multiples of `share.num_chunks`.
+
+    With `tree` they are segments, in its order, followed by padding if there are more lengths.
+    """
     device = rotary[0].device
     cu_seqlens = _starts(lengths, device)
     buckets = _buckets(lengths, share, device) if kernel is None else []
     rows, keys = None, None
+    is_tree = any(segment.parent >= 0 for segment in tree)
     if kernel is not None:
-        # A row for each chunk that the rank takes: its queries, and the sequence's keys up to its end.
+        # A row for each chunk that the rank takes: its queries, and the keys of its sequence up to its end.
         queries = [length // share.num_chunks for length in lengths for _ in share.chunks]
-        seen = [length // share.num_chunks * (number + 1) for length in lengths for number in share.chunks]
-        rows = KernelRows(_starts(queries, device), _starts(seen, device), max(queries), max(seen))
-        if share.size > 1:
-            starts = [s for s in accumulate(lengths[:-1], initial=0) for _ in share.chunks]
-            places = [torch.arange(count) + start for count, start in zip(seen, starts, strict=True)]
-            keys = torch.cat(places).to(device)
+        seen = [
+            [*before, range(start, start + length // share.num_chunks * (number + 1))]
+            for before, start, length in zip(
+                _ranges_before(tree, lengths), accumulate(lengths, initial=0), lengths, strict=False
+            )
+            for number in share.chunks
+        ]
+        counts = [sum(map(len, ranges)) for ranges in seen]
+        rows = KernelRows(_starts(queries, device), _starts(counts, device), max(queries), max(counts))
+        if share.size > 1 or is_tree:
+            keys = torch.cat([torch.arange(r.start, r.stop) for ranges in seen for r in ranges]).to(device)
     return PackedLayout(
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
@@ -241,12 +219,45 @@ def packed_layout(
         rotary=rotary,
         local_rotary=local_rotary,
         buckets=buckets,
+        is_tree=is_tree,
+        shared=_shared_keys(tree, lengths, share) if is_tree and kernel is None else [],
         kernel=kernel,
         kernel_rows=rows,
         kernel_keys=keys,
         share=share,
         key_order=share.order(lengths).to(device) if share.size > 1 else None,
     )
+
+
+def _ranges_before(tree: Sequence[Segment], lengths: Sequence[int]) -> list[list[range]]:
+    """For each length the packed tokens, without padding, of the segments that lead to it."""
+    before: list[list[range]] = []
+    starts = [*accumulate(lengths, initial=0)]
+    for segment in tree:
+        parent = segment.parent
+        own = [] if parent < 0 else [range(starts[parent], starts[parent] + tree[parent].length)]
+        before.append([*(before[parent] if parent >= 0 else ()), *own])
+    return before + [[] for _ in range(len(lengths) - len(tree))]
+
+
+def _shared_keys(tree: Sequence[Segment], lengths: Sequence[int], share: ContextShare) -> list[SharedKeys]:
+    """Each segment that others follow; these are the next ones of the tree."""
+    starts = [*accumulate(lengths, initial=0)]
+    last, furthest = list(range(len(tree))), [segment.end - 1 for segment in tree]
+    for number, segment in reversed([*enumerate(tree)]):
+        if (parent := segment.parent) >= 0:
+            last[parent] = max(last[parent], last[number])
+            furthest[parent] = max(furthest[parent], furthest[number])
+    return [
+        SharedKeys(
+            queries=slice(starts[number + 1] // share.size, starts[last[number] + 1] // share.size),
+            keys=slice(starts[number], starts[number] + segment.length),
+            start=segment.start,
+            furthest=furthest[number],
+        )
+        for number, segment in enumerate(tree)
+        if last[number] > number
+    ]
 
 
 def _buckets(lengths: Sequence[int], share: ContextShare, device: torch.device) -> list[Bucket]:
@@ -310,10 +321,12 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class MicroBatch(ModelInput):
-    """Sequences of one forward pass, shortest first.
+    """Sequences of one forward pass.
 
-    A rank computes `tokens`: its share of every sequence, padded to equal chunks under context parallelism,
-    and of a sequence of padding, as sequence parallelism requires a multiple of the tensor-parallel size.
+    A rank computes `tokens`: its share of every segment of their prefix tree, padded to equal chunks under
+    context parallelism, and of a segment of padding, as sequence parallelism requires a multiple of the
+    tensor-parallel size. What is said of the tokens of `batch` stays with them, so that a token that several
+    sequences share has a label, a weight and an advantage in each.
     """
 
     batch: PackedBatch  # [N] whole sequences
@@ -323,6 +336,10 @@ class MicroBatch(ModelInput):
     predictors: Tensor  # [m] place in `tokens` of the token before each label
     own: Tensor  # [k] places in `batch` of the tokens that this rank computes
     local_positions: Tensor  # [k] places in `tokens` of the same
+    num_distinct: int  # tokens of all ranks, without padding
+    # Of labels that are one token after the same ones: [u] a place in `labels` of each, and [m] the number of
+    # each label among them. None where no two are.
+    distinct: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_computed(self) -> int:
@@ -344,34 +361,34 @@ class MicroBatchMaker:
         self.device, self.kernel = device, packed_attention_kernel(kernels.attention)
         # The number of a rank's tokens is padded to a multiple of this.
         self.multiple = layout.tensor_parallel_size if layout.sequence_parallel else 1
+        self.multiple *= FP8_TOKENS if config.fp8 is not None else 1
         self.share = ContextShare(
             parallel_state.get_context_parallel_rank(),
             parallel_state.get_context_parallel_world_size(),
             parallel_state.get_context_parallel_group(),
         )
         self.routes = shape.moe is not None
+        attends = self.kernel is not None or has_dense_attention_with_lse(device)
+        self.shares_prefixes = config.share_prefixes and attends
 
     def make(self, batch: PackedBatch, sequences: list[int]) -> MicroBatch:
         """The named sequences of a batch that lies on the CPU."""
         starts = batch.cu_seqlens.tolist()
-        lengths = [starts[s + 1] - starts[s] for s in sequences]
-        order = sorted(range(len(sequences)), key=lengths.__getitem__)
-        sequences, lengths = [sequences[i] for i in order], [lengths[i] for i in order]
+        sequences = sorted(sequences, key=lambda s: starts[s + 1] - starts[s])
         selected = batch.select(sequences)
         places = torch.cat([torch.arange(starts[s], starts[s + 1]) for s in sequences])
-        # Tokens of each sequence with its padding, and of the last one, which is padding alone, if any.
+        tree = self._tree(selected)
+        # Tokens of each segment with its padding, and of the last one, which is padding alone, if any.
         chunks, size = self.share.num_chunks, self.share.size
-        padded = [-(-length // chunks) * chunks for length in lengths]
+        padded = [-(-segment.length // chunks) * chunks for segment in tree]
         missing = -(sum(padded) // size) % math.lcm(self.multiple, len(self.share.chunks)) * size
         padded += [missing] * (missing > 0)
-        begins = accumulate(padded, initial=0)
-        # [N] position of each token of the batch in the padded sequences
-        real = torch.cat([torch.arange(n) + begin for n, begin in zip(lengths, begins, strict=False)])
-        held = self.share.places(padded)  # [n] positions of the rank's tokens in the same
+        real = _padded_places(selected, tree, padded)
+        held = self.share.places(padded)  # [n] positions of the rank's tokens in the padded segments
         place_here = torch.full((sum(padded),), -1)
         place_here[held] = torch.arange(len(held))
         scored = selected.loss_mask.nonzero().squeeze(1)
-        predictors = place_here[real[scored] - 1]
+        predictors = place_here[real[scored - 1]]
         own = (place_here[real] >= 0).nonzero().squeeze(1)
         mine = predictors >= 0
         positions = _spread(selected.position_ids, real, sum(padded))[held].to(self.device)
@@ -381,9 +398,15 @@ class MicroBatchMaker:
             self.kernel,
             self.local_rotary.at(positions) if self.local_rotary else None,
             self.share,
+            tree,
         )
+        layout.positions = positions if layout.shared else None
         if self.routes:
-            layout.routing = _routing(selected, padded, real, held, self.device)
+            layout.routing = _routing(selected, tree, padded, real, held, self.device)
+        labels, num_distinct = scored[mine], sum(segment.length for segment in tree)
+        distinct = None
+        if num_distinct < selected.num_tokens:
+            distinct = _distinct(predictors[mine], selected.tokens[labels], self.device)
         return MicroBatch(
             batch=selected.to(self.device),
             places=places,
@@ -391,28 +414,68 @@ class MicroBatchMaker:
             position_ids=positions.unsqueeze(0),
             layout=layout,
             scored=scored.to(self.device),
-            labels=scored[mine].to(self.device),
+            labels=labels.to(self.device),
             predictors=predictors[mine].to(self.device),
             own=own.to(self.device),
             local_positions=place_here[real[own]].to(self.device),
+            num_distinct=num_distinct,
+            distinct=distinct,
         )
+
+    def _tree(self, batch: PackedBatch) -> list[Segment]:
+        """The segments that are computed, each once; those that nothing follows shortest first."""
+        if not self.shares_prefixes:
+            return [Segment(0, length, (number,), -1) for number, length in enumerate(batch.lengths)]
+        tokens = [part.numpy() for part in batch.tokens.int().split(batch.lengths)]
+        experts: list[Any] = [None] * len(tokens)
+        if batch.routed_experts is not None:
+            experts = [part.numpy() for part in batch.routed_experts.split(batch.lengths)]
+        return prefix_tree(token_rows(tokens, experts), shortest_run(self.share.size))
+
+
+def _padded_places(batch: PackedBatch, tree: Sequence[Segment], padded: Sequence[int]) -> Tensor:
+    """[N] the place of each token of the batch in the padded segments."""
+    starts, places = batch.cu_seqlens.tolist(), torch.empty(batch.num_tokens, dtype=torch.int64)
+    for segment, begin in zip(tree, accumulate(padded, initial=0), strict=False):
+        own = torch.arange(begin, begin + segment.length)
+        for sequence in segment.sequences:
+            places[starts[sequence] + segment.start : starts[sequence] + segment.end] = own
+    return places
+
+
+def _distinct(predictors: Tensor, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """`MicroBatch.distinct` of labels with these predictors and token ids."""
+    rows = torch.stack((predictors, ids), 1).numpy()
+    _, first, number = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    if len(first) == len(rows):
+        return None
+    return torch.from_numpy(first).to(device), torch.from_numpy(number.reshape(-1)).to(device)
 
 
 def _routing(
-    batch: PackedBatch, padded: list[int], real: Tensor, held: Tensor, device: torch.device
+    batch: PackedBatch,
+    tree: Sequence[Segment],
+    padded: Sequence[int],
+    real: Tensor,
+    held: Tensor,
+    device: torch.device,
 ) -> TokenRouting:
-    """`held` [n] are the places of the rank's tokens in the padded sequences, `real` [N] the batch's."""
-    size = sum(padded)
-    lengths = torch.tensor([*batch.lengths, *[1] * (len(padded) - batch.num_sequences)])
-    sequence = torch.repeat_interleave(torch.arange(len(padded)), torch.tensor(padded))
-    is_learned = torch.zeros(len(padded)).index_add(0, sequence[real], batch.loss_mask.float()) > 0
+    """`held` [n] are the places of the rank's tokens in the padded segments, `real` [N] the batch's."""
+    size, count = sum(padded), batch.num_sequences
+    lengths = torch.tensor(batch.lengths)
+    of_token = torch.repeat_interleave(torch.arange(count), lengths)
+    is_learned = torch.zeros(count).index_add(0, of_token, batch.loss_mask.float()) > 0
+    paths = torch.zeros(count, len(padded))
+    for number, segment in enumerate(tree):
+        paths[list(segment.sequences), number] = 1
     experts = None
     if batch.routed_experts is not None:
         unknown = torch.full((size, *batch.routed_experts.shape[1:]), -1, dtype=batch.routed_experts.dtype)
         experts = unknown.index_copy(0, real, batch.routed_experts)[held].to(device)
     return TokenRouting(
-        is_real=_spread(torch.ones(batch.num_tokens, dtype=torch.bool), real, size)[held].to(device),
-        sequence=sequence[held].to(device),
+        uses=torch.zeros(size, dtype=torch.int64).index_add(0, real, torch.ones_like(real))[held].to(device),
+        segment=torch.repeat_interleave(torch.arange(len(padded)), torch.tensor(padded))[held].to(device),
+        paths=paths.to(device),
         balance=(is_learned / lengths.square()).to(device),
         experts=experts,
     )

@@ -3,19 +3,31 @@
 load_hf ─▶ [ load_trajectories ─▶ compute_logprobs ─▶ train ... ─▶ sender.send ] ─▶ save_checkpoint
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.data import losses, packed
-from nemorl.data.shards import ColumnShard, Field, Shard, TokenArray, rows_of, with_rows
+from nemorl.data.examples import Example
+from nemorl.data.shards import (
+    ColumnShard,
+    Field,
+    SequencePlace,
+    Shard,
+    TokenArray,
+    plan_sequences,
+    rows_of,
+    with_rows,
+)
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_slices
@@ -24,12 +36,13 @@ from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightSender
 
 from . import checkpoint, parallel
+from .calibration import InputRanges
 from .checkpoint_store import FileRecord
 from .decode import CachedModel, DecodingCopy
 from .device import DeviceKind, select_device
 from .fake_quantization import FakeQuantization
 from .guards import guarded_values
-from .kernels import Installed, check_optimizer, choose, recompute_notes
+from .kernels import Installed, check_fp8, check_optimizer, choose, recompute_notes
 from .lora import Adapters
 from .model import build_model, local_name
 from .moe import Routers
@@ -64,13 +77,18 @@ class PolicyWorker:
         seed: int = 0,
         trains: bool = True,
         load: bool = False,
+        calibration_prompts: Sequence[Example] = (),
     ) -> None:
-        """Join the other ranks at `rendezvous`; without `load` the model has no weights before `load_hf`."""
+        """Join the other ranks at `rendezvous`; without `load` the model has no weights before `load_hf`.
+
+        On `calibration_prompts` the weights of the folder compute the first ranges of inputs.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
         self._kind: DeviceKind = device
         self.device = select_device(device, rank)
         self._config, self._keep_reference = config, keep_reference
+        self._calibration_prompts = calibration_prompts
         self._seed = seed  # of adapters and heads that no folder holds
         self._shape = load_shape(config.model_path, config.head)
         self._installed = Installed.find()
@@ -82,6 +100,7 @@ class PolicyWorker:
             activation=self._shape.activation,
             installed=self._installed,
         )
+        check_fp8(config.fp8, self._kernels)
         rounding = config.trained_quantization
         if rounding is not None:  # its kernel adds to gradients of parameters, and a rounded weight is none
             self._kernels = replace(self._kernels, fused_gradients=False)
@@ -101,25 +120,34 @@ class PolicyWorker:
             self._shape, config, device, self.device, self._kernels, self._adapters, trains=trains
         )
         self._modules = [chunk.module for chunk in self._chunks]
-        self._rounding = None
+        self._ranges = self._rounding = None
+        if config.quantization is not None and config.quantization.calibration is not None:
+            ranges = self._shape, config.quantization, self._place, self.device
+            self._ranges = InputRanges(*ranges, waits=bool(calibration_prompts))
         if rounding is not None:
-            self._rounding = FakeQuantization(self._shape, rounding, self._place)
-            for number, module in enumerate(self._modules):
-                self._rounding.attach(module, number)
+            self._rounding = FakeQuantization(
+                self._shape, rounding, self._place, self.parameters, self._ranges
+            )
+        for number, module in enumerate(self._modules):
+            for hooks in (self._ranges, self._rounding):
+                if hooks is not None:
+                    hooks.attach(module, number)
         self._pipeline = Pipeline(self._chunks, temperature, self.device)
         self._optimizer = PolicyOptimizer(config, self._chunks, device, self._trained) if trains else None
         self._maker = MicroBatchMaker(self._shape, config, self._kernels, self.device)
         self._routers = Routers(self._modules, self._shape, config.moe) if self._shape.moe else None
         self._reference: ReferenceWeights | Adapters | None = None
-        self._offload = Offload(device)
+        self._offload = Offload(device, self.device)
         self._copier = checkpoint.SnapshotCopier(device)
         self._copy: checkpoint.Snapshot | None = None
         self._batch: packed.PackedBatch | None = None
         if load:
             self.load_hf(config.model_path)
         # Engines take weights with adapters in them, or adapters: what one does not ask for is not computed.
-        slices = (*self.slices(), *self.adapter_slices())
-        self.sender = WeightSender(slices, self.merged_parameters, self.device)
+        slices = [*self.slices(), *self.adapter_slices()]
+        if self._ranges is not None and config.engine_quantization is not None:
+            slices += self._ranges.slices()
+        self.sender = WeightSender(slices, self._sent_parameters, self.device)
 
     def header(self) -> dict[str, str]:
         """Device, layout, kernels and versions in use; for the header of a run's log."""
@@ -127,6 +155,7 @@ class PolicyWorker:
             "device": str(self.device),
             "backend": dist.get_backend(),
             "precision": self._config.precision,
+            **({"fp8": fp8.described} if (fp8 := self._config.fp8) else {}),
             "layout": self._config.layout.name,
             **({"head": "scalar"} if self._shape.head == "scalar" else {}),
             **(self._adapters.described() if self._adapters else {}),
@@ -150,6 +179,10 @@ class PolicyWorker:
             self._optimizer.weights_changed()
         if self._keep_reference:
             self._reference = self._adapters or ReferenceWeights(self._modules)
+        if self._rounding is not None:
+            self._rounding.measure(reference=self._keep_reference)
+        if self._calibration_prompts:
+            self._calibrate(self._calibration_prompts)
 
     def slices(self) -> list[TensorSlice]:
         """The parts of the HF checkpoint in each of `parameters` and `merged_parameters`."""
@@ -171,12 +204,21 @@ class PolicyWorker:
     def merged_parameters(self) -> Mapping[str, Tensor]:
         """The weights that engines sample with: `parameters`, with adapters added when one is asked for.
 
-        Under fake quantization they are rounded, also one at a time.
+        Under fake quantization they are rounded, also one at a time, unless engines round them. Where engines
+        require scales of activations, these are there too.
         """
-        parameters = self.parameters()
-        if self._rounding is not None:
-            return self._rounding.folded(parameters)
+        parameters: Mapping[str, Tensor]
+        if self._rounding is not None and self._config.engine_quantization is None:
+            parameters = self._rounding.folded()
+        else:
+            scales = {} if self._ranges is None else self._ranges.scales()
+            parameters = self.parameters() | scales
         return self._adapters.merged(parameters) if self._adapters else parameters
+
+    def _sent_parameters(self) -> Mapping[str, Tensor]:
+        if self._ranges is not None:
+            self._ranges.adopt()
+        return self.merged_parameters()
 
     def decoding_copy(self, max_kv_tokens: int) -> DecodingCopy:
         """This rank's part in sampling with the weights in place; layouts without CP and VPP have one."""
@@ -185,6 +227,12 @@ class PolicyWorker:
         experts = None if moe is None else (self._shape.num_moe_layers, moe.top_k)
         cached = CachedModel(model, self._maker, self._shape.vocab_size, max_kv_tokens, experts)
         return DecodingCopy(cached, self._config.layout, self.device)
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Inside, the weights in place sample and do not change; rounded ones are computed once and kept."""
+        if self._ranges is not None:
+            self._ranges.adopt()
+        return nullcontext() if self._rounding is None else self._rounding.kept()
 
     def offload(self) -> int:
         """Leave the device to generation, as far as `policy.offload` says; bytes that it then has."""
@@ -211,11 +259,16 @@ class PolicyWorker:
 
     def _snapshot(self) -> checkpoint.Snapshot:
         self._offload.require_back()
-        return checkpoint.Snapshot.of(self.optimizer, self._kind)
+        inputs = {} if self._ranges is None else self._ranges.state()
+        return checkpoint.Snapshot.of(self.optimizer, self._kind, inputs)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Take what `save_checkpoint` wrote, under this or another layout; the reference stays as it is."""
         checkpoint.load(folder, self._trained, self._place, self.parameters(), self.optimizer, self._kind)
+        if self._rounding is not None:
+            self._rounding.measure()
+        if self._ranges is not None:
+            self._ranges.load(folder)
 
     def close(self) -> None:
         parallel.leave()
@@ -332,13 +385,16 @@ class PolicyWorker:
             loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
         sums, maxima = self._pipeline.run_loss(made, loss, backward=True)
         step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
-        counts = [sum(m.batch.num_tokens for m in made), sum(m.num_computed for m in made)]
-        num_tokens, num_computed = sum_over_data_parallel(torch.tensor(counts), self.device).tolist()
+        if self._rounding is not None and self._adapters is None:
+            self._rounding.measure()
+        counts = torch.tensor([[m.batch.num_tokens, m.num_distinct, m.num_computed] for m in made]).sum(0)
+        num_tokens, num_distinct, num_computed = sum_over_data_parallel(counts, self.device).tolist()
         return losses.TrainStats(
             sums=sums,
             maxima=maxima,
             **asdict(step),
             num_tokens=num_tokens,
+            num_distinct=num_distinct,
             num_computed=num_computed,
             experts=None if self._routers is None else self._routers.metrics(self.device),
         )
@@ -370,9 +426,41 @@ class PolicyWorker:
             raise RuntimeError(
                 f"{method} requires a model with policy.head {head!r}, and this one has {self._shape.head!r}"
             )
-        return self.batch, [self._maker.make(self.batch, sequences) for sequences in micro_batches]
+        made = [self._maker.make(self.batch, sequences) for sequences in micro_batches]
+        if self._ranges is not None and not self._ranges.are_complete:
+            count = sum_over_data_parallel(torch.tensor(sum(map(len, micro_batches))), self.device)
+            self._measure(self._ranges, self.batch, made, int(count))
+        return self.batch, made
+
+    def _measure(
+        self, ranges: InputRanges, batch: packed.PackedBatch, made: list[MicroBatch], num_sequences: int
+    ) -> None:
+        disabled = nullcontext() if self._rounding is None else self._rounding.disabled()
+        with disabled, ranges.measuring(num_sequences):
+            self._pipeline.outputs(batch, made)
+
+    def _calibrate(self, prompts: Sequence[Example]) -> None:
+        """Measure the inputs over prompts, which do not count as conversations: these widen the ranges."""
+        assert self._ranges is not None, "policy.quantization.calibration is set"
+        layout = self._config.layout
+        examples = [*prompts, *islice(cycle(prompts), -len(prompts) % layout.fewest_units)]
+        places = [SequencePlace(None, row, example.num_tokens) for row, example in enumerate(examples)]
+        ranks = layout.data_parallel_size
+        plan = plan_sequences(places, self._config, self._shape.hidden_size, ranks, 1)
+        rank = parallel_state.get_data_parallel_rank()
+        share = [examples[place] for place in plan.ranks[rank]]
+        batch = packed.pack_examples(share, [0.0] * len(share))
+        made = [self._maker.make(batch, sequences) for sequences in plan.micro_batches[rank]]
+        self._measure(self._ranges, batch, made, 0)
+        self._ranges.adopt()
 
     def _reference_in_place(self) -> AbstractContextManager[None]:
         if self._reference is None:
             raise RuntimeError("no reference weights are kept: start with keep_reference and load_hf")
-        return self._reference.in_place()
+        return self._with_reference(self._reference)
+
+    @contextmanager
+    def _with_reference(self, reference: ReferenceWeights | Adapters) -> Iterator[None]:
+        rounding = nullcontext() if self._rounding is None else self._rounding.reference_in_place()
+        with reference.in_place(), rounding:
+            yield

@@ -17,6 +17,7 @@ those of modelopt's `export_hf_checkpoint`, which the tests compare bit by bit. 
 another, because vLLM does not read modelopt's.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -27,13 +28,22 @@ from torch import Tensor
 from nemorl.config.quantization import STATIC_INPUTS, QuantizationFormat
 from nemorl.errors import NemorlError
 
-from .family import Stage
+from .family import LayerKind, Split, Stage
 from .layout import hf_tensors, weight_rules
 from .shape import ModelShape
 
 _INT8, _INT4, _E4M3, _E2M1 = 127, 7, 448, 6  # largest values that scales map to
 _FP8_BLOCK, _INT4_GROUP, _NVFP4_GROUP = 128, 128, 16  # elements that share a scale along each axis
-_COLUMNS = {"fp8_block": _FP8_BLOCK, "int4": _INT4_GROUP, "nvfp4": _NVFP4_GROUP, "nvfp4_w4a16": _NVFP4_GROUP}
+# Rows and columns of the blocks that have scales of their own; 1 where a scale is of rows or of the tensor.
+BLOCKS: dict[QuantizationFormat, tuple[int, int]] = {
+    "int8": (1, 1),
+    "fp8": (1, 1),
+    "fp8_channel": (1, 1),
+    "fp8_block": (_FP8_BLOCK, _FP8_BLOCK),
+    "int4": (1, _INT4_GROUP),
+    "nvfp4": (1, _NVFP4_GROUP),
+    "nvfp4_w4a16": (1, _NVFP4_GROUP),
+}
 # Of their values, and of the scales of groups.
 BYTES_PER_WEIGHT: dict[QuantizationFormat, float] = {
     "int8": 1,
@@ -69,32 +79,42 @@ def linear_groups(
 ) -> tuple[LinearGroup, ...]:
     """The weights that are quantized. `ignore` has patterns (fnmatch) of HF names without `.weight`.
 
-    Raises Unquantizable for models with experts or latent attention, for a pattern that matches nothing or a
-    part of a fused matrix, and for columns that the format's groups do not divide.
+    Raises Unquantizable for a scalar head, for experts that are one tensor, unless they are ignored, for a
+    pattern that matches nothing or a part of a fused matrix, and for columns that the format's groups do not
+    divide.
     """
-    parts = {"experts": shape.moe, "latent attention": shape.mla, "a scalar head": shape.head == "scalar"}
-    for kind in (kind for kind, part in parts.items() if part):
-        raise Unquantizable(f"models with {kind} are not quantized yet: use a dense language model")
+    if shape.head == "scalar":
+        raise Unquantizable("models with a scalar head are not quantized: use a language model")
     tensors = hf_tensors(shape)
     modules = [name.removesuffix(".weight") for name in tensors]
     for pattern in ignore:
         if not any(fnmatchcase(module, pattern) for module in modules):
             raise Unquantizable(f"ignore = {pattern!r}: no layer has such a name; correct or remove it")
-    groups = []
+    groups: list[LinearGroup] = []
+    of_experts: dict[str, tuple[str, bool]] = {}  # by layer the first matrix, and if it is ignored
     for names in _linear_names(shape):
         ignored = [_is_ignored(name, ignore) for name in names]
-        if all(ignored):
-            continue
-        if any(ignored):
+        if any(ignored) and not all(ignored):
             kept = ", ".join(name for name, skip in zip(names, ignored, strict=True) if not skip)
             problem = f"engines fuse {', '.join(names)}"
             raise Unquantizable(f"ignore = {list(ignore)}: {problem}; ignore all of them, also {kept}")
-        columns, group = tensors[names[0]][1], _COLUMNS.get(format, 1)
+        if (layer := experts_of(names[0])) is not None:
+            first, skipped = of_experts.setdefault(layer, (names[0], ignored[0]))
+            if skipped != ignored[0]:
+                kept = f"{names[0] if skipped else first} is not ignored"
+                problem = f"engines compute {layer} as a whole, and {kept}"
+                raise Unquantizable(f"ignore = {list(ignore)}: {problem}; ignore {layer}.* or none of them")
+        if all(ignored):
+            continue
+        if _fused_experts_of(names[0], tensors[names[0]]) is not None:
+            problem = f"{names[0]} has all experts of a layer, which vLLM reads in no such format"
+            raise Unquantizable(f"{problem}; add '*.experts.*' to ignore")
+        columns, group = tensors[names[0]][1], BLOCKS[format][1]
         if columns % group:
             problem = f"{names[0]} has {columns} columns, and {format} requires a multiple of {group}"
             raise Unquantizable(f"{problem}; ignore such layers, or use another format")
         if format == "fp8_block" and len(names) > 1:
-            for name in names:  # a block of the fused matrix may not hold rows of two of them
+            for name in names[:-1]:  # a block of the fused matrix may not hold rows of two of them
                 if (rows := tensors[name][0]) % _FP8_BLOCK:
                     problem = f"{name} has {rows} rows, and {format} requires a multiple of {_FP8_BLOCK}"
                     raise Unquantizable(f"{problem} where engines fuse matrices; use another format")
@@ -108,22 +128,80 @@ def _is_ignored(name: str, ignore: Sequence[str]) -> bool:
     return any(fnmatchcase(name.removesuffix(".weight"), pattern) for pattern in ignore)
 
 
+def experts_of(name: str) -> str | None:
+    """The name of all experts of a layer, of a weight of one of them."""
+    block, experts, rest = name.rpartition(".experts.")
+    return f"{block}.experts" if experts and rest[0].isdigit() else None
+
+
+def _fused_experts_of(name: str, size: tuple[int, ...]) -> str | None:
+    """The name of all experts of a layer, of a tensor that has the weights of all of them."""
+    return f"{name.rpartition('.experts.')[0]}.experts" if len(size) > 2 else None
+
+
+def input_keys(shape: ModelShape, format: QuantizationFormat, ignore: Sequence[str] = ()) -> dict[str, str]:
+    """By quantized weight a name of its input: equal for fused weights, and for all experts of a layer."""
+    keys: dict[str, str] = {}
+    for group in linear_groups(shape, format, ignore):
+        experts, projection = experts_of(group[0]), group[0].rsplit(".", 2)[1]
+        keys |= dict.fromkeys(group, f"{experts}.{projection}" if experts else group[0])
+    return keys
+
+
+def input_scale_names(
+    shape: ModelShape, format: QuantizationFormat, ignore: Sequence[str] = ()
+) -> dict[str, str]:
+    """By quantized weight the name of its `input_scale`; empty for formats that store none."""
+    if format not in STATIC_INPUTS:
+        return {}
+    groups = linear_groups(shape, format, ignore)
+    return {name: _input_scale_name(name) for group in groups for name in group}
+
+
+def _input_scale_name(weight: str) -> str:
+    return f"{weight.removesuffix('.weight')}.input_scale"
+
+
 def _linear_names(shape: ModelShape) -> Iterator[tuple[str, ...]]:
-    """Matrices of all layers; those of one rule have the same input, and engines fuse them."""
+    """Matrices of all layers, without routers; those of one rule have the same input, and engines fuse them.
+
+    Of latent attention engines fuse both projections down, which are two rules.
+    """
     rules = [rule for rule in weight_rules(shape) if rule.stage is Stage.LAYERS]
     for layer in range(shape.num_layers):
+        kinds = {LayerKind.ALL, LayerKind.MOE if shape.is_moe(layer) else LayerKind.DENSE}
+        down: list[str] = []
         for rule in rules:
-            if all(len(tensor.stored_shape(shape)) == 2 for tensor in rule.tensors):
-                yield tuple(tensor.name.format(layer=layer) for tensor in rule.tensors)
+            sizes = [tensor.stored_shape(shape) for tensor in rule.tensors]
+            is_matrix = len(sizes[0]) > 1 and not rule.param.endswith(".bias")  # a bias may be of all experts
+            if rule.layers not in kinds or rule.split is Split.REPLICATED or not is_matrix:
+                continue  # of another kind of layers, or a router, a norm or a bias
+            fused = len(sizes[0]) > 2  # gate and up may then be parts of one tensor
+            for expert in range(shape.moe.num_experts if rule.experts and shape.moe and not fused else 1):
+                names = [tensor.name.format(layer=layer, expert=expert) for tensor in rule.tensors]
+                names = list(dict.fromkeys(names))
+                if names[0].endswith((".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")):
+                    down += names
+                else:
+                    yield tuple(names)
+        if down:
+            yield tuple(down)
 
 
 def quantization_config(
     shape: ModelShape, format: QuantizationFormat, groups: Iterable[LinearGroup]
 ) -> dict[str, Any]:
     """The field `quantization_config` of config.json for folders in which `groups` are quantized."""
-    quantized = {name for group in groups for name in group}
-    linear = [name for names in _linear_names(shape) for name in names]
-    ignore = ["lm_head", *(name.removesuffix(".weight") for name in linear if name not in quantized)]
+    quantized, tensors = {name for group in groups for name in group}, hf_tensors(shape)
+    linear = [name for names in _linear_names(shape) for name in names if name not in quantized]
+    routers = [name for name in tensors if name.endswith((".gate.weight", ".router.weight"))]
+    # vLLM asks for the experts of a layer by their common name, or by the names of the first one; of experts
+    # that are one tensor by names that no tensor has.
+    blocks = dict.fromkeys(block for name in linear if (block := experts_of(name)) is not None)
+    fused = dict.fromkeys(
+        block for name in linear if (block := _fused_experts_of(name, tensors[name])) is not None
+    )
+    ignore = ["lm_head", *(name.removesuffix(".weight") for name in (*linear, *routers)), *blocks, *fused]
     if format in _MODELOPT:
         config = {"quant_method": "modelopt", "quant_algo": _MODELOPT[format], "ignore": ignore}
         return config | ({"group_size": _NVFP4_GROUP} if format.startswith("nvfp4") else {})
@@ -140,7 +218,7 @@ def quantization_config(
         "quant_method": "compressed-tensors",
         "format": "int-quantized" if format == "int8" else "pack-quantized",
         "quantization_status": "compressed",
-        "ignore": ignore,
+        "ignore": [*ignore, *(rf"re:{re.escape(block)}\..*" for block in fused)],
         "config_groups": {
             "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
         },
@@ -153,21 +231,22 @@ def quantize(
 ) -> dict[str, Tensor]:
     """The tensors of one weight [N, K], by their HF names, without `input_scale`.
 
-    `amax` [] is the largest magnitude of all weights that share `weight_scale_2`, in NVFP4; the weight's own
-    when not given.
+    `amax` has the largest magnitudes of what shares a scale, where the weight is a part of that: of each row
+    [N, 1] in int8 and fp8_channel, of the tensor [] (or of each row's tensor [N, 1]) in fp8, and of all
+    weights with the same `weight_scale_2` [] in NVFP4. Without it they are the weight's own.
     """
     module, (rows, columns) = name.removesuffix(".weight"), weight.shape
     scale_name = f"{module}.weight_scale"
     match format:
         case "int8":
-            scale = _scale(weight.abs().amax(1, keepdim=True), _INT8)
+            scale = _scale(weight.abs().amax(1, keepdim=True) if amax is None else amax, _INT8)
             values = (weight / scale).round().clamp(-_INT8 - 1, _INT8).to(torch.int8)
             return {name: values, scale_name: scale}
         case "fp8":
-            scale = _scale(weight.abs().amax(), _E4M3)
+            scale = _scale(weight.abs().amax() if amax is None else amax, _E4M3)
             return {name: (weight / scale).to(torch.float8_e4m3fn), scale_name: scale}
         case "fp8_channel":
-            scale = _scale(weight.abs().amax(1, keepdim=True), _E4M3)
+            scale = _scale(weight.abs().amax(1, keepdim=True) if amax is None else amax, _E4M3)
             return {name: (weight / scale).to(torch.float8_e4m3fn), scale_name: scale.squeeze(1)}
         case "fp8_block":
             blocks = _blocks(weight)
@@ -218,13 +297,40 @@ def dequantize(format: QuantizationFormat, name: str, tensors: Mapping[str, Tens
             return (values * (scale * tensors[f"{module}.weight_scale_2"])[..., None]).flatten(1)
 
 
-def fold(format: QuantizationFormat, weight: Tensor) -> Tensor:
-    """A weight [N, K], or the rows of several, rounded to the format, in its own type."""
-    return dequantize(format, "weight", quantize(format, "weight", weight)).to(weight.dtype)
+@torch.no_grad()
+def fold(format: QuantizationFormat, weight: Tensor, amax: Tensor | None = None) -> Tensor:
+    """A weight [N, K] rounded to the format, in its own type; `amax` as in `quantize`."""
+    return dequantize(format, "weight", quantize(format, "weight", weight, amax)).to(weight.dtype)
+
+
+@torch.no_grad()
+def fold_inputs(format: QuantizationFormat, inputs: Tensor, amax: Tensor) -> Tensor:
+    """The inputs [n, K] of a linear layer as engines round them, in their own type.
+
+    `amax`: of each token [n, 1] in int8 and fp8_channel, stored [] in fp8 and nvfp4; fp8_block has one for
+    each run of 128 columns, of its own.
+    """
+    if not inputs.numel():  # an expert may get no tokens
+        return inputs
+    match format:
+        case "int8" | "fp8_channel":
+            return fold(format, inputs, amax)
+        case "fp8":  # larger inputs than those measured become the largest value
+            return fold(format, inputs.clamp(-amax, amax), amax)
+        case "nvfp4":
+            return fold(format, inputs, amax)
+        case "fp8_block":
+            runs = inputs.reshape(-1, _FP8_BLOCK)
+            return fold("fp8_channel", runs).view(inputs.shape)
+        case _:
+            return inputs
 
 
 def input_scale(format: QuantizationFormat, amax: Tensor) -> Tensor:
-    """`X.input_scale` [] from the largest magnitude of the inputs of a linear layer, or of a fused one."""
+    """`X.input_scale` from the largest magnitude of the inputs of a linear layer, or of a fused one.
+
+    Of any shape, for several layers at once.
+    """
     return _scale(amax, _E4M3 if format == "fp8" else _E2M1 * _E4M3)
 
 
@@ -237,14 +343,20 @@ class Quantizer:
         format: QuantizationFormat,
         ignore: Sequence[str] = (),
         input_amax: Mapping[str, Tensor] | None = None,
+        *,
+        receives_input_scales: bool = False,
     ) -> None:
         """`input_amax` [] of each quantized weight: for formats that store scales of activations.
 
-        Raises Unquantizable, as `linear_groups` and where these are missing.
+        With `receives_input_scales` these scales are among the tensors instead. Raises Unquantizable, as
+        `linear_groups` and where these are missing.
         """
         groups = linear_groups(shape, format, ignore)
-        if format in STATIC_INPUTS and input_amax is None:
-            raise Unquantizable(f"{format} stores scales of activations, which have to be measured")
+        if format in STATIC_INPUTS and input_amax is None and not receives_input_scales:
+            problem = f"{format} stores scales of activations, which this checkpoint does not have"
+            raise Unquantizable(
+                f"{problem}; train with policy.quantization.calibration, or use another format"
+            )
         self.config = quantization_config(shape, format, groups)
         self.format, self._input_amax = format, input_amax
         self._groups = {name: group for group in groups for name in group}
@@ -275,10 +387,8 @@ class Quantizer:
     def _input_scales(self, names: Sequence[str]) -> dict[str, Tensor]:
         if self._input_amax is None or self.format not in STATIC_INPUTS:
             return {}
-        return {
-            f"{name.removesuffix('.weight')}.input_scale": input_scale(self.format, self._input_amax[name])
-            for name in names
-        }
+        amax = self._input_amax
+        return {_input_scale_name(name): input_scale(self.format, amax[name]) for name in names}
 
 
 def _scale(amax: Tensor, largest: int) -> Tensor:

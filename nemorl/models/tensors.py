@@ -27,7 +27,6 @@ def local_view(parameters: Mapping[str, Tensor], part: TensorSlice) -> Tensor:
 _CHUNK_ELEMENTS, _CHUNKS = 2**18, 16
 
 
-@torch.no_grad()
 class ComputedTensors(UserDict[str, Tensor]):
     """Tensors of which some are computed when one is asked for.
 
@@ -51,6 +50,7 @@ class ComputedTensors(UserDict[str, Tensor]):
         return self._last[name]
 
 
+@torch.no_grad()
 def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """Add `scale * b @ a` to `weight` [out, in] in place, in float32; `a` [rank, in], `b` [out, rank].
 

@@ -131,6 +131,7 @@ SHOWN = (
     Shown("critical/", "Critical path: share of a step that the driver waits for"),
     Shown("time/step", column="seconds", priority=7, width=9),
     Shown("time/"),
+    Shown("refit/seconds/", "Seconds of a weight update by stage, in the slowest rank"),
     Shown("reward/", "Rewards by name"),
     Shown("reward_std/", "Standard deviation of each reward"),
     Shown("reward_absent/", "Share of answers to which a reward does not apply"),

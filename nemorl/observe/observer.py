@@ -406,7 +406,7 @@ def open_console(
     config: LoggerConfig, *, total_steps: int, first_step: int = 0, stream: TextIO | None = None
 ) -> PlainConsole | BarConsole:
     stream = stream or sys.stdout
-    terminal = Console(file=stream)
+    terminal = Console(file=stream, emoji=False)
     has_bars = terminal.is_terminal and not terminal.is_dumb_terminal
     if config.console == "rich" or (config.console == "auto" and has_bars):
         return BarConsole(terminal, total_steps=total_steps, first_step=first_step)

@@ -124,10 +124,10 @@ def estimate_memory(
 def policy_memory(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
     """The fullest rank of the policy: stages differ by embedding, head and micro-batches in flight."""
     stages = range(experiment.policy.layout.pipeline_parallel_size)
-    return max((_stage(experiment, shape, stage) for stage in stages), key=lambda rank: rank.total)
+    return max((stage_memory(experiment, shape, stage) for stage in stages), key=lambda rank: rank.total)
 
 
-def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemory:
+def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemory:
     policy, algorithm, generation = experiment.policy, experiment.algorithm, experiment.generation
     layout, item = policy.layout, ITEM_SIZE[policy.precision]
     trained = parameters = stage_parameters(shape, layout, stage)
@@ -171,10 +171,12 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         columns = shape.vocab_size // layout.tensor_parallel_size
         head_gradient = columns * shape.hidden_size * (4 if policy.precision == "float32" else 8)
 
-    cache = 0
+    cache, rounded = 0, 0
     if isinstance(generation, MegatronGenerationConfig):  # the policy samples without an engine
+        if policy.trained_quantization is not None:  # kept while it samples, by few bytes less
+            rounded = parameters.total * item
         logits = max(logits, sampling_bytes(generation.max_batch_size, shape, gpus=on_gpu))
-        cached = min(generation.max_kv_tokens, generation.max_batch_size * policy.max_sequence_length)
+        cached = generation.most_kv_tokens(policy.max_sequence_length)
         heads, dim = shape.num_key_value_heads, shape.head_dim
         if shape.mla is not None:  # kept as attention sees it, values as wide as keys
             heads, dim = shape.num_attention_heads, shape.mla.head_dim + shape.mla.rotary_dim
@@ -204,7 +206,7 @@ def _stage(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemo
         logits=logits if last else 0,
         head_gradient=head_gradient,
         kv_cache=cache,
-        staging=buckets_bytes(generation, sent),
+        staging=buckets_bytes(generation, sent) + rounded,
         staging_on_host=sent if generation.delta else 0,
         optimizer_on_host=state_copy if on_host else 0,
         offloaded_on_host=offloaded,
@@ -243,18 +245,21 @@ def kept_elements(
     in_flight = behind + 1 if chunks == 1 else 2 * behind + (chunks - 1) * stages + 1
     in_flight = min(in_flight, num_micro_batches * chunks)
     widths = {with_experts: _layer(shape, policy, with_experts) for with_experts in (False, True)}
-    kept = again = 0  # for a token, by a run of layers; and while what was not kept is computed again
+    kept = again = 0  # for a token, by a run of layers; and while one of them is computed
     for chunk in range(chunks):
-        layers = [widths[shape.is_moe(i)] for i in stage_layers(shape.num_layers, layout, stage, chunk)]
+        with_experts = [shape.is_moe(i) for i in stage_layers(shape.num_layers, layout, stage, chunk)]
+        layers = [widths[each] for each in with_experts]
+        passing = max(_passing(shape, policy, each) for each in with_experts)
         if not isinstance(recompute, FullRecompute):
             kept = max(kept, sum(layers))
+            again = max(again, passing)
         elif recompute.method == "uniform":
             kept = max(kept, _hidden(shape, layout) * -(-len(layers) // recompute.num_layers))
-            again = max(again, max(layers) * recompute.num_layers)
+            again = max(again, max(layers) * recompute.num_layers + passing)
         else:
             rest = layers[recompute.num_layers :]
             kept = max(kept, _hidden(shape, layout) * (len(layers) - len(rest)) + sum(rest))
-            again = max(again, *layers)
+            again = max(again, max(layers) + passing)
     return tokens * (in_flight * kept + again)
 
 
@@ -288,10 +293,37 @@ def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
         return kept
     if "shared_experts" not in left_out:
         kept += 3 * moe.shared_ffn_hidden_size // tensor
-    # Copies of the token for its experts and what they make of it, with experts equally busy.
-    copies = moe.top_k * layout.expert_tensor_parallel_size
-    of_copy = 2 * shape.hidden_size + 3 * moe.ffn_hidden_size // layout.expert_tensor_parallel_size
-    return kept + copies * of_copy // (tensor if layout.sequence_parallel else 1)
+    return kept + _copies(shape, layout) * (shape.hidden_size + _of_expert(shape, layout)) // _shared(layout)
+
+
+def _passing(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
+    """Elements for a token that exist while a layer is computed, next to what layers keep."""
+    layout, moe = policy.layout, shape.moe
+    again = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
+    if moe is None or not with_experts:
+        return 3 * shape.ffn_hidden_size // layout.tensor_parallel_size if "mlp" in again else 0
+    # Copies as they come from other ranks, as they leave the experts, and as they return.
+    width = 3 * shape.hidden_size
+    if "moe" in again:
+        width += shape.hidden_size + _of_expert(shape, layout)
+    return _copies(shape, layout) * width // _shared(layout)
+
+
+def _copies(shape: ModelShape, layout: LayoutConfig) -> int:
+    """Copies of a token for its experts, which are taken to be equally busy."""
+    assert shape.moe is not None
+    return shape.moe.top_k * layout.expert_tensor_parallel_size
+
+
+def _of_expert(shape: ModelShape, layout: LayoutConfig) -> int:
+    """What an expert makes of a copy."""
+    assert shape.moe is not None
+    return 3 * shape.moe.ffn_hidden_size // layout.expert_tensor_parallel_size
+
+
+def _shared(layout: LayoutConfig) -> int:
+    """Ranks over which the tokens of a layer with experts are spread."""
+    return layout.tensor_parallel_size if layout.sequence_parallel else 1
 
 
 @dataclass(frozen=True)

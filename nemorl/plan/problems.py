@@ -9,13 +9,14 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from nemorl.config.base import call_within
+from nemorl.config.base import call_within, counted
 from nemorl.config.data import (
     CurriculumConfig,
     DataConfig,
@@ -25,7 +26,14 @@ from nemorl.config.data import (
 )
 from nemorl.config.environment import EnvConfig, environments_in
 from nemorl.config.experiment import Experiment
-from nemorl.config.facts import ModelSpec, environment_urls, models_of, server_sections, server_urls
+from nemorl.config.facts import (
+    ModelSpec,
+    environment_sections,
+    environment_urls,
+    models_of,
+    server_sections,
+    server_urls,
+)
 from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig, server_host
 from nemorl.config.library_datasets import LibraryDataset
 from nemorl.config.run import ClusterConfig
@@ -49,6 +57,7 @@ from .memory import ProcessMemory, estimate_memory
 
 _SCALAR_HEAD = SCALAR_HEAD.tensors[0].name
 _ROW_SECONDS = 600.0  # for the first row, with a download
+_COUNT_SECONDS = 10.0  # for the rows of a stream
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -82,8 +91,13 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     if samples and generation.plan_module:
         engine = importlib.import_module(generation.plan_module)
         problems += engine.problems(experiment, shape, installed=machine.same_packages)
+    if not training and generation.has_engines and policy.samples_by_input_scales:
+        assert policy.quantization is not None, "it names the format"
+        fix = "engines get scales of activations from a policy, which this command does not start"
+        fix += "; set policy.quantization to null here, or use a format without them"
+        problems.append(Problem("policy.quantization.format", policy.quantization.format, fix))
     starts_policy = training or not generation.has_engines
-    if starts_policy and (refused := list(_layout_problems(experiment, shape))):
+    if starts_policy and (refused := list(policy_layout_problems(experiment, shape))):
         return Plan((), (*problems, *refused))
     started = [m for m in models_of(experiment)[1:] if (samples if m.scores else training)]
     auxiliary, refused = auxiliary_models(experiment, shape, started)
@@ -111,7 +125,7 @@ def auxiliary_models(
             wrong = weight_problems(path, config.head, trained_head=model.scores)
             refused += [_model_problem(section, path, problem) for problem in wrong]
         alone = experiment.model_copy(update={"policy": config})
-        problems = [*_shape_problems(alone, shape), *_layout_problems(alone, shape)]
+        problems = [*_shape_problems(alone, shape), *policy_layout_problems(alone, shape)]
         if model.scores:  # it reads text, by a tokenizer of its own
             problems = [p for p in problems if not p.field.startswith("generation.")]
             problems += head_problems(path)
@@ -159,6 +173,9 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
     has_policy = training or not experiment.generation.has_engines
     if has_policy and experiment.cluster.gpus_per_node:
         yield from gpu_attention_problems(shape, policy.precision)
+    if policy.fp8 is not None and shape.moe is not None:
+        fix = "tokens of experts are not padded to what FP8 requires: remove it, or use a dense model"
+        yield Problem("policy.fp8", policy.fp8.model_dump(), fix)
     if (lora := policy.lora) is None:
         return
     targets, possible = list(lora.targets), adaptable_projections(shape)
@@ -182,7 +199,8 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
         yield Problem("policy.lora.rank", lora.rank, fix)
 
 
-def _layout_problems(experiment: Experiment, shape: ModelShape) -> Problems:
+def policy_layout_problems(experiment: Experiment, shape: ModelShape) -> Problems:
+    """Reasons why the policy's layout, recomputation or rounding cannot be that of the model."""
     policy = experiment.policy
     found = list(layout_problems(shape, policy.layout, adapters=policy.lora is not None))
     yield from found or recompute_problems(shape, policy.layout, policy.recompute)
@@ -190,6 +208,15 @@ def _layout_problems(experiment: Experiment, shape: ModelShape) -> Problems:
     if "layernorm" in modules and policy.kernels == "transformer_engine" and norms_are_fused(shape):
         fix = "Transformer Engine computes the norms with the matrices behind them: remove layernorm"
         yield Problem("policy.recompute.modules", list(modules), fix)
+    quantization = policy.trained_quantization
+    if quantization is not None and not found:
+        from nemorl.models.quantized import Unquantizable  # torch, which takes seconds
+        from nemorl.models.quantized_parts import require_divisible
+
+        try:
+            require_divisible(shape, quantization, policy.layout)
+        except Unquantizable as problem:
+            yield Problem("policy.quantization.format", quantization.format, str(problem))
 
 
 def file_problems(experiment: Experiment, packages: bool = True, *, training: bool = True) -> Problems:
@@ -229,6 +256,7 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
         return
     teachers = experiment.teachers if training else {}
     sections = server_sections(experiment.generation, experiment.rewards, teachers)
+    sections |= environment_sections(experiment.env) if experiment.algorithm.online or not training else {}
     for section, config in (sections | {"generation.endpoint": experiment.generation.endpoint}).items():
         variable = getattr(config, "api_key_env", None)
         if variable and not os.environ.get(variable, "").strip():
@@ -380,7 +408,7 @@ def _row_problems(
 ) -> Problems:
     """A source that cannot be read, wrong keys, which the first row shows, or rows that cannot be used."""
     from nemorl.data.datasets import DatasetError, row_errors  # needs numpy
-    from nemorl.data.rows import first_row
+    from nemorl.data.rows import count_rows, first_row
 
     field, value = dataset.source_field, dataset.source
     if isinstance(dataset, FileDataset) and dataset.split is None and not dataset.path.exists():
@@ -402,9 +430,24 @@ def _row_problems(
     if missing:
         yield from missing
         return
-    for line in row_errors(dataset, data, encode=encode):
+    wrong = row_errors(dataset, data, encode=encode)
+    for line in wrong:
         fix = f"{line.removeprefix(f'{value}, ')}; correct or remove the row"
         yield Problem(f"{path}.{field}", value, fix)
+    if wrong or (stream := getattr(dataset, "stream", None)) is None:
+        return
+    number = None
+    try:
+        with suppress(TimeoutError):  # then the run reports it
+            count = partial(count_rows, dataset, stream.size, _COUNT_SECONDS)
+            number = call_within(2 * _COUNT_SECONDS, count)
+    except DatasetError as error:
+        yield Problem(f"{path}.{field}", value, str(error).removeprefix(f"{value} "))
+        return
+    if number is not None and number < stream.size:
+        size = "size" if isinstance(dataset, GeneratorDataset) else "stream.size"
+        fix = f"{value} has {counted(number, 'row')}; set it to {number} or less"
+        yield Problem(f"{path}.{size}", stream.size, fix)
 
 
 def _curriculum_problems(data: DataConfig, curriculum: CurriculumConfig) -> Problems:

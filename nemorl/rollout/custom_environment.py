@@ -1,21 +1,28 @@
-"""Trial of a custom environment before a run: one episode with scripted answers."""
+"""Trial of an environment of the user's before a run: one episode with scripted answers."""
 
 import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from nemorl.config.base import NotImported
-from nemorl.config.environment import CustomEnvConfig
+from nemorl.config.environment import CustomEnvConfig, ProgramEnvConfig
 from nemorl.data.tokenizer import Tokenizer, TokenizerError, prompts_of
 from nemorl.errors import Problem
+from nemorl.generation.types import SamplingParams
 from nemorl.trajectories import (
     Action,
+    Conversation,
+    Episode,
+    EpisodeEnvironment,
     Message,
+    Model,
     StopReason,
     Task,
     is_number,
@@ -25,6 +32,8 @@ from nemorl.trajectories import (
     stop_strings_problem,
 )
 
+from . import turn_loop
+
 END_SECONDS = 1.0  # for a cancelled call to end
 MAX_TURNS = 8  # of the scripted episode; an environment may continue for longer
 
@@ -33,20 +42,44 @@ class _Failed(Exception):
     """What the environment did wrong; the message names the call."""
 
 
-def custom_environment_problems(
-    config: CustomEnvConfig,
-    task: Task | None,
-    seconds: float,
-    tokenizer: Tokenizer | None = None,
-    *,
-    chat: bool = True,
-) -> Iterator[Problem]:
+class _Raised(_Failed):
+    """An agent that raised, perhaps since it cannot read answers that no model gave."""
+
+
+@dataclass
+class Trial:
+    """How the environments of a section are tried, and what was found besides problems."""
+
+    task: Task | None  # None: only the factory is constructed
+    seconds: float  # of each call, and of an agent between two calls of the model
+    tokenizer: Tokenizer | None = None  # of the policy; each text of an episode is encoded
+    chat: bool = True  # `data.chat`
+    remarks: list[Problem] = field(default_factory=list)  # which may be due to the scripted answers
+
+
+def program_problems(config: ProgramEnvConfig, trial: Trial) -> Iterator[Problem]:
+    """Run an episode of a program, answered as `custom_environment_problems` answers agents."""
+    calls, problem = _Calls(trial.seconds), None
+    try:
+        if trial.task is not None:
+            _agent_episode(calls, config, config.make_factory(), trial.task)
+    except _Raised as failure:
+        trial.remarks.append(Problem("env.command", " ".join(config.command), str(failure)))
+    except _Failed as failure:
+        problem = f"{failure}; correct the program (docs/agents.md)"
+    calls.end()
+    if problem is not None:
+        yield Problem("env.command", " ".join(config.command), problem)
+
+
+def custom_environment_problems(config: CustomEnvConfig, trial: Trial) -> Iterator[Problem]:
     """Construct the factory; with a task, run an episode: an empty answer, then the expected one repeated.
 
-    With the policy's tokenizer, each text of the episode is encoded; `chat` is `data.chat`.
+    Agents, which own their loop, are answered with the expected answer; one that raises then is tried with an
+    empty answer before it. What it raises then, too, is in `trial.remarks`.
     """
-    calls = _Calls(seconds)
-    field, value, problem = "env.factory", config.factory, None
+    calls, task = _Calls(trial.seconds), trial.task
+    name, value, problem = "env.factory", config.factory, None
     try:
         factory = calls.run("the constructor", config.make_factory)
     except NotImported as error:
@@ -54,21 +87,22 @@ def custom_environment_problems(
     except _Failed as failure:
         problem = f"{failure}; correct the factory"
         if config.options:
-            field, value = "env.options", config.options  # type: ignore[assignment]
+            name, value = "env.options", config.options  # type: ignore[assignment]
             problem += " or its options"
     else:
         problem = _not_a_factory(factory)
         if problem is None and task is not None:
             try:
-                in_worker = config.placement.name == "worker"
-                _episode(calls, factory, task, tokenizer, chat=chat, in_worker=in_worker)
+                _episode(calls, config, factory, task, trial)
+            except _Raised as failure:
+                trial.remarks.append(Problem(name, value, str(failure)))
             except _Failed as failure:
                 problem = f"{failure}; correct the environment (docs/environments.md)"
         with suppress(_Failed):
             calls.run("factory.close()", getattr(factory, "close", lambda: None))
     calls.end()
     if problem is not None:
-        yield Problem(field, value, problem)
+        yield Problem(name, value, problem)
 
 
 def _not_a_factory(factory: Any) -> str | None:
@@ -87,17 +121,17 @@ def _lacks(value: Any, what: str, *methods: str) -> str | None:
     return None
 
 
-def _episode(
-    calls: "_Calls", factory: Any, task: Task, tokenizer: Tokenizer | None, *, chat: bool, in_worker: bool
-) -> None:
+def _episode(calls: "_Calls", config: CustomEnvConfig, factory: Any, task: Task, trial: Trial) -> None:
+    tokenizer = trial.tokenizer
     environment = calls.run("create()", factory.create)
-    if hasattr(environment, "run") and not hasattr(environment, "step"):  # its episodes need a model
+    if hasattr(environment, "run") and not hasattr(environment, "step"):
         if problem := _lacks(environment, "an EpisodeEnvironment", "run", "close"):
             raise _Failed(problem)
         calls.run("close()", environment.close, awaits=True)
-        if not in_worker:
+        if config.placement.name != "worker":
             called = "it runs its episodes itself and calls the model in its rollout worker"
             raise _Failed(f"{called}, so env.placement must be worker; remove that, or give it a `step`")
+        _agent_episode(calls, config, factory, task)
         return
     if problem := _lacks(environment, "an Environment", "reset", "step", "close"):
         raise _Failed(problem)
@@ -106,7 +140,7 @@ def _episode(
         if problem := opening_problem(opening):
             raise _Failed(f"reset() {problem}")
         _encode(tokenizer, opening, "reset()")
-        _check_tools(tokenizer, getattr(environment, "tools", ()), chat=chat)
+        _check_tools(tokenizer, getattr(environment, "tools", ()), chat=trial.chat)
         if problem := stop_strings_problem(getattr(environment, "stop_strings", ())):
             raise _Failed(f"after reset() its stop_strings are {problem}")
         for turn in range(MAX_TURNS):
@@ -123,11 +157,76 @@ def _episode(
                     raise _Failed(f"{given}; add it to the factory's reward_weights")
             if step.done:
                 break
+            if not step.messages:
+                fix = "return a message that the policy can answer, or done=True"
+                raise _Failed(f"{called} returned done=False and no messages; {fix}")
     except _Failed:
         with suppress(_Failed):
             calls.run("close()", environment.close)
         raise
     calls.run("close()", environment.close, awaits=True)
+
+
+@dataclass
+class _Watched(EpisodeEnvironment):
+    """An environment, and what its methods raised."""
+
+    environment: EpisodeEnvironment
+    raised: Exception | None = None  # by `run`
+    raised_at_close: Exception | None = None
+
+    async def run(self, task: Task, model: Model) -> Episode:
+        try:
+            running = self.environment.run(task, model)
+            if inspect.isawaitable(running):
+                return await running
+        except Exception as error:
+            self.raised = error
+            raise
+        raise TypeError("it is not async; define it with `async def`")
+
+    async def close(self) -> None:
+        try:
+            await self.environment.close()
+        except Exception as error:
+            self.raised_at_close = error
+            raise
+
+
+def _agent_episode(
+    calls: "_Calls", config: CustomEnvConfig | ProgramEnvConfig, factory: Any, task: Task
+) -> None:
+    """Raises _Failed, and _Raised where `run` raised for each of the scripted agents."""
+    from .agent_model import AgentModel, scripted_agent  # with a server
+
+    async def run(watched: _Watched, texts: Sequence[str]) -> list[Conversation]:
+        sampling = SamplingParams()
+        model = AgentModel(config, factory.reward_weights, sampling, calls.seconds, MAX_TURNS)
+        turn_loop.log.disabled = True  # what it says of failures is reported here
+        try:
+            return await model.run(0, task, watched, scripted_agent(texts), lambda _: None)
+        finally:
+            turn_loop.log.disabled = False
+            await model.close()
+
+    answer, conversations = task.answer or "", []
+    for texts in ((answer,), ("", answer)):
+        watched = _Watched(calls.run("create()", factory.create))
+        conversations = calls.run("run()", run, watched, texts, awaits=True, limits_itself=True)
+        error, at_close = conversations[0].trajectory.error, watched.raised_at_close
+        if at_close is not None:
+            raise _Failed(f"close() raised {type(at_close).__name__}: {at_close}")
+        if error is not None and watched.raised is None:
+            raise _Failed(error.removeprefix("environment "))
+        if error is None:
+            break
+    else:
+        said = " ".join(str(watched.raised).split())
+        raise _Raised(f"its episode with scripted answers raised {type(watched.raised).__name__}: {said}")
+    for conversation in conversations:
+        for name in conversation.trajectory.rewards:
+            if name not in factory.reward_weights:
+                raise _Failed(f"run() gave the reward {name!r}, which has no weight; add its weight")
 
 
 def _encode(tokenizer: Tokenizer | None, messages: Sequence[Message], called: str) -> None:
@@ -160,13 +259,23 @@ class _Calls:
     """Calls code of the user's in an event loop of another thread, each for a bounded time."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._hangs = False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def run(self, what: str, function: Callable[..., Any], *arguments: Any, awaits: bool = False) -> Any:
-        """Return what the function returns, awaited where it is a coroutine. Raises _Failed, NotImported."""
+    def run(
+        self,
+        what: str,
+        function: Callable[..., Any],
+        *arguments: Any,
+        awaits: bool = False,
+        limits_itself: bool = False,
+    ) -> Any:
+        """Return what the function returns, awaited where it is a coroutine. Raises _Failed, NotImported.
+
+        One that limits its time itself has failed only if it blocks the loop.
+        """
 
         async def call() -> Any:
             try:
@@ -186,12 +295,16 @@ class _Calls:
             raise _Failed(f"{what} was not called, since another call hangs")
         future = asyncio.run_coroutine_threadsafe(call(), self._loop)
         try:
-            return future.result(self._seconds)
+            for _ in range(MAX_TURNS if limits_itself else 0):
+                if futures.wait([future], self.seconds).done:
+                    break
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(self.seconds)
+            return future.result(self.seconds)
         except TimeoutError:
             self._hangs = True
             future.cancel()
             ended.wait(END_SECONDS)  # in vain where the call blocks the thread; else asyncio complains
-            late = f"returned nothing within {self._seconds:g} s (cluster.deadlines.environment)"
+            late = f"returned nothing within {self.seconds:g} s (cluster.deadlines.environment)"
             raise _Failed(f"{what} {late}") from None
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nemorl.data.prefixes import Run
 from nemorl.rewards.scored import ScoringMetrics
 from nemorl.trajectories import Conversation, StopReason, Trajectory
 
@@ -34,6 +35,7 @@ class Branch:
     num_tokens: int
     num_sampled: int
     turn_rewards: tuple[float, ...] = ()  # of its turns
+    runs: tuple[Run, ...] = ()  # that it shares with other sequences of its group
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,17 @@ class TrajectorySummary:
     player: str = ""  # of an episode with several: each has a summary
     fork: int = 0  # of its sample, from 1 on; 0 of what was not forked
     branches: tuple[Branch, ...] = ()  # at least two, the last one included, or none
+    runs: tuple[Run, ...] = ()  # as those of a branch; of branches those of the last one
 
     @property
     def sequences(self) -> "Sequence[Branch | TrajectorySummary]":
         """The branches, or the sample itself, which is its only sequence then."""
         return self.branches or (self,)
+
+    def with_runs(self, runs: Sequence[tuple[Run, ...]]) -> "TrajectorySummary":
+        """With the shared runs of its sequences, given for all rows of the list."""
+        branches = tuple(replace(branch, runs=runs[branch.row]) for branch in self.branches)
+        return replace(self, runs=runs[self.row], branches=branches)
 
     def moved(self, rows: int) -> "TrajectorySummary":
         branches = tuple(replace(branch, row=branch.row + rows) for branch in self.branches)

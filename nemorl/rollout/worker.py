@@ -1,6 +1,7 @@
 """Rollout worker: samples groups, scores them, keeps the trajectories and returns summaries."""
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
@@ -15,12 +16,20 @@ from nemorl.config.environment import ActorPlacement, EnvBase, ServerPlacement
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import SamplingConfig
 from nemorl.data.datasets import DatasetError, load_tasks, reads
+from nemorl.data.prefixes import shared_runs, token_rows
 from nemorl.data.tokenizer import EXAMPLE_TOOLS, load_tokenizer, prompts_of
 from nemorl.generation.router import Replica, Router
 from nemorl.generation.types import Generator, SamplingParams
 from nemorl.rewards.compose import Rewards
 from nemorl.rewards.scored import Attempts, Service
-from nemorl.trajectories import Conversation, EnvironmentFactory, EnvironmentLost, Task, Trajectory
+from nemorl.trajectories import (
+    Conversation,
+    EnvironmentFactory,
+    EnvironmentLost,
+    Task,
+    Trajectory,
+    created,
+)
 
 from .concurrency import Places, PlacesUse
 from .groups import (
@@ -40,6 +49,8 @@ if TYPE_CHECKING:
 
     from .episodes import EpisodeLoop
     from .remote_environments import ActorFactory, RemoteFactory
+
+log = logging.getLogger(__name__)
 
 Store = Callable[[list[Trajectory]], Any]
 
@@ -319,6 +330,11 @@ class RolloutWorker(GroupRunner):
                 sequences += (*earlier, last)
                 num_unfinished = num_retries = 0
         greedy = summaries.pop() if assignment.greedy_baseline else None
+        sequences = sequences[: summaries[-1].row + 1]
+        if not assignment.validation:
+            rows = token_rows([t.tokens for t in sequences], [t.routed_experts for t in sequences])
+            runs = shared_runs(rows)
+            summaries = [summary.with_runs(runs) for summary in summaries]
         if assignment.validation and self._votes:
             answers = await asyncio.gather(*(last_answer(c, kind.factory) for c in conversations))
             summaries = [replace(s, answer=answer) for s, answer in zip(summaries, answers, strict=True)]
@@ -329,7 +345,7 @@ class RolloutWorker(GroupRunner):
         return GroupSummary(
             group=assignment.group,
             task_index=assignment.task_index,
-            reference=self._store(sequences[: summaries[-1].row + 1]),
+            reference=self._store(sequences),
             trajectories=tuple(summaries),
             texts=tuple(texts),
             greedy=greedy,
@@ -400,9 +416,16 @@ class RolloutWorker(GroupRunner):
                 async with nullcontext() if key.validation or self._places is None else self._places:
                     began += time.monotonic() - waits_since
                     attempts = attempts or Attempts(kind.episodes)
-                    environment = remote or kind.factory.create()
-                    loop = kind.turns if hasattr(environment, "step") else self._episode_loop(kind)
-                    conversations = await loop.run(task, environment, key, sampling, record, left())
+                    try:
+                        environment = remote or created(kind.factory)
+                    except Exception as error:  # noqa: BLE001  code of the user's
+                        record.failure = error
+                        failure = f"environment create: {type(error).__name__}: {error}"
+                        log.warning("sample %s of task %d: %s", key, task.index, failure)
+                        conversations = record.finish(key.group, task.index, failure)
+                    else:
+                        loop = kind.turns if hasattr(environment, "step") else self._episode_loop(kind)
+                        conversations = await loop.run(task, environment, key, sampling, record, left())
             if record.failure is None:
                 kind.episodes.answered()
                 return conversations

@@ -14,12 +14,31 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nemorl.config.algorithm.base import EarlyStopConfig
+from nemorl.errors import RunError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`, which SIGTERM cancels unless it handles the signal itself. Raises RunError if cancelled.
+
+    Without a handler before its start, Ray installs its own ones, which print a trace and abort the process.
+    """
+
+    async def terminable() -> T:
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine that asyncio runs is a task"
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(terminable())
+    except asyncio.CancelledError:
+        raise RunError("Terminated immediately by a signal; all processes have ended.") from None
 
 
 class Interrupted(Exception):

@@ -7,13 +7,12 @@ import asyncio
 import gc
 import json
 import logging
-import signal
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nemorl.algorithms import offline
 from nemorl.algorithms.best_of_n import BestOfNUpdate
@@ -50,7 +49,7 @@ from .memory import Keeper, MemoryCheckpoints, local_keeper
 from .recorder import RunRecorder
 from .recovery import Recovery
 from .scaling import Scaling
-from .stop import EarlyStop, StepCancelled, StopRequest
+from .stop import EarlyStop, StepCancelled, StopRequest, run_to_end
 from .validation import validate, validation_sets
 
 logger = logging.getLogger(__name__)
@@ -83,13 +82,6 @@ def rare_collections() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
-
-
-def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    try:
-        return asyncio.run(work)
-    except asyncio.CancelledError:
-        raise RunError("Terminated immediately by a signal; all processes have ended.") from None
 
 
 def train(experiment: Experiment, resume: bool = False, replay: Path | None = None) -> RunResult:
@@ -417,9 +409,6 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
     with full_disk_named("The evaluation", experiment.run_dir.parent, "Make room, or set another run_dir."):
         folder.mkdir(parents=True, exist_ok=True)
         samples.unlink(missing_ok=True)
-    work, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert work is not None
-    loop.add_signal_handler(signal.SIGTERM, work.cancel)
     started = open_session(evaluated, policy=False, sampling=True)
     async with started as session, session.generating():
         metrics, groups = await validate(session, evaluated, validation_sets(evaluated))

@@ -210,7 +210,7 @@ async def answering(
 
 
 def event_at_signals() -> asyncio.Event:
-    """Set by SIGINT and SIGTERM. For after Ray's start, which takes the signals for itself."""
+    """Set by SIGINT and SIGTERM, which before that cancel the task of the command (`run_to_end`)."""
     event = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, event.set)

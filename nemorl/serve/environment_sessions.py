@@ -24,6 +24,7 @@ from nemorl.trajectories import (
     Task,
     ToolSchemas,
     called,
+    created,
     opening_problem,
     step_problem,
 )
@@ -112,7 +113,7 @@ class Sessions:
         if len(self._sessions) >= self._max_sessions:
             raise SessionFailed("no_place", f"all {self._max_sessions} sessions are in use; try again")
         try:
-            environment = self._factory.create()
+            environment = created(self._factory)
         except Exception as error:
             raise self._failed(error) from error
         if not hasattr(environment, "step"):

@@ -252,7 +252,8 @@ class ModelHandle:
         from nemorl.data.shards import plan_sequences
 
         data, size = self.group.mesh.data, self._shape.hidden_size
-        self._batch = plan_sequences(sequences, self._config, size, data, num_minibatches)
+        plan = partial(plan_sequences, on_gpu=self._cluster.gpus_per_node > 0)
+        self._batch = plan(sequences, self._config, size, data, num_minibatches)
         method = "load_trajectories" if kind == "trajectories" else "load_examples"
         of_ranks = self._tabulated(self._batch.shards(sequences))
         # It fails if sequences were lost with their node.

@@ -26,6 +26,7 @@ from nemorl.config.environment import RewardConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec, environment_actors, models_of
 from nemorl.config.generation import EndpointConfig
+from nemorl.data.examples import calibration_prompts
 from nemorl.errors import NemorlError, RunError
 from nemorl.generation.router import Replica
 from nemorl.generation.types import EngineOptions, NoReplicaLeft
@@ -187,10 +188,7 @@ class Session:
         async with self.pinned:
             stats = await self._send_weights(self.exchange, self.replicas, version)
             self.version = version
-        if stats is None:
-            return {}
-        speed = stats.gigabytes_per_second
-        return {"refit/gigabytes": stats.num_bytes / 1e9, "refit/gigabytes_per_second": speed}
+        return {} if stats is None else stats.metrics
 
     async def _send_weights(
         self, exchange: WeightExchange, replicas: ReplicaSupervisor, version: int
@@ -383,8 +381,10 @@ async def open_session(experiment: Experiment, *, policy: bool, sampling: bool) 
         if learns and session.replicas is not None and experiment.generation.takes_weights:
             session.exchange = starter.exchange(session.learner.group, session.replicas.group)
             session.replicas.on_change = session.exchange.layout_changed
-            if experiment.policy.trained_quantization is not None:
-                session.version = _NOT_SENT  # engines have read weights that are not rounded
+            trained, sampled = experiment.policy.trained_quantization, experiment.policy.engine_quantization
+            # Engines have read weights that are not rounded, or have no scales of activations.
+            if (trained is not None and sampled is None) or experiment.policy.samples_by_input_scales:
+                session.version = _NOT_SENT
         yield session
 
 
@@ -455,6 +455,9 @@ class Starter:
             target = "nemorl.generation.megatron_engine:SamplingPolicyWorker"
             shared["generation"] = experiment.generation
             shared["tokenizer_path"] = (spec.config.tokenizer.path or spec.config.model_path).absolute()
+        if is_policy and algorithm.generates and spec.config.samples_by_input_scales:
+            prompts = await asyncio.to_thread(calibration_prompts, experiment.data, spec.config)
+            shared["calibration_prompts"] = prompts
         kwargs = [{**shared, "rank": rank} for rank in range(layout.world_size)]
         options = {"threads": threads, "mesh": Mesh.of(layout), "health_seconds": deadlines.health}
         group = await self._start(spec.name, target, kwargs, **options)

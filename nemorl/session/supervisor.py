@@ -472,6 +472,7 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
             "generation/tokens_kept": float(sum(one.kept_tokens for one in of_routers)),
             "generation/requests_failed": float(sum(one.failed_requests for one in of_routers)),
             "generation/retries": float(sum(one.retries for one in of_engines)),
+            **_reuse(of_engines),
             **({"idle/generation": fmean(idle)} if idle else {}),
         }
 
@@ -723,6 +724,16 @@ async def _cancel(*tasks: asyncio.Task[None] | None) -> None:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
+
+
+def _reuse(of_engines: Sequence[EngineStats]) -> dict[str, float]:
+    """What engines did not compute token by token, where they say so."""
+    metrics = {}
+    if cached := sum(one.cached_tokens for one in of_engines):
+        metrics["generation/prompt_cached"] = cached / (cached + sum(one.prompt_tokens for one in of_engines))
+    if drafted := sum(one.drafted_tokens for one in of_engines):
+        metrics["generation/drafts_accepted"] = sum(one.accepted_tokens for one in of_engines) / drafted
+    return metrics
 
 
 def _set_if(event: asyncio.Event, condition: bool) -> None:

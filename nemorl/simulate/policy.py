@@ -51,7 +51,15 @@ class SimulatedPolicy:
         await self._spend("training", tokens * self.workload.training + self.workload.update)
         self.trained_tokens += tokens
         return TrainStats(
-            {}, {}, 1.0, 0.0, skipped=False, empty=False, num_tokens=tokens, num_computed=tokens
+            {},
+            {},
+            1.0,
+            0.0,
+            skipped=False,
+            empty=False,
+            num_tokens=tokens,
+            num_distinct=tokens,
+            num_computed=tokens,
         )
 
     def packing_metrics(self) -> dict[str, float]:

@@ -1,12 +1,11 @@
 """Ends of the weight exchange: a sender on each policy rank, a receiver on each engine rank."""
 
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +30,10 @@ from .messages import (
     SenderLayout,
     SendingChannel,
     SendReport,
+    StageClock,
     combine,
+    fingerprint,
+    machine,
     queue_fingerprint,
     read_fingerprints,
     receiver_name,
@@ -70,6 +72,8 @@ class Arrivals:
 
     pieces: Iterator[Piece] = iter(())
     num_bytes: int = 0  # received; with files, read
+    fingerprint: int | None = None  # of the last piece, if it was checked when it was read
+    clock: StageClock = field(default_factory=StageClock)  # who takes a piece ends the stage of that
 
 
 @contextmanager
@@ -82,26 +86,31 @@ def arriving(
 ) -> Iterator[Arrivals]:
     """Meet the senders, or open their files. Buckets of changes go to `change` and give no pieces."""
     arrivals = Arrivals()
+    clock = arrivals.clock
 
     def read(folder: VersionFolder) -> Iterator[Piece]:
         for need, dtype in zip(layout.slices, layout.dtypes, strict=True):
-            for piece in folder.pieces(need, torch_dtype(dtype)):
+            for piece, values, arrivals.fingerprint in folder.pieces(need, torch_dtype(dtype)):
                 arrivals.num_bytes = folder.num_bytes
-                yield piece
+                clock.end("read")
+                yield piece, values
 
     def receive(channel: ReceivingChannel) -> Iterator[Piece]:
         for bucket in part.buckets:
             content = channel.next_bucket()
+            clock.end("wait")
             arrivals.num_bytes += content.numel()
             if content.numel() == bucket.num_bytes:
                 yield from _pieces_of(bucket, content)
             else:
                 assert change is not None, "a refit sends changes only if all receivers take them"
                 change(bucket, content)
+                clock.end("copy")
             channel.taken()
 
     if session.transport == "files":
         with closing(VersionFolder(Path(session.place), session.version)) as folder:
+            clock.end("connect")
             arrivals.pieces = read(folder)
             yield arrivals
     elif not part.buckets:
@@ -113,8 +122,10 @@ def arriving(
             else group_receiver(part, session, member)
         )
         with meeting as channel:
+            clock.end("connect")
             arrivals.pieces = receive(channel)
             yield arrivals
+        clock.end("wait")
 
 
 class WeightSender:
@@ -130,7 +141,7 @@ class WeightSender:
         self._member = Membership()
 
     def describe(self) -> SenderLayout:
-        return SenderLayout(self._slices, socket.gethostname(), self._gpu)
+        return SenderLayout(self._slices, machine(), self._gpu)
 
     def prepare(self, part: Part) -> None:
         self._part, self._last = part, LastSent(part)
@@ -139,6 +150,7 @@ class WeightSender:
         part = prepared(self._part)
         if not part.buckets:
             return SendReport({}, extra_bytes=0)
+        clock, num_bytes = StageClock(), 0
         last, parameters = self._last, self._parameters()
         compare = session.base is not None and last.version == session.base
         last.version = None  # until all buckets are sent
@@ -154,10 +166,13 @@ class WeightSender:
             case "files":
                 meeting = file_sender(part, session)
         with meeting as channel:
+            clock.end("connect")
             for number, bucket in enumerate(part.buckets):
                 slot = channel.slot(number)
+                clock.end("wait")
                 for piece, values in _pieces_of(bucket, slot):
                     values.copy_(local_view(parameters, piece))
+                    clock.end("pack")
                     if not session.checks(piece.name):
                         continue
                     key = bucket.dtype, piece
@@ -166,15 +181,25 @@ class WeightSender:
                     of_pieces.append(known[key])
                     for receiver in bucket.receivers:
                         sums[receiver, piece.name].append(known[key])
-                changes = last.changes(number, slot.cpu(), compare=compare) if session.keep else None
-                if changes is not None:
-                    slot[: len(changes)] = torch.frombuffer(changes, dtype=torch.uint8)
-                channel.publish(number, bucket.num_bytes if changes is None else len(changes))
+                    clock.end("fingerprint")
+                sent_bytes = bucket.num_bytes
+                if session.keep:
+                    changes = last.changes(number, slot.cpu(), compare=compare)
+                    if changes is not None:
+                        sent_bytes = len(changes)
+                        slot[:sent_bytes] = torch.frombuffer(changes, dtype=torch.uint8)
+                    clock.end("encode")
+                channel.publish(number, sent_bytes)
+                num_bytes += sent_bytes
             channel.drain()
+            clock.end("wait")
+        clock.end("connect")
         last.version = session.version if session.keep else None
-        if session.transport == "files":  # receivers check what they read by the manifest
-            return SendReport({}, channel.num_bytes, of_pieces=tuple(read_fingerprints(of_pieces)))
-        return SendReport(_combined(sums), channel.num_bytes, last.num_bytes)
+        # with files, receivers check what they read by the manifest
+        fingerprints = {} if session.transport == "files" else _combined(sums)
+        in_order = tuple(read_fingerprints(of_pieces)) if session.transport == "files" else ()
+        clock.end("fingerprint")
+        return SendReport(fingerprints, channel.num_bytes, last.num_bytes, in_order, num_bytes, clock.seconds)
 
 
 @dataclass(eq=False)
@@ -288,7 +313,7 @@ class WeightReceiver(Receiver):
             dtypes = (str(weights[part.param].dtype).removeprefix("torch.") for part in self._slices)
             gpus = {gpu_identity(weights[part.param].device) for part in self._slices}
             # tensors for a loader may wait in memory of the host, next to parameters on a GPU
-            where = {"node": socket.gethostname(), "gpu": max(gpus, default="")}
+            where = {"node": machine(), "gpu": max(gpus, default="")}
             self._layout = ReceiverLayout(
                 self._slices, tuple(dtypes), takes_changes=self._takes_changes, **where
             )
@@ -312,25 +337,31 @@ class WeightReceiver(Receiver):
                 changes = f"the changes for version {session.version} from {sender_name(bucket.sender)}"
                 raise CorruptWeights(f"{self._name} cannot decode {changes}: {error}") from error
 
-        sums: dict[str, list[Tensor]] = defaultdict(list)
+        read: dict[str, list[int]] = defaultdict(list)  # fingerprints, of files: no sender reports them
         with arriving(part, layout, session, self._member, change) as arrivals:
             for piece, values in arrivals.pieces:
                 self._about_to_write(update)
                 local_view(weights, piece).copy_(values)
-                if session.transport == "files":  # no sender reports fingerprints
-                    sums[piece.name].append(queue_fingerprint(values, piece.start, piece.shape))
+                arrivals.clock.end("copy")
+                if session.transport == "files":
+                    known = arrivals.fingerprint
+                    if known is None:
+                        known = fingerprint(values, piece.start, piece.shape)
+                    read[piece.name].append(known)
+                    arrivals.clock.end("fingerprint")
         held_sums: dict[str, list[Tensor]] = defaultdict(list)
         for need in self._slices:
             if session.checks(need.name):
                 values = local_view(weights, need)
                 held_sums[need.name].append(queue_fingerprint(values, need.start, need.shape))
         found = _combined(held_sums)
-        for name, expected in _combined(sums).items():
-            if expected != found[name]:
-                read = f"read {name} for version {session.version}"
-                raise CorruptWeights(f"{self._name} {read}, but holds other values")
+        for name, expected in read.items():
+            if combine(expected) != found[name]:
+                reason = f"read {name} for version {session.version}, but holds other values"
+                raise CorruptWeights(f"{self._name} {reason}")
         self._has_received(update)
-        return ReceiveReport({} if sums else found, arrivals.num_bytes)
+        arrivals.clock.end("fingerprint")
+        return ReceiveReport({} if read else found, arrivals.num_bytes, arrivals.clock.seconds)
 
     def commit(self, version: int) -> None:
         self._check_received(version)

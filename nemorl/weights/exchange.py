@@ -15,8 +15,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -99,10 +99,24 @@ class RefitStats:
     num_buckets: int
     extra_bytes: int  # memory for buckets, of all senders together
     kept_bytes: int  # host memory of all senders for what they sent last
+    max_sent_bytes: int = 0  # by one rank
+    max_received_bytes: int = 0  # by one rank
+    seconds_of_stages: Mapping[str, float] = field(default_factory=dict)  # of the slowest rank in each
 
     @property
     def gigabytes_per_second(self) -> float:
         return self.num_bytes / self.seconds_transfer / 1e9
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of a step: sizes in GB, and seconds by stage."""
+        return {
+            "refit/gigabytes": self.num_bytes / 1e9,
+            "refit/gigabytes_per_second": self.gigabytes_per_second,
+            "refit/max_gigabytes_sent": self.max_sent_bytes / 1e9,
+            "refit/max_gigabytes_received": self.max_received_bytes / 1e9,
+            **{f"refit/seconds/{stage}": seconds for stage, seconds in self.seconds_of_stages.items()},
+        }
 
 
 class SenderGroup(Protocol):
@@ -158,7 +172,9 @@ class WeightExchange:
             sent, received = await self._transfer(version, route)
             seconds_transfer = time.perf_counter() - transfer_began
             _compare(version, sent, received)
+            commit_began = time.perf_counter()
             await self._receivers.commit(version)
+            seconds_commit = time.perf_counter() - commit_began
             self._committed = version
         except Exception as error:
             self._committed = None
@@ -177,6 +193,13 @@ class WeightExchange:
             num_buckets=sum(len(part.buckets) for part in route.sender_parts),
             extra_bytes=sum(report.extra_bytes for report in sent),
             kept_bytes=sum(report.kept_bytes for report in sent),
+            max_sent_bytes=max((report.num_bytes for report in sent), default=0),
+            max_received_bytes=max((report.num_bytes for report in received), default=0),
+            seconds_of_stages={
+                **_slowest("send", [report.seconds for report in sent]),
+                **_slowest("receive", [report.seconds for report in received]),
+                "commit": seconds_commit,
+            },
         )
 
     async def _find_route(self) -> "_Route":
@@ -185,7 +208,8 @@ class WeightExchange:
         read = isinstance(venue, FileVenue)  # receivers read what they need, written by any rank
         make_plan = plan_files if read else plan_transfers
         # In a thread, since plans of large models take seconds.
-        plan = await asyncio.to_thread(make_plan, held, needed, self._bucket_bytes)
+        bucket_bytes = venue.bucket_bytes(self._bucket_bytes)
+        plan = await asyncio.to_thread(make_plan, held, needed, bucket_bytes)
         sender_parts = plan.sender_parts(len(held))
         no_parts = [Part(rank, ()) for rank in range(len(needed))]
         await self._senders.prepare(sender_parts)
@@ -243,6 +267,14 @@ class _Route:
     num_receivers: int
     num_bytes: int  # of a full refit
     delta: bool
+
+
+def _slowest(side: str, of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for seconds in of_ranks:
+        for stage, value in seconds.items():
+            found[f"{side}_{stage}"] = max(value, found.get(f"{side}_{stage}", 0.0))
+    return found
 
 
 def _compare(version: int, sent: Sequence[SendReport], received: Sequence[ReceiveReport]) -> None:

@@ -5,7 +5,8 @@
     <folder>/v00000013.partial/                 being written; the driver's rename completes it
     <folder>/v00000013.replaced/                what had that number before, for as long as the rename takes
 
-A receiver of any layout, also one that joins later, reads the boxes it needs and checks each.
+A receiver of any layout, also one that joins later, reads the boxes it needs and checks each. Those that the
+plan knew read nothing else (`plan_files`).
 """
 
 import json
@@ -127,7 +128,7 @@ class FileVenue(Venue):
         manifest = _Manifest(session.version, _tensors(parts, sent))
         with _reported(f"refit to version {session.version}: cannot complete {whole}"):
             with (partial / MANIFEST).open("w") as file:
-                json.dump(manifest, file, default=vars)
+                file.write(json.dumps(manifest, default=vars))  # several times faster than `dump`
                 file.flush()
                 os.fsync(file.fileno())
             fsync(partial)
@@ -254,14 +255,22 @@ class VersionFolder:
     def close(self) -> None:
         self._stack.close()
 
-    def pieces(self, need: TensorSlice, dtype: torch.dtype) -> Iterator[tuple[TensorSlice, Tensor]]:
-        """Yield the parts of a slice. Raises `RefitFailed` if some are missing, or `CorruptWeights`."""
+    def pieces(
+        self, need: TensorSlice, dtype: torch.dtype
+    ) -> Iterator[tuple[TensorSlice, Tensor, int | None]]:
+        """Yield the parts of a slice, each with its fingerprint if it is a complete box as it was written.
+
+        Raises `RefitFailed` if some are missing, or `CorruptWeights`.
+        """
         missing = need.num_elements
         for stored in self._boxes(need, str(dtype).removeprefix("torch.")):
-            shared = intersection(box_of(need), Box(stored.start, stored.size))
+            box = Box(stored.start, stored.size)
+            shared = intersection(box_of(need), box)
             if shared is not None:
                 missing -= shared.num_elements
-                yield narrow(need, shared), self._read(need, stored, shared).to(dtype)
+                values = self._read(need, stored, shared)
+                is_stored = shared == box and values.dtype == dtype
+                yield narrow(need, shared), values.to(dtype), stored.fingerprint if is_stored else None
         if missing:
             what = f"{missing} elements of {need.name}{box_of(need)}"
             raise RefitFailed(f"{self.path} lacks {what}; the receiver needs what the policy does not have")

@@ -1,7 +1,7 @@
 """Messages between the driver and the ranks of an exchange, and what every transport uses.
 
     layouts  what ranks hold and require            parts    what each rank does in every refit
-    session  where the ranks of one refit meet      reports  fingerprints, bytes
+    session  where the ranks of one refit meet      reports  fingerprints, bytes, seconds
 
 The messages consist of integers, strings and tuples only, so that an engine may send them to its processes as
 JSON (pydantic's `TypeAdapter`).
@@ -13,7 +13,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -93,12 +93,40 @@ class SendReport:
     extra_bytes: int  # memory for buckets, while it lasted
     kept_bytes: int = 0  # host memory for the last version sent, kept from refit to refit
     of_pieces: tuple[int, ...] = ()  # fingerprints in the order of the part's slices, for files
+    num_bytes: int = 0  # packed and sent, once for all receivers; with files, written
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by stage, see `StageClock`
 
 
 @dataclass(frozen=True)
 class ReceiveReport:
     fingerprints: Mapping[str, int]  # by tensor
     num_bytes: int  # received; with files, read
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by stage, see `StageClock`
+
+
+class StageClock:
+    """Seconds of one rank in the stages of a refit: `end` counts the time since the last `end`.
+
+        connect      meet the other side; map, allocate and free memory
+        wait         until a receiver, or the disk, has taken a bucket; until the next bucket has come
+        pack         copy slices into buckets, in the receivers' type
+        fingerprint  of what was packed, and of what lies in the weights at the end
+        encode       changes since the last version
+        read         boxes of files, and check them
+        copy         into the weights, or into tensors for a loader
+        load         by an engine's loader
+
+    A device's queued work is counted where the host waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
+        self._since = now
 
 
 class RefitFailed(RunError):
@@ -154,6 +182,10 @@ class Venue(ABC):
         self, version: int, num_senders: int, num_receivers: int
     ) -> AbstractContextManager[RefitSession]:
         """A session; the end of the block ends the waits of all ranks."""
+
+    def bucket_bytes(self, requested: int) -> int:
+        """Size of buckets; at most `requested`."""
+        return requested
 
     def reset_rendezvous(self) -> None:
         """Keep no connections: a refit has failed, or other ranks may come."""
@@ -235,6 +267,11 @@ def refit_socket() -> socket.socket:
 
 def sender_name(rank: int) -> str:
     return f"policy rank {rank}"
+
+
+def machine() -> str:
+    """This machine, or the container: of two with one host name, each has a file system of its own."""
+    return f"{socket.gethostname()} {Path('/').stat().st_dev:x}"
 
 
 def receiver_name(rank: int) -> str:

@@ -16,7 +16,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -215,6 +215,7 @@ def _grouped(ranks: Iterable[int], label: Sequence[K]) -> dict[K, list[int]]:
 
 
 _PLACE = attrgetter("name", "start", "size", "param", "offset", "strides", "shape")
+_EXTENT = attrgetter("name", "shape", "start", "size")
 
 
 def classes_of(layouts: Iterable[tuple[TensorSlice, ...]]) -> list[int]:
@@ -230,6 +231,7 @@ def classes_of(layouts: Iterable[tuple[TensorSlice, ...]]) -> list[int]:
     return found
 
 
+MAX_STORED_BOXES = 2**19  # of a version in files: a manifest of 75 MB, which each receiver parses
 _MAX_RECEIVERS = 16  # of a bucket: it is forwarded from one to the next, so more would delay the last one
 
 
@@ -306,15 +308,65 @@ def plan_transfers(
 def plan_files(
     senders: Sequence[SenderLayout], receivers: Sequence[ReceiverLayout], bucket_bytes: int
 ) -> TransferPlan:
-    """Plan to write each tensor that a receiver needs in part completely, in each type, each element once."""
-    required = {
-        (part.name, part.shape, dtype): None
-        for layout in receivers
-        for part, dtype in zip(layout.slices, layout.dtypes, strict=True)
+    """Plan to write each tensor that a receiver needs in part completely, in each type, each element once.
+
+    A receiver needs all of a box or nothing: it reads boxes completely to check them, and so reads its slices
+    and nothing else. If these were more than `MAX_STORED_BOXES`, some are joined, and receivers read more.
+    """
+    with _without_garbage_collection():
+        cuts = _cuts_between(Consumers(receivers))
+        _join_boxes(cuts.values())
+        slices, dtypes = [], []
+        for (name, shape, dtype), axes in cuts.items():
+            whole = TensorSlice.whole(name, shape)
+            borders = ((0, *axis, extent) for axis, extent in zip(axes, shape, strict=True))
+            for ranges in itertools.product(*map(itertools.pairwise, borders)):
+                start, size = (first for first, _ in ranges), (end - first for first, end in ranges)
+                slices.append(narrow(whole, Box(tuple(start), tuple(size))))
+                dtypes.append(dtype)
+        return plan_transfers(senders, [ReceiverLayout(tuple(slices), tuple(dtypes))], bucket_bytes)
+
+
+def _cuts_between(consumers: Consumers) -> dict[tuple[str, tuple[int, ...], str], list[list[int]]]:
+    """Ascending positions on each axis of each needed tensor and type, at which the receivers change."""
+    found: dict[tuple[str, tuple[int, ...], str], list[dict[int, _Borders]]] = {}
+    for number, (_, layout) in consumers.layouts.items():
+        for (name, shape, start, size), dtype in zip(map(_EXTENT, layout.slices), layout.dtypes, strict=True):
+            axes = found.setdefault((name, shape, dtype), [defaultdict(_Borders) for _ in shape])
+            for axis, (first, count) in enumerate(zip(start, size, strict=True)):
+                if count < shape[axis]:
+                    cross_section = number, start[:axis], start[axis + 1 :], size[:axis], size[axis + 1 :]
+                    axes[axis][first].begin.add(cross_section)
+                    axes[axis][first + count].end.add(cross_section)
+    return {
+        (name, shape, dtype): [
+            sorted(place for place, at in axis.items() if at.begin != at.end and 0 < place < extent)
+            for axis, extent in zip(axes, shape, strict=True)
+        ]
+        for (name, shape, dtype), axes in found.items()
     }
-    slices = tuple(TensorSlice.whole(name, shape) for name, shape, _ in required)
-    folder = ReceiverLayout(slices, tuple(dtype for _, _, dtype in required))
-    return plan_transfers(senders, [folder], bucket_bytes)
+
+
+@dataclass
+class _Borders:
+    """Slices that end and begin at a position of an axis: receivers and extents along the other axes."""
+
+    end: set[tuple[object, ...]] = field(default_factory=set)
+    begin: set[tuple[object, ...]] = field(default_factory=set)
+
+
+def _join_boxes(tensors: Collection[list[list[int]]]) -> None:
+    """Remove every second cut of the tensors with the most boxes, until there are `MAX_STORED_BOXES`."""
+
+    def num_boxes(axes: list[list[int]]) -> int:
+        return math.prod(len(axis) + 1 for axis in axes)
+
+    while sum(counts := [num_boxes(axes) for axes in tensors]) > max(MAX_STORED_BOXES, len(tensors)):
+        most = max(counts)
+        for axes, count in zip(tensors, counts, strict=True):
+            if 2 * count > most:
+                longest = max(range(len(axes)), key=lambda axis: len(axes[axis]))
+                axes[longest] = axes[longest][1::2]
 
 
 def _pieces(consumers: Consumers, holdings: Holdings, bucket_bytes: int) -> Iterable[_Piece]:

@@ -44,6 +44,8 @@ from .messages import (
     sender_name,
 )
 
+# Each refit maps new memory, of which the system clears every page; what is small also stays in caches.
+MAX_HOST_BUCKET_BYTES = 8 * 2**20
 _NUMBER = struct.Struct("<q")  # of a bucket; first of all, the rank of the receiver
 _READY = struct.Struct("<qq")  # number of a bucket, its bytes
 _HELLO = struct.Struct("<qq")  # version, bytes of a slot; what the memory is opened by follows
@@ -68,6 +70,9 @@ class SocketVenue(Venue):
             # Renamed first: a sender that opens its socket during the removal would keep the folder alive.
             with suppress(FileNotFoundError):  # something else cleaned up already
                 shutil.rmtree(folder.rename(f"{folder}.over"), ignore_errors=True)
+
+    def bucket_bytes(self, requested: int) -> int:
+        return min(requested, MAX_HOST_BUCKET_BYTES) if self._transport == "shared_memory" else requested
 
 
 class HostSlots(Slots):

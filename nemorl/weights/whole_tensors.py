@@ -6,7 +6,6 @@ Memory is the tensors with missing parts, and those that the loader keeps until 
 writes into the weights in use, so an update that fails after the first tensor leaves them corrupt.
 """
 
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
@@ -17,11 +16,12 @@ from nemorl.device import gpu_identity
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
-from .endpoints import Piece, Receiver, UpdateCall, arriving, prepared
+from .endpoints import Arrivals, Receiver, UpdateCall, arriving, prepared
 from .messages import (
     ReceiveReport,
     ReceiverLayout,
     RefitFailed,
+    machine,
     queue_fingerprint,
     read_fingerprints,
 )
@@ -65,7 +65,7 @@ class WholeTensorReceiver(Receiver):
     ) -> None:
         super().__init__("through its loader")
         types = tuple(dtypes[name] for name in tensors)
-        where = {"node": socket.gethostname(), "gpu": gpu_identity(device)}
+        where = {"node": machine(), "gpu": gpu_identity(device)}
         self._layout = ReceiverLayout(whole_slices(tensors), types, takes_changes=False, **where)
         self._loader, self._device = loader, device
         self.peak_bytes = 0  # of incomplete tensors and the one that became complete, in the last update
@@ -78,20 +78,23 @@ class WholeTensorReceiver(Receiver):
         session, part = update.session, prepared(self._part)
         queued: dict[str, Tensor] = {}  # fingerprints
         with arriving(part, self._layout, session, self._member) as arrivals:
-            self._loader.load(self._complete(update, arrivals.pieces, queued))
+            self._loader.load(self._complete(update, arrivals, queued))
+            arrivals.clock.end("load")
         self._has_received(update)
         found = dict(zip(queued, read_fingerprints(list(queued.values())), strict=True))
-        return ReceiveReport(found, arrivals.num_bytes)
+        arrivals.clock.end("fingerprint")
+        return ReceiveReport(found, arrivals.num_bytes, arrivals.clock.seconds)
 
     def _complete(
-        self, update: UpdateCall, pieces: Iterator[Piece], queued: dict[str, Tensor]
+        self, update: UpdateCall, arrivals: Arrivals, queued: dict[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """Each tensor when all of it has arrived; its fingerprint goes to `queued`."""
-        session = update.session
+        session, clock = update.session, arrivals.clock
+        clock.end("load")
         partial: dict[str, Tensor] = {}  # tensors that have arrived in part, and their missing elements
         missing: dict[str, int] = {}
         held_bytes = self.peak_bytes = 0
-        for piece, values in pieces:
+        for piece, values in arrivals.pieces:
             name = piece.name
             if name not in partial:
                 partial[name] = torch.empty(piece.shape, dtype=values.dtype, device=self._device)
@@ -100,6 +103,7 @@ class WholeTensorReceiver(Receiver):
                 self.peak_bytes = max(self.peak_bytes, held_bytes)
             local_view(partial, piece).copy_(values)
             missing[name] -= piece.num_elements
+            clock.end("copy")
             if missing[name]:
                 continue
             del missing[name]
@@ -107,8 +111,10 @@ class WholeTensorReceiver(Receiver):
             held_bytes -= tensor.nbytes
             if session.checks(name) and session.transport != "files":  # those are checked as they are read
                 queued[name] = queue_fingerprint(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+                clock.end("fingerprint")
             self._about_to_write(update)
             yield name, tensor
+            clock.end("load")
         if missing:
             reason = f"{self._name} received {len(missing)} tensors incompletely, first {min(missing)}"
             raise RefitFailed(f"refit to version {session.version}: {reason}")

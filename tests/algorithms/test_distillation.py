@@ -338,7 +338,7 @@ class MeetingGroup(StandInGroup):
 
     async def train(self, loss: Any, minibatch: int) -> TrainStats:
         self.calls.append(("train", self.taken["reference_logprobs"]))
-        return TrainStats({"tokens": 4.0}, {}, 1.0, 0.1, False, False, 9, 9)
+        return TrainStats({"tokens": 4.0}, {}, 1.0, 0.1, False, False, 9, 9, 9)
 
     def packing_metrics(self) -> dict[str, float]:
         return {}

@@ -122,8 +122,10 @@ def test_micro_batches_do_not_show(folder, host):
         folder, host, "algorithm.name=ipo", "algorithm.num_steps=1", "policy.micro_batch_tokens=32"
     )
     assert fine[0]["packing/micro_batches"] > coarse[0]["packing/micro_batches"]
-    for name in ("loss/total", "grad_norm", "rewards/accuracy"):
+    for name in ("loss/total", "grad_norm"):
         assert fine[0][name] == pytest.approx(coarse[0][name], rel=1e-4)
+    # Of a policy that is its own reference: what rounding leaves, whose sign the accuracy would count.
+    assert fine[0]["rewards/margin"] == pytest.approx(coarse[0]["rewards/margin"], abs=1e-5)
 
 
 def test_kto_starts_from_no_divergence(folder, host):

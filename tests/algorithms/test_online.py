@@ -79,7 +79,7 @@ class Model:
         self.log.append(f"{self.name} trains {minibatch}")
         sums = VALUES if isinstance(loss, ValueLoss) else POLICY
         maxima = {} if isinstance(loss, ValueLoss) else {"logprob_gap/max": 0.0}
-        return TrainStats(dict(sums), maxima, 1.0, 0.1, False, False, 9, 9)
+        return TrainStats(dict(sums), maxima, 1.0, 0.1, False, False, 9, 9, 9)
 
     def packing_metrics(self) -> dict[str, float]:
         return {}

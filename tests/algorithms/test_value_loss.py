@@ -75,7 +75,7 @@ def test_any_split_into_micro_batches_gives_the_same(clip):
 
 
 def stats(sums: dict[str, float]) -> TrainStats:
-    return TrainStats(sums, {}, 1.0, 0.1, False, False, 9, 9)
+    return TrainStats(sums, {}, 1.0, 0.1, False, False, 9, 9, 9)
 
 
 def test_metrics_of_a_step():

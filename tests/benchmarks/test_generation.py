@@ -2,7 +2,7 @@
 
 import pytest
 from generation import check_agreement
-from generation_sides import MAX_LENGTH, Sampled, Setting, equal_work, ragged_work, start
+from generation_sides import MAX_LENGTH, Sampled, Setting, equal_work, ragged_work, repetitive_work, start
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.megatron.examples import COMMON, VOCABULARY
@@ -12,13 +12,17 @@ def test_the_embedded_engine_samples_what_transformers_does(tmp_path):
     shape = COMMON | {"max_position_embeddings": MAX_LENGTH}
     LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(tmp_path)
     setting = Setting(tmp_path, "cpu", "float32", threads=1, max_batch=3)
-    theirs, ours = start(setting, "transformers"), start(setting, "torch")
-    for work in (equal_work(3, 8, VOCABULARY), ragged_work(3, 8, VOCABULARY)):
-        seen = {"transformers": theirs(work), "torch": ours(work)}
+    names = ("transformers", "transformers-batching", "torch", "torch+lookup")
+    sides = {name: start(setting, name) for name in names}
+    for make in (equal_work, ragged_work, repetitive_work):
+        work = make(3, 8, VOCABULARY)
+        seen = {name: side(work) for name, side in sides.items()}
         check_agreement(seen, work)
-        assert seen["torch"].tokens == seen["transformers"].tokens
-        assert sum(map(len, seen["torch"].tokens)) == work.num_tokens
-    ours.close()
+        for sampled in seen.values():
+            assert sampled.tokens == seen["transformers"].tokens
+            assert sum(map(len, sampled.tokens)) == work.num_tokens
+    for name in names[1:]:
+        sides[name].close()
 
 
 def test_engines_that_sample_otherwise_are_not_compared():

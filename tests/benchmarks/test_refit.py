@@ -1,18 +1,19 @@
 """The refit benchmark: both sides hand over the same weights, by every way that it measures."""
 
+import json
 from pathlib import Path
 
-from refit import GATHER, Case, measure_ways
+from refit import GATHER, Case, measure_stages, measure_ways, write_random
 from refit_models import DENSE, shape_of
 from refit_ranks import TRANSPORTS, Ranks
 
 from nemorl.config.policy import LayoutConfig
 
+SMALL = DENSE | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
+
 
 def test_every_way_brings_the_same_weights(tmp_path: Path) -> None:
-    shape = shape_of(
-        DENSE | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
-    )
+    shape = shape_of(SMALL)
     policy, engines = Ranks(1), Ranks(1)
     try:  # raises if the sums over the weights differ
         rows = measure_ways(
@@ -22,3 +23,18 @@ def test_every_way_brings_the_same_weights(tmp_path: Path) -> None:
         policy.stop()
         engines.stop()
     assert [row["way"] for row in rows] == [GATHER, *TRANSPORTS]
+    assert [row["bytes_over_shards"] for row in rows[1:]] == [1.0] * len(TRANSPORTS)
+
+
+def test_stages_are_those_of_an_update_of_the_embedded_engine(tmp_path: Path) -> None:
+    write_random(shape_of(SMALL), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    policy, engines = Ranks(1), Ranks(1)
+    try:
+        rows = measure_stages(policy, engines, tmp_path, rounds=2)
+    finally:
+        policy.stop()
+        engines.stop()
+    seconds = {row["stage"]: row["median_seconds"] for row in rows}
+    assert {"send_pack", "receive_copy", "commit"} < seconds.keys()
+    assert 0 < seconds["commit"] < seconds["update"]

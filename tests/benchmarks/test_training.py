@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def metrics(seconds: float = 1.0, loss: float = 2.0, grad_norm: float = 3.0) -> Metrics:
     memory = Memory(before_bytes=10, peak_bytes=30)
-    return Metrics(loss, grad_norm, Span(seconds, seconds), memory, Span(0.1, 0.1))
+    return Metrics(loss, grad_norm, Span(seconds, seconds), memory, Span(0.1, 0.1), 64)
 
 
 def test_all_sides_have_the_same_loss_and_gradient(model: Path):

@@ -294,6 +294,8 @@ def test_doctor_says_which_kernels_a_gpu_would_lack(nemorl: Nemorl, monkeypatch:
     assert "transformer_engine 2.8.0" in found["layer kernels"]
     assert "FusedAdam of transformer_engine 2.8.0" in found["optimizer kernel"]
     assert "not fused (fused_weight_gradient_mlp_cuda not found)" in found["gradient accumulation"]
+    assert "  Adam: FusedAdam (apex not found)" in lines
+    assert "    otherwise torch's AdamW" in lines
 
 
 def test_the_version(nemorl: Nemorl) -> None:

@@ -119,6 +119,11 @@ class LeakingFactory(TwiceFactory):
         return Twice()
 
 
+class TiredFactory(TwiceFactory):
+    def create(self):
+        raise OSError("too many environments")
+
+
 class ForgetfulFactory(TwiceFactory):
     def __init__(self):
         self.process = subprocess.Popen(["sleep", "20"])
@@ -349,6 +354,9 @@ def test_a_call_that_fails_is_named(nemorl: Nemorl) -> None:
     outcome = nemorl("env", "try", write("TwiceFactory"), "--say", "fall")
     assert outcome.status == 1
     assert "step('fall') raised RuntimeError: it fell" in outcome.err
+    outcome = nemorl("env", "try", write("TiredFactory"))
+    assert outcome.status == 1
+    assert "create() raised OSError: too many environments" in outcome.err
 
 
 def test_episodes_are_counted_and_leave_nothing(nemorl: Nemorl) -> None:

@@ -1,6 +1,7 @@
 """Functions of one's own are tried before a run, and what `env` requires of the machine and the model."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def measured(batch, logprobs, old, advantages, metric):
     """REINFORCE, and a metric."""
     return TokenLoss(-logprobs * advantages, metrics={metric: -logprobs})
 '''
+
+
+ADD = '''
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a + b
+'''
+MCP_SERVER = Path(__file__).parents[1] / "environments" / "mcp_server.py"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +149,36 @@ def test_check_tries_what_tools_require(
     assert (refused or "this machine cannot isolate programs") in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("tools", "server", "here", "refused"),
+    [
+        ("[]", "", "--here", None),
+        ("['my_tools:add']", "", "", "the tool of tools.0 is named `add`, too; rename or remove one of them"),
+        ("[]", "-c gone", "", "{}: will be verified on the target machine (the MCP server {} does not"),
+        ("[]", "-c gone", "--here", "does not answer: Connection closed (NameError: name 'gone' is not"),
+    ],
+)
+def test_check_asks_mcp_servers_for_their_tools(
+    nemorl: Nemorl, tmp_path: Path, tools: str, server: str, here: str, refused: str | None
+) -> None:
+    create_tiny_model(tmp_path / "model", CHAT)
+    experiment = write(tmp_path, GRPO.replace("models/arithmetic", str(tmp_path / "model")))
+    Path("my_tools.py").write_text(ADD, encoding="utf-8")
+    Path("server.py").symlink_to(MCP_SERVER)  # an error shortens a value that is as long as a path may be
+    command = [sys.executable, *(server or "server.py").split()]
+    env = f"env={{name: tools, tools: {tools}, mcp: [{{command: {json.dumps(command)}}}], answer: equal}}"
+
+    outcome = nemorl("check", *here.split(), experiment, "data.chat=true", "rewards=[]", env)
+
+    if refused is None:
+        assert (outcome.status, outcome.err) == (0, outcome.err)
+        return
+    assert outcome.status == (0 if "verified" in refused else 2)
+    said = " ".join((outcome.out + outcome.err).split())
+    assert f"env.mcp.0.command = {' '.join(command)}" in said
+    assert refused.replace("{}", " ".join(command)) in said
+
+
 def isolates() -> bool:
     try:
         find_isolation(LocalSandboxConfig())
@@ -162,3 +206,23 @@ def test_check_names_task_folders_that_cannot_be_run(nemorl: Nemorl, tmp_path: P
     assert outcome.status == 2
     folder = Path("tasks/b").absolute()
     assert f"2 tasks of data.train cannot be run: {folder} requires the image org/b:1;" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "said"),
+    [
+        ("raise SystemExit('no tool')", 0, "its episode with scripted answers raised ProgramFailed: "),
+        ("pass", 2, "run: ValueError: it ended without a call of the model; correct the program"),
+    ],
+)
+def test_check_tries_programs(nemorl: Nemorl, experiment: Path, source: str, status: int, said: str) -> None:
+    command = [sys.executable, "-c", source, ":key:"]
+    outcome = nemorl(
+        "check", experiment, "rewards=[]", f"env={{name: program, command: {json.dumps(command)}}}"
+    )
+    assert outcome.status == status, outcome.err
+    words = " ".join((outcome.out + outcome.err).split())
+    assert ":key:" in words  # which rich would replace by a picture
+    assert f"env.command = {' '.join(command)}" in words
+    assert said in words
+    assert "WARNING" not in words

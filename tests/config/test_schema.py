@@ -64,3 +64,6 @@ def test_pydantics_locations_lose_the_names_of_variants() -> None:
     path, _ = locate(("algorithm", "grpo", "loss", "clip_low"))
 
     assert path == ("algorithm", "loss", "clip_low")
+    assert locate(("env", "tools", "tools", 1))[0] == ("env", "tools", 1)  # a field of that name stays
+    in_one_of_several = ("env", "by_task", "environments", "tools", "tools", "tools", 1)
+    assert locate(in_one_of_several)[0] == ("env", "environments", "tools", "tools", 1)

@@ -23,6 +23,7 @@ from tests.config.experiments import GRPO, problems_of, refuses, write
 
 SFT = ["algorithm.name=sft", "algorithm.num_steps=5", "algorithm.batch_size=8"]
 CHAT = ["data.chat=true"]
+MULTIPLY = "tests.environments.test_tools:multiply"
 JSONL = ["data.train={name: jsonl, path: tasks.jsonl, answer_key: null}", "data.validation=null"]
 PUZZLES = [
     "env.name=reasoning_gym",
@@ -603,15 +604,51 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
     ),
     "a tool that cannot be found": (
         ["env={name: tools, tools: ['nowhere:search']}", *CHAT],
-        "env.tools",
+        "env.tools.0",
         "nowhere:search",
         "cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'; put it in the current folder",
     ),
     "a tool that nothing describes": (
         ["env={name: tools, tools: ['tests.environments.test_tools:no_docstring']}", *CHAT],
-        "env.tools",
+        "env.tools.0",
         "tests.environments.test_tools:no_docstring",
         "describe the function and each parameter in its docstring",
+    ),
+    "a tool that is no path of a function": (
+        [f"env={{name: tools, tools: [{MULTIPLY}, my_tools.search]}}", *CHAT],
+        "env.tools.1",
+        "my_tools.search",
+        "invalid format: `package.module:function` of typed Python functions",
+    ),
+    "a tool in place of a list": (
+        ["env={name: tools, tools: 'my_tools:search'}", *CHAT],
+        "env.tools",
+        "my_tools:search",
+        "expected a list, such as `[1, 2]`",
+    ),
+    "a tool of an environment by task that is no function": (
+        ["env={name: by_task, environments: {tools: {name: tools, tools: ['search']}}}", *CHAT],
+        "env.environments.tools.tools.0",
+        "search",
+        "invalid format: `package.module:function` of typed Python functions",
+    ),
+    "two functions of one name": (
+        [f"env={{name: tools, tools: [{MULTIPLY}, {MULTIPLY}]}}", *CHAT],
+        "env.tools.1",
+        MULTIPLY,
+        "the tool of tools.0 is named `multiply`, too; rename or remove one of them",
+    ),
+    "a function named as a built-in tool": (
+        ["env={name: tools, python: {}, tools: ['tests.environments.test_tools:python']}", *CHAT],
+        "env.tools.0",
+        "tests.environments.test_tools:python",
+        "the tool of python is named `python`, too; rename or remove one of them",
+    ),
+    "an MCP server that is not installed": (
+        ["env={name: tools, mcp: [{command: [no-such-server, --stdio]}]}", *CHAT],
+        "env.mcp.0.command.0",
+        "no-such-server",
+        "no such program on this machine; correct the path, or install it on all nodes",
     ),
     "a call that takes longer than a step may": (
         ["env={name: tools, python: {wall_seconds: 20}, call_seconds: 290}", *CHAT],
@@ -636,6 +673,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "env.retrieval.path",
         "nowhere.jsonl",
         "there is no such file",
+    ),
+    "documents in another format": (
+        ["env={name: tools, retrieval: {path: pyproject.toml}}", *CHAT],
+        "env.retrieval.path",
+        "pyproject.toml",
+        "pyproject.toml, line 1: not JSON: ",
     ),
     "an MCP server without an address": (
         ["env={name: tools, mcp: [{}]}", *CHAT],

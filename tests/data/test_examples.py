@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from nemorl.data.datasets import Dialogue, Steps
-from nemorl.data.examples import Encoder, ExampleError, mismatched
+from nemorl.config.data import DataConfig
+from nemorl.config.policy import PolicyConfig
+from nemorl.data.datasets import DatasetError, Dialogue, Steps
+from nemorl.data.examples import Encoder, ExampleError, calibration_prompts, mismatched
 from nemorl.data.tokenizer import ChatPrompts, Prompts
 from nemorl.trajectories import Message
 from tests.data.tokenizers import ENDOFTEXT, IM_END
@@ -108,3 +110,22 @@ def test_what_is_no_example_is_named(tokenizer):
         encoder.dialogues([Dialogue((Message("user", ""),), ANSWERED)], "all")
     with pytest.raises(ExampleError, match=r"begin and end with an assistant's message, not \['user'\]"):
         encoder.dialogues([Dialogue(ASKED, ASKED)], "all")
+
+
+def test_inputs_are_measured_on_the_first_prompts_of_each_source(model_folder, tokenizer, tmp_path):
+    for name in ("a", "b"):
+        rows = "".join(f'{{"prompt": "{name}{n} and so on"}}\n' for n in range(9))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    quantization = {"format": "fp8", "calibration": {"prompts": 5}}
+    policy = PolicyConfig(model_path=model_folder, max_sequence_length=4, quantization=quantization)
+    sources = {
+        name: {"dataset": {"name": "tasks", "path": tmp_path / f"{name}.jsonl", "answer_key": None}}
+        for name in ("a", "b")
+    }
+    data = DataConfig(train={"name": "mixture", "sources": sources}, chat=False)
+    found = calibration_prompts(data, policy)
+    texts = [f"{name}{n} and so on" for name in ("a", "b") for n in range(3)]
+    assert [e.tokens.tolist() for e in found] == [tokenizer.encode(text)[:4] for text in texts]
+    assert all(not e.loss_mask[0] and e.loss_mask[1:].all() for e in found)
+    with pytest.raises(DatasetError, match="no task of data"):
+        calibration_prompts(DataConfig(train={"name": "seeds"}), policy)

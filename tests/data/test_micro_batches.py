@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemorl.data.prefixes import sequence_cost
 from nemorl.data.shards import (
     BatchPlan,
     balance,
     micro_batches,
     plan_batch,
     plan_micro_batches,
-    sequence_cost,
 )
 
 MAX_TOKENS = 100
@@ -79,9 +79,9 @@ def test_metrics_of_a_plan_written_out():
     plan = BatchPlan(
         ranks=[[0, 2], [1, 3]],
         minibatches=[[[[0]], [[0]]], [[[1]], [[1]]]],
-        lengths=(10, 4, 8, 8),
+        costs=[[220, 64], [160, 160]],
+        num_tokens=30,
         max_tokens=20,
-        hidden_size=1,
     )
     metrics = plan.packing_metrics()
     assert metrics == {

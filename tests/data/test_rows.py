@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from nemorl.config.data import DataConfig, GeneratorDataset, TasksDataset
 from nemorl.data.datasets import DatasetError, MixedTasks, StreamedTasks, difficulties, load_tasks, row_errors
-from nemorl.data.rows import read_rows
+from nemorl.data.rows import count_rows, read_rows
 from tests.hub import serving
 from tests.required import require_module
 
@@ -95,6 +96,20 @@ def test_a_stream_of_every_kind_gives_the_task_of_an_index_in_any_order(
         assert isinstance(streamed, StreamedTasks)
         assert [streamed[index].answer for index in indexes] == [ANSWERS[index] for index in indexes], name
         assert [streamed[index].index for index in indexes] == indexes
+
+
+def test_rows_are_counted_up_to_a_limit(places: dict[str, dict[str, object]], tmp_path: Path) -> None:
+    for name, place in places.items():
+        dataset = TasksDataset.model_validate({"name": "tasks", "stream": {"size": 40}} | place)
+        assert count_rows(dataset, 40, 60.0) == 30, name
+        assert count_rows(dataset, 13, 60.0) == 13, name
+    endless = GeneratorDataset(name="generator", function=f"{HERE}:sums", size=10**9)
+    assert count_rows(endless, 100, 60.0) == 100
+    assert count_rows(endless, 10**9, 0.0) is None
+    assert count_rows(TasksDataset(name="tasks", path="on/hub", split="train"), 1, 60.0) is None
+    (tmp_path / "tasks" / "a").mkdir(parents=True)
+    (tmp_path / "tasks" / "a" / "instruction.md").write_text("Do it.")
+    assert count_rows(TasksDataset(name="tasks", path=tmp_path / "tasks"), 9, 60.0) == 1
 
 
 def test_skipped_rows_keep_their_place_in_messages(places: dict[str, dict[str, object]]) -> None:
@@ -210,6 +225,16 @@ def test_a_curriculum_requires_numbers_and_tasks_in_every_stage(tmp_path: Path) 
                 difficulties(tasks, data.sampling.curriculum)
 
 
+UNREACHABLE = """
+import logging
+from nemorl.config.data import DataConfig, TasksDataset
+from nemorl.data.datasets import load_tasks, row_errors
+logging.basicConfig(level=logging.WARNING)
+dataset = TasksDataset(name="tasks", path="org/sums", split="train", prompt_key="question")
+print(len(load_tasks(dataset, DataConfig(train=dataset))))
+absent = dataset.model_copy(update={"path": dataset.path.parent / "absent"})
+print(row_errors(absent, DataConfig(train=absent)))
+"""
 STREAMED = """
 from nemorl.config.data import DataConfig, StreamConfig, TasksDataset
 from nemorl.data.datasets import load_tasks
@@ -230,6 +255,16 @@ def test_a_dataset_of_the_hub_is_downloaded_or_streamed(tmp_path: Path) -> None:
         )
     assert ended.stdout.split("\n")[:2] == ["30 26 4"] * 2, ended.stderr
     assert any(request.startswith("GET /lfs/datasets/org/sums/train.parquet") for request in hub.requests)
+    # Without the hub, what is in the cache is read, and of others only our error is seen, without retries.
+    began = time.monotonic()
+    command = [sys.executable, "-c", UNREACHABLE]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert time.monotonic() - began < 60
+    assert ended.stdout.startswith("30\n"), ended.stderr
+    assert "cannot read the dataset org/absent (train): ConnectError: " in ended.stdout
+    assert "hf download --repo-type dataset org/absent" in ended.stdout
+    assert "thrown while requesting" not in ended.stderr
+    assert "Retrying" not in ended.stderr
 
 
 def test_a_dataset_that_cannot_be_downloaded_comes_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:

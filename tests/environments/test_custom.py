@@ -3,16 +3,17 @@
 import gc
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
 
-from nemorl.config.environment import CustomEnvConfig
+from nemorl.config.environment import CustomEnvConfig, ProgramEnvConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import Tokenizer, load_tokenizer
 from nemorl.errors import Problem
-from nemorl.rollout.custom_environment import custom_environment_problems
+from nemorl.rollout.custom_environment import Trial, custom_environment_problems, program_problems
 from tests.data.tokenizers import save_tokenizer
 from tests.environments.episodes import task
 from tests.run.runs import finish, lines, start, tiny_model, write_experiment
@@ -47,6 +48,30 @@ class Factory:
 """
 
 
+AGENT = """
+import asyncio
+import time
+from nemorl.trajectories import Episode, Message
+
+class Environment:
+    async def run(self, task, model):
+        answer = await model.chat(task.messages)
+        return Episode(rewards={"right": float(answer.content == task.answer)})
+
+    async def close(self):
+        pass
+
+class Factory:
+    reward_weights = {"right": 1.0}
+
+    def create(self):
+        return Environment()
+
+    async def close(self):
+        pass
+"""
+
+
 def problems(
     monkeypatch: pytest.MonkeyPatch,
     folder: Path,
@@ -54,6 +79,7 @@ def problems(
     tokenizer: Tokenizer | None = None,
     *,
     chat: bool = True,
+    remarks: list[Problem] | None = None,
     **options: object,
 ) -> list[Problem]:
     """What is wrong with the environment of a module with this source."""
@@ -61,7 +87,8 @@ def problems(
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "my_environment", raising=False)
     config = CustomEnvConfig(name="custom", factory="my_environment:Factory", options=options)
-    return list(custom_environment_problems(config, task(), SECONDS, tokenizer, chat=chat))
+    trial = Trial(task(), SECONDS, tokenizer, chat, [] if remarks is None else remarks)
+    return list(custom_environment_problems(config, trial))
 
 
 def test_a_sound_environment_has_no_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -86,6 +113,7 @@ def test_a_sound_environment_has_no_problems(monkeypatch: pytest.MonkeyPatch, tm
         ("    async def reset", "    def reset", "reset() is not async; define it with `async def`"),
         ('Step(rewards={"right": 1.0})', '{"right": 1.0}', "returned {'right': 1.0}; return a Step"),
         ("Step(", "Step(messages=('7',), ", "step('') returned the messages ('7',); return a tuple of"),
+        ("Step(", "Step(done=False, ", "step('') returned done=False and no messages; return a message"),
         ("Step(", "Step(stop_strings='</a>', ", "step('') returned the stop_strings '</a>'; give a tuple of"),
         ('Step(rewards={"right": 1.0})', 'Step(rewards={"left": 1.0})', "gave the reward 'left', which"),
         ('Step(rewards={"right": 1.0})', 'Step(rewards={"right": None})', "gave the reward 'right' the"),
@@ -98,6 +126,82 @@ def test_an_environment_that_cannot_work_is_refused(
     (found,) = problems(monkeypatch, tmp_path, GOOD.replace(good, bad))
     assert (found.field, found.value) == ("env.factory", "my_environment:Factory")
     assert problem in found.fix
+
+
+def test_a_sound_agent_has_no_problems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    remarks: list[Problem] = []
+    assert problems(monkeypatch, tmp_path, AGENT, remarks=remarks) == []
+    picky = AGENT.replace("return Episode(", "assert answer.content; return Episode(")
+    assert problems(monkeypatch, tmp_path, picky, remarks=remarks) == []
+    endless = AGENT.replace("answer = await", "while True: answer = await")  # until it is truncated
+    assert problems(monkeypatch, tmp_path, endless, remarks=remarks) == []
+    assert remarks == []
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "problem"),
+    [
+        ("return Episode(", "return dict(", "run: TypeError: it returned {'rewards': {'right': 1.0}};"),
+        ('{"right": float', '{"left": float', "run() gave the reward 'left', which has no weight; add its"),
+        ("await model.chat(task.messages)", "task.messages[0]", "it ended without a call of the model"),
+        ("await model.chat(", "await asyncio.Event().wait(), (", "no call of the model and no end within"),
+        ("await model.chat(", "time.sleep(60), (", "run() returned nothing within 0.5 s"),
+        ("    async def run", "    def run", "run: TypeError: it is not async; define it with `async def`"),
+        ("return Episode(", "raise SystemExit(3)  # ", "run: RuntimeError: SystemExit: 3"),
+        ("        pass\n\nclass", "        raise OSError('held')\n\nclass", "close() raised OSError: held"),
+    ],
+)  # fmt: skip
+def test_an_agent_that_cannot_work_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, good: str, bad: str, problem: str
+) -> None:
+    assert good in AGENT
+    source = AGENT.replace(good, bad)
+    if bad.startswith("    def"):
+        source = source.replace("await model.chat(task.messages)", "task.messages[0]")
+    (found,) = problems(monkeypatch, tmp_path, source)
+    assert (found.field, found.value) == ("env.factory", "my_environment:Factory")
+    assert problem in found.fix
+
+
+def test_what_an_agent_raises_is_a_remark_since_no_model_answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    remarks: list[Problem] = []
+    source = AGENT.replace("return Episode(", "raise LookupError('no tool call')  # ")
+    assert problems(monkeypatch, tmp_path, source, remarks=remarks) == []
+    (remark,) = remarks
+    assert remark.field == "env.factory"
+    assert remark.fix == "its episode with scripted answers raised LookupError: no tool call"
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "refused", "remark"),
+    [
+        ("", "", None, None),
+        ("print(", "print({'rewards': {'other': 1}} and ", None, None),
+        ('"right"', '"left"', "run() gave the reward 'left', which has no weight; add its weight", None),
+        ("answer = chat()", "answer = '7'", "it ended without a call of the model", None),
+        ("import json", "import no_such_module", None, "No module named 'no_such_module'"),
+    ],
+)
+def test_programs_are_tried(good: str, bad: str, refused: str | None, remark: str | None) -> None:
+    source = textwrap.dedent("""
+        import json, os, sys, urllib.request
+        task = json.loads(sys.stdin.readline())
+        def chat():
+            body = {"model": os.environ["OPENAI_MODEL"], "messages": task["messages"]}
+            headers = {"X-API-Key": os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+            url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+            request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+            return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+        answer = chat()
+        print(json.dumps({"rewards": {"right": float(answer == task["answer"])}}))
+    """).replace(good, bad)
+    command = (sys.executable, "-c", source)
+    config = ProgramEnvConfig(name="program", command=command, weights={"right": 1.0})
+    trial = Trial(task(), 30.0)
+    assert [refused in problem.fix for problem in program_problems(config, trial)] == [True] * bool(refused)
+    assert [remark in one.fix for one in trial.remarks] == [True] * bool(remark)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +281,7 @@ def test_the_example_of_the_page_is_sound(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_environment", raising=False)
     config = CustomEnvConfig.model_validate(yaml.safe_load(section))
-    assert list(custom_environment_problems(config, task(), SECONDS)) == []
+    assert list(custom_environment_problems(config, Trial(task(), SECONDS))) == []
     assert config.reward_weights
 
 

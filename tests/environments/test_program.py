@@ -3,8 +3,11 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 import textwrap
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ class Address:
     name, base_url, api_key = "policy", "http://127.0.0.1:9/e/v1", "key-of-this-test"
 
 
-def run(source: str, **fields: Any) -> Episode:
+def run(source: str, task: Task = TASK, **fields: Any) -> Episode:
     """An episode of a Python program."""
     command = (sys.executable, "-c", textwrap.dedent(source))
     config = ProgramEnvConfig(name="program", command=command, **fields)
@@ -31,7 +34,7 @@ def run(source: str, **fields: Any) -> Episode:
     async def main() -> Episode:
         environment = ProgramEnvironment(config)
         try:
-            return await environment.run(TASK, Address())  # type: ignore[arg-type]
+            return await environment.run(task, Address())  # type: ignore[arg-type]
         finally:
             await environment.close()
 
@@ -108,6 +111,35 @@ def test_all_processes_of_a_program_end_with_it(tmp_path: Path, hangs: bool) -> 
     pids = list(map(int, (tmp_path / "pids").read_text().split()))
     assert not any(map(is_running, pids))
     assert is_running(os.getpid())
+
+
+@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize(("own", "characters"), [("env={}", 1), ("", 10**6)])
+def test_the_end_of_a_program_ends_its_episode(
+    tmp_path: Path, status: int, own: str, characters: int
+) -> None:
+    """Also where a process that cannot be found holds its output, or one its input with an unread task."""
+    source = f"""
+        import subprocess, sys
+        sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+        pid = subprocess.Popen(sleeper, start_new_session=True, {own}).pid
+        open({str(tmp_path / "pid")!r}, "w").write(str(pid))
+        print('{{"rewards": {{"solved": 1}}}}')
+        print("no tool", file=sys.stderr)
+        sys.exit({status})
+    """
+    task = Task(3, (Message("user", "x" * characters),))
+    began = time.monotonic()
+    try:
+        if status:
+            with pytest.raises(ProgramFailed, match=r"ended with status 3: no tool"):
+                run(source, task)
+        else:
+            assert run(source, task).rewards == {"solved": 1.0}
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert time.monotonic() - began < 30  # of 600
 
 
 def test_the_time_limit_ends_a_program() -> None:

@@ -44,6 +44,15 @@ def sleep() -> str:
     return "late"
 
 
+def python(code: str) -> str:
+    """Do nothing.
+
+    Args:
+        code: What not to run.
+    """
+    return code
+
+
 def no_docstring(a: int) -> int:
     return a
 

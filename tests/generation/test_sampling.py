@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemorl.device import upload
-from nemorl.generation.batching import Sampler, _splitmix64, uniform
+from nemorl.generation.sampling import Sampler, _splitmix64, uniform
 from nemorl.generation.types import SamplingParams
 
 CPU = torch.device("cpu")

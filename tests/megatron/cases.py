@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import PackedBatch
-from nemorl.megatron import parallel
+from nemorl.megatron import model, parallel
 from nemorl.megatron.device import select_device
 from nemorl.megatron.worker import PolicyWorker
 
@@ -35,7 +37,12 @@ def imported(rank: int, world_size: int, rendezvous: str) -> None:
 
 
 def start_worker(
-    rank: int, world_size: int, rendezvous: str, config: PolicyConfig, temperature: float = 1.0
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    config: PolicyConfig,
+    temperature: float = 1.0,
+    **options: Any,
 ) -> PolicyWorker:
     """A worker on one thread with its weights and a reference loaded."""
     worker = PolicyWorker(
@@ -48,6 +55,7 @@ def start_worker(
         temperature=temperature,
         keep_reference=True,
         deadline_seconds=30,
+        **options,
     )
     worker.load_hf(config.model_path)
     return worker
@@ -129,3 +137,37 @@ def updates(
     steps = [worker.train(micro_batches, loss) for loss in losses]
     worker.close()
     return steps
+
+
+def weights_after_steps(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    config: PolicyConfig,
+    batch: PackedBatch,
+    per_micro_batch: int,
+    overlaps: bool,
+) -> dict[str, Tensor]:
+    """Of a rank, after three steps in which gradients are reduced during the backward pass, or after it.
+
+    Buckets are so small that there are several.
+    """
+    model.overlaps_reductions = lambda: overlaps
+    buckets = model.distributed.DistributedDataParallelConfig
+    model.distributed.DistributedDataParallelConfig = partial(buckets, bucket_size=5000)
+    try:
+        worker = start_worker(rank, world_size, rendezvous, config)
+    finally:
+        model.distributed.DistributedDataParallelConfig = buckets
+    mine = share(batch, rank, config)
+    micro_batches = partition(mine.num_sequences, per_micro_batch)
+    worker.load_batch(mine)
+    worker.compute_logprobs(micro_batches, old=True, reference=True)
+    for _ in range(3):
+        worker.train(micro_batches, LOSS)
+    if worker._place.pp_rank == 0:  # later stages, which wait less, have one bucket
+        found = [len(chunk.bucket_groups) for chunk in worker._chunks]
+        assert not overlaps or min(found) > 2, found
+    weights = {name: values.clone() for name, values in worker.parameters().items()}
+    worker.close()
+    return weights

@@ -18,10 +18,10 @@ from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import PackedBatch
 from nemorl.generation.megatron_engine import PolicySampler
 from nemorl.generation.types import Completion, GenerationRequest, Progress, SamplingParams
-from nemorl.megatron.decode import CachedModel, CachedPrompt, DecodingCopy, copy_leaders
+from nemorl.megatron.decode import CachedModel, DecodingCopy, copy_leaders
 from nemorl.megatron.packing import EMPTY_PLACES
 from nemorl.megatron.worker import PolicyWorker
-from nemorl.models.kv_cache import KVCache
+from nemorl.models.kv_cache import KVCache, Prompt
 from nemorl.trajectories import Int16Array
 from tests.generation.examples import completions
 from tests.megatron.cases import LOSS, partition, start_worker
@@ -63,7 +63,8 @@ def sample(
     copy = worker.decoding_copy(KV_TOKENS)
     number = copy_leaders(config.layout).index(copy.leader)
     mine = asked[number :: config.layout.data_parallel_size]
-    completions = {c.id: c for c in _stage(copy, config, mine)}
+    with worker.sampling():
+        completions = {c.id: c for c in _stage(copy, config, mine)}
     kv_tokens = copy.cache.num_tokens
     gap = _gap(worker, mine, completions, copy.leader)
     worker.close()
@@ -127,30 +128,43 @@ def two_stages(
     return found[0], progress
 
 
+def _prompt(tokens: Sequence[int], row: int, start: int = 0) -> Prompt:
+    return Prompt(np.array(tokens, np.int32), [row], start)
+
+
 def logits_with_and_without_cache(
     rank: int, world_size: int, rendezvous: str, config: PolicyConfig, tokens: Sequence[int], known: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [tokens - known + 1, vocabulary] after the first `known` tokens and each further one: token by
-    token from the cache, and of every beginning on its own.
+    token from the cache, with the further ones read at once as a draft, and of every beginning on its own.
     """
     worker = start_worker(rank, world_size, rendezvous, config)
     model = CachedModel(worker._modules[0], worker._maker, worker._shape.vocab_size, KV_TOKENS)
     model.cache.reserve(2, known)
     other = [1] * (known + 5)  # in the row before, longer and read in the same pass
     model.cache.reserve(2, len(other))
-    both = model.prefill([CachedPrompt(tokens[:known], [1]), CachedPrompt(other, [0])])
+    both = model.prefill([_prompt(tokens[:known], 1), _prompt(other, 0)])
     assert both is not None
     cached = [both[0]]
     for place in range(known, len(tokens)):
         model.cache.reserve(2, len(other) + place)
-        step = model.decode([2, tokens[place]], [len(other) + place - known, place])
+        step = model.decode([2, tokens[place]], [len(other) + place - known, place], [1, 1])
         assert step is not None
         cached.append(step[1])
+    drafted = len(tokens) - known
+    places = [len(other) + drafted, *range(known, len(tokens))]
+    model.cache.reserve(2, max(places) + 1)
+    at_once = model.decode([2, *tokens[known:]], places, [1, drafted])
+    assert at_once is not None
+    rest = model.prefill([_prompt(tokens, 1, known)])
+    assert rest is not None
+    torch.testing.assert_close(rest[0], at_once[-1], rtol=0, atol=1e-4)
     model.cache.release()
     model.cache.reserve(1, len(tokens))
-    alone = [model.prefill([CachedPrompt(tokens[:n], [0])]) for n in range(known, len(tokens) + 1)]
+    alone = [model.prefill([_prompt(tokens[:n], 0)]) for n in range(known, len(tokens) + 1)]
     worker.close()
-    return torch.stack(cached), torch.cat([a for a in alone if a is not None])
+    each = torch.cat([a for a in alone if a is not None])
+    return torch.stack(cached), torch.cat((cached[0][None], at_once[1:])), each
 
 
 def _stage(copy: DecodingCopy, config: PolicyConfig, asked: Sequence[GenerationRequest]) -> list[Completion]:

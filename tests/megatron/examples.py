@@ -98,8 +98,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt-oss": GptOssConfig(**COMMON, **EXPERTS, head_dim=16, sliding_window=8, attn_implementation="eager"),
     "deepseek-v3": DeepseekV3Config(**LATENT),
     "deepseek-v3-plain-query": DeepseekV3Config(**(LATENT | {"q_lora_rank": None})),
+    # Every rank of TP2 has complete blocks of 128 x 128, some of which have rows of several heads.
+    "llama-wide": LlamaConfig(**(COMMON | {"hidden_size": 256, "intermediate_size": 512}), head_dim=64),
 }
-FAMILIES = tuple(name for name in CONFIGS if name != "qwen3-two-groups")
+FAMILIES = tuple(name for name in CONFIGS if name not in ("qwen3-two-groups", "llama-wide"))
 
 
 @torch.no_grad()

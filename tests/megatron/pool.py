@@ -3,9 +3,11 @@
 import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,18 @@ class Pool:
             if process.is_alive():
                 process.kill()
         self._folder.cleanup()
+
+
+@contextmanager
+def pool_with(stand_in: Path) -> Iterator[Pool]:
+    """A process of its own with a library's stand-in, since Megatron looks for libraries at its import."""
+    sys.path.insert(0, str(stand_in))
+    try:
+        pool = Pool(1)
+    finally:
+        sys.path.remove(str(stand_in))
+    yield pool
+    pool.close()
 
 
 def _serve(pipe: Connection) -> None:

@@ -1,4 +1,4 @@
-"""What a process does that imports the stand-in of Transformer Engine: see transformer_engine_stand_in."""
+"""What a process does that imports a stand-in: see transformer_engine_stand_in and apex_stand_in."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nemorl.config.policy import PolicyConfig
@@ -146,3 +147,17 @@ def live_with(
     """`live` with kernels that a CPU would not be given."""
     with mock.patch("nemorl.megatron.worker.choose", return_value=kernels):
         return live(rank, world_size, rendezvous, config, batches, 3)
+
+
+def live_with_its_adam(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    config: PolicyConfig,
+    batches: Sequence[PackedBatch],
+) -> tuple[str, Life]:
+    """`live` with the Adam that Megatron imported, which a CPU would not be given, and its module."""
+    select_device("cpu", rank)
+    with mock.patch("megatron.core.optimizer.USING_PYTORCH_OPTIMIZER", False):
+        lived = live(rank, world_size, rendezvous, config, batches, 3)
+    return megatron_optimizer.Adam.__module__, lived

@@ -4,14 +4,17 @@ import cmath
 import importlib
 import inspect
 import itertools
+import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
+from nemorl.data.prefixes import Segment, prefix_tree
 from nemorl.megatron.attention import DenseKernel, PackedAttention, rotate
 from nemorl.megatron.device import KernelRows, packed_attention_kernel
-from nemorl.megatron.packing import packed_layout
+from nemorl.megatron.packing import PackedLayout, packed_layout
 from nemorl.models.rope import RotaryTable, inverse_frequencies
 from nemorl.models.shape import Rope
 
@@ -123,6 +126,146 @@ def test_masks_lie_where_the_queries_do(monkeypatch):
     assert devices == [meta]
 
 
+# A prompt of 40 tokens with four answers, of which two have 20 more in common with a fifth sequence that ends
+# there; the prompt alone; two that begin with the same 7; one that shares nothing.
+BEGINNINGS = [(0, 3), (0, 9), (0, 30), (1, 5), (1, 12), (1, 0), (0, 0), (2, 0), (2, 4), (3, 11)]
+
+
+def grown() -> tuple[list[np.ndarray], list[Segment]]:
+    """Sequences that share beginnings, and their tree."""
+    drawn = np.random.default_rng(0)
+    prompt = drawn.integers(0, 50, 40)
+    beginnings = [prompt, np.append(prompt, drawn.integers(0, 50, 20)), drawn.integers(50, 99, 7), prompt[:0]]
+    tokens = [np.append(beginnings[which], drawn.integers(100, 999, n)) for which, n in BEGINNINGS]
+    return tokens, prefix_tree(tokens)
+
+
+def tree_layout(tree: list[Segment], dtype: torch.dtype, kernel=None) -> PackedLayout:
+    positions = torch.cat([torch.arange(segment.start, segment.end) for segment in tree])
+    angles = tuple(angle.to(dtype) for angle in table(100).at(positions))
+    layout = packed_layout([segment.length for segment in tree], angles, kernel, tree=tree)
+    layout.positions = positions
+    return layout
+
+
+def tokens_of(tree: list[Segment], number: int) -> torch.Tensor:
+    """Places of a sequence's tokens in its packed segments."""
+    starts = itertools.accumulate([segment.length for segment in tree], initial=0)
+    of_segments = zip(starts, tree, strict=False)
+    return torch.cat([torch.arange(s, s + t.length) for s, t in of_segments if number in t.sequences])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 33, 64])
+def test_shared_beginnings_are_seen_by_all_that_follows(window, sinks):
+    """Next to separate sequences, in float64; window 5 is shorter than the prompts, 64 than two sequences."""
+    torch.manual_seed(0)
+    tokens, tree = grown()
+    num_tokens = sum(segment.length for segment in tree)
+    assert num_tokens == len({tuple(t[:n]) for t in tokens for n in range(1, len(t) + 1)})
+    q, k, v = (
+        torch.randn(num_tokens, heads, DIM, dtype=torch.float64, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    layout = tree_layout(tree, torch.float64)
+    attention = PackedAttention(softmax_scale=0.9, window=window, sinks=sinks, config=SINK_CONFIG)
+    inputs = [q, k, v]
+    if sinks:
+        attention.softmax_offset.data = torch.tensor([-3.0, 0.0, 1.0, 4.0])
+        inputs.append(attention.softmax_offset)
+    out = attention(q, k, v, None, attn_mask_type=None, packed_seq_params=layout)
+    flat = torch.cat([tokens_of(tree, number) for number in range(len(tokens))])
+    upstream = torch.randn(len(flat), HEADS * DIM, dtype=torch.float64)
+    grads = torch.autograd.grad(out[flat], inputs, upstream)
+
+    lengths = [len(t) for t in tokens]
+    apart = one_by_one(q[flat], k[flat], v[flat], lengths, 0.9, window, attention.softmax_offset)
+    expected = torch.autograd.grad(apart, inputs, upstream)
+    # The angles of the reference are float32.
+    torch.testing.assert_close(out[flat], apart, atol=1e-6, rtol=1e-6)
+    for mine, its in zip(grads, expected, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_gradients_over_shared_beginnings_by_finite_differences(window):
+    torch.manual_seed(0)
+    tree = prefix_tree([np.array(t) for t in ([1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2], [9, 9])])
+    layout = tree_layout(tree, torch.float64)
+    attention = PackedAttention(window=window)
+    inputs = [
+        torch.randn(
+            sum(segment.length for segment in tree), heads, DIM, dtype=torch.float64, requires_grad=True
+        )
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+    def attend(q, k, v):
+        return attention(q, k, v, None, attn_mask_type=None, packed_seq_params=layout)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+def rows_with_keys(operators: list[str]) -> types.SimpleNamespace:
+    """torch's variable-length operators of a GPU: causal rows whose last query sees the last key."""
+
+    def rows(x, cu):
+        return [x[a:b].transpose(0, 1).unsqueeze(0) for a, b in itertools.pairwise(cu.tolist())]
+
+    def kernels(cu_q, cu_k, scale, window_size):
+        for n, m in zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True):
+            distance = torch.arange(m - n, m).unsqueeze(1) - torch.arange(m)
+            sees = (distance >= 0) & ((distance <= window_size[0]) | torch.tensor(window_size[0] < 0))
+            yield DenseKernel(scale, sees=sees)
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window_size, **_):
+        operators.append("forward")
+        assert (max_q, max_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+        of_rows = zip(
+            kernels(cu_q, cu_k, scale, window_size), rows(q, cu_q), rows(k, cu_k), rows(v, cu_k), strict=True
+        )
+        parts = [kernel.forward(*x) for kernel, *x in of_rows]
+        out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
+        return out, torch.cat([lse[0] for _, lse in parts], 1), None
+
+    def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, _, scale, window_size):
+        operators.append("backward")
+        of_lse = [x.unsqueeze(0) for x in lse.split(cu_q.diff().tolist(), 1)]
+        of_rows = zip(
+            kernels(cu_q, cu_k, scale, window_size),
+            *(rows(grad, cu_q), rows(q, cu_q), rows(k, cu_k), rows(v, cu_k), rows(out, cu_q), of_lse),
+            strict=True,
+        )
+        parts = [kernel.backward(*x) for kernel, *x in of_rows]
+        return [torch.cat([part[0].transpose(0, 1) for part in of]) for of in zip(*parts, strict=True)]
+
+    arguments = [types.SimpleNamespace(name="query")]
+    forward.default = types.SimpleNamespace(_schema=types.SimpleNamespace(arguments=arguments))
+    return types.SimpleNamespace(_varlen_attn=forward, _varlen_attn_backward=backward)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_rows_of_a_variable_length_kernel_have_the_keys_of_beginnings(monkeypatch, window):
+    """As on a GPU, with its operators replaced, next to blocks."""
+    operators: list[str] = []
+    monkeypatch.setattr(torch.ops, "torch_attn", rows_with_keys(operators))
+    torch.manual_seed(0)
+    _, tree = grown()
+    q, k, v = (
+        torch.randn(sum(segment.length for segment in tree), heads, DIM, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    upstream = torch.randn(len(q), HEADS * DIM)
+    results = []
+    for kernel in (lambda *_: pytest.fail("this one has rows of queries and keys alone"), None):
+        layout = tree_layout(tree, torch.float32, kernel)
+        out = PackedAttention(window=window)(q, k, v, None, attn_mask_type=None, packed_seq_params=layout)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), upstream)))
+    assert operators == ["forward", "backward"]
+    for mine, its in zip(*results, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-4)
+
+
 SINK_CONFIG = types.SimpleNamespace(
     num_attention_heads=HEADS,
     tensor_model_parallel_size=1,
@@ -165,7 +308,7 @@ def test_sinks_go_through_a_variable_length_kernel(monkeypatch, has_groups):
         options.append((max_q, max_k, causal, window_size, groups))
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
         parts = [
-            DenseKernel(None, scale).forward(*x)
+            DenseKernel(scale, causal=True).forward(*x)
             for x in zip(rows(q, cu_q), rows(k, cu_k), rows(v, cu_k), strict=True)
         ]
         out = torch.cat([out[0].transpose(0, 1) for out, _ in parts])
@@ -176,7 +319,7 @@ def test_sinks_go_through_a_variable_length_kernel(monkeypatch, has_groups):
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
         lse = [x.unsqueeze(0) for x in lse.split(lengths, 1)]
         parts = [
-            DenseKernel(None, scale).backward(*x)
+            DenseKernel(scale, causal=True).backward(*x)
             for x in zip(*(rows(x, cu_q) for x in (grad, q, k, v, out)), lse, strict=True)
         ]
         q, k, v = (torch.cat([part[0].transpose(0, 1) for part in of]) for of in zip(*parts, strict=True))
@@ -236,6 +379,59 @@ def test_the_variable_length_kernel_gets_the_argument_for_groups_where_it_has_it
     q, k = torch.zeros(3, HEADS, DIM), torch.zeros(3, KV_HEADS, DIM)
     kernel(q, k, k, KernelRows(None, None, 3, 3), None, None)
     assert given == [{"enable_gqa": True} if has_groups else {}]
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+):
+    """In place of flash-attn's (version 2.8): its arguments, and attention of each row with a mask."""
+    assert dropout_p == 0.0
+    assert causal
+    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+    outputs = []
+    for (first, end), keys in zip(
+        itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True
+    ):
+        assert (first, end) == keys
+        query, key, value = (x[first:end].transpose(0, 1) for x in (q, k, v))
+        distance = torch.arange(end - first).unsqueeze(1) - torch.arange(end - first)
+        seen = (distance >= 0) & ((distance <= window_size[0]) | torch.tensor(window_size[0] < 0))
+        row = torch.nn.functional.scaled_dot_product_attention(
+            *(query, key, value), attn_mask=seen, scale=softmax_scale, enable_gqa=True
+        )
+        outputs.append(row.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_variable_length_kernels_compute_the_same(monkeypatch, window):
+    """With flash-attn's arguments and in buckets."""
+    monkeypatch.setitem(
+        sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    )
+    torch.manual_seed(0)
+    lengths = [5, 1, 9]
+    angles = table().at(torch.cat([torch.arange(n) for n in lengths]))
+    q, k, v = (torch.randn(sum(lengths), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+
+    outputs = [
+        PackedAttention(softmax_scale=0.7, window=window)(
+            q, k, v, None, attn_mask_type=None, packed_seq_params=packed_layout(lengths, angles, kernel)
+        )
+        for kernel in (packed_attention_kernel("flash_attn"), None)
+    ]
+
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
 
 
 def test_layers_with_a_window_may_have_angles_of_their_own():

@@ -22,6 +22,7 @@ from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
 
 SCHEDULE = DecaySchedule(name="cosine", warmup_steps=2, decay_steps=6)
+ROUNDED = QuantizationConfig(format="fp8", train="fake")
 
 
 def train(worker, rank, config, seed):
@@ -62,8 +63,9 @@ def continue_from(rank, world_size, rendezvous, config, folder):
         (layout(), {"precision": "bfloat16"}),
         (layout(tp=2, dp=2), {}),
         (layout(pp=2, dp=2), {"precision": "bfloat16"}),
+        (layout(tp=2, sp=True), {"precision": "bfloat16", "quantization": ROUNDED}),
     ],
-    ids=["one process", "sgd", "bfloat16", "TP2-DP2", "PP2-DP2 bfloat16"],
+    ids=["one process", "sgd", "bfloat16", "TP2-DP2", "PP2-DP2 bfloat16", "TP2-SP rounded"],
 )
 def test_same_layout_continues_bit_by_bit(pool, model, tmp_path, where, fields):
     config = policy_config(model("llama-tied")[1], layout=where, schedule=SCHEDULE, **fields)

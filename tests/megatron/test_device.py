@@ -8,9 +8,11 @@ from nemorl.megatron.device import select_device
 
 def test_attention_on_a_gpu_does_not_build_a_graph_for_each_shape(monkeypatch):
     made_current = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", made_current.append)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
@@ -22,6 +24,6 @@ def test_attention_on_a_gpu_does_not_build_a_graph_for_each_shape(monkeypatch):
 
 
 def test_a_process_without_the_gpu_it_was_placed_on_ends_with_the_reason(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     with pytest.raises(RuntimeError, match="rank 1 was placed on a GPU but this process sees none"):
         select_device("cuda", 1)

@@ -9,9 +9,11 @@ import torch
 from nemorl.algorithms.distillation import TopDivergence
 from nemorl.algorithms.policy_losses import CrossEntropyLoss
 from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
+from nemorl.config.policy import AdamConfig
+from nemorl.config.quantization import CalibrationConfig, QuantizationConfig
 from tests.megatron.cases import share
-from tests.megatron.examples import layout, policy_config, ragged_batch
-from tests.megatron.topk_cases import distilled
+from tests.megatron.examples import VOCABULARY, layout, policy_config, ragged_batch
+from tests.megatron.topk_cases import distilled, taught_by
 
 K = 5
 FORWARD = TopDivergence(ForwardKlLossConfig(name="forward_kl", tokens=K))
@@ -77,3 +79,26 @@ def test_layouts_equal_one_process(pool, model, alone, where):
         for one, other in zip(mine, steps, strict=True):
             assert one.sums == pytest.approx(other.sums, rel=2e-4, abs=2e-5)
             assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
+
+
+@pytest.mark.ci
+def test_a_rounded_policy_learns_from_its_own_unrounded_weights(pool, model):
+    """Quantization-aware distillation: the teacher is in bfloat16, the policy rounds to four bits.
+
+    The divergence that rounding costs at first falls, though the weights of both are the same then.
+    """
+    folder, batch = model("llama-wide")[1], ragged_batch()
+    teacher = policy_config(folder, precision="bfloat16")
+    ((ids, logprobs, _),) = pool.run(1, distilled, teacher, batch, 8, VOCABULARY, [])
+    taught = replace(batch, top_ids=ids, top_logprobs=logprobs)
+    quantization = QuantizationConfig(
+        format="nvfp4", train="fake", activations=True, calibration=CalibrationConfig(prompts=8)
+    )
+    loss = TopDivergence(ForwardKlLossConfig(name="forward_kl", tokens=VOCABULARY))
+    found = {}
+    for name, given in (("plain", None), ("rounded", quantization)):
+        config = policy_config(folder, quantization=given, optimizer=AdamConfig(lr=1e-3))
+        (steps,) = pool.run(1, taught_by, config, taught, [loss] * 12)
+        found[name] = [step.sums["distillation/forward_kl"] / step.sums["tokens"] for step in steps]
+    assert found["rounded"][0] > 10 * found["plain"][0]  # more than bfloat16 costs
+    assert found["rounded"][-1] < 0.5 * found["rounded"][0]

@@ -1,15 +1,27 @@
-"""What is chosen, from what is asked for and what is installed."""
+"""What is chosen, from what is asked for and what is installed; and the table of all uses."""
 
+import ast
+import importlib
 import sys
 import types
+from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
-from nemorl.config.policy import AdamConfig, MuonConfig, NoRecompute, SelectiveRecompute, SgdConfig
+from nemorl.config.policy import AdamConfig, Fp8Config, MuonConfig, NoRecompute, SelectiveRecompute, SgdConfig
 from nemorl.megatron.kernels import (
+    APEX,
+    FLASH_ATTENTION,
+    FUSED_WEIGHT_GRADIENT,
+    TRANSFORMER_ENGINE,
+    TRITON,
+    USES,
     Installed,
     Kernels,
     KernelsNotFound,
+    check_fp8,
     check_optimizer,
     choose,
     optimizer_kernel,
@@ -17,6 +29,18 @@ from nemorl.megatron.kernels import (
 )
 from nemorl.models.registry import shape_from_config
 from tests.plan.models import CONFIG
+
+ROOT = Path(__file__).parents[2]
+LIBRARIES = {TRANSFORMER_ENGINE, APEX, FUSED_WEIGHT_GRADIENT, FLASH_ATTENTION, TRITON}
+# Modules of the product that name a library in code; the table covers what they do with it.
+NAMED_IN = {
+    "nemorl/config/policy.py",  # policy.kernels
+    "nemorl/megatron/device.py",  # flash-attn's function
+    "nemorl/megatron/kernels.py",
+    "nemorl/megatron/model.py",  # Megatron's layers of Transformer Engine
+    "nemorl/megatron/moe.py",  # the same for experts
+    "nemorl/plan/problems.py",  # its fused norms are not recomputed
+}
 
 MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -125,6 +149,13 @@ def test_types_that_only_transformer_engine_takes_require_it():
         check_optimizer(narrow, NOTHING)
 
 
+def test_fp8_requires_layers_of_transformer_engine():
+    check_fp8(Fp8Config(), chosen())
+    check_fp8(None, Kernels())
+    with pytest.raises(KernelsNotFound, match=r"policy.fp8 is given, .*install it, or remove policy.fp8"):
+        check_fp8(Fp8Config(), chosen(installed=NOTHING))
+
+
 @pytest.mark.parametrize(
     ("config", "layers", "told"),
     [
@@ -158,3 +189,62 @@ def test_what_cannot_be_imported_is_not_installed(monkeypatch):
     assert found.versions.get("flash_attn") == "2.8.3"
     assert "apex" not in found
     assert found.described("apex") == "apex not found"
+
+
+def defines(file: str, name: str) -> bool:
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return any(isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name for n in tree.body)
+
+
+@pytest.mark.parametrize("use", USES, ids=[f"{use.library} {use.what}" for use in USES])
+def test_a_use_names_what_exists(use):
+    """The test against the fallback, and where the kernel is chosen."""
+    file, _, name = use.test.partition("::")
+    assert defines(file, name)
+    module, _, chooser = use.chosen.rpartition(".")
+    if use.chosen.startswith("nemorl."):
+        assert hasattr(importlib.import_module(module), chooser)
+    else:
+        assert importlib.import_module(use.chosen)
+
+
+def test_every_library_is_in_the_table():
+    assert {use.library for use in USES} == LIBRARIES
+
+
+def test_no_other_module_uses_a_library():
+    found = set()
+    for path in sorted((ROOT / "nemorl").rglob("*.py")) + sorted((ROOT / "algorithms").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docs = {
+            node.body[0].value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            text = node.value if isinstance(node, ast.Constant) and node not in docs else ""
+            if isinstance(node, ast.ImportFrom):
+                text = node.module
+            elif isinstance(node, ast.Import):
+                text = node.names[0].name
+            if isinstance(text, str) and LIBRARIES & set(text.split(".")):
+                found.add(str(path.relative_to(ROOT)))
+    assert found == NAMED_IN
+
+
+@pytest.mark.ci
+def test_the_fused_activation_computes_the_same():
+    """torch.compile makes a kernel of Megatron's function here, too, in C++ instead of Triton."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 1, 16, requires_grad=True)
+
+    fused = bias_swiglu_impl(x, None)
+    (fused_gradient,) = torch.autograd.grad(fused.sum(), x)
+    gate, up = x.chunk(2, -1)
+    plain = torch.nn.functional.silu(gate) * up
+    (gradient,) = torch.autograd.grad(plain.sum(), x)
+
+    torch.testing.assert_close(fused, plain)
+    torch.testing.assert_close(fused_gradient, gradient)

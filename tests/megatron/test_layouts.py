@@ -4,13 +4,15 @@ import random
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from nemorl.config.policy import FullRecompute, LayoutConfig, NoRecompute, RecomputeConfig, SelectiveRecompute
 from nemorl.models.layout_rules import layout_problems, recompute_problems
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
+from tests.megatron.cases import weights_after_steps
 from tests.megatron.course import assert_same_course
-from tests.megatron.examples import FAMILIES, layout
+from tests.megatron.examples import FAMILIES, layout, policy_config, ragged_batch
 
 LAYOUTS = {
     "TP2": layout(tp=2),
@@ -34,6 +36,27 @@ def test_five_steps_equal_one_process(run, name, per_micro_batch):
     (alone,) = run("llama", layout(), 8)
     for life in run("llama", LAYOUTS[name], per_micro_batch):
         assert_same_course(life, alone)
+
+
+@pytest.mark.parametrize(
+    ("family", "where"),
+    [
+        ("llama", layout(dp=2)),
+        ("llama-tied", layout(dp=2, pp=2)),
+        ("llama", layout(cp=2, pp=2, vpp=2)),
+        ("qwen3-moe", layout(dp=2, ep=2)),
+    ],
+)
+def test_reductions_during_the_backward_pass_change_no_bit(pool, model, family, where):
+    """Without clipping: its norm is a sum over shards, which other buckets divide otherwise."""
+    config = policy_config(model(family)[1], layout=where, max_grad_norm=None)
+    during, after = (
+        pool.run(where.world_size, weights_after_steps, config, ragged_batch(), 2, overlaps)
+        for overlaps in (True, False)
+    )
+    for one, other in zip(during, after, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3", "mistral", "gemma3"])

@@ -1,20 +1,22 @@
 """Megatron's own Transformer Engine layers, on a stand-in of the library that computes on a CPU."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from nemorl.config.policy import AdamConfig, LoraConfig, OffloadConfig
-from nemorl.megatron.model import local_name
+from nemorl.config.policy import AdamConfig, Fp8Config, LoraConfig, OffloadConfig
+from nemorl.megatron.kernels import Kernels
+from nemorl.megatron.model import local_name, transformer_config
+from nemorl.models.registry import load_shape
 from tests.megatron.examples import layout, policy_config, ragged_batch, reference_logprobs
-from tests.megatron.pool import Pool
+from tests.megatron.pool import Pool, pool_with
 from tests.megatron.te_cases import (
     LOCAL,
     TRANSFORMER_ENGINE,
     live_with,
+    live_with_its_adam,
     names_of_rank,
     resume_with_fused_adam,
 )
@@ -25,14 +27,8 @@ FAMILIES = ["llama-tied", "qwen3", "gemma3", "qwen3-moe", "gpt-oss", "deepseek-v
 
 @pytest.fixture(scope="module")
 def engine_pool() -> Iterator[Pool]:
-    """A process of its own: Megatron looks for the library when it is imported."""
-    sys.path.insert(0, str(PLACEHOLDER))
-    try:
-        pool = Pool(1)
-    finally:
-        sys.path.remove(str(PLACEHOLDER))
-    yield pool
-    pool.close()
+    with pool_with(PLACEHOLDER) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(
@@ -85,6 +81,19 @@ def test_adapters_learn_the_same_next_to_both_kinds_of_layers(engine_pool, model
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
 
 
+def test_its_adam_learns_as_torchs(engine_pool, model):
+    """Also the gradient norm is the library's, which Megatron prefers."""
+    config, batches = policy_config(model("qwen3")[1]), [ragged_batch(seed=seed) for seed in (1, 2, 3)]
+
+    ((module, engine),) = engine_pool.run(1, live_with_its_adam, config, batches)
+    (torchs,) = engine_pool.run(1, live_with, LOCAL, config, batches)
+
+    assert module == "transformer_engine.pytorch.optimizers"
+    for ours, theirs in zip(engine.steps, torchs.steps, strict=True):
+        assert ours.sums == pytest.approx(theirs.sums, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
+
+
 BFLOAT16 = AdamConfig(
     lr=3e-3, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16", main_grads_dtype="bfloat16"
 )
@@ -128,3 +137,11 @@ def test_an_adam_of_fewer_bits_learns_and_continues(engine_pool, model, tmp_path
     else:
         assert run.resumed == run.went_on
         assert not run.changed
+
+
+def test_fp8_is_passed_to_megatron(model):
+    folder = model("llama")[1]
+    for fp8, passed in ((Fp8Config(recipe="blockwise"), ("hybrid", "blockwise")), (None, (None, "delayed"))):
+        policy = policy_config(folder, precision="bfloat16", fp8=fp8)
+        made = transformer_config(load_shape(folder), policy, "cuda", Kernels(layers="transformer_engine"))
+        assert (made.fp8, made.fp8_recipe) == passed

@@ -1,5 +1,6 @@
 """Runs in the processes of the pool: the head over ranks, and distillation under layouts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,3 +77,19 @@ def distilled(
     steps = [worker.train(micro_batches, loss) for loss in losses]
     worker.close()
     return told.top_ids, told.top_logprobs, steps
+
+
+def taught_by(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    config: PolicyConfig,
+    batch: PackedBatch,
+    losses: Sequence[Loss],
+) -> list[TrainStats]:
+    """Updates on a batch that already has a teacher's likeliest tokens."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    worker.load_batch(share(batch, rank, config))
+    steps = [worker.train(partition(worker.batch.num_sequences, 4), loss) for loss in losses]
+    worker.close()
+    return steps

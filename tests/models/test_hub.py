@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from nemorl.config.environment import LocalModelRewardConfig
+from nemorl.config.load import load_experiment
+from nemorl.models import hub as hub_module
 from nemorl.models.create import create_tiny_model
-from nemorl.models.hub import is_hub_id
+from nemorl.models.hub import HubError, is_hub_id, with_local_models
 from tests.hub import COMMIT, serving
 
 CONFIG = """
@@ -16,6 +19,16 @@ run_dir: {run_dir}
 policy: {{model_path: {model}, precision: float32, max_sequence_length: 32}}
 data: {{chat: false, train: {{name: arithmetic, size: 20}}}}
 algorithm: {{name: sft, num_steps: 1, batch_size: 2}}
+"""
+SEVERAL = """
+run_dir: run
+policy: {model_path: org/policy, tokenizer: {path: org/tokens}, max_sequence_length: 32}
+data: {chat: false, train: {name: arithmetic, size: 20}}
+teachers: {main: {model_path: org/teacher}}
+rewards: [{kind: local_model, model_path: org/none}]
+generation: {max_new_tokens: 8}
+algorithm:
+  {name: on_policy_distillation, num_steps: 1, num_prompts_per_step: 1, num_generations_per_prompt: 1}
 """
 
 
@@ -84,6 +97,27 @@ def test_a_resumed_run_has_the_commit_of_its_start_and_serve_the_newest(tmp_path
     assert (snapshots / hub.commit / "model.safetensors").is_file()
     assert absent.returncode == 2
     assert f"{hub.url} has no such model" in " ".join(absent.stderr.split())
+
+
+def test_ids_work_in_every_section_that_has_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetched(name: str, commit: str | None = None) -> Path:
+        if name == "org/none":
+            raise HubError("no such model")
+        return tmp_path / name / str(commit)
+
+    monkeypatch.setattr(hub_module, "fetch_model", fetched)
+    file = tmp_path / "experiment.yaml"
+    file.write_text(SEVERAL, encoding="utf-8")
+    experiment, problems = with_local_models(load_experiment(file, []), {"org/policy": "c1"})
+    assert experiment.policy.model_path == tmp_path / "org" / "policy" / "c1"
+    assert experiment.policy.tokenizer.path == tmp_path / "org" / "tokens" / "None"
+    assert experiment.teachers["main"].model_path == tmp_path / "org" / "teacher" / "None"
+    (reward,) = experiment.rewards
+    assert isinstance(reward, LocalModelRewardConfig)
+    assert str(reward.model_path) == "org/none"
+    assert [(p.field, p.value, p.fix) for p in problems] == [
+        ("rewards.0.model_path", "org/none", "no such model")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,14 @@ from nemorl.models.quantized import (
     Unquantizable,
     dequantize,
     fold,
+    fold_inputs,
     linear_groups,
     quantization_config,
     quantize,
 )
 from nemorl.models.registry import shape_from_config
 from nemorl.models.shape import ModelShape
-from tests.models.tiny_models import TinyModel
+from tests.models.tiny_models import CONFIGS, TinyModel
 from tests.required import require_module
 
 FORMATS: tuple[QuantizationFormat, ...] = get_args(QuantizationFormat)
@@ -76,7 +77,7 @@ def modelopt() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         # It shapes only what modelopt computes while it calibrates, not what it exports.
         patch.setattr(operators, "dynamic_block_quantize_op", lambda inputs, *arguments: inputs.clone())
-        yield SimpleNamespace(quantization=quantization, export=export, nvfp4=tensor)
+        yield SimpleNamespace(quantization=quantization, export=export, nvfp4=tensor, operators=operators)
 
 
 def exported(
@@ -165,6 +166,28 @@ def test_nvfp4_is_what_modelopt_reads(modelopt: Any, shape: ModelShape, dtype: t
         assert torch.equal(values, dequantize("nvfp4", name, tensors))
 
 
+@pytest.mark.ci
+def test_inputs_are_rounded_as_by_modelopt(modelopt: Any) -> None:
+    """But for the last bit, since modelopt multiplies by the inverse of a scale."""
+    inputs = torch.randn(64, 256, generator=torch.Generator().manual_seed(6))
+    of_all, by_token = inputs.abs().amax(), inputs.abs().amax(1, keepdim=True)
+    theirs = {
+        "fp8": modelopt.operators.scaled_e4m3(inputs, of_all, None, 4, 3),
+        "fp8_channel": modelopt.operators.scaled_e4m3(inputs, by_token, None, 4, 3),
+        "int8": modelopt.operators.fake_tensor_quant(inputs, by_token, None, 8, False, False),
+    }
+    for format, values in theirs.items():
+        mine = fold_inputs(format, inputs, of_all if format == "fp8" else by_token)
+        torch.testing.assert_close(mine, values, rtol=1e-6, atol=0)
+    for format in ("int4", "nvfp4_w4a16"):
+        assert fold_inputs(format, inputs, of_all) is inputs
+    halves = inputs.view(64, 2, 128)
+    runs = fold("fp8_channel", halves.flatten(0, 1)).view(64, 256)
+    assert torch.equal(fold_inputs("fp8_block", inputs, by_token), runs)
+    larger = fold_inputs("fp8", 2 * inputs, of_all)
+    assert larger.abs().max() == of_all
+
+
 # Half a step of the format relative to the largest magnitude that shares a scale; of floats, half the
 # distance of the two largest values. NVFP4's scales are rounded too, by up to 1/16.
 ROUNDING = {
@@ -241,17 +264,56 @@ def test_what_a_format_does_not_support_is_refused(
         linear_groups(other, format, ignore)
 
 
-def test_experts_and_latent_attention_are_refused(tiny: TinyModel) -> None:
-    parts = {"experts": tiny.shape.moe, "latent attention": tiny.shape.mla}
-    if unsupported := [kind for kind, part in parts.items() if part]:
-        with pytest.raises(Unquantizable, match=f"models with {unsupported[0]} are not quantized yet"):
-            linear_groups(tiny.shape, "int8")
-    else:  # all matrices but embedding and head
-        names = {name for group in linear_groups(tiny.shape, "int8") for name in group}
-        matrices = {name for name, size in hf_tensors(tiny.shape).items() if len(size) == 2}
-        assert names == matrices - {"model.embed_tokens.weight", "lm_head.weight"}
+def test_all_matrices_of_layers_but_routers_are_quantized(tiny: TinyModel) -> None:
+    ignore = ("*.experts.*",) if tiny.shape.family == "gpt_oss" else ()
+    names = [name for group in linear_groups(tiny.shape, "int8", ignore) for name in group]
+    sizes = hf_tensors(tiny.shape)
+    matrices = {name for name, size in sizes.items() if len(size) == 2 and not name.endswith("_bias")}
+    routers = {name for name in matrices if name.endswith((".gate.weight", ".router.weight"))}
+    assert bool(routers) == (tiny.shape.moe is not None)
+    assert sorted(names) == sorted(matrices - routers - {"model.embed_tokens.weight", "lm_head.weight"})
+    groups = linear_groups(tiny.shape, "int8", ignore)
+    ignored = quantization_config(tiny.shape, "int8", groups)["ignore"]
+    not_experts = {name for name in ignored if "experts" not in name}
+    assert {"lm_head"} | {name.removesuffix(".weight") for name in routers} == not_experts
+    assert bool(ignore) == (len(not_experts) < len(ignored))
+
+
+def test_experts_that_are_one_tensor_stay_as_they_are() -> None:
+    shape = shape_from_config(CONFIGS["gpt-oss"].to_dict() | {"architectures": ["GptOssForCausalLM"]}, "")
+    with pytest.raises(Unquantizable, match=r"gate_up_proj has all experts of a layer.*'\*\.experts\.\*' to"):
+        linear_groups(shape, "int8")
+    for format, extra in (("int8", {r"re:model\.layers\.0\.mlp\.experts\..*"}), ("fp8", set())):
+        groups = linear_groups(shape, format, ("*.experts.*",))
+        assert all(".self_attn." in name for group in groups for name in group)
+        ignored = quantization_config(shape, format, groups)["ignore"]
+        assert {"model.layers.0.mlp.experts", "model.layers.0.mlp.router"} | extra <= set(ignored)
+
+
+def test_engines_read_the_experts_of_a_layer_as_a_whole() -> None:
+    shape = shape_from_config(CONFIGS["qwen3-moe"].to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}, "")
+    with pytest.raises(Unquantizable, match=r"ignore model\.layers\.1\.mlp\.experts\.\* or none"):
+        linear_groups(shape, "int8", ("model.layers.1.mlp.experts.1.*",))
+    pattern = "model.layers.1.mlp.experts.*"
+    groups = linear_groups(shape, "int8", (pattern,))
+    ignored = quantization_config(shape, "int8", groups)["ignore"]
+    assert {"model.layers.1.mlp.experts", "model.layers.1.mlp.experts.0.down_proj"} <= set(ignored)
+    assert "model.layers.2.mlp.experts" not in ignored
+
+
+def test_latent_attention_fuses_both_projections_down() -> None:
+    config = CONFIGS["deepseek-v3"].to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
+    groups = linear_groups(shape_from_config(config, ""), "nvfp4", ("*mlp*", "*_b_proj", "*o_proj"))
+    attention = "model.layers.0.self_attn."
+    assert groups[0] == (f"{attention}q_a_proj.weight", f"{attention}kv_a_proj_with_mqa.weight")
 
 
 def test_scales_of_activations_have_to_be_measured(shape: ModelShape) -> None:
-    with pytest.raises(Unquantizable, match="have to be measured"):
+    with pytest.raises(Unquantizable, match="which this checkpoint does not have; train with policy"):
         Quantizer(shape, "fp8")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_inputs_of_an_expert_without_tokens_stay_empty(format: QuantizationFormat) -> None:
+    amax = torch.ones(()) if format in STATIC_INPUTS else torch.ones(0, 1)
+    assert fold_inputs(format, torch.ones(0, 128), amax).shape == (0, 128)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,45 @@ def test_every_file_of_data_is_looked_at(
     assert [problem.field for problem in problems] == ([f"data.{place}.{field}"] if field else [])
 
 
+def few_tasks(count: int) -> Iterator[dict[str, str]]:
+    for number in range(count):
+        yield {"prompt": f"{number}+1=", "answer": str(number + 1)}
+    if count == 103:
+        raise LookupError("no more")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "field", "fix"),
+    [
+        ("{name: tasks, path: FILE, stream: {size: 12}}", None, ""),
+        ("{name: tasks, path: FILE, stream: {size: 13}}", "stream.size", "has 12 rows; set it to 12 or less"),
+        ("{name: generator, function: HERE, arguments: {count: 9}, size: 9}", None, ""),
+        (
+            "{name: generator, function: HERE, arguments: {count: 9}, size: 10}",
+            "size",
+            "has 9 rows; set it to 9",
+        ),
+        ("{name: generator, function: HERE, arguments: {count: 103}, size: 110}", "function", "LookupError"),
+    ],
+)
+def test_streams_have_as_many_rows_as_are_asked_for(
+    configure: Configure, tmp_path: Path, dataset: str, field: str | None, fix: str
+) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("\n".join(map(json.dumps, few_tasks(12))), encoding="utf-8")
+    given = dataset.replace("FILE", str(file)).replace("HERE", f"'{__name__}:few_tasks'")
+    data = ["data.validation=null", "algorithm.validation={}"]
+
+    trained = plan_run(configure(f"data.train={given}", *data), ROOMY).problems
+    mixed = f"data.train={{name: mixture, sources: {{some: {{dataset: {given}}}}}}}"
+    of_source = plan_run(configure(mixed, *data), ROOMY).problems
+
+    assert [problem.field for problem in trained] == ([f"data.train.{field}"] if field else [])
+    assert all(fix in problem.fix for problem in trained)
+    source = "data.train.sources.some.dataset"
+    assert [problem.field for problem in of_source] == ([f"{source}.{field}"] if field else [])
+
+
 RIGHT = '{"prompt": "1+1=", "completion": "2", "label": true}'
 
 
@@ -542,6 +582,27 @@ def test_the_keys_of_judges_and_of_teachers_must_be_there(
 
     monkeypatch.setenv("A_KEY", "secret")
     assert not list(file_problems(experiment))
+
+
+@pytest.mark.parametrize(
+    ("env", "field"),
+    [
+        ("{name: user_simulator, url: 'http://h/v1', model: m, api_key_env: A_KEY}", "env"),
+        (
+            "{name: service, placement: {name: server, url: 'http://h/v1', api_key_env: A_KEY}}",
+            "env.placement",
+        ),
+    ],
+)
+def test_the_keys_of_environments_must_be_there(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, env: str, field: str
+) -> None:
+    monkeypatch.delenv("A_KEY", raising=False)
+    experiment = configure(f"env={env}", "data.chat=true")
+    found = [problem.field for problem in file_problems(experiment)]
+    assert f"{field}.api_key_env" in found
+    monkeypatch.setenv("A_KEY", "secret")
+    assert f"{field}.api_key_env" not in [problem.field for problem in file_problems(experiment)]
 
 
 def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,18 +193,20 @@ def test_parallel_sizes_share_the_weights(configure: Configure) -> None:
 
 
 def test_the_engine_keeps_keys_values_and_arriving_weights(configure: Configure) -> None:
-    experiment = configure("generation.max_kv_tokens=3000", "generation.replicas=2")
+    cache = "generation={max_kv_tokens: 3000, max_cached_tokens: 500}"
+    experiment = configure(cache, "generation.replicas=2")
 
     engine = group("generation", estimate_memory(experiment, SHAPE, training=True))
 
     assert engine.count == 2
-    assert engine.kv_cache == 3000 * 2 * 6 * 64 * 4
+    assert engine.kv_cache == 3500 * 2 * 6 * 64 * 4
     assert (engine.weights, engine.staging) == (4 * WHOLE, 8 * WHOLE)
 
 
 def test_the_cache_is_no_larger_than_what_can_run(configure: Configure) -> None:
     """64 sequences of 64 tokens at a time, whatever max_kv_tokens allows."""
-    engine = group("generation", estimate_memory(configure(), SHAPE, training=True))
+    experiment = configure("generation.max_cached_tokens=0")
+    engine = group("generation", estimate_memory(experiment, SHAPE, training=True))
 
     assert engine.kv_cache == 64 * 64 * 2 * 6 * 64 * 4
 
@@ -213,11 +215,13 @@ def test_a_policy_that_samples_its_own_tokens_has_its_part_of_the_cache_and_send
     configure: Configure,
 ) -> None:
     layout = "policy.layout={tensor_parallel_size: 2, pipeline_parallel_size: 2}"
-    experiment = configure("generation={backend: megatron, max_kv_tokens: 3000}", layout)
+    experiment = configure(
+        "generation={backend: megatron, max_kv_tokens: 3000, max_cached_tokens: 500}", layout
+    )
 
     policy = group("policy", estimate_memory(experiment, SHAPE, training=True))
 
-    assert policy.kv_cache == 3000 * 2 * 3 * 32 * 4
+    assert policy.kv_cache == 3500 * 2 * 3 * 32 * 4
     assert policy.staging == 0
 
 
@@ -225,12 +229,12 @@ def test_replayed_choices_are_kept_next_to_the_keys(configure: Configure) -> Non
     moe = MoeShape(num_experts=8, top_k=2, ffn_hidden_size=64, first_layer=1)
     sizes = []
     for replay in ("false", "true"):
-        sampling = "generation={backend: megatron, max_kv_tokens: 3000}"
+        sampling = "generation={backend: megatron, max_kv_tokens: 3000, max_cached_tokens: 500}"
         experiment = configure(sampling, f"policy.moe.router_replay={replay}")
         found = estimate_memory(experiment, replace(SHAPE, moe=moe), training=True)
         sizes.append(group("policy", found).kv_cache)
 
-    assert sizes[1] - sizes[0] == 3000 * 5 * 2 * 2  # tokens, layers, experts of a token, bytes
+    assert sizes[1] - sizes[0] == 3500 * 5 * 2 * 2  # tokens, layers, experts of a token, bytes
 
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(512, 512), (100, 100), (5000, 2048)])
@@ -358,13 +362,13 @@ def test_no_more_micro_batches_are_in_flight_than_there_are(configure: Configure
 
 def test_a_policy_that_samples_keeps_the_keys_of_its_heads(configure: Configure) -> None:
     """Four key-value heads of 16 over eight ranks, and eight latent heads of 8 and 4 rotary channels."""
-    sampling = "generation={backend: megatron, max_kv_tokens: 3000}"
+    sampling = "generation={backend: megatron, max_kv_tokens: 3000, max_cached_tokens: 500}"
     eight = policy_memory(configure(sampling, "policy.layout.tensor_parallel_size=8"), SHAPE)
-    assert eight.kv_cache == 2 * 6 * 1 * 16 * 3000 * 4
+    assert eight.kv_cache == 2 * 6 * 1 * 16 * 3500 * 4
 
     mla = MlaShape(query_rank=None, key_value_rank=9, head_dim=8, rotary_dim=4, value_dim=6)
     latent = policy_memory(configure(sampling), replace(SHAPE, mla=mla))
-    assert latent.kv_cache == 2 * 6 * 8 * (8 + 4) * 3000 * 4
+    assert latent.kv_cache == 2 * 6 * 8 * (8 + 4) * 3500 * 4
     assert policy_memory(configure(), SHAPE).kv_cache == 0
 
 
@@ -399,7 +403,8 @@ ONE_LAYER = replace(NARROW, num_layers=1)
 EXPERTS = replace(
     ONE_LAYER, moe=MoeShape(num_experts=8, top_k=2, ffn_hidden_size=31, shared_ffn_hidden_size=50)
 )
-SHARED, ROUTED = 3 * 50, 2 * (2 * 100 + 3 * 31)
+SHARED, ROUTED = 3 * 50, 2 * (100 + 3 * 31)
+EXCHANGED = 2 * 3 * 100  # copies of a token on their way to experts and back, of one layer at a time
 LATENT = replace(
     ONE_LAYER, mla=MlaShape(query_rank=None, key_value_rank=9, head_dim=8, rotary_dim=4, value_dim=6)
 )
@@ -465,11 +470,12 @@ def test_full_recomputation_keeps_inputs_and_the_layers_that_are_computed_again(
     [
         (ONE_LAYER, ("core_attn",), NARROW_LAYER - 36),  # rotated queries and keys
         (ONE_LAYER, ("layernorm",), NARROW_LAYER - 2 * 100),
-        (ONE_LAYER, ("mlp",), NORMS + ATTENTION),
+        (ONE_LAYER, ("mlp",), NORMS + ATTENTION + MLP),  # of the layer that is computed again
         (ONE_LAYER, ("moe",), NARROW_LAYER),
-        (EXPERTS, ("mlp",), NORMS + ATTENTION + SHARED + ROUTED),
-        (EXPERTS, ("moe",), NORMS + ATTENTION),
-        (EXPERTS, ("shared_experts",), NORMS + ATTENTION + ROUTED),
+        (EXPERTS, ("mlp",), NORMS + ATTENTION + SHARED + ROUTED + EXCHANGED),
+        (EXPERTS, ("moe",), NORMS + ATTENTION + ROUTED + EXCHANGED),
+        (EXPERTS, ("shared_experts",), NORMS + ATTENTION + ROUTED + EXCHANGED),
+        (replace(NARROW, num_layers=3), ("mlp",), 3 * (NORMS + ATTENTION) + MLP),
         (LATENT, ("core_attn",), NORMS + LATENT_ATTENTION + MLP),
     ],
 )
@@ -480,14 +486,14 @@ def test_what_is_computed_again_is_not_kept(
 
 
 def test_a_layer_with_experts_keeps_the_tokens_of_each() -> None:
-    assert kept(EXPERTS) == NORMS + ATTENTION + SHARED + ROUTED
+    assert kept(EXPERTS) == NORMS + ATTENTION + SHARED + ROUTED + EXCHANGED
     moe = EXPERTS.moe
     assert moe is not None
     mixed = replace(EXPERTS, num_layers=2, moe=replace(moe, first_layer=1))
-    assert kept(mixed) == NARROW_LAYER + NORMS + ATTENTION + SHARED + ROUTED
+    assert kept(mixed) == NARROW_LAYER + NORMS + ATTENTION + SHARED + ROUTED + EXCHANGED
     halves = LayoutConfig(data_parallel_size=2, expert_tensor_parallel_size=2)
     # Both ranks of an expert have its tokens, and half of its columns.
-    assert kept(EXPERTS, halves) == NORMS + ATTENTION + SHARED + 2 * 2 * (2 * 100 + 46)
+    assert kept(EXPERTS, halves) == NORMS + ATTENTION + SHARED + 2 * 2 * (4 * 100 + 46)
 
 
 def test_latent_attention_keeps_its_compressed_inputs() -> None:
@@ -506,7 +512,7 @@ def test_tensor_parallelism_divides_matrices_and_with_sequences_the_rest() -> No
     """Over eight ranks, in whole elements."""
     eight = LayoutConfig(tensor_parallel_size=8)
     assert kept(ONE_LAYER, eight) == 400 + 13 + 26
-    assert kept(EXPERTS, eight) == 400 + 13 + 18 + 586
+    assert kept(EXPERTS, eight) == 400 + 13 + 18 + 386 + 600
     sequences = LayoutConfig(tensor_parallel_size=8, sequence_parallel=True)
     assert kept(ONE_LAYER, sequences) == 4 * 12 + 13 + 26
-    assert kept(EXPERTS, sequences) == 4 * 12 + 13 + 18 + 73
+    assert kept(EXPERTS, sequences) == 4 * 12 + 13 + 18 + 386 // 8 + 600 // 8

@@ -14,11 +14,16 @@ from nemorl.generation.vllm_engine import plan
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape, MoeShape
+from nemorl.plan.machine import Machine
 from nemorl.plan.memory import ProcessMemory, estimate_memory
+from nemorl.plan.problems import plan_run
 from tests.plan.conftest import Configure
 
 VLLM = "generation.backend=vllm"
 INT8 = "policy.quantization={format: int8}"
+CHANNEL = "policy.quantization={format: fp8_channel}"
+MEASURED = "{format: fp8, calibration: {}}"
+INPUTS = "policy.quantization={format: int8, train: fake, activations: true}"
 FAKE = "policy.quantization={format: int8, train: fake}"
 
 
@@ -89,15 +94,28 @@ def test_adapters_next_to_experts_require_gpus(configure: Configure) -> None:
 def test_a_model_that_a_format_does_not_support_is_refused(configure: Configure) -> None:
     experiment = configure(VLLM, INT8)
     assert vllm_problems(experiment, shape_of(experiment)) == []
-    mixture = replace(shape_of(experiment), moe=MoeShape(num_experts=4, top_k=2, ffn_hidden_size=8))
+    experts = MoeShape(num_experts=4, top_k=2, ffn_hidden_size=8)
+    mixture = replace(shape_of(experiment), family="qwen3_moe", moe=experts)
     narrow = replace(shape_of(experiment), ffn_hidden_size=320)
     for shape, overrides, fix in (
-        (mixture, [INT8], "models with experts are not quantized yet"),
+        (mixture, [INT8], "vLLM reads no experts in int8 on a CPU; add '*.experts.*' to ignore"),
+        (mixture, [CHANNEL, GPUS], "vLLM reads no experts in fp8_channel; add '*.experts.*' to ignore, or"),
         (shape_of(experiment), [INT8, "policy.quantization.ignore=['*q_proj']"], "ignore all of them"),
         (narrow, [INT8.replace("int8", "int4"), GPUS], "requires a multiple of 128"),
     ):
         (problem,) = vllm_problems(configure(VLLM, *overrides), shape)
         assert (problem.field, fix in problem.fix) == ("policy.quantization.format", True)
+    without = "policy.quantization.ignore=['*.experts.*']"
+    for overrides in ([INT8, GPUS], [INT8, without], [CHANNEL, GPUS, without]):
+        assert vllm_problems(configure(VLLM, *overrides), mixture) == []
+
+
+def test_experts_in_one_tensor_are_reloaded(configure: Configure) -> None:
+    for overrides, refused in (([], ["generation.update"]), (["generation.update=reload"], [])):
+        experiment = configure(VLLM, *overrides)
+        experts = MoeShape(num_experts=4, top_k=2, ffn_hidden_size=8)
+        shape = replace(shape_of(experiment), sinks=True, moe=experts)
+        assert [problem.field for problem in vllm_problems(experiment, shape)] == refused
 
 
 def test_quantized_weights_take_less_memory(configure: Configure) -> None:
@@ -133,26 +151,49 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
         ),
         (
             ["policy.quantization={format: nvfp4}", GPUS],
-            "policy.quantization.format",
-            "it stores scales of activations, which runs do not measure yet; use nvfp4_w4a16",
+            "policy.quantization.calibration",
+            "engines get the scales of activations that the policy measures; set it to {}, or format to",
         ),
         (
-            ["policy.quantization={format: nvfp4_w4a16, train: fake}"],
+            [f"policy.quantization={MEASURED}"],
             "policy.quantization.format",
-            "training rounds to int8, fp8_channel, int4; use one, or set train to none",
+            "on a CPU vLLM computes int8, and cluster.gpus_per_node is 0; set it to int8",
         ),
         (
-            [FAKE, "policy.layout.tensor_parallel_size=2"],
+            [f"policy.quantization={MEASURED}", GPUS, "data.train={name: seeds}"],
+            "policy.quantization.format",
+            "measured on prompts of data.train, whose tasks have no text; use fp8_channel",
+        ),
+        (
+            ["policy.quantization={format: int8, activations: true}"],
+            "policy.quantization.activations",
+            "train is none, so the policy rounds nothing; set train to fake, or remove this",
+        ),
+        (
+            [
+                "policy.quantization={format: nvfp4_w4a16, train: fake, activations: true}",
+                GPUS,
+                "policy.kernels=local",
+            ],
+            "policy.quantization.activations",
+            "nvfp4_w4a16 leaves activations as they are; remove it",
+        ),
+        (
+            [INPUTS, "policy.lora={rank: 8, alpha: 16}"],
+            "policy.quantization.activations",
+            "engines would round adapters with the weights that they are merged into; remove it, or policy",
+        ),
+        ([INPUTS, "generation.backend=torch"], "policy.quantization.format", "or activations to false"),
+        (
+            [FAKE, "policy.lora={rank: 8, alpha: 16}", "generation.adapters=separate"],
             "policy.quantization.train",
-            "policy.layout.tensor_parallel_size, 2, divides rows of one scale; set it to 1",
+            "so engines keep weights that are not rounded; set generation.adapters to merged",
         ),
-        ([FAKE, "policy.lora={rank: 8, alpha: 16}"], "policy.quantization.train", "remove policy.lora"),
-        ([FAKE, "generation.backend=megatron"], "policy.quantization.train", "use torch or vllm"),
         ([FAKE, GPUS], "policy.quantization.train", "set policy.kernels to local"),
         (
             ["policy.quantization={format: int8, calibration: {prompts: 8}}"],
             "policy.quantization.calibration",
-            "runs do not measure activations yet; remove it, and use a format with dynamic scales",
+            "int8 stores no scales of activations; remove it",
         ),
         (
             [INT8, "generation.backend=torch"],
@@ -178,6 +219,16 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
             [INT8, "generation.vllm_kwargs={load_format: dummy}"],
             "generation.vllm_kwargs.load_format",
             "with policy.quantization engines are started with their own; remove it",
+        ),
+        (
+            ["generation.kv_cache_dtype=fp8"],
+            "generation.kv_cache_dtype",
+            "it requires GPUs, and cluster.gpus_per_node is 0; set it to auto",
+        ),
+        (
+            ["policy.fp8={}", GPUS, "policy.kernels=local"],
+            "policy.fp8",
+            "policy.kernels is local, and only Transformer Engine's layers compute in FP8; remove it",
         ),
         (
             ["generation.quantization=fp8"],
@@ -223,6 +274,11 @@ def test_a_cache_must_hold_a_conversation(configure: Configure) -> None:
             ["generation.max_num_batched_tokens=8"],
             "generation.max_num_batched_tokens",
             "on a CPU a step reads a prompt; set it to at least policy.max_sequence_length, 64",
+        ),
+        (
+            ["generation.vllm_kwargs={speculative_config: {method: ngram}}"],
+            "generation.vllm_kwargs.speculative_config",
+            "on a CPU the logprobs of vLLM 0.32 are wrong with drafts",
         ),
         (["generation.max_batch_size=8"], "generation.max_batch_size", "belongs to `torch`"),
         (["generation.adapters=separate"], "generation.adapters", "policy.lora is null"),
@@ -283,3 +339,40 @@ def test_memory_is_counted_by_rank_and_by_the_way_weights_come(configure: Config
     assert reloading.staging_on_host == 0
     assert reloading.staging == 2 * 2 * weights + 2 * 4 * largest
     assert reloading.on_device == reloading.total
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"policy.quantization={MEASURED}", GPUS],
+        ["policy.quantization={format: nvfp4, train: fake, activations: true, calibration: {}}", GPUS,
+         "policy.kernels=local"],
+        ["policy.quantization={format: fp8, train: fake, activations: true, calibration: {}}",
+         "generation.backend=megatron"],
+        [INPUTS, "generation.backend=megatron"],
+    ],
+)  # fmt: skip
+def test_samples_by_stored_scales_of_activations(configure: Configure, overrides: list[str]) -> None:
+    configure(VLLM, *overrides)
+
+
+def test_engines_without_a_policy_have_no_scales_of_activations(configure: Configure) -> None:
+    for quantization, refused in ((MEASURED, True), ("{format: fp8_channel}", False)):
+        experiment = configure(VLLM, GPUS, f"policy.quantization={quantization}")
+        machine = Machine(cores=8, memory_bytes=10**11, shared_memory_bytes=10**10, gpus=())
+        found = plan_run(experiment, machine, training=False).problems
+        found = [problem for problem in found if "scales of activations" in problem.fix]
+        assert [p.field for p in found] == ["policy.quantization.format"] * refused
+
+
+def test_rounded_weights_take_memory_while_the_policy_samples(configure: Configure) -> None:
+    staging = []
+    for overrides in ([], [FAKE]):
+        experiment = configure("generation={backend: megatron}", *overrides)
+        (policy,) = (
+            p
+            for p in estimate_memory(experiment, load_shape(experiment.policy.model_path), True)
+            if p.group == "policy"
+        )
+        staging.append(policy.staging)
+    assert staging[1] - staging[0] == policy.weights

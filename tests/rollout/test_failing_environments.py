@@ -30,14 +30,24 @@ class Fails(Environment):
 
 
 class FailingFactory(EnvironmentFactory):
-    """Environments that answer once; each of the first calls of all of them meets one of the `faults`."""
+    """Environments that answer once; each of the first calls of all of them meets one of the `faults`.
 
-    def __init__(self, faults=()):
+    With `creating` these are the calls of `create`; None is no environment.
+    """
+
+    def __init__(self, faults=(), creating=False):
         self.reward_weights = {"done": 1.0}
-        self._faults = iter(faults)
+        self._faults, self._creating = iter(faults), creating
 
     def create(self):
-        return Fails(self._faults)
+        if not self._creating:
+            return Fails(self._faults)
+        fault = next(self._faults, Fails)
+        if fault is None:
+            return None
+        if fault is not Fails:
+            raise fault("gone")
+        return Fails(iter(()))
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +55,10 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(scored, "FIRST_WAIT_SECONDS", 0.01)
 
 
-def sampled(model_folder, tokenizer, faults, outage=600.0, validation=False, **env):
+def sampled(model_folder, tokenizer, faults, outage=600.0, validation=False, creating=False, **env):
     """A group of two, and the requests of its turns."""
     deadlines = DeadlineConfig(environment=0.2, outage=outage)
-    options = {"factory": f"{__name__}:FailingFactory", "options": {"faults": faults}}
+    options = {"factory": f"{__name__}:FailingFactory", "options": {"faults": faults, "creating": creating}}
     env = CustomEnvConfig(name="custom", **options, **env)
     config = experiment(model_folder, env=env, cluster=ClusterConfig(deadlines=deadlines))
     requests = []
@@ -70,6 +80,26 @@ def test_a_trajectory_is_sampled_again_with_the_same_seeds_and_others_are_not(mo
     assert not any(t.environment_failed for t in group.trajectories)
     assert len(requests) == 3
     assert len(set(requests)) == 2
+
+
+@pytest.mark.parametrize("fault", [ValueError, SystemExit, EnvironmentLost, None])
+def test_an_environment_that_cannot_be_created_costs_its_conversation_alone(model_folder, tokenizer, fault):
+    group, requests = sampled(model_folder, tokenizer, [fault], creating=True)
+    assert [t.reward for t in group.trajectories] == [3.0, 1.0]
+    assert sorted(t.num_retries for t in group.trajectories) == [0, 1]
+    assert len(requests) == 2  # nothing was sampled without an environment
+    if fault is EnvironmentLost:  # which is tried again until the outage ends
+        return
+    given = {"faults": [fault] * 3, "creating": True}  # one of the two cannot be created in the end
+    skipped, _ = sampled(model_folder, tokenizer, **given)
+    assert sorted(t.environment_failed for t in skipped.trajectories) == [False, True]
+    assert [t.trains for t in skipped.trajectories] == [
+        not t.environment_failed for t in skipped.trajectories
+    ]
+    dropped, _ = sampled(model_folder, tokenizer, on_error="drop_group", **given)
+    assert isinstance(dropped, Dropped)
+    with pytest.raises(ConversationFailed, match=r"environment create: \w+: .*"):
+        sampled(model_folder, tokenizer, on_error="fail", **given)
 
 
 def test_lost_environments_are_tried_again_until_the_outage_ends(model_folder, tokenizer):

@@ -18,7 +18,7 @@ from nemorl.observe.metrics import StepMetrics, read_metrics
 
 # Time differs from run to run, and so do restarts; everything else must not.
 CLOCKS = ("time/", "throughput/", "refit/gigabytes_per_second", "reward_seconds/", "reward_waiting/")
-CLOCKS += ("trajectory_seconds/", "idle/", "critical/", "models/restarts")
+CLOCKS += ("refit/seconds/", "trajectory_seconds/", "idle/", "critical/", "models/restarts")
 
 
 def tiny_model(folder: Path, layers: int = 2, seed: int = 0) -> Path:

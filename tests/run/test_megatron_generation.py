@@ -1,6 +1,7 @@
 """A policy that samples its own tokens: runs against one with an engine, and where none could sample."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -87,3 +88,35 @@ def test_experts_spread_over_copies_sample_and_learn(folder: Path, model: Path) 
 
     status, output = finish(start("eval", path))
     assert status == 0, output
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("quantization", "metric", "bound"),
+    [
+        ({"format": "int8", "train": "fake"}, "logprob_gap/max", 1e-4),
+        # Ranges are measured on prompts before the first sample, and widen in the first two steps. An input
+        # at the border of two values may fall to either side.
+        (
+            {"format": "fp8", "train": "fake", "activations": True, "calibration": {"prompts": 20}},
+            "logprob_gap/mean",
+            1e-3,
+        ),
+    ],
+    ids=["weights", "weights and inputs"],
+)
+def test_a_policy_that_rounds_samples_as_it_trains(
+    folder: Path, model: Path, quantization: dict[str, Any], metric: str, bound: float
+) -> None:
+    name = f"megatron_{quantization['format']}"
+    path = write_experiment(
+        folder, model, name, generation={**GENERATION, "backend": "megatron"},
+        policy={"quantization": quantization}, data={"validation": None},
+        algorithm={"num_steps": 3, "validation": {}}, checkpointing={"period": 100},
+    )  # fmt: skip
+    status, output = finish(start("train", path))
+    assert status == 0, output
+    steps = lines(path.with_suffix(""))
+    assert len(steps) == 3
+    assert max(s.values[metric] for s in steps) < bound
+    assert all(s.values["updates/empty"] == 0 for s in steps)

@@ -206,7 +206,17 @@ def test_a_run_that_lost_updates_says_so_at_its_end(tmp_path: Path, caplog: pyte
         with contextlib.closing(JsonLinesWriter(metrics)) as writer:
             for step, kinds in enumerate(steps, start=1):
                 updates = [
-                    TrainStats({}, {}, 1.0, 1e-3, kind == "nan", kind == "zero", num_tokens=1, num_computed=1)
+                    TrainStats(
+                        {},
+                        {},
+                        1.0,
+                        1e-3,
+                        kind == "nan",
+                        kind == "zero",
+                        num_tokens=1,
+                        num_distinct=1,
+                        num_computed=1,
+                    )
                     for kind in kinds
                 ]
                 writer.append(StepMetrics(step, step, optimizer_metrics(updates, left_out)).to_json())

@@ -17,6 +17,8 @@ from tests.run.faults import Faults
 from tests.run.runs import lines, timeless, write_experiment
 
 SETTINGS: dict[str, Any] = {"checkpointing": {"period": 2, "keep": 1, "save_hf": True}}
+# Complete before the next step begins, so that a fault in a later one never meets a checkpoint being written.
+AT_ONCE: dict[str, Any] = {"checkpointing": {**SETTINGS["checkpointing"], "asynchronous": False}}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def test_a_rank_is_killed_in_training_and_in_a_weight_update(
     faults = Faults(run, monkeypatch)
     faults.at(ModelHandle, "train", 4)  # in step 4, after the checkpoint of step 2
     faults.at(PolicySenders, "send", 6)  # in step 4 again: of 3 steps, of the restored weights and of step 3
-    train(load_experiment(write_experiment(folder, model, "killed", **SETTINGS)))
+    train(load_experiment(write_experiment(folder, model, "killed", **AT_ONCE)))
     assert faults.sent == ["train", "send"]
     assert_same_to_the_bit(run, undisturbed)
     text = driver_log(run)
@@ -87,7 +89,7 @@ def test_samples_of_other_weights_outlive_a_restart(
     faults = Faults(run, monkeypatch)
     faults.at(ModelHandle, "train", 4)
     ahead = {"max_staleness": 2, "validation": {"period": None}}
-    experiment = load_experiment(write_experiment(folder, model, "ahead", **SETTINGS, algorithm=ahead))
+    experiment = load_experiment(write_experiment(folder, model, "ahead", **AT_ONCE, algorithm=ahead))
     train(experiment)
     steps = lines(run)
     assert [line.step for line in steps] == [1, 2, 3, 4, 5, 6]

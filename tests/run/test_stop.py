@@ -3,12 +3,18 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from nemorl.run.stop import SIGNALS, StepCancelled, StopRequest
+from nemorl.errors import RunError
+from nemorl.run.stop import SIGNALS, StepCancelled, StopRequest, run_to_end
+
+from .runs import finish, start, tiny_model, write_experiment
 
 
 def send(number: signal.Signals) -> None:
@@ -152,3 +158,40 @@ def test_what_follows_a_step_is_not_cancelled() -> None:
         await asyncio.sleep(0.01)  # as the write of a checkpoint
 
     assert run(work, seconds=0.1).expired
+
+
+def test_sigterm_ends_a_command_with_a_sentence_and_after_its_cleanup() -> None:
+    ended: list[str] = []
+
+    async def work() -> None:
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL  # so Ray installs none of its own
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            ended.append("cleanup")
+
+    with pytest.raises(RunError, match=r"^Terminated immediately by a signal; all processes have ended\.$"):
+        run_to_end(work())
+    assert ended == ["cleanup"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("words", [("rollout", "--n", "400"), ("serve",)], ids=" ".join)
+def test_sigterm_while_ray_runs_prints_no_trace(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Both start an engine, which takes seconds after Ray has started."""
+    sampling = {"num_generations_per_prompt": 64, "kl": {"coefficient": 0}, "validation": {}}
+    config = write_experiment(tmp_path, tiny_model(tmp_path / "model"), "ended", algorithm=sampling)
+    command, *options = words
+    process = start(command, config, *options)
+    while not any("raylet" in child.name() for child in psutil.Process(process.pid).children()):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    status, output = finish(process, seconds=120)
+    assert status == 1, output
+    assert output.rstrip().endswith("Terminated immediately by a signal; all processes have ended.")
+    assert "SIGTERM received at" not in output
+    assert "Traceback" not in output

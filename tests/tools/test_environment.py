@@ -15,6 +15,7 @@ case "$*" in
   --version) echo "Python 3.11.99" ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip install "*) echo "pip says: $*"; echo "$*" >>"$CALLS"; [[ "$*" != *"$FAIL"* ]] ;;
+  *"%d.%d"*) echo "${MINOR_VERSION:-3.11}" ;;
   *'version("torch")'*) grep -qs torch "$CALLS" ;;
   *) exit 0 ;;
 esac
@@ -107,7 +108,7 @@ def test_a_shim_that_does_not_run_is_passed_over(machine):
 @pytest.mark.parametrize(
     ("programs", "variables", "sentence"),
     [
-        ({"python3.11": SHIM}, {}, "No Python 3.11 or 3.12 that can create virtual environments"),
+        ({"python3.11": SHIM}, {}, "No Python 3.11, 3.12 or 3.13 that can create virtual environments"),
         (
             {"python3.11": PYTHON},
             {"FREE_KB": str(2 * 2**20)},
@@ -164,3 +165,27 @@ def test_where_vllm_is_required_a_failed_install_is_one_and_can_be_repeated(mach
     assert "vLLM could not be installed, and NEMORL_REQUIRE requires it" in done.stderr
     assert not (machine.project / ".venv" / "ready-dev").exists()
     assert machine.run(NEMORL_REQUIRE="vllm").returncode == 0
+
+
+@pytest.fixture
+def lock(machine):
+    path = machine.project / "tools" / "locks" / "python3.12.txt"
+    path.parent.mkdir()
+    path.write_text("megatron-core==0.19.2\n")
+    machine.add("python3.12", PYTHON)
+    return path
+
+
+def test_a_python_with_a_lock_gets_its_versions(machine, lock):
+    machine.run(MINOR_VERSION="3.12")
+    calls = machine.calls.read_text().splitlines()
+    assert [call for call in calls if "--constraint=tools/locks/python3.12.txt" not in call] == []
+
+
+@pytest.mark.parametrize("other", [{"MINOR_VERSION": "3.11"}, {"TORCH": "torch==2.14.0"}, {}])
+def test_other_pythons_another_torch_and_gpus_need_other_versions_than_the_lock(machine, lock, other):
+    if not other:  # the machine with a GPU
+        machine.add("nvidia-smi", "#!/bin/bash\n")
+    machine.run(**{"MINOR_VERSION": "3.12"} | other)
+    assert ".[dev]" in machine.installed
+    assert "--constraint" not in machine.calls.read_text()

@@ -218,11 +218,11 @@ def test_every_entry_of_the_tables_exists(house: ModuleType) -> None:
 REACHED = {
     "package_cycles": 0,
     "module_cycles": 1,
-    "grpo_path_files": 51,
-    "grpo_path_outer_files": 37,
+    "grpo_path_files": 53,
+    "grpo_path_outer_files": 38,
     # Slack for plug-ins: each new environment, optimizer, model family or engine counts as one. Raise it
     # when the modules that were added are plug-ins.
-    "single_importer_modules": 78,
+    "single_importer_modules": 80,
     "edits_for_loss": 2,
     "edits_for_environment": 1,
     "edits_for_engine": 1,

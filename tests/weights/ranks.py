@@ -24,7 +24,7 @@ from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_sli
 from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
-from nemorl.weights.endpoints import Piece, WeightReceiver, WeightSender
+from nemorl.weights.endpoints import WeightReceiver, WeightSender
 from nemorl.weights.files import FileSender, VersionFolder
 from nemorl.weights.messages import (
     Part,
@@ -272,7 +272,9 @@ def _before_read(number: int, act: Callable[[], None]) -> None:
     """Have the receiver act when it has read that number of slices from files, before the next one."""
     pieces, slices = VersionFolder.pieces, itertools.count()
 
-    def acting(self: VersionFolder, need: TensorSlice, dtype: torch.dtype) -> Iterator[Piece]:
+    def acting(
+        self: VersionFolder, need: TensorSlice, dtype: torch.dtype
+    ) -> Iterator[tuple[TensorSlice, Tensor, int | None]]:
         if next(slices) == number:
             act()
         return pieces(self, need, dtype)

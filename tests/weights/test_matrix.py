@@ -5,8 +5,6 @@ The reference is a direct load of the HF folder that holds the policy's weights.
 
 import asyncio
 import itertools
-import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +21,7 @@ from nemorl.models.shape import MlaShape, ModelShape, MoeShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
 from nemorl.weights.exchange import TransportOptions, WeightExchange
-from nemorl.weights.messages import ReceiveReport, RefitSession
+from nemorl.weights.messages import Part, ReceiveReport, RefitSession
 from tests.weights.ranks import SHAPE, Remote, Threads
 
 BUCKET = 4096
@@ -128,19 +126,6 @@ class Engine:
     def shard_bytes(self) -> int:
         return sum(part.num_elements * dtype_of(part).itemsize for part in self._slices)
 
-    def bytes_of_boxes(self, folder: Path) -> int:
-        """Of the boxes in files that have something of the shard: each is read whole, for its checksum."""
-        (manifest,) = folder.glob("*/manifest.json")
-        tensors = json.loads(manifest.read_text())["tensors"]
-        read = {}
-        for part in self._slices:
-            for box in tensors[part.name]["boxes"]:
-                axes = zip(box["start"], box["size"], part.start, part.size, strict=True)
-                if all(first < start + size and start < first + count for first, count, start, size in axes):
-                    wide = getattr(torch, box["dtype"]).itemsize
-                    read[part.name, *box["start"]] = math.prod(box["size"]) * wide
-        return sum(read.values())
-
     def unlike(self, folder: Path) -> list[str]:
         """Parameters that differ from a direct load of the folder."""
         direct = allocate(self._slices, engine=True)
@@ -180,6 +165,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+def become(
+    processes: Sequence[Remote], shape: ModelShape, layouts: Sequence[LayoutConfig], *folder: Path
+) -> list[Remote]:
+    """The processes that are now the ranks of these layouts, one layout after the other."""
+    places = [policy_rank(of, rank) for of in layouts for rank in range(of.world_size)]
+    for process, place in zip(processes, places, strict=False):
+        process.call("become", shape, place, *folder)
+    return list(processes[: len(places)])
+
+
 @pytest.mark.parametrize(("family", "sender"), SENDERS, ids=lambda name: name)
 def test_every_engine_gets_its_shard_and_nothing_else(
     processes: tuple[list[Remote], list[Remote]],
@@ -188,28 +183,59 @@ def test_every_engine_gets_its_shard_and_nothing_else(
     family: str,
     sender: str,
 ) -> None:
-    shape, of_policy = SHAPES[family], SENDERS[family, sender]
-    policy, engines = processes[0][: of_policy.world_size], processes[1]
-    for number, rank in enumerate(policy):
-        rank.call("become", shape, policy_rank(of_policy, number), folders[family])
+    shape = SHAPES[family]
+    policy = become(processes[0], shape, [SENDERS[family, sender]], folders[family])
     first = list(SENDERS).index((family, sender))  # so that all transports meet all kinds of layouts
     of_engines = [(name, found) for (kind, name), found in RECEIVERS.items() if kind == family]
     for turn, (name, replicas) in enumerate(of_engines):
         transport = TRANSPORTS[(first + turn) % len(TRANSPORTS)]
-        places = [policy_rank(of, rank) for of in replicas for rank in range(of.world_size)]
-        for engine, place in zip(engines, places, strict=False):
-            engine.call("become", shape, place)
-        receivers = Reporting(engines[: len(places)])
+        receivers = Reporting(become(processes[1], shape, replicas))
         options = TransportOptions(transport, tmp_path / name)
         stats = asyncio.run(WeightExchange(Threads(policy), receivers, BUCKET, 60.0, options).refit(1))
-        if transport == "files":
-            due = [engine.call("bytes_of_boxes", tmp_path / name) for engine in receivers.ranks]
-        else:
-            due = [engine.call("shard_bytes") for engine in receivers.ranks]
+        due = [engine.call("shard_bytes") for engine in receivers.ranks]
         assert [report.num_bytes for report in receivers.reports] == due, (name, transport)
         assert stats.num_bytes == sum(due)
         for engine in receivers.ranks:
             assert engine.call("unlike", folders[family]) == [], (name, transport)
+
+
+@pytest.mark.parametrize(
+    ("family", "of_policy", "replicas", "late"),
+    [
+        ("dense", layout(), [layout(tp=2)], layout(tp=4)),
+        ("dense", layout(), [layout(tp=4)], layout(tp=2)),
+        ("dense", layout(tp=2, pp=2), [layout(tp=2)], layout()),
+        ("moe", layout(dp=2, ep=2), [layout()] * 2, layout(tp=2)),
+        ("dense", layout(tp=2), [layout(tp=4)], layout()),
+    ],
+    ids=["TP1 to TP2", "TP1 to TP4", "TP2 PP2 to TP2", "EP2 to 2 x TP1", "TP2 to TP4"],
+)
+def test_engines_read_of_files_their_shard_and_nothing_else(
+    processes: tuple[list[Remote], list[Remote]],
+    folders: dict[str, Path],
+    tmp_path: Path,
+    family: str,
+    of_policy: LayoutConfig,
+    replicas: Sequence[LayoutConfig],
+    late: LayoutConfig,
+) -> None:
+    """Engines of another layout that read later also get theirs, in boxes that were not cut for them."""
+    shape = SHAPES[family]
+    policy = become(processes[0], shape, [of_policy], folders[family])
+    receivers = Reporting(become(processes[1], shape, replicas))
+    options = TransportOptions("files", tmp_path)
+    asyncio.run(WeightExchange(Threads(policy), receivers, BUCKET, 60.0, options).refit(1))
+    shards = [engine.call("shard_bytes") for engine in receivers.ranks]
+    assert [report.num_bytes for report in receivers.reports] == shards
+    for engine in receivers.ranks:
+        assert engine.call("unlike", folders[family]) == []
+    joiner = processes[1][0]
+    for rank in range(late.world_size):
+        joiner.call("become", shape, policy_rank(late, rank))
+        joiner.call("exchange.prepare", Part(9, ()))
+        report = joiner.call("exchange.receive", RefitSession(1, "files", str(tmp_path), 60.0))
+        assert report.num_bytes >= joiner.call("shard_bytes")
+        assert joiner.call("unlike", folders[family]) == []
 
 
 def test_the_comparison_can_fail(

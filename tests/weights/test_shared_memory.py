@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import os
+import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import torch
 
 from nemorl.models.layout import PolicyRank
 from nemorl.weights.exchange import WeightExchange
-from nemorl.weights.messages import PeerClosed
+from nemorl.weights.messages import PeerClosed, machine
+from tests.required import missing
 from tests.weights.ranks import TP2, EngineSide, PolicySide, Remote, Threads, WorkerGone, model
 
 BUCKET = 4096  # bytes; the embedding has 26 kilobytes
@@ -32,6 +35,18 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Remote]:
     remote = Remote(functools.partial(EngineSide, getattr(request, "param", torch.float32)))
     yield remote
     remote.stop()
+
+
+def test_a_container_with_the_host_name_of_another_one_is_another_machine() -> None:
+    name, _, root = machine().rpartition(" ")
+    mounts = ["--ro-bind", "/usr", "/usr", "--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"]
+    command = ["bwrap", *mounts, "/usr/bin/stat", "--format=%D", "/"]
+    try:
+        other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        missing("bubblewrap", f"bubblewrap does not run here ({error})")
+    assert name == socket.gethostname()
+    assert int(root, 16) != int(other, 16)
 
 
 def exchange(policy: list[Remote], engine: Remote, deadline_seconds: float = 60.0) -> WeightExchange:

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -360,7 +360,7 @@ def test_what_a_receiver_needs_twice_it_gets_twice() -> None:
     assert [t.param for b in plan.buckets for _, _, t in transfers(b)] == ["one", "other"]
 
 
-def test_files_get_each_tensor_whole_in_every_type_that_is_needed() -> None:
+def test_files_have_each_tensor_in_every_type_that_is_needed() -> None:
     """Two receivers need a half each, one of them in another type as well."""
     upper, lower = (part("w", (4, 2), (row, 0), (2, 2), "p") for row in (0, 2))
     receivers = [
@@ -374,6 +374,65 @@ def test_files_get_each_tensor_whole_in_every_type_that_is_needed() -> None:
         ("float32", 0, (0,), 16),
         ("float32", 1, (0,), 16),
     ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=cases(), bucket_elements=st.integers(1, 50), types=st.integers(1, 2))
+def test_files_have_every_element_once_in_boxes_that_no_receiver_needs_in_part(
+    case: Case, bucket_elements: int, types: int
+) -> None:
+    dtypes = ("float32", "bfloat16")[:types]
+    senders = [SenderLayout(tuple(slices)) for slices in case.senders]
+    receivers = [
+        ReceiverLayout(tuple(slices), tuple(dtypes[(rank + i) % types] for i in range(len(slices))))
+        for rank, slices in enumerate(case.receivers)
+    ]
+    plan = plan_files(senders, receivers, 4 * bucket_elements)
+    boxes = [(bucket.dtype, source) for bucket in plan.buckets for source in bucket.sources]
+    stored = Counter((dtype, box.name, place) for dtype, box in boxes for place, _ in elements(box))
+    needs = [
+        (dtype, s) for layout in receivers for s, dtype in zip(layout.slices, layout.dtypes, strict=True)
+    ]
+    assert stored == Counter(
+        {
+            (dtype, name, place)
+            for dtype, name in {(d, s.name) for d, s in needs}
+            for place in itertools.product(*map(range, case.tensors[name]))
+        }
+    )
+    for layout in receivers:
+        needed = {
+            (dtype, s.name, place)
+            for s, dtype in zip(layout.slices, layout.dtypes, strict=True)
+            for place, _ in elements(s)
+        }
+        for dtype, box in boxes:
+            inside = [(dtype, box.name, place) in needed for place, _ in elements(box)]
+            assert all(inside) or not any(inside)
+
+
+def files_of(receivers: Sequence[Sequence[TensorSlice]]) -> list[Box]:
+    """Boxes that one sender of everything writes for these receivers."""
+    tensors = {s.name: s.shape for slices in receivers for s in slices}
+    sender = SenderLayout(tuple(whole(name, shape) for name, shape in tensors.items()))
+    layouts = [ReceiverLayout(tuple(slices), ("float32",) * len(slices)) for slices in receivers]
+    plan = plan_files([sender], layouts, 2**20)
+    return [Box(source.start, source.size) for bucket in plan.buckets for source in bucket.sources]
+
+
+def test_files_are_not_cut_within_the_share_of_a_receiver() -> None:
+    """Two receivers have two of four blocks of rows each, as a fused qkv has them."""
+    rows = [part("w", (8, 3), (2 * block, 0), (2, 3), "p", offset=100 * block) for block in range(4)]
+    assert files_of([rows[:2], rows[2:]]) == [Box((0, 0), (4, 3)), Box((4, 0), (4, 3))]
+
+
+def test_a_file_has_no_more_boxes_than_its_readers_can_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three tensors divided among 16 receivers, the one that is divided by columns too is cut less."""
+    monkeypatch.setattr("nemorl.weights.plan.MAX_STORED_BOXES", 60)
+    rows = [[part(name, (16, 2), (rank, 0), (1, 2), name) for name in "ab"] for rank in range(16)]
+    cells = [[part("c", (16, 2), (r, column), (1, 1), "c")] for r in range(16) for column in range(2)]
+    sizes = Counter(box.size for box in files_of([*rows, *cells]))
+    assert sizes == {(1, 2): 32, (2, 1): 16}
 
 
 def test_senders_take_turns_and_begin_with_receivers_of_their_own() -> None:

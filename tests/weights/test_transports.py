@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemorl.config.generation import LOOPBACK
 from nemorl.models.layout import PolicyRank, hf_tensors
+from nemorl.weights import endpoints, files
 from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.files import (
     FileSender,
@@ -225,9 +226,7 @@ def test_a_crash_while_a_version_is_replaced_leaves_one(
     again.refit(3)
     assert complete_versions(tmp_path) == [2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000002", "v00000003"]
-    late = EngineSide(torch.float32)
-    late.exchange.prepare(Part(9, ()))
-    late.exchange.receive(RefitSession(2, "files", str(tmp_path), 30.0))
+    late = receive_late(tmp_path, 2)
     late.exchange.commit(2)
     assert_equal(late.weights, model(2))
 
@@ -251,6 +250,54 @@ def test_a_receiver_that_joins_later_reads_a_complete_version(tmp_path: Path, dt
     late.exchange.commit(7)
     assert late.version == 7
     assert_equal(late.weights, model(7))
+
+
+def receive_late(folder: Path, version: int) -> EngineSide:
+    late = EngineSide(torch.float32)
+    late.exchange.prepare(Part(9, ()))
+    late.exchange.receive(RefitSession(version, "files", str(folder), 30.0))
+    return late
+
+
+def test_each_element_of_files_is_checked_once_where_it_is_read_and_once_where_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Setup(tmp_path, "files").refit(1)
+    checked: dict[str, int] = {}
+    for module, name in (
+        (files, "fingerprint"),
+        (endpoints, "fingerprint"),
+        (endpoints, "queue_fingerprint"),
+    ):
+        original: Callable[..., Any] = getattr(module, name)
+        key = f"{module.__name__}.{name}"
+
+        def counting(
+            values: Tensor, *place: Any, key: str = key, original: Callable[..., Any] = original
+        ) -> Any:
+            checked[key] = checked.get(key, 0) + values.numel()
+            return original(values, *place)
+
+        monkeypatch.setattr(module, name, counting)
+    receive_late(tmp_path, 1)
+    elements = sum(tensor.numel() for tensor in model(1).values())
+    where_read, where_held = f"{files.__name__}.fingerprint", f"{endpoints.__name__}.queue_fingerprint"
+    assert checked == {where_read: elements, where_held: elements}
+
+
+def test_an_engine_that_does_not_hold_what_it_read_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Setup(tmp_path, "files").refit(1)
+    queue = endpoints.queue_fingerprint
+
+    def spoiled(values: Tensor, *place: Any) -> Tensor:
+        values.view(-1)[0] += 1
+        return queue(values, *place)
+
+    monkeypatch.setattr(endpoints, "queue_fingerprint", spoiled)
+    with pytest.raises(CorruptWeights, match=r"rank 9 read .* for version 1, but holds other values"):
+        receive_late(tmp_path, 1)
 
 
 def lack_a_field(folder: Path) -> None:

@@ -80,6 +80,16 @@ def test_engines_get_the_policys_weights_in_their_own_type(dtype: torch.dtype) -
     assert stats.gigabytes_per_second == pytest.approx(stats.num_bytes / stats.seconds_transfer / 1e9)
 
 
+def test_buckets_of_shared_memory_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nemorl.weights.shared_memory.MAX_HOST_BUCKET_BYTES", BUCKET)
+    setup = Setup()
+    setup.exchange = WeightExchange(setup.senders, setup.receivers, 2**20, 30.0)
+    setup.train(seed=1)
+    stats = asyncio.run(setup.exchange.refit(1))
+    assert_holds(setup.engines[0], 1, model(seed=1))
+    assert BUCKET < stats.extra_bytes <= len(TP2_PP2) * 2 * BUCKET
+
+
 def test_versions_follow_each_other_on_one_plan() -> None:
     setup = Setup()
     for version in (1, 2, 3):

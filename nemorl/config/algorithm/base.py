@@ -137,7 +137,7 @@ class AlgorithmBase(Config):
                 *(f"guards/{name}" for name in (*GUARDED, "rollbacks")),
                 *("grad_norm", "lr", "skipped_updates", "updates/all", "updates/skipped", "updates/empty"),
                 *("tokens/trained", "throughput/tokens_per_second", "models/restarts"),
-                *(f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "padding")),
+                *(f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "shared", "padding")),
                 # Of models with experts; checks of a config do not open the folder of the model.
                 *("experts/load_max", "experts/load_max_of_a_layer", "experts/idle", "loss/balance"),
                 *("time/step", "time/training", "time/checkpoint"),

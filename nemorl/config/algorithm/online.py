@@ -21,7 +21,14 @@ DROPPED_METRICS = (
     *("dropped/given_up", "dropped/late", "dropped/tokens", "dropped/length", "dropped/length_ratio"),
     *("dropped/reward", "dropped/reward_gap", *(f"dropped/share_q{quarter}" for quarter in range(1, 5))),
 )
-REFIT_METRICS = ("refit/gigabytes", "refit/gigabytes_per_second", "time/refit")
+_SEND_STAGES = ("connect", "wait", "pack", "fingerprint", "encode")
+_RECEIVE_STAGES = ("connect", "wait", "read", "copy", "fingerprint", "load")
+REFIT_METRICS = (
+    *("time/refit", "refit/gigabytes", "refit/gigabytes_per_second", "refit/seconds/commit"),
+    *("refit/max_gigabytes_sent", "refit/max_gigabytes_received"),
+    *(f"refit/seconds/send_{stage}" for stage in _SEND_STAGES),
+    *(f"refit/seconds/receive_{stage}" for stage in _RECEIVE_STAGES),
+)
 POLICY_METRICS = ("loss/total", "entropy", "logprob_gap/k1", "logprob_gap/k3")
 Level = Literal["token", "sequence", "geometric"]
 

@@ -20,13 +20,22 @@ from torch.nn import functional
 
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.device import has_packed_linear, prefill_tokens, upload
-from nemorl.generation.batching import BatchingEngine, Prompt, StepTokens
+from nemorl.generation.batching import BatchingEngine
 from nemorl.generation.front import DRAIN_SHARE
 from nemorl.generation.step_driver import StepDriver
 from nemorl.generation.tokens import Decode, RequestLimits, load_decoder
 from nemorl.generation.types import EngineOptions
 from nemorl.models.hf_folder import HfFolder
-from nemorl.models.kv_cache import KVCache
+from nemorl.models.kv_cache import (
+    CachedPass,
+    KVCache,
+    Prompt,
+    StepTokens,
+    in_passes,
+    next_tokens,
+    rest_of_prompts,
+    whole_places,
+)
 from nemorl.models.registry import load_shape
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
@@ -34,9 +43,9 @@ from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitDeadline, RefitSession
 
-_QUERY_MULTIPLE = 4  # query rows of one kernel call; see `DecodeAttention`
 # With ragged rows the CPU libraries take kernels that round otherwise: a sequence would depend on its batch.
 ROW_MULTIPLE = 4
+_PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
 _TYPICAL_ROWS = 16  # what the packed layout is chosen for; any number of rows works
 _END_SECONDS = 10.0  # for the step during which the engine is closed
 
@@ -54,6 +63,7 @@ class PrefillAttention:
     def __init__(self, cache: KVCache, prompts: int, length: int, rows: Tensor, owners: Tensor) -> None:
         """The cache row `rows[i]` gets the keys and values of prompt `owners[i]`, both [R]."""
         self._cache, self._prompts, self._owners = cache, prompts, owners
+        self._places = whole_places(length)
         self._kept = min(length, cache.length)  # padding may reach beyond the rows
         self._slots = cache.slots(rows[:, None], torch.arange(self._kept, device=rows.device)).flatten()
 
@@ -61,38 +71,23 @@ class PrefillAttention:
         q, k, v = (heads.unflatten(0, (self._prompts, -1)) for heads in (query, key, value))
         kept = (x[:, : self._kept][self._owners].flatten(0, 1) for x in (k, v))
         self._cache.keep(layer, self._slots, *kept)
+        # As many keys as a continued row reads, so that both round in the same way; the rest is masked.
+        k, v = (functional.pad(x.transpose(1, 2), (0, 0, 0, self._places - x.shape[1])) for x in (k, v))
         out = functional.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+            q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True
         )
         return out.transpose(1, 2).reshape(len(query), -1)
 
 
-class DecodeAttention:
-    """One new token for each of the cache rows 0..n-1, attending to its row up to itself.
+class ContinuedAttention:
+    """Attention of tokens that continue rows of the cache; 0 for those that pad."""
 
-    The query heads that share a key-value head are the query rows of one kernel call, padded to a multiple of
-    four: with fewer, the CPU kernel's rounding depends on the other rows of the batch.
-    """
-
-    def __init__(self, cache: KVCache, positions: Tensor, longest: int, dtype: torch.dtype) -> None:
-        """`positions` [n] of the new tokens; the largest of them is `longest - 1`."""
-        self._cache = cache
-        self._places = cache.places_read(longest)
-        self._slots = cache.slots(torch.arange(len(positions), device=positions.device), positions)
-        visible = torch.arange(self._places, device=positions.device) <= positions.unsqueeze(1)
-        mask = torch.zeros(visible.shape, device=positions.device, dtype=dtype)
-        self._mask = mask.masked_fill_(~visible, -torch.inf)[:, None, None, :]  # added to the scores
+    def __init__(self, cached: CachedPass) -> None:
+        self._cached = cached
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        n = len(self._slots)
-        self._cache.keep(layer, self._slots, key[:n], value[:n])
-        keys, values = self._cache.read(layer, n, self._places)
-        q = query[:n].unflatten(1, (key.shape[1], -1))  # [n, kv_heads, group, D]
-        group = q.shape[2]
-        q = functional.pad(q, (0, 0, 0, -group % _QUERY_MULTIPLE))
-        out = functional.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask)
-        attended = out[:, :, :group].reshape(n, -1)
-        return functional.pad(attended, (0, 0, 0, len(query) - n))
+        self._cached.keep(layer, key, value)
+        return self._cached.attend(layer, query).flatten(1)
 
 
 class Linear:
@@ -223,6 +218,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
 
 
+def _padded_length(prompt: Prompt) -> int:
+    """Tokens with padding; a function of the prompt alone, so that its result depends on nothing else."""
+    step = max(_PREFILL_STEP, (1 << len(prompt.tokens).bit_length()) >> 4)
+    return -(-len(prompt.tokens) // step) * step
+
+
 class ModelRunner:
     """Runs prefills and decoding steps with one version of the weights; takes new weights between them."""
 
@@ -263,16 +264,18 @@ class ModelRunner:
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         hidden: dict[Prompt, Tensor] = {}
-        by_length = sorted(prompts, key=lambda prompt: prompt.padded_length)
-        for length, same in groupby(by_length, key=lambda prompt: prompt.padded_length):
+        whole = sorted((p for p in prompts if not p.start), key=_padded_length)
+        for length, same in groupby(whole, key=_padded_length):
             together, count = list(same), max(1, self._prefill_tokens // length)
             for first in range(0, len(together), count):
                 batch = together[first : first + count]
                 hidden.update(zip(batch, self._prefill(batch), strict=True))
+        for batch in in_passes([p for p in prompts if p.start], self._prefill_tokens):
+            hidden.update(zip(batch, self._continue(batch), strict=True))
         return [hidden[prompt] for prompt in prompts]
 
     def _prefill(self, batch: Sequence[Prompt]) -> Tensor:
-        length = batch[0].padded_length
+        length = _padded_length(batch[0])
         padded = np.zeros((len(batch), length), dtype=np.int64)
         for index, prompt in enumerate(batch):
             padded[index, : len(prompt.tokens)] = prompt.tokens
@@ -287,13 +290,23 @@ class ModelRunner:
         positions = torch.arange(length, device=self._device).repeat(len(batch))
         return self._network.hidden(tokens, positions, attention)[last]
 
+    def _continue(self, batch: Sequence[Prompt]) -> Tensor:
+        """Read the rest of prompts whose beginnings their rows hold."""
+        (tokens,) = upload(self._device, np.concatenate([prompt.tokens[prompt.start :] for prompt in batch]))
+        positions, cached = rest_of_prompts(self.cache, batch, self._device, self._dtype)
+        last = torch.tensor([prompt.num_new for prompt in batch], device=self._device).cumsum(0) - 1
+        return self._hidden(tokens, positions, cached)[last]
+
     @torch.inference_mode()
     def decode(self, step: StepTokens) -> Tensor:
-        tokens, positions = step.uploaded
-        attention = DecodeAttention(self.cache, positions, max(step.positions) + 1, self._dtype)
+        tokens, positions, _ = step.uploaded
+        cached = next_tokens(self.cache, step, self._dtype)
+        return self._network.logits(self._hidden(tokens, positions, cached))[: len(tokens)]
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, cached: CachedPass) -> Tensor:
         padding = (0, -len(tokens) % ROW_MULTIPLE)
         padded, at = functional.pad(tokens, padding), functional.pad(positions, padding)
-        return self._network.logits(self._network.hidden(padded, at, attention))[: len(tokens)]
+        return self._network.hidden(padded, at, ContinuedAttention(cached))
 
     @torch.inference_mode()
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
@@ -322,10 +335,10 @@ class TorchEngine(BatchingEngine):
         decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        kv, length, rows = config.max_kv_tokens, max_sequence_length, config.max_batch_size
+        kv, length = config.max_kv_tokens, max_sequence_length
         self.model = ModelRunner(shape, max_kv_tokens=kv, max_positions=length, device=device, dtype=dtype)
         limits = RequestLimits(shape.vocab_size, length, kv, decode)
-        super().__init__(self.model, limits, max_batch_size=rows, device=device, clock=clock)
+        super().__init__(self.model, limits, config, device=device, clock=clock)
 
     def commit(self, version: int, *, restart: bool = False) -> None:
         """Sample with the staged weights of `model` from the next step on; `restart` as `weights_changed`."""

@@ -31,7 +31,7 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     config, policy = experiment.generation, experiment.policy
     assert isinstance(config, TorchGenerationConfig)
     item = ITEM_SIZE[config.precision or policy.precision]
-    cached = min(config.max_kv_tokens, config.max_batch_size * policy.max_sequence_length)
+    cached = config.most_kv_tokens(policy.max_sequence_length)
     return ProcessMemory(
         "generation",
         config.replicas,

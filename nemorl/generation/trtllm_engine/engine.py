@@ -47,7 +47,9 @@ def engine_arguments(config: TrtllmGenerationConfig, options: EngineOptions) -> 
         "max_seq_len": options.max_sequence_length,
         "max_input_len": options.max_sequence_length,  # else 1024
         "kv_cache_config": KvCacheConfig(
-            free_gpu_memory_fraction=config.kv_cache_fraction, enable_block_reuse=config.prefix_caching
+            free_gpu_memory_fraction=config.kv_cache_fraction,
+            enable_block_reuse=config.prefix_caching,
+            dtype=config.kv_cache_dtype,
         ),
         "sleep_config": SleepConfig(),
         "ray_worker_extension_cls": _EXTENSION,

@@ -81,6 +81,7 @@ def engine_arguments(
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "enable_sleep_mode": device == "cuda",
     }
     if device == "cuda":

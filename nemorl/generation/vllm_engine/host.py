@@ -29,13 +29,13 @@ from nemorl.generation.request_driver import RequestDriver, first_of
 from nemorl.generation.tokens import RequestLimits, load_decoder
 from nemorl.generation.types import EngineFailed, EngineOptions
 from nemorl.models.adapters import adapted_projections
-from nemorl.models.quantized import Quantizer
 from nemorl.models.registry import load_shape
 from nemorl.weights import messages as refits
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitFailed, RefitSession
 
 from .arguments import engine_arguments, environment
 from .backend import VllmBackend
+from .quantized import config_of
 
 PARTS = TypeAdapter(tuple[Part, ...])
 LAYOUT = TypeAdapter(ReceiverLayout)
@@ -125,7 +125,7 @@ class VllmHost(RequestDriver):
         names = adapted_projections(shape, lora) if lora is not None else ()
         quantized = None
         if quantization is not None:
-            quantized = Quantizer(shape, quantization.format, quantization.ignore).config
+            quantized = config_of(shape, quantization)
         self._vllm = VllmBackend(
             engine_arguments(
                 config,

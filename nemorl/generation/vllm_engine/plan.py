@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import VllmGenerationConfig
-from nemorl.config.quantization import QuantizationConfig
+from nemorl.config.quantization import QuantizationConfig, QuantizationFormat
 from nemorl.errors import Problem
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
@@ -112,15 +112,14 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
         fix = f"the model has {shape.num_layers} layers, and each stage needs one: take no more"
         yield Problem("generation.pipeline_parallel_size", stages, fix)
 
-    quantization = experiment.policy.engine_quantization
-    if quantization is not None:
-        from nemorl.models.quantized import Unquantizable, linear_groups  # torch, which takes seconds
-
-        try:
-            linear_groups(shape, quantization.format, quantization.ignore)
-        except Unquantizable as problem:
-            yield Problem("policy.quantization.format", quantization.format, str(problem))
     on_cpu = experiment.cluster.gpus_per_node == 0
+    quantization = experiment.policy.engine_quantization
+    if quantization is not None and (fix := _unread(quantization, shape, on_cpu=on_cpu)):
+        yield Problem("policy.quantization.format", quantization.format, fix)
+    update = config.update_on("cpu" if on_cpu else "cuda", quantizes=quantization is not None)
+    if shape.sinks and config.adapters == "merged" and update != "reload":
+        fix = "vLLM's loader rearranges the experts of gpt-oss, so no shards can be written: set it to reload"
+        yield Problem("generation.update", config.update, fix)
     if config.adapters != "merged" and (shape.mla is not None or (shape.moe is not None and on_cpu)):
         fix = "with adapters vLLM computes experts by Triton, which a CPU lacks"
         if shape.mla is not None:
@@ -142,6 +141,26 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
         size = f"{length} tokens, takes {needed / 2**30:.1f} GB"
         fix = f"one conversation of policy.max_sequence_length, {size} of it: give it more"
         yield Problem("generation.kv_cache_gigabytes", config.kv_cache_gigabytes, fix)
+
+
+# Of vLLM 0.32, whose reader of modelopt has one method for the experts of all FP8 formats, that of `fp8`.
+_EXPERT_FORMATS: tuple[QuantizationFormat, ...] = ("int8", "fp8", "int4", "nvfp4", "nvfp4_w4a16")
+
+
+def _unread(quantization: QuantizationConfig, shape: ModelShape, *, on_cpu: bool) -> str:
+    """Why vLLM does not read a model in this format, and the fix; empty if it does."""
+    from nemorl.models.quantized import Unquantizable, experts_of, linear_groups  # torch, which takes seconds
+
+    format = quantization.format
+    try:
+        groups = linear_groups(shape, format, quantization.ignore)
+    except Unquantizable as problem:
+        return str(problem)
+    if any(experts_of(group[0]) for group in groups) and (on_cpu or format not in _EXPERT_FORMATS):
+        others = "" if on_cpu else f", or use one of {', '.join(_EXPERT_FORMATS)}"
+        where = " on a CPU" if on_cpu else ""
+        return f"vLLM reads no experts in {format}{where}; add '*.experts.*' to ignore{others}"
+    return ""
 
 
 def _largest_layer(shape: ModelShape) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.config.policy import LoraConfig
+from nemorl.device import packs_loaded_weights
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.whole_tensors import whole_slices
 
@@ -253,6 +254,46 @@ def end_reload(model: nn.Module, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
 
 
+_FUSED_EXPERTS = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+
+
+def reload_with_sinks(
+    model: nn.Module,
+    reload_weights: Callable[..., Any],
+    tensors: Iterable[tuple[str, Tensor]],
+) -> None:
+    """Call vLLM's `reload_weights` for a model of which vLLM 0.32's loader copies experts and sinks itself.
+
+    A reload sees what passes through the loaders of parameters, and would put back the old experts and sinks.
+    So experts come one at a time, by vLLM's names, and sinks are written afterwards.
+    """
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    sinks: dict[str, Tensor] = {}
+
+    def by_loaders() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            block, experts, kind = name.partition(".mlp.experts.")
+            if name.endswith(".sinks"):
+                sinks[name.replace(".self_attn.", ".attn.")] = tensor
+            elif experts:
+                for number, values in enumerate(tensor):
+                    yield f"{block}{experts}{number}.{_FUSED_EXPERTS[kind]}", values
+            else:
+                yield name, tensor
+
+    reload_weights(weights_iterator=by_loaders())
+    parameters, rank = parameters_of(model), get_tensor_model_parallel_rank()
+    for name in sinks.keys() & parameters.keys():  # other stages have the rest
+        heads = len(parameters[name])
+        parameters[name].copy_(sinks[name].narrow(0, rank * heads, heads))
+
+
 def _shared(model: nn.Module) -> set[tuple[str, ...]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -274,7 +315,8 @@ def _forget_kernels(model: nn.Module) -> None:
     """Have the loader make the kernels of experts on a CPU again: only then vLLM 0.32 packs experts."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and next(module.parameters()).device.type == "cpu":
+        has_kernel = getattr(method, "moe_kernel", None) is not None
+        if has_kernel and packs_loaded_weights(next(module.parameters()).device):
             method.moe_kernel = None
 
 
@@ -284,8 +326,8 @@ def _refresh_tied(model: nn.Module) -> None:
         for name in others:
             module = model.get_submodule(name.rpartition(".")[0])
             method: Any = getattr(module, "quant_method", None)
-            on_cpu = next(module.parameters()).device.type == "cpu"
-            if on_cpu and hasattr(method, "process_weights_after_loading"):
+            packs = packs_loaded_weights(next(module.parameters()).device)
+            if packs and hasattr(method, "process_weights_after_loading"):
                 method.process_weights_after_loading(module)
 
 

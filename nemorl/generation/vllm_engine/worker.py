@@ -29,12 +29,12 @@ from nemorl.config.quantization import QuantizationConfig
 from nemorl.device import make_current
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.layout import hf_tensors
-from nemorl.models.quantized import Quantizer
 from nemorl.models.registry import load_shape
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
+from . import quantized
 from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS, QUANTIZATION
 from .host import LAYOUT, PARTS, REPORT, SESSION, remove_folder
 from .trace import LoaderTrace
@@ -47,6 +47,7 @@ from .weights import (
     end_reload,
     layout_of,
     learn,
+    reload_with_sinks,
 )
 
 _PR_SET_PDEATHSIG = 1
@@ -61,12 +62,7 @@ def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch
     _learned["model"] = learn(model, tensors, lambda: _process(model, model_config, target_device))
 
 
-def _quantized(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> Iterator[tuple[str, Tensor]]:
-    config = QuantizationConfig.model_validate_json(os.environ[QUANTIZATION])
-    return Quantizer(load_shape(folder), config.format, config.ignore).stream(tensors)
-
-
-def _quantize_in_loader() -> None:
+def _quantize_in_loader(quantization: QuantizationConfig) -> None:
     """Have vLLM's loader quantize what it reads, and its int8 kernel keep its scales."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -77,7 +73,8 @@ def _quantize_in_loader() -> None:
     def read_and_quantize(
         self: DefaultModelLoader, model_config: Any, model: nn.Module
     ) -> Iterator[tuple[str, Tensor]]:
-        return _quantized(read(self, model_config, model), Path(model_config.model))
+        shape = load_shape(Path(model_config.model))
+        return quantized.of_folder(shape, quantization, read(self, model_config, model))
 
     def pack_and_keep_scales(self: Any, layer: nn.Module) -> None:
         pack(self, layer)
@@ -104,8 +101,10 @@ if os.environ.get(PLAIN_WEIGHTS):
     # oneDNN's linear layers drop the weights for a packed copy, as do AMX kernels for small matrices.
     _custom_ops._supports_onednn = False
     layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+_quantization = None
 if os.environ.get(QUANTIZATION):
-    _quantize_in_loader()
+    _quantization = QuantizationConfig.model_validate_json(os.environ[QUANTIZATION])
+    _quantize_in_loader(_quantization)
 if os.environ.get(LEARNED_LAYOUT):
     base_loader.process_weights_after_loading = _process_and_learn
 
@@ -120,14 +119,17 @@ class VllmWorkerExtension:
         watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
         threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
         runner, dtype = self.model_runner, self.model_runner.model_config.dtype
-        model, folder = runner.get_model(), Path(runner.model_config.model)
-        shape = load_shape(folder)
+        model, shape = runner.get_model(), load_shape(Path(runner.model_config.model))
         reasons: Mapping[str, str] = {}
 
         def reload(tensors: Iterable[tuple[str, Tensor]]) -> None:
-            tensors = _quantized(tensors, folder) if os.environ.get(QUANTIZATION) else tensors
+            if _quantization is not None:
+                tensors = quantized.of_update(shape, _quantization, tensors)
             with set_current_vllm_config(self.vllm_config):  # in the thread of a refit there is none
-                runner.reload_weights(weights_iterator=tensors)
+                if shape.sinks:
+                    reload_with_sinks(model, runner.reload_weights, tensors)
+                else:
+                    runner.reload_weights(weights_iterator=tensors)
 
         if lora is not None:
             config = LoraConfig.model_validate_json(lora)
@@ -139,11 +141,10 @@ class VllmWorkerExtension:
                 whole_slices(shapes), adapters.tensors, lambda _: adapters.commit(), in_place=False
             )
         elif update == "reload":
-            tensors, kind = hf_tensors(shape), str(dtype).removeprefix("torch.")
+            kind = str(dtype).removeprefix("torch.")
+            tensors, kinds = quantized.update_tensors(shape, _quantization, kind)
             loader = StreamingLoader(model, reload, lambda: end_reload(model, runner.model_config))
-            self.nemorl = WholeTensorReceiver(
-                tensors, dict.fromkeys(tensors, kind), loader, device=self.device
-            )
+            self.nemorl = WholeTensorReceiver(tensors, kinds, loader, device=self.device)
         else:
             layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
             slices, reasons, in_place = layout.slices, layout.reasons, update == "in_place"

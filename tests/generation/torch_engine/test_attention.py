@@ -1,15 +1,25 @@
 """Attention against the formula, and rows that do not feel each other."""
 
+import numpy as np
 import pytest
 import torch
 
 from nemorl.generation.torch_engine.engine import (
     ROW_MULTIPLE,
-    DecodeAttention,
+    ContinuedAttention,
     Linear,
     PrefillAttention,
 )
-from nemorl.models.kv_cache import KVCache
+from nemorl.models.kv_cache import (
+    CachedPass,
+    ContinuedRows,
+    KVCache,
+    Prompt,
+    StepTokens,
+    next_tokens,
+    padded_slots,
+    rest_of_prompts,
+)
 
 HEADS, KV_HEADS, DIM = 9, 3, 64  # SmolLM2's
 
@@ -39,11 +49,18 @@ def new_tokens(rows):
     return [torch.randn(rows, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
+def step_attention(cache, positions, longest, counts=None):
+    counts = counts or [1] * len(positions)
+    uploaded = positions, positions, torch.from_numpy(padded_slots(counts))
+    step = StepTokens([], [*positions.tolist(), longest - 1], counts, uploaded)
+    return ContinuedAttention(next_tokens(cache, step, torch.float32))
+
+
 def test_a_step_attends_to_each_row_up_to_its_own_token():
     cache, positions = filled_cache(5, 300), torch.tensor([0, 7, 63, 64, 299])
     query, key, value = new_tokens(8)  # three rows of padding
     before = [cache.tokens(0, row, 0, 300).clone() for row in range(5)]  # [2, 300, kv_heads, D] each
-    got = DecodeAttention(cache, positions, 300, torch.float32)(0, query, key, value)
+    got = step_attention(cache, positions, 300)(0, query, key, value)
     for row, position in enumerate(positions.tolist()):
         keys, values = before[row][:, :position]
         keys, values = torch.cat((keys, key[row, None])), torch.cat((values, value[row, None]))
@@ -88,15 +105,51 @@ def test_a_row_rounds_the_same_no_matter_who_shares_its_step(length):
 
     def step(rows, longest):
         positions = torch.tensor([length - 1, *[longest - 1] * (rows - 1)])
-        return DecodeAttention(cache, positions, longest, torch.float32)(
-            0, query[:rows], key[:rows], value[:rows]
-        )[0]
+        return step_attention(cache, positions, longest)(0, query[:rows], key[:rows], value[:rows])[0]
 
     alone = step(1, length)
     for rows in (2, 3, 5, 8, 16):
         for longest in (length, 200, 260, 330, 400, 520, 700, 800, 1400):
             if longest >= length:
                 torch.testing.assert_close(step(rows, longest), alone, **ROUNDING)
+
+
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("counts", [[1, 4, 2], [3, 3], [9], [1, 17]])
+def test_several_tokens_of_a_row_are_those_of_a_step_for_each(counts):
+    """Drafts, and the rest of a prompt whose beginning is cached."""
+    starts = [150, 37, 255][: len(counts)]
+    query, key, value = new_tokens(sum(counts))
+    positions = torch.cat([torch.arange(n) + start for start, n in zip(starts, counts, strict=True)])
+    together = step_attention(filled_cache(3, 300), positions, 300, counts)(0, query, key, value)
+
+    cache, one_by_one = filled_cache(3, 300), []
+    rows = [row for row, count in enumerate(counts) for _ in range(count)]
+    for token, (row, at) in enumerate(zip(rows, positions, strict=True)):
+        alone = ContinuedRows(cache, range(row, row + 1), 1, at[None], 300, torch.float32)
+        step = CachedPass(cache, cache.slots(torch.tensor([row]), at[None]), None, [alone])
+        one_by_one.append(ContinuedAttention(step)(0, *(x[token, None] for x in (query, key, value))))
+    torch.testing.assert_close(together, torch.cat(one_by_one), **ROUNDING)
+
+
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("length", [24, 70, 130, 200, 400, 600])
+def test_a_prompt_rounds_the_same_whether_its_beginning_is_cached_or_not(length):
+    query, key, value = new_tokens(length)
+    whole = KVCache(10**6)
+    whole.reserve(2, length + 8)
+    zero = torch.zeros(1, dtype=torch.int64)
+    want = PrefillAttention(whole, 1, length, zero, zero)(0, query, key, value)
+    for start in (8, length // 2, length - 1):
+        cache = KVCache(10**6)
+        cache.reserve(2, length + 8)
+        cache.keep(0, cache.slots(zero + 1, torch.arange(start)), key[:start], value[:start])
+        prompt = Prompt(np.zeros(length, np.int32), [1], start)
+        positions, cached = rest_of_prompts(cache, [prompt], torch.device("cpu"), torch.float32)
+        assert positions.tolist() == list(range(start, length))
+        got = ContinuedAttention(cached)(0, query[start:], key[start:], value[start:])
+        torch.testing.assert_close(got, want[start:], **ROUNDING)
+        assert torch.equal(cache.tokens(0, 1, 0, length), whole.tokens(0, 0, 0, length))
 
 
 @pytest.mark.usefixtures("_two_threads")

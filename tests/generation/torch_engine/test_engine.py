@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from nemorl.config.generation import TorchGenerationConfig
 from nemorl.device import prefill_tokens
 from nemorl.generation.torch_engine.engine import TorchEngine
 from nemorl.generation.types import RequestRefused, SamplingParams
+from nemorl.models.kv_cache import PAGE_TOKENS
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
 from tests.generation.examples import (
@@ -169,12 +170,12 @@ def test_identical_prompts_are_read_once_and_sampled_as_if_each_were_alone():
     assert len({tuple(shared[f"{i}"].tokens) for i in range(10)}) > 5
 
 
-def test_a_prompt_that_runs_already_is_copied_from_its_row_while_the_weights_are_the_same():
+def test_a_prompt_that_runs_already_is_copied_from_pages_while_the_weights_are_the_same():
     prompt = Prompts(6).one(21)
     group = [request(prompt, f"{i}", max_new_tokens=10 + i, seed=i) for i in range(9)]
     engine = small_engine(max_batch_size=3)
     shared = serve(engine, group)
-    assert engine.take_stats().prompt_tokens == 21
+    assert engine.take_stats().prompt_tokens == 21 + 6 * (21 - 2 * PAGE_TOKENS)
     assert_same(shared, serve(small_engine(max_batch_size=64), group))
 
     engine.add(group[0])
@@ -183,9 +184,134 @@ def test_a_prompt_that_runs_already_is_copied_from_its_row_while_the_weights_are
     engine.commit(1)
     engine.add(request(prompt, "new", GREEDY, max_new_tokens=5))
     completions = finish(engine)
-    assert engine.take_stats().prompt_tokens == 42
+    assert engine.take_stats().prompt_tokens == 21 - 2 * PAGE_TOKENS + 21
     expected = serve(small_engine(seed=1), [request(prompt, "new", GREEDY, max_new_tokens=5)])
     assert completions["new"].tokens.tolist() == expected["new"].tokens.tolist()
+
+
+def test_the_next_turn_of_a_conversation_begins_with_the_pages_of_the_last():
+    engine, plain = small_engine(), small_engine(max_cached_tokens=0)
+    text, read = Prompts(3).one(30), []
+    for turn in range(4):
+        ask = request(text, f"{turn}", max_new_tokens=9, seed=turn)
+        (got,), (want,) = serve(engine, [ask]).values(), serve(plain, [ask]).values()
+        assert got.tokens.tolist() == want.tokens.tolist()
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=5e-5)
+        read.append((engine.take_stats().prompt_tokens, plain.take_stats().prompt_tokens))
+        text = np.concatenate([text, got.tokens, Prompts(turn).one(5)])
+    # All but the last token of a turn have keys and values, in pages of 8: 38, 52, 66 of 44, 58, 72.
+    assert read == [(30, 30), (44 - 32, 44), (58 - 48, 58), (72 - 64, 72)]
+
+
+def test_prompts_with_a_common_beginning_wait_for_the_first_of_them_and_read_their_own_ends():
+    begin = Prompts(4).one(40)
+    prompts = [np.concatenate([begin, Prompts(i).one(3 + i)]) for i in range(5)]
+    requests = [request(prompt, f"{i}", seed=i) for i, prompt in enumerate(prompts)]
+    engine = small_engine()
+    assert_same(serve(engine, requests), serve(small_engine(max_cached_tokens=0), requests))
+    assert engine.take_stats().prompt_tokens == 40 + sum(range(3, 8))
+
+
+def test_pages_hold_no_more_than_their_limit_and_are_lost_in_time():
+    engine = small_engine(max_cached_tokens=10 * PAGE_TOKENS)
+    requests = [request(prompt, f"{i}", seed=i) for i, prompt in enumerate(Prompts(2).several(30, 20, 150))]
+    assert_same(serve(engine, requests), serve(small_engine(max_cached_tokens=0), requests))
+    assert all(stored.shape[1] == 10 for stored in engine.model.cache._pages.values())
+
+
+def test_pages_of_other_weights_are_never_read():
+    prompt = Prompts(6).one(50)
+    engine = small_engine()
+    running = request(prompt, "running", GREEDY, max_new_tokens=20)
+    engine.add(running)
+    engine.step()
+    random_weights(engine.model, seed=1)
+    engine.commit(1)
+    finish(engine)  # over keys and values of both versions
+    ask = request(prompt, "new", GREEDY, max_new_tokens=5)
+    assert_same(serve(engine, [ask]), serve(small_engine(seed=1), [ask]))
+
+
+@dataclass
+class KnowingDrafter:
+    """Drafts what is known to follow, one token in five of it wrong."""
+
+    expected: list[int]
+    rng: np.random.Generator
+    place: int = 0
+
+    def draft(self, limit, *, worth):
+        draft = self.expected[self.place : self.place + min(limit, int(self.rng.integers(0, 9)))]
+        return [token if self.rng.random() < 0.8 else (token + 1) % VOCABULARY for token in draft]
+
+    def update(self, tokens, drafted, right):
+        assert right == len(tokens) - 1 <= drafted
+        self.place += len(tokens)
+
+
+def know(monkeypatch, expected):
+    """Let engines draft what `expected`, completions by request, have after their prompts."""
+    rng = np.random.default_rng(0)
+
+    def drafter(config, prompt):
+        return KnowingDrafter(expected[prompt.tobytes()], rng)
+
+    monkeypatch.setattr("nemorl.generation.batching.Drafter", drafter)
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3, 64])
+def test_drafts_change_nothing_that_is_sampled(monkeypatch, max_batch_size):
+    requests = mixed_requests(30, stop_token_ids=frozenset({5, 6}))
+    plain = serve(small_engine(), requests)
+    know(monkeypatch, {r.prompt.tobytes(): plain[r.id].tokens.tolist() for r in requests})
+    engine = small_engine(speculation={}, max_batch_size=max_batch_size)
+    drafted = serve(engine, requests)
+    stats = engine.take_stats()
+    assert stats.tokens_generated == sum(len(c.tokens) for c in drafted.values())
+    assert 0.2 * stats.tokens_generated < stats.accepted_tokens < stats.drafted_tokens
+    assert_same(drafted, plain)
+
+
+def test_a_draft_gives_several_tokens_in_a_step(monkeypatch, hf_model):
+    engine = engine_of(hf_model, speculation={})
+    ask = request(Prompts(0).one(9), sampling=GREEDY, max_new_tokens=60)
+    expected = hf_model.network.generate(
+        torch.tensor([ask.prompt.tolist()]),
+        max_new_tokens=60,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0, 9:].tolist()
+    know(monkeypatch, {ask.prompt.tobytes(): expected})
+    engine.add(ask)
+    steps, completions = 0, []
+    while not completions:
+        completions, steps = engine.step(), steps + 1
+    assert completions[0].tokens.tolist() == expected
+    assert steps < 40
+
+
+def test_drafts_leave_the_distribution_of_continuations_as_it_is(monkeypatch):
+    """Chi-square of three tokens, over many seeds, against the model's own probabilities."""
+    prompt, count = Prompts(3).one(9), 4000
+    asked = [request(prompt, f"{i}", SamplingParams(top_k=3), 3, seed=i) for i in range(count)]
+    (first,) = serve(small_engine(), asked[:1]).values()
+    know(monkeypatch, {prompt.tobytes(): first.tokens.tolist()})
+    engine = small_engine(speculation={})
+    found = serve(engine, asked)
+    assert engine.take_stats().accepted_tokens > 100
+    counts = Counter(tuple(c.tokens.tolist()) for c in found.values())
+    expected = {tuple(c.tokens.tolist()): count * float(np.exp(c.logprobs.sum())) for c in found.values()}
+    likely = [tokens for tokens in expected if expected[tokens] >= 5]
+    cells = [(counts[tokens], expected[tokens]) for tokens in likely]
+    rest = count - sum(expected[tokens] for tokens in likely)
+    if rest >= 5:
+        cells.append((count - sum(counts[tokens] for tokens in likely), rest))
+    degrees = len(cells) - 1
+    assert degrees > 5
+    # The 0.999 quantile of chi-square, by Wilson and Hilferty.
+    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
+    assert sum((seen - mean) ** 2 / mean for seen, mean in cells) < limit
 
 
 def test_every_token_carries_the_version_that_sampled_it():

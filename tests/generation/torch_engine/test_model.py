@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nemorl.device import upload
-from nemorl.generation.batching import StepTokens
-from nemorl.generation.torch_engine.engine import ModelRunner, Prompt
+from nemorl.generation.torch_engine.engine import ModelRunner
+from nemorl.models.kv_cache import Prompt, StepTokens, padded_slots
 from nemorl.models.registry import load_shape
 from tests.generation.examples import SHAPE, Prompts
 
@@ -23,7 +23,9 @@ def runner_of(model, dtype=torch.float32):
 
 
 def step_of(tokens, positions):
-    return StepTokens(tokens, positions, upload(torch.device("cpu"), tokens, positions))
+    counts = [1] * len(tokens)
+    uploaded = upload(torch.device("cpu"), tokens, positions, padded_slots(counts))
+    return StepTokens(tokens, positions, counts, uploaded)
 
 
 def logits_of_every_position(runner, texts, num_prompt_tokens):

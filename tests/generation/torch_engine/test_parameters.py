@@ -2,8 +2,9 @@
 
 import torch
 
-from nemorl.generation.torch_engine.engine import ModelRunner, Prompt, decoder_parameters
+from nemorl.generation.torch_engine.engine import ModelRunner, decoder_parameters
 from nemorl.models.hf_folder import HfFolder
+from nemorl.models.kv_cache import Prompt
 from nemorl.models.registry import load_shape
 from tests.generation.examples import SHAPE, Prompts, random_weights
 

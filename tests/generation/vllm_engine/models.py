@@ -30,6 +30,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": False}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+            **{"tie_word_embeddings": False, "sliding_window": 16},
+        },
+    ),
 }
 
 
@@ -46,7 +53,7 @@ def make(family: str, folder: Path, seed: int = 7) -> Any:
     import transformers
 
     name, own = FAMILIES[family]
-    config = getattr(transformers, name)(**_COMMON, **own)
+    config = getattr(transformers, name)(**_COMMON | own)
     torch.manual_seed(seed)
     network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in network.parameters():

@@ -40,6 +40,10 @@ def test_a_cpu_has_a_cache_of_its_own_size_and_a_gpu_a_share() -> None:
     assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (2 * 2**30, True)
     assert (on_gpu["gpu_memory_utilization"], on_gpu["enforce_eager"]) == (0.5, False)
     assert "kv_cache_memory_bytes" not in on_gpu
+    assert (on_gpu["kv_cache_dtype"], arguments("cuda", kv_cache_dtype="fp8")["kv_cache_dtype"]) == (
+        "auto",
+        "fp8",
+    )
 
 
 def test_experts_are_returned_where_they_are_replayed() -> None:

@@ -3,7 +3,7 @@
 import functools
 
 
-def control_action_decorator(function=None, *, drain=True):
+def control_action_decorator(func=None, *, drain=True):
     def decorate(wrapped):
         @functools.wraps(wrapped)
         def with_engine_held(self, *args, **kwargs):
@@ -12,4 +12,4 @@ def control_action_decorator(function=None, *, drain=True):
 
         return with_engine_held
 
-    return decorate if function is None else decorate(function)
+    return decorate if func is None else decorate(func)

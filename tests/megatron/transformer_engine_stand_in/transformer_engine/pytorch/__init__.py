@@ -31,7 +31,6 @@ class _Linears(nn.Module):
         tp_group=None,
         tp_size=1,
         get_rng_state_tracker=None,
-        rng_tracker_name=None,
         init_method=None,
         bias=True,
         return_bias=False,
@@ -63,11 +62,11 @@ class _Linears(nn.Module):
 
 
 class Linear(_Linears):
-    def __init__(self, in_features, out_features, **options):
+    def __init__(self, in_features, out_features, *, rng_tracker_name=None, **options):
         super().__init__([""], in_features, out_features, **options)
 
-    def forward(self, x, is_first_microbatch=None):
-        y = self.multiply(x)
+    def forward(self, inp, is_first_microbatch=None):
+        y = self.multiply(inp)
         return (y, self.bias) if self.return_bias else y
 
 
@@ -77,6 +76,7 @@ class LayerNormLinear(_Linears):
         in_features,
         out_features,
         eps=1e-5,
+        *,
         normalization="LayerNorm",
         zero_centered_gamma=False,
         return_layernorm_output=False,
@@ -89,19 +89,30 @@ class LayerNormLinear(_Linears):
         self.layer_norm_weight = _parameter(in_features, dtype=self.weight.dtype, device=self.weight.device)
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
 
-    def forward(self, x, is_first_microbatch=None):
+    def forward(self, inp, is_first_microbatch=None):
         scale = self.layer_norm_weight + 1 if self.zero_centered_gamma else self.layer_norm_weight
-        y = self.multiply(F.rms_norm(x, scale.shape, scale, self.eps))
+        y = self.multiply(F.rms_norm(inp, scale.shape, scale, self.eps))
         return (y, self.bias) if self.return_bias else y
 
 
 class GroupedLinear(_Linears):
-    def __init__(self, num_gemms, in_features, out_features, **options):
+    def __init__(
+        self,
+        num_gemms,
+        in_features,
+        out_features,
+        *,
+        rng_tracker_name=None,
+        single_grouped_weight=False,
+        single_grouped_bias=False,
+        **options,
+    ):
+        assert not any((single_grouped_weight, single_grouped_bias)), "the experts' weights are apart"
         super().__init__(list(map(str, range(num_gemms))), in_features, out_features, **options)
         self.num_gemms = num_gemms
 
-    def forward(self, x, m_splits, is_first_microbatch=None):
-        parts = [self.multiply(rows, str(i)) for i, rows in enumerate(x.split(m_splits))]
+    def forward(self, inp, m_splits, is_first_microbatch=None):
+        parts = [self.multiply(rows, str(i)) for i, rows in enumerate(inp.split(m_splits))]
         y = torch.cat(parts)
         return (y, [getattr(self, f"bias{i}") for i in range(self.num_gemms)]) if self.return_bias else y
 
@@ -109,16 +120,20 @@ class GroupedLinear(_Linears):
 class RMSNorm(nn.Module):
     def __init__(
         self,
-        hidden_size,
+        normalized_shape=None,
         eps=1e-5,
         sequence_parallel=None,
         params_dtype=None,
         zero_centered_gamma=False,
-        device="cuda",
+        hidden_size=None,
+        **kwargs,
     ):
         super().__init__()
+        size = normalized_shape if hidden_size is None else hidden_size  # the older name
+        device = kwargs.pop("device", "cuda")
+        assert not kwargs, f"the stand-in has no {sorted(kwargs)}"
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        self.weight = _parameter(hidden_size, dtype=params_dtype, device=device)
+        self.weight = _parameter(size, dtype=params_dtype, device=device)
         self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, x):

@@ -12,7 +12,7 @@ from tensorrt_llm.llmapi.llm_args import LlmArgs
 
 @dataclass(slots=True)
 class CompletionOutput:
-    index: int = 0
+    index: int
     token_ids: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     finish_reason: str | None = None
@@ -23,7 +23,7 @@ class RequestOutput:
 
     def __init__(self, llm, request_id):
         self._llm, self.request_id = llm, request_id
-        self.outputs = [CompletionOutput()]
+        self.outputs = [CompletionOutput(0)]
         self._queue = asyncio.Queue()
         self._done = False
 
@@ -74,7 +74,7 @@ class AsyncLLM:
         self._fetching = asyncio.create_task(self._fetch())
         return self
 
-    def generate_async(self, inputs, sampling_params=None, streaming=False):
+    def generate_async(self, inputs, sampling_params=None, *, streaming=False):
         assert streaming, "the stand-in streams only"
         prompt = inputs["prompt_token_ids"]
         if len(prompt) > self.args.max_input_len:

@@ -17,9 +17,10 @@ class ExecutorMemoryType(StrEnum):
 
 @dataclass(kw_only=True)
 class KvCacheConfig:
-    free_gpu_memory_fraction: float | None = None
+    free_gpu_memory_fraction: float | None = 0.9
     enable_block_reuse: bool = True
     max_tokens: int | None = None
+    dtype: str = "auto"
 
 
 @dataclass(kw_only=True)
@@ -30,7 +31,7 @@ class SleepConfig:
 @dataclass(kw_only=True)
 class LlmArgs:
     model: str
-    backend: str | None = None
+    backend: str = "pytorch"
     dtype: str = "auto"
     orchestrator_type: str | None = None
     ray_worker_extension_cls: str | None = None

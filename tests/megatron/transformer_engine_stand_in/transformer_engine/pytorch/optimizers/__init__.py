@@ -1,7 +1,26 @@
-"""The Adam: arguments, states, types and scales are the real one's (version 2.2), the step is torch's."""
+"""The Adam: arguments, states, types and scales are the real one's (version 2.18), the step is torch's.
+
+Without weights of its own it steps what it is given, in float32; with them, what is in `decoupled_grad`.
+"""
 
 import torch
-from torch.optim.adamw import adamw
+
+from tests.megatron.adam_of_stand_ins import adam_step
+
+
+def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor):
+    """The norm of all tensors, as a tensor of one element, and none of each."""
+    assert not per_tensor
+    return torch.stack([tensor.float().norm() for tensor in tensor_lists[0]]).norm().reshape(1), None
+
+
+def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
+    for source, target in zip(*tensor_lists, strict=True):
+        target.copy_(source * scale)
+
+
+def multi_tensor_applier(op, noop_flag_buffer, tensor_lists, *args):
+    return op(2048 * 32, noop_flag_buffer, tensor_lists, *args)
 
 
 class FusedSGD:
@@ -45,13 +64,15 @@ class FusedAdam(torch.optim.Optimizer):
         store_param_remainders=False,
         set_grad_none=None,
     ):
-        assert all((adam_w_mode, master_weights, use_decoupled_grad))
+        assert adam_w_mode
+        assert master_weights == use_decoupled_grad, "Megatron asks for both or none"
         assert not any((store_param_remainders, amsgrad, capturable))
         assert master_weight_dtype in (torch.float32, torch.float16)
         for dtype in (exp_avg_dtype, exp_avg_sq_dtype):
             assert dtype in (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction})
+        self.master_weights = master_weights
         self.name_to_dtype_map = {
             "exp_avg": exp_avg_dtype,
             "exp_avg_sq": exp_avg_sq_dtype,
@@ -73,8 +94,9 @@ class FusedAdam(torch.optim.Optimizer):
     def initialize_state(self, param, store_param_remainders):
         self._initialize_state(param, "exp_avg", zero_buffer=True)
         self._initialize_state(param, "exp_avg_sq", zero_buffer=True)
-        self._initialize_state(param, "master_param", False, store_param_remainders)
-        self.set_scaled_state(param, "master_param", param.clone().detach().float())
+        if self.master_weights:
+            self._initialize_state(param, "master_param", False, store_param_remainders)
+            self.set_scaled_state(param, "master_param", param.clone().detach().float())
 
     def get_unscaled_state(self, param, state_name):
         state, dtype = self.state[param][state_name], self.name_to_dtype_map[state_name]
@@ -104,24 +126,12 @@ class FusedAdam(torch.optim.Optimizer):
             for param in group["params"]:
                 if not self.state[param]:
                     self.initialize_state(param, False)
-                states = {name: self.get_unscaled_state(param, name) for name in self.name_to_dtype_map}
-                adamw(
-                    [states["master_param"]],
-                    [param.decoupled_grad.float()],
-                    [states["exp_avg"]],
-                    [states["exp_avg_sq"]],
-                    [],
-                    [torch.tensor(float(group["step"] - 1))],
-                    fused=True,
-                    amsgrad=False,
-                    maximize=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    eps=group["eps"],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                )
-                param.copy_(states["master_param"])
+                states = {name: self.get_unscaled_state(param, name) for name in self.state[param]}
+                master, gradient = states.get("master_param", param), param.grad
+                if self.master_weights:
+                    gradient = param.decoupled_grad.float()
+                adam_step(master, gradient, states["exp_avg"], states["exp_avg_sq"], group)
+                param.copy_(master)
                 for name, values in states.items():
                     if self.name_to_dtype_map[name] != torch.float32:
                         self.set_scaled_state(param, name, values)
