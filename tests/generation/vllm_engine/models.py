@@ -24,7 +24,6 @@ _COMMON = {
     "pad_token_id": None,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-# A mixture comes first: process groups that are made for it serve the others too.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", {"tie_word_embeddings": False, **_EXPERTS}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
