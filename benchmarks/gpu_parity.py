@@ -27,24 +27,26 @@ from nemorl.models.kv_cache import Prompt
 LENGTHS = (7, 33, 20, 3, 48)
 SMALL_FAMILIES = ("llama", "gpt-oss", "deepseek-v3")  # that have little in common
 PROMPT = 12  # tokens of a sequence that are read before it is decoded token by token
-# Largest differences that count as equal: of logprobs absolute, of gradient norms relative.
+# Differences counted as equal: of gradient norms relative; of logprobs absolute, the largest in float32 and
+# the mean in bfloat16, where one rounding may send a token to other experts. Decoding rounds elsewhere than a
+# packed pass: its kernels round the attention of every layer to bfloat16 in another order of sums.
 TOLERANCES: dict[Precision, dict[str, float]] = {
-    "float32": {"logprobs": 1e-4, "grad_norm": 1e-4},
-    "bfloat16": {"logprobs": 2e-2, "grad_norm": 5e-2},
+    "float32": {"logprobs": 1e-4, "decoded": 1e-4, "grad_norm": 1e-4},
+    "bfloat16": {"logprobs": 2e-2, "decoded": 5e-2, "grad_norm": 5e-2},
 }
 COLUMNS = ("logprob_mean", "logprob_max", "grad_norm", "alone", "decoded", "recomputed")
 
 
 @dataclass(frozen=True)
 class Life:
-    """What a policy computed; differences within it are absolute, of logprobs."""
+    """What a policy computed; differences within it are absolute, of logprobs of tokens."""
 
     refusal: str = ""  # why the project does not compute this here
     problem: str = ""  # why it failed
     logprobs: tuple[float, ...] = ()
     grad_norm: float = 0.0
-    alone: float = 0.0  # largest difference if each sequence has a micro-batch of its own
-    decoded: float = 0.0  # and if the longest is decoded
+    alone: tuple[float, ...] = ()  # differences if each sequence has a micro-batch of its own
+    decoded: tuple[float, ...] = ()  # and if the longest is decoded
     recomputed: float = 0.0  # relative difference of the gradient norm with full recomputation
 
 
@@ -55,35 +57,35 @@ def measure(setting: Setting) -> tuple[list[Row], Row]:
         for family in SMALL_FAMILIES if setting.small else FAMILIES:
             config = FAMILIES[family]
             folder = write_random(config, setting.folder / family)
-            for precision, limits in TOLERANCES.items():
+            for precision in TOLERANCES:
                 reference = processes.call(f"cpu {precision}", folder)
                 found = processes.call(f"{setting.device} {precision}", folder)
-                rows.append({"family": family, "precision": precision, **compared(reference, found, limits)})
+                row = compared(reference, found, precision)
+                rows.append({"family": family, "precision": precision, **row})
     return rows, {"tolerances": TOLERANCES, "lengths": LENGTHS}
 
 
-def compared(reference: Life, found: Life, limits: dict[str, float]) -> Row:
+def compared(reference: Life, found: Life, precision: Precision) -> Row:
     """One row: differences between the processes, within the second one, and whether all are small."""
     if problem := reference.problem or found.problem:
         return dict.fromkeys(COLUMNS, "") | {"equal": "NO", "note": problem}
     if refusal := reference.refusal or found.refusal:
         return dict.fromkeys(COLUMNS, "") | {"equal": "refused", "note": refusal}
-    differences = (torch.tensor(reference.logprobs) - torch.tensor(found.logprobs)).abs()
+    between = np.abs(np.array(reference.logprobs) - found.logprobs)
+    statistic = np.max if precision == "float32" else np.mean
     row: Row = {
-        "logprob_mean": differences.mean().item(),
-        "logprob_max": differences.max().item(),
+        "logprob_mean": float(np.mean(between)),
+        "logprob_max": float(np.max(between)),
         "grad_norm": abs(found.grad_norm - reference.grad_norm) / reference.grad_norm,
-        "alone": found.alone,
-        "decoded": found.decoded,
+        "alone": float(statistic(found.alone)),
+        "decoded": float(statistic(found.decoded)),
         "recomputed": found.recomputed,
     }
-    # One rounding of bfloat16 may be far from the next, and the mean is not.
-    compare = "logprob_max" if limits["logprobs"] < 1e-3 else "logprob_mean"
-    logprobs = (row[compare], row["alone"], row["decoded"])
-    slack = (1, 1, 1) if compare == "logprob_max" else (1, 10, 10)
-    equal = all(value <= limits["logprobs"] * times for value, times in zip(logprobs, slack, strict=True))
-    norms = max(row["grad_norm"], row["recomputed"]) <= limits["grad_norm"]
-    return row | {"equal": "yes" if equal and norms else "NO", "note": ""}
+    limits = TOLERANCES[precision]
+    equal = max(float(statistic(between)), row["alone"]) <= limits["logprobs"]
+    equal &= row["decoded"] <= limits["decoded"]
+    equal &= max(row["grad_norm"], row["recomputed"]) <= limits["grad_norm"]
+    return row | {"equal": "yes" if equal else "NO", "note": ""}
 
 
 def start(setting: Setting, side: str) -> "Side":
@@ -119,8 +121,8 @@ class Side:
         return Life(
             logprobs=tuple(packed.tolist()),
             grad_norm=grad_norm,
-            alone=(packed - alone).abs().max().item(),
-            decoded=(packed[longest] - decoded).abs().max().item(),
+            alone=tuple((packed - alone).abs().tolist()),
+            decoded=tuple((packed[longest] - decoded).abs().tolist()),
             recomputed=abs(recomputed - grad_norm) / grad_norm,
         )
 

@@ -13,8 +13,8 @@ from tests.generation.vllm_engine.models import make
 from tests.generation.vllm_engine.rank_refits import TRANSPORTS
 
 ROOT = Path(__file__).parents[3]
-# A mixture comes first: process groups that are made for it serve the others too. vLLM computes the experts of
-# gpt-oss from tensors of the checkpoint: no layout is learned, and `update: reload` brings them.
+# A mixture comes first: process groups that are made for it serve the others too. Not gpt-oss: vLLM computes
+# its experts from tensors of the checkpoint, so no layout is learned, and `update: reload` brings them.
 FAMILIES = ("qwen3_moe", "mixtral", "llama", "qwen3")
 
 
