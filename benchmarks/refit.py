@@ -152,7 +152,7 @@ def measure_ways(case: Case, policy: Ranks, engines: Ranks, folder: Path, rounds
         }
         stats: dict[str, RefitStats] = {}
         for transport in TRANSPORTS:
-            options = TransportOptions(transport, folder / f"versions, {case.name}")
+            options = TransportOptions(transport, str(folder / f"versions, {case.name}"))
             ways[transport] = exchange_by(options, policy, engines, stats)
         peaks, cpu = {}, dict.fromkeys(ways, 0.0)
         expected = None

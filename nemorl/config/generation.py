@@ -134,11 +134,17 @@ class GenerationBase(Config):
     """Size of one of the two buckets through which weights travel; at most 8 through shared memory."""
     transport: Literal["auto", "shared_memory", "cuda_ipc", "gloo", "nccl", "files"] = "auto"
     """How weights travel: through shared memory or a GPU's memory (CUDA IPC) on one machine, by gloo or NCCL,
-    or as files in the run folder, which machines share. Between GPUs `auto` is NCCL, or CUDA IPC if engines
-    are on the policy's GPUs; else it is shared memory on one machine and gloo between several."""
+    or as files in a folder or an object store (`files_url`). Between GPUs `auto` is NCCL, or CUDA IPC if
+    engines are on the policy's GPUs; else it is shared memory on one machine and gloo between several."""
+    files_url: str | None = Field(None, min_length=1)
+    """Where `transport: files` writes versions, for this run only: a folder that all machines share, or a URL
+    of fsspec such as s3://bucket/run (extras `s3` and `gs`). `weights` in the run folder when not given."""
     delta: bool = False
     """Send only the weights that changed since the last refit, exactly; the policy keeps a copy of what it
     sent in host memory. Useful in bfloat16, where a step changes a few weights in a hundred."""
+    full_version_every: int = Field(10, ge=1)
+    """With `delta` and `transport: files`, one version in this number has all weights. An engine that joins
+    reads the newest of these and the changes since."""
     check_one_in: int | None = Field(None, ge=1)
     """Check one in this number of tensors in each refit, on both sides, and all in turn; 1 on a CPU and 16 on
     GPUs when not given."""
@@ -205,10 +211,17 @@ class GenerationBase(Config):
             yield Problem("delta", True, fix)
 
     @check
-    def _files_have_no_base(self) -> Problems:
-        if self.transport == "files" and self.delta:
-            fix = "files hold complete versions; set this to false, or generation.transport to auto"
-            yield Problem("delta", True, fix)
+    def _versions_are_files(self) -> Problems:
+        if self.transport != "files":
+            reason = "only generation.transport: files writes versions; remove it, or set that"
+            yield from self.without_effect(("files_url", "full_version_every"), reason)
+        elif not self.delta:
+            reason = "without generation.delta each version has all weights; remove it, or set that to true"
+            yield from self.without_effect(("full_version_every",), reason)
+        if self.files_url is not None and "@" in urlsplit(self.files_url).netloc:
+            shown = re.sub(r"//[^/]*@", "//...@", self.files_url)
+            fix = "a configuration is shown and stored; give credentials as the store's package reads them"
+            yield Problem("files_url", shown, f"{fix}, by variables or files")
 
     @check
     def _transport_fits_the_machines(self, cluster: ClusterConfig) -> Problems:

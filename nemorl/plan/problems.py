@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from fsspec import get_filesystem_class
+
 from nemorl.config.base import call_within, counted
 from nemorl.config.data import (
     CurriculumConfig,
@@ -252,6 +254,8 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
     if packages and experiment.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
         yield Problem("logger.tensorboard", True, fix)
+    if packages and experiment.generation.files_url is not None:
+        yield from _store_problems(experiment.generation.files_url)
     if "RAY_ADDRESS" in os.environ:  # processes of another Ray have variables of their own
         return
     teachers = experiment.teachers if training else {}
@@ -262,6 +266,23 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
         if variable and not os.environ.get(variable, "").strip():
             fix = "this environment variable is not set, or empty; it holds the key: set it"
             yield Problem(f"{section}.api_key_env", variable, fix)
+
+
+def _store_problems(url: str) -> Iterator[Problem]:
+    """Why the file system of a URL cannot be used. Connects to nothing."""
+    protocol, _, rest = url.partition("://")
+    if not rest:
+        return
+    extras = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
+    try:
+        get_filesystem_class(protocol)
+    except ImportError as error:
+        extra = extras.get(protocol)
+        fix = f"`pip install 'nemorl[{extra}]'`" if extra else "install it"
+        yield Problem("generation.files_url", url, f"its package is not installed ({error}): {fix}")
+    except ValueError:
+        fix = f"fsspec knows no protocol {protocol!r}; take a folder, or one such as s3:// or gs://"
+        yield Problem("generation.files_url", url, fix)
 
 
 def weight_problems(

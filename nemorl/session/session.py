@@ -608,10 +608,12 @@ class Starter:
 
     def exchange(self, policy: WorkerGroup, generation: WorkerGroup) -> WeightExchange:
         config, seconds = self.experiment.generation, self.experiment.cluster.deadlines.refit
+        url = config.files_url or str(self.experiment.run_dir / "weights")
         options = TransportOptions(
             config.transport,
-            self.experiment.run_dir.absolute() / "weights",
+            url if "://" in url else str(Path(url).absolute()),
             config.delta,
+            config.full_version_every,
             config.check_one_in or (16 if self._on_gpus else 1),
             host=ray.util.get_node_ip_address(),
         )

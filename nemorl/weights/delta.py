@@ -13,7 +13,7 @@ changed is sent completely; in float32 that is every bucket.
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -42,10 +42,18 @@ class LastSent:
     def num_bytes(self) -> int:
         return sum(content.numel() for content in self._content.values())
 
-    def changes(self, number: int, content: Tensor, *, compare: bool) -> bytearray | None:
-        """Changes in bucket `number` ([bytes] uint8) since the last refit, None to send all; keep it."""
+    def changes(
+        self, number: int, content: Tensor, sizes: Sequence[int], *, compare: bool
+    ) -> list[bytearray | None]:
+        """Changes in bucket `number` ([bytes] uint8) since the last refit, for each of its parts; keep it.
+
+        None is a part to send completely; `sizes` are the bytes of the parts.
+        """
         key, itemsize = self._key[number], ITEM_BYTES[self._buckets[number].dtype]
-        found = encode(self._content[key], content, itemsize) if compare else None
+        found: list[bytearray | None] = [None] * len(sizes)
+        if compare:
+            parts = zip(self._content[key].split(list(sizes)), content.split(list(sizes)), strict=True)
+            found = [encode(old, new, itemsize) for old, new in parts]
         if self._last_use[key] == number:
             if key not in self._content:
                 self._content[key] = torch.empty_like(content)
@@ -92,6 +100,13 @@ def decode(content: Tensor, itemsize: int) -> tuple[Tensor, Tensor]:
     differences = ((zigzag >> 1) ^ sign).view(f"<i{itemsize}")
     places: NDArray[np.int64] = np.cumsum(gaps, dtype=np.int64)[gaps != _MAX_GAP] + np.arange(count)
     return torch.from_numpy(places), torch.from_numpy(differences)
+
+
+def add_changes(values: Tensor, content: Tensor) -> None:
+    """Add the changes of a box to all of its values, in the order of its axes. Raises BrokenChanges."""
+    bits = values.view(_INTEGERS[values.element_size()]).view(-1)
+    places, differences = decode(content, values.element_size())
+    bits[places] += differences
 
 
 def apply(bucket: PartBucket, content: Tensor, weights: Mapping[str, Tensor]) -> None:

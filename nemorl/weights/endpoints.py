@@ -1,12 +1,13 @@
 """Ends of the weight exchange: a sender on each policy rank, a receiver on each engine rank."""
 
 import threading
+import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -17,8 +18,9 @@ from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 
 from .delta import BrokenChanges, LastSent, apply
-from .files import VersionFolder, file_sender
+from .files import StoredVersion, file_sender
 from .messages import (
+    ITEM_BYTES,
     CorruptWeights,
     Part,
     PartBucket,
@@ -31,27 +33,24 @@ from .messages import (
     SendingChannel,
     SendReport,
     StageClock,
+    WrittenBox,
     combine,
-    fingerprint,
     machine,
     queue_fingerprint,
     read_fingerprints,
     receiver_name,
     sender_name,
+    torch_dtype,
 )
 from .process_group import Membership, group_receiver, group_sender
 from .shared_memory import socket_receiver, socket_sender
 
 _CPU = torch.device("cpu")
 Piece = tuple[TensorSlice, Tensor]  # of the receiver's slices, and its elements in the piece's shape
-Change = Callable[[PartBucket, Tensor], None]  # adds changes to the weights held; see `delta`
+# Adds changes to the weights held, see `delta`; of files, to a box, with the folder of its new values.
+Change = Callable[[PartBucket, Tensor, str | None], None]
+NOTHING: Mapping[TensorSlice, str] = MappingProxyType({})
 K = TypeVar("K")
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype
 
 
 def prepared(part: Part | None) -> Part:
@@ -72,7 +71,8 @@ class Arrivals:
 
     pieces: Iterator[Piece] = iter(())
     num_bytes: int = 0  # received; with files, read
-    fingerprint: int | None = None  # of the last piece, if it was checked when it was read
+    read: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # see `arriving`
+    folder: str | None = None  # that has the last piece as a complete box
     clock: StageClock = field(default_factory=StageClock)  # who takes a piece ends the stage of that
 
 
@@ -83,17 +83,28 @@ def arriving(
     session: RefitSession,
     member: Membership,
     change: Change | None = None,
+    held: Mapping[TensorSlice, str] = NOTHING,
 ) -> Iterator[Arrivals]:
-    """Meet the senders, or open their files. Buckets of changes go to `change` and give no pieces."""
+    """Meet the senders, or open their files. Buckets of changes go to `change` and give no pieces.
+
+    Of files, the fingerprints of all boxes are in `read`, by tensor; values that are `held` are not read.
+    """
     arrivals = Arrivals()
     clock = arrivals.clock
 
-    def read(folder: VersionFolder) -> Iterator[Piece]:
-        for need, dtype in zip(layout.slices, layout.dtypes, strict=True):
-            for piece, values, arrivals.fingerprint in folder.pieces(need, torch_dtype(dtype)):
-                arrivals.num_bytes = folder.num_bytes
-                clock.end("read")
-                yield piece, values
+    def read(version: StoredVersion) -> Iterator[Piece]:
+        needs = zip(layout.slices, map(torch_dtype, layout.dtypes), strict=True)
+        for found in version.pieces(needs, held):
+            arrivals.num_bytes = version.num_bytes
+            arrivals.read[found.piece.name].append(found.fingerprint)
+            clock.end("read")
+            for folder, content in found.changes:
+                assert change is not None, "only a receiver that takes changes holds boxes"
+                change(PartBucket(0, (), found.dtype, (found.piece,)), content, folder)
+                clock.end("copy")
+            if found.values is not None:
+                arrivals.folder = found.folder
+                yield found.piece, found.values
 
     def receive(channel: ReceivingChannel) -> Iterator[Piece]:
         for bucket in part.buckets:
@@ -104,15 +115,15 @@ def arriving(
                 yield from _pieces_of(bucket, content)
             else:
                 assert change is not None, "a refit sends changes only if all receivers take them"
-                change(bucket, content)
+                change(bucket, content, None)
                 clock.end("copy")
             channel.taken()
 
     if session.transport == "files":
-        with closing(VersionFolder(Path(session.place), session.version)) as folder:
-            clock.end("connect")
-            arrivals.pieces = read(folder)
-            yield arrivals
+        version = StoredVersion(session.place, session.version)
+        clock.end("connect")
+        arrivals.pieces = read(version)
+        yield arrivals
     elif not part.buckets:
         yield arrivals
     else:
@@ -157,6 +168,7 @@ class WeightSender:
         known: dict[tuple[str, TensorSlice], Tensor] = {}  # a sender may have the same for several groups
         sums: dict[tuple[int, str], list[Tensor]] = defaultdict(list)  # fingerprints by receiver and tensor
         of_pieces: list[Tensor] = []  # fingerprints in the order of the part's slices
+        boxes: list[tuple[int, int | None]] = []  # with files: bytes of each, and the checksum of changes
         meeting: AbstractContextManager[SendingChannel]
         match session.transport:
             case "shared_memory" | "cuda_ipc":
@@ -183,23 +195,38 @@ class WeightSender:
                         sums[receiver, piece.name].append(known[key])
                     clock.end("fingerprint")
                 sent_bytes = bucket.num_bytes
+                sizes = [sent_bytes]
+                if session.transport == "files":  # each box of a bucket can be read alone
+                    sizes = [part.num_elements * ITEM_BYTES[bucket.dtype] for part in bucket.slices]
+                changes: list[bytearray | None] = [None] * len(sizes)
                 if session.keep:
-                    changes = last.changes(number, slot.cpu(), compare=compare)
-                    if changes is not None:
-                        sent_bytes = len(changes)
-                        slot[:sent_bytes] = torch.frombuffer(changes, dtype=torch.uint8)
+                    content = slot.cpu()
+                    changes = last.changes(number, content, sizes, compare=compare)
+                    if any(changes):
+                        parts = zip(changes, content.split(sizes), strict=True)
+                        encoded = torch.cat([_bytes_of(one) if one else whole for one, whole in parts])
+                        sent_bytes = encoded.numel()
+                        slot[:sent_bytes] = encoded
                     clock.end("encode")
+                for one, size in zip(changes, sizes, strict=True):
+                    boxes.append((len(one), zlib.crc32(one)) if one else (size, None))
                 channel.publish(number, sent_bytes)
                 num_bytes += sent_bytes
             channel.drain()
             clock.end("wait")
         clock.end("connect")
         last.version = session.version if session.keep else None
-        # with files, receivers check what they read by the manifest
-        fingerprints = {} if session.transport == "files" else _combined(sums)
-        in_order = tuple(read_fingerprints(of_pieces)) if session.transport == "files" else ()
+        written: tuple[WrittenBox, ...] = ()
+        if session.transport == "files":  # receivers check what they read by the manifest
+            found = read_fingerprints(of_pieces)
+            written = tuple(WrittenBox(value, *box) for value, box in zip(found, boxes, strict=True))
+        fingerprints = {} if written else _combined(sums)
         clock.end("fingerprint")
-        return SendReport(fingerprints, channel.num_bytes, last.num_bytes, in_order, num_bytes, clock.seconds)
+        return SendReport(fingerprints, channel.num_bytes, last.num_bytes, written, num_bytes, clock.seconds)
+
+
+def _bytes_of(encoded: bytearray) -> Tensor:
+    return torch.frombuffer(encoded, dtype=torch.uint8)
 
 
 @dataclass(eq=False)
@@ -253,11 +280,14 @@ class Receiver(ABC):
             if self._update is not None:
                 self._update.over = True
 
-    def _about_to_write(self, update: UpdateCall) -> None:
+    @contextmanager
+    def _writing(self, update: UpdateCall) -> Iterator[None]:
+        """An update is abandoned before the block or after it. Raises `RefitFailed` if it was."""
         with self._lock:
             self._check_not_over(update)
             if self._writes is not None and self.corruption is None:
                 self.corruption = self._unfinished(update.session, self._writes)
+            yield
 
     def _has_received(self, update: UpdateCall) -> None:
         with self._lock:
@@ -306,6 +336,9 @@ class WeightReceiver(Receiver):
         self._slices, self._weights, self._commit = tuple(slices), weights, commit
         self._takes_changes = takes_changes
         self._layout: ReceiverLayout | None = None
+        # Of files, the folder whose values a box has: another version, or an attempt to repeat one that was
+        # interrupted, reads only what is not there yet.
+        self._boxes: dict[TensorSlice, str] = {}
 
     def describe(self) -> ReceiverLayout:
         if self._layout is None:
@@ -319,49 +352,54 @@ class WeightReceiver(Receiver):
             )
         return self._layout
 
+    def prepare(self, part: Part) -> None:
+        super().prepare(part)
+        self._boxes.clear()  # those of another plan do not come again
+
     def _receive(self, update: UpdateCall) -> ReceiveReport:
         self._check_not_over(update)
         session, held = update.session, update.held
         part, layout = prepared(self._part), self.describe()
-        weights = self._weights()
+        weights, boxes = self._weights(), self._boxes
+        if session.transport != "files" or not self._takes_changes:
+            boxes.clear()
 
-        def change(bucket: PartBucket, content: Tensor) -> None:
-            if held is None or held != session.base:
+        def change(bucket: PartBucket, content: Tensor, folder: str | None) -> None:
+            if folder is None and (held is None or held != session.base):
                 there = "no complete version" if held is None else f"version {held}"
                 changes = f"the changes since version {session.base}"
                 raise RefitFailed(f"{self._name} received {changes}, but holds {there}")
-            self._about_to_write(update)
-            try:
-                apply(bucket, content, weights)
-            except BrokenChanges as error:
-                changes = f"the changes for version {session.version} from {sender_name(bucket.sender)}"
-                raise CorruptWeights(f"{self._name} cannot decode {changes}: {error}") from error
+            with self._writing(update):
+                try:
+                    apply(bucket, content, weights)
+                except BrokenChanges as error:
+                    changes = f"the changes for version {session.version} from {sender_name(bucket.sender)}"
+                    raise CorruptWeights(f"{self._name} cannot decode {changes}: {error}") from error
+                if folder is not None:
+                    boxes[bucket.slices[0]] = folder
 
-        read: dict[str, list[int]] = defaultdict(list)  # fingerprints, of files: no sender reports them
-        with arriving(part, layout, session, self._member, change) as arrivals:
+        with arriving(part, layout, session, self._member, change, boxes) as arrivals:
             for piece, values in arrivals.pieces:
-                self._about_to_write(update)
-                local_view(weights, piece).copy_(values)
+                with self._writing(update):
+                    boxes.pop(piece, None)
+                    local_view(weights, piece).copy_(values)
+                    if arrivals.folder is not None:
+                        boxes[piece] = arrivals.folder
                 arrivals.clock.end("copy")
-                if session.transport == "files":
-                    known = arrivals.fingerprint
-                    if known is None:
-                        known = fingerprint(values, piece.start, piece.shape)
-                    read[piece.name].append(known)
-                    arrivals.clock.end("fingerprint")
         held_sums: dict[str, list[Tensor]] = defaultdict(list)
         for need in self._slices:
             if session.checks(need.name):
                 values = local_view(weights, need)
                 held_sums[need.name].append(queue_fingerprint(values, need.start, need.shape))
         found = _combined(held_sums)
-        for name, expected in read.items():
+        for name, expected in arrivals.read.items():  # no sender reports fingerprints of files
             if combine(expected) != found[name]:
+                boxes.clear()
                 reason = f"read {name} for version {session.version}, but holds other values"
                 raise CorruptWeights(f"{self._name} {reason}")
         self._has_received(update)
         arrivals.clock.end("fingerprint")
-        return ReceiveReport({} if read else found, arrivals.num_bytes, arrivals.clock.seconds)
+        return ReceiveReport({} if arrivals.read else found, arrivals.num_bytes, arrivals.clock.seconds)
 
     def commit(self, version: int) -> None:
         self._check_received(version)

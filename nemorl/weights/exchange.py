@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from nemorl.config.generation import LOOPBACK
@@ -47,8 +46,9 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class TransportOptions:
     transport: Transport | Literal["auto"] = "auto"
-    folder: Path = Path("weights")  # of the versions, for files
+    url: str = "weights"  # of the versions, for files: a folder, or any URL of fsspec
     delta: bool = False  # send only changes if the receivers hold the previous version
+    full_version_every: int = 1  # with `delta` and files: one in this number of versions has all weights
     check_one_in: int = 1  # a refit checks one of this number of tensors; files are checked completely
     host: str = LOOPBACK  # address of this machine at which ranks on other machines reach the driver
 
@@ -59,13 +59,16 @@ def make_venue(
     receivers: Sequence[ReceiverLayout],
     deadline_seconds: float,
 ) -> Venue:
-    """The venue of a transport. Raises ValueError for memory that several machines were to share."""
+    """The venue of a transport.
+
+    Raises ValueError for memory that several machines were to share, and `RefitFailed` for an unknown URL.
+    """
     nodes = sorted({sender.node for sender in senders} | {receiver.node for receiver in receivers})
     transport = options.transport
     if transport == "auto":
         transport = _automatic(senders, receivers, num_nodes=len(nodes))
     if transport == "files":
-        return FileVenue(options.folder, deadline_seconds)
+        return FileVenue(options.url, deadline_seconds, options.full_version_every if options.delta else 1)
     if transport in ("gloo", "nccl"):
         return GroupVenue(transport, LOOPBACK if len(nodes) == 1 else options.host, deadline_seconds)
     if len(nodes) > 1:
@@ -204,7 +207,8 @@ class WeightExchange:
 
     async def _find_route(self) -> "_Route":
         held, needed = await self._senders.describe(), await self._receivers.describe()
-        venue = make_venue(self._options, held, needed, self._deadline_seconds)
+        delta = self._options.delta and all(layout.takes_changes for layout in needed)
+        venue = make_venue(replace(self._options, delta=delta), held, needed, self._deadline_seconds)
         read = isinstance(venue, FileVenue)  # receivers read what they need, written by any rank
         make_plan = plan_files if read else plan_transfers
         # In a thread, since plans of large models take seconds.
@@ -214,7 +218,6 @@ class WeightExchange:
         no_parts = [Part(rank, ()) for rank in range(len(needed))]
         await self._senders.prepare(sender_parts)
         await self._receivers.prepare(no_parts if read else plan.receiver_parts(len(needed)))
-        delta = self._options.delta and all(layout.takes_changes for layout in needed)
         if self._options.delta and not delta:
             reason = "the engines keep no tensors that changes could be applied to"
             logger.warning("generation.delta: %s; all weights are sent with every update", reason)

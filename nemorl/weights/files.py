@@ -1,37 +1,43 @@
-"""Transport through a folder that all sides can read and write: weights as versions in safetensors files.
+"""Transport through a folder or an object store: versions of weights, complete or changes of boxes.
 
-    <folder>/v00000012/manifest.json            which box of which tensor lies where, with its fingerprint
-                       rank-00000.safetensors   what one sender wrote; each element is in one file
-    <folder>/v00000013.partial/                 being written; the driver's rename completes it
-    <folder>/v00000013.replaced/                what had that number before, for as long as the rename takes
+    <url>/v00000012.json                     the version: its folders, the full one first; written last
+          v00000012-9b1c04fe/manifest.json   which box of which tensor lies where, with its checksums
+                             rank-00000.bin  boxes of one sender; each element is in one of these objects
+          v00000013.json, v00000013-.../     changes since version 12, or complete boxes if that is less
 
-A receiver of any layout, also one that joins later, reads the boxes it needs and checks each. Those that the
-plan knew read nothing else (`plan_files`).
+The URL is one of fsspec's, or a local folder. Object stores cannot rename, so folders have unique names, and a
+version appears when its small file does. Objects are written once, from the beginning to the end.
+
+A receiver of any layout, also one that joins later, reads the boxes it needs and checks each: changes since
+those that it holds, or what is in the full version and all changes. Boxes that the plan knew contain nothing
+else (`plan_files`).
 """
 
 import json
 import os
-import shutil
-from collections.abc import Iterator, Sequence
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from io import UnsupportedOperation
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from fsspec.core import url_to_fs
+from fsspec.utils import merge_offset_ranges
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from nemorl.models.hf_writer import fsync
 from nemorl.models.slices import TensorSlice
 
+from .delta import BrokenChanges, add_changes
 from .messages import (
-    ITEM_BYTES,
     CorruptWeights,
     Part,
-    PartBucket,
     RefitFailed,
     RefitSession,
     SendingChannel,
@@ -40,13 +46,128 @@ from .messages import (
     Venue,
     fingerprint,
     sender_name,
+    torch_dtype,
 )
 from .plan import Box, box_of, intersection, narrow
 
 MANIFEST = "manifest.json"
-_PARTIAL, _REPLACED = ".partial", ".replaced"
+_VERSION = re.compile(r"v(\d{8,})\.json")
+_FOLDER = re.compile(r"v\d{8,}-[0-9a-f]{8}")
 _KEPT_VERSIONS = 2  # the newest, and the one that some receiver may still be reading
-_SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_READ_BYTES = 2**25  # that a receiver reads at a time
+_TRIES, _PAUSE_SECONDS = 5, 0.2  # of a read that fails; the pause doubles
+_NOT_AGAIN = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+
+
+class Store:
+    """A folder of versions. Raises `RefitFailed` for an unknown kind of URL or one without its package."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            self.files, root = url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise RefitFailed(f"the weights at {url} cannot be reached: {error}") from error
+        self._root = root.rstrip("/")
+
+    def path(self, *names: str) -> str:
+        """Of an object, as the file system takes it."""
+        return "/".join((self._root, *names))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small object that replaces another of that name; readers see one of the two.
+
+        A disk renames it; an object store, where each object appears completely, copies it. Raises OSError.
+        """
+        with self.files.open(self.path(f"{name}.new"), "wb") as file:
+            file.write(content)
+            _sync(file)
+        self.files.mv(self.path(f"{name}.new"), self.path(name))
+
+    def read(self, version: int, ranges: Sequence[tuple[str, int | None, int | None]]) -> list[bytes]:
+        """Ranges of objects (None: all), each of which is read again if that fails. Raises `RefitFailed`."""
+        found: dict[int, bytes] = {}
+        missing = list(range(len(ranges)))
+        for attempt in range(1, _TRIES + 1):
+            paths, starts, ends = (list(column) for column in zip(*(ranges[n] for n in missing), strict=True))
+            failed: dict[int, Exception] = {}
+            answers = self.files.cat_ranges(paths, starts, ends, on_error="return")
+            for n, answer in zip(missing, answers, strict=True):
+                if isinstance(answer, Exception):
+                    failed[n] = answer
+                else:
+                    found[n] = answer
+            if not failed:
+                return [found[n] for n in range(len(ranges))]
+            worst = next((n for n in failed if isinstance(failed[n], _NOT_AGAIN)), min(failed))
+            if attempt == _TRIES or isinstance(failed[worst], _NOT_AGAIN):
+                raise self._unreadable(version, ranges[worst][0], failed[worst]) from failed[worst]
+            time.sleep(_PAUSE_SECONDS * 2 ** (attempt - 1))
+            missing = sorted(failed)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _unreadable(self, version: int, path: str, error: Exception) -> RefitFailed:
+        if isinstance(error, FileNotFoundError):
+            fix = "it was removed or never completed; take a newer version, or write one again, a full one"
+            return RefitFailed(f"version {version} of the weights lacks {path}: {fix}")
+        reason = f"{type(error).__name__}: {error}"
+        fix = "check the store and its permissions, then repeat the update, which reads only what is missing"
+        return RefitFailed(f"version {version} of the weights: {path} cannot be read ({reason}); {fix}")
+
+    def names(self) -> list[str]:
+        """Of everything in the folder. Raises OSError."""
+        self.files.invalidate_cache()
+        with suppress(FileNotFoundError):
+            entries = self.files.ls(self._root, detail=False)
+            return sorted(entry.rstrip("/").rpartition("/")[2] for entry in entries)
+        return []
+
+    def chain(self, version: int) -> tuple[str, ...]:
+        """Folders of which a version is made, the full one first. Raises `RefitFailed`."""
+        name = version_name(version)
+        (content,) = self.read(version, [(self.path(name), None, None)])
+        with _validated(f"{self.url}/{name}"):
+            head = _HEAD.validate_json(content)
+        if head.version != version:
+            raise RefitFailed(f"{self.url}/{name} is of version {head.version}")
+        return head.folders
+
+    def remove_all_but(self, kept: Iterable[int]) -> None:
+        """Remove all but these versions and their folders. Raises OSError and `RefitFailed`."""
+        chains = {version_name(version): self.chain(version) for version in kept}
+        in_use = {*chains, *(folder for chain in chains.values() for folder in chain)}
+        unused = [name for name in self.names() if name not in in_use]
+        for name in sorted(unused, key=lambda name: _FOLDER.fullmatch(name) is not None):  # folders last
+            if _FOLDER.fullmatch(name) or _VERSION.fullmatch(name.removesuffix(".new")):
+                with suppress(FileNotFoundError):
+                    self.files.rm(self.path(name), recursive=True)
+
+
+def _sync(file: Any) -> None:
+    """Have what was written to a file of a disk on that disk; an object is stored when it is closed."""
+    file.flush()
+    with suppress(UnsupportedOperation):
+        number = file.fileno()
+        os.fsync(number)
+
+
+def versions(url: str) -> list[int]:
+    """Versions that can be read, the newest last; for a receiver that joins later. Raises OSError."""
+    found = (_VERSION.fullmatch(name) for name in Store(url).names())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def version_name(version: int) -> str:
+    return f"v{version:08d}.json"
+
+
+def folder_name(session: RefitSession) -> str:
+    """Folder of what one attempt to write a version writes."""
+    return f"v{session.version:08d}-{session.attempt:08x}"
+
+
+def object_name(rank: int) -> str:
+    return f"rank-{rank:05d}.bin"
 
 
 class FileSender(SendingChannel):
@@ -54,31 +175,30 @@ class FileSender(SendingChannel):
 
     def __init__(self, part: Part, session: RefitSession, writer: ThreadPoolExecutor) -> None:
         super().__init__(part, Slots.allocate(part))
-        path = partial_folder(session) / file_name(part.rank)
-        self._failure = f"refit to version {session.version}: {sender_name(part.rank)} cannot write {path}"
+        store = Store(session.place)
+        names = folder_name(session), object_name(part.rank)
+        cannot = f"cannot write {'/'.join((store.url, *names))}"
+        self._failure = f"refit to version {session.version}: {sender_name(part.rank)} {cannot}"
         self._writer = writer
-        self._header, self._offsets = _header(part.buckets)
         with _reported(self._failure):
-            self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            self.file = store.files.open(store.path(*names), "wb")
 
     def publish(self, number: int, num_bytes: int) -> None:
         values = self._slots.bucket(number, num_bytes).numpy().data
-        self._waits[number] = self._writer.submit(self._write, values, self._offsets[number]).result
+        self._waits[number] = self._writer.submit(self._write, values).result
 
     def drain(self) -> None:
         super().drain()
         with _reported(self._failure):
-            self._write(memoryview(self._header), 0)
-            os.fsync(self.file)
+            _sync(self.file)
+            self.file.close()
 
     def _wait_free(self, number: int) -> None:
         with _reported(self._failure):
             super()._wait_free(number)
 
-    def _write(self, content: memoryview, offset: int) -> None:
-        while content:
-            written = os.pwrite(self.file, content, offset)
-            content, offset = content[written:], offset + written
+    def _write(self, content: memoryview) -> None:
+        self.file.write(content)
 
 
 @contextmanager
@@ -89,59 +209,62 @@ def file_sender(part: Part, session: RefitSession) -> Iterator[FileSender]:
             yield sender
         finally:
             writer.shutdown()
-            os.close(sender.file)
+            with suppress(OSError):  # after an error, which is already reported
+                sender.file.close()
 
 
 class FileVenue(Venue):
-    def __init__(self, folder: Path, deadline_seconds: float) -> None:
+    """Writes full versions, or one in `full_version_every` and changes between these."""
+
+    def __init__(self, url: str, deadline_seconds: float, full_version_every: int = 1) -> None:
         super().__init__("files", deadline_seconds)
-        self._folder = folder.absolute()
+        self._store = Store(url)
+        self._full_version_every = full_version_every
+        self._newest = 0  # version of the chain
+        self._chain: tuple[str, ...] = ()  # of the last version that this venue completed
 
     @contextmanager
     def session(self, version: int, num_senders: int, num_receivers: int) -> Iterator[RefitSession]:
-        session = RefitSession(version, "files", str(self._folder), self._deadline_seconds)
-        partial = partial_folder(session)
-        with _reported(f"refit to version {version}: cannot make {partial}"):
-            # Remove what a crash left, and give a version that has lost its name its name back.
-            for left in self._folder.glob(f"v*{_PARTIAL}"):
-                shutil.rmtree(left)
-            for replaced in self._folder.glob(f"v*{_REPLACED}"):
-                whole = replaced.with_suffix("")
-                if whole.exists():
-                    shutil.rmtree(replaced)
-                else:
-                    replaced.rename(whole)
-            partial.mkdir(parents=True)
+        follows = self._chain and version > self._newest and len(self._chain) < self._full_version_every
+        session = RefitSession(
+            version,
+            "files",
+            self._store.url,
+            self._deadline_seconds,
+            attempt=secrets.randbits(32),
+            keep=self._full_version_every > 1,
+            base=self._newest if follows else None,
+        )
+        folder = folder_name(session)
+        with _reported(f"refit to version {version}: cannot prepare {self._store.url}/{folder}"):
+            self._store.remove_all_but(versions(self._store.url))  # what a crash left
+            self._store.files.makedirs(self._store.path(folder), exist_ok=True)
         try:
             yield session
         finally:
-            # Under another name no rank that is late can add a file while this one is removed.
-            ended = partial.with_name(f"{partial.stem}.ended{_PARTIAL}")
-            with suppress(OSError):  # it is complete, and has its version's name
-                partial.rename(ended)
-            shutil.rmtree(ended, ignore_errors=True)
+            if folder not in self._chain:
+                # A rank that is late may still add its object, which the next session removes.
+                with suppress(OSError, RefitFailed):
+                    self._store.remove_all_but(versions(self._store.url))
+
+    def reset_rendezvous(self) -> None:
+        super().reset_rendezvous()
+        self._chain = ()  # a receiver may lack something of it that is lost
 
     def complete(self, session: RefitSession, parts: Sequence[Part], sent: Sequence[SendReport]) -> None:
         """Make what the senders wrote the version, also in place of an older one. Raises `RefitFailed`."""
-        partial, whole = partial_folder(session), version_folder(self._folder, session.version)
-        replaced = whole.with_name(f"{whole.name}{_REPLACED}")
-        manifest = _Manifest(session.version, _tensors(parts, sent))
-        with _reported(f"refit to version {session.version}: cannot complete {whole}"):
-            with (partial / MANIFEST).open("w") as file:
-                file.write(json.dumps(manifest, default=vars))  # several times faster than `dump`
-                file.flush()
-                os.fsync(file.fileno())
-            fsync(partial)
-            if whole.exists():  # from a failed attempt or before a resume; a crash leaves one of the two
-                whole.rename(replaced)
-            partial.rename(whole)
-            fsync(self._folder)
-            shutil.rmtree(replaced, ignore_errors=True)
-        there = complete_versions(self._folder)
-        # later versions were written before this run was resumed from an earlier checkpoint
-        kept = [version for version in there if version <= session.version][-_KEPT_VERSIONS:]
-        for other in set(there) - set(kept):
-            shutil.rmtree(version_folder(self._folder, other), ignore_errors=True)
+        store, name, folder = self._store, version_name(session.version), folder_name(session)
+        tensors = _tensors(parts, sent)
+        changes = any(box.changes is not None for tensor in tensors.values() for box in tensor.boxes)
+        chain = (*self._chain, folder) if changes else (folder,)
+        with _reported(f"refit to version {session.version}: cannot complete {store.url}/{name}"):
+            store.write(f"{folder}/{MANIFEST}", json.dumps(tensors, default=vars).encode())
+            store.write(name, json.dumps({"version": session.version, "folders": chain}).encode())
+        self._chain, self._newest = chain, session.version
+        with suppress(OSError):
+            # later versions were written before this run was resumed from an earlier checkpoint
+            kept = [version for version in versions(store.url) if version <= session.version]
+            store.remove_all_but(kept[-_KEPT_VERSIONS:])
 
 
 @contextmanager
@@ -149,60 +272,29 @@ def _reported(failure: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RefitFailed(f"{failure}: {error.strerror}") from error
+        raise RefitFailed(f"{failure}: {error.strerror or error}") from error
 
 
-def version_folder(folder: Path, version: int) -> Path:
-    return folder / f"v{version:08d}"
-
-
-def partial_folder(session: RefitSession) -> Path:
-    folder = version_folder(Path(session.place), session.version)
-    return folder.with_name(f"{folder.name}{_PARTIAL}")
-
-
-def complete_versions(folder: Path) -> list[int]:
-    """Versions that can be read, the newest last; for a receiver that joins later."""
-    found = []
-    for path in folder.glob("v*/"):
-        with suppress(ValueError):  # a partial one
-            found.append(int(path.name.removeprefix("v")))
-    return sorted(found)
-
-
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def _header(buckets: Sequence[PartBucket]) -> tuple[bytes, list[int]]:
-    """The beginning of a safetensors file, and where each bucket lies in it: wide types first, aligned."""
-    entries: dict[str, Any] = {}
-    starts = [0] * len(buckets)
-    end = 0
-    for number in sorted(range(len(buckets)), key=lambda number: -ITEM_BYTES[buckets[number].dtype]):
-        bucket = buckets[number]
-        starts[number] = end
-        for part in bucket.slices:
-            start, end = end, end + part.num_elements * ITEM_BYTES[bucket.dtype]
-            entry = {"dtype": _SAFETENSORS_TYPES[bucket.dtype], "shape": list(part.size)}
-            entries[_key(part.name, box_of(part), bucket.dtype)] = {**entry, "data_offsets": [start, end]}
-    encoded = json.dumps(entries).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    header = len(encoded).to_bytes(8, "little") + encoded
-    return header, [len(header) + start for start in starts]
-
-
-def _key(name: str, box: Box, dtype: str) -> str:
-    return f"{name}{box}:{dtype}"
+@dataclass(frozen=True)
+class _Head:
+    version: int
+    folders: Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class _StoredBox:
-    file: str
-    dtype: str
+    rank: int  # of the sender, which names the object
+    offset: Annotated[int, Field(ge=0)]  # bytes in it
+    num_bytes: Annotated[int, Field(ge=0)]
+    dtype: Literal["float32", "bfloat16", "float16"]
     start: tuple[int, ...]
     size: tuple[int, ...]
-    fingerprint: int
+    fingerprint: int  # of the values of this version
+    changes: int | None  # CRC-32 of the bytes, which are changes of these values; None: they are the values
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.size)
 
 
 @dataclass(frozen=True)
@@ -211,114 +303,233 @@ class _StoredTensor:
     boxes: list[_StoredBox]
 
 
-@dataclass(frozen=True)
-class _Manifest:
-    version: int
-    tensors: dict[str, Any]  # of `_StoredTensor`, each validated when it is read
-
-
 def _tensors(parts: Sequence[Part], sent: Sequence[SendReport]) -> dict[str, _StoredTensor]:
     tensors: dict[str, _StoredTensor] = {}
     for part, report in zip(parts, sent, strict=True):
-        fingerprints = iter(report.of_pieces)
+        written, offset = iter(report.boxes), 0
         for bucket in part.buckets:
             for piece in bucket.slices:
-                boxes = tensors.setdefault(piece.name, _StoredTensor(piece.shape, [])).boxes
-                file = file_name(part.rank)
-                boxes.append(_StoredBox(file, bucket.dtype, piece.start, piece.size, next(fingerprints)))
+                one = next(written)
+                place = part.rank, offset, one.num_bytes
+                dtype: Any = bucket.dtype
+                box = _StoredBox(*place, dtype, piece.start, piece.size, one.fingerprint, one.changes)
+                tensors.setdefault(piece.name, _StoredTensor(piece.shape, [])).boxes.append(box)
+                offset += one.num_bytes
     return tensors
 
 
-_MANIFEST = TypeAdapter(_Manifest)
+_HEAD = TypeAdapter(_Head)
+_MANIFEST = TypeAdapter(dict[str, Any])  # of `_StoredTensor`, each validated when it is read
 _TENSOR = TypeAdapter(_StoredTensor)
 
 
-class VersionFolder:
-    """A complete version. Its files stay open until `close`. Raises `RefitFailed` for an invalid manifest."""
+@contextmanager
+def _validated(what: str, *within: str) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join([*within, *map(str, first["loc"])]) or "the file"
+        raise RefitFailed(f"{what} cannot be read: {where}: {first['msg']}") from error
 
-    def __init__(self, folder: Path, version: int) -> None:
-        self.path = version_folder(folder, version)
-        try:
-            text = (self.path / MANIFEST).read_bytes()
-        except OSError as error:
-            raise RefitFailed(f"version {version} of the weights cannot be read: {error}") from error
-        with self._validated():
-            manifest = _MANIFEST.validate_json(text)
-        if manifest.version != version:
-            raise RefitFailed(f"{self.path / MANIFEST} is of version {manifest.version}")
-        self._tensors = manifest.tensors
-        self.num_bytes = 0  # read; a box is read completely for its checksum and counts once
-        self._files: dict[str, Any] = {}
-        self._checked: set[tuple[str, str]] = set()
-        self._stack = ExitStack()
 
-    def close(self) -> None:
-        self._stack.close()
+@dataclass(frozen=True)
+class StoredPiece:
+    """Part of a slice that a receiver needs, in one box of a version."""
+
+    piece: TensorSlice
+    dtype: str  # of the box, by torch's name
+    fingerprint: int
+    folder: str | None  # whose values these are; None if they are not those of a box as it was written
+    values: Tensor | None  # in the piece's shape and type; None: see `changes`
+    changes: Sequence[tuple[str, Tensor]] = ()  # since the values that the receiver holds; folder of each
+
+
+_Link = tuple[str, _StoredBox]  # folder, and a box there
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """What to read for one piece."""
+
+    piece: TensorSlice
+    dtype: torch.dtype
+    box: _StoredBox  # in the newest folder
+    is_box: bool  # the piece is all of it, in its type
+    is_held: bool  # the links are changes of values that the receiver holds, not of those of the first link
+    links: Sequence[_Link]  # the oldest first
+
+
+class StoredVersion:
+    """A version that can be read. Raises `RefitFailed` for an invalid manifest or a missing object."""
+
+    def __init__(self, url: str, version: int) -> None:
+        self._store, self._version = Store(url), version
+        self._chain = self._store.chain(version)
+        self._manifests: dict[str, dict[str, Any]] = {}
+        self._tensors: dict[tuple[str, str], tuple[tuple[int, ...], dict[object, _StoredBox]]] = {}
+        self._manifest(self._chain[-1])
+        self.num_bytes = 0  # read; all of a box, for its checksum
 
     def pieces(
-        self, need: TensorSlice, dtype: torch.dtype
-    ) -> Iterator[tuple[TensorSlice, Tensor, int | None]]:
-        """Yield the parts of a slice, each with its fingerprint if it is a complete box as it was written.
+        self, needs: Iterable[tuple[TensorSlice, torch.dtype]], held: Mapping[TensorSlice, str]
+    ) -> Iterator[StoredPiece]:
+        """All parts of slices. `held`: folders of the values that the receiver has, of complete boxes.
 
         Raises `RefitFailed` if some are missing, or `CorruptWeights`.
         """
+        batch: list[_Fetch] = []
+        num_bytes = 0
+        for need, dtype in needs:
+            for fetch in self._fetches(need, dtype, held):
+                batch.append(fetch)
+                num_bytes += sum(box.num_bytes for _, box in fetch.links)
+                if num_bytes >= _READ_BYTES:
+                    yield from self._read(batch)
+                    batch, num_bytes = [], 0
+        yield from self._read(batch)
+
+    def _fetches(
+        self, need: TensorSlice, dtype: torch.dtype, held: Mapping[TensorSlice, str]
+    ) -> Iterator[_Fetch]:
         missing = need.num_elements
-        for stored in self._boxes(need, str(dtype).removeprefix("torch.")):
-            box = Box(stored.start, stored.size)
-            shared = intersection(box_of(need), box)
-            if shared is not None:
-                missing -= shared.num_elements
-                values = self._read(need, stored, shared)
-                is_stored = shared == box and values.dtype == dtype
-                yield narrow(need, shared), values.to(dtype), stored.fingerprint if is_stored else None
+        for box in self._boxes(need, str(dtype).removeprefix("torch.")):
+            shared = intersection(box_of(need), box.box)
+            if shared is None:
+                continue
+            missing -= shared.num_elements
+            piece = narrow(need, shared)
+            is_box = shared == box.box and torch_dtype(box.dtype) == dtype
+            since = held.get(piece) if is_box else None
+            links: list[_Link] = []
+            is_held = False
+            for folder in reversed(self._chain):
+                if links and links[0][1].changes is None:
+                    break
+                if is_held := folder == since:
+                    break
+                links.insert(0, (folder, self._same_box(folder, need.name, box)))
+            if not is_held and links[0][1].changes is not None:
+                place = f"{self._name(links[0][0], MANIFEST)}: {need.name}{box.box}"
+                raise RefitFailed(f"{place} has changes of no values; write a full version")
+            yield _Fetch(piece, dtype, box, is_box, is_held, links)
         if missing:
             what = f"{missing} elements of {need.name}{box_of(need)}"
-            raise RefitFailed(f"{self.path} lacks {what}; the receiver needs what the policy does not have")
+            place = self._name(self._chain[-1])
+            raise RefitFailed(f"{place} lacks {what}; the receiver needs what the policy does not have")
 
-    @contextmanager
-    def _validated(self, *within: str) -> Iterator[None]:
+    def _read(self, batch: Sequence[_Fetch]) -> Iterator[StoredPiece]:
+        contents = self._contents({link for fetch in batch for link in fetch.links})
+        for fetch in batch:
+            piece, box = fetch.piece, fetch.box
+            folder = self._chain[-1] if fetch.is_box else None
+            if fetch.is_held:
+                changes = [(link[0], contents[link]) for link in fetch.links]
+                yield StoredPiece(piece, box.dtype, box.fingerprint, folder, None, changes)
+                continue
+            values = self._values(piece, box, [contents[link] for link in fetch.links])
+            if fetch.is_box:
+                yield StoredPiece(piece, box.dtype, box.fingerprint, folder, values)
+                continue
+            extents = zip(piece.start, box.start, piece.size, strict=True)
+            cut = values[tuple(slice(i - first, i - first + n) for i, first, n in extents)].to(fetch.dtype)
+            yield StoredPiece(piece, box.dtype, fingerprint(cut, piece.start, piece.shape), None, cut)
+
+    def _values(self, piece: TensorSlice, box: _StoredBox, contents: Sequence[Tensor]) -> Tensor:
+        """A box ([its size]) from its values in a full version and all changes. Raises `CorruptWeights`."""
+        values = contents[0].view(torch_dtype(box.dtype))
         try:
-            yield
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            field = ".".join([*within, *map(str, first["loc"])]) or "the file"
-            raise RefitFailed(f"{self.path / MANIFEST} cannot be read: {field}: {first['msg']}") from error
+            for changes in contents[1:]:
+                add_changes(values, changes)
+            values = values.view(box.size)
+        except (BrokenChanges, RuntimeError) as error:  # of torch: another number of elements
+            raise self._corrupt(self._chain[-1], box, f"{piece.name}{box.box}: {error}") from error
+        if fingerprint(values, box.start, piece.shape) != box.fingerprint:
+            raise self._corrupt(self._chain[-1], box, f"{piece.name}{box.box} is not what was written there")
+        return values
+
+    def _contents(self, links: Iterable[_Link]) -> dict[_Link, Tensor]:
+        """Bytes ([bytes] uint8) of boxes, checked if they are changes. Neighbors are read together."""
+        in_order = sorted(links, key=lambda link: (link[0], link[1].rank, link[1].offset))
+        paths = [self._store.path(folder, object_name(box.rank)) for folder, box in in_order]
+        starts = [box.offset for _, box in in_order]
+        ends = [box.offset + box.num_bytes for _, box in in_order]
+        together = merge_offset_ranges(paths, starts, ends, max_block=_READ_BYTES)
+        ranges = list(zip(*together, strict=True))
+        reads = (
+            iter(zip(ranges, self._store.read(self._version, ranges), strict=True)) if ranges else iter(())
+        )
+        found: dict[_Link, Tensor] = {}
+        where, content = ("", 0, 0), b""
+        for link, path, start, end in zip(in_order, paths, starts, ends, strict=True):
+            while not (where[0] == path and where[1] <= start and end <= where[2]):
+                where, content = next(reads)
+            here = content[start - where[1] : end - where[1]]
+            found[link] = self._checked(link, here, is_longer=len(content) > where[2] - where[1])
+        self.num_bytes += sum(box.num_bytes for _, box in in_order)
+        return found
+
+    def _checked(self, link: _Link, content: bytes, *, is_longer: bool) -> Tensor:
+        folder, box = link
+        if is_longer:
+            fix = "the server does not support ranges (RFC 9110, section 14); use one that does"
+            raise RefitFailed(f"{self._name(folder, object_name(box.rank))} is sent completely: {fix}")
+        if len(content) != box.num_bytes:
+            raise self._corrupt(folder, box, f"it ends before byte {box.offset + box.num_bytes}")
+        if box.changes is not None and zlib.crc32(content) != box.changes:
+            raise self._corrupt(folder, box, f"changes of {box.box} are not what was written there")
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)  # which may be written to
+
+    def _corrupt(self, folder: str, box: _StoredBox, problem: str) -> CorruptWeights:
+        place = self._name(folder, object_name(box.rank))
+        fix = "check where it is stored, and write a full version"
+        return CorruptWeights(f"version {self._version} of the weights: {place}: {problem}; {fix}")
+
+    def _name(self, *names: str) -> str:
+        return "/".join((self._store.url, *names))
+
+    def _manifest(self, folder: str) -> dict[str, Any]:
+        if folder not in self._manifests:
+            (content,) = self._store.read(self._version, [(self._store.path(folder, MANIFEST), None, None)])
+            with _validated(self._name(folder, MANIFEST)):
+                self._manifests[folder] = _MANIFEST.validate_json(content)
+        return self._manifests[folder]
+
+    def _tensor(self, folder: str, name: str) -> tuple[tuple[int, ...], dict[object, _StoredBox]]:
+        """Shape of a tensor, and its boxes by type, start and size. Raises KeyError."""
+        if (folder, name) not in self._tensors:
+            entry = self._manifest(folder)[name]
+            with _validated(self._name(folder, MANIFEST), name):
+                tensor = _TENSOR.validate_python(entry)
+            for number, box in enumerate(tensor.boxes):
+                if not len(box.start) == len(box.size) == len(tensor.shape):
+                    place = f"{self._name(folder, MANIFEST)} cannot be read: {name}.boxes.{number}"
+                    rule = f"start and size must have {len(tensor.shape)} numbers each, as shape has"
+                    raise RefitFailed(f"{place}: {rule}")
+            boxes: dict[object, _StoredBox]
+            boxes = {(box.dtype, box.start, box.size): box for box in tensor.boxes}
+            self._tensors[folder, name] = tensor.shape, boxes
+        return self._tensors[folder, name]
 
     def _boxes(self, need: TensorSlice, dtype: str) -> list[_StoredBox]:
-        if need.name not in self._tensors:
+        newest = self._chain[-1]
+        if need.name not in self._manifest(newest):
             return []
-        with self._validated(f"tensors.{need.name}"):
-            entry = _TENSOR.validate_python(self._tensors[need.name])
-        if entry.shape != need.shape:
-            shapes = f"of shape {entry.shape}, and the receiver needs {need.shape}"
+        shape, boxes = self._tensor(newest, need.name)
+        if shape != need.shape:
+            shapes = f"of shape {shape}, and the receiver needs {need.shape}"
             fix = "both must be built from the same config.json"
-            raise RefitFailed(f"{self.path} has {need.name} {shapes}; {fix}")
+            raise RefitFailed(f"{self._name(newest)} has {need.name} {shapes}; {fix}")
         by_type: dict[str, list[_StoredBox]] = {}
-        for number, stored in enumerate(entry.boxes):
-            if not len(stored.start) == len(stored.size) == len(entry.shape):
-                field = f"{self.path / MANIFEST} cannot be read: tensors.{need.name}.boxes.{number}"
-                rule = f"start and size must have {len(entry.shape)} numbers each, as shape has"
-                raise RefitFailed(f"{field}: {rule}")
-            by_type.setdefault(stored.dtype, []).append(stored)
-        # a type that was not asked for when the version was written is made of the widest
+        for box in boxes.values():
+            by_type.setdefault(box.dtype, []).append(box)
+        # a type that was not requested when the version was written is made of the widest
         return by_type.get(dtype) or by_type.get("float32") or []
 
-    def _read(self, need: TensorSlice, stored: _StoredBox, shared: Box) -> Tensor:
-        """The elements of a stored box that are in `shared`; the first read of the box checks all of it."""
-        box, path = Box(stored.start, stored.size), self.path / stored.file
-        key = _key(need.name, box, stored.dtype)
+    def _same_box(self, folder: str, tensor: str, box: _StoredBox) -> _StoredBox:
         try:
-            if stored.file not in self._files:
-                self._files[stored.file] = self._stack.enter_context(safe_open(path, framework="pt"))
-            content = self._files[stored.file].get_slice(key)
-            if (stored.file, key) not in self._checked:
-                content = content[...]
-                self.num_bytes += content.nbytes
-                if fingerprint(content, box.start, need.shape) != stored.fingerprint:
-                    raise CorruptWeights(f"{path}: {need.name}{box} is not what was written there")
-                self._checked.add((stored.file, key))
-            extents = zip(shared.start, box.start, shared.size, strict=True)
-            values: Tensor = content[tuple(slice(i - first, i - first + n) for i, first, n in extents)]
-        except (SafetensorError, OSError) as error:
-            raise RefitFailed(f"{path} cannot be read: {error}") from error
-        return values
+            return self._tensor(folder, tensor)[1][box.dtype, box.start, box.size]
+        except KeyError:
+            changes = f"of which {self._chain[-1]} has changes"
+            problem = f"{self._name(folder, MANIFEST)} lacks {tensor}{box.box}, {changes}"
+            raise RefitFailed(f"{problem}; write a full version") from None

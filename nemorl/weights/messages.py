@@ -36,6 +36,12 @@ Transport = Literal["shared_memory", "cuda_ipc", "gloo", "nccl", "files"]
 T = TypeVar("T")
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
 @dataclass(frozen=True)
 class SenderLayout:
     slices: tuple[TensorSlice, ...]  # that a policy rank holds
@@ -92,9 +98,18 @@ class SendReport:
     fingerprints: Mapping[tuple[int, str], int]  # by receiver and tensor
     extra_bytes: int  # memory for buckets, while it lasted
     kept_bytes: int = 0  # host memory for the last version sent, kept from refit to refit
-    of_pieces: tuple[int, ...] = ()  # fingerprints in the order of the part's slices, for files
+    boxes: tuple["WrittenBox", ...] = ()  # in the order of the part's slices, for files
     num_bytes: int = 0  # packed and sent, once for all receivers; with files, written
     seconds: Mapping[str, float] = field(default_factory=dict)  # by stage, see `StageClock`
+
+
+@dataclass(frozen=True)
+class WrittenBox:
+    """A box as a sender has written it to its file, after the one before."""
+
+    fingerprint: int  # of its values
+    num_bytes: int
+    changes: int | None  # CRC-32 of these bytes, if they are changes since the last version; None: the values
 
 
 @dataclass(frozen=True)
@@ -151,10 +166,10 @@ class RefitSession:
 
     version: int
     transport: Transport
-    place: str  # where they meet: the folder of sockets or of files, or host:port of the store
+    place: str  # where they meet: the folder of sockets, the URL of files, or host:port of the store
     deadline_seconds: float  # of each rank, from its start
     rendezvous: int = 0  # ranks of a process group stay connected from refit to refit of one meeting
-    attempt: int = 0  # number of this refit, counting failed ones
+    attempt: int = 0  # number of this refit, counting failed ones; with files a random one
     num_senders: int = 0
     num_receivers: int = 0
     keep: bool = False  # senders keep what they send, so that the next refit may send only changes

@@ -231,7 +231,7 @@ def classes_of(layouts: Iterable[tuple[TensorSlice, ...]]) -> list[int]:
     return found
 
 
-MAX_STORED_BOXES = 2**19  # of a version in files: a manifest of 75 MB, which each receiver parses
+MAX_STORED_BOXES = 2**19  # of a version in files: a manifest of about 100 MB, which each receiver parses
 _MAX_RECEIVERS = 16  # of a bucket: it is forwarded from one to the next, so more would delay the last one
 
 

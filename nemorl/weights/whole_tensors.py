@@ -112,7 +112,8 @@ class WholeTensorReceiver(Receiver):
             if session.checks(name) and session.transport != "files":  # those are checked as they are read
                 queued[name] = queue_fingerprint(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
                 clock.end("fingerprint")
-            self._about_to_write(update)
+            with self._writing(update):
+                pass  # by the loader, from now on
             yield name, tensor
             clock.end("load")
         if missing:

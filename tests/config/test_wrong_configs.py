@@ -358,11 +358,23 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         True,
         "set it to false, or precision to bfloat16",
     ),
-    "changes in files": (
-        ["generation.delta=true", "generation.precision=bfloat16", "generation.transport=files"],
-        "generation.delta",
-        True,
-        "generation.transport to auto",
+    "a folder of versions for another transport": (
+        ["generation.files_url=s3://bucket/run"],
+        "generation.files_url",
+        "s3://bucket/run",
+        "only generation.transport: files writes versions; remove it, or set that",
+    ),
+    "full versions without changes": (
+        ["generation.transport=files", "generation.full_version_every=3"],
+        "generation.full_version_every",
+        3,
+        "without generation.delta each version has all weights; remove it, or set that to true",
+    ),
+    "credentials in a URL": (
+        ["generation.transport=files", "generation.files_url=ftp://me:secret@host/run"],
+        "generation.files_url",
+        "ftp://...@host/run",
+        "give credentials as the store's package reads them",
     ),
     "NCCL without GPUs": (
         ["generation.transport=nccl"],

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -612,6 +613,30 @@ def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest
 
     assert (problem.field, problem.value) == ("logger.tensorboard", True)
     assert "pip install 'nemorl[trackers]'" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("url", "fix"),
+    [
+        ("s3://bucket/run", "pip install 'nemorl[s3]'"),
+        ("dropbox://run", "its package is not installed"),
+        ("s4://bucket/run", "fsspec knows no protocol 's4'"),
+    ],
+)
+def test_a_store_needs_its_package(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, url: str, fix: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
+    problem = only_problem(configure, "generation.transport=files", f"generation.files_url={url}")
+    assert (problem.field, problem.value) == ("generation.files_url", url)
+    assert fix in problem.fix
+
+
+@pytest.mark.parametrize("url", ["weights", "/mnt/shared/weights", "memory://weights"])
+def test_versions_are_written_to_folders_and_stores(configure: Configure, url: str) -> None:
+    given = ("generation.delta=true", "generation.precision=bfloat16", "generation.full_version_every=5")
+    experiment = configure("generation.transport=files", f"generation.files_url={url}", *given)
+    assert list(file_problems(experiment)) == []
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from nemorl.models.shape import ModelShape, Rope
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
-from nemorl.weights.files import FileSender, VersionFolder
+from nemorl.weights.files import FileSender, StoredPiece, StoredVersion
 from nemorl.weights.messages import (
     Part,
     ReceiveReport,
@@ -137,7 +137,7 @@ class EngineSide:
     def die_at_bucket(self, number: int, by: signal.Signals = signal.SIGKILL) -> None:
         """From now on, be killed when this many buckets have come, before their sender learns of that.
 
-        Or be stopped; of files, when this many slices have been read.
+        Or be stopped; of files, when this many pieces have been read.
         """
 
         def end() -> None:
@@ -269,17 +269,16 @@ def before_taken(channel: Any, number: int, act: Callable[[], None]) -> Callable
 
 
 def _before_read(number: int, act: Callable[[], None]) -> None:
-    """Have the receiver act when it has read that number of slices from files, before the next one."""
-    pieces, slices = VersionFolder.pieces, itertools.count()
+    """Have the receiver act when it has read that number of pieces from files, before the next one."""
+    pieces, count = StoredVersion.pieces, itertools.count()
 
-    def acting(
-        self: VersionFolder, need: TensorSlice, dtype: torch.dtype
-    ) -> Iterator[tuple[TensorSlice, Tensor, int | None]]:
-        if next(slices) == number:
-            act()
-        return pieces(self, need, dtype)
+    def acting(self: StoredVersion, *given: Any) -> Iterator[StoredPiece]:
+        for piece in pieces(self, *given):
+            if next(count) == number:
+                act()
+            yield piece
 
-    VersionFolder.pieces = acting  # type: ignore[method-assign]
+    StoredVersion.pieces = acting  # type: ignore[method-assign]
 
 
 def _die_instead(channel: Any, number: int, by: signal.Signals) -> None:

@@ -17,6 +17,7 @@ import torch
 from nemorl.cluster.errors import DeadlineExceeded
 from nemorl.models.layout import PolicyRank
 from nemorl.weights.exchange import TransportOptions, WeightExchange
+from nemorl.weights.files import versions
 from nemorl.weights.messages import PeerClosed, RefitDeadline
 from tests.weights.cuda_stand_in import with_stand_in
 from tests.weights.ranks import TP2, EngineSide, PolicySide, Remote, Threads, WorkerGone, model
@@ -37,7 +38,7 @@ class Setup:
             self.receivers,
             BUCKET,
             60.0,
-            TransportOptions(transport, folder),  # type: ignore[arg-type]
+            TransportOptions(transport, str(folder)),  # type: ignore[arg-type]
         )
 
     def policy_process(self, rank: int) -> Remote:
@@ -110,7 +111,8 @@ def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.Fixtur
     setup.assert_holds(0, version=1)
     if "files" in request.node.name:
         setup.assert_holds(1, version=1)  # nothing was read
-        assert [path.name for path in tmp_path.iterdir()] == ["v00000001"]
+        assert [path.name for path in tmp_path.glob("*.json")] == ["v00000001.json"]
+        assert len(list(tmp_path.iterdir())) == 2
     else:
         assert "to version 2 in place, which did not finish" in setup.engines[1].call("corruption")
     setup.replace(setup.policy, 1)
@@ -148,5 +150,5 @@ def test_a_rank_stops_over_files(setup: Setup, tmp_path: Path, side: str) -> Non
         asyncio.run(setup.exchange.refit(2))
     assert caught.value.stage == ("send" if side == "policy" else "receive")
     setup.assert_holds(0, version=1)
-    left = ["v00000001"] if side == "policy" else ["v00000001", "v00000002"]  # which are unused
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    left = [1] if side == "policy" else [1, 2]  # which are unused
+    assert versions(str(tmp_path)) == left

@@ -190,7 +190,7 @@ def test_every_engine_gets_its_shard_and_nothing_else(
     for turn, (name, replicas) in enumerate(of_engines):
         transport = TRANSPORTS[(first + turn) % len(TRANSPORTS)]
         receivers = Reporting(become(processes[1], shape, replicas))
-        options = TransportOptions(transport, tmp_path / name)
+        options = TransportOptions(transport, str(tmp_path / name))
         stats = asyncio.run(WeightExchange(Threads(policy), receivers, BUCKET, 60.0, options).refit(1))
         due = [engine.call("shard_bytes") for engine in receivers.ranks]
         assert [report.num_bytes for report in receivers.reports] == due, (name, transport)
@@ -223,7 +223,7 @@ def test_engines_read_of_files_their_shard_and_nothing_else(
     shape = SHAPES[family]
     policy = become(processes[0], shape, [of_policy], folders[family])
     receivers = Reporting(become(processes[1], shape, replicas))
-    options = TransportOptions("files", tmp_path)
+    options = TransportOptions("files", str(tmp_path))
     asyncio.run(WeightExchange(Threads(policy), receivers, BUCKET, 60.0, options).refit(1))
     shards = [engine.call("shard_bytes") for engine in receivers.ranks]
     assert [report.num_bytes for report in receivers.reports] == shards

@@ -13,7 +13,7 @@ from nemorl.config.algorithm.online import REFIT_METRICS
 from nemorl.weights import endpoints
 from nemorl.weights.delta import LastSent
 from nemorl.weights.exchange import TransportOptions, WeightExchange
-from nemorl.weights.files import FileSender, VersionFolder
+from nemorl.weights.files import FileSender, StoredVersion
 from nemorl.weights.messages import Transport
 from nemorl.weights.shared_memory import SocketReceiver
 from tests.weights import test_whole_tensors
@@ -35,7 +35,7 @@ class Setup:
     def __init__(self, folder: Path, transport: Transport, *, delta: bool = False) -> None:
         self.policy = [PolicySide(place) for place in TP2_PP2]
         self.engines = [EngineSide(torch.bfloat16) for _ in range(2)]
-        options = TransportOptions(transport, folder, delta=delta)
+        options = TransportOptions(transport, str(folder), delta=delta, full_version_every=3)
         sides = Threads(self.policy), Threads(self.engines)
         self.exchange = WeightExchange(*sides, BUCKET, 30.0, options)
 
@@ -96,8 +96,8 @@ def test_stages_are_metrics_and_no_time_is_counted_twice(tmp_path: Path, transpo
         ("shared_memory", EngineSide, "_use", "commit"),
         ("shared_memory", LastSent, "changes", "send_encode"),
         ("files", FileSender, "_write", "send_wait"),
-        ("files", VersionFolder, "_read", "receive_read"),
-        ("files", VersionFolder, "__init__", "receive_connect"),
+        ("files", StoredVersion, "_contents", "receive_read"),
+        ("files", StoredVersion, "__init__", "receive_connect"),
     ],
 )
 def test_the_slow_stage_is_named(
@@ -109,7 +109,7 @@ def test_the_slow_stage_is_named(
     stage: str,
 ) -> None:
     late_once(monkeypatch, owner, function)
-    seconds = Setup(tmp_path, transport, delta=transport != "files").seconds()
+    seconds = Setup(tmp_path, transport, delta=True).seconds()
     assert seconds[stage] >= DELAY
 
 
@@ -120,14 +120,14 @@ def test_slow_fingerprints_are_of_their_side(
     """With files senders come first; of the fingerprints of a refit, the last ones are receivers'."""
     setup = Setup(tmp_path, "files")
     if side == "receive":
-        complete = endpoints.VersionFolder.__init__
+        complete = StoredVersion.__init__
 
-        def opened(self: VersionFolder, *given: Any) -> None:
+        def opened(self: StoredVersion, *given: Any) -> None:
             late_once(monkeypatch, endpoints, "queue_fingerprint")
-            monkeypatch.setattr(VersionFolder, "__init__", complete)
+            monkeypatch.setattr(StoredVersion, "__init__", complete)
             complete(self, *given)
 
-        monkeypatch.setattr(VersionFolder, "__init__", opened)
+        monkeypatch.setattr(StoredVersion, "__init__", opened)
     else:
         late_once(monkeypatch, endpoints, "queue_fingerprint")
     seconds = setup.seconds()

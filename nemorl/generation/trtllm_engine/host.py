@@ -30,8 +30,15 @@ from nemorl.generation.types import EngineFailed, EngineOptions
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
-from nemorl.weights.endpoints import WeightReceiver, torch_dtype
-from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitFailed, RefitSession
+from nemorl.weights.endpoints import WeightReceiver
+from nemorl.weights.messages import (
+    Part,
+    ReceiveReport,
+    ReceiverLayout,
+    RefitFailed,
+    RefitSession,
+    torch_dtype,
+)
 from nemorl.weights.whole_tensors import WholeTensorReceiver, batches, whole_slices
 
 from .engine import TrtllmEngine, engine_arguments, memory_tags

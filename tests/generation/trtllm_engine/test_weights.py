@@ -78,7 +78,7 @@ def test_receivers_get_each_tensor_once(delivery):
 @pytest.mark.parametrize("transport", ["gloo", "files"])
 def test_workers_receive_by_every_transport(replica, network_of, transport, tmp_path):
     replica.configure(weight_delivery="workers", on_update="finish")
-    replica.rewire(TransportOptions(transport, tmp_path))
+    replica.rewire(TransportOptions(transport, str(tmp_path)))
     tensors = replica.weights(20)
     version = replica.refit(tensors)
     assert_samples_with(replica, network_of(tensors), version, f"{transport}-")

@@ -93,5 +93,5 @@ def _without_base(
 
 
 def _exchange(policy: Policy, receiver: WeightReceiver, transport: Any, place: str) -> WeightExchange:
-    options = TransportOptions(transport, Path(place), delta=transport != "files")
+    options = TransportOptions(transport, place, delta=True, full_version_every=10)
     return WeightExchange(policy, Threads([SimpleNamespace(exchange=receiver)]), BUCKET, 60.0, options)

@@ -79,11 +79,11 @@ def test_a_sharded_policy_brings_every_bit_in_bfloat16(
     for transport in TRANSPORTS if family == MOST else TRANSPORTS[:1]:
         assert refits[transport]["different"] == []
         whole, *others = refits[transport]["shares"]
-        if transport == "files":  # of what was written for both ranks, this one reads its own
-            assert others == [whole, whole]
+        if transport == "files":  # of complete tensors that were written, this rank reads its own parts
+            assert 0.4 < whole < 1
         else:
             assert whole == 1
-            assert all(0.01 < share < 0.03 for share in others)
+        assert all(0.01 * whole < share < 0.03 * whole for share in others)
 
 
 @pytest.mark.parametrize(("family", "rank"), [(family, rank) for family in FAMILIES for rank in range(2)])
