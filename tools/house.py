@@ -97,7 +97,7 @@ STOPS = {
     "an entropy bonus": ("EntropyWeight",),
     "other losses": ("clip_cov", "kl_cov", "gmpo", "gspo", "gspo_token", "least_entropy", "choose"),
     "other transports": (
-        *("file_sender", "FileVenue", "VersionFolder", "LastSent", "delta:apply"),
+        *("file_sender", "FileVenue", "StoredVersion", "LastSent", "delta:apply"),
         *("group_sender", "group_receiver", "GroupVenue", "DeviceSlots"),
     ),
 }

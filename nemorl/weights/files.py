@@ -5,8 +5,8 @@
                              rank-00000.bin  boxes of one sender; each element is in one of these objects
           v00000013.json, v00000013-.../     changes since version 12, or complete boxes if that is less
 
-The URL is one of fsspec's, or a local folder. Object stores cannot rename, so folders have unique names, and a
-version appears when its small file does. Objects are written once, from the beginning to the end.
+The URL is one of fsspec's, or a local folder. Object stores cannot rename, so folders have unique names, and
+a version appears when its small file does. Objects are written once, from the beginning to the end.
 
 A receiver of any layout, also one that joins later, reads the boxes it needs and checks each: changes since
 those that it holds, or what is in the full version and all changes. Boxes that the plan knew contain nothing
