@@ -40,6 +40,8 @@ def server_urls(generation: GenerationConfig, rewards: Rewards, teachers: Teache
     urls = {
         f"{path}.{name}": getattr(one, name, "") for path, one in sections for name in ("base_url", "url")
     }
+    for path, one in sections:
+        urls |= {f"{path}.base_urls.{n}": url for n, url in enumerate(getattr(one, "base_urls", ()))}
     return {field: url for field, url in urls.items() if url}
 
 

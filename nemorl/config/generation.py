@@ -95,6 +95,7 @@ class GenerationBase(Config):
     returns_experts: ClassVar[bool] = False  # with each token, for `policy.moe.router_replay`
     has_engines: ClassVar[bool] = True  # in separate processes; otherwise the policy's processes sample
     takes_weights: ClassVar[bool] = True  # refits reach the engine
+    has_policy_weights: ClassVar[bool] = True  # it starts with those of `policy.model_path`
     # Why samples of top-k, top-p and min-p cannot be trained on: the loss needs the tokens that were kept.
     unknown_filter: ClassVar[str] = "the engine does not return which tokens its filters kept"
     batch_field: ClassVar[str] = "max_batch_size"  # the field that bounds the sequences decoded together
@@ -617,6 +618,53 @@ class VllmGenerationConfig(GenerationBase):
             yield Problem("transport", "nccl", fix)
 
 
+class VllmServerGenerationConfig(GenerationBase):
+    """Servers of vLLM that others started, which read new weights from files. docs/vllm.md."""
+
+    host_class = "nemorl.generation.vllm_engine.server:VllmServerHost"
+    unknown_filter = VllmGenerationConfig.unknown_filter
+    ranks_per_replica: ClassVar[int] = 0  # no device and no engine process of the run
+    has_policy_weights: ClassVar[bool] = False
+    backend: Literal["vllm_server"]
+    base_urls: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1)
+    """Addresses of the servers, such as http://127.0.0.1:8000; one for each of `replicas`."""
+    api_key_env: str = "VLLM_API_KEY"
+    """Environment variable that holds the key of the servers; the key itself never is in a config."""
+    transport: Literal["files"] = "files"
+    """Servers read weights from the folder or object store of `files_url`, by an address of their own."""
+    update: Literal["staged", "in_place"] = "staged"
+    """How servers load new weights: as a second copy, or in place while they are paused."""
+    on_update: OnUpdate = "restart"
+    max_concurrent_requests: int = Field(256, ge=1)
+    """Concurrent requests to each server; more wait."""
+    max_retries: int = Field(6, ge=0)
+    """Retries of a request after status 429, 5xx or a broken connection; counted in the metrics."""
+
+    @property
+    def can_scale(self) -> bool:
+        return False
+
+    @check
+    def _settings_of_engines(self) -> Problems:
+        yield from self.without_effect(("threads",), "the servers have settings of their own; remove it")
+        fix = "there are as many as addresses in base_urls; remove it"
+        yield from self.without_effect(("max_replicas",), fix)
+        reason = "the servers do not report which requests wait; remove it, or set generation.concurrency"
+        yield from self.without_effect(("adaptive_concurrency",), reason)
+
+    @check
+    def _addresses_are_complete(self) -> Problems:
+        for number, url in enumerate(self.base_urls):
+            if not is_address(url):
+                yield Problem(f"base_urls.{number}", url, "expected an address such as http://127.0.0.1:8000")
+            elif urlsplit(url).path.strip("/"):
+                fix = "paths are appended to it; end it with the port"
+                yield Problem(f"base_urls.{number}", url, fix)
+        if self.replicas != len(self.base_urls):
+            count = counted(len(self.base_urls), "address")
+            yield Problem("replicas", self.replicas, f"base_urls has {count}; set it to that number")
+
+
 class TorchGenerationConfig(BatchingConfig):
     """The embedded engine: plain torch, CPU and CUDA, for small models and tests."""
 
@@ -626,5 +674,7 @@ class TorchGenerationConfig(BatchingConfig):
 
 
 _BuiltIn = TorchGenerationConfig | MegatronGenerationConfig
-_External = OpenAIGenerationConfig | VllmGenerationConfig | TrtllmGenerationConfig
+_External = (
+    OpenAIGenerationConfig | VllmGenerationConfig | VllmServerGenerationConfig | TrtllmGenerationConfig
+)
 GenerationConfig = Annotated[_BuiltIn | _External, Variants(TorchGenerationConfig, by="backend")]

@@ -36,7 +36,7 @@ from nemorl.config.facts import (
     server_sections,
     server_urls,
 )
-from nemorl.config.generation import EndpointConfig, GenerationConfig, OpenAIGenerationConfig, server_host
+from nemorl.config.generation import EndpointConfig, GenerationConfig, server_host
 from nemorl.config.library_datasets import LibraryDataset
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem, Problems
@@ -516,11 +516,11 @@ def address_problems(
     generation: GenerationConfig, endpoint: EndpointConfig | None, env: EnvConfig
 ) -> Problems:
     """Addresses that this machine cannot find, or where it cannot listen; nothing is sent."""
-    if isinstance(generation, OpenAIGenerationConfig):
-        host = server_host(generation.base_url)
+    for field, url in server_urls(generation, (), {}).items():
+        host = server_host(url)
         if host and (problem := _unknown(host)) is not None:
             fix = f"this machine finds no address of {host} ({problem}); correct the name"
-            yield Problem("generation.base_url", generation.base_url, fix)
+            yield Problem(field, url, fix)
     if endpoint is not None:
         yield from _listening_problems("generation.endpoint.host", endpoint.host, endpoint.port)
     for path, one in environments_in(env):

@@ -383,7 +383,8 @@ async def open_session(experiment: Experiment, *, policy: bool, sampling: bool) 
             session.replicas.on_change = session.exchange.layout_changed
             trained, sampled = experiment.policy.trained_quantization, experiment.policy.engine_quantization
             # Engines have read weights that are not rounded, or have no scales of activations.
-            if (trained is not None and sampled is None) or experiment.policy.samples_by_input_scales:
+            unlike = (trained is not None and sampled is None) or experiment.policy.samples_by_input_scales
+            if unlike or not experiment.generation.has_policy_weights:
                 session.version = _NOT_SENT
         yield session
 

@@ -63,7 +63,7 @@ class ExpertRows:
         return rows[:room, self._layers].astype(np.int16)
 
 
-_STOPS = {
+STOPS = {
     "stop": StopReason.STOP,
     "length": StopReason.LENGTH,
     "repetition": StopReason.LENGTH,  # cut off, where `vllm_kwargs` ask for that
@@ -139,7 +139,7 @@ class VllmBackend:
                     tokens, reason = list(new.token_ids), new.finish_reason
                     sampled = zip(tokens, new.logprobs or (), strict=True)
                     logprobs = [float(at[token].logprob) for token, at in sampled]
-                    stop = None if reason is None else _STOPS.get(reason, StopReason.ERROR)
+                    stop = None if reason is None else STOPS.get(reason, StopReason.ERROR)
                     if finder is not None and (end := finder.find(tokens)) is not None:
                         tokens, logprobs, stop = tokens[:end], logprobs[:end], StopReason.STOP
                     versions = self._versions_of(request.id, new, received, len(tokens))

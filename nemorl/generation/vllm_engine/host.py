@@ -88,6 +88,19 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def reports_in(answers: Sequence[dict[str, Any]]) -> tuple[ReceiveReport, ...]:
+    """Reports of an engine's workers, by rank. Raises the error of one, a `RefitFailed`."""
+    if errors := [answer for answer in answers if "error" in answer]:
+        # A rank whose peer closed is mostly a consequence.
+        worst = min(errors, key=lambda answer: bool(answer["error"] == "PeerClosed"))
+        kind, message = getattr(refits, worst["error"], None), worst["message"]
+        if isinstance(kind, type) and issubclass(kind, RefitFailed):
+            raise kind(message)
+        raise RefitFailed(f"{worst['error']}: {message}")
+    in_order = sorted(answers, key=lambda answer: int(answer["rank"]))
+    return tuple(REPORT.validate_python(answer["report"]) for answer in in_order)
+
+
 class VllmHost(RequestDriver):
     """A vLLM replica. Lives in an event loop."""
 
@@ -196,15 +209,7 @@ class VllmHost(RequestDriver):
             missing = sorted(set(range(len(self._layouts))) - {answer["rank"] for answer in answers})
             late = f"{self.name} received nothing from its workers {missing} within {seconds:g} s"
             raise refits.RefitDeadline(f"{refit}: {late}")
-        if errors := [answer for answer in answers if "error" in answer]:
-            # A rank whose peer closed is mostly a consequence.
-            worst = min(errors, key=lambda answer: bool(answer["error"] == "PeerClosed"))
-            kind, message = getattr(refits, worst["error"], None), worst["message"]
-            if isinstance(kind, type) and issubclass(kind, RefitFailed):
-                raise kind(message)
-            raise RefitFailed(f"{worst['error']}: {message}")
-        answers.sort(key=lambda answer: int(answer["rank"]))
-        return tuple(REPORT.validate_python(answer["report"]) for answer in answers)
+        return reports_in(answers)
 
     async def commit_weights(self, version: int) -> None:
         paused: AbstractAsyncContextManager[Any] = self._pause.pop_all()

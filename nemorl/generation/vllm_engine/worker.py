@@ -118,6 +118,13 @@ class VllmWorkerExtension:
         # By pidfd: a number may be another process's by then, as the parent of an orphan is.
         watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
         threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
+        reasons = self.nemorl_make_receiver(update, lora)
+        layout_json = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
+        processes = {"process": os.getpid(), "engine": os.getppid(), "meeting": str(rendezvous)}
+        return json.dumps({**processes, "layout": layout_json, "reasons": dict(reasons)})
+
+    def nemorl_make_receiver(self: Any, update: Update, lora: str | None) -> Mapping[str, str]:
+        """Set `self.nemorl`. Returns why some parameters take complete tensors."""
         runner, dtype = self.model_runner, self.model_runner.model_config.dtype
         model, shape = runner.get_model(), load_shape(Path(runner.model_config.model))
         reasons: Mapping[str, str] = {}
@@ -150,16 +157,18 @@ class VllmWorkerExtension:
             slices, reasons, in_place = layout.slices, layout.reasons, update == "in_place"
             held = WorkerWeights(model, layout, reload, in_place, dtype)
             self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
-        layout_json = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
-        processes = {"process": os.getpid(), "engine": os.getppid(), "meeting": str(rendezvous)}
-        return json.dumps({**processes, "layout": layout_json, "reasons": dict(reasons)})
+        return reasons
 
     def nemorl_prepare(self: Any, parts: str) -> None:
         self.nemorl.prepare(PARTS.validate_json(parts)[self.rank])
 
     def nemorl_receive(self: Any, session: str, reports: str) -> None:
         """Begin to receive; the report, or the error, goes to the socket at `reports`."""
-        work = (self.nemorl.begin(SESSION.validate_json(session)), self.device, self.rank, reports)
+        self.nemorl_receive_in_thread(session, lambda answer: _send(answer, reports))
+
+    def nemorl_receive_in_thread(self: Any, session: str, report: Callable[[str], None]) -> None:
+        """Begin to receive; the thread calls `report` with what came of it."""
+        work = (self.nemorl.begin(SESSION.validate_json(session)), self.device, self.rank, report)
         receiving = threading.Thread(target=_receive, args=work, name="weight receiver", daemon=True)
         self.nemorl_receiving = receiving
         receiving.start()
@@ -176,13 +185,19 @@ class VllmWorkerExtension:
         return self.nemorl.corruption  # type: ignore[no-any-return]
 
 
-def _receive(receive: Callable[[], ReceiveReport], device: torch.device, rank: int, reports: str) -> None:
+def _receive(
+    receive: Callable[[], ReceiveReport], device: torch.device, rank: int, report: Callable[[str], None]
+) -> None:
     try:
         make_current(device)  # a process group and CUDA IPC use the device of the thread
         answer = {"rank": rank, "report": REPORT.dump_python(receive(), mode="json")}
     except Exception as error:  # noqa: BLE001 - reported to the process that asked
         answer = {"rank": rank, "error": type(error).__name__, "message": str(error)}
+    report(json.dumps(answer))
+
+
+def _send(answer: str, address: str) -> None:
     # Who asked may have given up.
     with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
-        connection.connect(reports)
-        connection.sendall(json.dumps(answer).encode())
+        connection.connect(address)
+        connection.sendall(answer.encode())

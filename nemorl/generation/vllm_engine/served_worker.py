@@ -1,0 +1,38 @@
+"""Extension of vLLM's worker class for servers that receive weights from a run; see `served`.
+
+vLLM imports it in every worker before the model is loaded (`--worker-extension-cls`).
+"""
+
+import json
+import os
+from typing import Any
+
+from nemorl.config.generation import Update
+
+from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
+
+os.environ[LEARNED_LAYOUT] = os.environ[PLAIN_WEIGHTS] = "1"  # which the next import reads
+
+from .host import LAYOUT
+from .worker import VllmWorkerExtension
+
+
+class ServedWorker(VllmWorkerExtension):
+    def nemorl_describe(self: Any, update: Update) -> str:
+        """Get ready for updates of a run, which begin with a version of all weights."""
+        self.nemorl_make_receiver(update, None)
+        layout = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
+        return json.dumps({"layout": layout, "logprobs": self.model_runner.model_config.logprobs_mode})
+
+    def nemorl_begin(self: Any, session: str) -> None:
+        """Begin to receive; `nemorl_report` has what came of it."""
+        self.nemorl_answer = None
+
+        def keep(answer: str) -> None:
+            self.nemorl_answer = answer
+
+        self.nemorl_receive_in_thread(session, keep)
+
+    def nemorl_report(self: Any) -> str | None:
+        """The report or the error, as JSON; None until there is one."""
+        return self.nemorl_answer  # type: ignore[no-any-return]
