@@ -124,16 +124,21 @@ class VllmServerHost(RequestDriver):
 
     async def start(self) -> None:
         """Read how the server's weights are laid out. Raises EngineFailed."""
-        try:
-            found = await self._post("describe", {"update": self._config.update}, _START_SECONDS)
-        except RequestRefused as error:
-            fix = "start it with the plug-in, as docs/vllm.md shows, and with the same key"
-            raise EngineFailed(f"{self.name} does not take weights ({error}): {fix}") from error
-        modes = {worker["logprobs"] for worker in found["workers"]}
-        if modes != {_LOGPROBS}:
-            fix = f"start it with --logprobs-mode {_LOGPROBS}"
-            raise EngineFailed(f"{self.name} returns {', '.join(modes)}, not those that are sampled: {fix}")
-        self._layouts = tuple(LAYOUT.validate_python(worker["layout"]) for worker in found["workers"])
+        async with AsyncExitStack() as on_failure:
+            on_failure.push_async_callback(self.close)
+            try:
+                found = await self._post("describe", {"update": self._config.update}, _START_SECONDS)
+            except RequestRefused as error:
+                fix = "start it with the plug-in, as docs/vllm.md shows, and with the same key"
+                raise EngineFailed(f"{self.name} does not take weights ({error}): {fix}") from error
+            modes = {worker["logprobs"] for worker in found["workers"]}
+            if modes != {_LOGPROBS}:
+                fix = f"start it with --logprobs-mode {_LOGPROBS}"
+                raise EngineFailed(
+                    f"{self.name} returns {', '.join(modes)}, not those that are sampled: {fix}"
+                )
+            self._layouts = tuple(LAYOUT.validate_python(worker["layout"]) for worker in found["workers"])
+            on_failure.pop_all()
 
     def describe_weights(self) -> tuple[ReceiverLayout, ...]:
         return self._layouts

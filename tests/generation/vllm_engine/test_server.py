@@ -34,6 +34,7 @@ from tests.required import require_module
 from tests.weights.store_server import StoreServer, serving
 
 KEY = "VLLM_API_KEY"
+CPU_COMMAND = Path(__file__).with_name("serve_cpu.py")  # `vllm`
 PLUG_IN = "nemorl.generation.vllm_engine"
 START_SECONDS = 240.0
 
@@ -113,7 +114,7 @@ def served(dense: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) ->
             "worker-extension-cls": f"{PLUG_IN}.served_worker.ServedWorker",
             "middleware": f"{PLUG_IN}.served.WeightRoutes",
         }
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(dense[0]), "--tokens-only"]
+        command = [sys.executable, str(CPU_COMMAND), "serve", str(dense[0]), "--tokens-only"]
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         for name, value in arguments.items():
             command += [f"--{name}", value]
