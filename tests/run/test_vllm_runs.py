@@ -165,19 +165,21 @@ def test_an_asynchronous_run_outlives_the_engine_core_of_its_only_replica(
 
 
 @contextmanager
-def vllm_server(model: Path, log: Path) -> Iterator[str]:
+def vllm_server(
+    model: Path, log: Path, *further: str, dtype: str = "float32", **variables: str
+) -> Iterator[str]:
     """Its address, once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [
         "--model", model, "--host", "127.0.0.1", "--port", port, "--served-model-name", "policy",
-        "--dtype", "float32", "--max-model-len", "64", "--enforce-eager", "--no-enable-chunked-prefill",
-        "--logprobs-mode", "processed_logprobs",
+        "--dtype", dtype, "--max-model-len", "64", "--enforce-eager", "--no-enable-chunked-prefill",
+        "--logprobs-mode", "processed_logprobs", *further,
     ]  # fmt: skip
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1", **variables,
     }  # fmt: skip
     with log.open("w") as told:
         server = subprocess.Popen(
@@ -188,7 +190,9 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
         address = f"http://127.0.0.1:{port}"
         while True:
             assert server.poll() is None, log.read_text()
-            with suppress(OSError), urllib.request.urlopen(f"{address}/v1/models", timeout=10) as answer:
+            asked = urllib.request.Request(f"{address}/v1/models")
+            asked.add_header("Authorization", f"Bearer {os.environ.get('VLLM_API_KEY')}")
+            with suppress(OSError), urllib.request.urlopen(asked, timeout=10) as answer:
                 assert json.load(answer)["data"][0]["id"] == "policy"
                 break
             time.sleep(0.2)
@@ -214,3 +218,30 @@ def test_samples_of_a_vllm_server_are_learned_from(tmp_path: Path, model: Path) 
     # The server keeps its weights while the policy moves.
     assert steps[2].values["logprob_gap/mean"] > 1e-4
     assert all("refit/gigabytes" not in s.values and s.values["generation/retries"] == 0 for s in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("watchfiles") is None, reason="vLLM is here without its server's packages")
+def test_a_vllm_server_samples_with_the_weights_of_the_run(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, by changes after the first version, which it has before the first step."""
+    monkeypatch.setenv("VLLM_API_KEY", "a key of this test")
+    plug_in, weights = "nemorl.generation.vllm_engine", tmp_path / "weights"
+    words = ["--enable-scale-out", "--worker-extension-cls", f"{plug_in}.served_worker.ServedWorker"]
+    words += ["--middleware", f"{plug_in}.served.WeightRoutes"]
+    log = tmp_path / "server.log"
+    with vllm_server(model, log, *words, dtype="bfloat16", NEMORL_WEIGHTS_URL=str(weights)) as address:
+        engine = {
+            "backend": "vllm_server",
+            "base_urls": [address.removesuffix("/v1")],
+            "files_url": str(weights),
+            "delta": True,
+        }
+        policy = {"layout": {}, "precision": "bfloat16", "optimizer": {"name": "adam", "lr": 1e-6}}
+        steps = run(tmp_path, model, engine, policy)
+    whole = 2 * sum(map(math.prod, hf_tensors(load_shape(model)).values())) / 1e9
+    assert all(0 < s.values["refit/gigabytes"] < 0.05 * whole for s in steps)
+    assert max(s.values["logprob_gap/mean"] for s in steps) < 0.02  # of rounding
+    assert all(s.values["version/lag"] == 0 for s in steps)
+    assert len(json.loads((weights / "v00000003.json").read_text())["folders"]) == 4
