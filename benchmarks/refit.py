@@ -58,6 +58,7 @@ SHOWN = {  # columns of each part's table, by key
     "stages": {"stage": "stage", "median_seconds": "s"},
     "delta": {
         "type": "type",
+        "way": "way",
         "step": "step",
         "changed_percent": "changed %",
         "megabytes_sent": "MB",
@@ -265,13 +266,14 @@ def measure_stages(policy: Ranks, engines: Ranks, model: Path, rounds: int) -> l
 
 
 def measure_delta(policy: Ranks, engines: Ranks, folder: Path, steps: int) -> list[Row]:
-    """Bytes of refits after each of AdamW's steps."""
+    """Bytes of refits after each of AdamW's steps; with files, the engines read what was written."""
     rows = []
     trained = list(_trained(folder, steps))
-    for dtype in ("bfloat16", "float32"):
+    for dtype, way in (("bfloat16", "shared_memory"), ("bfloat16", "files"), ("float32", "shared_memory")):
         settle(DELTA_CASE, policy, engines, dtype)
-        options = TransportOptions("shared_memory", delta=True)
-        sides = Side(policy, "shared_memory"), Side(engines, "shared_memory")
+        url = str(folder / "versions of changes")
+        options = TransportOptions(way, url, delta=True, full_version_every=steps + 1)  # type: ignore[arg-type]
+        sides = Side(policy, way), Side(engines, way)
         exchange = WeightExchange(*sides, BUCKET_BYTES, 300.0, options)  # type: ignore[arg-type]
         for version, (step_folder, learning_rate, changed) in enumerate(trained):
             policy.all("load", step_folder)
@@ -280,6 +282,7 @@ def measure_delta(policy: Ranks, engines: Ranks, folder: Path, steps: int) -> li
                 rows.append(
                     {
                         "type": dtype,
+                        "way": way.replace("_", " "),
                         "step": version,
                         "learning_rate": learning_rate,
                         "changed_percent": 100 * changed[dtype],

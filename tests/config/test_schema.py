@@ -24,7 +24,10 @@ def test_what_all_variants_have_is_there_once() -> None:
 def test_the_choice_of_a_variant_says_what_there_is() -> None:
     (backend,) = describe("generation.backend")
 
-    assert (backend.type, backend.default) == ("torch | megatron | openai | vllm | trtllm", "torch")
+    assert (backend.type, backend.default) == (
+        "torch | megatron | openai | vllm | vllm_server | trtllm",
+        "torch",
+    )
     assert "`torch`: The embedded engine: plain torch" in backend.help
 
 

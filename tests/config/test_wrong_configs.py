@@ -37,6 +37,7 @@ GAMES = [
 ]
 DECAY = "policy.schedule={name: cosine, decay_steps: 100, warmup_steps: 10}"
 VALIDATION = "algorithm.validation."
+SERVER = "http://127.0.0.1:8000"
 JUDGE = "{kind: judge, url: 'http://127.0.0.1:9/v1', model: m, prompt: 'Rate {completion}'"
 
 # overrides that spoil the experiment, the field that is named, its value, a part of the fix
@@ -357,6 +358,36 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "generation.delta",
         True,
         "set it to false, or precision to bfloat16",
+    ),
+    "servers that receive weights by another transport": (
+        [f"generation={{backend: vllm_server, base_urls: ['{SERVER}'], transport: gloo}}"],
+        "generation.transport",
+        "gloo",
+        "files",
+    ),
+    "a server with a path": (
+        [f"generation={{backend: vllm_server, base_urls: ['{SERVER}', '{SERVER}/v1'], replicas: 2}}"],
+        "generation.base_urls.1",
+        f"{SERVER}/v1",
+        "paths are appended to it; end it with the port",
+    ),
+    "a server without protocol": (
+        ["generation={backend: vllm_server, base_urls: ['localhost:8000']}"],
+        "generation.base_urls.0",
+        "localhost:8000",
+        "expected an address such as http://127.0.0.1:8000",
+    ),
+    "more servers than replicas": (
+        [f"generation={{backend: vllm_server, base_urls: ['{SERVER}', '{SERVER}']}}"],
+        "generation.replicas",
+        1,
+        "base_urls has 2 addresses; set it to that number",
+    ),
+    "threads of a server that others started": (
+        [f"generation={{backend: vllm_server, base_urls: ['{SERVER}'], threads: 2}}"],
+        "generation.threads",
+        2,
+        "the servers have settings of their own; remove it",
     ),
     "a folder of versions for another transport": (
         ["generation.files_url=s3://bucket/run"],

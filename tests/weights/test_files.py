@@ -477,6 +477,65 @@ def test_changes_are_refused_if_they_were_altered(tmp_path: Path) -> None:
             receive(joiner(), tmp_path, 2)
 
 
+def test_altered_changes_are_not_applied(tmp_path: Path) -> None:
+    """An engine that holds the version before keeps all of it, and later reads only the changes."""
+    setup = Setup(tmp_path, every=10)
+    setup.refit(1)
+    late = joiner()
+    receive(late, tmp_path, 1)
+    setup.step(2)
+    path = folders(tmp_path, 2)[1] / "rank-00001.bin"
+    content = path.read_bytes()
+    path.write_bytes(bytes([*content[:-1], content[-1] ^ 1]))
+    with pytest.raises(CorruptWeights, match=r"rank-00001\.bin: changes of .* not what was written there"):
+        late.exchange.receive(RefitSession(2, "files", str(tmp_path), 30.0))
+    path.write_bytes(content)
+    assert receive(late, tmp_path, 2).num_bytes < NUM_BYTES / 5
+    setup.assert_arrived(late)
+
+
+def test_an_update_that_was_given_up_writes_nothing_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread waits for the store while another one brings the version; changes are added once."""
+    setup = Setup(tmp_path, every=10)
+    setup.refit(1)
+    late = EngineSide(torch.bfloat16, in_place=True)
+    late.exchange.prepare(Part(9, ()))
+    receive(late, tmp_path, 1)
+    setup.step(2)
+    reading, released = threading.Event(), threading.Event()
+    contents = files.StoredVersion._contents
+
+    def slow(self: files.StoredVersion, links: Any) -> Any:
+        found = contents(self, links)
+        if threading.current_thread().name == "given up":
+            reading.set()
+            assert released.wait(10)
+        return found
+
+    monkeypatch.setattr(files.StoredVersion, "_contents", slow)
+    session = RefitSession(2, "files", str(tmp_path), 30.0)
+    failures: list[Exception] = []
+    first = late.exchange.begin(session)
+
+    def given_up() -> None:
+        try:
+            first()
+        except RefitFailed as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=given_up, name="given up")
+    thread.start()
+    assert reading.wait(10)
+    late.exchange.abandon()
+    receive(late, tmp_path, 2)
+    released.set()
+    thread.join()
+    assert "still receiving when the refit was abandoned" in str(failures[0])
+    setup.assert_arrived(late)
+
+
 # Interruptions, and other stores
 
 
