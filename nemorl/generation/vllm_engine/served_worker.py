@@ -14,13 +14,13 @@ from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
 os.environ[LEARNED_LAYOUT] = os.environ[PLAIN_WEIGHTS] = "1"  # which the next import reads
 
 from .host import LAYOUT
-from .worker import VllmWorkerExtension
+from .worker import VllmWorkerExtension, make_receiver, receive_in_thread
 
 
 class ServedWorker(VllmWorkerExtension):
     def nemorl_describe(self: Any, update: Update) -> str:
         """Get ready for updates of a run, which begin with a version of all weights."""
-        self.nemorl_make_receiver(update, None)
+        make_receiver(self, update, None)
         layout = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
         return json.dumps({"layout": layout, "logprobs": self.model_runner.model_config.logprobs_mode})
 
@@ -31,7 +31,7 @@ class ServedWorker(VllmWorkerExtension):
         def keep(answer: str) -> None:
             self.nemorl_answer = answer
 
-        self.nemorl_receive_in_thread(session, keep)
+        receive_in_thread(self, session, keep)
 
     def nemorl_report(self: Any) -> str | None:
         """The report or the error, as JSON; None until there is one."""

@@ -118,60 +118,17 @@ class VllmWorkerExtension:
         # By pidfd: a number may be another process's by then, as the parent of an orphan is.
         watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
         threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
-        reasons = self.nemorl_make_receiver(update, lora)
+        reasons = make_receiver(self, update, lora)
         layout_json = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
         processes = {"process": os.getpid(), "engine": os.getppid(), "meeting": str(rendezvous)}
         return json.dumps({**processes, "layout": layout_json, "reasons": dict(reasons)})
-
-    def nemorl_make_receiver(self: Any, update: Update, lora: str | None) -> Mapping[str, str]:
-        """Set `self.nemorl`. Returns why some parameters take complete tensors."""
-        runner, dtype = self.model_runner, self.model_runner.model_config.dtype
-        model, shape = runner.get_model(), load_shape(Path(runner.model_config.model))
-        reasons: Mapping[str, str] = {}
-
-        def reload(tensors: Iterable[tuple[str, Tensor]]) -> None:
-            if _quantization is not None:
-                tensors = quantized.of_update(shape, _quantization, tensors)
-            with set_current_vllm_config(self.vllm_config):  # in the thread of a refit there is none
-                if shape.sinks:
-                    reload_with_sinks(model, runner.reload_weights, tensors)
-                else:
-                    runner.reload_weights(weights_iterator=tensors)
-
-        if lora is not None:
-            config = LoraConfig.model_validate_json(lora)
-            shapes = adapter_tensors(shape, config)
-            adapters = WorkerAdapters(model, config, shapes, dtype)
-            adapters.commit()  # they add nothing yet
-            compute_one_adapter()
-            self.nemorl = WeightReceiver(
-                whole_slices(shapes), adapters.tensors, lambda _: adapters.commit(), in_place=False
-            )
-        elif update == "reload":
-            kind = str(dtype).removeprefix("torch.")
-            tensors, kinds = quantized.update_tensors(shape, _quantization, kind)
-            loader = StreamingLoader(model, reload, lambda: end_reload(model, runner.model_config))
-            self.nemorl = WholeTensorReceiver(tensors, kinds, loader, device=self.device)
-        else:
-            layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
-            slices, reasons, in_place = layout.slices, layout.reasons, update == "in_place"
-            held = WorkerWeights(model, layout, reload, in_place, dtype)
-            self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
-        return reasons
 
     def nemorl_prepare(self: Any, parts: str) -> None:
         self.nemorl.prepare(PARTS.validate_json(parts)[self.rank])
 
     def nemorl_receive(self: Any, session: str, reports: str) -> None:
         """Begin to receive; the report, or the error, goes to the socket at `reports`."""
-        self.nemorl_receive_in_thread(session, lambda answer: _send(answer, reports))
-
-    def nemorl_receive_in_thread(self: Any, session: str, report: Callable[[str], None]) -> None:
-        """Begin to receive; the thread calls `report` with what came of it."""
-        work = (self.nemorl.begin(SESSION.validate_json(session)), self.device, self.rank, report)
-        receiving = threading.Thread(target=_receive, args=work, name="weight receiver", daemon=True)
-        self.nemorl_receiving = receiving
-        receiving.start()
+        receive_in_thread(self, session, lambda answer: _send(answer, reports))
 
     def nemorl_commit(self: Any, version: int) -> None:
         self.nemorl.commit(version)
@@ -183,6 +140,51 @@ class VllmWorkerExtension:
         if receiving is not None:
             receiving.join(_END_SECONDS)  # the next update finds a process group that is not in use
         return self.nemorl.corruption  # type: ignore[no-any-return]
+
+
+def make_receiver(worker: Any, update: Update, lora: str | None) -> Mapping[str, str]:
+    """Set `nemorl` of a worker. Returns why some parameters take complete tensors."""
+    runner, dtype = worker.model_runner, worker.model_runner.model_config.dtype
+    model, shape = runner.get_model(), load_shape(Path(runner.model_config.model))
+    reasons: Mapping[str, str] = {}
+
+    def reload(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if _quantization is not None:
+            tensors = quantized.of_update(shape, _quantization, tensors)
+        with set_current_vllm_config(worker.vllm_config):  # in the thread of a refit there is none
+            if shape.sinks:
+                reload_with_sinks(model, runner.reload_weights, tensors)
+            else:
+                runner.reload_weights(weights_iterator=tensors)
+
+    if lora is not None:
+        config = LoraConfig.model_validate_json(lora)
+        shapes = adapter_tensors(shape, config)
+        adapters = WorkerAdapters(model, config, shapes, dtype)
+        adapters.commit()  # they add nothing yet
+        compute_one_adapter()
+        worker.nemorl = WeightReceiver(
+            whole_slices(shapes), adapters.tensors, lambda _: adapters.commit(), in_place=False
+        )
+    elif update == "reload":
+        kind = str(dtype).removeprefix("torch.")
+        tensors, kinds = quantized.update_tensors(shape, _quantization, kind)
+        loader = StreamingLoader(model, reload, lambda: end_reload(model, runner.model_config))
+        worker.nemorl = WholeTensorReceiver(tensors, kinds, loader, device=worker.device)
+    else:
+        layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
+        slices, reasons, in_place = layout.slices, layout.reasons, update == "in_place"
+        held = WorkerWeights(model, layout, reload, in_place, dtype)
+        worker.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
+    return reasons
+
+
+def receive_in_thread(worker: Any, session: str, report: Callable[[str], None]) -> None:
+    """Begin to receive; the thread calls `report` with what came of it."""
+    work = (worker.nemorl.begin(SESSION.validate_json(session)), worker.device, worker.rank, report)
+    receiving = threading.Thread(target=_receive, args=work, name="weight receiver", daemon=True)
+    worker.nemorl_receiving = receiving
+    receiving.start()
 
 
 def _receive(

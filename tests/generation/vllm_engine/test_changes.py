@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +97,13 @@ def test_changes_that_break_on_their_way_leave_the_old_version(
     version = setup.engine.host.version
     changes = LastSent.changes
 
-    def broken(self: LastSent, number: int, content: torch.Tensor, *, compare: bool) -> bytearray | None:
-        found = changes(self, number, content, compare=compare)
+    def broken(
+        self: LastSent, number: int, content: torch.Tensor, sizes: Sequence[int], *, compare: bool
+    ) -> list[bytearray | None]:
+        (found,) = changes(self, number, content, sizes, compare=compare)
         if found is not None and number == 2:
             found[place] ^= 4
-        return found
+        return [found]
 
     monkeypatch.setattr(LastSent, "changes", broken)
     with pytest.raises(CorruptWeights, match="generation rank 0 cannot decode the changes"):

@@ -100,6 +100,8 @@ def served(dense: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) ->
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with serving(weights) as store, log.open("wb") as output, pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("VLLM_", "NEMORL_VLLM_"))]:
+            patch.delenv(name)  # of engines that have run in this process
         patch.setenv(KEY, "a key of this test")
         variables = {
             "NEMORL_WEIGHTS_URL": store.url,
