@@ -10,7 +10,6 @@ from nemorl.config.quantization import QuantizationConfig
 from nemorl.generation.tokens import engine_seed
 from nemorl.generation.types import EngineOptions, GenerationRequest
 
-PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"  # linear layers must keep weights as they were loaded
 LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"  # learn, while loading, where shards of weights belong
 QUANTIZATION = "NEMORL_VLLM_QUANTIZATION"  # a `QuantizationConfig` by which workers quantize weights
 EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
@@ -35,10 +34,9 @@ def environment(
         "GLOO_SOCKET_IFNAME": "lo",  # its ranks are all on this machine
     }
     update = config.update_on(options.device, quantizes=quantization is not None)
-    writes_shards = config.adapters == "merged" and update != "reload"
     if quantization is not None:
         variables[QUANTIZATION] = quantization.model_dump_json()
-    if writes_shards:
+    if config.adapters == "merged" and update != "reload":
         variables[LEARNED_LAYOUT] = "1"
     if options.device == "cpu":
         variables |= {
@@ -47,8 +45,6 @@ def environment(
         }
         if options.threads:
             variables["OMP_NUM_THREADS"] = str(max(1, options.threads // config.ranks_per_replica))
-        if writes_shards:
-            variables[PLAIN_WEIGHTS] = "1"
     return variables
 
 
