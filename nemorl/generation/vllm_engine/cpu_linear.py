@@ -1,8 +1,8 @@
 """The kernels of vLLM's linear layers on a CPU.
 
-They require a layout of their own, for which vLLM 0.32 drops the weights as they were loaded. Where updates are
-written into these, layers are loaded unpacked, and `PackedLayers` gives them copies, which it makes again after
-every update.
+They require a layout of their own, for which vLLM 0.32 drops the weights as they were loaded. Where updates
+are written into these, layers are loaded unpacked, and `PackedLayers` gives them copies, which it makes again
+after every update.
 """
 
 from types import SimpleNamespace

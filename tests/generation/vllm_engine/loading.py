@@ -156,7 +156,7 @@ Products = Mapping[str, tuple[torch.Tensor, float]]
 
 
 def computed(model: Any) -> Products:
-    """Outputs of linear layers, and their relative error beside a product in float64."""
+    """Outputs of linear layers, and their relative error relative to a product in float64."""
     found = {}
     for name, module in model.named_modules():
         if hasattr(module, "cpu_linear"):
