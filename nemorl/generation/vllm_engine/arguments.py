@@ -1,5 +1,6 @@
 """Our settings as vLLM's arguments, and the environment of its processes. Imports neither vLLM nor torch."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from nemorl.generation.types import EngineOptions, GenerationRequest
 
 LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"  # learn, while loading, where shards of weights belong
 QUANTIZATION = "NEMORL_VLLM_QUANTIZATION"  # a `QuantizationConfig` by which workers quantize weights
+OWNER = "NEMORL_VLLM_OWNER"  # the process id of the replica, with which all processes of its engine end
 EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
 _BATCHED_TOKENS = 2048  # of a step, on a CPU
 
@@ -27,6 +29,7 @@ def environment(
     With `quantization` workers quantize the weights that they load or receive.
     """
     variables = {
+        OWNER: str(os.getpid()),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -70,7 +73,8 @@ def engine_arguments(
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
-        "distributed_executor_backend": "mp",
+        # A worker without others is in the process of the engine: a step takes no messages between them.
+        "distributed_executor_backend": "uni" if config.ranks_per_replica == 1 else "mp",
         "enforce_eager": (device == "cpu") if config.enforce_eager is None else config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled

@@ -33,7 +33,7 @@ from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
 from . import quantized
-from .arguments import LEARNED_LAYOUT, QUANTIZATION
+from .arguments import LEARNED_LAYOUT, OWNER, QUANTIZATION
 from .cpu_linear import PackedLayers, int8_kernels_for_float32, load_unpacked
 from .host import LAYOUT, PARTS, REPORT, SESSION, remove_folder
 from .trace import LoaderTrace
@@ -95,8 +95,9 @@ def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
         signal.pidfd_send_signal(engine, signal.SIGKILL)
 
 
-# A worker whose engine was killed ends too. Linux only, as vLLM's workers are.
-ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+_is_engine = os.environ.get(OWNER) == str(os.getppid())  # then the only worker is in the engine's process
+if not _is_engine:  # a worker whose engine was killed ends too; Linux only, as vLLM's workers are
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 _quantization = None
 if os.environ.get(QUANTIZATION):
     _quantization = QuantizationConfig.model_validate_json(os.environ[QUANTIZATION])
@@ -109,11 +110,12 @@ if os.environ.get(LEARNED_LAYOUT):
 class VllmWorkerExtension:
     """The names begin with `nemorl_`, because vLLM refuses those that its worker has."""
 
-    def nemorl_open(self: Any, update: Update, owner: int, lora: str | None) -> str:
-        """Get ready in the engine of process `owner`. With `lora`, a `LoraConfig`, adapters come alone."""
+    def nemorl_open(self: Any, update: Update, lora: str | None) -> str:
+        """Get ready for updates. With `lora`, a `LoraConfig`, adapters come alone."""
         rendezvous = Path(self.distributed_init_method.removeprefix("file://"))
+        owner, engine = int(os.environ[OWNER]), os.getpid() if _is_engine else os.getppid()
         # By pidfd: a number may be another process's by then, as the parent of an orphan is.
-        watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
+        watched = (os.pidfd_open(owner), os.pidfd_open(engine), rendezvous)
         threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
         runner, dtype = self.model_runner, self.model_runner.model_config.dtype
         model, shape = runner.get_model(), load_shape(Path(runner.model_config.model))
@@ -148,7 +150,7 @@ class VllmWorkerExtension:
             held = WorkerWeights(model, layout, reload, in_place, dtype, PackedLayers(model))
             self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
         layout_json = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
-        processes = {"process": os.getpid(), "engine": os.getppid(), "meeting": str(rendezvous)}
+        processes = {"process": os.getpid(), "engine": engine, "meeting": str(rendezvous)}
         return json.dumps({**processes, "layout": layout_json, "reasons": dict(reasons)})
 
     def nemorl_prepare(self: Any, parts: str) -> None:
