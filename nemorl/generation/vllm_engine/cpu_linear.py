@@ -39,14 +39,16 @@ def int8_kernels_for_float32() -> None:
 
 
 class PackedLayers:
-    """The linear layers of a loaded model, packed. Without those that `load_unpacked` left there are none."""
+    """The linear layers of a loaded model that `load_unpacked` left unpacked; on a GPU there are none."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, eager: bool) -> None:
+        """Pack them if the model is `eager`: compiled code would compute with the copies of its first run."""
         has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
         self._layers: dict[str, Any] = {
             name: module
             for name, module in model.named_modules()
-            if getattr(module, "cpu_linear", None) is _unpacked_linear
+            if eager
+            and getattr(module, "cpu_linear", None) is _unpacked_linear
             and not (has_head and _is_table(module))  # else it is the head too
             and not current_platform.is_zen_cpu()  # AMD's kernels may compute with the weights themselves
         }

@@ -186,7 +186,8 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
         staging = buckets_bytes(config, weights) + 2 * item * _largest_layer(shape)
     elif config.adapters == "merged":  # separate ones are as small as a bucket
         table = item * shape.vocab_size * shape.hidden_size // config.tensor_parallel_size
-        if on_cpu:  # packed copies of all matrices; then the only weights in use besides are those looked up
+        if on_cpu and config.enforce_eager is not False:
+            # Packed copies of all matrices; then the only weights in use besides are those looked up.
             staging += share - (0 if shape.tied_embeddings else table) + (table if update == "staged" else 0)
         elif update == "staged":
             staging += share

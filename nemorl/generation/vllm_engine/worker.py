@@ -147,7 +147,8 @@ class VllmWorkerExtension:
         else:
             layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
             slices, reasons, in_place = layout.slices, layout.reasons, update == "in_place"
-            held = WorkerWeights(model, layout, reload, in_place, dtype, PackedLayers(model))
+            packed = PackedLayers(model, eager=runner.model_config.enforce_eager)
+            held = WorkerWeights(model, layout, reload, in_place, dtype, packed)
             self.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
         layout_json = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
         processes = {"process": os.getpid(), "engine": engine, "meeting": str(rendezvous)}

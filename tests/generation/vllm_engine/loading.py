@@ -117,8 +117,9 @@ def report(folder: Path, config: Any, model: Any, learned: Any) -> dict[str, Any
     from nemorl.models.registry import load_shape
 
     layout = layout_of(learned, hf_tensors(load_shape(folder)))
-    dtype, packed = config.model_config.dtype, PackedLayers(model)
+    dtype, packed = config.model_config.dtype, PackedLayers(model, eager=True)
     weights = WorkerWeights(model, layout, reloading(config, model), False, dtype, packed)
+    assert not PackedLayers(model, eager=False).unread
     loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     direct = [part for part in layout.slices if not part.param.startswith(WHOLE)]
     covered = sum(part.num_elements for part in direct)
@@ -192,7 +193,8 @@ def refit_report(
     found = {}
     for update in ("staged", "in_place"):
         layout = layout_of(learned, hf_tensors(load_shape(folders[0])))
-        weights = WorkerWeights(model, layout, reload, update == "in_place", dtype, PackedLayers(model))
+        packed = PackedLayers(model, eager=True)
+        weights = WorkerWeights(model, layout, reload, update == "in_place", dtype, packed)
         found[update] = refits(folders, (first, second), model, weights, transports)
     return {"refits": found}
 
