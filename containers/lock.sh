@@ -30,8 +30,7 @@ resolve() {
     --custom-compile-command "containers/lock.sh" --output-file "$LOCKS/$name.txt" "$@" >/dev/null
 }
 
-# cuda-python 12 has files of its own in the place of those of cuda-bindings 13, which torch requires.
-printf '%s\n' "torch==$TORCH" "vllm==$VLLM" "megatron-core==$MEGATRON" "cuda-python>=13" >"$work/pins"
+printf '%s\n' "torch==$TORCH" "vllm==$VLLM" "megatron-core==$MEGATRON" >"$work/pins"
 resolve vllm --extra trackers --extra data --extra vllm --constraints "$work/pins" pyproject.toml
 
 # The others use its versions, so that the target vllm only adds packages.
