@@ -20,7 +20,6 @@ from nemorl.generation.torch_engine.engine import TorchHost
 from nemorl.generation.types import Completion, EngineOptions, GenerationRequest, SamplingParams
 from nemorl.generation.vllm_engine.arguments import (
     LEARNED_LAYOUT,
-    PLAIN_WEIGHTS,
     engine_arguments,
     environment,
 )
@@ -187,7 +186,7 @@ class BareVllm:
         options = _options(setting)
         self._folder = tempfile.TemporaryDirectory()
         os.environ |= environment(config, options, Path(self._folder.name))
-        del os.environ[LEARNED_LAYOUT], os.environ[PLAIN_WEIGHTS]
+        del os.environ[LEARNED_LAYOUT]
         from vllm import LLM
         from vllm import SamplingParams as Params
 

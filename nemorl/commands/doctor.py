@@ -6,6 +6,7 @@ With a run folder: what became of the run, and what to look at first.
 import platform
 import shutil
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def _doctor(arguments: Namespace) -> int:
         return _explain(arguments.run_dir)
     machine = read_machine()
     findings = [*_installed(), *_hardware(machine), *_cuda(len(machine.gpus), arguments.gpus)]
-    findings += [*_kernels("cuda" if machine.gpus else "cpu"), _gloo()]
+    findings += [*_kernels("cuda" if machine.gpus else "cpu"), _gloo(), _policy_worker()]
     if not arguments.brief:
         rows = table("", ["what", "state", "found", "for"])
         for finding in findings:
@@ -194,3 +195,14 @@ def _gloo() -> Finding:
     except (RuntimeError, ValueError) as error:
         state, found = State.MISSING, str(error)
     return Finding("gloo", state, found, "policy workers on a CPU")
+
+
+def _policy_worker() -> Finding:
+    """Import what a policy worker imports: Megatron also imports packages that it finds by chance."""
+    state, found = State.GOOD, "can be imported"
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            import_module("nemorl.megatron.worker")
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with a package
+        state, found = State.MISSING, f"cannot be imported: {type(error).__name__}: {error}"
+    return Finding("policy worker", state, found, "training")

@@ -23,7 +23,7 @@ from nemorl.models.kv_cache import PAGE_TOKENS, PrefixIndex, PrefixKey, Prompt, 
 from nemorl.trajectories import Int16Array, Int32Array, StopReason
 
 from .sampling import Sampled, Sampler
-from .tokens import Drafter, RequestLimits, StopStringFinder, TokenBuffer
+from .tokens import Drafter, RequestLimits, StepCost, StopStringFinder, TokenBuffer
 from .types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused
 
 
@@ -207,6 +207,7 @@ class BatchingEngine:
         self._device, self._clock, self._experts = device, clock, experts
         self._prefixes = PrefixIndex(config.max_cached_tokens // PAGE_TOKENS)
         self._speculation = config.speculation
+        self._step_cost = StepCost(cheap_rows(device))
         self._scheduler = Scheduler(config.max_batch_size, runner.cache.fits)
         self._sequences: dict[str, ActiveSequence] = {}
         self._sampler: Sampler | None = None  # of the running batch; None when its members changed
@@ -319,6 +320,7 @@ class BatchingEngine:
         sequences = [sequence for _, sequence in self._scheduler.running()]
         if not sequences:
             return []
+        began = self._clock()
         drafts = self._drafts(sequences)
         counts = [1 + len(draft) for draft in drafts]
         longest = max(map(sum, zip((s.num_tokens for s in sequences), map(len, drafts), strict=True)))
@@ -340,15 +342,17 @@ class BatchingEngine:
         numbers = sampler.uniform_bits(draws)
         bits, *uploaded = upload(self._device, numbers, tokens, positions, padded_slots(counts))
         logits = self._runner.decode(StepTokens(tokens, positions, counts, tuple(uploaded)))
-        return self._take(sequences, drafts, sampler(logits, bits))
+        completions = self._take(sequences, drafts, sampler(logits, bits))
+        self._step_cost.update(sum(counts), self._clock() - began)
+        return completions
 
     def _drafts(self, sequences: Sequence[ActiveSequence]) -> list[Sequence[int]]:
         """For each sequence tokens that may follow its last one, none beyond its end; empty without."""
         if self._speculation is None:
             return [()] * len(sequences)
-        cost = len(sequences) / (len(sequences) + cheap_rows(self._device))
+        share = self._step_cost.share(len(sequences))
         return [
-            () if s.drafter is None else s.drafter.draft(s.max_tokens - s.num_tokens - 1, worth=cost)
+            () if s.drafter is None else s.drafter.draft(s.max_tokens - s.num_tokens - 1, worth=share)
             for s in sequences
         ]
 

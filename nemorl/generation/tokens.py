@@ -24,6 +24,9 @@ _ITEM = np.dtype(np.int32).itemsize
 _PRIOR_TOKENS, _PRIOR_RATE = 2.0, 0.75
 _KEPT_AFTER_NO_DRAFT = 0.97  # of what was seen: after some time without drafts another is tried
 
+_KEPT_AFTER_STEP = 0.99  # of the measured steps, so that the last hundred count
+_PRIOR_SPREAD = 4.0  # squared rows: steps whose numbers of rows differ by less say little about a row's time
+
 
 @dataclass(eq=False)
 class TokenBuffer:
@@ -212,8 +215,9 @@ class Drafter:
         return (self._right + _PRIOR_RATE * _PRIOR_TOKENS) / (self._seen + _PRIOR_TOKENS)
 
     def draft(self, limit: int, *, worth: float) -> list[int]:
-        """At most `limit` tokens, none that is right with less than the probability `worth`, below 1."""
-        most = min(limit, self._config.max_tokens, int(math.log(worth) / math.log(self.rate)))
+        """At most `limit` tokens, none that is right with less than the probability `worth`."""
+        worthwhile = math.log(worth) / math.log(self.rate) if worth else math.inf
+        most = int(min(limit, self._config.max_tokens, worthwhile))
         if most < 1:
             self._right *= _KEPT_AFTER_NO_DRAFT
             self._seen *= _KEPT_AFTER_NO_DRAFT
@@ -239,6 +243,40 @@ class Drafter:
         while (place := self._text.rfind(pattern, 0, end)) > 0 and place % _ITEM:
             end = place + len(pattern) - 1
         return place
+
+
+class StepCost:
+    """How the seconds of decoding steps grow with their rows, `first + each * rows`, from those measured.
+
+    A line of least squares over recent steps. While these had nearly the same number of rows its slope is the
+    prior's.
+    """
+
+    def __init__(self, cheap_rows: int) -> None:
+        """A step of `cheap_rows` is expected to take twice as long as one without rows would."""
+        self._prior = cheap_rows
+        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+
+    def update(self, rows: int, seconds: float) -> None:
+        """Count a step."""
+        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        old = (self._weight, self._rows, self._seconds, self._squares, self._products)
+        self._weight, self._rows, self._seconds, self._squares, self._products = (
+            _KEPT_AFTER_STEP * before + now for before, now in zip(old, new, strict=True)
+        )
+
+    def share(self, rows: int) -> float:
+        """The time of one row more, relative to a step's time for each of its `rows`; between 0 and 1."""
+        if not self._seconds:
+            return rows / (rows + self._prior)
+        mean_rows, mean_seconds = self._rows / self._weight, self._seconds / self._weight
+        spread = self._squares / self._weight - mean_rows**2
+        together = self._products / self._weight - mean_rows * mean_seconds
+        expected = mean_seconds / (mean_rows + self._prior)
+        each = (together + _PRIOR_SPREAD * expected) / (spread + _PRIOR_SPREAD)
+        each = min(max(each, 0.0), mean_seconds / mean_rows)
+        seconds = mean_seconds + each * (rows - mean_rows)
+        return each * rows / seconds
 
 
 def engine_seed(request: GenerationRequest) -> int:

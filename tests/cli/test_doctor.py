@@ -1,6 +1,8 @@
 """`nemorl doctor` as a health check of a container."""
 
 from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -31,6 +33,21 @@ def test_a_brief_check_says_what_was_found_instead(nemorl: Nemorl, monkeypatch: 
     monkeypatch.setattr(doctor, "REQUIRED", {"megatron-kore": "workers"})
     outcome = nemorl("doctor", "--brief")
     assert (outcome.status, outcome.out) == (1, "not ready: megatron-kore (not installed)\n")
+
+
+def test_a_package_that_breaks_the_policy_worker_is_found(
+    nemorl: Nemorl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(name: str) -> ModuleType:
+        if name == "nemorl.megatron.worker":
+            raise AttributeError("module 'cuda.bindings.runtime' has no attribute 'cudaLibrary_t'")
+        return import_module(name)
+
+    monkeypatch.setattr(doctor, "import_module", broken)
+    outcome = nemorl("doctor", "--brief")
+    assert outcome.status == 1
+    found = "policy worker (cannot be imported: AttributeError: module 'cuda.bindings.runtime' has no"
+    assert found in " ".join(outcome.out.split())
 
 
 def test_gpus_that_a_job_asks_for_and_are_not_handed_in(nemorl: Nemorl) -> None:

@@ -1,5 +1,6 @@
 """Our settings as vLLM's arguments, and the environment of its processes. Imports neither vLLM nor torch."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from nemorl.config.quantization import QuantizationConfig
 from nemorl.generation.tokens import engine_seed
 from nemorl.generation.types import EngineOptions, GenerationRequest
 
-PLAIN_WEIGHTS = "NEMORL_VLLM_PLAIN_WEIGHTS"  # linear layers must keep weights as they were loaded
 LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"  # learn, while loading, where shards of weights belong
 QUANTIZATION = "NEMORL_VLLM_QUANTIZATION"  # a `QuantizationConfig` by which workers quantize weights
+OWNER = "NEMORL_VLLM_OWNER"  # the process id of the replica, with which all processes of its engine end
 EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
 _BATCHED_TOKENS = 2048  # of a step, on a CPU
 
@@ -28,6 +29,7 @@ def environment(
     With `quantization` workers quantize the weights that they load or receive.
     """
     variables = {
+        OWNER: str(os.getpid()),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -35,10 +37,9 @@ def environment(
         "GLOO_SOCKET_IFNAME": "lo",  # its ranks are all on this machine
     }
     update = config.update_on(options.device, quantizes=quantization is not None)
-    writes_shards = config.adapters == "merged" and update != "reload"
     if quantization is not None:
         variables[QUANTIZATION] = quantization.model_dump_json()
-    if writes_shards:
+    if config.adapters == "merged" and update != "reload":
         variables[LEARNED_LAYOUT] = "1"
     if options.device == "cpu":
         variables |= {
@@ -47,8 +48,6 @@ def environment(
         }
         if options.threads:
             variables["OMP_NUM_THREADS"] = str(max(1, options.threads // config.ranks_per_replica))
-        if writes_shards:
-            variables[PLAIN_WEIGHTS] = "1"
     return variables
 
 
@@ -74,7 +73,8 @@ def engine_arguments(
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,
         "pipeline_parallel_size": config.pipeline_parallel_size,
-        "distributed_executor_backend": "mp",
+        # A worker without others is in the process of the engine: a step takes no messages between them.
+        "distributed_executor_backend": "uni" if config.ranks_per_replica == 1 else "mp",
         "enforce_eager": (device == "cpu") if config.enforce_eager is None else config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled

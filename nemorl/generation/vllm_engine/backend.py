@@ -2,6 +2,8 @@
 
 this process ── AsyncLLM ──▶ EngineCore (scheduler, steps) ──▶ workers 0..n (TP x PP), each with the extension
 
+A worker without others is in the process of EngineCore.
+
 Experts of routers are returned on GPUs only, and not run on hardware: vLLM 0.32 requires its Model Runner V2
 for them, which requires Triton (`VllmConfig._verify_aux_output_compatibility`).
 """

@@ -161,10 +161,10 @@ class VllmHost(RequestDriver):
     async def start(self) -> None:
         await self._vllm.start()
         lora = self._lora.model_dump_json() if self._lora is not None else None
-        opened = await self._vllm.call("nemorl_open", self._update, os.getpid(), lora)
+        opened = await self._vllm.call("nemorl_open", self._update, lora)
         answers = [json.loads(answer) for answer in opened]
         processes = {answer["process"]: f"worker {rank}" for rank, answer in enumerate(answers)}
-        processes[answers[0]["engine"]] = "EngineCore"
+        processes[answers[0]["engine"]] = "EngineCore"  # of one rank it is the worker
         self._rendezvous = Path(answers[0]["meeting"])
         record_segments(self._folder, processes)
         self._vllm.watch(processes, self._lose)

@@ -173,7 +173,7 @@ def _largest_layer(shape: ModelShape) -> int:
 
 
 def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMemory:
-    """One rank with its share of the engine's two processes that hold no weights. `weights` in bytes."""
+    """One rank with its share of the engine's processes that hold no weights. `weights` in bytes."""
     config = experiment.generation
     assert isinstance(config, VllmGenerationConfig)
     ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
@@ -181,12 +181,16 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     held = weights if quantization is None else _quantized_bytes(quantization, shape, weights)
     share = -(-held // ranks)
     update = config.update_on("cpu" if on_cpu else "cuda", quantizes=quantization is not None)
-    staging = buckets_bytes(config, share)
-    if update == "staged" and config.adapters == "merged":  # separate adapters are as small as a bucket
-        staging += share
+    staging, item = buckets_bytes(config, share), ITEM_SIZE[config.precision or experiment.policy.precision]
     if update == "reload":
-        item = ITEM_SIZE[config.precision or experiment.policy.precision]
         staging = buckets_bytes(config, weights) + 2 * item * _largest_layer(shape)
+    elif config.adapters == "merged":  # separate ones are as small as a bucket
+        table = item * shape.vocab_size * shape.hidden_size // config.tensor_parallel_size
+        if on_cpu and config.enforce_eager is not False:
+            # Packed copies of all matrices; then the only weights in use besides are those looked up.
+            staging += share - (0 if shape.tied_embeddings else table) + (table if update == "staged" else 0)
+        elif update == "staged":
+            staging += share
     return ProcessMemory(
         "generation",
         config.replicas * ranks,
@@ -194,7 +198,7 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
         logits=sampling_bytes(config.max_num_seqs, shape),
         kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
         staging=staging,
-        runtime=_RUNTIME + 2 * _RUNTIME // ranks,
+        runtime=_RUNTIME * (2 if ranks == 1 else ranks + 2) // ranks,
     )
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from nemorl.config.generation import Update
 
-from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS
+from .arguments import LEARNED_LAYOUT
 
-os.environ[LEARNED_LAYOUT] = os.environ[PLAIN_WEIGHTS] = "1"  # which the next import reads
+os.environ[LEARNED_LAYOUT] = "1"  # which the next import reads
 
 from .host import LAYOUT
 from .worker import VllmWorkerExtension, make_receiver, receive_in_thread

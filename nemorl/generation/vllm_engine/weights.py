@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from nemorl.models.slices import TensorSlice
 from nemorl.weights.whole_tensors import whole_slices
 
 from .trace import LoaderTrace, storage_of, trace_loader, uncovered
+
+if TYPE_CHECKING:
+    from .cpu_linear import PackedLayers
 
 _CHUNK = 1 << 20
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by element size
@@ -184,6 +187,7 @@ class WorkerWeights:
     reload: Callable[[Iterable[tuple[str, Tensor]]], Any]
     in_place: bool
     dtype: torch.dtype  # of tensors that are delivered whole
+    packed: "PackedLayers"
     _tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -194,7 +198,8 @@ class WorkerWeights:
                 if name.startswith(WHOLE):
                     self._tensors[name] = torch.empty(shape, dtype=self.dtype)
                 else:
-                    self._tensors[name] = own[name] if self.in_place else own[name].clone()
+                    unused = self.in_place or name in self.packed.unread
+                    self._tensors[name] = own[name] if unused else own[name].clone()
         return self._tensors
 
     def commit(self) -> None:
@@ -202,7 +207,7 @@ class WorkerWeights:
         if not self.in_place:
             own = _targets(self.model)
             for name, tensor in tensors.items():
-                if not name.startswith(WHOLE):
+                if not name.startswith(WHOLE) and name not in self.packed.unread:
                     own[name].copy_(tensor)
         if self.layout.whole:
             _forget_kernels(self.model)
@@ -215,7 +220,7 @@ class WorkerWeights:
                     self.reload((name, tensors[WHOLE + name]) for name in self.layout.whole)
             finally:
                 logger.setLevel(level)
-        _refresh_tied(self.model)
+        self.packed.pack()
 
 
 @dataclass(frozen=True)

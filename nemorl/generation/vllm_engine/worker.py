@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import _custom_ops
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.model_loader import base_loader
 
 from nemorl.config.generation import Update
@@ -35,7 +33,8 @@ from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
 from . import quantized
-from .arguments import LEARNED_LAYOUT, PLAIN_WEIGHTS, QUANTIZATION
+from .arguments import LEARNED_LAYOUT, OWNER, QUANTIZATION
+from .cpu_linear import PackedLayers, int8_kernels_for_float32, load_unpacked
 from .host import LAYOUT, PARTS, REPORT, SESSION, remove_folder
 from .trace import LoaderTrace
 from .weights import (
@@ -63,11 +62,12 @@ def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch
 
 
 def _quantize_in_loader(quantization: QuantizationConfig) -> None:
-    """Have vLLM's loader quantize what it reads, and its int8 kernel keep its scales."""
+    """Have vLLM's loader quantize what it reads, and its int8 kernels take it."""
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     read = DefaultModelLoader.get_all_weights
+    int8_kernels_for_float32()
     pack = CPUInt8ScaledMMLinearKernel.process_weights_for_onednn
 
     def read_and_quantize(
@@ -95,32 +95,31 @@ def _end_engine_with(owner: int, engine: int, rendezvous: Path) -> None:
         signal.pidfd_send_signal(engine, signal.SIGKILL)
 
 
-# A worker whose engine was killed ends too. Linux only, as vLLM's workers are.
-ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-if os.environ.get(PLAIN_WEIGHTS):
-    # oneDNN's linear layers drop the weights for a packed copy, as do AMX kernels for small matrices.
-    _custom_ops._supports_onednn = False
-    layer_utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+_is_engine = os.environ.get(OWNER) == str(os.getppid())  # then the only worker is in the engine's process
+if not _is_engine:  # a worker whose engine was killed ends too; Linux only, as vLLM's workers are
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 _quantization = None
 if os.environ.get(QUANTIZATION):
     _quantization = QuantizationConfig.model_validate_json(os.environ[QUANTIZATION])
     _quantize_in_loader(_quantization)
 if os.environ.get(LEARNED_LAYOUT):
     base_loader.process_weights_after_loading = _process_and_learn
+    load_unpacked()
 
 
 class VllmWorkerExtension:
     """The names begin with `nemorl_`, because vLLM refuses those that its worker has."""
 
-    def nemorl_open(self: Any, update: Update, owner: int, lora: str | None) -> str:
-        """Get ready in the engine of process `owner`. With `lora`, a `LoraConfig`, adapters come alone."""
+    def nemorl_open(self: Any, update: Update, lora: str | None) -> str:
+        """Get ready for updates. With `lora`, a `LoraConfig`, adapters come alone."""
         rendezvous = Path(self.distributed_init_method.removeprefix("file://"))
+        owner, engine = int(os.environ[OWNER]), os.getpid() if _is_engine else os.getppid()
         # By pidfd: a number may be another process's by then, as the parent of an orphan is.
-        watched = (os.pidfd_open(owner), os.pidfd_open(os.getppid()), rendezvous)
+        watched = (os.pidfd_open(owner), os.pidfd_open(engine), rendezvous)
         threading.Thread(target=_end_engine_with, args=watched, name="owner watch", daemon=True).start()
         reasons = make_receiver(self, update, lora)
         layout_json = LAYOUT.dump_python(self.nemorl.describe(), mode="json")
-        processes = {"process": os.getpid(), "engine": os.getppid(), "meeting": str(rendezvous)}
+        processes = {"process": os.getpid(), "engine": engine, "meeting": str(rendezvous)}
         return json.dumps({**processes, "layout": layout_json, "reasons": dict(reasons)})
 
     def nemorl_prepare(self: Any, parts: str) -> None:
@@ -174,7 +173,8 @@ def make_receiver(worker: Any, update: Update, lora: str | None) -> Mapping[str,
     else:
         layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
         slices, reasons, in_place = layout.slices, layout.reasons, update == "in_place"
-        held = WorkerWeights(model, layout, reload, in_place, dtype)
+        packed = PackedLayers(model, eager=runner.model_config.enforce_eager)
+        held = WorkerWeights(model, layout, reload, in_place, dtype, packed)
         worker.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
     return reasons
 

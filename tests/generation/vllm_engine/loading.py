@@ -11,7 +11,7 @@ too. For itself rank 0 also asks heads of packed layers what they compute with w
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,9 +28,10 @@ PACKED = ("llama", "qwen3")  # whose heads are tied, and not
 def main(rank: int, rendezvous: Path, folders: list[Path]) -> None:
     import vllm.v1.worker.cpu.shm  # noqa: F401 - turns calls for an accelerator into nothing, as workers do
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import utils
 
     torch.set_num_threads(1)
-    packing = linear_layers()
+    packing = utils.dispatch_cpu_unquantized_gemm
     import nemorl.generation.vllm_engine.worker as worker
 
     if rank == 0:
@@ -40,7 +41,7 @@ def main(rank: int, rendezvous: Path, folders: list[Path]) -> None:
                 with set_current_vllm_config(config):
                     tell(report(folder, config, model, worker._learned["model"]), 1, 0)
             for folder in (folder for folder in folders if folder.name in PACKED):
-                with linear_layers_as(packing):
+                with packing_while_loading(packing):
                     config, model = loaded(folder, 1)
                     with set_current_vllm_config(config):
                         tell(packed_report(folder, config, model), 1, 0)
@@ -90,24 +91,15 @@ def ranks_of_one_engine(rank: int, ranks: int, rendezvous: Path) -> Iterator[Non
     destroy_distributed_environment()
 
 
-def linear_layers() -> tuple[Any, ...]:
-    """What decides whether vLLM packs them."""
-    from vllm import _custom_ops
-    from vllm.model_executor.layers import utils
-
-    return _custom_ops._supports_onednn, utils.check_cpu_sgl_kernel
-
-
 @contextmanager
-def linear_layers_as(choice: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, vLLM decides so."""
-    from vllm import _custom_ops
+def packing_while_loading(choice: Any) -> Iterator[None]:
+    """Inside, vLLM's loader packs linear layers by its own `choice`, as with `update: reload`."""
     from vllm.model_executor.layers import utils
 
-    own = linear_layers()
-    _custom_ops._supports_onednn, utils.check_cpu_sgl_kernel = choice
+    own = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = choice
     yield
-    _custom_ops._supports_onednn, utils.check_cpu_sgl_kernel = own
+    utils.dispatch_cpu_unquantized_gemm = own
 
 
 def tell(told: dict[str, Any], ranks: int, rank: int) -> None:
@@ -117,24 +109,32 @@ def tell(told: dict[str, Any], ranks: int, rank: int) -> None:
 
 
 def report(folder: Path, config: Any, model: Any, learned: Any) -> dict[str, Any]:
-    """What the layout says and whether it brings the weights back."""
+    """What the layout says, whether it brings the weights back, and what linear layers compute meanwhile."""
+    from nemorl.generation.vllm_engine.cpu_linear import PackedLayers
     from nemorl.generation.vllm_engine.weights import WHOLE, WorkerWeights, layout_of
     from nemorl.models.hf_folder import HfFolder
     from nemorl.models.layout import hf_tensors
     from nemorl.models.registry import load_shape
 
     layout = layout_of(learned, hf_tensors(load_shape(folder)))
-    weights = WorkerWeights(model, layout, reloading(config, model), False, config.model_config.dtype)
+    dtype, packed = config.model_config.dtype, PackedLayers(model, eager=True)
+    weights = WorkerWeights(model, layout, reloading(config, model), False, dtype, packed)
+    assert not PackedLayers(model, eager=False).unread
     loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     direct = [part for part in layout.slices if not part.param.startswith(WHOLE)]
     covered = sum(part.num_elements for part in direct)
     padding = sum(int((loaded[name] == 0).sum()) for name in {part.param for part in direct})
     tensors = weights.tensors()
     with torch.no_grad():
-        for parameter in [*tensors.values(), *model.parameters()]:
+        products = computed(model)
+        for tensor in tensors.values():
+            tensor.zero_()
+        undisturbed = same(products, computed(model))
+        for parameter in model.parameters():
             parameter.zero_()
         HfFolder(folder).load_into(tensors, layout.slices)
         weights.commit()
+        restored = same(products, computed(model))
     now = dict(model.named_parameters())
     return {
         "family": folder.name,
@@ -144,8 +144,33 @@ def report(folder: Path, config: Any, model: Any, learned: Any) -> dict[str, Any
         "elements_sent_in_shards": covered,
         "elements_of_parameters": sum(loaded[name].numel() for name in {part.param for part in direct}),
         "zeros": padding,
+        "unread": sorted(packed.unread),
+        "products": len(products),
+        "product_error": max(error for _, error in products.values()),
+        "undisturbed": undisturbed,
+        "restored": restored,
         "different": [name for name in loaded if not torch.equal(loaded[name], now[name])],
     }
+
+
+Products = Mapping[str, tuple[torch.Tensor, float]]
+
+
+def computed(model: Any) -> Products:
+    """Outputs of linear layers, and their relative error relative to a product in float64."""
+    found = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "cpu_linear"):
+            weight, bias = module.weight, getattr(module, "bias", None)
+            x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(weight.dtype)
+            out = module.quant_method.apply(module, x, bias)
+            exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+            found[name] = out, float((out - exact).norm() / exact.norm())
+    return found
+
+
+def same(first: Products, second: Products) -> bool:
+    return all(torch.equal(out, second[name][0]) for name, (out, _) in first.items())
 
 
 def refit_report(
@@ -156,6 +181,7 @@ def refit_report(
     transports: Sequence[str],
 ) -> dict[str, Any]:
     """What becomes of refits of the first model to the second's weights and back, next to and in place."""
+    from nemorl.generation.vllm_engine.cpu_linear import PackedLayers
     from nemorl.generation.vllm_engine.weights import WorkerWeights, layout_of
     from nemorl.models.layout import hf_tensors
     from nemorl.models.registry import load_shape
@@ -167,7 +193,8 @@ def refit_report(
     found = {}
     for update in ("staged", "in_place"):
         layout = layout_of(learned, hf_tensors(load_shape(folders[0])))
-        weights = WorkerWeights(model, layout, reload, update == "in_place", dtype)
+        packed = PackedLayers(model, eager=True)
+        weights = WorkerWeights(model, layout, reload, update == "in_place", dtype, packed)
         found[update] = refits(folders, (first, second), model, weights, transports)
     return {"refits": found}
 
@@ -202,7 +229,6 @@ def packed_report(folder: Path, config: Any, model: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ |= {
-        "NEMORL_VLLM_PLAIN_WEIGHTS": "1",
         "NEMORL_VLLM_LEARNED_LAYOUT": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",

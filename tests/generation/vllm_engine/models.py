@@ -29,6 +29,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),  # which has biases
     "gpt_oss": (
         "GptOssConfig",
         {

@@ -1,4 +1,4 @@
-"""A program: vLLM's own logprobs of prompts, from a folder as it is, without nemorl.
+"""A program: vLLM's own logprobs of prompts, from a folder as it is, without an engine of nemorl.
 
     python -m tests.generation.vllm_engine.prompt_logprobs FOLDER PROMPTS
 
@@ -13,6 +13,9 @@ from typing import Any
 def main(folder: str, prompts: list[list[int]]) -> None:
     from vllm import LLM, SamplingParams, TokensPrompt
 
+    from nemorl.generation.vllm_engine.cpu_linear import int8_kernels_for_float32
+
+    int8_kernels_for_float32()
     options: dict[str, Any] = {"skip_tokenizer_init": True, "enforce_eager": True, "max_num_seqs": 4}
     engine = LLM(folder, dtype="float32", max_model_len=64, kv_cache_memory_bytes=2**24, **options)
     outputs = engine.generate(

@@ -77,7 +77,7 @@ def _received(exported: Path, plain: Path) -> dict[str, Tensor]:
 
 
 def _bits(values: Tensor) -> Tensor:
-    return values.detach().contiguous().view(torch.uint8) if values.dim() else values.detach().reshape(1)
+    return values.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from nemorl.config.quantization import QuantizationConfig
 from nemorl.generation.types import EngineOptions
 from nemorl.generation.vllm_engine.arguments import (
     LEARNED_LAYOUT,
-    PLAIN_WEIGHTS,
     QUANTIZATION,
     engine_arguments,
     environment,
@@ -63,12 +62,6 @@ def test_ranks_divide_the_threads_of_a_replica() -> None:
     assert started(config(tensor_parallel_size=2), device="cpu", threads=4)["OMP_NUM_THREADS"] == "2"
 
 
-def test_weights_stay_plain_where_shards_are_written_into_them() -> None:
-    assert PLAIN_WEIGHTS in started(config(), device="cpu")
-    assert PLAIN_WEIGHTS not in started(config(update="reload"), device="cpu")
-    assert PLAIN_WEIGHTS not in started(config(), device="cuda")
-
-
 def test_workers_learn_the_layout_on_every_device_where_shards_are_written() -> None:
     for device in ("cpu", "cuda"):
         for fields, learn in (({}, True), ({"update": "reload"}, False), ({"adapters": "separate"}, False)):
@@ -96,7 +89,7 @@ def test_quantized_weights_are_loaded_again_and_may_be_packed() -> None:
     int8 = QuantizationConfig(format="int8")
     assert config().update_on("cpu", quantizes=True) == "reload"
     variables = environment(config(), EngineOptions(Path("m"), Path("m"), 64), Path("s"), int8)
-    assert not {PLAIN_WEIGHTS, LEARNED_LAYOUT} & variables.keys()
+    assert LEARNED_LAYOUT not in variables
     assert QuantizationConfig.model_validate_json(variables[QUANTIZATION]) == int8
     described = {"quant_method": "compressed-tensors"}
     given = engine_arguments(config(), EngineOptions(Path("m"), Path("m"), 64), quantization_config=described)

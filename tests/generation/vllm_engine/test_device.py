@@ -8,17 +8,16 @@ PROGRAM = """
 import json, sys, threading, types
 import torch
 
-for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers"):
+for name in ("vllm", "vllm.model_executor"):
     sys.modules[name] = types.ModuleType(name)
-for package, name in (
-    ("vllm", "_custom_ops"), ("vllm", "config"),
-    ("vllm.model_executor.layers", "utils"), ("vllm.model_executor", "model_loader"),
-):
+for package, name in (("vllm", "config"), ("vllm.model_executor", "model_loader")):
     module = sys.modules[f"{package}.{name}"] = types.ModuleType(f"{package}.{name}")
     setattr(sys.modules[package], name, module)
 sys.modules["vllm.config"].set_current_vllm_config = None
 base = sys.modules["vllm.model_executor.model_loader"].base_loader = types.ModuleType("base_loader")
 base.process_weights_after_loading = None
+linear = sys.modules["nemorl.generation.vllm_engine.cpu_linear"] = types.ModuleType("cpu_linear")
+linear.PackedLayers = linear.int8_kernels_for_float32 = linear.load_unpacked = None
 
 from nemorl.generation.vllm_engine.worker import VllmWorkerExtension
 from nemorl.weights.messages import ReceiveReport, RefitSession

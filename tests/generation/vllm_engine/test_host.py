@@ -93,7 +93,7 @@ class Engine:
             await asyncio.Event().wait()
         return [getattr(self, method)(*arguments)]
 
-    def nemorl_open(self, update: str, owner: int, lora: str | None) -> str:
+    def nemorl_open(self, update: str, lora: str | None) -> str:
         layout = LAYOUT.dump_python(self.side.exchange.describe(), mode="json")
         own = os.getpid()
         return json.dumps(

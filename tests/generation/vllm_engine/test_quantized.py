@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemorl.config.quantization import QuantizationConfig, QuantizationFormat
+from nemorl.generation.vllm_engine import quantized
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import HfFolderWriter
 from nemorl.models.layout import hf_tensors
@@ -141,6 +142,17 @@ def test_a_reload_of_vllm_takes_updates_with_scales_of_activations(
     assert back == reversed_back == count
     # Values of a weight times 1.5 are the same in a format whose scale is of all of it.
     assert kept < count / 2
+
+
+def test_a_reload_receives_one_scale_where_vllm_has_one_place_for_two(tmp_path: Path) -> None:
+    make("qwen3_moe", tmp_path)
+    shape, config = load_shape(tmp_path), QuantizationConfig(format="fp8", calibration={})
+    scales = {name: torch.ones(1) for name in input_scale_names(shape, "fp8").values()}
+    loaded = [name for name, _ in quantized.of_update(shape, config, (checkpoint(tmp_path) | scales).items())]
+    assert len(loaded) == len(set(loaded))
+    lost = scales.keys() - set(loaded)
+    up = [f"model.layers.{layer}.mlp.experts.{n}.up_proj.input_scale" for layer in range(2) for n in range(4)]
+    assert sorted(lost) == sorted(up)
 
 
 def test_readers_of_vllm_expect_the_tensors_of_each_format(dense: Any) -> None:
