@@ -35,7 +35,7 @@ from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
-from nemorl.weights.messages import ITEM_BYTES, ReceiverLayout, SenderLayout
+from nemorl.weights.messages import ITEM_BYTES, ReceiverLayout, SenderLayout, Transport
 from nemorl.weights.plan import plan_files, plan_transfers
 
 DTYPE = "bfloat16"
@@ -269,10 +269,12 @@ def measure_delta(policy: Ranks, engines: Ranks, folder: Path, steps: int) -> li
     """Bytes of refits after each of AdamW's steps; with files, the engines read what was written."""
     rows = []
     trained = list(_trained(folder, steps))
-    for dtype, way in (("bfloat16", "shared_memory"), ("bfloat16", "files"), ("float32", "shared_memory")):
+    cases: list[tuple[str, Transport]]
+    cases = [("bfloat16", "shared_memory"), ("bfloat16", "files"), ("float32", "shared_memory")]
+    for dtype, way in cases:
         settle(DELTA_CASE, policy, engines, dtype)
         url = str(folder / "versions of changes")
-        options = TransportOptions(way, url, delta=True, full_version_every=steps + 1)  # type: ignore[arg-type]
+        options = TransportOptions(way, url, delta=True, full_version_every=steps + 1)
         sides = Side(policy, way), Side(engines, way)
         exchange = WeightExchange(*sides, BUCKET_BYTES, 300.0, options)  # type: ignore[arg-type]
         for version, (step_folder, learning_rate, changed) in enumerate(trained):

@@ -173,8 +173,9 @@ def make_receiver(worker: Any, update: Update, lora: str | None) -> Mapping[str,
     else:
         layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
         slices, reasons, in_place = layout.slices, layout.reasons, update == "in_place"
-        packed = PackedLayers(model, eager=runner.model_config.enforce_eager)
-        held = WorkerWeights(model, layout, reload, in_place, dtype, packed)
+        if not hasattr(worker, "nemorl_packed"):  # a server makes a receiver for each run
+            worker.nemorl_packed = PackedLayers(model, eager=runner.model_config.enforce_eager)
+        held = WorkerWeights(model, layout, reload, in_place, dtype, worker.nemorl_packed)
         worker.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
     return reasons
 

@@ -198,13 +198,13 @@ def test_tokens_have_the_versions_that_sampled_them(served: Served, tmp_path: Pa
     asyncio.run(exchange.refit(1))
     after = changed(served.model, tmp_path / "after")
     networks = {1: served.network, 2: type(served.network).from_pretrained(after).eval()}
-    prompts = Prompts(seed=1).several(8)
+    prompts = Prompts(seed=1).several(64)  # the server samples eight at a time
     policy.load(after)
     waiting = client.submit(prompts, 150)
     asyncio.run(exchange.refit(2))
     assert not waiting.done()
     found = waiting.result(120)
-    assert {version for one in found for version in one.versions.tolist()} == {1, 2}
+    assert any(set(one.versions.tolist()) == {1, 2} for one in found)
     for prompt, one in zip(prompts, found, strict=True):
         assert one.versions.tolist() == sorted(one.versions.tolist())
         tokens = [*prompt.tolist(), *one.tokens.tolist()]
