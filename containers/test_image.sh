@@ -39,15 +39,19 @@ inside() {
 
 main() {
   local first second
-  first=$(container)
-  second=$(container)
-  containers=("$first" "$second")
   chown "$UNKNOWN:$UNKNOWN" "$work"
   chmod 755 "$work" # the image's user works there too
 
   echo "-- doctor"
+  first=$(container)
+  containers=("$first")
   inside "$first" 10001:10001 nemorl doctor --brief
+  buildah rm "$first" >/dev/null # caches of its user are in the home of both
 
+  first=$(container)
+  containers=("$first")
+  second=$(container)
+  containers+=("$second")
   echo "-- quickstart as user $UNKNOWN"
   inside "$first" "$UNKNOWN:$UNKNOWN" nemorl models create arithmetic models/arithmetic
   local steps=() experiment
