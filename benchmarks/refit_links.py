@@ -1,28 +1,25 @@
 """Seconds of a weight transfer over a cluster's links, by simulation of its buckets.
 
-    plan ──▶ routes: sender ──▶ first receiver ──▶ next ──▶ ...
-         ──▶ events: packed, posted, began, arrived, copied   ──▶ seconds when every rank is done
-
-Ranks follow the rules of `nemorl/weights/process_group.py`: a sender fills one of two slots while the others
-travel, a receiver takes one bucket at a time in the order of its part, passes it on while the next one arrives,
-and has two slots, each free once its bucket has been copied into the weights and has left for the next receiver.
-A bucket begins to travel when its sender has it and its receiver has asked for it, as with NCCL, whose buffers
+Ranks follow the rules of nemorl/weights/process_group.py. A sender fills one of two slots while the other
+travels. A receiver takes one bucket at a time, in the order of its part, and passes it on while the next one
+arrives; a slot is free once its bucket has been copied into the weights and has left for the next receiver. A
+bucket begins to travel when its sender has it and its receiver has asked for it, as with NCCL, whose buffers
 are small compared with a bucket.
 
 Bytes flow continuously. The buckets on a link share it equally, and each is as fast as the slower of its two
-links. If every rank has a NIC of its own, this is the max-min fair share, since a receiver takes one bucket at a
-time; ranks that share a NIC may leave some of it unused, so that their seconds are an upper bound.
+links. If every rank has a NIC of its own, this is the max-min fair share, since a receiver takes one bucket
+at a time; ranks that share a NIC may leave some of it unused, so that their seconds are an upper bound.
 
-The defaults are those of a DGX H100 (NVIDIA DGX H100 datasheet, 2023): 8 GPUs, NVLink with 900 GB/s in both
-directions together, and a ConnectX-7 of 400 Gb/s for each GPU. Rates are nominal; HBM3 has 3.35 TB/s, half for
-reading and half for writing of a copy. Latencies are of the order that nccl-tests and InfiniBand's perftest print for
-small messages. `bucket_seconds` is an assumption: two messages, and the host's wait for the first one.
+The defaults are nominal rates of a DGX H100 (NVIDIA's datasheets of DGX H100 and H100, 2023): 8 GPUs, each
+with a NIC of 400 Gb/s, NVLink of 900 GB/s for both directions together, and memory of 3.35 TB/s, of which a
+copy reads half and writes half. Latencies are of the order of those that InfiniBand and NVLink have for small
+messages. `bucket_seconds` is an assumption for two messages and the host's wait for the first one.
 """
 
 import heapq
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +41,6 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Route:
-    """A bucket and the ranks that have it one after the other; receivers are counted after all senders."""
-
-    ranks: tuple[int, ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class Arrival:
     """Simulated end of a transfer."""
 
@@ -62,33 +51,26 @@ class Arrival:
     nvlink_bytes: int  # of all ranks
 
 
-def routes_of(plan: TransferPlan, num_senders: int) -> list[Route]:
-    """All buckets of a plan, in its order."""
-    return [
-        Route((bucket.sender, *(num_senders + receiver for receiver in bucket.receivers)), bucket.num_bytes)
-        for bucket in plan.buckets
-    ]
-
-
-def simulate(routes: Iterable[Route], nodes: Sequence[Hashable], links: Links) -> Arrival:
-    """Play a transfer. `nodes` has the machine of each rank, senders first."""
-    return _Transfer(list(routes), nodes, links).run()
+def simulate(plan: TransferPlan, nodes: Sequence[Hashable], num_senders: int, links: Links) -> Arrival:
+    """Play a transfer. `nodes` has the machine of each rank, those of senders first."""
+    return _Transfer(plan, nodes, num_senders, links).run()
 
 
 def broadcast_seconds(num_bytes: int, num_receivers: int, bucket_bytes: int, links: Links) -> float:
     """From one rank to all others by two binary trees, each for half of the buckets, without contention.
 
-    Each inner rank of one tree is a leaf of the other (Sanders, Speck, Träff 2009), so every NIC sends and receives
-    each byte once, and only the depth of the trees adds to bytes / rate.
+    Each inner rank of one tree is a leaf of the other (Sanders, Speck and Träff, "Two-tree algorithms for
+    full bandwidth broadcast, reduction and scan", 2009). So every NIC sends and receives each byte once, and
+    the depth of the trees is added.
     """
-    depth = max(1, num_receivers).bit_length()
-    num_buckets = -(-num_bytes // bucket_bytes)
-    of_bucket = bucket_bytes / links.nic_rate + links.bucket_seconds + links.nic_latency_seconds
-    return num_bytes / links.nic_rate + num_buckets * (of_bucket - bucket_bytes / links.nic_rate) + depth * of_bucket
+    depth, num_buckets = num_receivers.bit_length(), -(-num_bytes // bucket_bytes)
+    of_messages = links.bucket_seconds + links.nic_latency_seconds
+    of_bucket = bucket_bytes / links.nic_rate + of_messages
+    return num_bytes / links.nic_rate + num_buckets * of_messages + depth * of_bucket
 
 
 class _Flow:
-    """A bucket on the way from one rank to the next. `turn` tells apart the ends that were computed for it."""
+    """A bucket on the way from one rank to the next. Only the end of the latest `turn` is valid."""
 
     __slots__ = ("left", "links", "rate", "since", "stop", "turn")
 
@@ -100,7 +82,7 @@ class _Flow:
 class _Transfer:
     """A stop is a bucket at one rank; the next rank of its route has the stop with the next number."""
 
-    def __init__(self, routes: Sequence[Route], nodes: Sequence[Hashable], links: Links) -> None:
+    def __init__(self, plan: TransferPlan, nodes: Sequence[Hashable], num_senders: int, links: Links) -> None:
         self._links, num_ranks = links, len(nodes)
         on_node: Counter[Hashable] = Counter()
         nics: dict[tuple[Hashable, int], int] = {}
@@ -113,16 +95,21 @@ class _Transfer:
         self._rates = [links.nic_rate] * 2 * len(nics) + [links.nvlink_rate] * 2 * num_ranks
         self._flows: list[list[_Flow]] = [[] for _ in self._rates]
         self._queues = [array("q") for _ in range(num_ranks)]  # stops of each rank in order
-        self._rank, self._place, self._bytes = array("q"), array("q"), array("q")  # of each stop
+        self._rank, self._bytes = array("q"), array("q")  # of each stop
         self._is_first, self._is_last = bytearray(), bytearray()
-        for route in routes:
-            for position, rank in enumerate(route.ranks):
-                self._place.append(len(self._queues[rank]))
-                self._queues[rank].append(len(self._rank))
-                self._rank.append(rank)
-                self._bytes.append(route.num_bytes)
-                self._is_first.append(position == 0)
-                self._is_last.append(position == len(route.ranks) - 1)
+        first_stops = []
+        for bucket in plan.buckets:
+            first_stops.append(len(self._rank))
+            self._queues[bucket.sender].append(len(self._rank))
+            self._rank.append(bucket.sender)
+            self._rank.extend(num_senders + receiver for receiver in bucket.receivers)
+            num_stops = 1 + len(bucket.receivers)
+            self._bytes.extend([bucket.num_bytes] * num_stops)
+            self._is_first += b"\x01" + bytes(num_stops - 1)
+            self._is_last += bytes(num_stops - 1) + b"\x01"
+        for number, place in plan.takes():
+            stop = first_stops[number] + 1 + place
+            self._queues[self._rank[stop]].append(stop)
         self._offered = bytearray(len(self._rank))  # to the next rank
         self._requested = bytearray(len(self._rank))
         self._has_left = bytearray(self._is_last)  # for the next rank; the last one has none

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from refit_links import Links, Route, broadcast_seconds, routes_of, simulate
+from refit_links import Links, broadcast_seconds, simulate
 
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.messages import ReceiverLayout, SenderLayout
-from nemorl.weights.plan import plan_transfers
+from nemorl.weights.plan import Bucket, TransferPlan, plan_transfers
 
 # 10 bytes a second between machines, 40 within one, and nothing else takes time.
 LINKS = Links(
@@ -21,9 +21,23 @@ LINKS = Links(
 )
 
 
-def seconds(ways: Iterable[tuple[int, ...]], nodes: Iterable[str], links: Links = LINKS) -> float:
+def plan_of(ways: Iterable[tuple[int, ...]], num_senders: int, num_bytes: int = 100) -> TransferPlan:
+    """Buckets by the ranks that have them, senders first; each is a round."""
+    return TransferPlan(
+        tuple(
+            Bucket(
+                way[0], tuple(rank - num_senders for rank in way[1:]), "float32", num_bytes, (), (), number
+            )
+            for number, way in enumerate(ways)
+        )
+    )
+
+
+def seconds(
+    ways: Iterable[tuple[int, ...]], nodes: Iterable[str], links: Links = LINKS, num_senders: int = 1
+) -> float:
     """Of buckets of 100 bytes, 10 s on a NIC."""
-    return simulate([Route(way, 100) for way in ways], list(nodes), links).seconds
+    return simulate(plan_of(ways, num_senders), list(nodes), num_senders, links).seconds
 
 
 def test_one_sender_and_one_receiver_take_bytes_over_the_rate() -> None:
@@ -60,39 +74,46 @@ def test_a_chain_is_a_pipeline(receivers: int, buckets: int) -> None:
 def test_many_senders_to_one_receiver_take_its_rate(senders: int) -> None:
     ways = [(number % senders, senders) for number in range(4 * senders)]
     nodes = map(str, range(senders + 1))
-    assert seconds(ways, nodes) == pytest.approx(10 * 4 * senders)
+    assert seconds(ways, nodes, LINKS, senders) == pytest.approx(10 * 4 * senders)
 
 
 def test_pairs_do_not_disturb_each_other() -> None:
-    assert seconds([(0, 2), (1, 3)] * 4, "abcd") == pytest.approx(40)
+    assert seconds([(0, 2), (1, 3)] * 4, "abcd", LINKS, 2) == pytest.approx(40)
 
 
 def test_ranks_that_share_a_nic_share_its_rate() -> None:
     pairs = [(0, 2), (1, 3)] * 4
-    assert seconds(pairs, "aabb") == pytest.approx(40)
-    assert seconds(pairs, "aabb", replace(LINKS, ranks_per_nic=2)) == pytest.approx(80)
-    assert seconds(pairs, "aaab", replace(LINKS, ranks_per_nic=2)) == pytest.approx(40)  # 0 to 2 by NVLink
+    shared = replace(LINKS, ranks_per_nic=2)
+    assert seconds(pairs, "aabb", LINKS, 2) == pytest.approx(40)
+    assert seconds(pairs, "aabb", shared, 2) == pytest.approx(80)
+    assert seconds(pairs, "aaab", shared, 2) == pytest.approx(40)  # rank 0 sends by NVLink
 
 
 def test_a_receiver_waits_for_the_first_bucket_of_its_part() -> None:
-    """Rank 3 takes sender 0's bucket first, which that sends after another one; sender 1 waits meanwhile."""
-    ways = [(0, 2), (0, 3), (1, 3)]
-    # both buckets of sender 0 travel at once, each at half the rate
-    assert seconds(ways, "abcd") == pytest.approx(20 + 10)
+    """Rank 3 takes sender 0's bucket first, which travels at half the rate; sender 1 waits meanwhile."""
+    assert seconds([(0, 2), (0, 3), (1, 3)], "abcd", LINKS, 2) == pytest.approx(20 + 10)
 
 
 def test_bytes_are_counted_by_link() -> None:
-    found = simulate([Route((0, 1, 2), 100), Route((0, 2), 30)], "abb", LINKS)
-    assert (found.nic_bytes_out, found.nic_bytes_in) == ([130, 0, 0], [0, 100, 30])
+    found = simulate(plan_of([(0, 1, 2), (0, 2)], 1), "abb", 1, LINKS)
+    assert (found.nic_bytes_out, found.nic_bytes_in) == ([200, 0, 0], [0, 100, 100])
     assert found.nvlink_bytes == 100
     assert max(found.seconds_of_ranks) == found.seconds
 
 
-def test_routes_are_those_of_the_plan() -> None:
-    """Two receivers of everything from two senders: each bucket goes along a chain."""
-    everything = (TensorSlice.whole("w", (8, 8)),)
-    plan = plan_transfers([SenderLayout(everything)] * 2, [ReceiverLayout(everything, ("float32",))] * 2, 64)
-    assert routes_of(plan, 2) == [Route((0, 2, 3), 64), Route((1, 3, 2), 64)] * 2
+def test_a_real_plan_for_two_machines() -> None:
+    """Everything (8 buckets of 100 bytes) from 4 senders to 4 receivers on two machines, 2 on each.
+
+    Four rounds of two buckets; each receiver takes one by its NIC (10 s) and one by NVLink (2.5 s).
+    The second machine begins once a bucket has passed both receivers of the first one.
+    """
+    everything = (TensorSlice.whole("w", (8, 25)),)
+    senders = [SenderLayout(everything, f"policy {rank}") for rank in range(4)]
+    receivers = [ReceiverLayout(everything, ("float32",), f"engine {rank // 2}") for rank in range(4)]
+    plan = plan_transfers(senders, receivers, 100)
+    found = simulate(plan, [layout.node for layout in (*senders, *receivers)], 4, LINKS)
+    assert found.nic_bytes_in[4:] == [400] * 4
+    assert found.seconds == pytest.approx(5 * 12.5)
 
 
 def test_a_broadcast_takes_the_bytes_and_the_depth_of_its_trees() -> None:
