@@ -16,7 +16,7 @@ DeepSeek-V3, as the prefill units of its technical report have. Policy and engin
   holders (by a real plan, with rank 0 as the only receiver) and sends it to all engine ranks by a tree
   without contention. *Ratio* is that of their sum to the refit.
 - *bytes/link* is the time in which the NIC of the engine rank with the most bytes could bring them. A refit
-  can be faster: what several ranks of a machine require may enter it once and go on by NVLink.
+  can be faster: what several ranks of a machine require may enter it once and be passed on by NVLink.
 - *bound* is that of the machine whose ranks require the most distinct bytes, by all of its NICs: no way is
   faster.
 
@@ -278,7 +278,7 @@ def measure(case: Case, num_senders: int, links: Links) -> dict[str, Any]:
     policy = LayoutConfig(**fields)
     senders, receivers = layouts_of(shape, policy, case.engine, num_replicas)
     driver = measure_driver(senders, receivers)
-    nodes = [layout.node for layout in (*senders, *receivers)]
+    nodes = [*(layout.node for layout in senders), *(layout.node for layout in receivers)]
     began = time.process_time()
     plan = plan_transfers(senders, receivers, BUCKET_BYTES)
     parts = plan.sender_parts(len(senders)), plan.receiver_parts(len(receivers))

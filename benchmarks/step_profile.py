@@ -5,7 +5,7 @@
 - cpu: torch's profiler over complete steps of the policy worker (GRPO loss, sequences with the lengths of
   rollouts, packing to optimizer) on SmolLM2-135M, or on a random model of its shape. An operator counts for
   the module that called it; in backward, for the module whose operator it differentiates. Matrix products are
-  a group of their own wherever they are called. *Host* is time outside operators: Python, and the profiler's
+  a group of their own in all modules. *Host* is time outside operators: Python, and the profiler's
   own cost.
 - accelerator: a step of the same shape in bfloat16 on the pretended accelerator (docs/rehearsal.md), not run
   on hardware. Rehearsals of two depths give the operators of a layer and of what is around the layers. Most
@@ -17,7 +17,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -80,7 +80,7 @@ def mark(side: Nemorl) -> None:
 
 def groups_of(events: list[FunctionEvent]) -> dict[tuple[str, str], float]:
     """Seconds by group and operator."""
-    seconds: Counter[tuple[str, str]] = Counter()
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
     of_forward: dict[int, str] = {}
     in_backward: list[tuple[FunctionEvent, FunctionEvent]] = []
 
@@ -124,10 +124,10 @@ def measure_cpu(model: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
     mark(side)
     measured = [_profiled(side, work) for _ in range(rounds)]
     shares: dict[str, list[float]] = {}
-    operators: Counter[tuple[str, str]] = Counter()
+    operators: defaultdict[tuple[str, str], float] = defaultdict(float)
     for of_round in measured:
         total = sum(of_round.values())
-        by_group: Counter[str] = Counter()
+        by_group: defaultdict[str, float] = defaultdict(float)
         for (group, operator), seconds in of_round.items():
             by_group[group] += seconds
             operators[group, operator] += 100 * seconds / total / rounds

@@ -337,10 +337,10 @@ class PackedAttention(torch.nn.Module):
             out = _Attend.apply(TreeKernel(layout, scale, window), query, key, value, sinks)
         else:
             # Slices would each give a gradient of all tokens.
-            of_queries = query.split([bucket.queries.num_tokens for bucket in layout.buckets])
-            sizes = [bucket.keys.num_tokens for bucket in layout.buckets]
-            of_buckets = zip(of_queries, key.split(sizes), value.split(sizes), layout.buckets, strict=True)
-            parts = [self._dense(*tokens, bucket) for *tokens, bucket in of_buckets]
+            queries = query.split([bucket.queries.num_tokens for bucket in layout.buckets])
+            counts = [bucket.keys.num_tokens for bucket in layout.buckets]
+            of_buckets = zip(queries, key.split(counts), value.split(counts), layout.buckets, strict=True)
+            parts = [self._dense(q, k, v, bucket) for q, k, v, bucket in of_buckets]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out[..., :width].flatten(1)  # of [N, heads, dim]
 

@@ -297,7 +297,7 @@ def norm_of_all(_chunk: int, _flag: Tensor, tensors: Sequence[list[Tensor]], *_:
 
     It equals Megatron's `local_multi_tensor_l2_norm`, in which the host waits for the norm of each gradient.
     """
-    norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors[0])])  # type: ignore[no-untyped-call]
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors[0])])
     return torch.linalg.vector_norm(norms).reshape(1), None
 
 

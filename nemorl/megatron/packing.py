@@ -117,14 +117,14 @@ class Rows:
         """[tokens, heads, dim] of all packed tokens, or of its own -> [count, heads, length, dim]."""
         x = packed if packed.shape[0] == self.num_tokens else packed[self.start : self.end]
         if self.index is not None:
-            x = _Spread.apply(x, self.index, self.count * self.length)  # type: ignore[no-untyped-call]
+            x = _Spread.apply(x, self.index, self.count * self.length)
         return x.reshape(self.count, self.length, *x.shape[1:]).transpose(1, 2)
 
     def packed(self, dense: Tensor) -> Tensor:
         """[count, heads, length, dim] -> [num_tokens, heads, dim]."""
         x = dense.transpose(1, 2).flatten(0, 1)
         if self.index is not None:
-            x = _Select.apply(x, self.index)  # type: ignore[no-untyped-call]
+            x = _Select.apply(x, self.index)
         return x
 
 
@@ -138,7 +138,8 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, *ctx.saved_tensors), None, None
+        (grad,), (index,) = grads, ctx.saved_tensors
+        return grad.index_select(0, index), None, None
 
 
 class _Select(torch.autograd.Function):
@@ -153,8 +154,8 @@ class _Select(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,) = grads
-        zeros = grad.new_zeros(ctx.count, *grad.shape[1:])
-        return zeros.index_copy_(0, *ctx.saved_tensors, grad), None
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.count, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
 @dataclass(frozen=True)

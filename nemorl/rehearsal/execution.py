@@ -188,7 +188,7 @@ class Execution(TorchDispatchMode):
             args, kwargs = tree_map(self._moved, (args, kwargs))
             tensors = list(_tensors((*args, *kwargs.values())))
         if not func.is_view and func not in _WITHOUT_KERNEL:
-            in_backward = torch._C._current_autograd_node() is not None  # type: ignore[attr-defined]
+            in_backward = torch._C._current_autograd_node() is not None
             self.kernels[Kernel(self._phase, func._schema.name, in_backward)] += 1
         result = self._fake_call(func, args, kwargs)
         outputs = list(_tensors((result,)))

@@ -81,7 +81,8 @@ def _sender_layout(slices: bytes, node: str, gpu: str) -> SenderLayout:
 
 
 def _receiver_layout(requirements: bytes, node: str, takes_changes: bool, gpu: str) -> ReceiverLayout:
-    return ReceiverLayout(*_shared(requirements), node, takes_changes, gpu)
+    slices, dtypes = _shared(requirements)
+    return ReceiverLayout(slices, dtypes, node, takes_changes, gpu)
 
 
 @dataclass(frozen=True)
