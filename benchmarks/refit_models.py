@@ -1,4 +1,4 @@
-"""Models of the refit benchmark, as fields of their config.json."""
+"""Models of the benchmarks, as fields of their config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -60,6 +60,39 @@ DEEPSEEK_V3 = DENSE | {
     "topk_method": "noaux_tc",
     "tie_word_embeddings": False,
     "attention_bias": False,
+}
+_QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+QWEN3_30B = _QWEN3_MOE | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+}
+QWEN3_235B = _QWEN3_MOE | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
 }
 
 

@@ -19,50 +19,17 @@ from typing import Any
 
 from common import OUT, publish, table_of
 from policies import grpo_experiment
-from refit_models import DEEPSEEK_V3
+from refit_models import DEEPSEEK_V3, QWEN3_30B, QWEN3_235B
 
 from nemorl.config.experiment import Experiment
 from nemorl.models.registry import load_shape
 from nemorl.plan.memory import stage_memory
 from nemorl.rehearsal.ranks import compare, faults, rehearse_all
 
-_QWEN3_MOE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
 MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": _QWEN3_MOE
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-    },
-    "Qwen3-235B-A22B": _QWEN3_MOE
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-        "num_hidden_layers": 94,
-        "num_attention_heads": 64,
-    },
-    "DeepSeek-V3": DEEPSEEK_V3 | {"tie_word_embeddings": False},
+    "Qwen3-30B-A3B": QWEN3_30B,
+    "Qwen3-235B-A22B": QWEN3_235B,
+    "DeepSeek-V3": DEEPSEEK_V3,
 }
 
 

@@ -247,13 +247,20 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+        return _rotated(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         (grad,) = grads
-        return (grad * cos).addcmul_(grad.roll(grad.shape[-1] // 2, -1), sin, value=-1), None, None
+        return _rotated(grad, cos, sin, -1), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    rotated, half = x * cos, x.shape[-1] // 2
+    for own, other in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
+        rotated[..., own].addcmul_(x[..., other], sin[..., own], value=direction)
+    return rotated
 
 
 # Queries of a layer with a window are taken in blocks of at least this many, each with the keys they see.
@@ -329,7 +336,11 @@ class PackedAttention(torch.nn.Module):
         elif layout.is_tree:
             out = _Attend.apply(TreeKernel(layout, scale, window), query, key, value, sinks)
         else:
-            parts = [self._dense(query, key, value, bucket) for bucket in layout.buckets]
+            # Slices would each give a gradient of all tokens.
+            queries = query.split([bucket.queries.num_tokens for bucket in layout.buckets])
+            counts = [bucket.keys.num_tokens for bucket in layout.buckets]
+            of_buckets = zip(queries, key.split(counts), value.split(counts), layout.buckets, strict=True)
+            parts = [self._dense(q, k, v, bucket) for q, k, v, bucket in of_buckets]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out[..., :width].flatten(1)  # of [N, heads, dim]
 

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -289,6 +290,19 @@ class NarrowShard(HeldShard):
 
 
 _TYPES = {**DTYPES, "float16": torch.float16, "fp8": torch.uint8}  # as Transformer Engine's Adam takes them
+
+
+def norm_of_all(_chunk: int, _flag: Tensor, tensors: Sequence[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """L2 norm [1] of all gradients in `tensors[0]`, by the signature of `amp_C.multi_tensor_l2norm`.
+
+    It equals Megatron's `local_multi_tensor_l2_norm`, in which the host waits for the norm of each gradient.
+    """
+    norms = torch.stack([norm.float() for norm in torch._foreach_norm(tensors[0])])
+    return torch.linalg.vector_norm(norms).reshape(1), None
+
+
+if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # no kernel library is installed
+    clip_grads.l2_norm_impl = norm_of_all
 
 
 def build_optimizer(

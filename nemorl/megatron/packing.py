@@ -109,17 +109,53 @@ class Rows:
     length: int
     index: Tensor | None  # [end - start] dense place of each packed token; None when there is no padding
 
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
     def dense(self, packed: Tensor) -> Tensor:
-        """[tokens, heads, dim] of all packed tokens -> [count, heads, length, dim]."""
-        x = packed[self.start : self.end]
+        """[tokens, heads, dim] of all packed tokens, or of its own -> [count, heads, length, dim]."""
+        x = packed if packed.shape[0] == self.num_tokens else packed[self.start : self.end]
         if self.index is not None:
-            x = x.new_zeros(self.count * self.length, *x.shape[1:]).index_copy(0, self.index, x)
+            x = _Spread.apply(x, self.index, self.count * self.length)
         return x.reshape(self.count, self.length, *x.shape[1:]).transpose(1, 2)
 
     def packed(self, dense: Tensor) -> Tensor:
-        """[count, heads, length, dim] -> [end - start, heads, dim]."""
+        """[count, heads, length, dim] -> [num_tokens, heads, dim]."""
         x = dense.transpose(1, 2).flatten(0, 1)
-        return x if self.index is None else x.index_select(0, self.index)
+        if self.index is not None:
+            x = _Select.apply(x, self.index)
+        return x
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of `x` [n, ...] at `index` [n] among `count` rows, of which the others are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,), (index,) = grads, ctx.saved_tensors
+        return grad.index_select(0, index), None, None
+
+
+class _Select(torch.autograd.Function):
+    """Rows of `x` at `index`, each at most once: the gradient is copied, where torch adds it to zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.count, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
 @dataclass(frozen=True)

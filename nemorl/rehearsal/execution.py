@@ -53,6 +53,15 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """An operator that computes on the device: most are one kernel, some a few."""
+
+    phase: str
+    operator: str
+    in_backward: bool  # computed by autograd, recomputed activations included
+
+
+@dataclass(frozen=True)
 class _Place:
     file: str  # of the product
     location: str
@@ -109,6 +118,7 @@ class Execution(TorchDispatchMode):
         self.synchronizations: Counter[Event] = Counter()
         self.wrong_devices: Counter[Event] = Counter()
         self.uploads: Counter[Event] = Counter()  # from memory that is not pinned
+        self.kernels: Counter[Kernel] = Counter()
         self._phase = ""
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._collectives = Collectives(self.others, self._writable, self._forget)
@@ -177,6 +187,9 @@ class Execution(TorchDispatchMode):
         if func not in _TAKES_HOST_INDICES and self._is_mixed(func, tensors):
             args, kwargs = tree_map(self._moved, (args, kwargs))
             tensors = list(_tensors((*args, *kwargs.values())))
+        if not func.is_view and func not in _WITHOUT_KERNEL:
+            in_backward = torch._C._current_autograd_node() is not None
+            self.kernels[Kernel(self._phase, func._schema.name, in_backward)] += 1
         result = self._fake_call(func, args, kwargs)
         outputs = list(_tensors((result,)))
         if outputs:
@@ -460,6 +473,16 @@ _FACTORIES = {
     aten.zeros.default,
     aten.ones.default,
     aten.full.default,
+}
+_WITHOUT_KERNEL = {
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.detach.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
 }
 _CONSTANTS = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.new_zeros.default: 0}
 _TAKES_HOST_INDICES = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}

@@ -141,7 +141,6 @@ KNOWN_WAITS = (
     KnownWait("moe/token_dispatcher.py", "_maybe_dtoh_and_synchronize", "sizes of the exchange of tokens"),
     KnownWait("moe/moe_utils.py", "permute", "tokens by expert; Transformer Engine's kernel has no wait"),
     # Once in a call
-    KnownWait("megatron/core/utils.py", "local_multi_tensor_l2_norm", "a norm by parameter, without apex"),
     KnownWait("optimizer/clip_grads.py", "get_grad_norm_fp32", "the gradient norm, which guards judge"),
     KnownWait("megatron/schedule.py", "_over_batch", "logprobs of a batch stay on the host"),
     KnownWait("megatron/schedule.py", "_over_data_parallel", "metrics"),

@@ -51,7 +51,7 @@ from nemorl.weights.messages import Part, ReceiverLayout, RefitSession, SenderLa
 from nemorl.weights.plan import plan_transfers
 from nemorl.weights.shared_memory import DeviceSlots
 
-from .execution import Event, Execution
+from .execution import Event, Execution, Kernel
 from .memory import Peak
 
 T = TypeVar("T")
@@ -73,6 +73,7 @@ class RankReport:
     synchronizations: list[tuple[Event, int]] = field(default_factory=list)
     wrong_devices: list[tuple[Event, int]] = field(default_factory=list)
     uploads: list[tuple[Event, int]] = field(default_factory=list)  # from memory that is not pinned
+    kernels: list[tuple[Kernel, int]] = field(default_factory=list)
 
     @property
     def peak(self) -> tuple[str, Peak]:
@@ -406,6 +407,7 @@ def rehearse(experiment: Experiment, rank: int | None) -> RankReport:
     report.synchronizations = list(execution.synchronizations.items())
     report.wrong_devices = list(execution.wrong_devices.items())
     report.uploads = list(execution.uploads.items())
+    report.kernels = list(execution.kernels.items())
     return report
 
 

@@ -7,6 +7,7 @@ The messages consist of integers, strings and tuples only, so that an engine may
 JSON (pydantic's `TypeAdapter`).
 """
 
+import pickle
 import socket
 import time
 import zlib
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +49,9 @@ class SenderLayout:
     node: str = ""  # the machine it runs on; receivers there are served first
     gpu: str = ""  # the identity of the one that holds the weights; empty for memory of the host
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _sender_layout, (pickle.dumps(self.slices), self.node, self.gpu)
+
 
 @dataclass(frozen=True)
 class ReceiverLayout:
@@ -66,6 +70,25 @@ class ReceiverLayout:
             if dtype not in ITEM_BYTES:
                 known = ", ".join(ITEM_BYTES)
                 raise ValueError(f"the engine keeps {part.param} as {dtype}; the exchange carries {known}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        where = self.node, self.takes_changes, self.gpu
+        return _receiver_layout, (pickle.dumps((self.slices, self.dtypes)), *where)
+
+
+@lru_cache(maxsize=1024)
+def _shared(pickled: bytes) -> Any:
+    """Objects of a layout, once for all ranks with an equal one: thousands of ranks have few layouts."""
+    return pickle.loads(pickled)  # noqa: S301 - a part of an object that is unpickled
+
+
+def _sender_layout(slices: bytes, node: str, gpu: str) -> SenderLayout:
+    return SenderLayout(_shared(slices), node, gpu)
+
+
+def _receiver_layout(requirements: bytes, node: str, takes_changes: bool, gpu: str) -> ReceiverLayout:
+    slices, dtypes = _shared(requirements)
+    return ReceiverLayout(slices, dtypes, node, takes_changes, gpu)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@
       -> loads: pieces of one type with the same holders and consumers, up to the size of a bucket
       -> one holder for each load and up to 16 of its consumers: on their machine if possible, and of these
          the one with the least to send; loads with the fewest holders choose first
-      -> buckets, in the order in which all ranks take part
+      -> buckets in rounds, in which all ranks take part in the same order
 
-A box is packed and sent once for all its receivers. Ranks with equal layouts are cut once: only the choice of
-senders grows with the ranks.
+A box is packed and sent once for up to 16 receivers, which pass it on. Ranks with equal layouts are cut once:
+only the choice of senders grows with the ranks.
 """
 
 import gc
@@ -195,7 +195,7 @@ class Consumers:
             numbers.setdefault((number, layout.dtypes), len(numbers))
             for number, layout in zip(by_slices, receivers, strict=True)
         ]
-        self._nodes = [layout.node for layout in receivers]
+        self.nodes = [layout.node for layout in receivers]
         self._ranks = _grouped(range(len(receivers)), self.class_of)
         self.layouts = {number: (ranks[0], receivers[ranks[0]]) for number, ranks in self._ranks.items()}
         self._by_node: dict[tuple[int, ...], dict[str, list[int]]] = {}
@@ -203,7 +203,7 @@ class Consumers:
     def by_node(self, classes: tuple[int, ...]) -> dict[str, list[int]]:
         if classes not in self._by_node:
             ranks = sorted(rank for number in classes for rank in self._ranks[number])
-            self._by_node[classes] = _grouped(ranks, self._nodes)
+            self._by_node[classes] = _grouped(ranks, self.nodes)
         return self._by_node[classes]
 
 
@@ -240,16 +240,23 @@ class Bucket:
     """Boxes from one sender to all receivers that get them from it."""
 
     sender: int
-    receivers: tuple[int, ...]
+    receivers: tuple[int, ...]  # in the order in which they pass it on
     dtype: str  # of all elements on the wire
     num_bytes: int  # that each receiver gets
     sources: tuple[TensorSlice, ...]  # in the sender's layout
     targets: tuple[tuple[TensorSlice, ...], ...]  # the same boxes, in the layout of each receiver
+    round: int  # buckets of a round go to the same receivers, at the same time
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """All buckets in the order in which every rank takes part; a common order rules out a deadlock."""
+    """All buckets, round by round.
+
+    Every rank takes part in the rounds in this order. Within a round, a receiver first takes the bucket of
+    which it is the first receiver, then the one of which it is the second, and so on. A round has one bucket
+    of a sender, and at each place another receiver. So a bucket waits only for those of earlier rounds and
+    places: there is no deadlock.
+    """
 
     buckets: tuple[Bucket, ...]
 
@@ -257,12 +264,19 @@ class TransferPlan:
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes * len(bucket.receivers) for bucket in self.buckets)
 
+    def takes(self) -> Iterator[tuple[int, int]]:
+        """The number of a bucket and the place of a receiver on its way, in the order of all receivers."""
+        for _, same_round in itertools.groupby(enumerate(self.buckets), lambda numbered: numbered[1].round):
+            numbers = [number for number, _ in same_round]
+            for place in range(len(self.buckets[numbers[0]].receivers)):
+                yield from ((number, place) for number in numbers)
+
     def sender_parts(self, count: int) -> list[Part]:
         return _parts(count, ((b, b.sender, b.sources) for b in self.buckets))
 
     def receiver_parts(self, count: int) -> list[Part]:
-        shares = ((b, *own) for b in self.buckets for own in zip(b.receivers, b.targets, strict=True))
-        return _parts(count, shares)
+        takes = ((self.buckets[number], place) for number, place in self.takes())
+        return _parts(count, ((b, b.receivers[place], b.targets[place]) for b, place in takes))
 
 
 def _parts(count: int, shares: Iterable[tuple[Bucket, int, tuple[TensorSlice, ...]]]) -> list[Part]:
@@ -290,6 +304,19 @@ class _Load:
     consumers: tuple[int, ...]  # classes of receivers
     pieces: list[_Piece] = field(default_factory=list)
     num_bytes: int = 0
+    _sources: dict[int, tuple[TensorSlice, ...]] = field(default_factory=dict)  # by class of sender
+    _targets: dict[int, tuple[TensorSlice, ...]] = field(default_factory=dict)  # by class of receiver
+
+    def source(self, number: int) -> tuple[TensorSlice, ...]:
+        if number not in self._sources:
+            found = (narrow(piece.region.sources[number], piece.box) for piece in self.pieces)
+            self._sources[number] = tuple(found)
+        return self._sources[number]
+
+    def target(self, number: int) -> tuple[TensorSlice, ...]:
+        if number not in self._targets:
+            self._targets[number] = tuple(piece.targets[number] for piece in self.pieces)
+        return self._targets[number]
 
 
 def plan_transfers(
@@ -301,8 +328,8 @@ def plan_transfers(
     with _without_garbage_collection():
         holdings, consumers = Holdings(senders), Consumers(receivers)
         loads = _loads(_pieces(consumers, holdings, bucket_bytes), bucket_bytes)
-        buckets = _choose_senders(loads, consumers, holdings)
-        return TransferPlan(tuple(_ordered(buckets, len(senders), len(receivers))))
+        groups = _choose_senders(loads, consumers, holdings)
+        return TransferPlan(tuple(_ordered(groups, consumers, holdings)))
 
 
 def plan_files(
@@ -399,23 +426,27 @@ def _loads(pieces: Iterable[_Piece], bucket_bytes: int) -> list[_Load]:
     return sorted(found, key=lambda load: len(load.holders.ranks))
 
 
-def _choose_senders(loads: Iterable[_Load], consumers: Consumers, holdings: Holdings) -> Iterator[Bucket]:
+@dataclass
+class _Group:
+    """Receivers that take the same loads, each from the sender that was chosen for it."""
+
+    total: int  # receivers of each load, with those of other groups
+    receivers: tuple[int, ...]
+    sent: list[tuple[_Load, int]] = field(default_factory=list)  # load and sender
+
+
+def _choose_senders(loads: Iterable[_Load], consumers: Consumers, holdings: Holdings) -> Collection[_Group]:
     """Choose a sender for each load: the holder with the least to send, and of these the lowest rank."""
     sent = [0] * len(holdings.nodes)
+    groups: dict[tuple[int, tuple[int, ...]], _Group] = {}
     for load in loads:
-        pieces = load.pieces
-        sources: dict[int, tuple[TensorSlice, ...]] = {}  # by class of sender
-        targets = {number: tuple(piece.targets[number] for piece in pieces) for number in load.consumers}
+        total = sum(map(len, consumers.by_node(load.consumers).values()))
         for holders, receivers in _served_together(load, consumers, holdings):
             sender = min(holders, key=sent.__getitem__)
             sent[sender] += load.num_bytes
-            number = holdings.class_of[sender]
-            if number not in sources:
-                sources[number] = tuple(narrow(piece.region.sources[number], piece.box) for piece in pieces)
-            first = sender % len(receivers)  # so that all receivers forward the same amount
-            order = (*receivers[first:], *receivers[:first])
-            targets_in_order = tuple(targets[consumers.class_of[receiver]] for receiver in order)
-            yield Bucket(sender, order, load.dtype, load.num_bytes, sources[number], targets_in_order)
+            key = total, tuple(receivers)
+            groups.setdefault(key, _Group(*key)).sent.append((load, sender))
+    return groups.values()
 
 
 def _served_together(
@@ -434,16 +465,39 @@ def _served_together(
             yield holders, receivers[first : first + _MAX_RECEIVERS]
 
 
-def _ordered(buckets: Iterator[Bucket], num_senders: int, num_receivers: int) -> list[Bucket]:
-    """Buckets of a sender for the same receivers in rounds; in a round, each begins with another receiver."""
-    rounds: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+def _ordered(groups: Collection[_Group], consumers: Consumers, holdings: Holdings) -> Iterator[Bucket]:
+    """All buckets. Those for the most receivers come first, so that all ranks pass them on at the same time.
+
+    In a round, the receivers of a machine each begin with another bucket: a bucket enters the machine once,
+    and all NICs of the machine are used.
+    """
+    rounds = []
+    for number, group in enumerate(groups):
+        blocks = [tuple(block) for block in _grouped(group.receivers, consumers.nodes).values()]
+        for turn, sent in enumerate(_rounds(group, min(map(len, blocks)), len(holdings.nodes))):
+            rounds.append(((-group.total, turn, number), blocks, sent))
+    for number, (_, blocks, sent) in enumerate(sorted(rounds, key=itemgetter(0))):
+        for first, (load, sender) in enumerate(sent):
+            order = tuple(rank for block in blocks for rank in (*block[first:], *block[:first]))
+            source = load.source(holdings.class_of[sender])
+            targets = tuple(load.target(consumers.class_of[rank]) for rank in order)
+            yield Bucket(sender, order, load.dtype, load.num_bytes, source, targets, number)
+
+
+def _rounds(group: _Group, size: int, num_senders: int) -> Iterator[list[tuple[_Load, int]]]:
+    """Up to `size` loads at a time, each from another sender. Groups begin with different senders."""
+    turns: Counter[int] = Counter()
     numbered = []
-    for bucket in buckets:
-        sender, receivers = way = bucket.sender, bucket.receivers
-        turn = rounds[way] * num_receivers + (receivers[0] - sender) % num_receivers
-        numbered.append((turn * num_senders + sender, bucket))
-        rounds[way] += 1
-    return [bucket for _, bucket in sorted(numbered, key=itemgetter(0))]
+    for load, sender in group.sent:
+        numbered.append((turns[sender], (sender - group.receivers[0]) % num_senders, load, sender))
+        turns[sender] += 1
+    found: list[tuple[_Load, int]] = []
+    for _, _, load, sender in sorted(numbered, key=itemgetter(0, 1)):
+        if len(found) == size or any(other == sender for _, other in found):
+            yield found
+            found = []
+        found.append((load, sender))
+    yield found
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from nemorl.data.prefixes import Segment, prefix_tree
 from nemorl.megatron.attention import DenseKernel, PackedAttention, rotate
 from nemorl.megatron.device import KernelRows, packed_attention_kernel
-from nemorl.megatron.packing import PackedLayout, packed_layout
+from nemorl.megatron.packing import PackedLayout, Rows, packed_layout
 from nemorl.models.rope import RotaryTable, inverse_frequencies
 from nemorl.models.shape import Rope
 
@@ -521,3 +521,27 @@ def test_rotary_has_the_gradient_of_a_rotation():
 
 def test_frequencies_without_scaling():
     assert inverse_frequencies(4, Rope(100.0)).tolist() == pytest.approx([1.0, 0.1])
+
+
+def test_tokens_of_rows_with_padding_get_their_own_gradients():
+    """Two rows of three places with three and two tokens: as by a product with a matrix of zeros and ones."""
+    rows = Rows(start=1, end=6, count=2, length=3, index=torch.tensor([0, 1, 2, 3, 4]))
+    packed = torch.randn(7, 2, 4, requires_grad=True)
+    grad = torch.randn(2, 2, 3, 4)
+    places = torch.zeros(6, 7)
+    places[torch.arange(5), torch.arange(1, 6)] = 1  # the last place is padding
+
+    def by_matrix(x):
+        return torch.einsum("pn,nhd->phd", places, x).reshape(2, 3, 2, 4).transpose(1, 2)
+
+    dense = rows.dense(packed)
+    assert torch.equal(dense, by_matrix(packed))
+    assert torch.equal(rows.dense(packed[1:6]), dense)
+    found, expected = (torch.autograd.grad(out, packed, grad)[0] for out in (dense, by_matrix(packed)))
+    assert torch.equal(found, expected)
+
+    back = torch.randn(5, 2, 4)
+    dense = dense.detach().requires_grad_()
+    assert torch.equal(rows.packed(dense), packed[1:6])
+    (found,) = torch.autograd.grad(rows.packed(dense), dense, back)
+    assert torch.equal(found, by_matrix(torch.cat((torch.zeros(1, 2, 4), back, torch.zeros(1, 2, 4)))))

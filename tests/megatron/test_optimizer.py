@@ -1,6 +1,9 @@
 import pytest
+import torch
+from megatron.core.optimizer import clip_grads
 
 from nemorl.config.policy import AdamConfig, SgdConfig
+from nemorl.megatron.inner_optimizer import norm_of_all
 from tests.megatron.cases import start_worker
 from tests.megatron.examples import policy_config
 
@@ -23,3 +26,15 @@ def decay_by_dimensions(rank, world_size, rendezvous, config):
             decays.setdefault(shapes[main.data_ptr()], set()).add(group["weight_decay"])
     worker.close()
     return decays
+
+
+def test_the_norm_of_all_gradients_is_megatrons_to_the_bit():
+    """Megatron's: the norm of the norms, each of which the host reads."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(7,), (64, 33), (1,), (5, 4, 3), (4097,)]
+    gradients = [torch.randn(size, generator=generator) for size in sizes]
+    expected = torch.norm(torch.tensor([[torch.norm(gradient) for gradient in gradients]]))
+    found, _ = norm_of_all(0, torch.zeros(1, dtype=torch.int), [gradients], False)
+    assert found.shape == (1,)
+    assert torch.equal(found[0], expected)
+    assert clip_grads.l2_norm_impl is norm_of_all  # without Transformer Engine and apex

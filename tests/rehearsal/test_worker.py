@@ -10,6 +10,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.policy import LayoutConfig
 from nemorl.models.layout_rules import layout_problems
 from nemorl.models.registry import shape_from_config
+from nemorl.rehearsal.execution import Kernel
 from nemorl.rehearsal.ranks import compare, faults, hollow, rehearse_all
 from nemorl.rehearsal.worker import RankReport, pipeline_ranks
 from tests.megatron.examples import CONFIGS
@@ -60,6 +61,10 @@ def test_both_stages_run_from_load_to_decode_without_faults(tmp_path: Path) -> N
     }
     # Megatron's exchange between stages; the product itself waits nowhere.
     assert in_micro_batches == {"(_communicate_shapes)", "(_communicate)"}
+    kernels, attention = dict(first.kernels), "torch_attn::_varlen_attn"
+    forward, backward = Kernel("train", attention, False), Kernel("train", f"{attention}_backward", True)
+    # A stage has two layers, and the first one two micro-batches in flight.
+    assert (kernels[forward], kernels[backward]) == (4, 4)
     for report in (first, last):
         comparison = compare(report, sound, "train")
         for part in ("weights", "gradients", "optimizer", "reference"):
