@@ -19,6 +19,7 @@ import statistics
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -120,9 +121,10 @@ def measure_cpu(model: Path, threads: int, rounds: int) -> list[dict[str, Any]]:
     side = start("nemorl", setting)
     assert isinstance(side, Nemorl)
     work = rollout_work(SIZES["sequences"], SIZES["micro_batch_tokens"], load_shape(model).vocab_size)
-    side.prepare(work, "grpo")()  # memory pools are filled
-    mark(side)
-    measured = [_profiled(side, work) for _ in range(rounds)]
+    with closing(side):
+        side.prepare(work, "grpo")()  # memory pools are filled
+        mark(side)
+        measured = [_profiled(side, work) for _ in range(rounds)]
     shares: dict[str, list[float]] = {}
     operators: defaultdict[tuple[str, str], float] = defaultdict(float)
     for of_round in measured:

@@ -140,6 +140,10 @@ class Nemorl:
         """As the step reports it."""
         return self._grad_norm
 
+    def close(self) -> None:
+        """Leave the process group of the worker."""
+        self._worker.close()
+
     def _time_the_optimizer(self, device: DeviceKind) -> None:
         step = self._worker.optimizer.step
 
