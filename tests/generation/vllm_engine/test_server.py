@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -10,9 +11,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -97,8 +101,9 @@ def served(dense: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) ->
     weights, log = folder / "weights", folder / "log"
     weights.mkdir()
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        # Below the ports that the system gives to others while the server starts.
+        port = random.randint(20000, 29999)
+        free.bind(("127.0.0.1", port))
     with serving(weights) as store, log.open("wb") as output, pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("VLLM_", "NEMORL_VLLM_"))]:
             patch.delenv(name)  # of engines that have run in this process
@@ -127,7 +132,10 @@ def served(dense: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) ->
             _wait_until_it_answers(process, port, log)
             yield Served(f"http://127.0.0.1:{port}", *dense, weights, store, log)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            if process.poll() is not None:  # the message of a test that could not connect
+                sys.stdout.write(f"the server has ended: {log.read_text()[-3000:]}")
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
@@ -135,12 +143,11 @@ def _wait_until_it_answers(process: "subprocess.Popen[bytes]", port: int, log: P
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
         assert process.poll() is None, log.read_text()[-3000:]
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
-        except OSError:
-            time.sleep(0.5)
-        else:
-            return
+        # Not a connection alone: until the server listens, another process may have the port for a moment.
+        with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health", timeout=5.0) as answer:
+            if answer.status == HTTPStatus.OK:
+                return
+        time.sleep(0.5)
     pytest.fail(f"the server did not start in {START_SECONDS:g} s: {log.read_text()[-3000:]}")
 
 
