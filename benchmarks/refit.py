@@ -25,20 +25,19 @@ from typing import Any
 
 import torch
 from common import publish, table_of, time_in_turns
-from refit_models import DEEPSEEK_V3, DENSE, MOE, shape_of
+from refit_models import DEEPSEEK_V3, DENSE, DTYPE, MOE, layouts_of, shape_of
 from refit_ranks import TRANSPORTS, Gathering, Ranks, Side
 from safetensors.torch import save_file
 
 from nemorl.config.policy import LayoutConfig
-from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
+from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.exchange import RefitStats, TransportOptions, WeightExchange
-from nemorl.weights.messages import ITEM_BYTES, ReceiverLayout, SenderLayout, Transport
+from nemorl.weights.messages import ITEM_BYTES, ReceiverLayout, Transport
 from nemorl.weights.plan import plan_files, plan_transfers
 
-DTYPE = "bfloat16"
 BUCKET_BYTES = 8 * 2**20
 PLAN_BUCKET_BYTES = 64 * 2**20  # what runs have when nothing is said
 GATHER = "gather and broadcast"
@@ -342,21 +341,11 @@ def measure_plan() -> list[Row]:
         expert_parallel_size=16,
     )
     engine = LayoutConfig(data_parallel_size=32, expert_parallel_size=32)
-    held: dict[PolicyRank, tuple[TensorSlice, ...]] = {}
-    senders = []
-    for rank in range(policy.world_size):
-        place = policy_rank(policy, rank)
-        if place not in held:
-            held[place] = tuple(policy_slices(shape, place))
-        senders.append(SenderLayout(held[place], f"policy node {rank // 8}"))
-    needed = [tuple(policy_slices(shape, policy_rank(engine, rank))) for rank in range(32)]
+    most = 16
+    senders, of_all = layouts_of(shape, policy, engine, most)
     rows = []
-    for replicas in (4, 8, 16):
-        receivers = [
-            ReceiverLayout(slices, (DTYPE,) * len(slices), f"engine node {(32 * replica + rank) // 8}")
-            for replica in range(replicas)
-            for rank, slices in enumerate(needed)
-        ]
+    for replicas in (4, 8, most):
+        receivers = of_all[: replicas * engine.world_size]
         began, cpu = time.perf_counter(), time.process_time()
         plan = plan_transfers(senders, receivers, PLAN_BUCKET_BYTES)
         planned, planned_cpu = time.perf_counter() - began, time.process_time() - cpu

@@ -1,10 +1,17 @@
-"""Models of the benchmarks, as fields of their config.json."""
+"""Models of the benchmarks, as fields of their config.json, and the layouts of both sides of a refit."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from nemorl.config.policy import LayoutConfig
+from nemorl.models.layout import PolicyRank, policy_rank, policy_slices
 from nemorl.models.registry import shape_from_config
 from nemorl.models.shape import ModelShape
+from nemorl.models.slices import TensorSlice
+from nemorl.weights.messages import ReceiverLayout, SenderLayout
+
+DTYPE = "bfloat16"  # of engines
+RANKS_PER_NODE = 8
 
 DENSE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -99,3 +106,27 @@ QWEN3_235B = _QWEN3_MOE | {
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """A model's shape from the fields of its config.json."""
     return shape_from_config(config, "benchmarks/refit.py")
+
+
+def layouts_of(
+    shape: ModelShape, policy: LayoutConfig, engine: LayoutConfig, num_replicas: int
+) -> tuple[list[SenderLayout], list[ReceiverLayout]]:
+    """Both sides, each with machines of its own."""
+    held: dict[PolicyRank, tuple[TensorSlice, ...]] = {}
+
+    def slices(layout: LayoutConfig, rank: int) -> tuple[TensorSlice, ...]:
+        place = policy_rank(layout, rank)
+        if place not in held:
+            held[place] = tuple(policy_slices(shape, place))
+        return held[place]
+
+    senders = [
+        SenderLayout(slices(policy, rank), f"policy node {rank // RANKS_PER_NODE}")
+        for rank in range(policy.world_size)
+    ]
+    of_replica = [slices(engine, rank) for rank in range(engine.world_size)]
+    receivers = [
+        ReceiverLayout(part, (DTYPE,) * len(part), f"engine node {rank // RANKS_PER_NODE}")
+        for rank, part in enumerate(of_replica * num_replicas)
+    ]
+    return senders, receivers

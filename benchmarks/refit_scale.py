@@ -40,11 +40,11 @@ from typing import Any
 from common import publish, table_of
 from meter import measured
 from refit_links import Links, broadcast_seconds, simulate
-from refit_models import DEEPSEEK_V3, QWEN3_235B, shape_of
+from refit_models import DEEPSEEK_V3, DTYPE, QWEN3_235B, layouts_of, shape_of
 from rich.console import Console
 
 from nemorl.config.policy import LayoutConfig
-from nemorl.models.layout import PolicyRank, hf_tensors, policy_rank, policy_slices
+from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.exchange import TransportOptions, WeightExchange
@@ -59,10 +59,8 @@ from nemorl.weights.messages import (
 )
 from nemorl.weights.plan import TransferPlan, plan_transfers
 
-DTYPE = "bfloat16"
 BUCKET_BYTES = 64 * 2**20  # the default of `generation.bucket_megabytes`
 CHECK_ONE_IN = 16  # the default on GPUs
-RANKS_PER_NODE = 8
 RANKS = (256, 512, 1024, 2048, 4096)
 LINKS_SHOWN = {
     "model": "model",
@@ -125,30 +123,6 @@ CASES = (
         LayoutConfig(data_parallel_size=32, expert_parallel_size=32),
     ),
 )
-
-
-def layouts_of(
-    shape: ModelShape, policy: LayoutConfig, engine: LayoutConfig, num_replicas: int
-) -> tuple[list[SenderLayout], list[ReceiverLayout]]:
-    """Both sides, each with machines of its own."""
-    held: dict[PolicyRank, tuple[TensorSlice, ...]] = {}
-
-    def slices(layout: LayoutConfig, rank: int) -> tuple[TensorSlice, ...]:
-        place = policy_rank(layout, rank)
-        if place not in held:
-            held[place] = tuple(policy_slices(shape, place))
-        return held[place]
-
-    senders = [
-        SenderLayout(slices(policy, rank), f"policy node {rank // RANKS_PER_NODE}")
-        for rank in range(policy.world_size)
-    ]
-    of_replica = [slices(engine, rank) for rank in range(engine.world_size)]
-    receivers = [
-        ReceiverLayout(part, (DTYPE,) * len(part), f"engine node {rank // RANKS_PER_NODE}")
-        for rank, part in enumerate(of_replica * num_replicas)
-    ]
-    return senders, receivers
 
 
 def bytes_of(part: TensorSlice) -> int:

@@ -13,7 +13,6 @@
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -29,7 +28,7 @@ from common import publish, table_of
 from policies import grpo_experiment
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
-from training import random_model
+from training import random_model, smollm2_config
 from training_sides import Nemorl, Setting, start
 from training_work import Work, rollout_work
 
@@ -209,7 +208,7 @@ def measure_accelerator() -> list[dict[str, Any]]:
 
 
 def _rehearsed(folder: Path, layers: int) -> tuple[Step, Any]:
-    random_config(folder, layers)
+    smollm2_config(layers).save_pretrained(folder)
     policy = {
         "model_path": str(folder),
         "precision": "bfloat16",
@@ -225,25 +224,6 @@ def _rehearsed(folder: Path, layers: int) -> tuple[Step, Any]:
     )
     (report,) = rehearse_all(experiment, [0])
     return Step.of(report), experiment
-
-
-def random_config(folder: Path, layers: int) -> None:
-    """The config.json of SmolLM2-135M's shape, with other layers."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
 
 
 def main() -> None:

@@ -180,24 +180,30 @@ def measure_growth(setting: Setting, title: str, works: Sequence[Work], console:
     return {"points": points, "exponents_over_tokens": exponents, "work_bytes_of_another_token": added}
 
 
+def smollm2_config(layers: int) -> Any:
+    """SmolLM2-135M's, of transformers, with other layers."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+
+
 def random_model(folder: Path, layers: int) -> None:
     """SmolLM2-135M's shape with fewer layers and random weights."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=layers,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        )
-    ).save_pretrained(folder)
+    LlamaForCausalLM(smollm2_config(layers)).save_pretrained(folder)
 
 
 def main() -> None:

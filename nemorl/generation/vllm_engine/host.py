@@ -14,18 +14,18 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from nemorl.cluster.logs import last_lines
-from nemorl.config.generation import VllmGenerationConfig
+from nemorl.config.generation import OnUpdate, VllmGenerationConfig
 from nemorl.config.policy import LoraConfig
 from nemorl.config.quantization import QuantizationConfig
-from nemorl.generation.request_driver import RequestDriver, first_of
+from nemorl.generation.request_driver import AsyncEngine, RequestDriver, first_of
 from nemorl.generation.tokens import RequestLimits, load_decoder
 from nemorl.generation.types import EngineFailed, EngineOptions
 from nemorl.models.adapters import adapted_projections
@@ -101,7 +101,35 @@ def reports_in(answers: Sequence[dict[str, Any]]) -> tuple[ReceiveReport, ...]:
     return tuple(REPORT.validate_python(answer["report"]) for answer in in_order)
 
 
-class VllmHost(RequestDriver):
+class UpdatedDriver(RequestDriver):
+    """Its engine takes a version next to the weights in use (`staged`), or paused from the transfer on."""
+
+    def __init__(
+        self, engine: AsyncEngine, name: str, *, staged: bool, on_update: OnUpdate, commit_seconds: float
+    ) -> None:
+        super().__init__(engine, name)
+        self._staged, self._on_update, self._commit_seconds = staged, on_update, commit_seconds
+        self._pause = AsyncExitStack()  # holds the engine paused while an update writes into its weights
+
+    def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
+        return self.paused_for(version, self._on_update, seconds=self._commit_seconds)
+
+    async def _pause_for_transfer(self, version: int) -> None:
+        if not self._staged:
+            await self._pause.enter_async_context(self._paused_for(version))
+
+    @asynccontextmanager
+    async def _committing(self, version: int) -> AsyncIterator[None]:
+        """The block makes the version that in use. Raises RefitFailed."""
+        async with self._paused_for(version) if self._staged else self._pause.pop_all():
+            try:
+                yield
+            except Exception as error:
+                raise self.fail_update(version, error) from error
+        self.recover()
+
+
+class VllmHost(UpdatedDriver):
     """A vLLM replica. Lives in an event loop."""
 
     def __init__(
@@ -127,9 +155,7 @@ class VllmHost(RequestDriver):
         self._rendezvous: Path | None = None  # the file at which vLLM's ranks have met
         self._options, self._lora = options, lora
         self._update = config.update_on(options.device, quantizes=quantization is not None)
-        self._on_update = config.on_update
         self._layouts: tuple[ReceiverLayout, ...] = ()
-        self._pause = AsyncExitStack()  # holds the engine paused while an update writes into its weights
         self._died = asyncio.Event()
         variables = environment(config, options, self._folder, quantization)
         if gpus:  # the processes of the engine see these, in this order
@@ -156,7 +182,13 @@ class VllmHost(RequestDriver):
             adapters=lora is not None,
             last_words=last_words,
         )
-        super().__init__(self._vllm, f"generation engine {options.rank}")
+        super().__init__(
+            self._vllm,
+            f"generation engine {options.rank}",
+            staged=self._update == "staged",
+            on_update=config.on_update,
+            commit_seconds=options.commit_seconds,
+        )
 
     async def start(self) -> None:
         await self._vllm.start()
@@ -182,8 +214,7 @@ class VllmHost(RequestDriver):
         """The engine's side of a refit; only if staged it keeps sampling meanwhile. Raises RefitFailed."""
         if self._died.is_set():
             raise RefitFailed(f"refit to version {session.version}: {self._failure}")
-        if self._update != "staged":
-            await self._pause.enter_async_context(self._paused_for(session.version))
+        await self._pause_for_transfer(session.version)
         answers: list[dict[str, Any]] = []
         complete = asyncio.Event()
 
@@ -212,16 +243,9 @@ class VllmHost(RequestDriver):
         return reports_in(answers)
 
     async def commit_weights(self, version: int) -> None:
-        paused: AbstractAsyncContextManager[Any] = self._pause.pop_all()
-        if self._update == "staged":
-            paused = self._paused_for(version)
-        async with paused:
-            try:
-                await self._vllm.call("nemorl_commit", version)
-                await self._vllm.switch(version)
-            except Exception as error:
-                raise self.fail_update(version, error) from error
-        self.recover()
+        async with self._committing(version):
+            await self._vllm.call("nemorl_commit", version)
+            await self._vllm.switch(version)
 
     async def abandon_refit(self) -> None:
         """Keep the version in use; an engine with corrupt weights stays paused until a refit.
@@ -255,9 +279,6 @@ class VllmHost(RequestDriver):
         self.fail(EngineFailed(f"{self.name} was closed"))
         await asyncio.to_thread(self._vllm.close)
         self._clean_up()
-
-    def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
-        return self.paused_for(version, self._on_update, seconds=self._options.commit_seconds)
 
     async def _call_or_lose(self, method: str, *arguments: Any, seconds: float) -> list[Any]:
         """Answers of the workers. An engine that gives none in time hangs, though this process does not."""

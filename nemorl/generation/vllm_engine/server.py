@@ -6,13 +6,13 @@ and updates to the routes of `served`.
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 from nemorl.config.generation import VllmServerGenerationConfig
 from nemorl.generation.openai_client import OpenAIClient
-from nemorl.generation.request_driver import Chunk, RequestDriver
+from nemorl.generation.request_driver import Chunk
 from nemorl.generation.tokens import RequestLimits, load_decoder
 from nemorl.generation.types import (
     EngineFailed,
@@ -35,7 +35,7 @@ from nemorl.weights.messages import (
 
 from .arguments import sampling_arguments
 from .backend import STOPS
-from .host import LAYOUT, PARTS, SESSION, reports_in
+from .host import LAYOUT, PARTS, SESSION, UpdatedDriver, reports_in
 
 _LOGPROBS = "processed_logprobs"  # of the distribution that is sampled
 _START_SECONDS = 60.0  # to describe its weights
@@ -100,7 +100,7 @@ class VllmServerBackend:
         return int(version)
 
 
-class VllmServerHost(RequestDriver):
+class VllmServerHost(UpdatedDriver):
     """A client of one server, its replica in the run. Lives in an event loop."""
 
     def __init__(self, config: VllmServerGenerationConfig, options: EngineOptions) -> None:
@@ -119,8 +119,13 @@ class VllmServerHost(RequestDriver):
         limits = RequestLimits(vocab_size, length, length, load_decoder(options.tokenizer_path))
         self._server = VllmServerBackend(config, self._client, limits)
         self._layouts: tuple[ReceiverLayout, ...] = ()
-        self._pause = AsyncExitStack()  # holds requests back while an update writes into the weights in use
-        super().__init__(self._server, f"generation server {url}")
+        super().__init__(
+            self._server,
+            f"generation server {url}",
+            staged=config.update == "staged",
+            on_update=config.on_update,
+            commit_seconds=options.commit_seconds,
+        )
 
     async def start(self) -> None:
         """Read how the server's weights are laid out. Raises EngineFailed."""
@@ -149,8 +154,7 @@ class VllmServerHost(RequestDriver):
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
         """Have the server read a version; it samples meanwhile if it is staged. Raises RefitFailed."""
-        if self._config.update == "in_place":
-            await self._pause.enter_async_context(self._paused_for(session.version))
+        await self._pause_for_transfer(session.version)
         seconds = session.deadline_seconds + _GRACE_SECONDS
         try:
             body = {"session": SESSION.dump_python(session, mode="json")}
@@ -163,18 +167,11 @@ class VllmServerHost(RequestDriver):
         return reports_in(found["answers"])
 
     async def commit_weights(self, version: int) -> None:
-        paused: AbstractAsyncContextManager[Any] = self._pause.pop_all()
-        if self._config.update == "staged":
-            paused = self._paused_for(version)
         body = {"version": version, "recompute": self._config.on_update != "continue"}
-        async with paused:
+        async with self._committing(version):
             self._server.newest = version  # of tokens that are sampled before the answer comes
-            try:
-                await self._post("commit", body, self._options.commit_seconds)
-            except Exception as error:
-                raise self.fail_update(version, error) from error
+            await self._post("commit", body, self._options.commit_seconds)
             self._server.version = version
-        self.recover()
 
     async def abandon_refit(self) -> None:
         found = await self._post("abandon", {}, self._options.commit_seconds)
@@ -191,9 +188,6 @@ class VllmServerHost(RequestDriver):
 
     async def close(self) -> None:
         await asyncio.gather(self._client.close(), self._updates.close())
-
-    def _paused_for(self, version: int) -> AbstractAsyncContextManager[None]:
-        return self.paused_for(version, self._config.on_update, seconds=self._options.commit_seconds)
 
     async def _post(self, route: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
         async with asyncio.timeout(seconds):
