@@ -205,6 +205,11 @@ class BareVllm:
         seconds = time.perf_counter() - began
         return Sampled(tuple(tuple(output.outputs[0].token_ids) for output in outputs), seconds)
 
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._llm.llm_engine.engine_core.shutdown()
+        self._folder.cleanup()
+
 
 class Engine:
     """One of ours, by the interface that all have, on an event loop of its own."""

@@ -162,7 +162,7 @@ def test_progress_comes_before_the_completion(one: Any) -> None:
     assert all(isinstance(report, Progress) for report in progress)
     told = [token for report in progress for token in report.tokens.tolist()]
     assert told == completion.tokens.tolist()[: len(told)]
-    assert len(told) == 16
+    assert 12 <= len(told) < 20  # about every 8: an engine reports several tokens at a time
 
 
 def test_a_deadline_keeps_what_was_sampled(one: Any) -> None:

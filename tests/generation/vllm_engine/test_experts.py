@@ -78,7 +78,9 @@ class Engine:
             )  # fmt: skip
             self.output_processor.process_outputs([output])
             if step % self._merged == 0 or step == params.max_tokens:
-                yield await queue.get()
+                reported = queue.get_nowait()  # none in steps that vLLM reports together with later ones
+                if reported is not None:
+                    yield reported
 
 
 def worker(merged: int, decode: Any = None) -> RequestDriver:
@@ -113,7 +115,9 @@ def test_a_row_is_at_the_token_that_was_taken_in(merged: int, first: int) -> Non
     assert completion.routed_experts.dtype == np.int16
     assert completion.routed_experts.tolist() == kept(first, PROMPT + NEW - 1)
     told = [row for p in progress if p.routed_experts is not None for row in p.routed_experts.tolist()]
-    assert told == kept(first, PROMPT + sum(len(p.tokens) for p in progress) - 1)
+    # The row of the last token is there if a later step had taken it in by then.
+    assert PROMPT + sum(len(p.tokens) for p in progress) - first - len(told) in (0, 1)
+    assert told == kept(first, first + len(told))
     assert progress
 
 
