@@ -100,7 +100,7 @@ def sensitivity(model: Path, moved: float = 1e-7) -> list[dict[str, Any]]:
     layers = [layer for layer in network.model.modules() if isinstance(layer, torch.nn.Linear)]
 
     def logprobs(embedded: Tensor) -> Tensor:
-        logits = network(inputs_embeds=embedded).logits[0, :-1]
+        logits: Tensor = network(inputs_embeds=embedded).logits[0, :-1]
         return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])
 
     def gap(one: Tensor, other: Tensor) -> float:

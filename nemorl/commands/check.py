@@ -42,7 +42,14 @@ from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem, Problems, U
 from nemorl.models.hub import commits_in, with_local_models
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.machine import Machine, gpu_problems, is_this_machine, read_machine
-from nemorl.plan.problems import Plan, address_problems, node_problems, plan_run, server_problems
+from nemorl.plan.problems import (
+    Plan,
+    address_problems,
+    node_problems,
+    plan_run,
+    server_problems,
+)
+from nemorl.plan.recompute import with_settled_recompute
 from nemorl.rewards.find import GIVEN, RewardError, find_reward
 from nemorl.rewards.functions import BUILT_IN
 
@@ -140,7 +147,7 @@ class Ready:
     experiment: Experiment
     plan: Plan
     unverified: tuple[Problem, ...] = ()  # what this machine lacks, where the run may start on another
-    remarks: tuple[Problem, ...] = ()  # of trials of the user's agents, which a model may answer better
+    remarks: tuple[Problem, ...] = ()  # what was chosen, and of trials of the user's agents
 
 
 def describe_unverified(ready: Ready) -> list[str]:
@@ -190,6 +197,10 @@ def prepare(
         recorded = RunPaths(experiment.run_dir).config
         commits = commits_in(recorded.read_text(encoding="utf-8")) if resumes and recorded.exists() else {}
         experiment, absent = with_local_models(experiment, commits)
+        settled = with_settled_recompute(experiment, machine, training=training)
+        if settled is not experiment:
+            remarks.append(Problem("policy.recompute", "auto", _settled(settled, machine)))
+        experiment = settled
         located.append(experiment)
         yield from absent
         plans.append(plan_run(experiment, machine, training=training))
@@ -234,6 +245,12 @@ def prepare(
 
     load_experiment(path, overrides, further_checks)
     return Ready(located[0], plans[0], tuple(unverified), tuple(remarks))
+
+
+def _settled(experiment: Experiment, machine: Machine) -> str:
+    if not is_this_machine(experiment, machine):
+        return "chosen on the machine of the run, by its memory"
+    return f"the memory plan chooses to recompute {experiment.policy.recompute.described}"
 
 
 def _run_folder_problems(experiment: Experiment, new_run: bool) -> Problems:

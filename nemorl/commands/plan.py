@@ -12,6 +12,7 @@ from rich.table import Table
 from nemorl.config.base import counted
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
+from nemorl.config.policy import AutoRecompute
 from nemorl.errors import ConfigError, Problem, UsageError
 from nemorl.models.hub import is_hub_id, with_local_models
 from nemorl.models.registry import load_shape
@@ -19,6 +20,7 @@ from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import MEMORY_PARTS
 from nemorl.plan.problems import policy_layout_problems
+from nemorl.plan.recompute import fitting_recompute
 
 from . import terminal
 from .terminal import Commands, ExitCode, say
@@ -93,7 +95,8 @@ def _layouts(arguments: Namespace) -> int:
         return ExitCode.WELL
     console = terminal.output()
     console.width = max(console.width, _WIDTH)
-    console.print(_table(choices[:_ROWS]))
+    is_chosen = isinstance(experiment.policy.recompute, AutoRecompute)
+    console.print(_table(choices[:_ROWS], is_chosen=is_chosen))
     more = f", the first {_ROWS} are shown (--json gives all)" if len(choices) > _ROWS else ""
     unknown = "" if memory_bytes else " This machine has no GPU: give --memory-gb to see which fit."
     terminal.notes().print(f"{counted(len(choices), 'layout')}{more}. {ORDER}{unknown}", markup=False)
@@ -104,6 +107,7 @@ def _as_json(choice: LayoutChoice) -> dict[str, object]:
     memory = asdict(choice.memory)
     return {
         "layout": choice.layout.model_dump(exclude_defaults=True),
+        "recompute": choice.recompute.model_dump(),
         "fits": choice.fits,
         "memory": {part: memory[part] for part in MEMORY_PARTS},
         "memory_on_device": choice.memory.on_device,
@@ -112,11 +116,14 @@ def _as_json(choice: LayoutChoice) -> dict[str, object]:
     }
 
 
-def _table(choices: list[LayoutChoice]) -> Table:
+def _table(choices: list[LayoutChoice], *, is_chosen: bool) -> Table:
+    """`is_chosen`: the plan chooses what is recomputed."""
     parts = [part for part in _PARTS if any(getattr(choice.memory, part) for choice in choices)]
     title = "Layouts on GPUs; memory of the fullest in GB: weights exact, the rest estimated"
     headers = [_SHORT.get(part, part) for part in parts]
-    result = terminal.table(title, ["layout", "fits", "in all", *headers, "other", "kB/token", "idle"])
+    recomputed = ["recomputed"] if is_chosen else []
+    columns = ["layout", *recomputed, "fits", "in all", *headers, "other", "kB/token", "idle"]
+    result = terminal.table(title, columns)
     for column in result.columns:
         column.no_wrap = True
         column.justify = "left" if column is result.columns[0] else "right"
@@ -126,7 +133,8 @@ def _table(choices: list[LayoutChoice]) -> Table:
         fits = {True: "yes", False: "no", None: "?"}[choice.fits]
         memory = (_digits(size / 1e9) for size in (whole, *sizes, whole - sum(sizes)))
         traffic, idle = _digits(choice.bytes_per_token / 1000), f"{choice.idle:.0%}"
-        result.add_row(choice.layout.name, fits, *memory, traffic, idle)
+        names = [choice.layout.name, *(choice.recompute.described for _ in recomputed)]
+        result.add_row(*names, fits, *memory, traffic, idle)
     return result
 
 
@@ -157,6 +165,12 @@ def _rehearse(arguments: Namespace) -> int:
             f"run `hf download {policy.model_path} config.json --local-dir FOLDER` and set it to that folder"
         )
         raise UsageError(f"policy.model_path = {policy.model_path}: there is no such folder; {fix}")
+    shape = load_shape(policy.model_path, policy.head)
+    settled = fitting_recompute(experiment, shape, int(arguments.memory_gb * 1e9))
+    if settled is not experiment:
+        note = f"policy.recompute = auto: recomputes {settled.policy.recompute.described}"
+        terminal.notes().print(note, markup=False)
+    experiment = settled
     # After the arguments were checked: these import torch and Megatron.
     from nemorl.rehearsal.ranks import as_json, compare, faults, rehearse_all
     from nemorl.rehearsal.worker import pipeline_ranks

@@ -12,14 +12,15 @@ from .base import Config, Variants, check, counted
 from .generation import ADDRESS, is_address
 from .policy import (
     AdamConfig,
+    ChosenRecompute,
     ConstantSchedule,
     LayoutConfig,
     LoraConfig,
     MoeConfig,
+    NoRecompute,
     OffloadConfig,
     OptimizerConfig,
     PolicyConfig,
-    RecomputeConfig,
     ScheduleConfig,
     UpdateGuardsConfig,
     decay_problems,
@@ -120,7 +121,7 @@ class CriticConfig(ModelGroupConfig):
 
     lora: LoraConfig | None = None
     """Train adapters and the head; null trains all weights."""
-    recompute: RecomputeConfig | None = None
+    recompute: Annotated[ChosenRecompute, Variants(NoRecompute)] | None = None
     """Which activations are recomputed in the backward pass; null is the policy's."""
     optimizer: OptimizerConfig = AdamConfig(lr=1e-5)
     """The optimizer."""

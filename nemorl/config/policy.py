@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, Variants, check
+from .base import Config, Variants, check, counted
 from .quantization import STATIC_INPUTS, QuantizationConfig
 from .run import CheckpointingConfig, ClusterConfig
 
@@ -246,6 +246,10 @@ class NoRecompute(Config):
     name: Literal["none"] = "none"
     """All activations are kept for the backward pass."""
 
+    @property
+    def described(self) -> str:
+        return "nothing"
+
 
 class SelectiveRecompute(Config):
     name: Literal["selective"]
@@ -253,6 +257,10 @@ class SelectiveRecompute(Config):
     modules: tuple[RecomputeModule, ...] = Field(("core_attn",), min_length=1)
     """Modules to recompute; choose large, cheap ones. `core_attn` helps only where attention keeps its
     scores."""
+
+    @property
+    def described(self) -> str:
+        return ", ".join(self.modules)
 
 
 class FullRecompute(Config):
@@ -263,8 +271,24 @@ class FullRecompute(Config):
     num_layers: int = Field(1, ge=1)
     """Layers of a stage (of a run of its layers under VPP), for `method`."""
 
+    @property
+    def described(self) -> str:
+        if self.method == "block":
+            return f"the first {counted(self.num_layers, 'layer')} of each stage"
+        return "every layer" + ("" if self.num_layers == 1 else f", {self.num_layers} at a time")
 
-RecomputeConfig = Annotated[NoRecompute | SelectiveRecompute | FullRecompute, Variants(NoRecompute)]
+
+class AutoRecompute(Config):
+    name: Literal["auto"]
+    """The memory plan chooses the least work with which all processes fit into the memory of this machine."""
+
+    @property
+    def described(self) -> str:
+        return "what the memory plan chooses"
+
+
+ChosenRecompute = NoRecompute | SelectiveRecompute | FullRecompute
+RecomputeConfig = Annotated[ChosenRecompute | AutoRecompute, Variants(NoRecompute)]
 
 _Attention = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
 _LatentAttention = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nemorl.config.policy import AdamConfig, Fp8Config, OptimizerConfig, RecomputeConfig, SelectiveRecompute
+from nemorl.config.policy import (
+    AdamConfig,
+    AutoRecompute,
+    Fp8Config,
+    NoRecompute,
+    OptimizerConfig,
+    RecomputeConfig,
+    SelectiveRecompute,
+)
 from nemorl.models.layout_rules import norms_are_fused
 from nemorl.models.shape import ModelShape
 
@@ -246,8 +254,10 @@ def _missing(library: str, installed: Installed, kind: Device) -> str:
 
 
 def recompute_notes(shape: ModelShape, recompute: RecomputeConfig, layers: LayerKernels) -> dict[str, str]:
-    """A line for a run's header where what is asked for has no effect."""
-    asked = isinstance(recompute, SelectiveRecompute) and "layernorm" in recompute.modules
-    if not (asked and layers == "transformer_engine" and norms_are_fused(shape)):
+    """A line for a run's header: what is recomputed, and where a part of it has no effect."""
+    if isinstance(recompute, NoRecompute | AutoRecompute):
         return {}
-    return {"recomputation": "not of norms: Transformer Engine computes them with the matrices behind them"}
+    asked = isinstance(recompute, SelectiveRecompute) and "layernorm" in recompute.modules
+    fused = asked and layers == "transformer_engine" and norms_are_fused(shape)
+    note = "; norms are not, Transformer Engine computes them with the matrices behind them" if fused else ""
+    return {"recomputation": recompute.described + note}

@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 
 from nemorl.config.generation import GenerationConfig
-from nemorl.config.policy import FullRecompute, LayoutConfig, MoeConfig, NoRecompute, RecomputeConfig
+from nemorl.config.policy import (
+    AutoRecompute,
+    FullRecompute,
+    LayoutConfig,
+    MoeConfig,
+    NoRecompute,
+    RecomputeConfig,
+)
 from nemorl.errors import Problem
 
 from .shape import Dim, ModelShape
@@ -107,7 +114,7 @@ def layers_by_stage(num_layers: int, layout: LayoutConfig) -> list[int]:
 def recompute_problems(
     shape: ModelShape, layout: LayoutConfig, recompute: RecomputeConfig
 ) -> Iterator[Problem]:
-    if isinstance(recompute, NoRecompute):
+    if isinstance(recompute, NoRecompute | AutoRecompute):
         return
     if isinstance(recompute, FullRecompute):
         chunks = layout.virtual_pipeline_parallel_size

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from nemorl.config.checks import data_parallel_divides, interleaved_stages_have_work
 from nemorl.config.experiment import Experiment
-from nemorl.config.policy import LayoutConfig, PolicyConfig
+from nemorl.config.policy import LayoutConfig, PolicyConfig, RecomputeConfig
 from nemorl.models.layout_rules import layout_problems, recompute_problems
 from nemorl.models.shape import ModelShape
 
 from .memory import ITEM_SIZE, ProcessMemory, policy_memory
+from .recompute import fitting_recompute
 
 ORDER = (
     "Best first: those that fit, then fewest processes per model copy (they communicate in every layer; "
@@ -21,6 +22,7 @@ ORDER = (
 @dataclass(frozen=True)
 class LayoutChoice:
     layout: LayoutConfig
+    recompute: RecomputeConfig  # the choice, where the experiment leaves it to the plan
     memory: ProcessMemory  # of the fullest rank
     fits: bool | None  # None where the memory of a device is not known
     bytes_per_token: int  # that a process sends within its copy, forward and backward
@@ -44,12 +46,14 @@ def list_layouts(
             or any(interleaved_stages_have_work(policy, algorithm))
         ):
             continue
-        memory = policy_memory(experiment.model_copy(update={"policy": policy}), shape)
+        chosen = fitting_recompute(experiment.model_copy(update={"policy": policy}), shape, memory_bytes)
+        memory = policy_memory(chosen, shape)
         fits = None if memory_bytes is None else memory.on_device <= memory_bytes
         stages = layout.pipeline_parallel_size
         # (stages - 1) of the time of a micro-batch's layers, compared with four micro-batches a stage
         idle = (stages - 1) / (stages - 1 + 4 * stages * layout.virtual_pipeline_parallel_size)
-        choices.append(LayoutChoice(layout, memory, fits, _bytes_per_token(shape, policy), idle))
+        traffic = _bytes_per_token(shape, policy)
+        choices.append(LayoutChoice(layout, chosen.policy.recompute, memory, fits, traffic, idle))
 
     def order(choice: LayoutChoice) -> tuple[float, ...]:
         copy_size = choice.layout.world_size // choice.layout.data_parallel_size

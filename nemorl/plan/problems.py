@@ -98,16 +98,26 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
         fix = "engines get scales of activations from a policy, which this command does not start"
         fix += "; set policy.quantization to null here, or use a format without them"
         problems.append(Problem("policy.quantization.format", policy.quantization.format, fix))
-    starts_policy = training or not generation.has_engines
+    processes, refused = planned_processes(experiment, shape, training=training)
+    if refused:
+        return Plan((), (*problems, *(problem for problem in refused if problem not in problems)))
+    problems += memory_problems(experiment, processes, machine)
+    return Plan(processes, tuple(problems))
+
+
+def planned_processes(
+    experiment: Experiment, shape: ModelShape, *, training: bool
+) -> tuple[tuple[ProcessMemory, ...], list[Problem]]:
+    """The processes that a run starts, or why its models cannot be divided over them."""
+    samples = experiment.algorithm.generates or not training
+    starts_policy = training or not experiment.generation.has_engines
     if starts_policy and (refused := list(policy_layout_problems(experiment, shape))):
-        return Plan((), (*problems, *refused))
+        return (), refused
     started = [m for m in models_of(experiment)[1:] if (samples if m.scores else training)]
     auxiliary, refused = auxiliary_models(experiment, shape, started)
     if refused:
-        return Plan((), (*problems, *(problem for problem in refused if problem not in problems)))
-    processes = estimate_memory(experiment, shape, training, auxiliary)
-    problems += memory_problems(experiment, processes, machine)
-    return Plan(processes, tuple(problems))
+        return (), refused
+    return estimate_memory(experiment, shape, training, auxiliary), []
 
 
 def auxiliary_models(

@@ -168,7 +168,9 @@ def test_the_header_says_where_norms_are_not_recomputed(config, layers, told):
     shape = shape_from_config(config, "config.json")
     recompute = SelectiveRecompute(name="selective", modules=("core_attn", "layernorm"))
 
-    assert bool(recompute_notes(shape, recompute, layers)) == told
+    note = recompute_notes(shape, recompute, layers)["recomputation"]
+    assert note.startswith("core_attn, layernorm")
+    assert ("norms are not" in note) == told
     assert not recompute_notes(shape, NoRecompute(), layers)
 
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from nemorl.config.experiment import Experiment
-from nemorl.config.policy import LayoutConfig
+from nemorl.config.policy import LayoutConfig, NoRecompute
 from nemorl.models.layout_rules import layout_problems
-from nemorl.models.registry import shape_from_config
+from nemorl.models.registry import load_shape, shape_from_config
+from nemorl.plan.memory import policy_memory
+from nemorl.plan.recompute import fitting_recompute, with_recompute
 from nemorl.rehearsal.execution import Kernel
 from nemorl.rehearsal.ranks import compare, faults, hollow, rehearse_all
 from nemorl.rehearsal.worker import RankReport, pipeline_ranks
@@ -20,6 +22,7 @@ from tests.rehearsal.experiments import LLAMA_8B, LLAMA_70B, QWEN3_MOE, VLLM, ex
 from tests.rehearsal.processes import alone
 
 PHASES = ("load", "logprobs", "train", "refit", "offload", "decode")
+AUTO = {"name": "auto"}
 TP2_PP2 = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "sequence_parallel": True}
 TORCH = "{backend: torch, max_batch_size: 4, max_new_tokens: 16, max_kv_tokens: 1024}"
 
@@ -237,6 +240,30 @@ WITHOUT_FULL_RECOMPUTATION = {
     ),
     "experts": (QWEN3_MOE, {"expert_parallel_size": 4}, {"name": "selective", "modules": ["moe"]}),
 }
+
+
+@pytest.mark.ci
+def test_a_setting_that_the_plan_chooses_fits(tmp_path: Path) -> None:
+    """Within the tenth by which plans may be off, the less memory the more is recomputed."""
+    auto = experiment(
+        tmp_path,
+        LLAMA_8B,
+        generation=VLLM,
+        layout={"data_parallel_size": 8},
+        max_sequence_length=4096,
+        micro_batch_tokens=16384,
+        recompute=AUTO,
+    )
+    shape = load_shape(auto.policy.model_path)
+    most = policy_memory(with_recompute(auto, NoRecompute()), shape).on_device
+    chosen = []
+    for share in (1.0, 0.9, 0.7):
+        settled = fitting_recompute(auto, shape, round(share * most))
+        (report,) = rehearsed(settled, [0])
+        assert compare(report, settled).measured < 1.1 * share * most
+        chosen.append(settled.policy.recompute.described)
+    assert chosen[0] == "nothing"
+    assert len(set(chosen)) == 3
 
 
 @pytest.mark.ci

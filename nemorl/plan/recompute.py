@@ -1,0 +1,151 @@
+"""The choice of `policy.recompute: {name: auto}`: the least work with which a run fits. Imports no torch."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import get_args
+
+from nemorl.config.experiment import Experiment
+from nemorl.config.policy import (
+    AutoRecompute,
+    ChosenRecompute,
+    FullRecompute,
+    NoRecompute,
+    PolicyConfig,
+    RecomputeModule,
+    SelectiveRecompute,
+)
+from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
+from nemorl.models.layout_rules import layers_by_stage, norms_are_fused, recompute_problems
+from nemorl.models.registry import load_shape
+from nemorl.models.shape import ModelShape
+
+from .machine import Machine, memory_problems
+from .memory import policy_memory
+from .problems import planned_processes
+
+_OF_NORM = 8  # operations for each element that a norm reads
+
+
+def with_recompute(experiment: Experiment, recompute: ChosenRecompute) -> Experiment:
+    policy = experiment.policy.model_copy(update={"recompute": recompute})
+    return experiment.model_copy(update={"policy": policy})
+
+
+def with_settled_recompute(experiment: Experiment, machine: Machine, *, training: bool = True) -> Experiment:
+    """The experiment with the setting that `policy.recompute: auto` stands for on this machine.
+
+    Nothing is recomputed where the memory is not known, as for a run on another machine, and where
+    `plan_run` will report why the run cannot start.
+    """
+    if not isinstance(experiment.policy.recompute, AutoRecompute):
+        return experiment
+    try:
+        shape = load_shape(experiment.policy.model_path, experiment.policy.head)
+    except (BrokenModelFolder, UnsupportedModel):
+        return with_recompute(experiment, NoRecompute())
+    if planned_processes(experiment, shape, training=training)[1]:
+        return with_recompute(experiment, NoRecompute())
+
+    def fits(choice: Experiment) -> bool:
+        processes, _ = planned_processes(choice, shape, training=training)
+        return not any(memory_problems(choice, processes, machine))
+
+    return with_chosen_recompute(experiment, shape, fits)
+
+
+def with_chosen_recompute(
+    experiment: Experiment, shape: ModelShape, fits: Callable[[Experiment], bool]
+) -> Experiment:
+    """The experiment with `auto` replaced by the setting of least work with which it `fits`.
+
+    If it fits with none, by the one of least memory. Layouts must divide the model.
+    """
+    if not isinstance(experiment.policy.recompute, AutoRecompute):
+        return experiment
+    choices = [with_recompute(experiment, option) for option in _by_work(shape, experiment.policy)]
+    smallest = min(choices, key=lambda choice: policy_memory(choice, shape).activations)
+    return next((choice for choice in choices if fits(choice)), smallest)
+
+
+def fitting_recompute(experiment: Experiment, shape: ModelShape, memory_bytes: int | None) -> Experiment:
+    """`auto` replaced by the setting with which a rank of the policy alone fits into a device's memory."""
+    if memory_bytes is None and isinstance(experiment.policy.recompute, AutoRecompute):
+        return with_recompute(experiment, NoRecompute())
+
+    def fits(choice: Experiment) -> bool:
+        return memory_bytes is None or policy_memory(choice, shape).on_device <= memory_bytes
+
+    return with_chosen_recompute(experiment, shape, fits)
+
+
+def forward_operations(shape: ModelShape, policy: PolicyConfig, recompute: ChosenRecompute) -> float:
+    """Operations for a token that the backward pass repeats, in all layers. Products count twice."""
+    layers = range(shape.num_layers)
+    if isinstance(recompute, FullRecompute):
+        work = sum(_of_layer(shape, policy, layer) for layer in layers)
+        if recompute.method == "block":
+            layout = policy.layout
+            runs = layout.pipeline_parallel_size * layout.virtual_pipeline_parallel_size
+            work *= min(1.0, recompute.num_layers * runs / shape.num_layers)
+        return work
+    if isinstance(recompute, NoRecompute):
+        return 0.0
+    modules = (_of_modules(shape, policy, layer) for layer in layers)
+    return sum(work for layer in modules for name, work in layer.items() if name in recompute.modules)
+
+
+def _by_work(shape: ModelShape, policy: PolicyConfig) -> list[ChosenRecompute]:
+    """All settings, those of less work first."""
+    return sorted(_options(shape, policy), key=lambda option: forward_operations(shape, policy, option))
+
+
+def _options(shape: ModelShape, policy: PolicyConfig) -> Iterator[ChosenRecompute]:
+    yield NoRecompute()
+    layout, modules = policy.layout, get_args(RecomputeModule)
+    if norms_are_fused(shape) and policy.kernels != "local":
+        modules = tuple(name for name in modules if name != "layernorm")  # they may be, and keep their inputs
+    for size in range(1, len(modules) + 1):
+        for chosen in itertools.combinations(modules, size):
+            option = SelectiveRecompute(name="selective", modules=chosen)
+            # Shared experts are a part of `moe`.
+            repeats = {"moe", "shared_experts"} <= set(chosen)
+            if not repeats and not any(recompute_problems(shape, layout, option)):
+                yield option
+    largest = max(layers_by_stage(shape.num_layers, layout)) // layout.virtual_pipeline_parallel_size
+    for number in range(1, largest):
+        yield FullRecompute(name="full", method="block", num_layers=number)
+    for number in range(1, largest + 1):
+        every = FullRecompute(name="full", num_layers=number)
+        if not any(recompute_problems(shape, layout, every)):
+            yield every
+
+
+def _of_modules(shape: ModelShape, policy: PolicyConfig, layer: int) -> dict[str, float]:
+    """Operations of a forward pass for a token in each module of a layer that can be recomputed."""
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
+    seen = min(policy.max_sequence_length / 2, shape.window(layer) or policy.max_sequence_length)
+    query, value = heads * shape.head_dim, heads * shape.head_dim
+    found: dict[str, float] = {"layernorm": 2 * _OF_NORM * hidden}
+    if (mla := shape.mla) is not None:
+        query, value = heads * (mla.head_dim + mla.rotary_dim), heads * mla.value_dim
+        found["mla_up_proj"] = 2 * (
+            (mla.query_rank or 0) * query + mla.key_value_rank * heads * (mla.head_dim + mla.value_dim)
+        )
+    found["core_attn"] = 2 * seen * (query + value)
+    if shape.moe is None or not shape.is_moe(layer):
+        return found | {"mlp": 6 * hidden * shape.ffn_hidden_size}
+    found["shared_experts"] = 6 * hidden * shape.moe.shared_ffn_hidden_size
+    found["moe"] = 6 * hidden * shape.moe.top_k * shape.moe.ffn_hidden_size + found["shared_experts"]
+    return found
+
+
+def _of_layer(shape: ModelShape, policy: PolicyConfig, layer: int) -> float:
+    """Operations of a layer's forward pass for a token."""
+    modules = _of_modules(shape, policy, layer)
+    hidden, dim = shape.hidden_size, shape.head_dim
+    if (mla := shape.mla) is not None:
+        down = hidden * ((mla.query_rank or 0) + mla.key_value_rank + mla.rotary_dim)
+        projections = down + hidden * shape.num_attention_heads * mla.value_dim
+    else:
+        projections = 2 * hidden * dim * (shape.num_attention_heads + shape.num_key_value_heads)
+    return 2 * projections + sum(work for name, work in modules.items() if name != "shared_experts")
