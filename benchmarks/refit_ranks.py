@@ -5,6 +5,7 @@ import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from nemorl.weights.messages import (
 )
 
 TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo", "files")
+if find_spec("nixl") is not None:
+    TRANSPORTS += ("nixl",)
 ON_ONE_GPU: tuple[Transport, ...] = ("cuda_ipc", "shared_memory")
 Gathering = Sequence[tuple[str, Sequence[tuple[int, TensorSlice]]]]  # by tensor: who brings which box
 
