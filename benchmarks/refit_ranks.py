@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meter import peak, start_of_peak
+from refit_overlap import SteppingSender, Way
 from torch import Tensor
 
 from nemorl.generation.torch_engine.engine import ModelRunner
@@ -154,6 +155,18 @@ class Rank:
     def exchange(self, transport: Transport, method: str, *given: Any) -> Any:
         """This rank's part in an exchange."""
         return getattr(self.exchanges[transport], method)(*given)
+
+    def become_stepping_sender(self, model: Path, rank: int, rendezvous: str) -> None:
+        """Hold a policy with its optimizer."""
+        self.exchanges = {"shared_memory": SteppingSender(model, rank, rendezvous)}
+
+    def choose(self, way: Way) -> None:
+        """When the next refit takes the optimizer step."""
+        self.exchanges["shared_memory"].way = way
+
+    def step_seconds(self) -> float:
+        """Of the last optimizer step."""
+        return float(self.exchanges["shared_memory"].step_seconds)
 
     def begin_peak(self) -> None:
         """Measure memory from now on."""

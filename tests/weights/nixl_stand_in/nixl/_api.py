@@ -186,7 +186,7 @@ class nixl_agent:
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, which tells it from a later one with its number; empty if it has ended."""
+    """When a process started, by which it differs from a later one with its number; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
