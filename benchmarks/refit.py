@@ -1,10 +1,11 @@
 """What does a refit cost: bytes, seconds and memory against a broadcast, with changes only, and the plan?
 
-Four parts:
+Five parts:
 
 - ways: the same processes hand over the same bfloat16 weights by our exchange (shared memory, gloo, files),
   and by gathering each HF tensor on policy rank 0 and broadcasting it whole to every engine rank (gloo).
 - stages: what an update of the embedded engine with SmolLM2 consists of, through shared memory.
+- overlap: what overlapping a refit with the optimizer step before it can save at most, with SmolLM2.
 - delta: refits that carry only what changed, after AdamW's steps on a language model's loss.
 - plan: the transfer plan of DeepSeek-V3 from 1,024 policy ranks to 512 engine ranks, from metadata alone.
 """
@@ -26,6 +27,8 @@ from typing import Any
 import torch
 from common import publish, table_of, time_in_turns
 from refit_models import DEEPSEEK_V3, DENSE, DTYPE, MOE, layouts_of, shape_of
+from refit_overlap import RANKS as OVERLAP_RANKS
+from refit_overlap import WAYS, Way
 from refit_ranks import TRANSPORTS, Gathering, Ranks, Side
 from safetensors.torch import save_file
 
@@ -55,6 +58,7 @@ SHOWN = {  # columns of each part's table, by key
         "peak_megabytes_of_a_receiver": "engine",
     },
     "stages": {"stage": "stage", "median_seconds": "s"},
+    "overlap": {"way": "way", "median_seconds": "s", "over_after": "ratio", "step_seconds": "step s"},
     "delta": {
         "type": "type",
         "way": "way",
@@ -264,6 +268,36 @@ def measure_stages(policy: Ranks, engines: Ranks, model: Path, rounds: int) -> l
     ]
 
 
+def measure_overlap(policy: Ranks, engines: Ranks, model: Path, rounds: int, folder: Path) -> list[Row]:
+    """Seconds of an optimizer step with the refit after it, and with all of both at the same time.
+
+    By processes that are in no process group yet.
+    """
+    place = f"file://{folder / 'meeting of stepping ranks'}"
+    policy.each("become_stepping_sender", [(model, rank, place) for rank in range(OVERLAP_RANKS)])
+    engines.all("become_embedded_engine", model)
+    refit = exchange_by(TransportOptions("shared_memory"), policy, engines, {})
+    steps: dict[str, list[float]] = {way: [] for way in WAYS}
+
+    def measured(way: Way) -> None:
+        policy.all("choose", way)
+        refit()
+        steps[way].append(max(policy.all("step_seconds")))
+
+    ways: dict[str, Callable[[], object]] = {way: functools.partial(measured, way) for way in WAYS}
+    timings = time_in_turns(ways, rounds=rounds)
+    return [
+        {
+            "way": way,
+            "median_seconds": timing.median,
+            "over_after": timing.ratio_to(timings["after the step"]),
+            "step_seconds": statistics.median(steps[way][1:]),
+            "seconds": timing.seconds,
+        }
+        for way, timing in timings.items()
+    ]
+
+
 def measure_delta(policy: Ranks, engines: Ranks, folder: Path, steps: int) -> list[Row]:
     """Bytes of refits after each of AdamW's steps; with files, the engines read what was written."""
     rows = []
@@ -386,7 +420,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps, with a delta refit after each")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="what to measure")
     arguments = parser.parse_args()
-    if "stages" in arguments.parts and not (arguments.model / "config.json").is_file():
+    if {"stages", "overlap"} & set(arguments.parts) and not (arguments.model / "config.json").is_file():
         parser.error(f"{arguments.model} is no model: nemorl models fetch smollm2 {arguments.model}")
     found: dict[str, list[Row]] = {}
     if {"ways", "stages", "delta"} & set(arguments.parts):
@@ -400,6 +434,15 @@ def main() -> None:
                     found["stages"] = measure_stages(policy, engines, arguments.model, arguments.rounds)
                 if "delta" in arguments.parts:
                     found["delta"] = measure_delta(policy, engines, Path(name), arguments.steps)
+            finally:
+                policy.stop()
+                engines.stop()
+    if "overlap" in arguments.parts:
+        with tempfile.TemporaryDirectory() as name:
+            policy, engines = Ranks(OVERLAP_RANKS), Ranks(1)
+            try:
+                rounds = arguments.rounds
+                found["overlap"] = measure_overlap(policy, engines, arguments.model, rounds, Path(name))
             finally:
                 policy.stop()
                 engines.stop()

@@ -5,6 +5,7 @@ import multiprocessing
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from meter import peak, start_of_peak
+from refit_overlap import SteppingSender, Way
 from torch import Tensor
 
 from nemorl.generation.torch_engine.engine import ModelRunner
@@ -35,6 +37,8 @@ from nemorl.weights.messages import (
 )
 
 TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "gloo", "files")
+if find_spec("nixl") is not None:
+    TRANSPORTS += ("nixl",)
 ON_ONE_GPU: tuple[Transport, ...] = ("cuda_ipc", "shared_memory")
 Gathering = Sequence[tuple[str, Sequence[tuple[int, TensorSlice]]]]  # by tensor: who brings which box
 
@@ -151,6 +155,18 @@ class Rank:
     def exchange(self, transport: Transport, method: str, *given: Any) -> Any:
         """This rank's part in an exchange."""
         return getattr(self.exchanges[transport], method)(*given)
+
+    def become_stepping_sender(self, model: Path, rank: int, rendezvous: str) -> None:
+        """Hold a policy with its optimizer."""
+        self.exchanges = {"shared_memory": SteppingSender(model, rank, rendezvous)}
+
+    def choose(self, way: Way) -> None:
+        """When the next refit takes the optimizer step."""
+        self.exchanges["shared_memory"].way = way
+
+    def step_seconds(self) -> float:
+        """Of the last optimizer step."""
+        return float(self.exchanges["shared_memory"].step_seconds)
 
     def begin_peak(self) -> None:
         """Measure memory from now on."""

@@ -62,6 +62,20 @@ USED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             "wgrad_gemm_accum_fp16": (),
         },
     },
+    "nixl": {
+        "nixl_cu12/_api.py": {
+            "nixl_agent_config": (),
+            "nixl_agent": (),
+            **{
+                f"nixl_agent.{method}": ()
+                for method in (
+                    *("register_memory", "deregister_memory", "get_agent_metadata", "add_remote_agent"),
+                    *("make_connection", "get_xfer_descs", "initialize_xfer", "transfer", "check_xfer_state"),
+                    *("release_xfer_handle", "send_notif", "get_new_notifs"),
+                )
+            },
+        },
+    },
     "tensorrt_llm": {
         "tensorrt_llm/_torch/async_llm.py": {
             "AsyncLLM": (),

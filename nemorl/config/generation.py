@@ -133,10 +133,11 @@ class GenerationBase(Config):
     `finish`: they end first; those that take longer than half of `cluster.deadlines.refit` restart."""
     bucket_megabytes: int = Field(64, ge=1)
     """Size of one of the two buckets through which weights travel; at most 8 through shared memory."""
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "gloo", "nccl", "files"] = "auto"
-    """How weights travel: through shared memory or a GPU's memory (CUDA IPC) on one machine, by gloo or NCCL,
-    or as files in a folder or an object store (`files_url`). Between GPUs `auto` is NCCL, or CUDA IPC if
-    engines are on the policy's GPUs; else it is shared memory on one machine and gloo between several."""
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "gloo", "nccl", "nixl", "files"] = "auto"
+    """How weights travel: through shared memory or a GPU's memory (CUDA IPC) on one machine, by gloo, NCCL or
+    NIXL (extra `nixl`), or as files in a folder or an object store (`files_url`). Between GPUs `auto` is
+    NCCL, or CUDA IPC if engines are on the policy's; else it is shared memory on one machine and gloo
+    between several."""
     files_url: str | None = Field(None, min_length=1)
     """Where `transport: files` writes versions, for this run only: a folder that all machines share, or a URL
     of fsspec such as s3://bucket/run (extras `s3` and `gs`). `weights` in the run folder when not given."""

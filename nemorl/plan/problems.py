@@ -264,6 +264,9 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
     if packages and experiment.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
         yield Problem("logger.tensorboard", True, fix)
+    if packages and experiment.generation.transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        fix = "the package nixl is not installed: `pip install 'nemorl[nixl]'`, or set it to auto"
+        yield Problem("generation.transport", "nixl", fix)
     if packages and experiment.generation.files_url is not None:
         yield from _store_problems(experiment.generation.files_url)
     if "RAY_ADDRESS" in os.environ:  # processes of another Ray have variables of their own

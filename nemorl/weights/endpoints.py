@@ -173,7 +173,7 @@ class WeightSender:
         match session.transport:
             case "shared_memory" | "cuda_ipc":
                 meeting = socket_sender(part, session)
-            case "gloo" | "nccl":
+            case "gloo" | "nccl" | "nixl":
                 meeting = group_sender(part, session, self._member)
             case "files":
                 meeting = file_sender(part, session)

@@ -69,7 +69,7 @@ def make_venue(
         transport = _automatic(senders, receivers, num_nodes=len(nodes))
     if transport == "files":
         return FileVenue(options.url, deadline_seconds, options.full_version_every if options.delta else 1)
-    if transport in ("gloo", "nccl"):
+    if transport in ("gloo", "nccl", "nixl"):
         return GroupVenue(transport, LOOPBACK if len(nodes) == 1 else options.host, deadline_seconds)
     if len(nodes) > 1:
         names = ", ".join([*nodes[:3], "..."] if len(nodes) > 3 else nodes)

@@ -33,7 +33,7 @@ _ALIGNMENT = 64  # bytes
 _RETRY_SECONDS = 0.005
 _POLL_SECONDS = 0.1  # how often a wait checks if the session is over
 
-Transport = Literal["shared_memory", "cuda_ipc", "gloo", "nccl", "files"]
+Transport = Literal["shared_memory", "cuda_ipc", "gloo", "nccl", "nixl", "files"]
 T = TypeVar("T")
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,10 +40,12 @@ from .messages import (
     receiver_name,
     sender_name,
 )
+from .nixl import GroupAborted, NixlGroup
 
 _ABORTED = "Application timeout caused pair closure"  # gloo's error in all waits that `abort` ends
 _ABORT_TAG = 1  # of a message that no rank sends
 _POLL_SECONDS = 0.2  # how often a rank checks if the session is over
+T = TypeVar("T")
 
 
 def served_store(host: str) -> tuple[TCPStore, str]:
@@ -71,8 +73,38 @@ class GroupVenue(Venue):
             self._store.set(_over_key(session), "")
 
 
+class Members(Protocol):
+    """One rank's part in a group, whose members are numbers. What fails raises RuntimeError."""
+
+    @property
+    def device(self) -> torch.device: ...  # of the slots
+
+    def slots(self, part: Part, /) -> Slots: ...
+
+    def has_joined(self, session: RefitSession, member: int, /) -> bool: ...
+
+    def connect(self, member: int, *, first: bool) -> None:
+        """Connect to a member, which does the same; one of the two is `first`."""
+
+    def send_bucket(self, content: Tensor, member: int, /) -> Callable[[], None]:
+        """Begin to send the beginning of a slot; the call returned waits until it has left."""
+
+    def receive_size(self, member: int, /) -> int:
+        """Bytes of the next bucket that the member sends."""
+
+    def receive_content(self, content: Tensor, member: int, /) -> None:
+        """Receive these bytes into a slot."""
+
+    def abort(self) -> None:
+        """End the waits of all threads and the use of the group."""
+
+    def leave(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Group:
+    """A process group of torch (`Members`)."""
+
     backend: Any  # ProcessGroupGloo or ProcessGroupNCCL
     store: TCPStore
     device: torch.device
@@ -122,8 +154,35 @@ class Group:
             self.receive(hello, rank)
         self.connected.add(rank)
 
+    def slots(self, part: Part) -> Slots:
+        return Slots.allocate(part, self.device)
+
+    def has_joined(self, session: RefitSession, member: int) -> bool:
+        return bool(self.store.check([_joined_key(session, member)]))
+
+    def send_bucket(self, content: Tensor, member: int) -> Callable[[], None]:
+        messages = (torch.tensor([content.numel()], device=self.device), content)
+        works = [(message, self.send(message, member)) for message in messages]  # works do not keep them
+
+        def wait() -> None:
+            for _, work in works:
+                work.wait()
+            wait_for_queue(self.device)
+
+        return wait
+
+    def receive_size(self, member: int) -> int:
+        size = torch.empty(1, dtype=torch.int64, device=self.device)
+        self.receive(size, member)
+        return int(size)
+
+    def receive_content(self, content: Tensor, member: int) -> None:
+        self.receive(content, member)
+
+    def leave(self) -> None:
+        """Connections end with the last reference."""
+
     def abort(self) -> None:
-        """End the waits of all threads and the use of the group."""
         is_gloo = isinstance(self.backend, ProcessGroupGloo)
         if not is_gloo:
             self.backend.abort()
@@ -140,22 +199,28 @@ class Group:
 
 class Membership:
     _rendezvous: tuple[str, int] | None = None
-    _group: Group | None = None
+    _group: Members | None = None
 
-    def join(self, session: RefitSession, rank: int) -> Group:
+    def join(self, session: RefitSession, rank: int, part: Part) -> Members:
         rendezvous = (session.place, session.rendezvous)
         if self._group is None or self._rendezvous != rendezvous:
             self.leave()
-            self._group, self._rendezvous = Group.join(session, rank), rendezvous
+            if session.transport == "nixl":
+                group: Members = NixlGroup(session, rank, part, _store_of(session))
+            else:
+                group = Group.join(session, rank)
+            self._group, self._rendezvous = group, rendezvous
         return self._group
 
     def leave(self) -> None:
+        if self._group is not None:
+            self._group.leave()
         self._group, self._rendezvous = None, None
 
 
 @dataclass(frozen=True)
 class _Rendezvous:
-    group: Group
+    group: Members
     waiting: Waiting
     place: int
     num_senders: int
@@ -168,20 +233,21 @@ class _Rendezvous:
         here = way.index(self.place)
         return way[here - 1], way[here + 1]
 
-    def wait(self, operation: Callable[[], None], place: int, what: str) -> None:
+    def wait(self, operation: Callable[[], T], place: int, what: str) -> T:
         """Run an operation of the group that may wait for `what`, which the member there is to do."""
         began = time.monotonic()
         try:
-            operation()
+            return operation()
         except RuntimeError as error:
-            if _ABORTED in str(error) or time.monotonic() >= self.waiting.end:
+            aborted = isinstance(error, GroupAborted) or _ABORTED in str(error)
+            if aborted or time.monotonic() >= self.waiting.end:
                 self.waiting.check(what, began)
             raise self.waiting.closed(what, self.name(place)) from error
 
 
 class GroupSender(SendingChannel):
     def __init__(self, part: Part, rendezvous: _Rendezvous) -> None:
-        super().__init__(part, Slots.allocate(part, rendezvous.group.device))
+        super().__init__(part, rendezvous.group.slots(part))
         self._rendezvous = rendezvous
 
     def publish(self, number: int, num_bytes: int) -> None:
@@ -189,19 +255,11 @@ class GroupSender(SendingChannel):
         _, to = meeting.neighbors(self._part.buckets[number])
         if to is None:
             return
-        messages = (torch.tensor([num_bytes], device=group.device), self._slots.bucket(number, num_bytes))
-        sent: list[tuple[Tensor, Any]] = []  # each message with its work, which does not keep it
-
-        def send() -> None:
-            sent.extend((message, group.send(message, to)) for message in messages)
-
-        def wait_taken() -> None:
-            for _, work in sent:
-                meeting.wait(work.wait, to, f"{meeting.name(to)} to take bucket {number}")
-            wait_for_queue(group.device)
-
-        meeting.wait(send, to, f"{meeting.name(to)} to receive bucket {number}")
-        self._waits[number] = wait_taken
+        content = self._slots.bucket(number, num_bytes)
+        what = f"{meeting.name(to)} to receive bucket {number}"
+        wait = meeting.wait(lambda: group.send_bucket(content, to), to, what)
+        taken = f"{meeting.name(to)} to take bucket {number}"
+        self._waits[number] = lambda: meeting.wait(wait, to, taken)
 
 
 class GroupReceiver:
@@ -264,13 +322,11 @@ class GroupReceiver:
         what = f"the next bucket of {sender_name(bucket.sender)}"
         if source != bucket.sender:
             what += f", which {peer} passes on"
-        size = torch.empty(1, dtype=torch.int64, device=group.device)
-        meeting.wait(lambda: group.receive(size, source), source, what)
-        num_bytes = int(size)
+        num_bytes = meeting.wait(lambda: group.receive_size(source), source, what)
         if not 0 <= num_bytes <= bucket.num_bytes:
             raise RefitFailed(f"{peer} sends {num_bytes} bytes where {bucket.num_bytes} were due")
         content = slot[:num_bytes]
-        meeting.wait(lambda: group.receive(content, source), source, what)
+        meeting.wait(lambda: group.receive_content(content, source), source, what)
         return content
 
 
@@ -301,14 +357,14 @@ def _joined(part: Part, session: RefitSession, member: Membership, place: int) -
     who = sender_name(part.rank) if place < session.num_senders else receiver_name(part.rank)
     waiting = Waiting(who, session, over=over.is_set)
     try:
-        group = member.join(session, place)
+        group = member.join(session, place, part)
         meeting = _Rendezvous(group, waiting, place, session.num_senders)
         neighbors = {peer for bucket in part.buckets for peer in meeting.neighbors(bucket)}
         # in the order of pairs in which all connect
         peers = sorted(peer for peer in neighbors if peer is not None)
         with _watch(session, group, over):
             for peer in peers:
-                has_joined = partial(group.store.check, [_joined_key(session, peer)])
+                has_joined = partial(group.has_joined, session, peer)
                 waiting.until(has_joined, f"{meeting.name(peer)} to join")
             for peer in peers:
                 connect = partial(group.connect, peer, first=place < peer)
@@ -320,7 +376,7 @@ def _joined(part: Part, session: RefitSession, member: Membership, place: int) -
 
 
 @contextmanager
-def _watch(session: RefitSession, group: Group, over: threading.Event) -> Iterator[None]:
+def _watch(session: RefitSession, group: Members, over: threading.Event) -> Iterator[None]:
     """Abort the group when the driver ends the session, or is gone, before the block ends."""
     finished = threading.Event()
     end = time.monotonic() + session.deadline_seconds

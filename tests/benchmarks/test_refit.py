@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from refit import GATHER, Case, measure_stages, measure_ways, write_random
+from refit import GATHER, Case, measure_overlap, measure_stages, measure_ways, write_random
 from refit_models import DENSE, shape_of
 from refit_ranks import TRANSPORTS, Ranks
 
@@ -38,3 +38,19 @@ def test_stages_are_those_of_an_update_of_the_embedded_engine(tmp_path: Path) ->
     seconds = {row["stage"]: row["median_seconds"] for row in rows}
     assert {"send_pack", "receive_copy", "commit"} < seconds.keys()
     assert 0 < seconds["commit"] < seconds["update"]
+
+
+def test_a_refit_is_measured_after_an_optimizer_step_and_during_it(tmp_path: Path) -> None:
+    write_random(shape_of(SMALL), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    policy, engines = Ranks(2), Ranks(1)
+    try:
+        rows = measure_overlap(policy, engines, tmp_path, 1, tmp_path)
+    finally:
+        policy.stop()
+        engines.stop()
+    alone, after, during = rows
+    assert [row["way"] for row in rows] == ["refit alone", "after the step", "during the step"]
+    assert alone["step_seconds"] == 0
+    assert 0 < after["step_seconds"] < after["median_seconds"]
+    assert during["step_seconds"] > 0

@@ -83,7 +83,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["generation.transport=gloop"],
         "generation.transport",
         "gloop",
-        "did you mean `gloo`? expected one of `auto`, `shared_memory`, `cuda_ipc`, `gloo`, `nccl`,",
+        "did you mean `gloo`? expected one of `auto`, `shared_memory`, `cuda_ipc`, `gloo`, `nccl`, `nixl`,",
     ),
     "an algorithm misspelled": (["algorithm.name=grppo"], "algorithm.name", "grppo", "did you mean `grpo`?"),
     "an algorithm nobody knows": (

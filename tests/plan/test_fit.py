@@ -1,5 +1,6 @@
 """What is wrong beyond the configuration: the model, the files it names, the machine."""
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -604,6 +605,14 @@ def test_the_keys_of_environments_must_be_there(
     assert f"{field}.api_key_env" in found
     monkeypatch.setenv("A_KEY", "secret")
     assert f"{field}.api_key_env" not in [problem.field for problem in file_problems(experiment)]
+
+
+def test_nixl_must_be_installed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    has = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nixl" else has(name))
+    problem = only_problem(configure, "generation.transport=nixl")
+    assert (problem.field, problem.value) == ("generation.transport", "nixl")
+    assert "pip install 'nemorl[nixl]'" in problem.fix
 
 
 def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,7 @@ def differences(ours: list[str], real: list[str], *, by_name_only: bool = False)
 
 
 TE = "tests/megatron/transformer_engine_stand_in/transformer_engine/pytorch/"
+NIXL = "tests/weights/nixl_stand_in/nixl/_api.py"
 TRTLLM = "tests/generation/trtllm_engine/standin/tensorrt_llm/"
 # Package: part of the table: the stand-in for it. What is not here has none: the product is checked below.
 STAND_INS = {
@@ -109,6 +110,21 @@ STAND_INS = {
             )
             for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
         },
+    },
+    "nixl": {
+        f"_api.py::{name}": f"{NIXL}::{name}"
+        for name in (
+            *(
+                "nixl_agent_config",
+                "nixl_agent",
+                "nixl_agent.register_memory",
+                "nixl_agent.deregister_memory",
+            ),
+            *("nixl_agent.get_agent_metadata", "nixl_agent.add_remote_agent", "nixl_agent.make_connection"),
+            *("nixl_agent.get_xfer_descs", "nixl_agent.initialize_xfer", "nixl_agent.transfer"),
+            *("nixl_agent.check_xfer_state", "nixl_agent.release_xfer_handle", "nixl_agent.send_notif"),
+            "nixl_agent.get_new_notifs",
+        )
     },
     "tensorrt_llm": {
         "async_llm.py::AsyncLLM": f"{TRTLLM}_torch/async_llm.py::AsyncLLM",
@@ -196,6 +212,7 @@ CALLERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "tensorrt_llm": ("nemorl/generation/trtllm_engine", ("self.llm", "self._trtllm.llm")),
     "transformer_engine": ("nemorl/megatron/inner_optimizer.py", ("inner", "self.optimizer")),
+    "nixl": ("nemorl/weights/nixl.py", ("self._agent",)),
 }
 CALLED = {
     "vllm": {
@@ -213,6 +230,7 @@ CALLED = {
         *("FusedAdam.initialize_state", "FusedAdam._initialize_state"),
         *("FusedAdam.get_unscaled_state", "FusedAdam.set_scaled_state"),
     },
+    "nixl": {key.partition("::")[2] for key in TABLE["nixl"]["signatures"]},
 }
 
 

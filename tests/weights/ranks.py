@@ -5,12 +5,14 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -57,6 +59,7 @@ SHAPE = ModelShape(
     eos_token_ids=(1,),
     torch_dtype="float32",
 )
+NIXL_STAND_IN = Path(__file__).parent / "nixl_stand_in"
 NO_OTHERS: Mapping[str, torch.dtype] = MappingProxyType({})
 TP2 = LayoutConfig(tensor_parallel_size=2)
 _BOTH = LayoutConfig(tensor_parallel_size=2, pipeline_parallel_size=2)
@@ -248,6 +251,12 @@ class Remote:
         self.process.kill()
         self.process.join()
         self._pipe.close()
+
+
+def with_nixl_stand_in(make: Callable[[], Any]) -> Any:
+    """A rank whose process imports the stand-in for NIXL."""
+    sys.path.insert(0, str(NIXL_STAND_IN))
+    return make()
 
 
 def before_taken(channel: Any, number: int, act: Callable[[], None]) -> Callable[[], None]:

@@ -1,13 +1,14 @@
 """Processes that die in the middle of an update, over every transport.
 
 A staged receiver stays on the old version, one written in place reports that it is corrupt, and a refit with
-new processes repairs all. CUDA IPC has a stand-in of its device.
+new processes repairs all. CUDA IPC has a stand-in of its device, and NIXL one of its package.
 """
 
 import asyncio
 import functools
 import signal
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,26 @@ from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.files import versions
 from nemorl.weights.messages import PeerClosed, RefitDeadline
 from tests.weights.cuda_stand_in import with_stand_in
-from tests.weights.ranks import TP2, EngineSide, PolicySide, Remote, Threads, WorkerGone, model
+from tests.weights.ranks import (
+    TP2,
+    EngineSide,
+    PolicySide,
+    Remote,
+    Threads,
+    WorkerGone,
+    model,
+    with_nixl_stand_in,
+)
 
 BUCKET = 4096
+INSTALLED = "installed nixl"  # over UCX, where tests have the package; "nixl" is the stand-in
 
 
 class Setup:
     """Two tensor-parallel policy processes; an engine that is staged and one that is written in place."""
 
     def __init__(self, folder: Path, transport: str) -> None:
-        self._folder = folder
+        self._folder, self._installed = folder, transport == INSTALLED
         self.policy = [self.policy_process(rank) for rank in range(2)]
         self.engines = [self.engine_process(in_place) for in_place in (False, True)]
         self.senders, self.receivers = Threads(self.policy), Threads(self.engines)
@@ -38,7 +49,7 @@ class Setup:
             self.receivers,
             BUCKET,
             60.0,
-            TransportOptions(transport, str(folder)),  # type: ignore[arg-type]
+            TransportOptions("nixl" if self._installed else transport, str(folder)),  # type: ignore[arg-type]
         )
 
     def policy_process(self, rank: int) -> Remote:
@@ -48,6 +59,8 @@ class Setup:
         return self._process(functools.partial(EngineSide, torch.float32, in_place=in_place))
 
     def _process(self, make: Callable[[], Any]) -> Remote:
+        if not self._installed:
+            make = functools.partial(with_nixl_stand_in, make)
         return Remote(functools.partial(with_stand_in, self._folder, make))
 
     def replace(self, ranks: list[Remote], rank: int) -> None:
@@ -74,6 +87,8 @@ class Setup:
 
 @pytest.fixture
 def setup(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Setup]:
+    if request.param == INSTALLED and find_spec("nixl") is None:
+        pytest.skip("NIXL is not installed")
     made = Setup(tmp_path, request.param)
     made.train(1)
     asyncio.run(made.exchange.refit(1))
@@ -86,7 +101,9 @@ def said(caught: pytest.ExceptionInfo[BaseException]) -> str:
     return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
-@pytest.mark.parametrize("setup", ["shared_memory", "cuda_ipc", "gloo", "files"], indirect=True)
+@pytest.mark.parametrize(
+    "setup", ["shared_memory", "cuda_ipc", "gloo", "files", "nixl", INSTALLED], indirect=True
+)
 def test_a_receiver_is_killed(setup: Setup) -> None:
     setup.engines[1].call("die_at_bucket", 5)
     with pytest.raises((WorkerGone, PeerClosed)) as caught:
@@ -100,7 +117,9 @@ def test_a_receiver_is_killed(setup: Setup) -> None:
         setup.assert_holds(engine, version=2)
 
 
-@pytest.mark.parametrize("setup", ["shared_memory", "cuda_ipc", "gloo", "files"], indirect=True)
+@pytest.mark.parametrize(
+    "setup", ["shared_memory", "cuda_ipc", "gloo", "files", "nixl", INSTALLED], indirect=True
+)
 def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     setup.policy[1].call("die_at_bucket", 5)
     with pytest.raises((WorkerGone, PeerClosed)) as caught:
@@ -122,7 +141,7 @@ def test_a_sender_is_killed(setup: Setup, tmp_path: Path, request: pytest.Fixtur
     assert setup.engines[1].call("corruption") is None
 
 
-@pytest.mark.parametrize("setup", ["shared_memory", "gloo"], indirect=True)
+@pytest.mark.parametrize("setup", ["shared_memory", "gloo", "nixl", INSTALLED], indirect=True)
 def test_a_sender_stops(setup: Setup) -> None:
     """Stopped, its process neither answers nor closes anything; all others end with the deadline."""
     assert setup.exchange._route is not None

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
 from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import Part, ReceiveReport, RefitSession
-from tests.weights.ranks import SHAPE, Remote, Threads
+from tests.weights.ranks import SHAPE, Remote, Threads, with_nixl_stand_in
 
 BUCKET = 4096
 DENSE = replace(SHAPE, num_layers=4)
@@ -86,7 +87,7 @@ RECEIVERS |= {
     ("moe", "EP2"): [layout(dp=2, ep=2)],
     ("moe", "TP2 EP2"): [layout(tp=2, ep=2)],
 }
-TRANSPORTS = ("shared_memory", "gloo", "files")
+TRANSPORTS = ("shared_memory", "gloo", "files", "nixl")
 
 
 def dtype_of(part: TensorSlice) -> torch.dtype:
@@ -147,7 +148,9 @@ class Reporting(Threads):
 @pytest.fixture(scope="module")
 def processes() -> Iterator[tuple[list[Remote], list[Remote]]]:
     """Four policy processes and four of engines, for all tests."""
-    policy, engines = [Remote(Policy) for _ in range(4)], [Remote(Engine) for _ in range(4)]
+    policy, engines = (
+        [Remote(partial(with_nixl_stand_in, kind)) for _ in range(4)] for kind in (Policy, Engine)
+    )
     yield policy, engines
     for rank in (*policy, *engines):
         rank.stop()

@@ -1,4 +1,4 @@
-"""Process groups and files carry what shared memory carries; every rank a thread."""
+"""Process groups, NIXL (a stand-in) and files carry what shared memory carries; every rank a thread."""
 
 import asyncio
 import threading
@@ -58,8 +58,8 @@ def assert_equal(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
         assert torch.equal(weights[name], tensor.to(weights[name].dtype)), name
 
 
-@pytest.mark.parametrize("transport", ["gloo", "files"])
-def test_weights_arrive_bit_for_bit(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "nixl", "files"])
+def test_weights_arrive_bit_for_bit(tmp_path: Path, transport: str, nixl_stand_in: None) -> None:
     setup = Setup(tmp_path, transport)
     for version in (1, 2, 3):
         setup.refit(version)
@@ -70,8 +70,11 @@ def test_weights_arrive_bit_for_bit(tmp_path: Path, transport: str) -> None:
     assert 0 < stats.extra_bytes <= len(TP2_PP2) * 2 * BUCKET
 
 
-def test_a_receiver_that_hangs_ends_with_the_deadline_and_ranks_meet_again(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, "gloo")
+@pytest.mark.parametrize("transport", ["gloo", "nixl"])
+def test_a_receiver_that_hangs_ends_with_the_deadline_and_ranks_meet_again(
+    tmp_path: Path, transport: str, nixl_stand_in: None
+) -> None:
+    setup = Setup(tmp_path, transport)
     setup.refit(1)
     assert setup.exchange._route is not None
     venue: Any = setup.exchange._route.venue
@@ -109,15 +112,19 @@ def test_a_member_that_gives_up_waits_for_no_other_though_another_has_gone_befor
             waiting.result(10)
 
 
-def test_a_member_that_never_comes_is_named(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, "gloo", deadline_seconds=2.0)
+@pytest.mark.parametrize("transport", ["gloo", "nixl"])
+def test_a_member_that_never_comes_is_named(tmp_path: Path, transport: str, nixl_stand_in: None) -> None:
+    setup = Setup(tmp_path, transport, deadline_seconds=2.0)
     setup.policy[2].exchange.send = lambda session: None  # type: ignore[assignment,method-assign]
     with pytest.raises(RefitDeadline, match=r"generation rank \d waits for policy rank 2 to join since"):
         asyncio.run(setup.exchange.refit(1))
 
 
-def test_an_error_of_one_member_ends_the_others_at_once(tmp_path: Path) -> None:
-    setup = Setup(tmp_path, "gloo")
+@pytest.mark.parametrize("transport", ["gloo", "nixl"])
+def test_an_error_of_one_member_ends_the_others_at_once(
+    tmp_path: Path, transport: str, nixl_stand_in: None
+) -> None:
+    setup = Setup(tmp_path, transport)
     setup.refit(1)
 
     def fail() -> None:
@@ -133,11 +140,12 @@ def test_an_error_of_one_member_ends_the_others_at_once(tmp_path: Path) -> None:
     setup.assert_holds(3)
 
 
-def test_one_bucket_is_enough_for_many_engines() -> None:
+@pytest.mark.parametrize("transport", ["gloo", "nixl"])
+def test_one_bucket_is_enough_for_many_engines(transport: str, nixl_stand_in: None) -> None:
     """It is passed on from one to the next."""
     policy, engines = PolicySide(PolicyRank()), [EngineSide(torch.float32) for _ in range(4)]
     policy.train(1)
-    options = TransportOptions("gloo")
+    options = TransportOptions(transport)  # type: ignore[arg-type]
     stats = asyncio.run(WeightExchange(Threads([policy]), Threads(engines), 2**30, 30.0, options).refit(1))
     assert stats.num_buckets == 1
     assert stats.num_bytes == 4 * sum(tensor.nbytes for tensor in model(1).values())
@@ -145,9 +153,12 @@ def test_one_bucket_is_enough_for_many_engines() -> None:
         assert_equal(engine.weights, model(1))
 
 
-def test_a_sender_that_fails_before_its_first_bucket_ends_the_others_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "nixl"])
+def test_a_sender_that_fails_before_its_first_bucket_ends_the_others_at_once(
+    tmp_path: Path, transport: str, nixl_stand_in: None
+) -> None:
     """No two ranks have exchanged anything by then, and gloo connects late."""
-    setup = Setup(tmp_path, "gloo", deadline_seconds=120.0)
+    setup = Setup(tmp_path, transport, deadline_seconds=120.0)
     slot = GroupSender.slot
 
     def fail(self: GroupSender, number: int) -> Tensor:
