@@ -43,7 +43,7 @@ REQUIRED = {
     "plotly": "report.html",
 }
 OPTIONAL = {
-    "tensorboard": "logger.tensorboard (extra `trackers`)",
+    "tensorboard": "logger.trackers (extra `trackers`)",
     **dict.fromkeys(("gguf", "accelerate"), "nemorl models fetch smollm2 (extra `smollm2`)"),
     "trl": "the comparison of `make bench` (extra `bench`)",
 }

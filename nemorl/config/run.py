@@ -8,6 +8,7 @@ from pydantic import Field
 from nemorl.errors import Problem, Problems
 
 from .base import Config, check
+from .trackers import TrackerConfig
 
 _MOVE_SECONDS = 15.0  # for Ray to find room on nodes that are there
 _REPLACE_SECONDS = 1800.0
@@ -117,13 +118,19 @@ class ClusterConfig(Config):
 class LoggerConfig(Config):
     console: Literal["auto", "rich", "plain"] = "auto"
     """Bars and tables, or plain lines; `auto` shows bars on a terminal."""
-    tensorboard: bool = False
-    """Write TensorBoard files into the run folder (extra `trackers`)."""
+    trackers: tuple[TrackerConfig, ...] = ()
+    """Where metrics are also reported: names, such as `[tensorboard, wandb]`, or sections with a `name`."""
     samples_per_step: int = Field(4, ge=0)
     """Trajectories of each step written to samples.jsonl with their text."""
     trajectories: int = Field(0, ge=0)
     """Trajectories of each step written to trajectories/ with all of their tokens, as complete groups until
     there are as many."""
+
+    @check
+    def _each_tracker_is_named_once(self) -> Problems:
+        names = [tracker.name for tracker in self.trackers]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield Problem("trackers", name, "it is there twice, and a run has one record of each; remove one")
 
 
 class CheckpointingConfig(Config):

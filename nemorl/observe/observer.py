@@ -6,7 +6,6 @@ with Observer(folder, experiment.logger, total_steps=200) as observer:
     observer.step(1, version=1, values=values)
 """
 
-import importlib.util
 import logging
 import sys
 import threading
@@ -26,10 +25,11 @@ from rich.text import Text
 
 from nemorl.config.run import LoggerConfig
 
-from .files import JsonLinesWriter, TrackerMissing, WriteError, write_failed
+from .files import JsonLinesWriter, WriteError
 from .metrics import SHOWN, Change, Sample, Shown, StepMetrics, format_number
 from .run_folder import RunFolder
 from .timeline import Stage, StageListener, Stages, Timeline, Work, format_seconds
+from .trackers import open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -163,52 +163,6 @@ def _run_log(console: logging.Handler, file: Path) -> Iterator[None]:
             handler.close()
         for other in replaced:
             root.addHandler(other)
-
-
-class TensorBoardTracker:
-    """TensorBoard event files in the run folder. Raises `WriteError`."""
-
-    def __init__(self, folder: Path, *, resumed_step: int | None) -> None:
-        self._folder = folder
-        self._open(resumed_step)
-
-    def _open(self, resumed_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge_step = None if resumed_step is None else resumed_step + 1  # hides steps that come again
-        try:
-            self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
-        except OSError as error:
-            raise write_failed(self._folder, error) from error
-
-    def rewind(self, step: int) -> None:
-        self.close()
-        self._open(step)
-
-    def log(self, metrics: StepMetrics) -> None:
-        try:
-            for key, value in metrics.values.items():
-                self._writer.add_scalar(key, value, metrics.step)
-            self._writer.flush()
-        except OSError as error:
-            raise write_failed(self._folder, error) from error
-
-    def close(self) -> None:
-        with suppress(OSError):  # each step is flushed, so an error of writing was reported before
-            self._writer.close()
-
-
-def check_trackers(config: LoggerConfig) -> None:
-    """Raise `TrackerMissing` when a configured tracker is not installed. No import is made."""
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        problem = "logger.tensorboard is true, but the package tensorboard is not installed"
-        raise TrackerMissing(f"{problem}: pip install 'nemorl[trackers]', or set logger.tensorboard=false.")
-
-
-def open_trackers(config: LoggerConfig, folder: RunFolder) -> list[TensorBoardTracker]:
-    check_trackers(config)
-    path, step = folder.paths.tensorboard, folder.resumed_step
-    return [TensorBoardTracker(path, resumed_step=step)] if config.tensorboard else []
 
 
 COLUMNS = tuple(row for row in SHOWN if row.column)

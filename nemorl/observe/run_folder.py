@@ -58,7 +58,7 @@ ABOUT = """# A run of nemorl
 | `trajectories/` | tokens of trajectories, if enabled (`logger.trajectories`); `nemorl show` prints them |
 | `timeline.json` | stages, work of processes, critical path; open it in Perfetto or chrome://tracing |
 | `report.html` | all of this as one page that needs no network; `nemorl report` writes it again |
-| `tensorboard/` | the metrics for TensorBoard, if enabled |
+| `trackers/` | files and ids of the trackers, if `logger.trackers` names any |
 | `stall-N.json` | what every process did when a stage made no progress; `nemorl doctor` explains it |
 | `checkpoints/` | what `--resume` continues from |
 | `hf/` | the final weights in the Hugging Face format (`checkpointing.save_hf`) |
@@ -78,7 +78,7 @@ class RunPaths:
         self.config, self.header = root / "config.yaml", root / "header.json"
         self.metrics, self.samples = root / "metrics.jsonl", root / "samples.jsonl"
         self.trajectories = root / "trajectories"
-        self.timeline, self.tensorboard = root / "timeline.json", root / "tensorboard"
+        self.timeline, self.trackers = root / "timeline.json", root / "trackers"
         self.checkpoints, self.logs = root / "checkpoints", root / "logs"
         self.memory = self.checkpoints / "memory"  # name of the folder with the newest one in memory
         self.endpoint_key = root / "endpoint_key"

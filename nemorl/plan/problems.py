@@ -39,6 +39,7 @@ from nemorl.config.facts import (
 from nemorl.config.generation import EndpointConfig, GenerationConfig, server_host
 from nemorl.config.library_datasets import LibraryDataset
 from nemorl.config.run import ClusterConfig
+from nemorl.config.trackers import missing_trackers
 from nemorl.errors import Problem, Problems
 from nemorl.models import hf_config
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
@@ -261,9 +262,9 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
     yield from row_problems
     if not row_problems and data.sampling.curriculum is not None:
         yield from _curriculum_problems(data, data.sampling.curriculum)
-    if packages and experiment.logger.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        fix = "the package tensorboard is not installed: `pip install 'nemorl[trackers]'`, or set it to false"
-        yield Problem("logger.tensorboard", True, fix)
+    for tracker in missing_trackers(experiment.logger.trackers) if packages else ():
+        fix = f"its package is not installed: `pip install '{tracker.requirement}'`, or remove it"
+        yield Problem("logger.trackers", tracker.name, fix)
     if packages and experiment.generation.transport == "nixl" and importlib.util.find_spec("nixl") is None:
         fix = "the package nixl is not installed: `pip install 'nemorl[nixl]'`, or set it to auto"
         yield Problem("generation.transport", "nixl", fix)

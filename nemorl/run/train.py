@@ -33,9 +33,10 @@ from nemorl.data.datasets import MixedTasks, difficulties, load_tasks, source_si
 from nemorl.errors import NemorlError, RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import JsonLinesWriter, write_atomically
-from nemorl.observe.observer import Observer, check_trackers
+from nemorl.observe.observer import Observer
 from nemorl.observe.report import write_report
 from nemorl.observe.run_folder import RunFolder, RunPaths
+from nemorl.observe.trackers import check_trackers
 from nemorl.rollout.collector import Collector, RolloutProcess
 from nemorl.rollout.groups import GroupSummary
 from nemorl.rollout.order import Order, order_of

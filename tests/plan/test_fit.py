@@ -618,9 +618,9 @@ def test_nixl_must_be_installed(configure: Configure, monkeypatch: pytest.Monkey
 def test_tensorboard_must_be_installed(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
-    problem = only_problem(configure, "logger.tensorboard=true")
+    problem = only_problem(configure, "logger.trackers=[tensorboard]")
 
-    assert (problem.field, problem.value) == ("logger.tensorboard", True)
+    assert (problem.field, problem.value) == ("logger.trackers", "tensorboard")
     assert "pip install 'nemorl[trackers]'" in problem.fix
 
 
