@@ -3,7 +3,8 @@
 import ipaddress
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -86,6 +87,32 @@ class PromptLookupConfig(Config):
         if self.min_match > self.max_match:
             fix = f"set it to at most max_match, {self.max_match}"
             yield Problem("min_match", self.min_match, fix)
+
+
+class DraftModelConfig(Config):
+    """Drafts of a smaller model with the policy's tokens, which stays as it was loaded."""
+
+    method: Literal["draft_model"]
+    model_path: Path
+    """Folder of the smaller model, or its id on the Hugging Face hub."""
+    max_tokens: int = Field(4, ge=1, le=64)
+    """Most tokens of a draft."""
+
+
+class MtpConfig(Config):
+    """Drafts of the layers for further tokens (MTP) that the folder of the policy has."""
+
+    method: Literal["mtp"]
+    max_tokens: int = Field(1, ge=1, le=64)
+    """Tokens of a draft."""
+
+
+OwnSpeculationConfig = Annotated[
+    PromptLookupConfig | DraftModelConfig, Variants(PromptLookupConfig, by="method")
+]
+SpeculationConfig = Annotated[
+    PromptLookupConfig | DraftModelConfig | MtpConfig, Variants(PromptLookupConfig, by="method")
+]
 
 
 MOST_REPLICAS = 4096  # that `nemorl scale` and `max_replicas` can ask for
@@ -182,6 +209,19 @@ class GenerationBase(Config):
             return int(getattr(self, self.batch_field))
         return self.concurrency
 
+    @property
+    def draft_model(self) -> DraftModelConfig | None:
+        """The section of a draft model; None without one."""
+        speculation = getattr(self, "speculation", None)
+        return speculation if isinstance(speculation, DraftModelConfig) else None
+
+    def with_absolute_paths(self) -> Self:
+        """The section for processes whose working directory is another."""
+        if (draft_model := self.draft_model) is None:
+            return self
+        located = draft_model.model_copy(update={"model_path": draft_model.model_path.absolute()})
+        return self.model_copy(update={"speculation": located})
+
     def host_options(self, policy: PolicyConfig) -> dict[str, object]:
         """Arguments of `host_class` that other engines' hosts do not have."""
         return {}
@@ -246,7 +286,7 @@ class BatchingConfig(GenerationBase):
     """Tokens its KV cache holds; requests wait for room."""
     max_cached_tokens: int = Field(16384, ge=0)
     """Tokens of prompts and past turns whose keys and values are kept for sequences that begin with them."""
-    speculation: PromptLookupConfig | None = None
+    speculation: OwnSpeculationConfig | None = None
     """Drafts that a step checks together; what is sampled stays the same."""
 
     def most_kv_tokens(self, max_sequence_length: int) -> int:
@@ -261,6 +301,12 @@ class MegatronGenerationConfig(BatchingConfig):  # docs/megatron_generation.md
     returns_experts: ClassVar[bool] = True
     has_engines: ClassVar[bool] = False
     backend: Literal["megatron"]
+
+    @check
+    def _has_no_draft_model(self) -> Problems:
+        if self.draft_model is not None:
+            fix = "the policy's processes hold no second model; use prompt_lookup, or backend torch or vllm"
+            yield Problem("speculation.method", "draft_model", fix)
 
     @check
     def _samples_in_turn(self, algorithm: "AlgorithmConfig") -> Problems:

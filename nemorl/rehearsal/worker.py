@@ -26,7 +26,8 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.generation import BatchingConfig, MegatronGenerationConfig, TorchGenerationConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.data.packed import PackedBatch
-from nemorl.generation.batching import BatchingEngine, Runner
+from nemorl.generation.batching import BatchingEngine
+from nemorl.generation.runner import Runner
 from nemorl.generation.tokens import RequestLimits
 from nemorl.generation.torch_engine.engine import ModelRunner
 from nemorl.generation.types import GenerationRequest, SamplingParams

@@ -21,6 +21,7 @@ from torch.nn import functional
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.device import has_packed_linear, prefill_tokens, upload
 from nemorl.generation.batching import BatchingEngine
+from nemorl.generation.drafts import DraftModel
 from nemorl.generation.front import DRAIN_SHARE
 from nemorl.generation.step_driver import StepDriver
 from nemorl.generation.tokens import Decode, RequestLimits, load_decoder
@@ -244,6 +245,7 @@ class ModelRunner:
         )
         self._parameters = decoder_parameters(shape)
         self._staging = {p.name: torch.zeros(p.shape, device=device, dtype=dtype) for p in self._parameters}
+        self.num_parameters = sum(staged.numel() for staged in self._staging.values())
         self._decoder: Decoder | None = None
 
     def slices(self) -> list[TensorSlice]:
@@ -256,6 +258,10 @@ class ModelRunner:
     def load(self, folder: Path) -> None:
         HfFolder(folder).load_into(self._staging, self.slices())
         self.commit()
+
+    def freeze(self) -> None:
+        """Take no further weights: give up the memory in which they would arrive."""
+        self._staging = {}
 
     @torch.inference_mode()
     def commit(self) -> None:
@@ -334,11 +340,29 @@ class TorchEngine(BatchingEngine):
         max_sequence_length: int,
         decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
+        draft_shape: ModelShape | None = None,
     ) -> None:
+        """With `draft_shape`, of the model in `config.speculation`, `draft_runner` expects its weights."""
         kv, length = config.max_kv_tokens, max_sequence_length
-        self.model = ModelRunner(shape, max_kv_tokens=kv, max_positions=length, device=device, dtype=dtype)
+
+        def runner(shape: ModelShape) -> ModelRunner:
+            return ModelRunner(shape, max_kv_tokens=kv, max_positions=length, device=device, dtype=dtype)
+
+        self.model = runner(shape)
+        self.draft_runner: ModelRunner | None = None
+        drafts: DraftModel | None = None
+        if draft_shape is not None and config.draft_model is not None:
+            self.draft_runner = runner(draft_shape)
+            drafts = DraftModel(
+                self.draft_runner,
+                config.draft_model,
+                max_cached_tokens=config.max_cached_tokens,
+                size=self.draft_runner.num_parameters / self.model.num_parameters,
+                device=device,
+                clock=clock,
+            )
         limits = RequestLimits(shape.vocab_size, length, kv, decode)
-        super().__init__(self.model, limits, config, device=device, clock=clock)
+        super().__init__(self.model, limits, config, device=device, clock=clock, draft_model=drafts)
 
     def commit(self, version: int, *, restart: bool = False) -> None:
         """Sample with the staged weights of `model` from the next step on; `restart` as `weights_changed`."""
@@ -348,6 +372,7 @@ class TorchEngine(BatchingEngine):
 
 def create_engine(config: TorchGenerationConfig, options: EngineOptions) -> TorchEngine:
     """The embedded engine, with the weights of the model's folder as version 0."""
+    draft_path = None if config.draft_model is None else config.draft_model.model_path
     engine = TorchEngine(
         load_shape(options.model_path),
         config,
@@ -355,8 +380,12 @@ def create_engine(config: TorchGenerationConfig, options: EngineOptions) -> Torc
         dtype=getattr(torch, config.precision or options.precision),
         max_sequence_length=options.max_sequence_length,
         decode=load_decoder(options.tokenizer_path),
+        draft_shape=None if draft_path is None else load_shape(draft_path),
     )
     engine.model.load(options.model_path)
+    if engine.draft_runner is not None and draft_path is not None:
+        engine.draft_runner.load(draft_path)
+        engine.draft_runner.freeze()
     return engine
 
 
