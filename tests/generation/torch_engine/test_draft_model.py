@@ -253,12 +253,10 @@ def test_the_engine_loads_a_draft_model_from_its_folder(hf_models):
     from nemorl.generation.torch_engine.engine import create_engine
 
     target, draft = hf_models["llama-untied-scaled"].folder, hf_models["llama"].folder
-    asked = [
-        request(p, f"{i}", max_new_tokens=12, seed=i) for i, p in enumerate(Prompts().several(6, 3, 30))
-    ]
+    asked = [request(p, f"{i}", max_new_tokens=12, seed=i) for i, p in enumerate(Prompts().several(6, 3, 30))]
     section = {"method": "draft_model", "model_path": str(draft)}
     options = EngineOptions(target, target, 200)
     engine = create_engine(TorchGenerationConfig(speculation=section), options)
     assert not engine.draft_runner.staging_parameters()
     assert_same(serve(engine, asked), serve(create_engine(TorchGenerationConfig(), options), asked))
-    assert VOCABULARY == engine.model._shape.vocab_size
+    assert engine.model._shape.vocab_size == VOCABULARY
