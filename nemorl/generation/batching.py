@@ -17,11 +17,10 @@ import torch
 
 from nemorl.config.generation import BatchingConfig, PromptLookupConfig
 from nemorl.device import cheap_rows, upload
-from nemorl.models.kv_cache import Prompt, StepTokens, padded_slots
+from nemorl.models.kv_cache import Prompt, PromptReader, Runner, StepTokens, padded_slots
 from nemorl.trajectories import Int16Array, Int32Array, StopReason
 
 from .drafts import DraftModel, DraftRow, ModelDrafts, PromptLookup, StepCost
-from .runner import PromptReader, Runner
 from .sampling import Sampled, Sampler
 from .tokens import RequestLimits, StopStringFinder, TokenBuffer
 from .types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused
@@ -174,6 +173,7 @@ class BatchingEngine:
         self._reader = PromptReader(runner, config.max_cached_tokens)
         self._lookup = config.speculation if isinstance(config.speculation, PromptLookupConfig) else None
         self._draft_model = draft_model
+        self._drafts_tokens = self._lookup is not None or draft_model is not None
         self._step_cost = StepCost(cheap_rows(device))
         self._scheduler = Scheduler(config.max_batch_size, runner.cache.fits)
         self._sequences: dict[str, ActiveSequence] = {}
@@ -288,11 +288,14 @@ class BatchingEngine:
         bits, *uploaded = upload(self._device, numbers, tokens, positions, padded_slots(counts))
         logits = self._runner.decode(StepTokens(tokens, positions, counts, tuple(uploaded)))
         completions = self._take(sequences, drafts, sampler(logits, bits))
-        self._step_cost.update(sum(counts), self._clock() - began)
+        if self._drafts_tokens:
+            self._step_cost.update(sum(counts), self._clock() - began)
         return completions
 
     def _draft(self, sequences: Sequence[ActiveSequence]) -> list[list[int]]:
         """For each sequence tokens that may follow its last one, none beyond its end; empty without."""
+        if not self._drafts_tokens:
+            return [[] for _ in sequences]
         limits = [s.max_tokens - s.num_tokens - 1 for s in sequences]
         if self._draft_model is not None:
             rows = [

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from nemorl.config.generation import DraftModelConfig, PromptLookupConfig
 from nemorl.device import cheap_rows, upload
-from nemorl.models.kv_cache import Prompt, StepTokens, padded_slots
+from nemorl.models.kv_cache import Prompt, PromptReader, Runner, StepTokens, padded_slots
 from nemorl.trajectories import Int32Array
 
-from .runner import PromptReader, Runner
 from .sampling import Sampler
 from .types import GenerationRequest
 
@@ -281,9 +280,9 @@ class DraftModel:
 
     def _catch_up(self, rows: Sequence[DraftRow], lengths: Sequence[int]) -> None:
         """Read prompts, and long parts of sequences for which nothing was drafted for some time."""
-        wanted = [(place, row) for place, row in enumerate(rows) if lengths[place]]
+        drafted = [(place, row) for place, row in enumerate(rows) if lengths[place]]
         new: dict[bytes, list[int]] = {}
-        for place, row in wanted:
+        for place, row in drafted:
             if not row.drafts.num_read:
                 new.setdefault(row.request.prompt.tobytes(), []).append(place)
         self._reader.read([Prompt(rows[places[0]].request.prompt, places) for places in new.values()])
@@ -291,7 +290,7 @@ class DraftModel:
             for place in places:
                 rows[place].drafts.num_read = len(rows[place].request.prompt)
         rest = []
-        for place, row in wanted:
+        for place, row in drafted:
             if row.num_tokens - row.drafts.num_read > _MOST_BEHIND:
                 rest.append(Prompt(row.tokens(0)[:-1], [place], row.drafts.num_read))
                 row.drafts.num_read = row.num_tokens - 1
@@ -319,7 +318,7 @@ class DraftModel:
             for i, span in zip(members, spans, strict=True):
                 counts[i] = len(span)
             positions = [position for span in spans for position in span]
-            if drawn:  # which of those before go on
+            if drawn:  # which of those before continue
                 picked = [before.index(i) for i in members]
                 text: list[int] = []
             else:  # after which token of each row

@@ -1,4 +1,4 @@
-"""A draft model in the embedded engine: what is sampled, what is accepted, what is read, and when it pays."""
+"""A draft model in the embedded engine: what is sampled, accepted and read, and when it drafts."""
 
 from collections import Counter
 from dataclasses import replace
@@ -225,7 +225,7 @@ def test_a_sequence_for_which_nothing_was_drafted_for_long_is_read_in_one_pass()
     assert stats.accepted_tokens == stats.drafted_tokens > 10
 
 
-def test_steps_of_the_draft_model_that_do_not_pay_are_not_made():
+def test_steps_of_the_draft_model_that_take_longer_than_they_save_are_not_made():
     prompt = Prompts(2).one(12)
     asked = [request(prompt, f"{i}", max_new_tokens=60, seed=i) for i in range(3)]
     cheap, dear = drafting_engine("same", max_tokens=8), drafting_engine("same", draft_step=(0.02, 0.0001))

@@ -1,4 +1,4 @@
-"""`generation.speculation` in TensorRT-LLM's words; tests/signatures compares the stand-in's with the real ones."""
+"""`generation.speculation` in TensorRT-LLM's words, over the stand-in that tests/signatures compares."""
 
 import json
 import subprocess
