@@ -59,6 +59,11 @@ def upload(device: torch.device, *arrays: ArrayLike) -> tuple[torch.Tensor, ...]
     return uploaded
 
 
+def captures_graphs(device: torch.device) -> bool:
+    """True if a sequence of kernels can be captured once and launched as one (CUDA graphs)."""
+    return device.type == "cuda"
+
+
 def sums_in_order(device: torch.device) -> bool:
     """True if cumulative sums add one element after the other, so that they never decrease by rounding."""
     return not _is_gpu(device)

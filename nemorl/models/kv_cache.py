@@ -46,8 +46,10 @@ def whole_places(places: int) -> int:
 class KVCache:
     """Rows 0..n-1 for each layer; keys are as attention sees them, rotated, so that any family can use it."""
 
-    def __init__(self, max_tokens: int, first: int = 0) -> None:
+    def __init__(self, max_tokens: int, first: int = 0, whole: tuple[int, int] = (0, 0)) -> None:
+        """`whole`: rows and their length that are reserved at once if they fit, so that they never move."""
         self.max_tokens = max_tokens  # rows times the longest
+        self._whole = whole
         self.empty_places = first  # before the first token of each row
         self.rows = self.length = 0  # sequences, and tokens of each, for which there is room
         # [values, rows, places, *], two values for keys and values; each is made when it is first written
@@ -57,6 +59,11 @@ class KVCache:
     @property
     def num_tokens(self) -> int:
         return self.rows * self.length
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Where and how keys and values lie; another one after they moved."""
+        return (self.rows, self.length, *(layer.data_ptr() for layer in self._layers.values()))
 
     def fits(self, rows: int, length: int) -> bool:
         return rows * length <= self.max_tokens
@@ -68,6 +75,9 @@ class KVCache:
         if not self.fits(rows, length):
             problem = f"may hold {self.max_tokens} tokens, and {rows} rows of {length} tokens are requested"
             raise ValueError(f"the KV cache {problem}; raise generation.max_kv_tokens")
+        whole = max(rows, self._whole[0]), max(length, self._whole[1])
+        if not self.rows and self.fits(*whole):
+            rows, length = whole
         kept_rows, kept_places = min(self.rows, rows), self.length + self.empty_places
         if self.fits(self.rows, length):
             rows = max(rows, self.rows)

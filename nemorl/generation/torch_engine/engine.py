@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.device import has_packed_linear, prefill_tokens, upload
+from nemorl.device import captures_graphs, has_packed_linear, prefill_tokens, upload
 from nemorl.generation.batching import BatchingEngine
 from nemorl.generation.drafts import DraftModel
 from nemorl.generation.front import DRAIN_SHARE
@@ -43,6 +43,8 @@ from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitDeadline, RefitSession
+
+from .graphs import DecodeGraphs, padded_rows
 
 # With ragged rows the CPU libraries take kernels that round otherwise: a sequence would depend on its batch.
 ROW_MULTIPLE = 4
@@ -236,8 +238,16 @@ class ModelRunner:
         max_positions: int,
         device: torch.device,
         dtype: torch.dtype,
+        max_rows: int = 0,
     ) -> None:
-        self.cache = KVCache(max_kv_tokens)
+        """With `max_rows`, of steps, these are decoded by CUDA graphs where the device has them."""
+        self._graphs: DecodeGraphs | None = None
+        whole = (0, 0)
+        if max_rows and captures_graphs(device):
+            whole = (padded_rows(max_rows), max_positions)
+        self.cache = KVCache(max_kv_tokens, whole=whole)
+        if any(whole):
+            self._graphs = DecodeGraphs(self.cache, max_rows, dtype, device)
         self._shape, self._device, self._dtype = shape, device, dtype
         self._prefill_tokens = prefill_tokens(device)
         self._table = RotaryTable(
@@ -266,6 +276,8 @@ class ModelRunner:
     @torch.inference_mode()
     def commit(self) -> None:
         self._decoder = Decoder(self._shape, self._staging, self._table)
+        if self._graphs is not None:
+            self._graphs.clear()
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
@@ -305,9 +317,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(self, step: StepTokens) -> Tensor:
+        if self._graphs is not None and (logits := self._graphs.logits(step, self._logits)) is not None:
+            return logits
         tokens, positions, _ = step.uploaded
         cached = next_tokens(self.cache, step, self._dtype)
-        return self._network.logits(self._hidden(tokens, positions, cached))[: len(tokens)]
+        return self._logits(tokens, positions, cached)[: len(tokens)]
+
+    def run_eagerly(self) -> None:
+        """Decode without CUDA graphs from now on."""
+        self._graphs = None
+
+    def _logits(self, tokens: Tensor, positions: Tensor, cached: CachedPass) -> Tensor:
+        return self._network.logits(self._hidden(tokens, positions, cached))
 
     def _hidden(self, tokens: Tensor, positions: Tensor, cached: CachedPass) -> Tensor:
         padding = (0, -len(tokens) % ROW_MULTIPLE)
@@ -346,7 +367,14 @@ class TorchEngine(BatchingEngine):
         kv, length = config.max_kv_tokens, max_sequence_length
 
         def runner(shape: ModelShape) -> ModelRunner:
-            return ModelRunner(shape, max_kv_tokens=kv, max_positions=length, device=device, dtype=dtype)
+            return ModelRunner(
+                shape,
+                max_kv_tokens=kv,
+                max_positions=length,
+                device=device,
+                dtype=dtype,
+                max_rows=config.max_batch_size,
+            )
 
         self.model = runner(shape)
         self.draft_runner: ModelRunner | None = None
