@@ -19,6 +19,8 @@ from tests.generation.examples import (
 )
 from tests.generation.torch_engine import cuda_graphs_stand_in
 from tests.generation.torch_engine.cuda_graphs_stand_in import Graph
+from tests.rehearsal import graph_capture
+from tests.rehearsal.processes import alone
 
 SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.7, top_k=12), GREEDY]
 
@@ -150,3 +152,8 @@ def test_sizes_are_few():
         2048,
         3000,
     ]
+
+
+def test_a_host_waits_for_nothing_in_a_capture_on_the_pretended_accelerator():
+    captures, waits, replays = alone(graph_capture.captured_waits)
+    assert (captures, waits, replays) == (1, 0, 6)
