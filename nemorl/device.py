@@ -64,6 +64,11 @@ def captures_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def takes_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if the kernels of flash-attn, where they are installed, compute in this type."""
+    return _is_gpu(device) and dtype in (torch.bfloat16, torch.float16)
+
+
 def sums_in_order(device: torch.device) -> bool:
     """True if cumulative sums add one element after the other, so that they never decrease by rounding."""
     return not _is_gpu(device)

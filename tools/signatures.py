@@ -62,6 +62,7 @@ USED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             "wgrad_gemm_accum_fp16": (),
         },
     },
+    "flash_attn": {"flash_attn/flash_attn_interface.py": {"flash_attn_with_kvcache": ()}},
     "tensorrt_llm": {
         "tensorrt_llm/_torch/async_llm.py": {
             "AsyncLLM": (),

@@ -10,8 +10,9 @@ outputs are the same to the bit, however many tokens of a row are computed toget
 such a cache sees a `Runner`; a `PromptReader` has it read what no page holds.
 """
 
+import importlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemorl.device import upload
+from nemorl.device import takes_flash_attention, upload
 
 # Numbers of places that the attention kernel reads, within each of its blocks of 512. With 256 or 320 the
 # CPU's matrix product splits a row's sum elsewhere, and a sequence's rounding would depend on the longest one
@@ -43,6 +44,33 @@ def whole_places(places: int) -> int:
     return blocks * _BLOCK + next(count for count in _READ_IN_BLOCK if count > rest)
 
 
+# Attention of one query a row: queries [rows, heads, dim], keys and values [rows, places, kv_heads, dim], how
+# many of these each row has [rows], the scale -> [rows, heads, dim].
+DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
+
+
+def decode_kernel(device: torch.device, dtype: torch.dtype) -> DecodeKernel | None:
+    """Flash-decoding (`flash_attn_with_kvcache`) where it is installed; None for torch's attention.
+
+    It splits the keys of a row over a GPU's processors, which one query would not fill, and reads only the
+    places that a row has, without a mask. Not run on hardware.
+    """
+    if not takes_flash_attention(device, dtype):
+        return None
+    try:
+        flash_attn_with_kvcache = importlib.import_module("flash_attn").flash_attn_with_kvcache
+    except (ImportError, OSError):  # missing, or built for another torch
+        return None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
+        out: Tensor = flash_attn_with_kvcache(
+            query.unsqueeze(1), key, value, cache_seqlens=lengths.int(), softmax_scale=scale, causal=True
+        )
+        return out.squeeze(1)
+
+    return attend
+
+
 class KVCache:
     """Rows 0..n-1 for each layer; keys are as attention sees them, rotated, so that any family can use it."""
 
@@ -50,6 +78,7 @@ class KVCache:
         """`whole`: rows and their length that are reserved at once if they fit, so that they never move."""
         self.max_tokens = max_tokens  # rows times the longest
         self._whole = whole
+        self.kernel: DecodeKernel | None = None  # for steps of one token a row, instead of torch's
         self.empty_places = first  # before the first token of each row
         self.rows = self.length = 0  # sequences, and tokens of each, for which there is room
         # [values, rows, places, *], two values for keys and values; each is made when it is first written
@@ -149,6 +178,11 @@ class KVCache:
         """Keys and values [rows, kv_heads, places, dim] of rows of which the longest has `longest` tokens."""
         places = min(whole_places(longest + self.empty_places), self.length + self.empty_places)
         key, value = self._layers[layer][:, rows.start : rows.stop, :places].transpose(2, 3)
+        return key, value
+
+    def stored(self, layer: int, rows: range) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, places, kv_heads, dim] of rows, with the places behind their tokens."""
+        key, value = self._layers[layer][:, rows.start : rows.stop]
         return key, value
 
     def tokens(self, layer: int, row: int, first: int, end: int) -> Tensor:
@@ -345,6 +379,10 @@ class ContinuedRows:
     ) -> Tensor:
         """Outputs [n, heads, dim] of the queries [n, heads, dim] of the new tokens. `sinks` [heads]."""
         rows, width, slots = len(self.rows), self.width, self.slots
+        one_each = width == 1 and slots is None and window is None and sinks is None
+        if self.cache.kernel is not None and one_each and not self.cache.empty_places:
+            key, value = self.cache.stored(layer, self.rows)
+            return self.cache.kernel(query, key, value, self.positions + 1, scale)
         key, value = self.cache.read(layer, self.rows, self.longest)
         heads, dim = query.shape[1:]
         kv_heads, group = key.shape[1], heads // key.shape[1]

@@ -110,6 +110,11 @@ STAND_INS = {
             for name in ("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
         },
     },
+    "flash_attn": {
+        "flash_attn_interface.py::flash_attn_with_kvcache": (
+            "tests/generation/torch_engine/test_flash_decoding.py::flash_attn_with_kvcache"
+        ),
+    },
     "tensorrt_llm": {
         "async_llm.py::AsyncLLM": f"{TRTLLM}_torch/async_llm.py::AsyncLLM",
         "async_llm.py::AsyncLLM.setup_async": f"{TRTLLM}_torch/async_llm.py::AsyncLLM.setup_async",

@@ -32,6 +32,7 @@ from nemorl.models.kv_cache import (
     KVCache,
     Prompt,
     StepTokens,
+    decode_kernel,
     in_passes,
     next_tokens,
     rest_of_prompts,
@@ -246,6 +247,7 @@ class ModelRunner:
         if max_rows and captures_graphs(device):
             whole = (padded_rows(max_rows), max_positions)
         self.cache = KVCache(max_kv_tokens, whole=whole)
+        self.cache.kernel = decode_kernel(device, dtype)
         if any(whole):
             self._graphs = DecodeGraphs(self.cache, max_rows, dtype, device)
         self._shape, self._device, self._dtype = shape, device, dtype
