@@ -57,7 +57,7 @@ _learned: dict[str, Learned] = {}  # one entry: of the model of this process
 
 
 def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
-    if _learned:  # a draft model, which is loaded after the model and takes no weights
+    if model_config.runner_type == "draft":  # a second model, for drafts, which takes no weights
         _process(model, model_config, target_device)
         return
     tensors = hf_tensors(load_shape(Path(model_config.model)))

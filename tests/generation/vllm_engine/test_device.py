@@ -58,8 +58,9 @@ def learn(model, tensors, process):
     return f"layout of {model}"
 
 extension.learn = learn
-for name in ("policy", "draft"):
-    extension._process_and_learn(name, types.SimpleNamespace(model=name), None)
+for name, runner in (("policy", "generate"), ("draft", "draft")):
+    config = types.SimpleNamespace(model=name, runner_type=runner)
+    extension._process_and_learn(name, config, None)
 print(json.dumps([processed, extension._learned]))
 """
 
