@@ -28,17 +28,19 @@ STEPS = 64  # that are timed
 
 
 def measure(setting: Setting) -> tuple[list[Row], Row]:
-    """Milliseconds of a step for several batches, with cuDNN's attention and without."""
+    """Milliseconds of a step for several batches, with CUDA graphs, without, and with cuDNN's attention."""
     prompt, new, batches, steps = (16, 24, (1, 4), 4) if setting.small else (PROMPT, NEW, BATCHES, STEPS)
     _, shape = setting.large()
     rows = []
     engine = make_engine(setting, shape, max(batches), prompt + new)
-    for cudnn in (False, True) if setting.device == "cuda" else (False,):
+    ways = ((True, False), (False, False), (False, True)) if setting.device == "cuda" else ((False, False),)
+    for graphs, cudnn in ways:
+        if not graphs:
+            engine.model.run_eagerly()
+        how: Row = {"graphs": "on" if graphs else "off", "cudnn": "on" if cudnn else "off"}
         with cudnn_attention(cudnn):
-            rows += [
-                step_row(setting, shape, engine, batch, prompt, new, steps, cudnn=cudnn) for batch in batches
-            ]
-            rows.append(ragged_row(setting, shape, engine, max(batches), prompt, new, cudnn=cudnn))
+            rows += [step_row(setting, shape, engine, batch, prompt, new, steps, how) for batch in batches]
+            rows.append(ragged_row(setting, shape, engine, max(batches), prompt, new, how))
     del engine
     rows.append(policy_row(setting, shape, batches[1], prompt, steps))
     return rows, {"prompt_tokens": prompt, "new_tokens": new, "timed_steps": steps}
@@ -65,8 +67,7 @@ def step_row(
     prompt: int,
     new: int,
     steps: int,
-    *,
-    cudnn: bool,
+    how: Row,
 ) -> Row:
     """Equal lengths: prefill, then steps in which no sequence ends."""
     for request in requests(batch, prompt, [new] * batch):
@@ -79,7 +80,7 @@ def step_row(
     for number in range(batch):
         engine.abort(str(number))
     return {
-        **described(f"embedded, {batch}", cudnn),
+        **described(f"embedded, {batch}", how),
         "prefill_tokens_per_second": per_second(batch * prompt, prefilled - began),
         **speed(setting, shape, batch, prompt + 2 + steps // 2, seconds / steps),
         "host_waits_per_step": waits,
@@ -93,8 +94,7 @@ def ragged_row(
     batch: int,
     prompt: int,
     new: int,
-    *,
-    cudnn: bool,
+    how: Row,
 ) -> Row:
     """Sequences have different lengths, so that the batch has another size at nearly each step."""
     lengths = np.linspace(new // 8, new, batch).astype(int).tolist()
@@ -108,7 +108,7 @@ def ragged_row(
     seconds = now(setting.device).seconds - began
     sampled = sum(lengths) - batch
     return {
-        **described(f"embedded, {batch} ragged", cudnn),
+        **described(f"embedded, {batch} ragged", how),
         "prefill_tokens_per_second": 0.0,
         **speed(setting, shape, sampled / count, prompt + new // 2, seconds / count),
         "host_waits_per_step": 0,
@@ -135,7 +135,7 @@ def policy_row(setting: Setting, shape: ModelShape, batch: int, prompt: int, ste
         waits = host_waits(setting, step)
         seconds = seconds_of(setting, step, steps)
     return {
-        **described(f"policy, {batch}", False),
+        **described(f"policy, {batch}", {"graphs": "off", "cudnn": "off"}),
         "prefill_tokens_per_second": per_second(batch * prompt, prefilled - began),
         **speed(setting, shape, batch, prompt + 2 + steps // 2, seconds / steps),
         "host_waits_per_step": waits,
@@ -149,8 +149,8 @@ def requests(batch: int, prompt: int, lengths: list[int]) -> Iterator[Generation
         yield GenerationRequest(str(number), tokens, SamplingParams(), length, seed=number)
 
 
-def described(name: str, cudnn: bool) -> Row:
-    return {"generator, batch": name, "cudnn": "on" if cudnn else "off"}
+def described(name: str, how: Row) -> Row:
+    return {"generator, batch": name, **how}
 
 
 def speed(setting: Setting, shape: ModelShape, batch: float, length: int, seconds: float) -> Row:

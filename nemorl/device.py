@@ -59,6 +59,16 @@ def upload(device: torch.device, *arrays: ArrayLike) -> tuple[torch.Tensor, ...]
     return uploaded
 
 
+def captures_graphs(device: torch.device) -> bool:
+    """True if a sequence of kernels can be captured once and launched as one (CUDA graphs)."""
+    return device.type == "cuda"
+
+
+def takes_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if the kernels of flash-attn, where they are installed, compute in this type."""
+    return _is_gpu(device) and dtype in (torch.bfloat16, torch.float16)
+
+
 def sums_in_order(device: torch.device) -> bool:
     """True if cumulative sums add one element after the other, so that they never decrease by rounding."""
     return not _is_gpu(device)

@@ -95,6 +95,8 @@ STOPS = {
     "tools of the environment": ("ToolFormat", "Tokenizer.max_calls"),
     "rewards of steps": ("StepRewards", "with_step_rewards"),
     "an entropy bonus": ("EntropyWeight",),
+    "CUDA graphs": ("DecodeGraphs",),
+    "draft tokens": ("PromptLookup", "ModelDrafts", "DraftModel", "StepCost"),
     "other losses": ("clip_cov", "kl_cov", "gmpo", "gspo", "gspo_token", "least_entropy", "choose"),
     "other transports": (
         *("file_sender", "FileVenue", "StoredVersion", "LastSent", "delta:apply"),

@@ -76,6 +76,7 @@ USED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             },
         },
     },
+    "flash_attn": {"flash_attn/flash_attn_interface.py": {"flash_attn_with_kvcache": ()}},
     "tensorrt_llm": {
         "tensorrt_llm/_torch/async_llm.py": {
             "AsyncLLM": (),
@@ -94,10 +95,22 @@ USED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
                 *("max_batch_size", "max_num_tokens", "max_seq_len", "max_input_len"),
                 *("kv_cache_config", "sleep_config", "disable_overlap_scheduler", "enable_chunked_prefill"),
                 *("orchestrator_type", "ray_worker_extension_cls", "ray_placement_config"),
-                "allreduce_strategy",
+                *("allreduce_strategy", "speculative_config"),
             ),
             "KvCacheConfig": ("free_gpu_memory_fraction", "enable_block_reuse", "max_tokens", "dtype"),
             "SleepConfig": (),
+            "NGramDecodingConfig": (
+                *("max_draft_len", "allow_advanced_sampling", "use_rejection_sampling"),
+                *("max_matching_ngram_size", "is_keep_all", "is_use_oldest", "is_public_pool"),
+            ),
+            "DraftTargetDecodingConfig": (
+                *("max_draft_len", "allow_advanced_sampling", "use_rejection_sampling"),
+                "speculative_model",
+            ),
+            "MTPDecodingConfig": (
+                *("max_draft_len", "allow_advanced_sampling", "use_rejection_sampling"),
+                "use_relaxed_acceptance_for_thinking",
+            ),
         },
         "tensorrt_llm/sampling_params.py": {
             "LogprobMode": (),
@@ -125,16 +138,23 @@ USED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
                 *("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"),
                 *("enforce_eager", "enable_prefix_caching", "logprobs_mode", "worker_extension_cls"),
                 *("disable_log_stats", "quantization", "enable_sleep_mode", "gpu_memory_utilization"),
-                "kv_cache_dtype",
+                *("kv_cache_dtype", "speculative_config"),
                 *("kv_cache_memory_bytes", "enable_chunked_prefill", "max_num_batched_tokens"),
                 *("hf_overrides", "enable_return_routed_experts", "enable_lora", "max_loras"),
                 *("max_lora_rank", "lora_target_modules"),
+            ),
+        },
+        "vllm/config/speculative.py": {
+            "SpeculativeConfig": (
+                *("num_speculative_tokens", "model", "method", "draft_tensor_parallel_size"),
+                *("prompt_lookup_max", "prompt_lookup_min"),
             ),
         },
         "vllm/sampling_params.py": {
             "SamplingParams": (
                 *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids"),
                 *("ignore_eos", "detokenize", "logprobs", "routed_experts_prompt_start", "output_kind"),
+                "stream_interval",
             ),
         },
         "vllm/lora/request.py": {"LoRARequest": ("lora_name", "lora_int_id", "lora_path")},

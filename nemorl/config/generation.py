@@ -3,7 +3,8 @@
 import ipaddress
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -73,7 +74,6 @@ class PromptLookupConfig(Config):
     """Drafts of the next tokens: what followed an earlier occurrence of the last ones in a sequence."""
 
     method: Literal["prompt_lookup"] = "prompt_lookup"
-    """How drafts are made."""
     max_tokens: int = Field(8, ge=1, le=64)
     """Most tokens of a draft."""
     max_match: int = Field(4, ge=1)
@@ -86,6 +86,29 @@ class PromptLookupConfig(Config):
         if self.min_match > self.max_match:
             fix = f"set it to at most max_match, {self.max_match}"
             yield Problem("min_match", self.min_match, fix)
+
+
+class DraftModelConfig(Config):
+    """Drafts of a smaller model with the policy's tokens, which stays as it was loaded."""
+
+    method: Literal["draft_model"]
+    model_path: Path
+    """Folder of the smaller model, or its id on the Hugging Face hub."""
+    max_tokens: int = Field(4, ge=1, le=64)
+    """Most tokens of a draft."""
+
+
+class MtpConfig(Config):
+    """Drafts of the layers for further tokens (MTP) that the folder of the policy has."""
+
+    method: Literal["mtp"]
+    max_tokens: int = Field(1, ge=1, le=64)
+    """Tokens of a draft."""
+
+
+SpeculationConfig = Annotated[
+    PromptLookupConfig | DraftModelConfig | MtpConfig, Variants(PromptLookupConfig, by="method")
+]
 
 
 MOST_REPLICAS = 4096  # that `nemorl scale` and `max_replicas` can ask for
@@ -183,6 +206,19 @@ class GenerationBase(Config):
             return int(getattr(self, self.batch_field))
         return self.concurrency
 
+    @property
+    def draft_model(self) -> DraftModelConfig | None:
+        """The section of a draft model; None without one."""
+        speculation = getattr(self, "speculation", None)
+        return speculation if isinstance(speculation, DraftModelConfig) else None
+
+    def with_absolute_paths(self) -> Self:
+        """The section for processes whose working directory is another."""
+        if (draft_model := self.draft_model) is None:
+            return self
+        located = draft_model.model_copy(update={"model_path": draft_model.model_path.absolute()})
+        return self.model_copy(update={"speculation": located})
+
     def host_options(self, policy: PolicyConfig) -> dict[str, object]:
         """Arguments of `host_class` that other engines' hosts do not have."""
         return {}
@@ -247,8 +283,14 @@ class BatchingConfig(GenerationBase):
     """Tokens its KV cache holds; requests wait for room."""
     max_cached_tokens: int = Field(16384, ge=0)
     """Tokens of prompts and past turns whose keys and values are kept for sequences that begin with them."""
-    speculation: PromptLookupConfig | None = None
+    speculation: SpeculationConfig | None = None
     """Drafts that a step checks together; what is sampled stays the same."""
+
+    @check
+    def _has_no_mtp_layers(self) -> Problems:
+        if isinstance(self.speculation, MtpConfig):
+            fix = "this engine does not compute the layers for further tokens; use prompt_lookup"
+            yield Problem("speculation.method", "mtp", f"{fix}, or backend vllm or trtllm")
 
     def most_kv_tokens(self, max_sequence_length: int) -> int:
         """Tokens whose keys and values are held at a time."""
@@ -262,6 +304,12 @@ class MegatronGenerationConfig(BatchingConfig):  # docs/megatron_generation.md
     returns_experts: ClassVar[bool] = True
     has_engines: ClassVar[bool] = False
     backend: Literal["megatron"]
+
+    @check
+    def _has_no_draft_model(self) -> Problems:
+        if self.draft_model is not None:
+            fix = "the policy's processes hold no second model; use prompt_lookup, or backend torch or vllm"
+            yield Problem("speculation.method", "draft_model", fix)
 
     @check
     def _samples_in_turn(self, algorithm: "AlgorithmConfig") -> Problems:
@@ -383,6 +431,8 @@ class TrtllmGenerationConfig(GenerationBase):
     them to its workers by CUDA IPC; all on one machine. `workers`: each worker receives its part, with no
     memory but buckets, while the engine is paused."""
     on_update: OnUpdate = "finish"
+    speculation: SpeculationConfig | None = None
+    """Drafts that TensorRT-LLM checks; not run on hardware."""
     trtllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `tensorrt_llm.AsyncLLM`, by its names."""
 
@@ -422,6 +472,7 @@ class TrtllmGenerationConfig(GenerationBase):
     @check
     def _arguments_are_free(self) -> Problems:
         yield from _derived_arguments("trtllm", TRTLLM_DERIVED_ARGUMENTS, self.trtllm_kwargs)
+        yield from _drafts_are_named_once("trtllm", self.trtllm_kwargs, self.speculation)
 
     @check
     def _delta_has_a_base(self) -> Problems:
@@ -453,6 +504,13 @@ VLLM_DERIVED_ARGUMENTS = {
 def _derived_arguments(engine: str, derived: set[str], given: dict[str, Any]) -> Problems:
     for name in sorted(derived & given.keys()):
         fix = f"this argument follows from other fields of the experiment (docs/{engine}.md); remove it"
+        yield Problem(f"{engine}_kwargs.{name}", given[name], fix)
+
+
+def _drafts_are_named_once(engine: str, given: dict[str, Any], speculation: object) -> Problems:
+    name = "speculative_config"
+    if speculation is not None and name in given:
+        fix = "generation.speculation has the drafts; remove one of the two"
         yield Problem(f"{engine}_kwargs.{name}", given[name], fix)
 
 
@@ -494,6 +552,8 @@ class VllmGenerationConfig(GenerationBase):
     colocated: bool = False
     """Share the policy's processors or GPUs: the engines sleep while it trains."""
     on_update: OnUpdate = "restart"
+    speculation: SpeculationConfig | None = None
+    """Drafts that vLLM checks; on GPUs only, and not run on hardware."""
     quantization: str | None = None
     """Quantize weights as they are loaded, by vLLM's name, such as `fp8`; then they are sent by
     `update: reload`, or not at all with `adapters: separate`."""
@@ -535,6 +595,25 @@ class VllmGenerationConfig(GenerationBase):
     @check
     def _arguments_are_free(self) -> Problems:
         yield from _derived_arguments("vllm", VLLM_DERIVED_ARGUMENTS, self.vllm_kwargs)
+        yield from _drafts_are_named_once("vllm", self.vllm_kwargs, self.speculation)
+
+    @check
+    def _drafts_fit(self, policy: PolicyConfig) -> Problems:
+        """What vLLM 0.32 does not take with drafts, or does to a draft model as well."""
+        if self.speculation is None:
+            return
+        if self.sampling.min_p:
+            fix = "vLLM takes no min_p with generation.speculation; set it to 0, or speculation to null"
+            yield Problem("sampling.min_p", self.sampling.min_p, fix)
+        method = self.speculation.method
+        if method == "prompt_lookup":
+            return
+        if self.pipeline_parallel_size > 1:
+            fix = f"with stages the drafts of {method} keep weights that the policy trains; set it to 1"
+            yield Problem("pipeline_parallel_size", self.pipeline_parallel_size, fix)
+        if policy.engine_quantization is not None:
+            fix = "vLLM's loader would quantize the weights of drafts as the policy's; use prompt_lookup"
+            yield Problem("speculation.method", method, fix)
 
     @check
     def _limits_of_a_cpu(self, cluster: ClusterConfig, policy: PolicyConfig) -> Problems:
@@ -548,9 +627,12 @@ class VllmGenerationConfig(GenerationBase):
         if tokens is not None and tokens < length:
             fix = f"on a CPU a step reads a prompt; set it to at least policy.max_sequence_length, {length}"
             yield Problem("max_num_batched_tokens", tokens, fix)
+        wrong = "on a CPU the logprobs of vLLM 0.32 are wrong with drafts; remove it, or use backend torch"
         if "speculative_config" in self.vllm_kwargs:
-            fix = "on a CPU the logprobs of vLLM 0.32 are wrong with drafts; remove it, or use backend torch"
-            yield Problem("vllm_kwargs.speculative_config", self.vllm_kwargs["speculative_config"], fix)
+            given = self.vllm_kwargs["speculative_config"]
+            yield Problem("vllm_kwargs.speculative_config", given, wrong)
+        if self.speculation is not None:
+            yield Problem("speculation.method", self.speculation.method, wrong)
         if self.kv_cache_dtype != "auto":
             fix = "it requires GPUs, and cluster.gpus_per_node is 0; set it to auto"
             yield Problem("kv_cache_dtype", self.kv_cache_dtype, fix)

@@ -41,7 +41,7 @@ def variants(annotation: Any) -> tuple[type[Config], ...]:
 
 
 def tag(variant: type[Config]) -> str:
-    """The field that selects this variant of a section: `name`, `kind` or `backend`."""
+    """The field that selects this variant of a section: `name`, `kind`, `backend` or `method`."""
     return next((key for key in VARIANT_KEYS if key in variant.model_fields), VARIANT_KEYS[0])
 
 

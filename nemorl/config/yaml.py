@@ -16,7 +16,7 @@ from nemorl.errors import ABSENT, ConfigError, Problem
 
 FieldPath = tuple[str | int, ...]
 Tree = dict[str, object]
-VARIANT_KEYS = ("kind", "name", "backend")  # the fields that select the variant of a section
+VARIANT_KEYS = ("kind", "name", "backend", "method")  # the fields that select the variant of a section
 Staying = Callable[[FieldPath, Tree, Tree], Tree]
 """What remains of the section at a path when another is laid over it."""
 _TAG = "tag:yaml.org,2002:"

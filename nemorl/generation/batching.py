@@ -10,56 +10,20 @@ logits and its position alone, the tokens are those of steps without drafts.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from nemorl.config.generation import BatchingConfig
+from nemorl.config.generation import BatchingConfig, PromptLookupConfig
 from nemorl.device import cheap_rows, upload
-from nemorl.models.kv_cache import PAGE_TOKENS, PrefixIndex, PrefixKey, Prompt, StepTokens, padded_slots
+from nemorl.models.kv_cache import Prompt, PromptReader, Runner, StepTokens, padded_slots
 from nemorl.trajectories import Int16Array, Int32Array, StopReason
 
+from .drafts import DraftModel, DraftRow, ModelDrafts, PromptLookup, StepCost
 from .sampling import Sampled, Sampler
-from .tokens import Drafter, RequestLimits, StepCost, StopStringFinder, TokenBuffer
+from .tokens import RequestLimits, StopStringFinder, TokenBuffer
 from .types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused
-
-
-class RowCache(Protocol):
-    """Keys and values of running sequences, in rows."""
-
-    def fits(self, rows: int, length: int) -> bool:
-        """True if `rows` sequences of which the longest has `length` tokens can be held at one time."""
-
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` of `length` tokens, keeping what the first `rows` hold."""
-
-    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of the rows `sources` to the rows `targets`; no row is in both."""
-
-    def save_pages(self, row: int, first: int, pages: Sequence[int], num_pages: int) -> None:
-        """Copy the tokens of a row from the position `first` on to `pages`, of at most `num_pages`."""
-
-    def load_pages(self, pages: Sequence[int], rows: Sequence[int]) -> None:
-        """Copy `pages`, which were saved, to the beginnings of `rows`."""
-
-
-class Runner(Protocol):
-    """The network with its cache: turns tokens into logits."""
-
-    @property
-    def cache(self) -> RowCache: ...
-
-    def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Fill the cache rows of `prompts`; for each the input of `logits`."""
-
-    def logits(self, hidden: Sequence[Tensor]) -> Tensor:
-        """Logits [n, vocabulary], float32, after `n` prompts, of what `prefill` gave for them."""
-
-    def decode(self, step: StepTokens) -> Tensor:
-        """One step of the cache rows 0..n-1: logits [N, vocabulary] after each of their tokens."""
 
 
 @dataclass(eq=False)
@@ -73,7 +37,7 @@ class ActiveSequence:
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
     last_sampled: float | None = None
     read_by: int | None = None  # the version that computed its keys and values; None for several
-    drafter: Drafter | None = None
+    drafts: PromptLookup | ModelDrafts | None = None
 
     def __post_init__(self) -> None:
         self.prompt_key = self.request.prompt.tobytes()
@@ -200,13 +164,16 @@ class BatchingEngine:
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
         experts: Callable[[int, int, int], Int16Array] | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """`experts` of a cache row, from a position to before another, where they are to be returned."""
         self.version = 0  # of the weights that sample
         self._runner, self._limits = runner, limits
         self._device, self._clock, self._experts = device, clock, experts
-        self._prefixes = PrefixIndex(config.max_cached_tokens // PAGE_TOKENS)
-        self._speculation = config.speculation
+        self._reader = PromptReader(runner, config.max_cached_tokens)
+        self._lookup = config.speculation if isinstance(config.speculation, PromptLookupConfig) else None
+        self._draft_model = draft_model
+        self._drafts_tokens = self._lookup is not None or draft_model is not None
         self._step_cost = StepCost(cheap_rows(device))
         self._scheduler = Scheduler(config.max_batch_size, runner.cache.fits)
         self._sequences: dict[str, ActiveSequence] = {}
@@ -216,12 +183,12 @@ class BatchingEngine:
     def weights_changed(self, version: int, *, restart: bool = False) -> None:
         """New weights sample from the next step on; with `restart` they read all running sequences again."""
         self.version = version
-        self._prefixes.clear()
+        self._reader.forget()
         running = list(self._scheduler.running())
         for _, sequence in running:
             sequence.read_by = version if restart else None
         if restart:
-            self._read([Prompt(sequence.tokens_read(), [row]) for row, sequence in running])
+            self._reader.read([Prompt(sequence.tokens_read(), [row]) for row, sequence in running])
 
     @property
     def num_waiting(self) -> int:
@@ -275,10 +242,12 @@ class BatchingEngine:
         for row, sequence in admitted:
             rows.setdefault(sequence.prompt_key, []).append(row)
             sequence.read_by = self.version
-            if self._speculation is not None:
-                sequence.drafter = Drafter(self._speculation, sequence.request.prompt)
+            if self._lookup is not None:
+                sequence.drafts = PromptLookup(self._lookup, sequence.request.prompt)
+            elif self._draft_model is not None:
+                sequence.drafts = ModelDrafts()
         prompts = {s.prompt_key: Prompt(s.request.prompt, rows[s.prompt_key]) for _, s in admitted}
-        hidden = self._read(list(prompts.values()))
+        hidden = self._reader.read(list(prompts.values()))
         logits = self._runner.logits(hidden)
         sequences = [sequence for _, sequence in admitted]
         if len(prompts) < len(sequences):
@@ -288,43 +257,19 @@ class BatchingEngine:
         (bits,) = upload(self._device, sampler.uniform_bits([_draws(s) for s in sequences]))
         return self._take(sequences, [()] * len(sequences), sampler(logits, bits))
 
-    def _read(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Read prompts; one waits for another that begins in the same way, and then begins with its pages."""
-        hidden: dict[int, Tensor] = {}
-        waiting = dict(enumerate(prompts))
-        while waiting:
-            together: dict[int, Prompt] = {}
-            missing: set[PrefixKey] = set()
-            for place, prompt in waiting.items():
-                pages, following = self._prefixes.find(prompt.tokens)
-                if following is None or following not in missing:
-                    together[place] = replace(prompt, start=len(pages) * PAGE_TOKENS)
-                    self._runner.cache.load_pages(pages, prompt.rows)
-                    if following is not None:
-                        missing.add(following)
-            hidden |= zip(together, self._runner.prefill(list(together.values())), strict=True)
-            for place, prompt in together.items():
-                self._save(prompt.tokens, prompt.rows[0])
-                del waiting[place]
-            self._stats.prompt_tokens += sum(prompt.num_new for prompt in together.values())
-            self._stats.cached_tokens += sum(prompt.start for prompt in together.values())
-        return [hidden[place] for place in range(len(prompts))]
-
-    def _save(self, tokens: Int32Array, row: int) -> None:
-        """Keep the pages of `tokens`, which a cache row holds, for sequences that begin with them."""
-        first, pages = self._prefixes.add(tokens)
-        self._runner.cache.save_pages(row, first * PAGE_TOKENS, pages, self._prefixes.num_pages)
-
     def _advance(self) -> list[Completion]:
         sources, targets = self._scheduler.compact()
         sequences = [sequence for _, sequence in self._scheduler.running()]
         if not sequences:
             return []
+        length = max(s.num_tokens for s in sequences) - 1
+        self._runner.cache.copy_rows(sources, targets, length)
+        if self._draft_model is not None:
+            self._draft_model.copy_rows(sources, targets, length)
+        drafts = self._draft(sequences)
         began = self._clock()
-        drafts = self._drafts(sequences)
         counts = [1 + len(draft) for draft in drafts]
         longest = max(map(sum, zip((s.num_tokens for s in sequences), map(len, drafts), strict=True)))
-        self._runner.cache.copy_rows(sources, targets, max(s.num_tokens for s in sequences) - 1)
         self._runner.cache.reserve(len(sequences), longest)
         drafted = sum(counts) > len(sequences)
         if drafted:
@@ -343,17 +288,28 @@ class BatchingEngine:
         bits, *uploaded = upload(self._device, numbers, tokens, positions, padded_slots(counts))
         logits = self._runner.decode(StepTokens(tokens, positions, counts, tuple(uploaded)))
         completions = self._take(sequences, drafts, sampler(logits, bits))
-        self._step_cost.update(sum(counts), self._clock() - began)
+        if self._drafts_tokens:
+            self._step_cost.update(sum(counts), self._clock() - began)
         return completions
 
-    def _drafts(self, sequences: Sequence[ActiveSequence]) -> list[Sequence[int]]:
+    def _draft(self, sequences: Sequence[ActiveSequence]) -> list[list[int]]:
         """For each sequence tokens that may follow its last one, none beyond its end; empty without."""
-        if self._speculation is None:
-            return [()] * len(sequences)
+        if not self._drafts_tokens:
+            return [[] for _ in sequences]
+        limits = [s.max_tokens - s.num_tokens - 1 for s in sequences]
+        if self._draft_model is not None:
+            rows = [
+                DraftRow(s.request, s.sampled.tokens, limit, s.drafts)
+                for s, limit in zip(sequences, limits, strict=True)
+                if isinstance(s.drafts, ModelDrafts)  # all of them
+            ]
+            return self._draft_model.draft(rows, self._step_cost)
         share = self._step_cost.share(len(sequences))
         return [
-            () if s.drafter is None else s.drafter.draft(s.max_tokens - s.num_tokens - 1, worth=share)
-            for s in sequences
+            []
+            if s.drafts is None or isinstance(s.drafts, ModelDrafts)
+            else s.drafts.draft(limit, worth=share)
+            for s, limit in zip(sequences, limits, strict=True)
         ]
 
     def _take(
@@ -367,8 +323,8 @@ class BatchingEngine:
             drawn = slice(first, first + 1 + len(draft))
             first = drawn.stop
             count, stop = sequence.append(tokens[drawn], logprobs[drawn], draft, self.version, now)
-            if sequence.drafter is not None:
-                sequence.drafter.update(tokens[drawn][:count], drafted=len(draft), right=count - 1)
+            if sequence.drafts is not None:
+                sequence.drafts.update(tokens[drawn][:count], drafted=len(draft), right=count - 1)
             self._stats.tokens_generated += count
             self._stats.drafted_tokens += len(draft)
             self._stats.accepted_tokens += count - 1
@@ -390,7 +346,9 @@ class BatchingEngine:
         self._take_experts(sequence)
         if sequence.read_by == self.version and sequence.sampled.tokens:
             # The next turn of a conversation begins with it.
-            self._save(sequence.tokens_read(), self._scheduler.row(sequence))
+            self._reader.save(sequence.tokens_read(), self._scheduler.row(sequence))
+        if self._draft_model is not None and isinstance(sequence.drafts, ModelDrafts):
+            self._draft_model.keep(sequence.drafts, sequence.tokens_read(), self._scheduler.row(sequence))
         self._scheduler.remove(sequence)
         self._sampler = None
         # Without a token its time ends now.
@@ -421,4 +379,6 @@ class BatchingEngine:
 
     def take_stats(self) -> EngineStats:
         done, self._stats = self._stats, EngineStats()
+        done.prompt_tokens, done.cached_tokens = self._reader.tokens_read, self._reader.tokens_copied
+        self._reader.tokens_read = self._reader.tokens_copied = 0
         return done

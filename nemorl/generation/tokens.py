@@ -1,6 +1,5 @@
-"""One request in any engine: its limits, its seed, what was sampled for it, its stop strings, its drafts."""
+"""One request in any engine: its limits, its seed, what was sampled for it, its stop strings."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from nemorl.config.generation import PromptLookupConfig
-from nemorl.trajectories import Int16Array, Int32Array, StopReason
+from nemorl.trajectories import Int16Array, StopReason
 
 from .types import Completion, GenerationRequest, Progress, RequestRefused
 
@@ -19,13 +17,6 @@ _CONTEXT_TOKENS = 5  # of the prompt: what a tokenizer does at the start of a te
 _INCOMPLETE = "\ufffd"  # what a decoder shows for the bytes of an incomplete character
 _GOLDEN = 0x9E3779B97F4A7C15  # odd: different positions of one request get different seeds
 _MAX_SEED = 2**63
-_ITEM = np.dtype(np.int32).itemsize
-# Tokens that are counted as seen before the first draft, and the share of them that was right.
-_PRIOR_TOKENS, _PRIOR_RATE = 2.0, 0.75
-_KEPT_AFTER_NO_DRAFT = 0.97  # of what was seen: after some time without drafts another is tried
-
-_KEPT_AFTER_STEP = 0.99  # of the measured steps, so that the last hundred count
-_PRIOR_SPREAD = 4.0  # squared rows: steps whose numbers of rows differ by less say little about a row's time
 
 
 @dataclass(eq=False)
@@ -194,89 +185,6 @@ class RequestLimits:
         finder = StopStringFinder(request.stop_strings, tokens[:length], self.decode)
         finder.find(tokens[length:])
         return finder
-
-
-class Drafter:
-    """Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding).
-
-    The text is searched for the latest earlier occurrence of its last `max_match` tokens, or of fewer; what
-    followed there is the draft.
-    """
-
-    def __init__(self, config: PromptLookupConfig, tokens: Int32Array) -> None:
-        """`tokens` are the beginning of the text."""
-        self._config = config
-        self._text = bytearray(tokens.tobytes())
-        self._right = self._seen = 0.0  # draft tokens, up to the first wrong one of each draft
-
-    @property
-    def rate(self) -> float:
-        """Estimated probability that a draft token is right if those before it are."""
-        return (self._right + _PRIOR_RATE * _PRIOR_TOKENS) / (self._seen + _PRIOR_TOKENS)
-
-    def draft(self, limit: int, *, worth: float) -> list[int]:
-        """At most `limit` tokens, none that is right with less than the probability `worth`."""
-        worthwhile = math.log(worth) / math.log(self.rate) if worth else math.inf
-        most = int(min(limit, self._config.max_tokens, worthwhile))
-        if most < 1:
-            self._right *= _KEPT_AFTER_NO_DRAFT
-            self._seen *= _KEPT_AFTER_NO_DRAFT
-            return []
-        text = self._text
-        for match in range(self._config.max_match, self._config.min_match - 1, -1):
-            place = self._find(text[-match * _ITEM :]) if len(text) > match * _ITEM else -1
-            if place >= 0:
-                # If less follows than is asked for, the text has begun to repeat itself.
-                follows = np.frombuffer(bytes(text[place + match * _ITEM :]), np.int32)
-                return np.resize(follows, most).tolist()
-        return []
-
-    def update(self, tokens: list[int], drafted: int, right: int) -> None:
-        """Append sampled `tokens`, the first `right` of which were drafted."""
-        self._text += np.array(tokens, np.int32).tobytes()
-        self._right += right
-        self._seen += min(right + 1, drafted)
-
-    def _find(self, pattern: bytearray) -> int:
-        """The last place of `pattern` before the end of the text, in bytes; -1 if there is none."""
-        end = len(self._text) - 1
-        while (place := self._text.rfind(pattern, 0, end)) > 0 and place % _ITEM:
-            end = place + len(pattern) - 1
-        return place
-
-
-class StepCost:
-    """How the seconds of decoding steps grow with their rows, `first + each * rows`, from those measured.
-
-    A line of least squares over recent steps. While these had nearly the same number of rows its slope is the
-    prior's.
-    """
-
-    def __init__(self, cheap_rows: int) -> None:
-        """A step of `cheap_rows` is expected to take twice as long as one without rows would."""
-        self._prior = cheap_rows
-        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
-
-    def update(self, rows: int, seconds: float) -> None:
-        """Count a step."""
-        new = (1.0, rows, seconds, rows * rows, rows * seconds)
-        old = (self._weight, self._rows, self._seconds, self._squares, self._products)
-        self._weight, self._rows, self._seconds, self._squares, self._products = (
-            _KEPT_AFTER_STEP * before + now for before, now in zip(old, new, strict=True)
-        )
-
-    def share(self, rows: int) -> float:
-        """The time of one row more, relative to a step's time for each of its `rows`; between 0 and 1."""
-        if not self._seconds:
-            return rows / (rows + self._prior)
-        mean_rows, mean_seconds = self._rows / self._weight, self._seconds / self._weight
-        spread = self._squares / self._weight - mean_rows**2
-        together = self._products / self._weight - mean_rows * mean_seconds
-        expected = mean_seconds / (mean_rows + self._prior)
-        each = (together + _PRIOR_SPREAD * expected) / (spread + _PRIOR_SPREAD)
-        each = min(max(each, 0.0), mean_seconds / mean_rows)
-        seconds = mean_seconds + each * (rows - mean_rows)
-        return each * rows / seconds
 
 
 def engine_seed(request: GenerationRequest) -> int:

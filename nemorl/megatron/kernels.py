@@ -62,6 +62,14 @@ USES = (
         "tests/megatron/test_attention.py::test_variable_length_kernels_compute_the_same",
     ),
     Use(
+        "decoding in the embedded engine",
+        FLASH_ATTENTION,
+        "flash_attn_with_kvcache",
+        "nemorl.models.kv_cache.decode_kernel",
+        "scaled_dot_product_attention; always for float32",
+        "tests/generation/torch_engine/test_flash_decoding.py::test_it_computes_what_torchs_attention_does",
+    ),
+    Use(
         "linear layers and norms",
         TRANSFORMER_ENGINE,
         "Linear, LayerNormLinear, RMSNorm",

@@ -71,7 +71,7 @@ def with_local_models(
     problems: list[Problem] = []
     located = {
         name: _located(getattr(experiment, name), name, commits, problems)
-        for name in ("policy", "critic", "reference", "teachers", "rewards")
+        for name in ("policy", "generation", "critic", "reference", "teachers", "rewards")
     }
     changed = {name: section for name, section in located.items() if section != getattr(experiment, name)}
     return experiment.model_copy(update=changed), problems

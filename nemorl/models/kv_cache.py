@@ -6,13 +6,15 @@ counts rows times the longest. Storage grows by reallocation, layer by layer.
 
 New tokens continue rows: a decoding step each by one token, or by one and its drafts, and a prompt whose
 beginning is cached its own by the rest. Where rows of a product round in the same way (`whole_places`), the
-outputs are the same to the bit, however many tokens of a row are computed together.
+outputs are the same to the bit, however many tokens of a row are computed together. Who drives a network with
+such a cache sees a `Runner`; a `PromptReader` has it read what no page holds.
 """
 
+import importlib
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemorl.device import upload
+from nemorl.device import takes_flash_attention, upload
 
 # Numbers of places that the attention kernel reads, within each of its blocks of 512. With 256 or 320 the
 # CPU's matrix product splits a row's sum elsewhere, and a sequence's rounding would depend on the longest one
@@ -42,11 +44,41 @@ def whole_places(places: int) -> int:
     return blocks * _BLOCK + next(count for count in _READ_IN_BLOCK if count > rest)
 
 
+# Attention of one query a row: queries [rows, heads, dim], keys and values [rows, places, kv_heads, dim], how
+# many of these each row has [rows], the scale -> [rows, heads, dim].
+DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
+
+
+def decode_kernel(device: torch.device, dtype: torch.dtype) -> DecodeKernel | None:
+    """Flash-decoding (`flash_attn_with_kvcache`) where it is installed; None for torch's attention.
+
+    It splits the keys of a row over a GPU's processors, which one query would not fill, and reads only the
+    places that a row has, without a mask. Not run on hardware.
+    """
+    if not takes_flash_attention(device, dtype):
+        return None
+    try:
+        flash_attn_with_kvcache = importlib.import_module("flash_attn").flash_attn_with_kvcache
+    except (ImportError, OSError):  # missing, or built for another torch
+        return None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, scale: float | None) -> Tensor:
+        out: Tensor = flash_attn_with_kvcache(
+            query.unsqueeze(1), key, value, cache_seqlens=lengths.int(), softmax_scale=scale, causal=True
+        )
+        return out.squeeze(1)
+
+    return attend
+
+
 class KVCache:
     """Rows 0..n-1 for each layer; keys are as attention sees them, rotated, so that any family can use it."""
 
-    def __init__(self, max_tokens: int, first: int = 0) -> None:
+    def __init__(self, max_tokens: int, first: int = 0, whole: tuple[int, int] = (0, 0)) -> None:
+        """`whole`: rows and their length that are reserved at once if they fit, so that they never move."""
         self.max_tokens = max_tokens  # rows times the longest
+        self._whole = whole
+        self.kernel: DecodeKernel | None = None  # for steps of one token a row, instead of torch's
         self.empty_places = first  # before the first token of each row
         self.rows = self.length = 0  # sequences, and tokens of each, for which there is room
         # [values, rows, places, *], two values for keys and values; each is made when it is first written
@@ -56,6 +88,11 @@ class KVCache:
     @property
     def num_tokens(self) -> int:
         return self.rows * self.length
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Where and how keys and values lie; another one after they moved."""
+        return (self.rows, self.length, *(layer.data_ptr() for layer in self._layers.values()))
 
     def fits(self, rows: int, length: int) -> bool:
         return rows * length <= self.max_tokens
@@ -67,6 +104,9 @@ class KVCache:
         if not self.fits(rows, length):
             problem = f"may hold {self.max_tokens} tokens, and {rows} rows of {length} tokens are requested"
             raise ValueError(f"the KV cache {problem}; raise generation.max_kv_tokens")
+        whole = max(rows, self._whole[0]), max(length, self._whole[1])
+        if not self.rows and self.fits(*whole):
+            rows, length = whole
         kept_rows, kept_places = min(self.rows, rows), self.length + self.empty_places
         if self.fits(self.rows, length):
             rows = max(rows, self.rows)
@@ -138,6 +178,11 @@ class KVCache:
         """Keys and values [rows, kv_heads, places, dim] of rows of which the longest has `longest` tokens."""
         places = min(whole_places(longest + self.empty_places), self.length + self.empty_places)
         key, value = self._layers[layer][:, rows.start : rows.stop, :places].transpose(2, 3)
+        return key, value
+
+    def stored(self, layer: int, rows: range) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, places, kv_heads, dim] of rows, with the places behind their tokens."""
+        key, value = self._layers[layer][:, rows.start : rows.stop]
         return key, value
 
     def tokens(self, layer: int, row: int, first: int, end: int) -> Tensor:
@@ -230,6 +275,84 @@ class StepTokens(NamedTuple):
     uploaded: tuple[Tensor, ...]  # tokens, positions and their `padded_slots`, [N] int64
 
 
+class RowCache(Protocol):
+    """Keys and values of running sequences, in rows."""
+
+    def fits(self, rows: int, length: int) -> bool:
+        """True if `rows` sequences of which the longest has `length` tokens can be held at one time."""
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` of `length` tokens, keeping what the first `rows` hold."""
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of the rows `sources` to the rows `targets`; no row is in both."""
+
+    def save_pages(self, row: int, first: int, pages: Sequence[int], num_pages: int) -> None:
+        """Copy the tokens of a row from the position `first` on to `pages`, of at most `num_pages`."""
+
+    def load_pages(self, pages: Sequence[int], rows: Sequence[int]) -> None:
+        """Copy `pages`, which were saved, to the beginnings of `rows`."""
+
+
+class Runner(Protocol):
+    """The network with its cache: turns tokens into logits."""
+
+    @property
+    def cache(self) -> RowCache: ...
+
+    def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """Fill the cache rows of `prompts`; for each the input of `logits`."""
+
+    def logits(self, hidden: Sequence[Tensor]) -> Tensor:
+        """Logits [n, vocabulary], float32, after `n` prompts, of what `prefill` gave for them."""
+
+    def decode(self, step: StepTokens) -> Tensor:
+        """One step of the cache rows 0..n-1: logits [N, vocabulary] after each of their tokens."""
+
+
+class PromptReader:
+    """Reads prompts into the rows of a cache, and keeps pages of what was read for those that begin so."""
+
+    def __init__(self, runner: Runner, max_cached_tokens: int) -> None:
+        self._runner = runner
+        self._prefixes = PrefixIndex(max_cached_tokens // PAGE_TOKENS)
+        self.tokens_read = self.tokens_copied = 0  # of prompts
+
+    def forget(self) -> None:
+        """Give up all pages: the weights that computed them are replaced."""
+        self._prefixes.clear()
+
+    def read(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """Read prompts, for each the input of `Runner.logits`.
+
+        One waits for another that begins in the same way, and then begins with its pages.
+        """
+        hidden: dict[int, Tensor] = {}
+        waiting = dict(enumerate(prompts))
+        while waiting:
+            together: dict[int, Prompt] = {}
+            missing: set[PrefixKey] = set()
+            for place, prompt in waiting.items():
+                pages, following = self._prefixes.find(prompt.tokens)
+                if following is None or following not in missing:
+                    together[place] = replace(prompt, start=len(pages) * PAGE_TOKENS)
+                    self._runner.cache.load_pages(pages, prompt.rows)
+                    if following is not None:
+                        missing.add(following)
+            hidden |= zip(together, self._runner.prefill(list(together.values())), strict=True)
+            for place, prompt in together.items():
+                self.save(prompt.tokens, prompt.rows[0])
+                del waiting[place]
+            self.tokens_read += sum(prompt.num_new for prompt in together.values())
+            self.tokens_copied += sum(prompt.start for prompt in together.values())
+        return [hidden[place] for place in range(len(prompts))]
+
+    def save(self, tokens: NDArray[np.int32], row: int) -> None:
+        """Keep the pages of `tokens`, which a cache row holds, for sequences that begin with them."""
+        first, pages = self._prefixes.add(tokens)
+        self._runner.cache.save_pages(row, first * PAGE_TOKENS, pages, self._prefixes.num_pages)
+
+
 def padded_slots(counts: Sequence[int]) -> NDArray[np.int64]:
     """Where tokens, `counts` of each row, lie if all rows are as wide as the widest."""
     sizes = np.asarray(counts, dtype=np.int64)
@@ -256,6 +379,10 @@ class ContinuedRows:
     ) -> Tensor:
         """Outputs [n, heads, dim] of the queries [n, heads, dim] of the new tokens. `sinks` [heads]."""
         rows, width, slots = len(self.rows), self.width, self.slots
+        one_each = width == 1 and slots is None and window is None and sinks is None
+        if self.cache.kernel is not None and one_each and not self.cache.empty_places:
+            key, value = self.cache.stored(layer, self.rows)
+            return self.cache.kernel(query, key, value, self.positions + 1, scale)
         key, value = self.cache.read(layer, self.rows, self.longest)
         heads, dim = query.shape[1:]
         kv_heads, group = key.shape[1], heads // key.shape[1]

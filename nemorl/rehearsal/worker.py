@@ -26,7 +26,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.generation import BatchingConfig, MegatronGenerationConfig, TorchGenerationConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.data.packed import PackedBatch
-from nemorl.generation.batching import BatchingEngine, Runner
+from nemorl.generation.batching import BatchingEngine
 from nemorl.generation.tokens import RequestLimits
 from nemorl.generation.torch_engine.engine import ModelRunner
 from nemorl.generation.types import GenerationRequest, SamplingParams
@@ -41,7 +41,7 @@ from nemorl.megatron.decode import (
 from nemorl.megatron.device import DTYPES
 from nemorl.megatron.kernels import TRITON, Installed
 from nemorl.megatron.worker import PolicyWorker
-from nemorl.models.kv_cache import KVCache
+from nemorl.models.kv_cache import KVCache, Runner
 from nemorl.models.layout import policy_rank
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape

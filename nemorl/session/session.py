@@ -467,6 +467,7 @@ class Starter:
     async def engines(self, shared: WorkerGroup | None = None) -> ReplicaSupervisor:
         """The engines; each sees the GPUs of `shared` ranks on its node, those that it shares first."""
         config, policy, cluster = self.experiment.generation, self.experiment.policy, self.experiment.cluster
+        config = config.with_absolute_paths()
         threads = self.placement.threads(config.threads, "generation")
         options = EngineOptions(
             model_path=policy.model_path.absolute(),

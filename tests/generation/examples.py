@@ -102,7 +102,7 @@ def random_weights(model: ModelRunner, seed: int) -> None:
 
 def small_engine(seed: int = 0, max_sequence_length: int = 200, **arguments: Any) -> TorchEngine:
     """An engine of `SHAPE` with random weights; what is not an argument of the engine goes to its config."""
-    own = {name: arguments.pop(name) for name in ("decode", "clock") if name in arguments}
+    own = {name: arguments.pop(name) for name in ("decode", "clock", "draft_shape") if name in arguments}
     engine = TorchEngine(
         SHAPE,
         TorchGenerationConfig(**arguments),

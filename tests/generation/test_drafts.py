@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from nemorl.config.generation import PromptLookupConfig
-from nemorl.generation.tokens import Drafter, StepCost
+from nemorl.generation.drafts import PromptLookup, StepCost
 
 
 def drafter(*tokens, **config):
-    return Drafter(PromptLookupConfig(**config), np.array(tokens, np.int32))
+    return PromptLookup(PromptLookupConfig(**config), np.array(tokens, np.int32))
 
 
 def test_what_followed_the_last_tokens_is_drafted():
@@ -47,7 +47,7 @@ def test_a_draft_is_as_long_as_it_is_expected_to_be_right():
     assert len(one.draft(8, worth=0.0)) == 8
     for _ in range(5):
         one.update([9], drafted=1, right=0)
-    assert one.rate == pytest.approx(1.5 / 7)
+    assert one.acceptance.rate == pytest.approx(1.5 / 7)
     one.update([1, 2, 3], drafted=0, right=0)
     assert one.draft(8, worth=0.6) == []
     for _ in range(200):

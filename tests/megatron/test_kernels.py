@@ -39,6 +39,7 @@ NAMED_IN = {
     "nemorl/megatron/kernels.py",
     "nemorl/megatron/model.py",  # Megatron's layers of Transformer Engine
     "nemorl/megatron/moe.py",  # the same for experts
+    "nemorl/models/kv_cache.py",  # flash-attn's function for caches
     "nemorl/plan/problems.py",  # its fused norms are not recomputed
 }
 

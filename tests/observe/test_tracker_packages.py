@@ -79,7 +79,7 @@ def test_trackio(run_dir, caplog, monkeypatch):
     Api = require_module("trackio").Api
     report(run_dir, caplog, name="trackio", project="sums")
     (run,) = Api().runs("sums")
-    print([m for m in dir(run) if not m.startswith('__')])
+    print([m for m in dir(run) if not m.startswith("__")])
     rows: list[Mapping[str, Any]] = run.history()
     assert {row["step"]: row["reward/mean"] for row in rows} == VALUES
 

@@ -126,6 +126,11 @@ STAND_INS = {
             "nixl_agent.get_new_notifs",
         )
     },
+    "flash_attn": {
+        "flash_attn_interface.py::flash_attn_with_kvcache": (
+            "tests/generation/torch_engine/test_flash_decoding.py::flash_attn_with_kvcache"
+        ),
+    },
     "tensorrt_llm": {
         "async_llm.py::AsyncLLM": f"{TRTLLM}_torch/async_llm.py::AsyncLLM",
         "async_llm.py::AsyncLLM.setup_async": f"{TRTLLM}_torch/async_llm.py::AsyncLLM.setup_async",
@@ -135,6 +140,10 @@ STAND_INS = {
         "llm_args.py::TorchLlmArgs": f"{TRTLLM}llmapi/llm_args.py::LlmArgs",
         "llm_args.py::KvCacheConfig": f"{TRTLLM}llmapi/llm_args.py::KvCacheConfig",
         "llm_args.py::SleepConfig": f"{TRTLLM}llmapi/llm_args.py::SleepConfig",
+        **{
+            f"llm_args.py::{name}DecodingConfig": f"{TRTLLM}llmapi/llm_args.py::{name}DecodingConfig"
+            for name in ("NGram", "DraftTarget", "MTP")
+        },
         "sampling_params.py::LogprobMode": f"{TRTLLM}sampling_params.py::LogprobMode",
         "sampling_params.py::SamplingParams": f"{TRTLLM}sampling_params.py::SamplingParams",
         "result.py::Logprob": f"{TRTLLM}_torch/pyexecutor/py_executor.py::Logprob",
@@ -155,6 +164,9 @@ BY_NAME = (
     "TorchLlmArgs",
     "KvCacheConfig",
     "SleepConfig",
+    "NGramDecodingConfig",
+    "DraftTargetDecodingConfig",
+    "MTPDecodingConfig",
     "SamplingParams",
     "LogprobMode",
     "CompletionOutput",
@@ -225,6 +237,7 @@ CALLED = {
     "tensorrt_llm": {
         *("AsyncLLM", "AsyncLLM.setup_async", "AsyncLLM.collective_rpc", "BaseLLM.generate_async"),
         *("KvCacheConfig", "SleepConfig", "SamplingParams"),
+        *("NGramDecodingConfig", "DraftTargetDecodingConfig", "MTPDecodingConfig"),
     },
     "transformer_engine": {
         *("FusedAdam.initialize_state", "FusedAdam._initialize_state"),
@@ -297,7 +310,12 @@ def test_vllm_accepts_every_engine_argument() -> None:
     given: set[str] = set()
     for device in ("cpu", "cuda"):
         given |= engine_arguments(
-            VllmGenerationConfig(backend="vllm", adapters="separate", max_num_batched_tokens=512),
+            VllmGenerationConfig(
+                backend="vllm",
+                adapters="separate",
+                max_num_batched_tokens=512,
+                speculation={"method": "mtp"},  # type: ignore[arg-type]
+            ),
             EngineOptions(Path("m"), Path("m"), 64, device=device),  # type: ignore[arg-type]
             return_experts=True,
             lora=LoraConfig(rank=8, alpha=16.0),
@@ -305,6 +323,18 @@ def test_vllm_accepts_every_engine_argument() -> None:
             quantization_config={},
         ).keys()
     assert given == Signature.of(real("vllm", "arg_utils.py::AsyncEngineArgs")).defaults.keys()
+    methods: list[Any] = [
+        {"method": "prompt_lookup"},
+        {"method": "draft_model", "model_path": "d"},
+        {"method": "mtp"},
+    ]
+    drafts: set[str] = set()
+    for method in methods:
+        config = VllmGenerationConfig(backend="vllm", speculation=method)
+        drafts |= engine_arguments(config, EngineOptions(Path("m"), Path("m"), 64))[
+            "speculative_config"
+        ].keys()
+    assert drafts == Signature.of(real("vllm", "speculative.py::SpeculativeConfig")).defaults.keys()
     sampling = sampling_arguments(request(Prompts(1).several(1, 3, 4)[0], "a"), 64)
     fields = Signature.of(real("vllm", "sampling_params.py::SamplingParams")).defaults.keys()
     assert sampling.keys() == fields - {"output_kind"}

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nemorl.config.generation import TorchGenerationConfig
-from nemorl.device import has_packed_linear, prefill_tokens, upload
+from nemorl.device import captures_graphs, has_packed_linear, prefill_tokens, upload
 from nemorl.generation.batching import BatchingEngine
+from nemorl.generation.drafts import DraftModel
 from nemorl.generation.front import DRAIN_SHARE
 from nemorl.generation.step_driver import StepDriver
 from nemorl.generation.tokens import Decode, RequestLimits, load_decoder
@@ -31,6 +32,7 @@ from nemorl.models.kv_cache import (
     KVCache,
     Prompt,
     StepTokens,
+    decode_kernel,
     in_passes,
     next_tokens,
     rest_of_prompts,
@@ -42,6 +44,8 @@ from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitDeadline, RefitSession
+
+from .graphs import DecodeGraphs, padded_rows
 
 # With ragged rows the CPU libraries take kernels that round otherwise: a sequence would depend on its batch.
 ROW_MULTIPLE = 4
@@ -235,8 +239,17 @@ class ModelRunner:
         max_positions: int,
         device: torch.device,
         dtype: torch.dtype,
+        max_rows: int = 0,
     ) -> None:
-        self.cache = KVCache(max_kv_tokens)
+        """With `max_rows`, of steps, these are decoded by CUDA graphs where the device has them."""
+        self._graphs: DecodeGraphs | None = None
+        whole = (0, 0)
+        if max_rows and captures_graphs(device):
+            whole = (padded_rows(max_rows), max_positions)
+        self.cache = KVCache(max_kv_tokens, whole=whole)
+        self.cache.kernel = decode_kernel(device, dtype)
+        if any(whole):
+            self._graphs = DecodeGraphs(self.cache, max_rows, dtype, device)
         self._shape, self._device, self._dtype = shape, device, dtype
         self._prefill_tokens = prefill_tokens(device)
         self._table = RotaryTable(
@@ -244,6 +257,7 @@ class ModelRunner:
         )
         self._parameters = decoder_parameters(shape)
         self._staging = {p.name: torch.zeros(p.shape, device=device, dtype=dtype) for p in self._parameters}
+        self.num_parameters = sum(staged.numel() for staged in self._staging.values())
         self._decoder: Decoder | None = None
 
     def slices(self) -> list[TensorSlice]:
@@ -257,9 +271,15 @@ class ModelRunner:
         HfFolder(folder).load_into(self._staging, self.slices())
         self.commit()
 
+    def freeze(self) -> None:
+        """Take no further weights: give up the memory in which they would arrive."""
+        self._staging = {}
+
     @torch.inference_mode()
     def commit(self) -> None:
         self._decoder = Decoder(self._shape, self._staging, self._table)
+        if self._graphs is not None:
+            self._graphs.clear()
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
@@ -299,9 +319,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(self, step: StepTokens) -> Tensor:
+        if self._graphs is not None and (logits := self._graphs.logits(step, self._logits)) is not None:
+            return logits
         tokens, positions, _ = step.uploaded
         cached = next_tokens(self.cache, step, self._dtype)
-        return self._network.logits(self._hidden(tokens, positions, cached))[: len(tokens)]
+        return self._logits(tokens, positions, cached)[: len(tokens)]
+
+    def run_eagerly(self) -> None:
+        """Decode without CUDA graphs from now on."""
+        self._graphs = None
+
+    def _logits(self, tokens: Tensor, positions: Tensor, cached: CachedPass) -> Tensor:
+        return self._network.logits(self._hidden(tokens, positions, cached))
 
     def _hidden(self, tokens: Tensor, positions: Tensor, cached: CachedPass) -> Tensor:
         padding = (0, -len(tokens) % ROW_MULTIPLE)
@@ -334,11 +363,36 @@ class TorchEngine(BatchingEngine):
         max_sequence_length: int,
         decode: Decode | None = None,
         clock: Callable[[], float] = time.monotonic,
+        draft_shape: ModelShape | None = None,
     ) -> None:
+        """With `draft_shape`, of the model in `config.speculation`, `draft_runner` expects its weights."""
         kv, length = config.max_kv_tokens, max_sequence_length
-        self.model = ModelRunner(shape, max_kv_tokens=kv, max_positions=length, device=device, dtype=dtype)
+
+        def runner(shape: ModelShape) -> ModelRunner:
+            return ModelRunner(
+                shape,
+                max_kv_tokens=kv,
+                max_positions=length,
+                device=device,
+                dtype=dtype,
+                max_rows=config.max_batch_size,
+            )
+
+        self.model = runner(shape)
+        self.draft_runner: ModelRunner | None = None
+        drafts: DraftModel | None = None
+        if draft_shape is not None and config.draft_model is not None:
+            self.draft_runner = runner(draft_shape)
+            drafts = DraftModel(
+                self.draft_runner,
+                config.draft_model,
+                max_cached_tokens=config.max_cached_tokens,
+                size=self.draft_runner.num_parameters / self.model.num_parameters,
+                device=device,
+                clock=clock,
+            )
         limits = RequestLimits(shape.vocab_size, length, kv, decode)
-        super().__init__(self.model, limits, config, device=device, clock=clock)
+        super().__init__(self.model, limits, config, device=device, clock=clock, draft_model=drafts)
 
     def commit(self, version: int, *, restart: bool = False) -> None:
         """Sample with the staged weights of `model` from the next step on; `restart` as `weights_changed`."""
@@ -348,6 +402,7 @@ class TorchEngine(BatchingEngine):
 
 def create_engine(config: TorchGenerationConfig, options: EngineOptions) -> TorchEngine:
     """The embedded engine, with the weights of the model's folder as version 0."""
+    draft_path = None if config.draft_model is None else config.draft_model.model_path
     engine = TorchEngine(
         load_shape(options.model_path),
         config,
@@ -355,8 +410,12 @@ def create_engine(config: TorchGenerationConfig, options: EngineOptions) -> Torc
         dtype=getattr(torch, config.precision or options.precision),
         max_sequence_length=options.max_sequence_length,
         decode=load_decoder(options.tokenizer_path),
+        draft_shape=None if draft_path is None else load_shape(draft_path),
     )
     engine.model.load(options.model_path)
+    if engine.draft_runner is not None and draft_path is not None:
+        engine.draft_runner.load(draft_path)
+        engine.draft_runner.freeze()
     return engine
 
 

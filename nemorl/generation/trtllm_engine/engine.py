@@ -12,11 +12,22 @@ from typing import Any
 
 from tensorrt_llm import AsyncLLM, SamplingParams
 from tensorrt_llm.executor import RequestError
-from tensorrt_llm.llmapi import KvCacheConfig
+from tensorrt_llm.llmapi import (
+    DraftTargetDecodingConfig,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+)
 from tensorrt_llm.llmapi.llm_args import ExecutorMemoryType, SleepConfig
 from tensorrt_llm.sampling_params import LogprobMode
 
-from nemorl.config.generation import TrtllmGenerationConfig
+from nemorl.config.generation import (
+    DraftModelConfig,
+    MtpConfig,
+    PromptLookupConfig,
+    SpeculationConfig,
+    TrtllmGenerationConfig,
+)
 from nemorl.generation.request_driver import Chunk
 from nemorl.generation.tokens import RequestLimits, StopStringFinder, engine_seed
 from nemorl.generation.types import EngineFailed, EngineOptions, GenerationRequest
@@ -55,10 +66,30 @@ def engine_arguments(config: TrtllmGenerationConfig, options: EngineOptions) -> 
         "ray_worker_extension_cls": _EXTENSION,
         **config.trtllm_kwargs,
     }
+    if config.speculation is not None:
+        arguments["speculative_config"] = _speculation(config.speculation)
+        # As its documentation sets it for these; and a step's drafts would be counted in the next.
+        arguments["disable_overlap_scheduler"] = True
     if config.on_update != "finish":  # of a step that overlaps with the next one no count has the tokens
         arguments["disable_overlap_scheduler"] = True
     names = ("moe_tensor_parallel_size", "moe_expert_parallel_size")
     return arguments | {name: size for name in names if (size := getattr(config, name)) is not None}
+
+
+def _speculation(config: SpeculationConfig) -> Any:
+    """The drafts in its words; without `use_rejection_sampling` it accepts those that its own draws equal."""
+    # Earlier releases draw greedily with drafts unless this is set, later ones ignore it.
+    common: dict[str, Any] = {"max_draft_len": config.max_tokens, "allow_advanced_sampling": True}
+    match config:
+        case PromptLookupConfig():
+            # A pool of each request: what others sampled would make a draft depend on the batch.
+            return NGramDecodingConfig(
+                **common, max_matching_ngram_size=config.max_match, is_public_pool=False, is_use_oldest=False
+            )
+        case DraftModelConfig():
+            return DraftTargetDecodingConfig(**common, speculative_model=str(config.model_path))
+        case MtpConfig():
+            return MTPDecodingConfig(**common)
 
 
 def sampling_params(request: GenerationRequest, max_sequence_length: int) -> SamplingParams:

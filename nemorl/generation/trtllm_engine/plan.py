@@ -9,7 +9,8 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.generation import TrtllmGenerationConfig
 from nemorl.errors import Problem
 from nemorl.models.shape import ModelShape
-from nemorl.plan.memory import ProcessMemory, buckets_bytes, sampling_bytes
+from nemorl.plan.drafts import draft_elements, draft_problems
+from nemorl.plan.memory import ITEM_SIZE, ProcessMemory, buckets_bytes, sampling_bytes
 
 _RUNTIME = 600_000_000  # bytes of each worker with its imports, as measured of vLLM
 
@@ -28,17 +29,18 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
         fix = "the package tensorrt_llm is not installed: start from NVIDIA's TensorRT-LLM container"
         fix += " (docs/trtllm.md), or take another generation.backend"
         yield Problem("generation.backend", "trtllm", fix)
+    yield from draft_problems(experiment, shape)
 
 
 def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMemory:
     """One worker on its GPU; the KV cache takes its fraction of what is left. `weights` in bytes."""
     config = experiment.generation
     assert isinstance(config, TrtllmGenerationConfig)
-    ranks = config.ranks_per_replica
+    ranks, item = config.ranks_per_replica, ITEM_SIZE[config.precision or experiment.policy.precision]
     return ProcessMemory(
         "generation",
         config.replicas * ranks,
-        weights=-(-weights // ranks),
+        weights=-(-(weights + draft_elements(experiment) * item) // ranks),
         logits=sampling_bytes(config.max_batch_size, shape),
         staging=buckets_bytes(config, weights),
         # gathered by the replica's process; of it each worker's share

@@ -5,7 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemorl.config.generation import ADAPTER_RANKS, VllmGenerationConfig
+from nemorl.config.generation import (
+    ADAPTER_RANKS,
+    DraftModelConfig,
+    MtpConfig,
+    PromptLookupConfig,
+    SpeculationConfig,
+    VllmGenerationConfig,
+)
 from nemorl.config.policy import LoraConfig
 from nemorl.config.quantization import QuantizationConfig
 from nemorl.generation.tokens import engine_seed
@@ -102,9 +109,31 @@ def engine_arguments(
             "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= lora.rank),
             "lora_target_modules": list(projections),
         }
+    if config.speculation is not None:
+        arguments["speculative_config"] = _speculation(config.speculation, config.tensor_parallel_size)
     if config.max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_num_batched_tokens
     return arguments | config.vllm_kwargs
+
+
+def _speculation(config: SpeculationConfig, tensor_parallel_size: int) -> dict[str, Any]:
+    """The fields of vLLM's `SpeculativeConfig`."""
+    drafts: dict[str, Any] = {"num_speculative_tokens": config.max_tokens}
+    match config:
+        case PromptLookupConfig():
+            return drafts | {
+                "method": "ngram",
+                "prompt_lookup_max": config.max_match,
+                "prompt_lookup_min": config.min_match,
+            }
+        case DraftModelConfig():
+            return drafts | {
+                "method": "draft_model",
+                "model": str(config.model_path),
+                "draft_tensor_parallel_size": tensor_parallel_size,  # vLLM takes no other
+            }
+        case MtpConfig():
+            return drafts | {"method": "mtp"}
 
 
 def sampling_arguments(request: GenerationRequest, max_sequence_length: int) -> Mapping[str, Any]:

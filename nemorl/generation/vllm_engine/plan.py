@@ -20,6 +20,7 @@ from nemorl.config.quantization import QuantizationConfig, QuantizationFormat
 from nemorl.errors import Problem
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
+from nemorl.plan.drafts import draft_elements, draft_problems
 from nemorl.plan.memory import ITEM_SIZE, ProcessMemory, buckets_bytes, sampling_bytes
 
 _RUNTIME = 600_000_000  # bytes of each process with its imports, as measured on a CPU
@@ -99,6 +100,7 @@ def problems(experiment: Experiment, shape: ModelShape, *, installed: bool) -> I
         yield Problem("generation.backend", "vllm", fix)
     if installed:
         yield from argument_problems(config.vllm_kwargs)
+    yield from draft_problems(experiment, shape)
     tensor, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     heads, groups = shape.num_attention_heads, shape.num_key_value_heads
     if heads % tensor:
@@ -194,7 +196,7 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     return ProcessMemory(
         "generation",
         config.replicas * ranks,
-        weights=share,
+        weights=share + -(-draft_elements(experiment) * item // config.tensor_parallel_size),
         logits=sampling_bytes(config.max_num_seqs, shape),
         kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
         staging=staging,

@@ -57,6 +57,9 @@ _learned: dict[str, Learned] = {}  # one entry: of the model of this process
 
 
 def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
+    if model_config.runner_type == "draft":  # a second model, for drafts, which takes no weights
+        _process(model, model_config, target_device)
+        return
     tensors = hf_tensors(load_shape(Path(model_config.model)))
     _learned["model"] = learn(model, tensors, lambda: _process(model, model_config, target_device))
 

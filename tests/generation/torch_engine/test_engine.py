@@ -256,7 +256,7 @@ def know(monkeypatch, expected):
     def drafter(config, prompt):
         return KnowingDrafter(expected[prompt.tobytes()], rng)
 
-    monkeypatch.setattr("nemorl.generation.batching.Drafter", drafter)
+    monkeypatch.setattr("nemorl.generation.batching.PromptLookup", drafter)
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 3, 64])

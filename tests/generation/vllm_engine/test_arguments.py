@@ -34,6 +34,28 @@ def test_further_arguments_are_passed_on() -> None:
     assert arguments("cpu", vllm_kwargs={"seed": 3})["seed"] == 3
 
 
+def test_drafts_are_those_of_speculation() -> None:
+    def drafts(**section: Any) -> dict[str, Any]:
+        given: dict[str, Any] = arguments("cuda", tensor_parallel_size=2, speculation=section)
+        described: dict[str, Any] = given["speculative_config"]
+        return described
+
+    assert drafts(method="prompt_lookup", max_tokens=5, max_match=3) == {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 2,
+    }
+    assert drafts(method="draft_model", model_path="/small", max_tokens=3) == {
+        "method": "draft_model",
+        "model": "/small",
+        "num_speculative_tokens": 3,
+        "draft_tensor_parallel_size": 2,
+    }
+    assert drafts(method="mtp") == {"method": "mtp", "num_speculative_tokens": 1}
+    assert "speculative_config" not in arguments("cuda")
+
+
 def test_a_cpu_has_a_cache_of_its_own_size_and_a_gpu_a_share() -> None:
     on_cpu, on_gpu = arguments("cpu", kv_cache_gigabytes=2), arguments("cuda", gpu_memory_utilization=0.5)
     assert (on_cpu["kv_cache_memory_bytes"], on_cpu["enforce_eager"]) == (2 * 2**30, True)

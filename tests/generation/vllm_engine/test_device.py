@@ -1,10 +1,10 @@
-"""A refit's thread uses its worker's GPU; vLLM and the GPU are stand-ins."""
+"""What a worker does with its GPU and its models; vLLM and the GPU are stand-ins."""
 
 import json
 import subprocess
 import sys
 
-PROGRAM = """
+STANDIN = """
 import json, sys, threading, types
 import torch
 
@@ -19,6 +19,9 @@ base.process_weights_after_loading = None
 linear = sys.modules["nemorl.generation.vllm_engine.cpu_linear"] = types.ModuleType("cpu_linear")
 linear.PackedLayers = linear.int8_kernels_for_float32 = linear.load_unpacked = None
 
+from nemorl.generation.vllm_engine import worker as extension
+"""
+REFIT = """
 from nemorl.generation.vllm_engine.worker import VllmWorkerExtension
 from nemorl.weights.messages import ReceiveReport, RefitSession
 
@@ -45,10 +48,32 @@ for device in ("cuda:3", "cpu"):
 print(json.dumps(events))
 """
 
+DRAFT_MODEL = """
+processed = []
+extension._process = lambda model, config, device: processed.append(model)
+extension.hf_tensors = extension.load_shape = lambda shape: shape
+
+def learn(model, tensors, process):
+    process()
+    return f"layout of {model}"
+
+extension.learn = learn
+for name, runner in (("policy", "generate"), ("draft", "draft")):
+    config = types.SimpleNamespace(model=name, runner_type=runner)
+    extension._process_and_learn(name, config, None)
+print(json.dumps([processed, extension._learned]))
+"""
+
+
+def test_weights_are_written_to_the_policy_and_not_to_the_draft_model_loaded_after_it() -> None:
+    command = [sys.executable, "-c", STANDIN + DRAFT_MODEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [["policy", "draft"], {"model": "layout of policy"}]
+
 
 def test_a_refit_uses_the_gpu_of_its_worker_and_not_the_first() -> None:
     """The current GPU belongs to a thread: of a new one it is the first, whatever the worker's is."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", STANDIN + REFIT], capture_output=True, text=True, check=True)
     begin, device, receive = [
         ["MainThread", "begin"], ["weight receiver", "cuda:3"], ["weight receiver", "receive"]
     ]  # fmt: skip

@@ -1,3 +1,15 @@
-from .llm_args import ExecutorMemoryType, KvCacheConfig
+from .llm_args import (
+    DraftTargetDecodingConfig,
+    ExecutorMemoryType,
+    KvCacheConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+)
 
-__all__ = ["ExecutorMemoryType", "KvCacheConfig"]
+__all__ = [
+    "DraftTargetDecodingConfig",
+    "ExecutorMemoryType",
+    "KvCacheConfig",
+    "MTPDecodingConfig",
+    "NGramDecodingConfig",
+]

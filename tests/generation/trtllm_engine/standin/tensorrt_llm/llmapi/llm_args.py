@@ -29,6 +29,33 @@ class SleepConfig:
 
 
 @dataclass(kw_only=True)
+class NGramDecodingConfig:
+    max_draft_len: int | None = None
+    allow_advanced_sampling: bool = False
+    use_rejection_sampling: bool = False
+    max_matching_ngram_size: int = 2
+    is_keep_all: bool = True
+    is_use_oldest: bool = True
+    is_public_pool: bool = True
+
+
+@dataclass(kw_only=True)
+class DraftTargetDecodingConfig:
+    max_draft_len: int | None = None
+    allow_advanced_sampling: bool = False
+    use_rejection_sampling: bool = False
+    speculative_model: str | None = None
+
+
+@dataclass(kw_only=True)
+class MTPDecodingConfig:
+    max_draft_len: int | None = None
+    allow_advanced_sampling: bool = False
+    use_rejection_sampling: bool = False
+    use_relaxed_acceptance_for_thinking: bool = False
+
+
+@dataclass(kw_only=True)
 class LlmArgs:
     model: str
     backend: str = "pytorch"
@@ -46,6 +73,7 @@ class LlmArgs:
     max_input_len: int | None = 1024
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
     sleep_config: SleepConfig | None = None
+    speculative_config: Any = None
     disable_overlap_scheduler: bool = False
     enable_chunked_prefill: bool = False
     ray_placement_config: Any = None

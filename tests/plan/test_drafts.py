@@ -1,0 +1,146 @@
+"""Draft models and MTP layers with which an engine cannot draft, and the memory of a draft model."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from nemorl.errors import ConfigError, Problem
+from nemorl.generation.torch_engine import plan
+from nemorl.generation.vllm_engine.plan import problems as vllm_problems
+from nemorl.models.layout import hf_tensors
+from nemorl.models.registry import load_shape
+from tests.plan.conftest import Configure
+from tests.plan.models import write_model
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2}
+VLLM = ("generation.backend=vllm", "cluster.gpus_per_node=8")
+
+
+def of_model(folder: Path) -> str:
+    return f"generation.speculation={{method: draft_model, model_path: {folder}}}"
+
+
+def torch_problems(configure: Configure, *overrides: str) -> list[Problem]:
+    experiment = configure(*overrides)
+    return list(plan.problems(experiment, load_shape(experiment.policy.model_path), installed=False))
+
+
+def test_a_smaller_model_of_the_same_tokens_drafts(configure: Configure, tmp_path: Path) -> None:
+    draft = write_model(tmp_path / "draft", **SMALL)
+    assert torch_problems(configure, of_model(draft)) == []
+    experiment = configure(*VLLM, of_model(draft))
+    shape = load_shape(experiment.policy.model_path)
+    assert list(vllm_problems(experiment, shape, installed=False)) == []
+
+
+def test_draft_models_that_cannot_draft_are_refused(
+    configure: Configure, tmp_path: Path, model: Path
+) -> None:
+    other = write_model(tmp_path / "other", vocab_size=1008)
+    named = write_model(tmp_path / "named", **SMALL)
+    for folder, token in ((model, "a"), (named, "b")):
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {token: 0}}}), encoding="utf-8")
+    experts = write_model(
+        tmp_path / "experts",
+        architectures=["Qwen3MoeForCausalLM"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        head_dim=16,
+    )
+    (experts / "tokenizer.json").write_text("{}", encoding="utf-8")
+    for folder, fix in (
+        (tmp_path / "nowhere", "there is no such folder: name one with config.json"),
+        (model, "a draft of the policy's own model takes as long as its tokens: name a smaller model"),
+        (other, "its vocabulary has 1008 tokens and the policy's 1000"),
+        (named, "its tokenizer is another than the policy's: token 0 is 'b' there"),
+        (experts, "drafts by dense Llama-like models only, and this one has experts"),
+    ):
+        (problem,) = torch_problems(configure, of_model(folder))
+        assert (problem.field, problem.value) == ("generation.speculation.model_path", str(folder))
+        assert fix in problem.fix
+
+
+def test_mtp_requires_layers_of_the_model(configure: Configure, model: Path) -> None:
+    def found() -> list[Problem]:
+        experiment = configure(*VLLM, "generation.speculation={method: mtp}")
+        shape = load_shape(experiment.policy.model_path)
+        return list(vllm_problems(experiment, shape, installed=False))
+
+    (problem,) = found()
+    assert problem.field == "generation.speculation.method"
+    assert "names no layers for further tokens (num_nextn_predict_layers or" in problem.fix
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(
+        json.dumps({**config, "num_nextn_predict_layers": 1}), encoding="utf-8"
+    )
+    assert found() == []
+
+
+MTP = "generation.speculation={method: mtp}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "fix"),
+    [
+        (
+            ("generation.backend=vllm", MTP),
+            "speculation.method",
+            "on a CPU the logprobs of vLLM 0.32 are wrong",
+        ),
+        (
+            (*VLLM, MTP, "generation.vllm_kwargs={speculative_config: {method: ngram}}"),
+            "vllm_kwargs.speculative_config",
+            "generation.speculation has the drafts; remove one of the two",
+        ),
+        (
+            (*VLLM, MTP, "generation.pipeline_parallel_size=2"),
+            "pipeline_parallel_size",
+            "with stages the drafts of mtp keep weights that the policy trains; set it to 1",
+        ),
+        (
+            (*VLLM, MTP, "policy.quantization={format: int8}"),
+            "speculation.method",
+            "vLLM's loader would quantize the weights of drafts as the policy's; use prompt_lookup",
+        ),
+        ((MTP,), "speculation.method", "this engine does not compute the layers for further tokens"),
+        (
+            ("generation.backend=megatron", "generation.speculation={method: draft_model, model_path: d}"),
+            "speculation.method",
+            "the policy's processes hold no second model; use prompt_lookup, or backend torch or vllm",
+        ),
+    ],
+)
+def test_engines_that_cannot_draft_so_say_why(
+    configure: Configure, overrides: tuple[str, ...], field: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        configure(*overrides)
+    (problem,) = [p for p in refused.value.problems if p.field == f"generation.{field}"]
+    assert fix in problem.fix
+
+
+def test_min_p_is_refused_with_drafts_of_vllm(configure: Configure) -> None:
+    overrides = (*VLLM, "generation.speculation={method: prompt_lookup}", "generation.sampling.min_p=0.1")
+    with pytest.raises(ConfigError) as refused:
+        configure(*overrides)
+    fixes = [p.fix for p in refused.value.problems if p.field == "generation.sampling.min_p"]
+    assert any("vLLM takes no min_p with generation.speculation" in fix for fix in fixes)
+
+
+def test_an_unknown_method_is_refused_with_those_that_there_are(configure: Configure) -> None:
+    with pytest.raises(ConfigError, match="expected one of `prompt_lookup`, `draft_model`, `mtp`"):
+        configure("generation.speculation={method: eagle}")
+
+
+def test_the_memory_of_an_engine_has_the_draft_model(configure: Configure, tmp_path: Path) -> None:
+    draft = write_model(tmp_path / "draft", **SMALL)
+    elements = sum(math.prod(size) for size in hf_tensors(load_shape(draft)).values())
+    plain, drafting = configure(), configure(of_model(draft))
+    shape = load_shape(plain.policy.model_path)
+    without, with_draft = plan.memory(plain, shape, 1000), plan.memory(drafting, shape, 1000)
+    assert with_draft.weights - without.weights == 4 * elements
+    # 2 layers of keys and values of 4 heads of 8 (64 / 8), instead of 6 layers of 4 heads of 16
+    assert with_draft.kv_cache / without.kv_cache == pytest.approx(1 + 2 * 4 * 8 / (6 * 4 * 16))
