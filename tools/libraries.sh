@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Test against servers whose packages cannot be installed next to the others: tools/libraries.sh
+# Test against packages that cannot be installed next to the others: tools/libraries.sh
 #
-# OpenEnv requires an older mcp, NeMo-Gym Python 3.12. Each has an environment of its own, .venv-NAME.
+# OpenEnv requires an older mcp, NeMo-Gym Python 3.12, and trackers an older protobuf. Each has an environment of
+# its own, .venv-NAME.
 #   PYTHON312=/path/to/python3.12   the interpreter of NeMo-Gym
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,27 +12,34 @@ die() {
   exit 1
 }
 
-# environment VENV PYTHON PACKAGE: create the environment, unless it is complete
+# environment VENV PYTHON PACKAGE...: create the environment, unless it is complete
 environment() {
-  local venv=$1 python=$2 package=$3 began=$SECONDS
-  if [[ -e $venv/ready && $(<"$venv/ready") == "$package" ]]; then
+  local venv=$1 python=$2 began=$SECONDS
+  shift 2
+  if [[ -e $venv/ready && $(<"$venv/ready") == "$*" ]]; then
     return
   fi
-  printf 'Installing %s in %s ... ' "$package" "$venv"
+  printf 'Installing %s in %s ... ' "$*" "$venv"
   rm -rf "$venv"
   "$python" -m venv "$venv" ||
     die "$python cannot create virtual environments. Set an interpreter: make libraries PYTHON312=/path/to/python3.12"
-  if ! "$venv/bin/python" -m pip install --no-input --progress-bar off "$package" >"$venv/install.log" 2>&1; then
+  if ! "$venv/bin/python" -m pip install --no-input --progress-bar off "$@" >"$venv/install.log" 2>&1; then
     tail -n 15 "$venv/install.log" >&2
-    die "pip could not install $package. Its output is in $venv/install.log."
+    die "pip could not install $*. Its output is in $venv/install.log."
   fi
-  echo "$package" >"$venv/ready"
+  echo "$*" >"$venv/ready"
   echo "done in $((SECONDS - began)) s"
 }
 
 environment .venv-openenv .venv/bin/python 'openenv==0.10.0'
 environment .venv-nemo-gym "${PYTHON312:-python3.12}" 'nemo-gym==0.4.0'
+environment .venv-trackers .venv/bin/python wandb==0.31.0 mlflow-skinny==3.17.2 trackio==0.43.0 swanlab==0.10.3 \
+  pydantic pyyaml rich jinja2 pytest pytest-xdist hypothesis
 export NEMORL_OPENENV_PYTHON=$PWD/.venv-openenv/bin/python
 export NEMORL_NEMO_GYM_PYTHON=$PWD/.venv-nemo-gym/bin/python
 export NEMORL_REQUIRE=openenv,nemo_gym
 .venv/bin/pytest tests/environments/test_openenv.py tests/rollout/test_nemo_gym.py
+
+# The process of a tracker uses the interpreter of the run, so these tests run in the trackers' environment.
+NEMORL_REQUIRE=wandb,mlflow,trackio,swanlab PYTHONPATH=. .venv-trackers/bin/python -m pytest --config-file=/dev/null \
+  --rootdir=. -p no:cacheprovider tests/observe/test_tracker_packages.py

@@ -173,7 +173,7 @@ class TrackioRecord:
             project=run.tracker["project"],
             name=name,
             space_id=space,
-            config=None if not first else run.config,
+            config=run.config,
             resume="never" if first else "allow",
             embed=False,
         )

@@ -22,7 +22,7 @@ from tests.required import require_module
 
 TENSORBOARD = LoggerConfig(trackers=["tensorboard"])
 WANDB = LoggerConfig(trackers=["wandb"])
-# A stand-in for the package wandb: what its functions do is what a test wants to go wrong.
+# A stand-in for the package wandb: what its functions do is what a test requires to go wrong.
 PACKAGE = """
     import pathlib, signal, os, sys, time
     class Run:
