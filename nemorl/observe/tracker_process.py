@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -216,7 +216,7 @@ class SwanlabRecord:
         self._swanlab.finish()
 
 
-RECORDS = {
+RECORDS: Mapping[str, Callable[[Run], Record]] = {
     "tensorboard": TensorBoardRecord,
     "wandb": WandbRecord,
     "mlflow": MlflowRecord,
