@@ -41,14 +41,9 @@ from nemorl.config.terminal_environment import TerminalEnvConfig
 from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem, Problems, UsageError
 from nemorl.models.hub import commits_in, with_local_models
 from nemorl.observe.run_folder import RunPaths
+from nemorl.plan.addresses import address_problems, node_problems, server_problems
 from nemorl.plan.machine import Machine, gpu_problems, is_this_machine, read_machine
-from nemorl.plan.problems import (
-    Plan,
-    address_problems,
-    node_problems,
-    plan_run,
-    server_problems,
-)
+from nemorl.plan.problems import Plan, plan_run
 from nemorl.plan.recompute import with_settled_recompute
 from nemorl.rewards.find import GIVEN, RewardError, find_reward
 from nemorl.rewards.functions import BUILT_IN
@@ -225,7 +220,7 @@ def prepare(
             yield from _other_algorithm(experiment)
         if is_this_machine(experiment, machine):
             listening = experiment.generation.endpoint or (EndpointConfig() if serving else None)
-            yield from address_problems(experiment.generation, listening, experiment.env)
+            yield from address_problems(experiment.generation, listening, experiment.env, experiment.logger)
         if replay is not None:
             from nemorl.rollout.replay import replay_problems
             from nemorl.rollout.stored import RolloutFiles

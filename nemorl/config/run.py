@@ -115,11 +115,22 @@ class ClusterConfig(Config):
                 yield Problem(f"topology.{group}", label, fix)
 
 
+class PrometheusConfig(Config):
+    """Metrics for a Prometheus server, at `http://HOST:PORT/metrics`."""
+
+    host: str = "127.0.0.1"
+    """Where the driver listens. Nothing asks for a key: whoever reaches the address reads the metrics."""
+    port: int = Field(9400, ge=0, le=65535)
+    """The port; 0 is a free one, which the header of the run names."""
+
+
 class LoggerConfig(Config):
     console: Literal["auto", "rich", "plain"] = "auto"
     """Bars and tables, or plain lines; `auto` shows bars on a terminal."""
     trackers: tuple[TrackerConfig, ...] = ()
     """Where metrics are also reported: names, such as `[tensorboard, wandb]`, or sections with a `name`."""
+    prometheus: PrometheusConfig | None = None
+    """Serve the newest metrics and the running stages to Prometheus; null listens nowhere."""
     samples_per_step: int = Field(4, ge=0)
     """Trajectories of each step written to samples.jsonl with their text."""
     trajectories: int = Field(0, ge=0)

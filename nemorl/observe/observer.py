@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Self, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -30,6 +30,9 @@ from .metrics import SHOWN, Change, Sample, Shown, StepMetrics, format_number
 from .run_folder import RunFolder
 from .timeline import Stage, StageListener, Stages, Timeline, Work, format_seconds
 from .trackers import open_trackers
+
+if TYPE_CHECKING:
+    from .prometheus import PrometheusEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -63,19 +66,23 @@ class Observer:
         timeline = Timeline(paths.timeline, title=paths.root.name)
         first = folder.resumed_step or 0
         self._console = open_console(config, total_steps=total_steps, first_step=first, stream=stream)
-        self._stages = Stages([self._console, timeline])
+        self._prometheus = open_prometheus(config, folder)
+        listeners = [] if self._prometheus is None else [self._prometheus]
+        self._stages = Stages([self._console, timeline, *listeners])
         self.stage, self.listen = self._stages.stage, self._stages.listen
         self.take_work: Callable[[float], Mapping[str, Work]] | None = None  # of the run's processes
         self._open = ExitStack()
         self._open.callback(folder.close)
-        for tracker in self._trackers:
-            self._open.callback(tracker.close)
+        for outlet in (*self._trackers, *listeners):
+            self._open.callback(outlet.close)
         for file in (self._metrics, self._samples, timeline):
             self._open.callback(file.close)
         self._open.enter_context(_run_log(self._console.logging_handler(), paths.logs / "driver.log"))
         self._open.callback(self._console.close)
 
     def header(self, facts: Mapping[str, str]) -> None:
+        if self._prometheus is not None:
+            facts = {**facts, "prometheus": self._prometheus.url}
         self.folder.add_facts(facts)
         self._console.header(facts)
 
@@ -94,6 +101,8 @@ class Observer:
         self._metrics.append(metrics.to_json())
         for tracker in self._trackers:
             tracker.log(metrics)
+        if self._prometheus is not None:
+            self._prometheus.step(metrics)
         self._console.step(metrics)
         return metrics
 
@@ -127,6 +136,20 @@ class Observer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.folder.record_end(error)
         self._open.close()
+
+
+def open_prometheus(config: LoggerConfig, folder: RunFolder) -> "PrometheusEndpoint | None":
+    """The endpoint; without one, with a warning, where its address is taken by now."""
+    if config.prometheus is None:
+        return None
+    from .prometheus import PrometheusEndpoint
+
+    try:
+        return PrometheusEndpoint(config.prometheus, folder.paths.root.name)
+    except OSError as error:
+        where = f"{config.prometheus.host}:{config.prometheus.port}"
+        logger.warning("Metrics are not served to Prometheus: cannot listen on %s (%s).", where, error)
+        return None
 
 
 class _LogFile(logging.FileHandler):

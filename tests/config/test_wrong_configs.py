@@ -64,7 +64,7 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         ["logger.zzz=1"],
         "logger.zzz",
         1,
-        "unknown field; the fields here are `console`, `samples_per_step`, `trackers`, `trajectories`",
+        "the fields here are `console`, `prometheus`, `samples_per_step`, `trackers`, `trajectories`",
     ),
     "a section nobody knows": (["polcy.seed=1"], "polcy", {"seed": 1}, "did you mean `policy`?"),
     "a key of another algorithm": (

@@ -10,7 +10,7 @@ import pytest
 
 from nemorl.config.server_environments import OpenEnvConfig
 from nemorl.environments.openenv import OpenEnvFactory
-from nemorl.plan.problems import server_problems
+from nemorl.plan.addresses import server_problems
 from nemorl.trajectories import Action, EnvironmentLost, Message, Reply, Step, StopReason, ToolCall
 from tests.environments.episodes import said, task
 from tests.environments.servers import end, free_port, python_with, running

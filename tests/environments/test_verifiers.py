@@ -19,7 +19,7 @@ from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import DatasetError, load_tasks
 from nemorl.data.tokenizer import load_tokenizer
 from nemorl.generation.router import Replica, Router
-from nemorl.plan.problems import server_problems
+from nemorl.plan.addresses import server_problems
 from nemorl.rollout.groups import GroupAssignment, GroupSummary
 from nemorl.rollout.worker import RolloutWorker
 from nemorl.trajectories import EnvironmentLost, StopReason, Task, Trajectory
