@@ -119,7 +119,7 @@ class PrometheusConfig(Config):
     """Metrics for a Prometheus server, at `http://HOST:PORT/metrics`."""
 
     host: str = "127.0.0.1"
-    """Where the driver listens. Nothing asks for a key: whoever reaches the address reads the metrics."""
+    """Where the driver listens. Nothing asks for a key: any process that reaches it reads the metrics."""
     port: int = Field(9400, ge=0, le=65535)
     """The port; 0 is a free one, which the header of the run names."""
 
