@@ -73,8 +73,10 @@ class Observer:
         self.take_work: Callable[[float], Mapping[str, Work]] | None = None  # of the run's processes
         self._open = ExitStack()
         self._open.callback(folder.close)
-        for outlet in (*self._trackers, *listeners):
-            self._open.callback(outlet.close)
+        for tracker in self._trackers:
+            self._open.callback(tracker.close)
+        if self._prometheus is not None:
+            self._open.callback(self._prometheus.close)
         for file in (self._metrics, self._samples, timeline):
             self._open.callback(file.close)
         self._open.enter_context(_run_log(self._console.logging_handler(), paths.logs / "driver.log"))
