@@ -437,6 +437,32 @@ class GuardsConfig(UpdateGuardsConfig):
             yield Problem("max_rollbacks", self.max_rollbacks, fix)
 
 
+class ProfileConfig(Config):
+    """Record steps of the policy's processes with torch's profiler."""
+
+    steps: tuple[int, ...] = Field(min_length=1)
+    """Which steps. The first one of a start does work that later ones do not."""
+    ranks: tuple[int, ...] = Field((0,), min_length=1)
+    """Which ranks of the policy."""
+    shapes: bool = False
+    """Record the shapes of operands, which makes traces larger."""
+    memory: bool = False
+    """Record allocations, and on a GPU write a snapshot of them."""
+
+    @check
+    def _they_exist(self, algorithm: "AlgorithmConfig", policy: "PolicyConfig") -> Problems:
+        last, ranks = algorithm.num_steps, policy.layout.world_size
+        for step in self.steps:
+            if not 1 <= step <= last:
+                yield Problem(
+                    "steps", step, f"the steps are 1 to {last} (algorithm.num_steps); take one of these"
+                )
+        for rank in self.ranks:
+            if not 0 <= rank < ranks:
+                fix = f"policy.layout has the ranks 0 to {ranks - 1}; take one of these"
+                yield Problem("ranks", rank, fix)
+
+
 class PolicyConfig(Config):
     model_path: Path
     """Folder of a Hugging Face model (config.json and safetensors), or the id of one on the hub."""
@@ -483,6 +509,8 @@ class PolicyConfig(Config):
     """Train in FP8; null trains in `precision`. Requires Transformer Engine."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the device while generation has it."""
+    profile: ProfileConfig | None = None
+    """Traces of these steps, written into `profiles/` of the run folder; null records none."""
 
     @property
     def engine_quantization(self) -> QuantizationConfig | None:

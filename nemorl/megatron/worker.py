@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from torch.profiler import record_function
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.data import losses, packed
@@ -48,6 +49,7 @@ from .model import build_model, local_name
 from .moe import Routers
 from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
 from .packing import MicroBatch, MicroBatchMaker, check_batch
+from .profile import StepProfile
 from .schedule import (
     Pipeline,
     logprob_gap,
@@ -86,6 +88,7 @@ class PolicyWorker:
         if threads is not None:
             torch.set_num_threads(threads)
         self._kind: DeviceKind = device
+        self._rank = rank
         self.device = select_device(device, rank)
         self._config, self._keep_reference = config, keep_reference
         self._calibration_prompts = calibration_prompts
@@ -135,6 +138,9 @@ class PolicyWorker:
         self._pipeline = Pipeline(self._chunks, temperature, self.device)
         self._optimizer = PolicyOptimizer(config, self._chunks, device, self._trained) if trains else None
         self._maker = MicroBatchMaker(self._shape, config, self._kernels, self.device)
+        self._profile: StepProfile | None = None
+        if config.profile is not None and rank in config.profile.ranks:
+            self._profile = StepProfile(config.profile, self.device)
         self._routers = Routers(self._modules, self._shape, config.moe) if self._shape.moe else None
         self._reference: ReferenceWeights | Adapters | None = None
         self._offload = Offload(device, self.device)
@@ -165,6 +171,16 @@ class PolicyWorker:
             **self._kernels.described(self._installed, self._kind, self._config.optimizer),
             **recompute_notes(self._shape, self._config.recompute, self._kernels.layers),
         }
+
+    def start_profile(self) -> None:
+        """Begin to record, if this rank is recorded."""
+        if self._profile is not None:
+            self._profile.start()
+
+    def end_profile(self, folder: Path, name: str) -> None:
+        """Write the trace of this rank to the folder."""
+        if self._profile is not None:
+            self._profile.end(folder / f"{name}-rank{self._rank}")
 
     def load_hf(self, folder: Path) -> None:
         """Read this rank's part of a Hugging Face folder; it also becomes the reference when one is kept."""
@@ -383,8 +399,10 @@ class PolicyWorker:
         if isinstance(loss, losses.UpdateLoss):
             minibatch = batch.select([sequence for micro in micro_batches for sequence in micro])
             loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
-        sums, maxima = self._pipeline.run_loss(made, loss, backward=True)
-        step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
+        with record_function("nemorl: forward and backward"):
+            sums, maxima = self._pipeline.run_loss(made, loss, backward=True)
+        with record_function("nemorl: optimizer step"):
+            step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
         if self._rounding is not None and self._adapters is None:
             self._rounding.measure()
         counts = torch.tensor([[m.batch.num_tokens, m.num_distinct, m.num_computed] for m in made]).sum(0)

@@ -59,6 +59,7 @@ ABOUT = """# A run of nemorl
 | `timeline.json` | stages, work of processes, critical path; open it in Perfetto or chrome://tracing |
 | `report.html` | all of this as one page that needs no network; `nemorl report` writes it again |
 | `trackers/` | files and ids of the trackers, if `logger.trackers` names any |
+| `profiles/` | traces of steps of the policy's processes, for ui.perfetto.dev (`policy.profile`) |
 | `stall-N.json` | what every process did when a stage made no progress; `nemorl doctor` explains it |
 | `checkpoints/` | what `--resume` continues from |
 | `hf/` | the final weights in the Hugging Face format (`checkpointing.save_hf`) |
@@ -79,6 +80,7 @@ class RunPaths:
         self.metrics, self.samples = root / "metrics.jsonl", root / "samples.jsonl"
         self.trajectories = root / "trajectories"
         self.timeline, self.trackers = root / "timeline.json", root / "trackers"
+        self.profiles = root / "profiles"
         self.checkpoints, self.logs = root / "checkpoints", root / "logs"
         self.memory = self.checkpoints / "memory"  # name of the folder with the newest one in memory
         self.endpoint_key = root / "endpoint_key"

@@ -245,7 +245,8 @@ async def _train_session(
                     recovery = Recovery(experiment, session, observer, checkpoints, recorder, algorithm)
                     for number in recorder.steps():
                         try:
-                            metrics = await algorithm.step(number)
+                            async with session.learner.profiled(number, observer.folder.paths.profiles):
+                                metrics = await algorithm.step(number)
                             metrics |= session.node_metrics()
                             await recorder.finish(number, metrics, algorithm.place)
                         except NemorlError as error:

@@ -227,6 +227,19 @@ class ModelHandle:
         headers = await self._call("header", stage="start", seconds=seconds, outputs="first")
         return headers[0]
 
+    @asynccontextmanager
+    async def profiled(self, step: int, folder: Path) -> AsyncIterator[None]:
+        """Inside, the model's processes record what they do, if this step is one of `policy.profile`."""
+        config, deadline = self._config.profile, self._deadlines.checkpoint
+        if config is None or step not in config.steps:
+            yield
+            return
+        stage = "profile"
+        await self._call("start_profile", stage=stage, seconds=deadline)
+        yield
+        name = f"step_{step:08}-{self.group.name}"
+        await self._call("end_profile", folder.absolute(), name, stage=stage, seconds=deadline)
+
     async def _call(self, method: str, *args: Any, seconds: float | None = None, **options: Any) -> list[Any]:
         """Call the group, within the deadline for logprobs unless another is given."""
         seconds = self._deadlines.logprobs if seconds is None else seconds

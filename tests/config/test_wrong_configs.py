@@ -66,6 +66,18 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         1,
         "the fields here are `console`, `prometheus`, `samples_per_step`, `trackers`, `trajectories`",
     ),
+    "a step to profile that the run has not": (
+        ["policy.profile={steps: [1, 1000]}"],
+        "policy.profile.steps",
+        1000,
+        "the steps are 1 to",
+    ),
+    "a rank to profile that the layout has not": (
+        ["policy.profile={steps: [1], ranks: [64]}"],
+        "policy.profile.ranks",
+        64,
+        "policy.layout has the ranks 0 to",
+    ),
     "a section nobody knows": (["polcy.seed=1"], "polcy", {"seed": 1}, "did you mean `policy`?"),
     "a key of another algorithm": (
         [*SFT, "algorithm.num_minibatches=1"],

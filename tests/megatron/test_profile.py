@@ -1,0 +1,34 @@
+"""Traces of a rank without a run: what a failed step and a full disk leave."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemorl.config.policy import ProfileConfig
+from nemorl.megatron.profile import StepProfile
+
+CPU = torch.device("cpu")
+
+
+def test_a_step_that_failed_leaves_no_trace(tmp_path: Path) -> None:
+    profile = StepProfile(ProfileConfig(steps=(1, 2)), CPU)
+    profile.start()
+    profile.start()  # of the next step
+    torch.ones(4, 4) @ torch.ones(4, 4)
+    profile.end(tmp_path / "profiles" / "second")
+    profile.end(tmp_path / "profiles" / "third")  # which was not begun
+
+    assert [file.name for file in (tmp_path / "profiles").iterdir()] == ["second.json.gz"]
+
+
+def test_a_folder_that_takes_no_file_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profiles").write_text("a file")
+    profile = StepProfile(ProfileConfig(steps=(1,)), CPU)
+    profile.start()
+    with caplog.at_level(logging.WARNING):
+        profile.end(tmp_path / "profiles" / "first")
+    assert "first.json.gz was not written" in caplog.text
