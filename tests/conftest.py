@@ -6,6 +6,7 @@ Both run two processes: most tests wait for processes to start more than they co
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 # Folders whose files share what is dear to start: a pool of Megatron's processes, engines, a Slurm.
 SHARING = ("tests/megatron/", "tests/generation/", "tests/serve/", "tests/slurm/")
@@ -85,6 +86,16 @@ class ByWhatIsShared(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return next((folder for folder in SHARING if nodeid.startswith(folder)), nodeid.partition("::")[0])
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Assign until the worker has work or is told to end.
+
+        A worker runs a test once it knows of the next one, or of its end. One that takes the place of a worker
+        that crashed may get a single test, after which xdist 3.8 would wait for its completion for ever.
+        """
+        super()._reschedule(node)
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByWhatIsShared:
