@@ -104,7 +104,10 @@ def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
     name, preferences = given.get("dataset_name"), x.has_section("dpo") or x.has_section("rm")
     prompt, answer = given.get("input_key", "input"), given.get("output_key", "output")
     if path := given.get("data_path"):
-        keys = {"prompt_key": given.get("prompt_key", "prompt"), "chosen_key": given.get("chosen_key", "chosen")}
+        keys = {
+            "prompt_key": given.get("prompt_key", "prompt"),
+            "chosen_key": given.get("chosen_key", "chosen"),
+        }
         keys |= {"rejected_key": given.get("rejected_key", "rejected")}
         section = {"name": "preference", **keys} if preferences else {"name": "tasks", "prompt_key": prompt}
         return section | {"path": str(path)} | ({} if preferences else {"answer_key": answer})
@@ -155,7 +158,9 @@ def _environment(x: Origin) -> Fields:
         return {}
     name = _env_name(x)
     if x.get("env.should_use_nemo_gym", False):
-        raise CannotImport("env.should_use_nemo_gym: connect the environment as a service (docs/environments.md)")
+        raise CannotImport(
+            "env.should_use_nemo_gym: connect the environment as a service (docs/environments.md)"
+        )
     if name in _MATH:
         return {"env.name": "math"}
     if name == "sliding_puzzle_game":
@@ -207,13 +212,21 @@ DATA_RULES: tuple[Rule, ...] = (
     ),
     Lost(("env.math.math_verify_impl",), "answers are compared by math-verify", ("hf_math_verify", None)),
     Ignored(("data.max_input_seq_length",), "no limit of prompts of its own"),
-    Lost(("data.add_bos", "data.add_eos", "data.add_system_prompt"), "as the chat template does", (None, True)),
+    Lost(
+        ("data.add_bos", "data.add_eos", "data.add_system_prompt"), "as the chat template does", (None, True)
+    ),
     Ignored(("data.add_generation_prompt",), "as the chat template requires"),
     Ignored(
         (
             *("data.num_workers", "data.default.processor", "data.use_multiple_dataloader", "data.default.*"),
             *("data.train.*", "data.validation.*", "env.math.*", "env.dapo.*", "env.reward_model.*"),
-            *("env.vlm.*", "env.clevr-cogent.*", "env.geometry3k.*", "env.refcoco.*", "env.math_multi_reward.*"),
+            *(
+                "env.vlm.*",
+                "env.clevr-cogent.*",
+                "env.geometry3k.*",
+                "env.refcoco.*",
+                "env.math_multi_reward.*",
+            ),
             "env.should_log_nemo_gym_responses",
         ),
         "how its workers read data and score answers",

@@ -160,7 +160,9 @@ def _written(rule: Part, origin: Origin) -> Fields:
         given = {key: origin.values[key] for key in rule.keys if key in origin.values}
         unknown = {key: value for key, value in given.items() if "$" in str(value)} or given
         listed = ", ".join(f"{key} = {value}" for key, value in unknown.items())
-        raise CannotImport(f"{listed or rule.keys[0]}: cannot be read ({error}); correct the value") from error
+        raise CannotImport(
+            f"{listed or rule.keys[0]}: cannot be read ({error}); correct the value"
+        ) from error
 
 
 def _row(key: str, value: object, rules: Sequence[Rule], origin: Origin) -> Row:

@@ -31,13 +31,9 @@ PUBLIC = {
     "OpenMathInstruct-2": PublicData(
         "nvidia/OpenMathInstruct-2", "train_1M", 1_000_000, "problem", "expected_answer"
     ),
-    "DAPOMath17K": PublicData(
-        "BytedTsinghua-SIA/DAPO-Math-17k", "train", 1_791_700, "prompt", _TRUTH
-    ),
+    "DAPOMath17K": PublicData("BytedTsinghua-SIA/DAPO-Math-17k", "train", 1_791_700, "prompt", _TRUTH),
     "DAPOMathAIME2024": PublicData("BytedTsinghua-SIA/AIME-2024", "train", 960, "prompt", _TRUTH),
-    "DeepScaler": PublicData(
-        "agentica-org/DeepScaleR-Preview-Dataset", "train", 40_315, "problem", "answer"
-    ),
+    "DeepScaler": PublicData("agentica-org/DeepScaleR-Preview-Dataset", "train", 40_315, "problem", "answer"),
     "AIME2024": PublicData("HuggingFaceH4/aime_2024", "train", 30, "problem", "answer"),
 }
 

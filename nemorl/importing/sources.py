@@ -53,10 +53,11 @@ def read_inherited(file: Path) -> "DictConfig":
 def _merged(base: "DictConfig", over: "DictConfig") -> "DictConfig":
     conf = omegaconf()
     for key in list(over.keys()):
-        section = None if conf.is_missing(over, key) else over._get_node(key)
+        section: Any = None if conf.is_missing(over, key) else over._get_node(key)
         if conf.is_dict(section) and not section._is_none() and section.pop("_override_", False):
             base.pop(key, None)
-    return conf.merge(base, over)  # type: ignore[no-any-return]
+    merged: DictConfig = conf.merge(base, over)
+    return merged
 
 
 def read_yaml(file: Path) -> "DictConfig":
@@ -67,7 +68,8 @@ def read_yaml(file: Path) -> "DictConfig":
         raise CannotImport(f"{file}: cannot be read: {str(error).partition(chr(10))[0]}") from error
     if not conf.is_dict(config):
         raise CannotImport(f"{file}: expected sections at the top level")
-    return config  # type: ignore[no-any-return]
+    tree: DictConfig = config
+    return tree
 
 
 def resolved(config: "DictConfig", source: str) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def _value(text: str) -> Any:
     if not text or text == "''":
         return "" if text else None
     try:
-        value = yaml.load(spaced, _Loader)  # noqa: S506  (a safe loader)
+        value = yaml.load(spaced, _Loader)
     except yaml.YAMLError:
         return text
     if isinstance(value, str) and value in ("True", "False", "None"):
@@ -262,7 +264,7 @@ def _arithmetic(text: str) -> str:
     if not re.fullmatch(r"[\d\s+*/()%-]+", text):
         return f"$(({text}))"
     try:
-        return str(int(eval(text.replace("/", "//"), {"__builtins__": {}})))  # noqa: S307  numbers alone
+        return str(int(eval(text.replace("/", "//"), {"__builtins__": {}})))
     except (SyntaxError, ArithmeticError):
         return f"$(({text}))"
 

@@ -121,7 +121,11 @@ def _of_python(file: Path) -> dict[str, Any]:
                 value = ast.literal_eval(argument.value)
             except ValueError:
                 continue
-            key = {"r": "lora_r"}.get(str(argument.arg), str(argument.arg)) if name == "LoraConfig" else argument.arg
+            key = (
+                {"r": "lora_r"}.get(str(argument.arg), str(argument.arg))
+                if name == "LoraConfig"
+                else argument.arg
+            )
             tree[str(key)] = value
         if name == "LoraConfig":
             tree["use_peft"] = True
@@ -252,7 +256,10 @@ def _correction(x: Origin) -> Fields:
 def _optimizer(x: Origin) -> Fields:
     section = {"name": "adam", "lr": x.get("learning_rate"), "weight_decay": x.get("weight_decay")}
     section |= {"beta1": x.get("adam_beta1"), "beta2": x.get("adam_beta2"), "eps": x.get("adam_epsilon")}
-    fields: dict[str, Any] = {"policy.optimizer": section, "policy.max_grad_norm": x.get("max_grad_norm") or None}
+    fields: dict[str, Any] = {
+        "policy.optimizer": section,
+        "policy.max_grad_norm": x.get("max_grad_norm") or None,
+    }
     _, _, updates = _sizes(x)
     total = int(_num_steps(x)["algorithm.num_steps"]) * updates * x.get("num_iterations")
     warmup = x.get("warmup_steps")
@@ -387,7 +394,9 @@ RULES: tuple[Rule, ...] = (
     Part(
         ("mask_truncated_completions",),
         ("algorithm.filters.drop_truncated",),
-        lambda x: {"algorithm.filters.drop_truncated": True} if x.get("mask_truncated_completions", False) else {},
+        lambda x: (
+            {"algorithm.filters.drop_truncated": True} if x.get("mask_truncated_completions", False) else {}
+        ),
     ),
     Part(
         (
@@ -399,7 +408,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Part(
         (
-            *("max_completion_length", "use_vllm", "vllm_tensor_parallel_size", "vllm_gpu_memory_utilization"),
+            *(
+                "max_completion_length",
+                "use_vllm",
+                "vllm_tensor_parallel_size",
+                "vllm_gpu_memory_utilization",
+            ),
             *("vllm_mode", "temperature", "top_p", "top_k", "min_p"),
         ),
         ("generation",),
@@ -442,22 +456,74 @@ RULES: tuple[Rule, ...] = (
     Lost(("lora_dropout",), "adapters have no dropout", (0.0, None)),
     Lost(("optim",), "AdamW", ("adamw_torch", "adamw_torch_fused", None)),
     Lost(("generation_kwargs", "model_init_kwargs", "chat_template_kwargs"), "no such arguments", (None, {})),
-    Lost(("router_aux_loss_coef",), "policy.moe.load_balancing_loss_coefficient is of each sequence", (0.0, None)),
+    Lost(
+        ("router_aux_loss_coef",),
+        "policy.moe.load_balancing_loss_coefficient is of each sequence",
+        (0.0, None),
+    ),
     Lost(("eval_strategy",), "set algorithm.validation and data.validation", ("no", None)),
-    Lost(("environment_factory", "rollout_func", "tools"), "an environment of ours (docs/environments.md)", (None,)),
+    Lost(
+        ("environment_factory", "rollout_func", "tools"),
+        "an environment of ours (docs/environments.md)",
+        (None,),
+    ),
     Lost(("entropy_coef_min",), "the weight stays above 0", (0.0, None)),
     Ignored(
         (
             *("logging_steps", "report_to", "run_name", "log_completions", "num_completions_to_print"),
             *("push_to_hub", "hub_model_id", "logging_strategy", "trackio_space_id", "log_unique_prompts"),
-            *("dataloader_num_workers", "disable_dropout", "remove_unused_columns", "ds3_gather_for_generation"),
-            *("dtype", "attn_implementation", "trust_remote_code", "ddp_timeout", "deepspeed", "fsdp", "tf32"),
-            *("gradient_checkpointing_kwargs", "eval_steps", "per_device_eval_batch_size", "overwrite_output_dir"),
+            *(
+                "dataloader_num_workers",
+                "disable_dropout",
+                "remove_unused_columns",
+                "ds3_gather_for_generation",
+            ),
+            *(
+                "dtype",
+                "attn_implementation",
+                "trust_remote_code",
+                "ddp_timeout",
+                "deepspeed",
+                "fsdp",
+                "tf32",
+            ),
+            *(
+                "gradient_checkpointing_kwargs",
+                "eval_steps",
+                "per_device_eval_batch_size",
+                "overwrite_output_dir",
+            ),
             *("ref_model_mixup_alpha", "ref_model_sync_steps", "dataset_test_split", "num_generations_eval"),
-            *("vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_server_base_url", "vllm_group_port"),
-            *("vllm_enable_sleep_mode", "vllm_model_impl", "cache_implementation", "pad_to_multiple_of", "do_eval"),
-            *("resume_from_checkpoint", "save_only_model", "logging_first_step", "use_liger_kernel", "task_type"),
-            *("logging_dir", "lora_task_type", "bias", "config", "hub_strategy", "log_level", "model_revision"),
+            *(
+                "vllm_server_host",
+                "vllm_server_port",
+                "vllm_server_timeout",
+                "vllm_server_base_url",
+                "vllm_group_port",
+            ),
+            *(
+                "vllm_enable_sleep_mode",
+                "vllm_model_impl",
+                "cache_implementation",
+                "pad_to_multiple_of",
+                "do_eval",
+            ),
+            *(
+                "resume_from_checkpoint",
+                "save_only_model",
+                "logging_first_step",
+                "use_liger_kernel",
+                "task_type",
+            ),
+            *(
+                "logging_dir",
+                "lora_task_type",
+                "bias",
+                "config",
+                "hub_strategy",
+                "log_level",
+                "model_revision",
+            ),
             "steps",
         ),
         "trackers, kernels and how processes are started",
