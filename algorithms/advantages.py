@@ -55,7 +55,7 @@ def relative(values: Tensor, epsilon: float | None, *, leave_one_out: bool = Fal
 
 
 def relative_to_others(values: Tensor, epsilon: float) -> Tensor:
-    """Values [..., n] less the mean of the others, over the unbiased standard deviation of these plus epsilon.
+    """Values [..., n] less the mean of the others, over their unbiased standard deviation plus epsilon.
 
     NeMo-RL's estimator with a leave-one-out baseline. Not divided where the others are equal, or only one.
     """
@@ -78,7 +78,8 @@ def group_relative(groups: Sequence[GroupSummary], config: configs.GroupAdvantag
 
     Shao et al. 2024, arXiv 2402.03300; without `normalize` it is Dr. GRPO's (Liu et al. 2025,
     arXiv 2503.20783). With `leave_one_out` the mean is that of the others (RLOO, Ahmadian et al. 2024, arXiv
-    2402.14740), and `deviation: others` scales by theirs, too. Epsilon is 1e-6 as in verl; TRL adds 1e-4, OpenRLHF 1e-9.
+    2402.14740), and `deviation: others` scales by theirs, too. Epsilon is 1e-6 as in verl; TRL adds 1e-4,
+    OpenRLHF 1e-9.
     """
     epsilon, leave_one_out = config.epsilon if config.normalize else None, config.leave_one_out
     advantages: list[list[float]] = [[] for _ in groups]

@@ -1,7 +1,8 @@
-"""`nemorl import`: an experiment file from the config of another project, with a table of what became of it."""
+"""`nemorl import`: an experiment file from the config of another project, with a table of its keys."""
 
 import json
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.table import Table
@@ -57,7 +58,8 @@ def _import(arguments: Namespace) -> int:
     else:
         console = notes() if out is None else output()
         console.width = max(console.width, 120)
-        console.print(_table(imported, arguments.all))
+        for part in _tables(imported, arguments.all):
+            console.print(part)
         if out is None:
             say(text.rstrip("\n"))
     notes().print(_summary(imported, out), markup=False)
@@ -86,21 +88,18 @@ def _kind(row: Row) -> str:
     return "lost" if row.outcome == "none" and row.changes_result else row.outcome
 
 
-def _table(imported: Imported, every: bool) -> Table:
-    result = table("", ["key", "value", "becomes", "note"])
-    result.columns[0].ratio, result.columns[3].ratio = 3, 4
+def _tables(imported: Imported, every: bool) -> Iterator[Table]:
+    """One of each outcome; of keys without an effect on the result only if `every` is true."""
     for kind, heading in _HEADINGS.items():
-        rows = [row for row in imported.rows if _kind(row) == kind]
+        rows = [row for row in imported.rows if _kind(row) == kind and (every or kind != "none")]
         if not rows:
             continue
-        result.add_section()
-        result.add_row(Text(f"{heading} ({len(rows)})", style="bold"), "", "", "")
-        for row in rows if every or kind != "none" else ():
+        result = table(f"{heading} ({len(rows)})", ["key", "value", "becomes", "note"])
+        for row in rows:
             value = json.dumps(row.value, default=str)
             shown = value if len(value) <= _SHOWN else f"{value[: _SHOWN - 1]}…"
-            fields = ", ".join(row.fields)
-            result.add_row(*map(Text, (row.key, shown, fields, row.note)))
-    return result
+            result.add_row(*map(Text, (row.key, shown, ", ".join(row.fields), row.note)))
+        yield result
 
 
 def _summary(imported: Imported, out: Path | None) -> str:

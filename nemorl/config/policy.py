@@ -140,8 +140,8 @@ class ScheduleBase(Config):
     warmup_start: float = Field(0.0, ge=0, le=1)
     """The rate from which the warm-up rises, as a share of the peak."""
     first_step: Literal[0, 1] = 1
-    """Number of the first optimizer step. 0: it has the rate from which the warm-up rises, as in PyTorch's and
-    Megatron's schedulers; 1: it is one step above that."""
+    """Number of the first optimizer step. 0: it has the rate from which the warm-up rises, as schedulers of
+    PyTorch and Megatron do; 1: it is one step above that."""
 
     @check
     def _warmup_has_a_start(self) -> Problems:

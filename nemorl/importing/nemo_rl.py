@@ -91,7 +91,7 @@ _TRAINING: tuple[Rule, ...] = (
             *("loss_fn.token_level_loss", "loss_fn.disable_ppo_ratio", "loss_fn.use_cispo"),
             *("loss_fn.sequence_level_importance_ratios", "loss_fn.positive_example_nll_weight"),
             *("dpo.reference_policy_kl_penalty", "dpo.preference_average_log_probs"),
-            *("dpo.sft_loss_weight", "dpo.sft_average_log_probs"),
+            "dpo.sft_loss_weight",
         ),
         ("algorithm.loss", "algorithm.likelihood", "algorithm.sft_coefficient"),
         learning.loss,
@@ -99,7 +99,7 @@ _TRAINING: tuple[Rule, ...] = (
     Part(
         (
             *(f"loss_fn.reference_policy_kl_{name}" for name in ("penalty", "type")),
-            *(f"loss_fn.kl_{name}_clamp_value" for name in ("input", "output")),
+            "loss_fn.kl_output_clamp_value",
             *("loss_fn.use_on_policy_kl_approximation", "loss_fn.use_kl_in_reward"),
             "grpo.skip_reference_policy_logprobs_calculation",
         ),
@@ -138,15 +138,16 @@ _TRAINING: tuple[Rule, ...] = (
             "grpo.async_grpo.in_flight_weight_updates",
             "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
             *("async_rl.sampler.max_staleness_versions", "async_rl.sampler.max_lookahead_versions"),
-            *("async_rl.sampler.name", "async_rl.recompute_kv_cache_after_weight_updates"),
+            "async_rl.recompute_kv_cache_after_weight_updates",
         ),
         ("algorithm.max_staleness", "generation.on_update"),
         learning.asynchronous,
     ),
     Part(
         (
-            *_each("val_period", "val_at_start", "val_at_end", "val_batches", "val_global_batch_size"),
-            *("grpo.max_val_samples", "grpo.val_num_generations_per_prompt"),
+            *_each("val_period", "val_at_start", "val_at_end"),
+            *(key for key in _each("val_batches", "val_global_batch_size") if not key.startswith("grpo.")),
+            *("grpo.max_val_samples", "grpo.val_num_generations_per_prompt", "data.validation.repeat"),
             *(f"{GENERATION}.val_{name}" for name in ("temperature", "top_p", "top_k")),
         ),
         ("algorithm.validation",),
@@ -193,6 +194,10 @@ _WITHOUT: tuple[Rule, ...] = (
         ),
         "of its own workers",
     ),
+    Lost(("loss_fn.kl_input_clamp_value",), "log ratios are clamped to 20", (20.0,)),
+    Ignored(("dpo.sft_average_log_probs",), "of dpo.sft_loss_weight"),
+    Ignored((f"{DTENSOR}.enabled",), f"{MEGATRON}.enabled says which back end is used"),
+    Ignored(("policy.optimizer",), "of the other back end"),
     Lost(("dpo.preference_loss_weight",), "the loss of pairs has the weight 1", (1, 1.0)),
     Lost(("sft.only_unmask_final",), "every turn of the assistant is trained on"),
     Lost(("policy.hf_config_overrides.*",), "edit the config.json of the model folder", _OFF),
@@ -302,6 +307,9 @@ _WORKERS: tuple[Rule, ...] = (
     ),
     Ignored(("logger.*",), "trackers and their names; nemorl records all metrics in the run folder"),
     Ignored(("data_plane.*",), "how samples travel between processes"),
+    Lost(
+        ("async_rl.sampler.name",), "groups are trained in the order in which they finish", ("in_order", None)
+    ),
     Ignored(("async_rl.*",), "queues, retries and health checks; docs/faults.md has ours"),
     Ignored(("checkpointing.*",), "format and time of checkpoints"),
     Ignored(("cluster.*",), "ports and the topology of nodes; cluster.topology places workers"),

@@ -67,7 +67,6 @@ def _data(x: Origin) -> Fields:
             fields["data.validation"] = section | {"split": held}
         how = "the last rows are held out, and not random ones"
         x.changed("data.train.split_validation_size", how)
-        x.changed("data.train.seed", "no seed selects the rows that are held out")
     else:
         fields["data.train"] = _section(x, train, prefix)
     if validation:
@@ -93,10 +92,7 @@ def _validation(x: Origin) -> dict[str, Any]:
     given = x.get("data.validation")
     if isinstance(given, list):
         return dict(given[0])
-    section = x.below("data.validation")
-    if section and section.get("repeat"):
-        x.changed("data.validation.repeat", "set algorithm.validation.num_generations_per_prompt to this")
-    return section
+    return x.below("data.validation")
 
 
 def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
@@ -187,8 +183,8 @@ DATA_RULES: tuple[Rule, ...] = (
         (
             *("data.train", "data.dataset_name"),
             *(f"data.train.{name}" for name in ("dataset_name", "data_path", "split", "output_key")),
-            *("data.train.split_validation_size", "data.train.seed", "data.validation"),
-            *(f"data.validation.{name}" for name in ("dataset_name", "data_path", "split", "repeat")),
+            *("data.train.split_validation_size", "data.validation"),
+            *(f"data.validation.{name}" for name in ("dataset_name", "data_path", "split")),
         ),
         ("data.train", "data.validation"),
         _data,
@@ -211,6 +207,7 @@ DATA_RULES: tuple[Rule, ...] = (
         _environment,
     ),
     Lost(("env.math.math_verify_impl",), "answers are compared by math-verify", ("hf_math_verify", None)),
+    Ignored(("data.train.seed",), "of the rows that are held out, which are the last ones"),
     Ignored(("data.max_input_seq_length",), "no limit of prompts of its own"),
     Lost(
         ("data.add_bos", "data.add_eos", "data.add_system_prompt"), "as the chat template does", (None, True)

@@ -64,7 +64,7 @@ FSDP_SIZES = tuple(
     f"{DTENSOR}.{name}"
     for name in (
         *("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"),
-        *("sequence_parallel", "enabled"),
+        "sequence_parallel",
     )
 )
 SHARDING = "data parallelism shards the optimizer's state, and not the weights as FSDP does: more memory"
@@ -191,7 +191,7 @@ OPTIMIZER = tuple(
     )
 )
 TORCH_OPTIMIZER = (
-    *("policy.optimizer.name", "policy.optimizer", "policy.scheduler"),
+    *("policy.optimizer.name", "policy.scheduler"),
     *(f"policy.optimizer.kwargs.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
     *(f"policy.optimizer.kwargs.{name}" for name in ("exp_avg_dtype", "exp_avg_sq_dtype")),
 )
@@ -209,10 +209,10 @@ def lora(x: Origin) -> Fields:
     return {"policy.lora": {"rank": rank, "alpha": alpha, "targets": targets}}
 
 
-LORA = tuple(
-    f"{section}.{name}"
-    for section in (f"{MEGATRON}.peft", f"{DTENSOR}.lora_cfg")
-    for name in ("enabled", "dim", "alpha", "target_modules", "match_all_linear")
+LORA = (
+    *(f"{MEGATRON}.peft.{name}" for name in ("enabled", "dim", "alpha", "target_modules")),
+    *(f"{DTENSOR}.lora_cfg.{name}" for name in ("enabled", "dim", "alpha", "target_modules")),
+    f"{DTENSOR}.lora_cfg.match_all_linear",
 )
 
 
@@ -272,6 +272,8 @@ def generation(x: Origin) -> Fields:
                 raise CannotImport(f"{GENERATION}.colocated.enabled: TensorRT-LLM has GPUs of its own here")
             tensor = x.get(f"{engine}.tensor_parallel_size", 1)
             section |= {"tensor_parallel_size": tensor, "replicas": replicas(gpus, tensor, engine)}
+            if x.get("grpo.async_grpo.in_flight_weight_updates", False):
+                section["prefix_caching"] = False  # sequences would leave an old cache for others
             for name in ("max_batch_size", "max_num_tokens"):
                 if (value := x.get(f"{engine}.{name}")) is not None:
                     section[name] = (

@@ -135,13 +135,13 @@ def dpo(x: Origin) -> Fields:
         "logprobs": "mean" if average else "sum",
     }
     fields: dict[str, Any] = {"algorithm.loss": section}
-    if weight := x.get("dpo.sft_loss_weight", 0):
+    weight = x.get("dpo.sft_loss_weight", 0)
+    mean = "their mean" if x.get("dpo.sft_average_log_probs", False) else "their sum"
+    how = f"the mean over the batch's tokens here; there the mean over answers of {mean}"
+    x.lost("dpo.sft_average_log_probs", how, changes_result=bool(weight))
+    if weight:
         fields["algorithm.sft_coefficient"] = weight
-        how = "the mean over the batch's tokens here; there the mean over answers of their sum"
-        if x.get("dpo.sft_average_log_probs", False):
-            how = "the mean over the batch's tokens here; there the mean over answers of their mean"
         x.changed("dpo.sft_loss_weight", how)
-        x.changed("dpo.sft_average_log_probs", how)
     return fields
 
 
@@ -167,9 +167,6 @@ def kl(x: Origin) -> Fields:
     clamp = x.values.get("loss_fn.kl_output_clamp_value", 10.0)
     if clamp is not None:
         section["max_value"] = clamp
-    bound = x.values.get("loss_fn.kl_input_clamp_value", 20.0)
-    if bound != 20.0:
-        x.changed("loss_fn.kl_input_clamp_value", "log ratios are clamped to 20 here, which is 5e8")
     return {"algorithm.kl": section}
 
 
@@ -241,8 +238,6 @@ def asynchronous(x: Origin) -> Fields:
     if x.has_section("async_rl"):
         age = x.get(f"{new}.max_staleness_versions", x.get(f"{new}.max_lookahead_versions", 0))
         restarts = x.get("async_rl.recompute_kv_cache_after_weight_updates", False)
-        if x.get(f"{new}.name") not in ("in_order", None):
-            x.changed(f"{new}.name", "groups are trained in the order in which they finish")
         fields = {"algorithm.max_staleness": age} if age else {}
         return fields | ({"generation.on_update": "restart" if restarts else "continue"} if age else {})
     if not x.get(f"{old}.enabled", False):
@@ -273,9 +268,10 @@ def validation(x: Origin) -> Fields:
         if section == "sft":
             result["generate"] = False
         return {"algorithm.validation": result}
+    repeats = x.get("data.validation.repeat", 1)  # of each row, which are samples of one task
     if prompts := x.get("grpo.max_val_samples"):
-        result["num_prompts"] = prompts
-    if (samples := x.get("grpo.val_num_generations_per_prompt", 1)) > 1:
+        result["num_prompts"] = max(prompts // repeats, 1)
+    if (samples := repeats * x.get("grpo.val_num_generations_per_prompt", 1)) > 1:
         result |= {"num_generations_per_prompt": samples, "pass_at_k": [1, samples]}
     names = ("temperature", "top_p", "top_k")
     own, shared = (tuple(x.get(f"{GENERATION}.{prefix}{name}") for name in names) for prefix in ("val_", ""))

@@ -139,8 +139,8 @@ class Imported:
         )
 
 
-def apply(rules: Sequence[Rule], origin: Origin) -> Imported:
-    """Apply all rules to a config. Raises CannotImport."""
+def apply(rules: Sequence[Rule], origin: Origin, *, with_rows: bool = True) -> Imported:
+    """Apply all rules to a config, and report on its keys. Raises CannotImport."""
     tree: dict[str, Any] = {}
     sources: dict[str, list[str]] = {}
     for rule in rules:
@@ -149,14 +149,15 @@ def apply(rules: Sequence[Rule], origin: Origin) -> Imported:
                 place(tree, path, value)
                 known = sources.setdefault(path.partition(".")[0], [])
                 known += [key for key in rule.keys if key in origin.values and key not in known]
-    rows = tuple(_row(key, value, rules, origin) for key, value in sorted(origin.values.items()))
-    return Imported(tree, rows, sources)
+    values = sorted(origin.values.items()) if with_rows else ()
+    index = _Index(rules)
+    return Imported(tree, tuple(_row(key, value, index, origin) for key, value in values), sources)
 
 
 def _written(rule: Part, origin: Origin) -> Fields:
     try:
         return rule.write(origin)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         given = {key: origin.values[key] for key in rule.keys if key in origin.values}
         unknown = {key: value for key, value in given.items() if "$" in str(value)} or given
         listed = ", ".join(f"{key} = {value}" for key, value in unknown.items())
@@ -165,14 +166,14 @@ def _written(rule: Part, origin: Origin) -> Fields:
         ) from error
 
 
-def _row(key: str, value: object, rules: Sequence[Rule], origin: Origin) -> Row:
+def _row(key: str, value: object, index: "_Index", origin: Origin) -> Row:
     for section, why in origin.unused.items():
         if key.startswith(f"{section}."):
             return Row(key, value, "none", (), why)
     if key in origin.losses:
         why, changes_result = origin.losses[key]
         return Row(key, value, "none", (), why, changes_result)
-    found = [rule for rule in rules if any(_matches(pattern, key) for pattern in rule.keys)]
+    found = index.of(key)
     parts = [rule for rule in found if isinstance(rule, Part)]
     if parts:
         fields = tuple(dict.fromkeys(path for part in parts for path in part.fields))
@@ -188,18 +189,36 @@ def _row(key: str, value: object, rules: Sequence[Rule], origin: Origin) -> Row:
     return Row(key, value, "unknown", (), "no rule knows this key", True)
 
 
-def _matches(pattern: str, key: str) -> bool:
-    """`a.b` is itself, `a.*` is `a` and everything below."""
-    section = pattern.removesuffix(".*")
-    return key == section or (section != pattern and key.startswith(f"{section}."))
+class _Index:
+    """Rules by the keys that they name: `a.b` is itself, `a.*` is `a` and everything below."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self._rules: dict[str, list[tuple[int, Rule]]] = {}
+        for number, rule in enumerate(rules):
+            for pattern in rule.keys:
+                self._rules.setdefault(pattern, []).append((number, rule))
+
+    def of(self, key: str) -> list[Rule]:
+        """The rules of a key, in their order."""
+        steps = key.split(".")
+        above = [".".join([*steps[:end], "*"]) for end in range(1, len(steps) + 1)]
+        found = [one for pattern in (key, *above) for one in self._rules.get(pattern, ())]
+        return [rule for _, rule in sorted(found, key=lambda one: one[0])]
 
 
 def place(tree: dict[str, Any], path: str, value: object) -> None:
-    """Set the value at a dotted path of a tree."""
+    """Set the value at a dotted path of a tree; sections are merged, and lists continued."""
     *sections, name = path.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
-    tree[name] = value
+    there = tree.get(name)
+    if isinstance(there, dict) and isinstance(value, dict):
+        for key, below in value.items():
+            place(there, key, below)
+    elif isinstance(there, list) and isinstance(value, list):
+        tree[name] = there + value
+    else:
+        tree[name] = value
 
 
 def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -33,7 +33,6 @@ DEFAULTS: dict[str, Any] = {
     "vllm_importance_sampling_clip_max": 3.0,
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_tensor_parallel_size": 1,
-    "vllm_mode": "colocate",
     "learning_rate": 1e-6,
     "weight_decay": 0.0,
     "adam_beta1": 0.9,
@@ -283,8 +282,6 @@ def _generation(x: Origin) -> Fields:
         tensor = x.get("vllm_tensor_parallel_size")
         section |= {"backend": "vllm", "gpu_memory_utilization": x.get("vllm_gpu_memory_utilization")}
         section |= {"tensor_parallel_size": tensor, "replicas": max(gpus // tensor, 1), "colocated": True}
-        if x.get("vllm_mode") == "server":
-            x.changed("vllm_mode", "engines share the policy's GPUs", changes_result=False)
     else:
         x.changed("use_vllm", "the embedded engine samples; use vLLM for speed", changes_result=False)
     section["sampling"] = {"temperature": x.get("temperature")}
@@ -414,7 +411,7 @@ RULES: tuple[Rule, ...] = (
                 "vllm_tensor_parallel_size",
                 "vllm_gpu_memory_utilization",
             ),
-            *("vllm_mode", "temperature", "top_p", "top_k", "min_p"),
+            *("temperature", "top_p", "top_k", "min_p"),
         ),
         ("generation",),
         _generation,
@@ -468,6 +465,7 @@ RULES: tuple[Rule, ...] = (
         (None,),
     ),
     Lost(("entropy_coef_min",), "the weight stays above 0", (0.0, None)),
+    Ignored(("vllm_mode",), "engines share the policy's GPUs"),
     Ignored(
         (
             *("logging_steps", "report_to", "run_name", "log_completions", "num_completions_to_print"),

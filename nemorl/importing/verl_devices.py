@@ -44,6 +44,10 @@ def policy_layout(x: Origin) -> Fields:
     given = {ours: x.get(f"{MEGATRON}.{name}_parallel_size", 1) for ours, name in names.items()}
     sizes = {ours: size if isinstance(size, int) else 1 for ours, size in given.items()}
     fields = dict(layout(count_gpus(x), sizes, MEGATRON))
+    per_update = x.get("data.train_batch_size") * x.get(f"{ROLLOUT}.n") // learning.updates(x)
+    if per_update % fields["policy.layout.data_parallel_size"]:
+        copies = f"{fields['policy.layout.data_parallel_size']} copies of the policy"
+        raise CannotImport(f"{ACTOR}.ppo_mini_batch_size: {copies} do not divide {per_update} trajectories")
     if x.get(f"{MEGATRON}.sequence_parallel") and sizes["tensor"] > 1:
         fields["policy.layout.sequence_parallel"] = True
     for ours, stage in (("layers_in_first_stage", "first"), ("layers_in_last_stage", "last")):

@@ -53,8 +53,6 @@ def advantage(x: Origin) -> Fields:
             section = {"name": name}
         case "gpg":
             section = {"name": "gpg"}
-        case "gdpo":
-            section = {"name": "gdpo"}
         case _:
             raise CannotImport(f"algorithm.adv_estimator = {name}: this estimator is not imported")
     return fields | {"algorithm.advantage": section}

@@ -1,8 +1,8 @@
 """One update of an imported GRPO config by the worker, against the origin's formula on padded sequences.
 
 The formulas are written here as their projects compute them, on [B, T] tensors of transformers' logprobs:
-NeMo-RL at 7ea279ab (ClippedPGLossFn), verl at 1dda039b (compute_policy_loss_vanilla, agg_loss), TRL at f2cd5771
-(GRPOTrainer._compute_loss).
+NeMo-RL at 7ea279ab (ClippedPGLossFn), verl at 1dda039b (compute_policy_loss_vanilla, agg_loss), TRL at
+f2cd5771 (GRPOTrainer._compute_loss).
 """
 
 from collections.abc import Callable
@@ -137,7 +137,9 @@ def verl(x: Padded, kept: Tensor | None = None) -> Tensor:
 def verl_masked(x: Padded) -> Tensor:
     """Rejected sequences leave the mask, and so the divisor, the divergence and the entropy."""
     mean = ((x.old - x.engine) * x.mask).sum(1, keepdim=True) / x.mask.sum(1, keepdim=True)
-    return verl(x, (mean.exp() >= 0.98) & (mean.exp() <= 1.02))
+    kept = (mean.exp() >= 0.98) & (mean.exp() <= 1.02)
+    assert 0 < int(kept.sum()) < len(kept)
+    return verl(x, kept)
 
 
 def trl(x: Padded) -> Tensor:
