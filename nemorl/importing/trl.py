@@ -79,6 +79,8 @@ def read(file: Path) -> dict[str, Any]:
 def _of_words(words: list[str]) -> dict[str, Any]:
     import yaml
 
+    if "trl" in words and (trainer := words[words.index("trl") + 1]) != "grpo":
+        raise CannotImport(f"trl {trainer}: this trainer is not imported; `trl grpo` is")
     tree: dict[str, Any] = {}
     key = ""
     for word in words:
