@@ -2,11 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from nemorl.cli import main
 from nemorl.config.load import load_experiment
+from nemorl.importing.rules import place
+from tests.importing.recipes import recipes
+from tests.plan.models import write_model
 
 TRL = """\
 model_name_or_path: org/model
@@ -95,3 +100,33 @@ def test_an_experiment_that_is_not_valid_is_an_error(
     error = capsys.readouterr().err
     assert "imported: 1 configuration error" in error
     assert "algorithm.kl.coefficient = -1" in error
+
+
+def test_an_imported_recipe_passes_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With folders in place of the model and the data: all checks but that of GPUs, which are not here."""
+    recipe = recipes("nemo-rl")["grpo_math_8B_megatron.yaml"]
+    model = write_model(tmp_path / "model", max_position_embeddings=131072)
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input": "1+1=", "output": "2"}\n', encoding="utf-8")
+    kept = {key: value for key, value in recipe.items() if not key.startswith("data.train.")}
+    changed = {
+        "policy.model_name": str(model),
+        "policy.tokenizer.name": str(model),
+        "checkpointing.checkpoint_dir": str(tmp_path / "run"),
+        "data.train.data_path": str(rows),
+        "data.default.prompt_file": None,
+        "grpo.val_period": 0,
+        "grpo.max_num_steps": 100,
+    }
+    tree: dict[str, Any] = {}
+    for key, value in (kept | changed).items():
+        place(tree, key, value)
+    config, out = tmp_path / "recipe.yaml", tmp_path / "experiment.yaml"
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert main(["import", str(config), "--from", "nemo-rl", "-o", str(out)]) == 0
+    capsys.readouterr()
+    code = main(["check", str(out)])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert f"{out}: OK" in shown.out
