@@ -23,7 +23,7 @@ def outcome(project: str, name: str) -> tuple[Imported | None, str, bool]:
     """What a recipe becomes, why it does not, and whether its length needs `--rows`."""
     for rows in (None, ROWS):
         try:
-            options = Options(rows, str(FOLDER))
+            options = Options(rows, str(FOLDER), "experiment.jinja")
             return import_values(PROJECTS[project], recipes(project)[name], options), "", rows is not None
         except CannotImport as error:
             why = str(error)

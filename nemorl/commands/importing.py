@@ -48,11 +48,16 @@ def _import(arguments: Namespace) -> int:
         raise UsageError(f"{file}: there is no such file; name the config of {project.title}")
     if out is not None and out.exists():
         raise UsageError(f"{out} exists; remove it, or give another name with -o")
-    imported = import_file(project, file, arguments.rows)
+    template = None if out is None else out.with_suffix(".jinja")
+    imported = import_file(project, file, arguments.rows, template)
+    if existing := [path for path in imported.files if Path(path).exists()]:
+        raise UsageError(f"{existing[0]} exists; remove it, or give another name with -o")
     text = to_text(imported, project, file.name)
     checked(text, Path.cwd() if out is None else out.parent, file)
     if out is not None:
         out.write_text(text, encoding="utf-8")
+        for path, content in imported.files.items():
+            Path(path).write_text(content, encoding="utf-8")
     if arguments.json:
         say(json.dumps(as_json(imported), indent=2))
     else:

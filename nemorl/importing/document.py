@@ -43,13 +43,21 @@ def import_values(project: Project, values: Mapping[str, Any], options: Options 
     imported = apply(project.rules, Origin(values, options, project.defaults))
     tree = {"run_dir": project.run_dir, **imported.tree}
     ordered = {name: tree[name] for name in _ORDER if name in tree}
-    return Imported(ordered, imported.rows, imported.sources)
+    return replace(imported, tree=ordered)
 
 
-def import_file(project: Project, file: Path, rows: int | None = None) -> Imported:
-    """The same of a file. `rows`: of the training data, for runs whose length is given in epochs."""
+def import_file(
+    project: Project, file: Path, rows: int | None = None, template: Path | None = None
+) -> Imported:
+    """The same of a file.
+
+    `rows`: of the training data, for runs whose length is given in epochs. `template`: file for a chat
+    template that the config has as text.
+    """
     values = dict(leaves(project.read(file)))
-    return import_values(project, values, Options(rows, str(file.parent)))
+    return import_values(
+        project, values, Options(rows, str(file.parent), None if template is None else str(template))
+    )
 
 
 def to_text(imported: Imported, project: Project, source: str) -> str:

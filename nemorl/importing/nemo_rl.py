@@ -19,7 +19,11 @@ def read(file: Path) -> dict[str, Any]:
 
 _SETUP: tuple[Rule, ...] = (
     take("policy.model_name", "policy.model_path"),
-    Part(("policy.tokenizer.name",), ("policy.tokenizer.path",), devices.tokenizer),
+    Part(
+        ("policy.tokenizer.name", "policy.tokenizer.chat_template"),
+        ("policy.tokenizer",),
+        devices.tokenizer,
+    ),
     take("policy.precision", "policy.precision"),
     take("policy.max_grad_norm", "policy.max_grad_norm"),
     take_given("policy.logprob_chunk_size", "policy.logprob_chunk_tokens"),
@@ -258,11 +262,6 @@ _WITHOUT: tuple[Rule, ...] = (
         (f"{MEGATRON}.scheduler.override_opt_param_scheduler", f"{MEGATRON}.train_iters"),
         "of checkpoints",
         (None, True),
-    ),
-    Lost(
-        ("policy.tokenizer.chat_template",),
-        "write it into a file and set policy.tokenizer.chat_template to that",
-        (None, "default"),
     ),
     Lost(("policy.tokenizer.chat_template_kwargs.*",), "chat templates get no arguments of the user's", _OFF),
     Ignored(("policy.tokenizer.*",), "of its tokenizer's implementation"),

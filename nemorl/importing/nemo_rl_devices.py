@@ -396,7 +396,17 @@ def checkpoints(x: Origin) -> Fields:
 
 
 def tokenizer(x: Origin) -> Fields:
-    name = x.get("policy.tokenizer.name")
-    if name in (None, x.get("policy.model_name")):
-        return {}
-    return {"policy.tokenizer.path": name}
+    """Its folder, and a chat template that is given as a text or as a file."""
+    fields: dict[str, Any] = {}
+    name, key = x.get("policy.tokenizer.name"), "policy.tokenizer.chat_template"
+    if name not in (None, x.get("policy.model_name")):
+        fields["policy.tokenizer.path"] = name
+    template = x.get(key, "default")
+    if str(template).endswith(".jinja"):
+        fields[key] = template
+    elif template != "default" and x.options.template is not None:
+        fields[key] = x.options.template
+        x.files[x.options.template] = str(template)
+    elif template != "default":
+        x.lost(key, "with -o OUT it is written into a file next to the experiment")
+    return fields

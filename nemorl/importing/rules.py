@@ -27,6 +27,7 @@ class Options:
 
     rows: int | None = None  # of the training data, where the run's length is given in epochs
     folder: str = "."  # of the config, from which paths of prompt files may be relative
+    template: str | None = None  # file for a chat template that the config has as text; None writes none
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Origin:
         self.remarks: dict[str, tuple[str, bool]] = {}  # of a changed meaning, and if the result changes
         self.losses: dict[str, tuple[str, bool]] = {}
         self.unused: dict[str, str] = {}  # sections, with the reason
+        self.files: dict[str, str] = {}  # texts to write next to the experiment, by path
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value, or the project's default; the default given here where that is absent or null."""
@@ -132,6 +134,7 @@ class Imported:
     tree: dict[str, Any]  # the experiment, as in a file
     rows: tuple[Row, ...]
     sources: dict[str, list[str]] = field(default_factory=dict)  # keys that each section comes from
+    files: dict[str, str] = field(default_factory=dict)  # texts that the experiment names, by path
 
     def count(self, outcome: Outcome, *, changes_result: bool | None = None) -> int:
         return sum(
@@ -151,7 +154,8 @@ def apply(rules: Sequence[Rule], origin: Origin, *, with_rows: bool = True) -> I
                 known += [key for key in rule.keys if key in origin.values and key not in known]
     values = sorted(origin.values.items()) if with_rows else ()
     index = _Index(rules)
-    return Imported(tree, tuple(_row(key, value, index, origin) for key, value in values), sources)
+    rows = tuple(_row(key, value, index, origin) for key, value in values)
+    return Imported(tree, rows, sources, origin.files)
 
 
 def _written(rule: Part, origin: Origin) -> Fields:

@@ -102,6 +102,18 @@ def test_an_experiment_that_is_not_valid_is_an_error(
     assert "algorithm.kl.coefficient = -1" in error
 
 
+def test_a_chat_template_is_written_next_to_the_experiment(tmp_path: Path) -> None:
+    values = recipes("nemo-rl")["sft.yaml"] | {"policy.tokenizer.chat_template": "{{ messages }}"}
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        place(tree, key, value)
+    config, out = tmp_path / "sft.yaml", tmp_path / "mine.yaml"
+    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    assert main(["import", str(config), "--from", "nemo-rl", "-o", str(out)]) == 0
+    assert (tmp_path / "mine.jinja").read_text(encoding="utf-8") == "{{ messages }}"
+    assert load_experiment(out).policy.tokenizer.chat_template == tmp_path / "mine.jinja"
+
+
 def test_an_imported_recipe_passes_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With folders in place of the model and the data: all checks but that of GPUs, which are not here."""
     recipe = recipes("nemo-rl")["grpo_math_8B_megatron.yaml"]

@@ -10,7 +10,7 @@ from nemorl.importing.document import PROJECTS, import_values
 from nemorl.importing.rules import CannotImport, Options, Origin, Part, apply
 from tests.importing.recipes import FOLDER, ROWS, recipes
 
-OPTIONS = Options(rows=ROWS, folder=str(FOLDER))
+OPTIONS = Options(rows=ROWS, folder=str(FOLDER), template="experiment.jinja")
 NEMO_RL = {
     "policy.model_name": "org/model",
     "policy.train_global_batch_size": 64,
@@ -173,6 +173,7 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "data.validation.data_path": (GRPO | {"grpo.val_period": 5}, "one.jsonl", "two.jsonl"),
         "data.default.prompt_file": (GRPO, "prompt.txt", None),
         "data.default.system_prompt_file": (GRPO, "prompt.txt", None),
+        "policy.tokenizer.chat_template": (GRPO, "default", "one"),
         "grpo.skip_reference_policy_logprobs_calculation": (GRPO, False, True),
         "data.prompt_file": (GRPO, "prompt.txt", None),
         "data.system_prompt_file": (GRPO, "prompt.txt", None),
