@@ -1,4 +1,4 @@
-"""Generate the tables of docs/moving_in_recipes.md from the recipes in tests/importing/recipes.
+"""Generate the tables of docs/moving_in_recipes.md from the recipes in tests/importing/tables.
 
 .venv/bin/python tools/moving_in_page.py
 """

@@ -11,6 +11,7 @@ import yaml
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
+from nemorl.config.yaml import VARIANT_KEYS
 from nemorl.errors import ConfigError
 
 from . import nemo_rl, trl, verl
@@ -42,8 +43,16 @@ def import_values(project: Project, values: Mapping[str, Any], options: Options 
     """Apply a project's rules to the values of a config by their dotted keys. Raises CannotImport."""
     imported = apply(project.rules, Origin(values, options, project.defaults))
     tree = {"run_dir": project.run_dir, **imported.tree}
-    ordered = {name: tree[name] for name in _ORDER if name in tree}
+    ordered = {name: _variant_first(tree[name]) for name in _ORDER if name in tree}
     return replace(imported, tree=ordered)
+
+
+def _variant_first(section: Any) -> Any:
+    """The same section with the field that selects its variant, such as `name`, in front."""
+    if not isinstance(section, dict):
+        return section
+    keys = sorted(section, key=lambda key: key not in VARIANT_KEYS)
+    return {key: _variant_first(section[key]) for key in keys}
 
 
 def import_file(

@@ -164,7 +164,7 @@ _OFF: tuple[object, ...] = (None, False, 0, 0.0, "none", [], {})
 _WITHOUT: tuple[Rule, ...] = (
     Ignored(
         ("loss_fn.force_on_policy_ratio",),
-        "with one update in a step the ratio is 1 here, too; NeMo-RL requires that",
+        "off",
     ),
     Lost(("grpo.reward_shaping.stop_properly_penalty_coef",), "rewards of truncated answers", (None, 1.0)),
     Lost(

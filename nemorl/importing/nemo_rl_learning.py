@@ -117,10 +117,10 @@ def loss(x: Origin) -> Fields:
         section |= {"name": "clip", **bounds}
         if (dual := x.get("loss_fn.ratio_clip_c")) is not None:
             section["dual_clip"] = dual
-    if x.get("loss_fn.force_on_policy_ratio", False) and x.get("algorithm.num_minibatches", 1) > 1:
-        x.changed(
-            "loss_fn.force_on_policy_ratio", "a step has several updates, whose ratio is not forced to 1"
-        )
+    if x.get("loss_fn.force_on_policy_ratio", False):
+        several = batches(x)["algorithm.num_minibatches"] > 1
+        why = "with one update in a step the ratio is 1 here, too"
+        x.lost("loss_fn.force_on_policy_ratio", why, changes_result=several)
     fields: dict[str, Any] = {"algorithm.loss": section}
     weight = x.get("loss_fn.positive_example_nll_weight", 0.0)
     if weight:

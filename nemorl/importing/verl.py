@@ -91,7 +91,6 @@ DEFAULTS: dict[str, Any] = {
     "trainer.project_name": "verl_examples",
     "trainer.experiment_name": "gsm8k",
 }
-_SFT = "verl.trainer.sft_trainer"
 _PPO = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync")
 
 

@@ -92,6 +92,8 @@ def optimizer(x: Origin) -> Fields:
         "weight_decay": float(x.get(f"{o}.weight_decay")),
     }
     section |= {"beta1": beta1, "beta2": beta2}
+    if engine(x) != "megatron":
+        x.changed(f"{o}.weight_decay", "norms and biases have no weight decay here")
     if x.get(f"{o}.override_optimizer_config.optimizer_cpu_offload", False):
         section["on_host"] = True
     fields: dict[str, Any] = {"policy.optimizer": section}

@@ -8,18 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nemorl.importing.rules import Options
-
-FOLDER = Path(__file__).parent / "recipes"
+FOLDER = Path(__file__).parent / "tables"
 FILES = {"nemo-rl": "nemo_rl.json", "verl": "verl.json"}
-# Where a run's length is given in epochs of data that nemorl does not know.
-OPTIONS = Options(rows=None, folder=str(FOLDER))
-ROWS = 10_000
+ROWS = 10_000  # where a run's length is given in epochs of data that nemorl does not know
 
 
 @cache
 def table(project: str) -> dict[str, Any]:
-    return json.loads((FOLDER / FILES[project]).read_text(encoding="utf-8"))
+    read: dict[str, Any] = json.loads((FOLDER / FILES[project]).read_text(encoding="utf-8"))
+    return read
 
 
 @cache
