@@ -54,12 +54,32 @@ def relative(values: Tensor, epsilon: float | None, *, leave_one_out: bool = Fal
     return torch.where(differ, centered, 0.0)
 
 
+def relative_to_others(values: Tensor, epsilon: float) -> Tensor:
+    """Values [..., n] less the mean of the others, over their unbiased standard deviation plus epsilon.
+
+    NeMo-RL's estimator with a leave-one-out baseline. Not divided where the others are equal, or only one.
+    """
+    count = values.shape[-1]
+    if count < 2:
+        return torch.zeros_like(values)
+    alone = torch.eye(count, dtype=torch.bool)
+    rows = values.unsqueeze(-2).expand(*values.shape, count)
+    others = rows[~alone.expand_as(rows)].reshape(*values.shape, count - 1)
+    centered = values - others.mean(-1)
+    if count == 2:
+        return centered
+    deviation = others.std(-1)
+    differ = (others != others[..., :1]).any(-1)
+    return torch.where(differ, centered / (deviation + epsilon), centered)
+
+
 def group_relative(groups: Sequence[GroupSummary], config: configs.GroupAdvantageConfig) -> list[list[float]]:
     """`A = (r - mean) / (std + epsilon)` with the mean and the unbiased standard deviation of the group.
 
     Shao et al. 2024, arXiv 2402.03300; without `normalize` it is Dr. GRPO's (Liu et al. 2025,
     arXiv 2503.20783). With `leave_one_out` the mean is that of the others (RLOO, Ahmadian et al. 2024, arXiv
-    2402.14740). Epsilon is 1e-6 as in verl; TRL adds 1e-4, OpenRLHF 1e-9.
+    2402.14740), and `deviation: others` scales by theirs, too. Epsilon is 1e-6 as in verl; TRL adds 1e-4,
+    OpenRLHF 1e-9.
     """
     epsilon, leave_one_out = config.epsilon if config.normalize else None, config.leave_one_out
     advantages: list[list[float]] = [[] for _ in groups]
@@ -69,7 +89,10 @@ def group_relative(groups: Sequence[GroupSummary], config: configs.GroupAdvantag
     for places in by_size.values():
         of_groups = [[t.reward for t in groups[place].trajectories] for place in places]
         values = torch.tensor(of_groups, dtype=torch.float64)
-        of_size = relative(values, epsilon, leave_one_out=leave_one_out).tolist()
+        if config.deviation == "others":
+            of_size = relative_to_others(values, config.epsilon).tolist()
+        else:
+            of_size = relative(values, epsilon, leave_one_out=leave_one_out).tolist()
         for place, of_group in zip(places, of_size, strict=True):
             advantages[place] = of_group
     return advantages

@@ -145,14 +145,21 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Ten
     of the logprob, and of k1 the same in expectation: that of the divergence, for stale samples too
     (DeepSeek-V3.2, arXiv 2512.02556; TRL's `use_bias_correction_kl`). The gradient of k2, and of
     `straight_through`, is right without it and the ratio weighs it as a constant.
+
+    Of `sampled_by` engine or current the ratio always has its gradient, and `max_value` clamps the product:
+    NeMo-RL's term, whose gradient for a ratio of 1 is that of the estimate plus the estimate times that of
+    the logprob.
     """
     estimate = kl_divergence(logprobs, reference, config.estimator)
     if config.straight_through:
         pull = kl_divergence(logprobs, reference, "k2")
         estimate = estimate.detach() + (pull - pull.detach())
+    if config.importance_weighted and config.sampled_by != "old":
+        assert ratio is not None, "a divergence weighted by the ratio requires one"
+        estimate = estimate * ratio
     if config.max_value is not None:
         estimate = estimate.clamp(-config.max_value, config.max_value)
-    if not config.importance_weighted:
+    if not config.importance_weighted or config.sampled_by != "old":
         return estimate
     assert ratio is not None, "a divergence weighted by the ratio requires one"
     unweighted_is_right = config.estimator == "k2" or config.straight_through

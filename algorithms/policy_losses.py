@@ -369,7 +369,10 @@ class PolicyLoss:
             reference = batch.reference_logprobs
             metrics["kl/reference"] = objective.kl_divergence(logprobs, reference, self.kl.estimator)
             if self.kl.placement == "loss":
-                ratio = bounded_exp(log_ratio(batch, logprobs, old))
+                sampler = {"old": old, "engine": batch.logprobs, "current": logprobs.detach()}
+                taken = sampler[self.kl.sampled_by]
+                assert taken is not None, "a divergence relative to the engine requires its logprobs"
+                ratio = bounded_exp(log_ratio(batch, logprobs, taken))
                 penalty = objective.kl_penalty(logprobs, reference, self.kl, ratio)
                 terms = terms + self.kl.coefficient * penalty
         loss = (weights * terms).sum()

@@ -90,8 +90,8 @@ class ByWhatIsShared(LoadScopeScheduling):
     def _reschedule(self, node: WorkerController) -> None:
         """Assign until the worker has work or is told to end.
 
-        A worker runs a test once it knows of the next one, or of its end. One that takes the place of a worker
-        that crashed may get a single test, after which xdist 3.8 would wait for its completion for ever.
+        A worker runs a test once it knows of the next one, or of its end. One that takes the place of a
+        worker that crashed may get a single test, for whose completion xdist 3.8 would wait for ever.
         """
         super()._reschedule(node)
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:

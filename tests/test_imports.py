@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"config", "device", "errors"},
     "data": {"config", "errors", "models", "trajectories"},
     "environments": {"config", "errors", "trajectories"},
+    "importing": {"config", "errors"},
     "observe": {"config", "errors"},
     "plan": {"config", "errors", "models", "data"},
     "cluster": {"config", "errors"},

@@ -106,6 +106,9 @@ STOPS = {
 # The packages of the engine, of the weights' way to it, and of the model families.
 INNER = ("generation", "weights", "models")
 
+# The package of configs of other projects, which names what these have; an extension is no reason to edit it.
+TRANSLATIONS = "importing"
+
 # Kinds of extension and existing examples of each, by the names they have in code. An example's own files are
 # those whose path has its name.
 EXTENSIONS = {
@@ -290,9 +293,14 @@ def private_functions(module: Module) -> list[int]:
 
 
 def edits(modules: Iterable[Module], examples: Sequence[str]) -> int:
-    """Return the most files, other than an example's own, whose code has its name, in any case."""
+    """Return the most files, other than an example's own, whose code has its name, in any case.
+
+    Those of TRANSLATIONS do not count.
+    """
     counts = dict.fromkeys(examples, 0)
     for module in modules:
+        if top_package(module.name) == TRANSLATIONS:
+            continue
         words = named_in_code(module)
         for example in examples:
             is_own = example in module.path.as_posix()

@@ -136,16 +136,30 @@ class MuonConfig(OptimizerBase):
 OptimizerConfig = Annotated[AdamConfig | SgdConfig | MuonConfig, Variants(AdamConfig)]
 
 
-class ConstantSchedule(Config):
+class ScheduleBase(Config):
+    warmup_start: float = Field(0.0, ge=0, le=1)
+    """The rate from which the warm-up rises, as a share of the peak."""
+    first_step: Literal[0, 1] = 1
+    """Number of the first optimizer step. 0: it has the rate from which the warm-up rises, as schedulers of
+    PyTorch and Megatron do; 1: it is one step above that."""
+
+    @check
+    def _warmup_has_a_start(self) -> Problems:
+        if not getattr(self, "warmup_steps", 0):
+            reason = "warmup_steps is 0, so the rate starts at the peak; raise it, or remove this"
+            yield from self.without_effect(("warmup_start",), reason)
+
+
+class ConstantSchedule(ScheduleBase):
     name: Literal["constant"] = "constant"
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps over which the rate rises linearly from zero."""
+    """Optimizer steps over which the rate rises linearly."""
 
 
-class DecaySchedule(Config):
+class DecaySchedule(ScheduleBase):
     name: Literal["linear", "cosine"]
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps over which the rate rises linearly from zero."""
+    """Optimizer steps over which the rate rises linearly."""
     stable_steps: int = Field(0, ge=0)
     """Optimizer steps at the peak between warm-up and decay (warmup-stable-decay, WSD)."""
     decay_steps: int = Field(ge=1)
@@ -161,12 +175,12 @@ class DecaySchedule(Config):
             yield Problem("decay_steps", self.decay_steps, fix)
 
 
-class InverseSqrtSchedule(Config):
+class InverseSqrtSchedule(ScheduleBase):
     """After the warm-up the rate falls with the root of the step (Vaswani et al. 2017)."""
 
     name: Literal["inverse_sqrt"]
     warmup_steps: int = Field(ge=1)
-    """Optimizer steps over which the rate rises linearly from zero; four times as many halve it again."""
+    """Optimizer steps over which the rate rises linearly; four times as many halve it again."""
     min_lr: float = Field(0.0, ge=0)
     """The rate falls no further."""
 

@@ -295,6 +295,9 @@ def _parse(index: int, row: Row, dataset: RowsDataset, data: DataConfig) -> Any:
             return Steps(_opening(prompt, data), texts, tuple(map(float, labels)), tools)
 
 
+_ABSENT = object()
+
+
 class _Fields:
     def __init__(self, row: Row, dataset: RowsDataset) -> None:
         self._row, self._dataset = row, dataset
@@ -303,6 +306,11 @@ class _Fields:
         key = getattr(self._dataset, option)
         if key in self._row:
             return self._row[key]
+        value: Any = self._row  # a key with dots is inside of nested objects
+        for part in key.split("."):
+            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        if value is not _ABSENT:
+            return value
         keys = f"the keys are {sorted(self._row)}"
         raise DatasetError(f"key `{key}` is missing; {keys} (option `data.*.{option}`)")
 

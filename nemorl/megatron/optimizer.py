@@ -25,8 +25,10 @@ logger = logging.getLogger(__name__)
 
 def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
     """Rate of the `update`-th optimizer step, counted from 1; warm-up reaches the peak at `warmup_steps`."""
-    if update <= schedule.warmup_steps:
-        return peak * update / schedule.warmup_steps
+    update += schedule.first_step - 1
+    if schedule.warmup_steps and update <= schedule.warmup_steps:
+        start = schedule.warmup_start
+        return peak * (start + (1 - start) * update / schedule.warmup_steps)
     if schedule.name == "constant":
         return peak
     if schedule.name == "inverse_sqrt":

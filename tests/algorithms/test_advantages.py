@@ -45,6 +45,24 @@ def mean_and_deviation(values: list[float], counts: list[int]) -> tuple[float, f
     return fmean(every), stdev(every)
 
 
+def test_group_by_the_deviation_of_the_others() -> None:
+    """NeMo-RL's: mean and deviation without the sample itself; where that is 0, nothing is divided."""
+    expected = []
+    for rewards, _ in BATCH:
+        row = []
+        for i, reward in enumerate(rewards):
+            others = [r for j, r in enumerate(rewards) if j != i] or [reward]
+            spread = stdev(others) if len(others) > 1 else 0.0
+            row.append((reward - fmean(others)) / (spread + 1e-6 if spread else 1))
+        expected.append(row)
+    found = estimate(GROUPS, name="group", leave_one_out=True, deviation="others")
+    assert_equal(found, expected)
+    pair = estimate(
+        [paid(0, [1.0, 0.0]), paid(1, [1.0, 0.0, 0.0])], name="group", leave_one_out=True, deviation="others"
+    )
+    assert pair == [[1.0, -1.0], pytest.approx([1.0, -0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)])]
+
+
 @pytest.mark.parametrize("leave_one_out", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_group(normalize: bool, leave_one_out: bool) -> None:

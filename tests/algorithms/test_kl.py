@@ -73,6 +73,24 @@ def test_clamped_tokens_have_no_gradient_of_k2_either(estimator: Any, weighted: 
         assert slope == pytest.approx(0.0 if abs(estimate) > 0.45 else factor * (p - q), abs=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("sampled_by", ["current", "engine"])
+def test_a_ratio_to_another_sampler_has_its_gradient(estimator: Any, sampled_by: Any) -> None:
+    """`w e` with `w = p / s`: the gradient of the logprob is `w (e' + e)`; the product is clamped."""
+    chosen = config(estimator=estimator, importance_weighted=True, sampled_by=sampled_by, max_value=2.0)
+    policy = torch.tensor(POLICY, requires_grad=True)
+    sampler = policy.detach() if sampled_by == "current" else torch.tensor([-1.2, -0.3, -2.0, -0.5, -2.6])
+    penalty = kl_penalty(policy, torch.tensor(REFERENCE), chosen, (policy - sampler).exp())
+    (gradient,) = torch.autograd.grad(penalty.sum(), policy)
+    rows = zip(POLICY, REFERENCE, sampler.tolist(), penalty.tolist(), gradient.tolist(), strict=True)
+    for p, q, s, value, slope in rows:
+        weight, estimate = math.exp(p - s), by_formula(estimator, p, q)
+        of_estimate = {"k1": 1.0, "k2": p - q, "k3": 1 - math.exp(q - p)}[estimator]
+        clamped = abs(weight * estimate) > 2
+        assert value == pytest.approx(max(min(weight * estimate, 2), -2), rel=1e-5, abs=1e-6)
+        assert slope == pytest.approx(0 if clamped else weight * (of_estimate + estimate), rel=1e-5, abs=1e-6)
+
+
 # In expectation, over a vocabulary of four, as a function of the policy's logits
 
 LOGITS = torch.tensor([0.3, -0.8, 1.1, 0.2], dtype=torch.float64)

@@ -129,6 +129,14 @@ class TestJsonl:
         assert task.messages == (Message("user", "Why?"),)
         assert task.answer is None
 
+    def test_a_key_with_dots_is_inside_of_nested_objects(self, tmp_path):
+        """As verl's rows; a key that is written so is found first."""
+        rows = {"prompt": "Why?", "a": {"b": {"c": "so"}}}, {"prompt": "Why?", "a.b.c": "flat", "a": 1}
+        tasks = load_tasks(jsonl(tmp_path, *rows, answer_key="a.b.c"), data())
+        assert [task.answer for task in tasks] == ["so", "flat"]
+        with pytest.raises(DatasetError, match=r"key `a\.b\.d` is missing"):
+            load_tasks(jsonl(tmp_path, rows[0], answer_key="a.b.d"), data())
+
     @pytest.mark.parametrize(
         ("row", "message"),
         [

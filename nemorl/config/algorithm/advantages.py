@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from nemorl.config.base import Config, Variants, check
-from nemorl.errors import Problems
+from nemorl.errors import Problem, Problems
 
 from .base import online_preset
 
@@ -102,8 +102,17 @@ class GroupAdvantageConfig(AdvantageBase):
     """Divide by the standard deviation of the group (unbiased)."""
     leave_one_out: bool = False
     """The baseline of a sample is the mean of the other samples, not of all."""
+    deviation: Literal["all", "others"] = "all"
+    """The standard deviation is of all samples, or as the baseline of the others: NeMo-RL. Where it is 0, as
+    always of a single other sample, nothing is divided."""
     epsilon: float = Field(1e-6, gt=0)
     """Added to the standard deviation."""
+
+    @check
+    def _others_are_the_baseline(self) -> Problems:
+        if self.deviation == "others" and not (self.leave_one_out and self.normalize):
+            fix = "it requires leave_one_out and normalize; set both, or set this to all"
+            yield Problem("deviation", self.deviation, fix)
 
 
 class ReinforceAdvantageConfig(AdvantageBase):

@@ -356,6 +356,10 @@ class KLConfig(Config):
     """In the loss: the value is the estimator's and the gradient k2's, which is that of the divergence."""
     importance_weighted: bool = False
     """In the loss: multiply by the ratio to the policy that sampled, so that stale samples do not bias it."""
+    sampled_by: Literal["old", "engine", "current"] = "old"
+    """The policy that this ratio takes for the one that sampled: the trainer's before the step, the engine's,
+    or the current one, of which the ratio is 1 and only its gradient is left. NeMo-RL: `current`, and
+    `engine` with its on-policy approximation."""
     max_value: float | None = Field(None, gt=0)
     """Clamp each token's estimate to ± this, without gradient beyond, also of k2's in `straight_through`;
     verl and OpenRLHF: 10."""
@@ -378,6 +382,9 @@ class KLConfig(Config):
         elif self.estimator == "k1" and not (self.straight_through or self.importance_weighted):
             fix = "in the loss the gradient of k1 is 0 in expectation; use k2 or k3, or straight_through"
             yield Problem("estimator", self.estimator, fix)
+        if not self.importance_weighted:
+            reason = "algorithm.kl.importance_weighted is false, so there is no ratio; set it, or remove this"
+            yield from self.without_effect(("sampled_by",), reason)
         if self.straight_through and self.estimator == "k2":
             fix = "k2 has this gradient already; remove it, or use the value of k1 or k3"
             yield Problem("straight_through", True, fix)
@@ -486,7 +493,8 @@ class OnlineConfig(OnlineBase):
         that the correction keeps. Several updates need the pass if a ratio, a weight or a mask is relative to
         the old policy; in the bypass form of the correction the engine's logprobs are the old ones.
         """
-        compared = self.loss.has_ratio or self.correction.compares or self.kl.importance_weighted
+        of_kl = self.kl.importance_weighted and self.kl.sampled_by == "old"
+        compared = self.loss.has_ratio or self.correction.compares or of_kl
         before_all = self.loss.selects_tokens or self.correction.divisor == "kept"
         needed = before_all or (self.updates_per_step > 1 and compared)
         by_entropy = self.loss.selects_by_entropy
@@ -510,7 +518,7 @@ class OnlineConfig(OnlineBase):
         if self.kl.active:
             return
         by_preset = PRESETS[self.name].settings.get("kl", {})
-        for name in ("estimator", "straight_through", "importance_weighted", "max_value"):
+        for name in ("estimator", "straight_through", "importance_weighted", "sampled_by", "max_value"):
             value = getattr(self.kl, name)
             if value != by_preset.get(name, KLConfig.model_fields[name].default):
                 fix = "algorithm.kl.coefficient is 0, so nothing is estimated; raise it, or remove this"

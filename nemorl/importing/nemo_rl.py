@@ -1,0 +1,320 @@
+"""NeMo-RL's configs: GRPO and its variants, SFT, DPO and reward models."""
+
+from pathlib import Path
+from typing import Any
+
+from . import nemo_rl_devices as devices
+from . import nemo_rl_learning as learning
+from .nemo_rl_data import DATA_RULES
+from .nemo_rl_devices import DTENSOR, MEGATRON, VLLM
+from .nemo_rl_learning import GENERATION, KINDS, kind
+from .rules import Ignored, Lost, Part, Rule, take, take_given
+from .sources import read_inherited, resolved
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A recipe with its `defaults:` chain, interpolations and resolvers, as NeMo-RL resolves it."""
+    return resolved(read_inherited(file), str(file))
+
+
+_SETUP: tuple[Rule, ...] = (
+    take("policy.model_name", "policy.model_path"),
+    Part(
+        ("policy.tokenizer.name", "policy.tokenizer.chat_template"),
+        ("policy.tokenizer",),
+        devices.tokenizer,
+    ),
+    take("policy.precision", "policy.precision"),
+    take("policy.max_grad_norm", "policy.max_grad_norm"),
+    take_given("policy.logprob_chunk_size", "policy.logprob_chunk_tokens"),
+    Part(devices.MICRO, ("policy.max_sequence_length", "policy.micro_batch_tokens"), devices.micro_batches),
+    Part(devices.SIZES, ("policy.layout",), devices.policy_layout),
+    Part(devices.FSDP_SIZES, ("policy.layout",), lambda x: {}, devices.SHARDING),
+    Part(
+        (
+            *(f"{MEGATRON}.activation_checkpointing", f"{DTENSOR}.activation_checkpointing"),
+            *(f"{MEGATRON}.recompute_granularity", f"{MEGATRON}.recompute_modules"),
+        ),
+        ("policy.recompute",),
+        devices.recompute,
+    ),
+    Part(devices.OPTIMIZER, ("policy.optimizer", "policy.schedule"), devices.optimizer),
+    Part(
+        devices.TORCH_OPTIMIZER,
+        ("policy.optimizer", "policy.schedule"),
+        lambda x: {},
+        "norms and biases have no weight decay here",
+    ),
+    Part(devices.LORA, ("policy.lora",), devices.lora),
+    Part(
+        tuple(f"{MEGATRON}.fp8_cfg.{name}" for name in ("enabled", "fp8", "fp8_recipe")),
+        ("policy.fp8",),
+        devices.fp8,
+    ),
+    Part(
+        (f"{MEGATRON}.freeze_moe_router", f"{MEGATRON}.moe_aux_loss_coeff"),
+        ("policy.moe.freeze_router", "policy.moe.load_balancing_loss_coefficient"),
+        devices.router,
+    ),
+    take("policy.router_replay.enabled", "policy.moe.router_replay"),
+    take("cluster.num_nodes", "cluster.num_nodes"),
+    take("cluster.gpus_per_node", "cluster.gpus_per_node"),
+    take("logger.tensorboard_enabled", "logger.tensorboard"),
+    take("checkpointing.checkpoint_dir", "run_dir"),
+    Part(
+        tuple(
+            f"checkpointing.{name}"
+            for name in (
+                *("enabled", "save_period", "keep_top_k", "metric_name", "higher_is_better"),
+                "save_consolidated",
+            )
+        ),
+        ("checkpointing",),
+        devices.checkpoints,
+    ),
+)
+
+
+def _each(*names: str) -> tuple[str, ...]:
+    """The keys of all algorithms' sections."""
+    return tuple(f"{section}.{name}" for section in KINDS for name in names)
+
+
+_TRAINING: tuple[Rule, ...] = (
+    Part(
+        ("policy.train_global_batch_size", *learning.ADVANTAGE),
+        ("algorithm",),
+        learning.algorithm,
+    ),
+    Part(("policy.train_global_batch_size",), ("algorithm.batch_size",), learning.offline_batch),
+    Part(_each("max_num_steps", "max_num_epochs"), ("algorithm.num_steps",), learning.num_steps),
+    Part(_each("seed"), ("seed",), lambda x: {"seed": x.get(f"{kind(x)}.seed", 42)}),
+    Part(
+        (
+            *(f"loss_fn.ratio_clip_{name}" for name in ("min", "max", "c")),
+            *("loss_fn.token_level_loss", "loss_fn.disable_ppo_ratio", "loss_fn.use_cispo"),
+            *("loss_fn.sequence_level_importance_ratios", "loss_fn.positive_example_nll_weight"),
+            *("dpo.reference_policy_kl_penalty", "dpo.preference_average_log_probs"),
+            "dpo.sft_loss_weight",
+        ),
+        ("algorithm.loss", "algorithm.likelihood", "algorithm.sft_coefficient"),
+        learning.loss,
+    ),
+    Part(
+        (
+            *(f"loss_fn.reference_policy_kl_{name}" for name in ("penalty", "type")),
+            "loss_fn.kl_output_clamp_value",
+            *("loss_fn.use_on_policy_kl_approximation", "loss_fn.use_kl_in_reward"),
+            "grpo.skip_reference_policy_logprobs_calculation",
+        ),
+        ("algorithm.kl",),
+        learning.kl,
+    ),
+    Part(
+        (
+            "loss_fn.use_importance_sampling_correction",
+            *(f"loss_fn.truncated_importance_sampling_{name}" for name in ("type", "ratio", "ratio_min")),
+        ),
+        ("algorithm.correction",),
+        learning.correction,
+    ),
+    Part(
+        (
+            *("grpo.overlong_filtering", "grpo.use_dynamic_sampling"),
+            "grpo.dynamic_sampling_max_gen_batches",
+        ),
+        ("algorithm.filters",),
+        learning.filters,
+    ),
+    Part(
+        (
+            *(f"grpo.reward_shaping.{name}" for name in ("enabled", "max_response_length")),
+            *(f"grpo.reward_shaping.overlong_buffer_{name}" for name in ("length", "penalty")),
+            "grpo.reward_scaling.enabled",
+            *(f"grpo.reward_scaling.{name}_{end}" for name in ("source", "target") for end in ("min", "max")),
+        ),
+        ("rewards", "env.weight"),
+        learning.rewards,
+    ),
+    Part(
+        (
+            *("grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"),
+            "grpo.async_grpo.in_flight_weight_updates",
+            "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+            *("async_rl.sampler.max_staleness_versions", "async_rl.sampler.max_lookahead_versions"),
+            "async_rl.recompute_kv_cache_after_weight_updates",
+        ),
+        ("algorithm.max_staleness", "generation.on_update"),
+        learning.asynchronous,
+    ),
+    Part(
+        (
+            *_each("val_period", "val_at_start", "val_at_end"),
+            *(key for key in _each("val_batches", "val_global_batch_size") if not key.startswith("grpo.")),
+            *("grpo.max_val_samples", "grpo.val_num_generations_per_prompt", "data.validation.repeat"),
+            *(f"{GENERATION}.val_{name}" for name in ("temperature", "top_p", "top_k")),
+        ),
+        ("algorithm.validation",),
+        learning.validation,
+    ),
+    Part(devices.ENGINE_KEYS, ("generation",), devices.generation),
+)
+
+_OFF: tuple[object, ...] = (None, False, 0, 0.0, "none", [], {})
+_WITHOUT: tuple[Rule, ...] = (
+    Ignored(
+        ("loss_fn.force_on_policy_ratio",),
+        "off",
+    ),
+    Lost(("grpo.reward_shaping.stop_properly_penalty_coef",), "rewards of truncated answers", (None, 1.0)),
+    Lost(
+        ("grpo.seq_logprob_error_threshold",),
+        "sequences are not left out by the largest error; `algorithm.correction.sequence_mask` uses the mean",
+    ),
+    Lost(("grpo.advantage_clip_low", "grpo.advantage_clip_high"), "advantages are not clipped"),
+    Lost(
+        ("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"),
+        "give the behavior a reward of its own",
+    ),
+    Lost(("reward_penalties.*",), "penalties of NeMo-Gym's rollouts; give them as rewards"),
+    Lost(("grpo.adv_estimator.reward_weights",), "of GDPO"),
+    Lost(("grpo.max_rollout_turns",), "turns are a field of an environment", (1, None)),
+    Lost(("grpo.stop_at_validation_metric",), "`algorithm.early_stop` watches for the lack of improvement"),
+    Lost(("grpo.val_start_at",), "validation starts with the run", (-1, 0, None)),
+    Ignored(("grpo.stop_at_validation_threshold",), "of grpo.stop_at_validation_metric"),
+    Ignored(
+        ("grpo.batch_multiplier",),
+        "how much is sampled at a time for dynamic sampling; the result is the same",
+    ),
+    Ignored(
+        (
+            *("grpo.val_batch_size", "grpo.debug_payload_metrics", "grpo.deduplicate_multimodal_data"),
+            *(
+                "grpo.calculate_advantages_on_gpu",
+                "grpo.async_grpo",
+                "grpo.async_grpo.max_generation_failures",
+            ),
+            *_each("val_micro_batch_size"),
+        ),
+        "of its own workers",
+    ),
+    Lost(("loss_fn.kl_input_clamp_value",), "log ratios are clamped to 20", (20.0,)),
+    Ignored(("dpo.sft_average_log_probs",), "of dpo.sft_loss_weight"),
+    Ignored((f"{DTENSOR}.enabled",), f"{MEGATRON}.enabled says which back end is used"),
+    Ignored(("policy.optimizer",), "of the other back end"),
+    Lost(("dpo.preference_loss_weight",), "the loss of pairs has the weight 1", (1, 1.0)),
+    Lost(("sft.only_unmask_final",), "every turn of the assistant is trained on"),
+    Lost(("policy.hf_config_overrides.*",), "edit the config.json of the model folder", _OFF),
+    Lost(("policy.draft.enabled",), "no draft model is trained"),
+    Ignored(("policy.draft.*",), "of the draft model, which is not trained"),
+    Lost(
+        (f"{MEGATRON}.mtp_num_layers", f"{MEGATRON}.mtp_loss_scaling_factor"),
+        "multi-token prediction is not trained",
+        _OFF,
+    ),
+    Ignored(
+        (f"{MEGATRON}.mtp_use_repeated_layer", f"{MEGATRON}.mtp_detach_heads"), "of multi-token prediction"
+    ),
+    Lost(
+        (f"{MEGATRON}.moe_router_enable_expert_bias",), "the bias of routers is as in the model's config.json"
+    ),
+    Lost(
+        (f"{MEGATRON}.peft.dropout", f"{DTENSOR}.lora_cfg.dropout"),
+        "adapters have no dropout; nearly all recipes have 0",
+        _OFF,
+    ),
+    Lost(
+        (f"{MEGATRON}.peft.exclude_modules", f"{DTENSOR}.lora_cfg.exclude_modules"),
+        "matrices with adapters are named, not excluded",
+        _OFF,
+    ),
+    Ignored(
+        (
+            *(
+                f"{MEGATRON}.peft.{name}"
+                for name in ("dropout_position", "lora_A_init_method", "lora_B_init_method")
+            ),
+            *(f"{MEGATRON}.peft.{name}" for name in ("a2a_experimental", "lora_dtype")),
+            *(f"{DTENSOR}.lora_cfg.{name}" for name in ("dropout_position", "use_triton")),
+            f"{DTENSOR}.lora_cfg.lora_A_init",
+        ),
+        "adapters start as B = 0 and a random A, and compute in the policy's precision",
+    ),
+    Lost(
+        (f"{MEGATRON}.freeze_config.*", f"{DTENSOR}.automodel_kwargs.freeze_config.*"),
+        "parts of a model are not frozen; models here are language models",
+        _OFF,
+    ),
+    Lost((f"{MEGATRON}.model_overrides.*", f"{MEGATRON}.moe_enable_deepep"), "not passed to Megatron", _OFF),
+    Lost((f"{MEGATRON}.optimizer.params_dtype",), "weights are copied in float32", ("float32", None)),
+    Lost((f"{MEGATRON}.optimizer.fp16",), "training is in bfloat16 or float32"),
+    Lost((f"{MEGATRON}.optimizer.clip_grad",), "policy.max_grad_norm is used", (1.0, None, 0, 0.0)),
+    Lost(
+        (f"{MEGATRON}.scheduler.weight_decay_incr_style",), "the weight decay is constant", ("constant", None)
+    ),
+    Ignored(
+        (f"{MEGATRON}.scheduler.start_weight_decay", f"{MEGATRON}.scheduler.end_weight_decay"),
+        "the weight decay is that of the optimizer",
+    ),
+    Lost(("policy.quant_cfg",), "give the format as policy.quantization", (None,)),
+    Lost((f"{GENERATION}.quant_cfg", f"{GENERATION}.real_quant"), "give the format as policy.quantization"),
+    Lost(
+        (f"{MEGATRON}.scheduler.override_opt_param_scheduler", f"{MEGATRON}.train_iters"),
+        "of checkpoints",
+        (None, True),
+    ),
+    Lost(("policy.tokenizer.chat_template_kwargs.*",), "chat templates get no arguments of the user's", _OFF),
+    Ignored(("policy.tokenizer.*",), "of its tokenizer's implementation"),
+    Lost((f"{VLLM}.num_first_layers_in_bf16", f"{VLLM}.num_last_layers_in_bf16"), "of FP8 in vLLM", _OFF),
+    Lost((f"{VLLM}.quantization_ignored_layer_kws",), "vLLM decides which layers stay in bfloat16", _OFF),
+    Lost((f"{VLLM}.is_mx",), "set policy.quantization.format to mxfp8"),
+    Lost(
+        (f"{VLLM}.logprobs_mode",), "logprobs are those of the sampled distribution", ("processed_logprobs",)
+    ),
+    Ignored(
+        (f"{MEGATRON}.fp8_cfg.fp8_param", f"{VLLM}.use_deep_gemm"),
+        "how FP8 is stored and multiplied; the policy's weights stay in bfloat16",
+    ),
+    Ignored(
+        (f"{MEGATRON}.moe_router_dtype",),
+        "router logits are computed in float32; higher precision rounds less",
+    ),
+    Lost(
+        ("policy.dequantize_base_checkpoint", "policy.disable_modelopt_layer_spec"),
+        "of its checkpoints",
+        _OFF,
+    ),
+)
+
+_HOW_FAST = "how it computes, and not what: kernels, memory, communication"
+_WORKERS: tuple[Rule, ...] = (
+    Ignored(("policy.megatron_cfg.*", "policy.dtensor_cfg.*", "policy.optimizer.kwargs.*"), _HOW_FAST),
+    Ignored(("policy.generation.*",), "how the engine computes and receives weights"),
+    Ignored(
+        (
+            *("policy.sequence_packing.*", "policy.dynamic_batching.*", "policy.logprob_batch_size"),
+            *("policy.generation_batch_size", "policy.make_sequence_length_divisible_by"),
+            *("policy.offload_optimizer_for_logprob", "policy.refit_buffer_size_gb"),
+            *("policy.activation_checkpointing_enabled", "policy.reward_model_cfg.*"),
+            "policy.quant_batch_size",
+        ),
+        _HOW_FAST,
+    ),
+    Ignored(
+        ("policy.quant_calib_data", "policy.quant_calib_size", "policy.quant_sequence_length"),
+        "of the quantization, which is not imported",
+    ),
+    Ignored(("logger.*",), "trackers and their names; nemorl records all metrics in the run folder"),
+    Ignored(("data_plane.*",), "how samples travel between processes"),
+    Lost(
+        ("async_rl.sampler.name",), "groups are trained in the order in which they finish", ("in_order", None)
+    ),
+    Ignored(("async_rl.*",), "queues, retries and health checks; docs/faults.md has ours"),
+    Ignored(("checkpointing.*",), "format and time of checkpoints"),
+    Ignored(("cluster.*",), "ports and the topology of nodes; cluster.topology places workers"),
+    Lost(("on_policy_distillation.*",), "distillation within GRPO"),
+    Lost(("policy.generation.speculative_config",), "drafts"),
+    Lost(("data.custom_dataloader", "data.num_prompts_per_dataloader"), "of several data loaders"),
+)
+
+RULES: tuple[Rule, ...] = (*_TRAINING, *_SETUP, *DATA_RULES, *_WITHOUT, *_WORKERS)

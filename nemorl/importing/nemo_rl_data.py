@@ -1,0 +1,231 @@
+"""NeMo-RL's sections `data` and `env`."""
+
+from pathlib import Path
+from typing import Any
+
+from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule
+from .shared import PUBLIC, PublicData
+
+_PREPARED = "write it into this file with the keys of the section; NeMo-RL formats the dataset in its code"
+# Rows of training data that NeMo-RL formats in its code, from the datasets' cards.
+_ROWS = {"HelpSteer3": 38_459, "gsm8k": 7_473, "squad": 87_599, "tulu3_sft_mixture": 939_343}
+_MATH = ("math", "dapo")
+_GENERATION = "policy.generation.max_new_tokens"
+
+
+def data_rows(x: Origin) -> int | None:
+    """Rows that are trained on, as far as they are known."""
+    train = _train(x)
+    name, held_out = train.get("dataset_name"), train.get("split_validation_size", 0) or 0
+    rows = PUBLIC[name].rows if name in PUBLIC else _ROWS.get(str(name))
+    if rows is None:
+        return None
+    return int(rows * (1 - held_out)) if held_out < 1 else rows - int(held_out)
+
+
+def _train(x: Origin) -> dict[str, Any]:
+    given = x.get("data.train")
+    if isinstance(given, list):
+        if len(given) > 1:
+            names = [f"data.train.{i}" for i in range(len(given))]
+            how = "the first of several datasets; write the others as a mixture (docs/data.md)"
+            x.changed("data.train", f"{how}: {', '.join(names[1:])}")
+        return dict(given[0])
+    return x.below("data.train") or {"dataset_name": x.get("data.dataset_name")}
+
+
+def _defaults(x: Origin) -> dict[str, Any]:
+    return x.below("data.default")
+
+
+def _env_name(x: Origin) -> str:
+    return str(_train(x).get("env_name") or _defaults(x).get("env_name") or "math")
+
+
+def _is_offline(x: Origin) -> bool:
+    return not x.has_section("grpo")
+
+
+def _data(x: Origin) -> Fields:
+    if not _is_offline(x) and _env_name(x) == "sliding_puzzle_game":
+        size = x.get("grpo.num_prompts_per_step", 1) * max(x.get("grpo.max_num_steps", 1), 1)
+        size = min(size, 100_000)
+        return {"data.train": {"name": "seeds", "size": size}}
+    train, validation = _train(x), _validation(x)
+    held_out = train.get("split_validation_size", 0) or 0
+    fields: dict[str, Any] = {}
+    name = train.get("dataset_name")
+    prefix = "data.train" if "data.train" in x.values else "data.train.dataset_name"
+    if held_out and name in PUBLIC and not train.get("data_path"):
+        share = f"{held_out * 100:g}%" if held_out < 1 else f"{held_out:g}"
+        kept = f"{100 - held_out * 100:g}%" if held_out < 1 else f"-{held_out:g}"
+        split = train.get("split", PUBLIC[name].split)
+        section = _section(x, train, prefix)
+        fields["data.train"] = section | {"split": f"{split}[:{kept}]"}
+        if not validation:
+            held = f"{split}[-{share}:]" if held_out >= 1 else f"{split}[{kept}:]"
+            fields["data.validation"] = section | {"split": held}
+        how = "the last rows are held out, and not random ones"
+        x.changed("data.train.split_validation_size", how)
+    else:
+        fields["data.train"] = _section(x, train, prefix)
+    if validation:
+        where = "data.validation" if "data.validation" in x.values else "data.validation.dataset_name"
+        fields["data.validation"] = _section(x, validation, where)
+    elif "data.validation" not in fields and _validates(x):
+        fields["data.validation"] = fields["data.train"] | {"path": "data/validation.jsonl"}
+        fields["data.validation"].pop("split", None)
+        fields["data.validation"].pop("subset", None)
+        x.changed(prefix, "validation has no data in this config; give it in data/validation.jsonl")
+    return fields
+
+
+def _validates(x: Origin) -> bool:
+    names = ("grpo", "sft", "dpo", "rm")
+    flags = (x.get(f"{n}.val_at_start", False) or x.get(f"{n}.val_at_end", False) for n in names)
+    return any(flags) or any(x.get(f"{n}.val_period", 0) > 0 for n in names)
+
+
+def _validation(x: Origin) -> dict[str, Any]:
+    if not _validates(x):
+        return {}
+    given = x.get("data.validation")
+    if isinstance(given, list):
+        return dict(given[0])
+    return x.below("data.validation")
+
+
+def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
+    """A dataset of ours for one of NeMo-RL's."""
+    name, preferences = given.get("dataset_name"), x.has_section("dpo") or x.has_section("rm")
+    prompt, answer = given.get("input_key", "input"), given.get("output_key", "output")
+    if path := given.get("data_path"):
+        keys = {
+            "prompt_key": given.get("prompt_key", "prompt"),
+            "chosen_key": given.get("chosen_key", "chosen"),
+        }
+        keys |= {"rejected_key": given.get("rejected_key", "rejected")}
+        section = {"name": "preference", **keys} if preferences else {"name": "tasks", "prompt_key": prompt}
+        return section | {"path": str(path)} | ({} if preferences else {"answer_key": answer})
+    public = PUBLIC.get(str(name))
+    if public is None or preferences:
+        x.changed(key, _PREPARED)
+        file = f"data/{name}-{given.get('split', 'train')}.jsonl"
+        if preferences:
+            return {"name": "preference", "path": file}
+        return {"name": "tasks", "path": file}
+    split = given.get("split", public.split)
+    shown = PublicData(public.path, split, public.rows, public.prompt_key, public.answer_key)
+    section = shown.section()
+    if "output_key" in given and name == "OpenMathInstruct-2":
+        section["answer_key"] = given["output_key"]
+    return section
+
+
+def _prompts(x: Origin) -> Fields:
+    """Templates in files, whose `{}` is the task, as Python's format reads them."""
+    fields: dict[str, Any] = {}
+    for name, path in (("prompt_file", "data.prompt_template"), ("system_prompt_file", "data.system_prompt")):
+        file = _defaults(x).get(name) or x.get(f"data.{name}")
+        key = f"data.default.{name}" if f"data.default.{name}" in x.values else f"data.{name}"
+        if not file:
+            continue
+        text = _read(x, str(file))
+        if text is None:
+            x.lost(key, f"the file is not here; set {path} to its text")
+        elif name == "prompt_file":
+            template = text.replace("{{", "\0").replace("}}", "\1").replace("{}", "{prompt}")
+            fields[path] = template.replace("\0", "{").replace("\1", "}")
+        else:
+            fields[path] = text
+    return fields
+
+
+def _read(x: Origin, name: str) -> str | None:
+    folder = Path(x.options.folder).resolve()
+    for base in (Path(), folder, *folder.parents):
+        if (file := base / name).is_file():
+            return file.read_text(encoding="utf-8")
+    return None
+
+
+def _environment(x: Origin) -> Fields:
+    if _is_offline(x):
+        return {}
+    name = _env_name(x)
+    if x.get("env.should_use_nemo_gym", False):
+        raise CannotImport(
+            "env.should_use_nemo_gym: connect the environment as a service (docs/environments.md)"
+        )
+    if name in _MATH:
+        return {"env.name": "math"}
+    if name == "sliding_puzzle_game":
+        game = f"env.{name}.cfg"
+        return {
+            "env.name": "sliding_puzzle",
+            "env.size": x.get(f"{game}.game_config.size", 3),
+            "env.num_shuffles": x.get(f"{game}.game_config.shuffle_moves", 4),
+            "env.max_moves": x.get(f"{game}.max_moves", 20),
+        }
+    if name == "reward_model":
+        model = {"kind": "local_model", "model_path": x.get("env.reward_model.model_name")}
+        return {"env.name": "single_turn", "rewards": [model | {"devices": "policy"}]}
+    raise CannotImport(f"data.default.env_name = {name}: this environment is not imported")
+
+
+def _shuffle(x: Origin) -> Fields:
+    return {"data.shuffle": x.get("data.shuffle", True)}
+
+
+_GAME = "env.sliding_puzzle_game.cfg"
+DATA_RULES: tuple[Rule, ...] = (
+    Part(
+        (
+            *("data.train", "data.dataset_name"),
+            *(f"data.train.{name}" for name in ("dataset_name", "data_path", "split", "output_key")),
+            *("data.train.split_validation_size", "data.validation"),
+            *(f"data.validation.{name}" for name in ("dataset_name", "data_path", "split")),
+        ),
+        ("data.train", "data.validation"),
+        _data,
+    ),
+    Part(
+        (
+            *("data.default.prompt_file", "data.default.system_prompt_file", "data.prompt_file"),
+            "data.system_prompt_file",
+        ),
+        ("data.prompt_template", "data.system_prompt"),
+        _prompts,
+    ),
+    Part(("data.shuffle",), ("data.shuffle",), _shuffle),
+    Part(
+        (
+            *("data.default.env_name", "env.should_use_nemo_gym", "env.reward_model.model_name"),
+            *(f"{_GAME}.game_config.size", f"{_GAME}.game_config.shuffle_moves", f"{_GAME}.max_moves"),
+        ),
+        ("env", "rewards"),
+        _environment,
+    ),
+    Lost(("env.math.math_verify_impl",), "answers are compared by math-verify", ("hf_math_verify", None)),
+    Ignored(("data.train.seed",), "of the rows that are held out, which are the last ones"),
+    Ignored(("data.max_input_seq_length",), "no limit of prompts of its own"),
+    Lost(
+        ("data.add_bos", "data.add_eos", "data.add_system_prompt"), "as the chat template does", (None, True)
+    ),
+    Ignored(("data.add_generation_prompt",), "as the chat template requires"),
+    Ignored(
+        (
+            *("data.num_workers", "data.default.processor", "data.use_multiple_dataloader", "data.default.*"),
+            *("data.train.*", "data.validation.*", "env.math.*", "env.dapo.*", "env.reward_model.*"),
+            *(
+                "env.vlm.*",
+                "env.clevr-cogent.*",
+                "env.geometry3k.*",
+                "env.refcoco.*",
+                "env.math_multi_reward.*",
+            ),
+            "env.should_log_nemo_gym_responses",
+        ),
+        "how its workers read data and score answers",
+    ),
+)

@@ -1,0 +1,412 @@
+"""NeMo-RL's keys of devices: layout, memory, optimizer, adapters, engines and checkpoints."""
+
+from typing import Any
+
+from .nemo_rl_learning import GENERATION, colocated, kind
+from .rules import CannotImport, Fields, Origin
+from .shared import layout, lora_targets, replicas, sampling
+
+MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
+VLLM = "policy.generation.vllm_cfg"
+# Devices.
+
+
+def device_counts(x: Origin) -> tuple[int, int]:
+    """GPUs of the policy and of generation, which are the same if they share."""
+    nodes, per_node = x.get("cluster.num_nodes", 1), x.get("cluster.gpus_per_node", 1)
+    total = nodes * per_node
+    if kind(x) != "grpo" or colocated(x):
+        return total, total
+    resources = f"{GENERATION}.colocated.resources"
+    taken = x.get(f"{resources}.num_nodes", 1) * x.get(f"{resources}.gpus_per_node", per_node)
+    if nodes > 1 and x.get(f"{resources}.num_nodes") is None:
+        raise CannotImport(f"{resources}.num_nodes: give the nodes of generation")
+    return total - taken, taken
+
+
+def policy_layout(x: Origin) -> Fields:
+    gpus, _ = device_counts(x)
+    if x.get(f"{MEGATRON}.enabled", False):
+        x.skip(DTENSOR, f"{MEGATRON}.enabled is true, so nothing uses it")
+        names = {
+            "tensor": "tensor_model",
+            "pipeline": "pipeline_model",
+            "context": "context",
+            "expert": "expert_model",
+            "expert_tensor": "expert_tensor",
+        }
+        sizes = {ours: x.get(f"{MEGATRON}.{name}_parallel_size", 1) for ours, name in names.items()}
+        fields = dict(layout(gpus, sizes, MEGATRON))
+        for ours, stage in (("layers_in_first_stage", "first"), ("layers_in_last_stage", "last")):
+            layers = x.get(f"{MEGATRON}.num_layers_in_{stage}_pipeline_stage")
+            if layers is not None and sizes["pipeline"] > 1:
+                fields[f"policy.layout.{ours}"] = layers
+        splits = x.get(f"{MEGATRON}.sequence_parallel", False)
+    else:
+        x.skip(MEGATRON, f"{MEGATRON}.enabled is false, so nothing uses it")
+        sizes = {
+            name: x.get(f"{DTENSOR}.{name}_parallel_size", 1) for name in ("tensor", "context", "expert")
+        }
+        fields = dict(layout(gpus, sizes, DTENSOR))
+        splits = x.get(f"{DTENSOR}.sequence_parallel", False)
+    if splits and sizes["tensor"] > 1:
+        fields["policy.layout.sequence_parallel"] = True
+    return fields
+
+
+SIZES = (
+    *(f"{MEGATRON}.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
+    *(f"{MEGATRON}.{name}_parallel_size" for name in ("expert_model", "expert_tensor")),
+    *(f"{MEGATRON}.num_layers_in_{stage}_pipeline_stage" for stage in ("first", "last")),
+    *(f"{MEGATRON}.sequence_parallel", f"{MEGATRON}.enabled"),
+)
+FSDP_SIZES = tuple(
+    f"{DTENSOR}.{name}"
+    for name in (
+        *("tensor_parallel_size", "context_parallel_size", "expert_parallel_size"),
+        "sequence_parallel",
+    )
+)
+SHARDING = "data parallelism shards the optimizer's state, and not the weights as FSDP does: more memory"
+
+
+def recompute(x: Origin) -> Fields:
+    if not x.get(f"{MEGATRON}.enabled", False):
+        full = x.get(f"{DTENSOR}.activation_checkpointing", False)
+        return {"policy.recompute": {"name": "full"}} if full else {}
+    if not x.get(f"{MEGATRON}.activation_checkpointing", False):
+        return {}
+    if x.get(f"{MEGATRON}.recompute_granularity", "full") == "full":
+        return {"policy.recompute": {"name": "full"}}
+    known = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
+    modules = x.get(f"{MEGATRON}.recompute_modules", ["core_attn"])
+    return {"policy.recompute": {"name": "selective", "modules": [name for name in modules if name in known]}}
+
+
+def micro_batches(x: Origin) -> Fields:
+    length = x.get("policy.max_total_sequence_length", 0)
+    tokens = length * x.get("policy.train_micro_batch_size", 1)
+    for name in ("sequence_packing", "dynamic_batching"):
+        if x.get(f"policy.{name}.enabled", False):
+            tokens = int(x.get(f"policy.{name}.train_mb_tokens", tokens))
+    if (longest := x.get("data.max_input_seq_length")) is not None:
+        why = "prompts are bounded by policy.max_sequence_length; there longer ones are left out"
+        x.lost("data.max_input_seq_length", why, changes_result=longest < length)
+    least = 2 * length if kind(x) in ("dpo", "rm") else length  # a pass holds both answers of a pair
+    return {"policy.max_sequence_length": length, "policy.micro_batch_tokens": max(tokens, least)}
+
+
+MICRO = tuple(
+    f"policy.{name}"
+    for name in (
+        *("train_micro_batch_size", "sequence_packing.enabled", "sequence_packing.train_mb_tokens"),
+        *("dynamic_batching.enabled", "dynamic_batching.train_mb_tokens", "max_total_sequence_length"),
+    )
+)
+
+
+def optimizer(x: Origin) -> Fields:
+    return megatron_optimizer(x) if x.get(f"{MEGATRON}.enabled", False) else torch_optimizer(x)
+
+
+def megatron_optimizer(x: Origin) -> Fields:
+    o, s = f"{MEGATRON}.optimizer", f"{MEGATRON}.scheduler"
+    why = f"{MEGATRON}.enabled is true, so nothing uses it"
+    x.skip("policy.optimizer", why)
+    for key in ("policy.optimizer", "policy.scheduler"):
+        x.lost(key, why, changes_result=False)
+    name, lr = x.get(f"{o}.optimizer", "adam"), float(x.get(f"{o}.lr", 1e-6))
+    section: dict[str, Any] = {"name": "adam", "lr": lr, "weight_decay": x.get(f"{o}.weight_decay", 0.0)}
+    if name == "adam":
+        section |= {"beta1": x.get(f"{o}.adam_beta1", 0.9), "beta2": x.get(f"{o}.adam_beta2", 0.999)}
+        section |= {"eps": float(x.get(f"{o}.adam_eps", 1e-8))}
+        section |= {"on_host": True} if x.get(f"{o}.optimizer_cpu_offload", False) else {}
+    elif name == "sgd":
+        section |= {"name": "sgd", "momentum": x.get(f"{o}.sgd_momentum", 0.9)}
+    else:
+        raise CannotImport(f"{o}.optimizer = {name}: this optimizer is not imported")
+    schedule: dict[str, Any] = {}
+    if warmup := x.get(f"{s}.lr_warmup_iters", 0):
+        start = min(float(x.get(f"{s}.lr_warmup_init", 0.0)) / lr, 1.0)
+        schedule = {"warmup_steps": warmup, "warmup_start": start, "first_step": 0}
+    style = x.get(f"{s}.lr_decay_style", "constant")
+    if style in ("linear", "cosine"):
+        schedule |= {"name": style, "decay_steps": x.get(f"{s}.lr_decay_iters", 1000), "first_step": 0}
+        schedule |= {"min_lr": float(x.get(f"{o}.min_lr", 0.0))}
+    elif style != "constant":
+        raise CannotImport(f"{s}.lr_decay_style = {style}: this schedule is not imported")
+    fields: dict[str, Any] = {"policy.optimizer": section}
+    return fields | ({"policy.schedule": schedule} if schedule else {})
+
+
+def torch_optimizer(x: Origin) -> Fields:
+    k = "policy.optimizer.kwargs"
+    name = str(x.get("policy.optimizer.name", "AdamW")).rpartition(".")[2]
+    if name not in ("AdamW", "FusedAdam", "Adam"):
+        raise CannotImport(f"policy.optimizer.name = {name}: this optimizer is not imported")
+    betas = x.get(f"{k}.betas", [0.9, 0.999])
+    section: dict[str, Any] = {
+        "lr": float(x.get(f"{k}.lr", 1e-3)),
+        "weight_decay": x.get(f"{k}.weight_decay", 0.01),
+        **{"beta1": betas[0], "beta2": betas[1], "eps": float(x.get(f"{k}.eps", 1e-8))},
+    }
+    for moment in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if (given := x.get(f"{k}.{moment}")) is not None:
+            section[moment] = str(given).rpartition(".")[2]
+    fields: dict[str, Any] = {"policy.optimizer": {"name": "adam", **section}}
+    schedule = torch_schedule(x)
+    return fields | ({"policy.schedule": schedule} if schedule else {})
+
+
+def torch_schedule(x: Origin) -> dict[str, Any]:
+    """LinearLR up, then constant or cosine, as a SequentialLR of torch."""
+    parts = x.get("policy.scheduler", [])
+    parts = parts if isinstance(parts, list) else [parts]
+    schedule: dict[str, Any] = {}
+    for part in (part for part in parts if "name" in part):
+        name, given = part["name"].rpartition(".")[2], part.get("kwargs", {})
+        match name:
+            case "LinearLR" if given.get("end_factor", 1.0) == 1.0 and not schedule:
+                if given.get("start_factor", 1 / 3) < 1:
+                    steps, start = given.get("total_iters", 5), given.get("start_factor", 1 / 3)
+                    schedule = {"warmup_steps": int(steps), "warmup_start": start, "first_step": 0}
+            case "ConstantLR" if given.get("factor", 1 / 3) == 1.0:
+                pass
+            case "CosineAnnealingLR":
+                end = schedule.get("warmup_steps", 0) + int(given["T_max"])
+                schedule |= {"name": "cosine", "decay_steps": end, "first_step": 0}
+                schedule |= {"min_lr": float(given.get("eta_min", 0.0))}
+            case _:
+                x.changed("policy.scheduler", f"{name} has no counterpart and is left out")
+    return schedule
+
+
+OPTIMIZER = tuple(
+    f"{MEGATRON}.{name}"
+    for name in (
+        *("optimizer.optimizer", "optimizer.lr", "optimizer.min_lr", "optimizer.weight_decay"),
+        *("optimizer.adam_beta1", "optimizer.adam_beta2", "optimizer.adam_eps", "optimizer.sgd_momentum"),
+        *("optimizer.optimizer_cpu_offload", "scheduler.lr_warmup_iters", "scheduler.lr_warmup_init"),
+        *("scheduler.lr_decay_style", "scheduler.lr_decay_iters"),
+    )
+)
+TORCH_OPTIMIZER = (
+    *("policy.optimizer.name", "policy.scheduler"),
+    *(f"policy.optimizer.kwargs.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
+    *(f"policy.optimizer.kwargs.{name}" for name in ("exp_avg_dtype", "exp_avg_sq_dtype")),
+)
+
+
+def lora(x: Origin) -> Fields:
+    section = f"{MEGATRON}.peft" if x.get(f"{MEGATRON}.enabled", False) else f"{DTENSOR}.lora_cfg"
+    if not x.get(f"{section}.enabled", False):
+        return {}
+    names = x.get(f"{section}.target_modules", [])
+    if x.get(f"{section}.match_all_linear", False):
+        names = []
+    targets = lora_targets(x, f"{section}.target_modules", names)
+    rank, alpha = x.get(f"{section}.dim", 8), x.get(f"{section}.alpha", 32)
+    return {"policy.lora": {"rank": rank, "alpha": alpha, "targets": targets}}
+
+
+LORA = (
+    *(f"{MEGATRON}.peft.{name}" for name in ("enabled", "dim", "alpha", "target_modules")),
+    *(f"{DTENSOR}.lora_cfg.{name}" for name in ("enabled", "dim", "alpha", "target_modules")),
+    f"{DTENSOR}.lora_cfg.match_all_linear",
+)
+
+
+def fp8(x: Origin) -> Fields:
+    if not (x.get(f"{MEGATRON}.enabled", False) and x.get(f"{MEGATRON}.fp8_cfg.enabled", False)):
+        return {}
+    number, recipe = (
+        x.get(f"{MEGATRON}.fp8_cfg.fp8", "hybrid"),
+        x.get(f"{MEGATRON}.fp8_cfg.fp8_recipe", "tensorwise"),
+    )
+    return {"policy.fp8": {"format": number, "recipe": recipe}}
+
+
+def router(x: Origin) -> Fields:
+    if not x.get(f"{MEGATRON}.enabled", False):
+        return {}
+    fields: dict[str, Any] = {}
+    has_experts = x.get(f"{MEGATRON}.expert_model_parallel_size", 1) > 1
+    if x.get(f"{MEGATRON}.freeze_moe_router", False) and has_experts:
+        fields["policy.moe.freeze_router"] = True
+    balance = x.get(f"{MEGATRON}.moe_router_load_balancing_type", "none")
+    why = "its auxiliary loss; `policy.moe.load_balancing_loss_coefficient` has that of each sequence"
+    x.lost(
+        f"{MEGATRON}.moe_router_load_balancing_type", why, changes_result=has_experts and balance != "none"
+    )
+    rate = x.get(f"{MEGATRON}.moe_router_bias_update_rate", 0.0)
+    why = "the bias of routers, in models that have one, is not updated"
+    x.lost(f"{MEGATRON}.moe_router_bias_update_rate", why, changes_result=has_experts and rate > 0)
+    if (coefficient := x.get(f"{MEGATRON}.moe_aux_loss_coeff", 0.0)) > 0:
+        fields["policy.moe.load_balancing_loss_coefficient"] = coefficient
+        x.changed(f"{MEGATRON}.moe_aux_loss_coeff", "the balance loss is of each sequence here")
+    return fields
+
+
+# Generation.
+
+
+def generation(x: Origin) -> Fields:
+    if kind(x) != "grpo":
+        return {}
+    backend, (_, gpus) = x.get(f"{GENERATION}.backend", "vllm"), device_counts(x)
+    # Sampling ends at the length of the conversation in both; a prompt has a token.
+    longest = x.get("policy.max_total_sequence_length", 2) - 1
+    section: dict[str, Any] = {
+        "backend": backend,
+        "max_new_tokens": min(x.get(f"{GENERATION}.max_new_tokens", longest), longest),
+    }
+    engine = f"{GENERATION}.{backend}_cfg"
+    match backend:
+        case "vllm":
+            section |= vllm(x, gpus)
+        case "megatron":
+            if not colocated(x):
+                raise CannotImport(f"{GENERATION}.colocated.enabled: the policy's own processes sample here")
+        case "trtllm":
+            if colocated(x):
+                raise CannotImport(f"{GENERATION}.colocated.enabled: TensorRT-LLM has GPUs of its own here")
+            tensor = x.get(f"{engine}.tensor_parallel_size", 1)
+            section |= {"tensor_parallel_size": tensor, "replicas": replicas(gpus, tensor, engine)}
+            if x.get("grpo.async_grpo.in_flight_weight_updates", False):
+                section["prefix_caching"] = False  # sequences would leave an old cache for others
+            for name in ("max_batch_size", "max_num_tokens"):
+                if (value := x.get(f"{engine}.{name}")) is not None:
+                    section[name] = (
+                        max(value, x.get("policy.max_total_sequence_length", 0)) if "num" in name else value
+                    )
+        case "sglang" | "dynamo":
+            server = f"{engine}.sglang_server_config.num_gpus_per_engine"
+            tensor = x.get(server, x.get(f"{engine}.tp_size", x.get(f"{VLLM}.tensor_parallel_size", 1)))
+            x.changed(
+                f"{GENERATION}.backend",
+                "vLLM samples; another engine's rounding differs",
+                changes_result=False,
+            )
+            section |= {"backend": "vllm", **engines(x, gpus, tensor, 1)}
+            memory = x.get(f"{engine}.mem_fraction_static", x.get(f"{VLLM}.gpu_memory_utilization"))
+            section |= {"gpu_memory_utilization": memory} if memory is not None else {}
+        case _:
+            raise CannotImport(f"{GENERATION}.backend = {backend}: this engine is not imported")
+    for name in ("stop_token_ids", "stop_strings"):
+        if values := x.get(f"{GENERATION}.{name}"):
+            section[name] = values
+    section["sampling"] = engine_sampling(x)
+    return {"generation": section}
+
+
+def engine_sampling(x: Origin) -> dict[str, Any]:
+    """Training requires the logprobs of all tokens, which NeMo-RL filters again as the engine did."""
+    for name, neutral in (("top_p", (None, 1.0)), ("top_k", (None, -1))):
+        if (
+            x.values.get(f"{GENERATION}.{name}") not in neutral
+            and x.get(f"{GENERATION}.backend") != "megatron"
+        ):
+            x.lost(
+                f"{GENERATION}.{name}",
+                "the loss would need the tokens that the engine's filter kept; left out",
+            )
+    temperature = x.get(f"{GENERATION}.temperature", 1.0)
+    if x.get(f"{GENERATION}.backend") == "megatron":
+        return sampling(temperature, x.get(f"{GENERATION}.top_p", 1.0), x.get(f"{GENERATION}.top_k"))
+    return sampling(temperature, 1.0, None)
+
+
+def engines(x: Origin, gpus: int, tensor: int, stages: int) -> dict[str, Any]:
+    section: dict[str, Any] = {"replicas": replicas(gpus, tensor * stages, f"{VLLM}.tensor_parallel_size")}
+    section |= {"tensor_parallel_size": tensor} if tensor > 1 else {}
+    section |= {"pipeline_parallel_size": stages} if stages > 1 else {}
+    return section | ({"colocated": True} if colocated(x) else {})
+
+
+def vllm(x: Origin, gpus: int) -> dict[str, Any]:
+    tensor, stages = x.get(f"{VLLM}.tensor_parallel_size", 1), x.get(f"{VLLM}.pipeline_parallel_size", 1)
+    section = engines(x, gpus, tensor, stages)
+    arguments = x.below(f"{GENERATION}.vllm_kwargs")
+    if x.get(f"{VLLM}.expert_parallel_size", 1) > 1 or x.get(f"{VLLM}.enable_expert_parallel", False):
+        arguments["enable_expert_parallel"] = True
+        if x.get(f"{VLLM}.expert_parallel_size", 1) > tensor * stages:
+            how = "experts are spread over the GPUs of an engine, and not over several engines"
+            x.changed(f"{VLLM}.expert_parallel_size", how, changes_result=False)
+    for name in ("gpu_memory_utilization", "kv_cache_dtype"):
+        if (value := x.get(f"{VLLM}.{name}")) not in (None, "auto"):
+            section[name] = "fp8" if str(value).startswith("fp8") else value
+    if x.get(f"{VLLM}.enforce_eager", False):
+        section["enforce_eager"] = True
+    if x.values.get(f"{VLLM}.enable_prefix_caching") is False:
+        section["enable_prefix_caching"] = False
+    if x.get(f"{VLLM}.precision") == "fp8":
+        section |= {"quantization": "fp8"}
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if name in arguments:
+            section[name] = arguments.pop(name)
+    for name in ("kv_cache_memory_bytes", "enable_chunked_prefill", "tokenizer"):
+        if arguments.pop(name, None) is not None:
+            x.lost(
+                f"{GENERATION}.vllm_kwargs.{name}", "it follows from other fields here", changes_result=False
+            )
+    return section | ({"vllm_kwargs": arguments} if arguments else {})
+
+
+ENGINE_KEYS = (
+    *(f"{GENERATION}.{name}" for name in ("backend", "max_new_tokens", "temperature", "top_p", "top_k")),
+    *(f"{GENERATION}.{name}" for name in ("stop_token_ids", "stop_strings", "colocated.enabled")),
+    *(f"{GENERATION}.colocated.resources.{name}" for name in ("num_nodes", "gpus_per_node")),
+    *(f"{VLLM}.{name}_parallel_size" for name in ("tensor", "pipeline", "expert")),
+    *(
+        f"{VLLM}.{name}"
+        for name in ("gpu_memory_utilization", "kv_cache_dtype", "enforce_eager", "precision")
+    ),
+    *(f"{VLLM}.{name}" for name in ("enable_prefix_caching", "enable_expert_parallel")),
+    f"{GENERATION}.vllm_kwargs.*",
+    *(
+        f"{GENERATION}.trtllm_cfg.{name}"
+        for name in ("tensor_parallel_size", "max_batch_size", "max_num_tokens")
+    ),
+    f"{GENERATION}.sglang_cfg.sglang_server_config.num_gpus_per_engine",
+    *(f"{GENERATION}.sglang_cfg.{name}" for name in ("tp_size", "mem_fraction_static")),
+)
+
+
+# Checkpoints, tokenizer.
+
+
+def checkpoints(x: Origin) -> Fields:
+    section: dict[str, Any] = {}
+    if not x.get("checkpointing.enabled", True):
+        return {"checkpointing": {"enabled": False}}
+    if (period := x.get("checkpointing.save_period", 10)) > 0:
+        section["period"] = period
+    section["keep"] = x.get("checkpointing.keep_top_k", 2)
+    scheduled = x.get(f"{kind(x)}.val_period", 0) > 0
+    if x.get("checkpointing.metric_name") == "val:accuracy" and scheduled and kind(x) == "grpo":
+        section |= {"metric": "validation/accuracy"}
+        section |= {} if x.get("checkpointing.higher_is_better", True) else {"higher_is_better": False}
+    elif x.get("checkpointing.metric_name") is not None:
+        why = "the newest checkpoints are kept; set checkpointing.metric to one of this run"
+        x.lost("checkpointing.metric_name", why, changes_result=False)
+        x.lost("checkpointing.higher_is_better", why, changes_result=False)
+    if x.get("checkpointing.save_consolidated", False):
+        section["save_hf"] = True
+    return {"checkpointing": section}
+
+
+def tokenizer(x: Origin) -> Fields:
+    """Its folder, and a chat template that is given as a text or as a file."""
+    fields: dict[str, Any] = {}
+    name, key = x.get("policy.tokenizer.name"), "policy.tokenizer.chat_template"
+    if name not in (None, x.get("policy.model_name")):
+        fields["policy.tokenizer.path"] = name
+    template = x.get(key, "default")
+    if str(template).endswith(".jinja"):
+        fields[key] = template
+    elif template != "default" and x.options.template is not None:
+        fields[key] = x.options.template
+        x.files[x.options.template] = str(template)
+    elif template != "default":
+        x.lost(key, "with -o OUT it is written into a file next to the experiment")
+    return fields

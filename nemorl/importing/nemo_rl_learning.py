@@ -1,0 +1,287 @@
+"""NeMo-RL's keys of what is trained: batches, advantages, losses, filters, staleness and validation."""
+
+from math import ceil
+from typing import Any
+
+from .nemo_rl_data import data_rows
+from .rules import CannotImport, Fields, Origin
+from .shared import UNBOUNDED, batch, run_length, sampling
+
+GENERATION = "policy.generation"
+KINDS = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "rm": "reward_model"}
+ABSENT = {
+    "ppo": "PPO with NeMo-RL's value model",
+    "distillation": "on-policy distillation with a mixed divergence over top-k logits",
+    "token_aligner": "distillation between tokenizers",
+}
+
+
+def kind(x: Origin) -> str:
+    """The section of the algorithm. Raises CannotImport for one without counterpart."""
+    for name, what in ABSENT.items():
+        if x.has_section(name) or (name in x.values and x.values[name] is not None):
+            raise CannotImport(f"{name}: {what} is not imported; docs/moving_in.md names what is")
+    found = [name for name in KINDS if x.has_section(name)]
+    if len(found) != 1:
+        raise CannotImport("the config has none of the sections grpo, sft, dpo and rm; is it NeMo-RL's?")
+    return found[0]
+
+
+def algorithm(x: Origin) -> Fields:
+    name = KINDS[kind(x)]
+    if name == "reward_model":
+        return {"algorithm.name": name, "policy.head": "scalar"}
+    if name != "grpo":
+        return {"algorithm.name": name}
+    return {"algorithm.name": name, **batches(x), **advantage(x)}
+
+
+def batches(x: Origin) -> Fields:
+    prompts, members = x.get("grpo.num_prompts_per_step", 0), x.get("grpo.num_generations_per_prompt", 0)
+    per_update = x.get("policy.train_global_batch_size", 0)
+    return {
+        "algorithm.num_prompts_per_step": prompts,
+        "algorithm.num_generations_per_prompt": members,
+        "algorithm.num_minibatches": batch(prompts * members, per_update, "policy.train_global_batch_size"),
+    }
+
+
+def advantage(x: Origin) -> Fields:
+    estimator = "grpo.adv_estimator"
+    name = x.get(f"{estimator}.name", "grpo")
+    normalize = x.get(f"{estimator}.normalize_rewards", x.get("grpo.normalize_rewards", True))
+    alone = x.get(f"{estimator}.use_leave_one_out_baseline", x.get("grpo.use_leave_one_out_baseline", True))
+    match name:
+        case "grpo":
+            section: dict[str, Any] = {"name": "group", "normalize": normalize, "leave_one_out": alone}
+            if normalize and alone:
+                section["deviation"] = "others"
+        case "reinforce_plus_plus" if x.get(f"{estimator}.minus_baseline", True):
+            section = {"name": "group_then_batch", "over": "tokens"}
+            x.changed(f"{estimator}.name", "the variance of the batch is unbiased here; NeMo-RL divides by n")
+        case "reinforce_plus_plus":
+            section = {"name": "reinforce", "over": "tokens"}
+            x.changed(f"{estimator}.name", "the variance of the batch is unbiased here; NeMo-RL divides by n")
+        case _:
+            raise CannotImport(f"{estimator}.name = {name}: this estimator is not imported")
+    return {"algorithm.advantage": section}
+
+
+ADVANTAGE = (
+    *(f"grpo.adv_estimator.{name}" for name in ("name", "normalize_rewards", "use_leave_one_out_baseline")),
+    "grpo.adv_estimator.minus_baseline",
+    *("grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"),
+    *("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
+)
+
+
+def offline_batch(x: Origin) -> Fields:
+    if kind(x) == "grpo":
+        return {}
+    return {"algorithm.batch_size": x.get("policy.train_global_batch_size")}
+
+
+def num_steps(x: Origin) -> Fields:
+    section = kind(x)
+    steps, epochs = x.get(f"{section}.max_num_steps"), x.get(f"{section}.max_num_epochs")
+    per_step = x.get("grpo.num_prompts_per_step") or x.get("policy.train_global_batch_size", 1)
+    rows = data_rows(x)
+    length = run_length(x, steps, epochs if epochs and epochs > 0 else None, rows, per_step)
+    return {"algorithm.num_steps": length}
+
+
+def loss(x: Origin) -> Fields:
+    """NeMo-RL's ClippedPGLossFn; of DPO only its own keys count."""
+    match kind(x):
+        case "dpo":
+            return dpo(x)
+        case "grpo":
+            pass
+        case _:
+            return {}
+    low, high = x.get("loss_fn.ratio_clip_min", 0.2), x.get("loss_fn.ratio_clip_max", 0.2)
+    tokens = x.get("loss_fn.token_level_loss", True)
+    section: dict[str, Any] = {"aggregation": "token-mean" if tokens else "seq-mean-token-mean"}
+    bounds = {"clip_low": low, "clip_high": high}
+    if x.get("loss_fn.disable_ppo_ratio", False):
+        section |= {"name": "reinforce"}
+    elif x.get("loss_fn.use_cispo", False):
+        section |= {"name": "cispo", **bounds}
+        if low >= 1:
+            del section["clip_low"]
+    elif x.get("loss_fn.sequence_level_importance_ratios", False):
+        section |= {"name": "gspo", **bounds}
+        if x.get("loss_fn.ratio_clip_c") is not None:
+            x.lost("loss_fn.ratio_clip_c", "GSPO has no dual clip here")
+    else:
+        section |= {"name": "clip", **bounds}
+        if (dual := x.get("loss_fn.ratio_clip_c")) is not None:
+            section["dual_clip"] = dual
+    if x.get("loss_fn.force_on_policy_ratio", False):
+        several = batches(x)["algorithm.num_minibatches"] > 1
+        why = "with one update in a step the ratio is 1 here, too"
+        x.lost("loss_fn.force_on_policy_ratio", why, changes_result=several)
+    fields: dict[str, Any] = {"algorithm.loss": section}
+    weight = x.get("loss_fn.positive_example_nll_weight", 0.0)
+    if weight:
+        fields["algorithm.likelihood"] = {"coefficient": weight, "min_reward": 1e-9}
+    return fields
+
+
+def dpo(x: Origin) -> Fields:
+    average = x.get("dpo.preference_average_log_probs", False)
+    section = {
+        "beta": x.get("dpo.reference_policy_kl_penalty", 0.05),
+        "logprobs": "mean" if average else "sum",
+    }
+    fields: dict[str, Any] = {"algorithm.loss": section}
+    weight = x.get("dpo.sft_loss_weight", 0)
+    mean = "their mean" if x.get("dpo.sft_average_log_probs", False) else "their sum"
+    how = f"the mean over the batch's tokens here; there the mean over answers of {mean}"
+    x.lost("dpo.sft_average_log_probs", how, changes_result=bool(weight))
+    if weight:
+        fields["algorithm.sft_coefficient"] = weight
+        x.changed("dpo.sft_loss_weight", how)
+    return fields
+
+
+def kl(x: Origin) -> Fields:
+    if kind(x) != "grpo":
+        return {}
+    coefficient = x.get("loss_fn.reference_policy_kl_penalty", 0.01)
+    if not coefficient or x.get("grpo.skip_reference_policy_logprobs_calculation", False):
+        return {"algorithm.kl": {"coefficient": 0.0}}
+    estimator = x.get("loss_fn.reference_policy_kl_type", "k3")
+    if x.get("loss_fn.use_kl_in_reward", False):
+        if estimator != "k1":
+            x.changed("loss_fn.reference_policy_kl_type", "k1 here: others have a wrong gradient in a reward")
+        return {"algorithm.kl": {"coefficient": coefficient, "estimator": "k1", "placement": "reward"}}
+    by_engine = x.get("loss_fn.use_on_policy_kl_approximation", False)
+    section = {
+        "coefficient": coefficient,
+        "estimator": estimator,
+        "importance_weighted": True,
+        "sampled_by": "engine" if by_engine else "current",
+    }
+    # Null means no clamp, and pydantic's default is NeMo-RL's 10.
+    clamp = x.values.get("loss_fn.kl_output_clamp_value", 10.0)
+    if clamp is not None:
+        section["max_value"] = clamp
+    return {"algorithm.kl": section}
+
+
+def correction(x: Origin) -> Fields:
+    if kind(x) != "grpo" or not x.get("loss_fn.use_importance_sampling_correction", False):
+        return {}
+    name = x.get("loss_fn.truncated_importance_sampling_type")
+    low = x.get("loss_fn.truncated_importance_sampling_ratio_min")
+    high = x.get("loss_fn.truncated_importance_sampling_ratio")
+    level = "sequence" if x.get("loss_fn.sequence_level_importance_ratios", False) else "token"
+    section: dict[str, Any] = {"name": "tis", "level": level, "high": UNBOUNDED}
+    match name:
+        case "tis":
+            section |= {"low": low or 0.0, "high": high}
+        case "icepop":
+            section |= {"name": "icepop", "low": low, "high": high}
+        case "seq-mask-tis":
+            section |= {"sequence_mask": {"low": low, "high": high}}
+    return {"algorithm.correction": section}
+
+
+def filters(x: Origin) -> Fields:
+    if kind(x) != "grpo":
+        return {}
+    section: dict[str, Any] = {}
+    if x.get("grpo.overlong_filtering", False):
+        section["drop_truncated"] = True
+    if x.get("grpo.use_dynamic_sampling", False):
+        batches = max(2, ceil(x.get("grpo.dynamic_sampling_max_gen_batches", 10)))
+        section |= {"drop_equal_rewards": True, "refill": {"max_batches": batches, "at_cap": "stop"}}
+        if shaped(x):
+            section["reward"] = "math"  # NeMo-RL compares the rewards before they are shaped
+        if x.get("grpo.use_leave_one_out_baseline", True):
+            how = "groups with different rewards are kept as a whole; there samples whose others are equal go"
+            x.changed("grpo.use_dynamic_sampling", how)
+    return {"algorithm.filters": section} if section else {}
+
+
+def shaped(x: Origin) -> bool:
+    return bool(x.get("grpo.reward_shaping.enabled", False))
+
+
+def rewards(x: Origin) -> Fields:
+    """DAPO's overlong penalty, and the scale of the environment's reward."""
+    fields: dict[str, Any] = {}
+    shaping, scaling = "grpo.reward_shaping", "grpo.reward_scaling"
+    if shaped(x) and x.get(f"{shaping}.stop_properly_penalty_coef") is None:
+        longest, buffer = x.get(f"{shaping}.max_response_length"), x.get(f"{shaping}.overlong_buffer_length")
+        fields["rewards"] = [
+            {
+                "function": "overlong_penalty",
+                "weight": x.get(f"{shaping}.overlong_buffer_penalty", 1.0),
+                "arguments": {"max_length": longest, "buffer": min(buffer, longest)},
+            }
+        ]
+    if x.get(f"{scaling}.enabled", False):
+        low, high = x.get(f"{scaling}.source_min", 0.0), x.get(f"{scaling}.source_max", 1.0)
+        to_low, to_high = x.get(f"{scaling}.target_min", 0.0), x.get(f"{scaling}.target_max", 1.0)
+        fields["env.weight"] = (to_high - to_low) / (high - low)
+        how = "the reward is multiplied; what is added to all is left out, as baselines subtract it again"
+        for name in ("source_min", "source_max", "target_min", "target_max"):
+            x.changed(f"{scaling}.{name}", how, changes_result=False)
+    return fields
+
+
+def asynchronous(x: Origin) -> Fields:
+    """Both of its asynchronous loops: the older `async_grpo` and the single controller's `async_rl`."""
+    old, new = "grpo.async_grpo", "async_rl.sampler"
+    if x.has_section("async_rl"):
+        age = x.get(f"{new}.max_staleness_versions", x.get(f"{new}.max_lookahead_versions", 0))
+        restarts = x.get("async_rl.recompute_kv_cache_after_weight_updates", False)
+        fields = {"algorithm.max_staleness": age} if age else {}
+        return fields | ({"generation.on_update": "restart" if restarts else "continue"} if age else {})
+    if not x.get(f"{old}.enabled", False):
+        return {}
+    on_update = "finish"
+    if x.get(f"{old}.in_flight_weight_updates", False):
+        restarts = x.get(f"{old}.recompute_kv_cache_after_weight_updates", False)
+        on_update = "restart" if restarts else "continue"
+    if colocated(x):
+        raise CannotImport(f"{old}.enabled: engines that share the policy's GPUs cannot sample ahead here")
+    age = x.get(f"{old}.max_trajectory_age_steps", 1)
+    return {"algorithm.max_staleness": age, "generation.on_update": on_update}
+
+
+def validation(x: Origin) -> Fields:
+    section = kind(x)
+    period, start = x.get(f"{section}.val_period", 0), x.get(f"{section}.val_at_start", False)
+    end = x.get(f"{section}.val_at_end", False)
+    result: dict[str, Any] = {"at_start": start, "at_end": end}
+    if period > 0:
+        result["period"] = period
+    if not (period > 0 or start or end):
+        return {}
+    if section != "grpo":
+        batches, size = x.get(f"{section}.val_batches", -1), x.get(f"{section}.val_global_batch_size", 1)
+        if batches > 0:
+            result["num_prompts"] = batches * size
+        if section == "sft":
+            result["generate"] = False
+        return {"algorithm.validation": result}
+    repeats = x.get("data.validation.repeat", 1)  # of each row, which are samples of one task
+    if prompts := x.get("grpo.max_val_samples"):
+        result["num_prompts"] = max(prompts // repeats, 1)
+    if (samples := repeats * x.get("grpo.val_num_generations_per_prompt", 1)) > 1:
+        result |= {"num_generations_per_prompt": samples, "pass_at_k": [1, samples]}
+    names = ("temperature", "top_p", "top_k")
+    own, shared = (tuple(x.get(f"{GENERATION}.{prefix}{name}") for name in names) for prefix in ("val_", ""))
+    if own != shared and own != (None, None, None):
+        top_k, top_p = own[2], own[1] if own[1] is not None else 1.0
+        result["sampling"] = sampling(own[0] if own[0] is not None else 1.0, top_p, top_k)
+        if samples > 1 and own[0] == 0:
+            del result["num_generations_per_prompt"], result["pass_at_k"]
+    return {"algorithm.validation": result}
+
+
+def colocated(x: Origin) -> bool:
+    return bool(x.get(f"{GENERATION}.colocated.enabled", True))

@@ -1,0 +1,235 @@
+"""Rules that turn the keys of another project's config into fields of an experiment, and what became of each.
+
+An origin's module is a table of rules. Each key of a config has to match one, or it is reported as unknown:
+
+    Part     fields of ours that follow from these keys
+    Lost     no counterpart, and the result changes unless the value is a neutral one
+    Ignored  no counterpart, and the result does not change
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nemorl.errors import UsageError
+
+Outcome = Literal["mapped", "changed", "none", "unknown"]
+Fields = Mapping[str, Any]  # values of an experiment by the paths of their fields
+
+
+class CannotImport(UsageError):
+    """A config of something that nemorl does not have, or that it cannot reproduce."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line adds to a config."""
+
+    rows: int | None = None  # of the training data, where the run's length is given in epochs
+    folder: str = "."  # of the config, from which paths of prompt files may be relative
+    template: str | None = None  # file for a chat template that the config has as text; None writes none
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one key."""
+
+    key: str
+    value: object
+    outcome: Outcome
+    fields: tuple[str, ...] = ()  # of the experiment
+    note: str = ""  # how the meaning changed, or why there is no counterpart
+    changes_result: bool = False
+
+
+class Origin:
+    """The values of a config by their dotted keys; rules leave remarks on keys here."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        options: Options | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`defaults` are the project's, of keys that the config does not have."""
+        self.values, self.options, self.defaults = values, options or Options(), defaults or {}
+        self.remarks: dict[str, tuple[str, bool]] = {}  # of a changed meaning, and if the result changes
+        self.losses: dict[str, tuple[str, bool]] = {}
+        self.unused: dict[str, str] = {}  # sections, with the reason
+        self.files: dict[str, str] = {}  # texts to write next to the experiment, by path
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value, or the project's default; the default given here where that is absent or null."""
+        value = self.values[key] if key in self.values else self.defaults.get(key)
+        return default if value is None else value
+
+    def below(self, section: str) -> dict[str, Any]:
+        """The values of a section as a tree."""
+        start, tree = f"{section}.", dict[str, Any]()
+        for key, value in self.values.items():
+            if key.startswith(start):
+                place(tree, key.removeprefix(start), value)
+        return tree
+
+    def has_section(self, name: str) -> bool:
+        return any(key.startswith(f"{name}.") for key in self.values)
+
+    def changed(self, key: str, how: str, *, changes_result: bool = True) -> None:
+        """The key is mapped to something that differs."""
+        self.remarks[key] = how, changes_result
+
+    def lost(self, key: str, why: str, *, changes_result: bool = True) -> None:
+        """The value of the key has no counterpart."""
+        self.losses[key] = why, changes_result
+
+    def skip(self, section: str, why: str) -> None:
+        """Nothing uses a section of the config."""
+        self.unused[section] = why
+
+
+@dataclass(frozen=True)
+class Part:
+    keys: tuple[str, ...]
+    fields: tuple[str, ...]
+    write: Callable[[Origin], Fields]
+    note: str = ""  # how the meaning changes, whatever the value is
+
+
+@dataclass(frozen=True)
+class Lost:
+    keys: tuple[str, ...]
+    why: str
+    neutral: tuple[object, ...] = (None, False)  # values that do nothing
+
+
+@dataclass(frozen=True)
+class Ignored:
+    keys: tuple[str, ...]
+    why: str
+
+
+Rule = Part | Lost | Ignored
+
+
+def take(key: str, path: str, convert: Callable[[Any], Any] | None = None, note: str = "") -> Part:
+    """A rule: the value of the key, converted if it is not null, is that of the field at the path."""
+
+    def write(x: Origin) -> Fields:
+        if key not in x.values:
+            return {}
+        value = x.values[key]
+        return {path: value if convert is None or value is None else convert(value)}
+
+    return Part((key,), (path,), write, note)
+
+
+def take_given(key: str, path: str, convert: Callable[[Any], Any] | None = None) -> Part:
+    """The same, but null leaves the field at its default."""
+    rule = take(key, path, convert)
+    return Part((key,), (path,), lambda x: rule.write(x) if x.values.get(key) is not None else {})
+
+
+@dataclass(frozen=True)
+class Imported:
+    tree: dict[str, Any]  # the experiment, as in a file
+    rows: tuple[Row, ...]
+    sources: dict[str, list[str]] = field(default_factory=dict)  # keys that each section comes from
+    files: dict[str, str] = field(default_factory=dict)  # texts that the experiment names, by path
+
+    def count(self, outcome: Outcome, *, changes_result: bool | None = None) -> int:
+        return sum(
+            row.outcome == outcome and changes_result in (None, row.changes_result) for row in self.rows
+        )
+
+
+def apply(rules: Sequence[Rule], origin: Origin, *, with_rows: bool = True) -> Imported:
+    """Apply all rules to a config, and report on its keys. Raises CannotImport."""
+    tree: dict[str, Any] = {}
+    sources: dict[str, list[str]] = {}
+    for rule in rules:
+        if isinstance(rule, Part):
+            for path, value in _written(rule, origin).items():
+                place(tree, path, value)
+                known = sources.setdefault(path.partition(".")[0], [])
+                known += [key for key in rule.keys if key in origin.values and key not in known]
+    values = sorted(origin.values.items()) if with_rows else ()
+    index = _Index(rules)
+    rows = tuple(_row(key, value, index, origin) for key, value in values)
+    return Imported(tree, rows, sources, origin.files)
+
+
+def _written(rule: Part, origin: Origin) -> Fields:
+    try:
+        return rule.write(origin)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        given = {key: origin.values[key] for key in rule.keys if key in origin.values}
+        unknown = {key: value for key, value in given.items() if "$" in str(value)} or given
+        listed = ", ".join(f"{key} = {value}" for key, value in unknown.items())
+        raise CannotImport(
+            f"{listed or rule.keys[0]}: cannot be read ({error}); correct the value"
+        ) from error
+
+
+def _row(key: str, value: object, index: "_Index", origin: Origin) -> Row:
+    for section, why in origin.unused.items():
+        if key.startswith(f"{section}."):
+            return Row(key, value, "none", (), why)
+    if key in origin.losses:
+        why, changes_result = origin.losses[key]
+        return Row(key, value, "none", (), why, changes_result)
+    found = index.of(key)
+    parts = [rule for rule in found if isinstance(rule, Part)]
+    if parts:
+        fields = tuple(dict.fromkeys(path for part in parts for path in part.fields))
+        how, changes_result = origin.remarks.get(key, ("", False))
+        notes = [part.note for part in parts if part.note] + [how] * bool(how)
+        return Row(key, value, "changed" if notes else "mapped", fields, "; ".join(notes), changes_result)
+    for rule in found:
+        if isinstance(rule, Lost):
+            harmless = any(value is one or value == one for one in rule.neutral)
+            return Row(key, value, "none", (), rule.why, not harmless)
+        if isinstance(rule, Ignored):
+            return Row(key, value, "none", (), rule.why)
+    return Row(key, value, "unknown", (), "no rule knows this key", True)
+
+
+class _Index:
+    """Rules by the keys that they name: `a.b` is itself, `a.*` is `a` and everything below."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self._rules: dict[str, list[tuple[int, Rule]]] = {}
+        for number, rule in enumerate(rules):
+            for pattern in rule.keys:
+                self._rules.setdefault(pattern, []).append((number, rule))
+
+    def of(self, key: str) -> list[Rule]:
+        """The rules of a key, in their order."""
+        steps = key.split(".")
+        above = [".".join([*steps[:end], "*"]) for end in range(1, len(steps) + 1)]
+        found = [one for pattern in (key, *above) for one in self._rules.get(pattern, ())]
+        return [rule for _, rule in sorted(found, key=lambda one: one[0])]
+
+
+def place(tree: dict[str, Any], path: str, value: object) -> None:
+    """Set the value at a dotted path of a tree; sections are merged, and lists continued."""
+    *sections, name = path.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    there = tree.get(name)
+    if isinstance(there, dict) and isinstance(value, dict):
+        for key, below in value.items():
+            place(there, key, below)
+    elif isinstance(there, list) and isinstance(value, list):
+        tree[name] = there + value
+    else:
+        tree[name] = value
+
+
+def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree with their dotted keys; a list, or an empty section, is a value."""
+    for key, value in tree.items():
+        full = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, full)
+        else:
+            yield full, value

@@ -1,0 +1,118 @@
+"""What the origins have in common: devices and replicas, public datasets, the length of a run."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from .rules import CannotImport, Fields, Origin
+
+UNBOUNDED = 1e9  # a bound that no ratio reaches, since their logarithm is clamped to 20
+
+
+@dataclass(frozen=True)
+class PublicData:
+    """A dataset on the hub that recipes name, with the rows of its card."""
+
+    path: str
+    split: str
+    rows: int
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    subset: str | None = None
+
+    def section(self, split: str | None = None) -> dict[str, Any]:
+        keys = {"prompt_key": self.prompt_key, "answer_key": self.answer_key}
+        subset = {} if self.subset is None else {"subset": self.subset}
+        return {"name": "tasks", "path": self.path, "split": split or self.split, **subset, **keys}
+
+
+_TRUTH = "reward_model.ground_truth"
+PUBLIC = {
+    "OpenMathInstruct-2": PublicData(
+        "nvidia/OpenMathInstruct-2", "train_1M", 1_000_000, "problem", "expected_answer"
+    ),
+    "DAPOMath17K": PublicData("BytedTsinghua-SIA/DAPO-Math-17k", "train", 1_791_700, "prompt", _TRUTH),
+    "DAPOMathAIME2024": PublicData("BytedTsinghua-SIA/AIME-2024", "train", 960, "prompt", _TRUTH),
+    "DeepScaler": PublicData("agentica-org/DeepScaleR-Preview-Dataset", "train", 40_315, "problem", "answer"),
+    "AIME2024": PublicData("HuggingFaceH4/aime_2024", "train", 30, "problem", "answer"),
+}
+
+
+def batch(trajectories: int, per_update: int, key: str) -> int:
+    """Optimizer steps of a batch. Raises CannotImport if it does not divide."""
+    updates, rest = divmod(trajectories, per_update)
+    if rest or not updates:
+        problem = f"the {trajectories} trajectories of a step are no multiple of it"
+        raise CannotImport(f"{key} = {per_update}: {problem}; nemorl trains on equal minibatches")
+    return updates
+
+
+def layout(gpus: int, sizes: dict[str, int], key: str) -> Fields:
+    """The layout of a policy on these GPUs. `sizes`: of tensor, pipeline, context, expert, expert_tensor.
+
+    Raises CannotImport if the processes of one copy do not divide them.
+    """
+    copy = prod(sizes.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+    if gpus % copy or gpus < copy:
+        problem = f"one copy of the policy takes {copy} GPUs, and it has {gpus}"
+        raise CannotImport(f"{key}: {problem}; correct the sizes or the number of GPUs")
+    fields = {f"policy.layout.{axis}_parallel_size": size for axis, size in sizes.items() if size > 1}
+    return fields | {"policy.layout.data_parallel_size": gpus // copy}
+
+
+def replicas(gpus: int, ranks: int, key: str) -> int:
+    """Engines of `ranks` GPUs each. Raises CannotImport if there is no room for one."""
+    if gpus < ranks:
+        raise CannotImport(f"{key}: an engine takes {ranks} GPUs, and generation has {gpus}")
+    return gpus // ranks
+
+
+def run_length(x: Origin, steps: int | None, epochs: int | None, rows: int | None, per_step: int) -> int:
+    """Steps of a run that ends after these steps or epochs. Raises CannotImport if its rows are not known."""
+    rows = x.options.rows or rows
+    by_epochs = None if epochs is None or rows is None else max(epochs * (rows // per_step), 1)
+    lengths = [length for length in (steps, by_epochs) if length is not None and length > 0]
+    if not lengths:
+        problem = "the run ends after epochs, and the number of rows of its data is not known"
+        raise CannotImport(f"{problem}; give --rows N")
+    return min(lengths)
+
+
+def sampling(temperature: float, top_p: float, top_k: int | None) -> dict[str, Any]:
+    """A section `sampling`; top-k of -1 or 0 means all."""
+    section: dict[str, Any] = {"temperature": temperature}
+    if top_p < 1:
+        section["top_p"] = top_p
+    if top_k is not None and top_k > 0:
+        section["top_k"] = top_k
+    return section
+
+
+# Megatron's and Hugging Face's names of matrices, and ours.
+TARGETS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+_OURS = {name for names in TARGETS.values() for name in names}
+
+
+def lora_targets(x: Origin, key: str, names: object) -> list[str]:
+    """Our names of the matrices that get adapters; all of them for none."""
+    listed = [names] if isinstance(names, str) else list(names) if isinstance(names, list | tuple) else []
+    if not listed or "all-linear" in listed:
+        return ["all-linear"]
+    found: list[str] = []
+    for name in listed:
+        plain = str(name).lstrip("*").lstrip(".")
+        if plain not in TARGETS and plain not in _OURS:
+            x.changed(key, f"`{name}` is none of the matrices that can have adapters")
+            continue
+        found += [one for one in TARGETS.get(plain, (plain,)) if one not in found]
+    return found or ["all-linear"]

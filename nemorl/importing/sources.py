@@ -1,0 +1,279 @@
+"""Configs as their projects read them: inherited files, interpolations, Hydra's overrides."""
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .rules import CannotImport
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "max": max,
+}
+_OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)$", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{(\w+)(?::?-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
+_ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+)?(\w+)(\+?)=(.*)$", re.DOTALL)
+
+
+def omegaconf() -> Any:
+    """The module, with the resolvers of the projects."""
+    try:
+        from omegaconf import OmegaConf
+    except ImportError as error:
+        raise CannotImport('this requires omegaconf; run `pip install "nemorl[import]"`') from error
+    register = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)
+    for name, function in RESOLVERS.items():
+        if not OmegaConf.has_resolver(name):
+            register(name, function)
+    return OmegaConf
+
+
+def read_inherited(file: Path) -> "DictConfig":
+    """A file over those that its `defaults` names, by paths relative to it; the last one has precedence.
+
+    `_override_: true` in a section drops the section of the files below. Raises CannotImport.
+    """
+    conf = omegaconf()
+    config = read_yaml(file)
+    names = config.pop("defaults", None) or []
+    base = conf.create({})
+    for name in [names] if isinstance(names, str) else list(names):
+        base = _merged(base, read_inherited(file.parent / str(name)))
+    return _merged(base, config)
+
+
+def _merged(base: "DictConfig", over: "DictConfig") -> "DictConfig":
+    conf = omegaconf()
+    for key in list(over.keys()):
+        section: Any = None if conf.is_missing(over, key) else over._get_node(key)
+        if conf.is_dict(section) and not section._is_none() and section.pop("_override_", False):
+            base.pop(key, None)
+    merged: DictConfig = conf.merge(base, over)
+    return merged
+
+
+def read_yaml(file: Path) -> "DictConfig":
+    conf = omegaconf()
+    try:
+        config = conf.load(file)
+    except Exception as error:
+        raise CannotImport(f"{file}: cannot be read: {str(error).partition(chr(10))[0]}") from error
+    if not conf.is_dict(config):
+        raise CannotImport(f"{file}: expected sections at the top level")
+    tree: DictConfig = config
+    return tree
+
+
+def resolved(config: "DictConfig", source: str) -> dict[str, Any]:
+    """The config with all references resolved, those to environment variables that are not set as text."""
+    conf = omegaconf()
+    try:
+        return conf.to_container(config, resolve=True)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise CannotImport(f"{source}: {' '.join(str(error).split())}") from error
+
+
+def overridden(config: "DictConfig", words: Iterable[str]) -> "DictConfig":
+    """The config with Hydra's overrides: `a.b=1`, `+a.b=1`, `++a.b=1` and `~a.b`."""
+    conf = omegaconf()
+    for word in words:
+        if word.startswith("~"):
+            conf.update(config, word[1:].partition("=")[0], None, force_add=True)
+            continue
+        if (match := _OVERRIDE.match(word)) is None:
+            raise CannotImport(f"{word}: expected an override such as a.b=1")
+        conf.update(config, match[2], _value(match[3]), force_add=True, merge=False)
+    return config
+
+
+def _value(text: str) -> Any:
+    """A value in Hydra's grammar, whose strings need no quotes: `['a','b']`, `{a:1}`, `1e-6`, `null`."""
+    import yaml
+
+    from nemorl.config.yaml import _Loader
+
+    spaced = re.sub(r"(?<=[\w'\"]):(?=[^\s/])", ": ", text) if text.startswith("{") else text
+    if not text or text == "''":
+        return "" if text else None
+    try:
+        value = yaml.load(spaced, _Loader)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str) and value in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[value]
+    return value
+
+
+def read_command(text: str, environment: Mapping[str, str] | None = None) -> list[str]:
+    """The words of the last `python -m` command of a shell script, as far as they can be known.
+
+    Assignments, arrays and defaults such as `${N:-8}` are followed; a branch is taken if its test compares
+    two texts that are equal. Nothing is executed. Variables that are not assigned are looked up in
+    `environment`, and otherwise stay as `$NAME`.
+    """
+    shell = _Shell(dict(environment or {}))
+    for line in _lines(text):
+        shell.run(line)
+    if not shell.command:
+        raise CannotImport("the script has no command with `-m MODULE`; give the config as YAML instead")
+    return shell.command
+
+
+def _lines(text: str) -> Iterable[str]:
+    """Statements: lines joined at a backslash, inside parentheses and inside quotes."""
+    pending = ""
+    for raw in text.splitlines():
+        line = raw.rstrip()
+        if not pending and line.lstrip().startswith("#"):
+            continue
+        inside = pending.lstrip()
+        if inside and line.lstrip().startswith("#"):
+            continue
+        if line.endswith("\\"):
+            pending += line[:-1] + " "
+            continue
+        pending += line
+        if re.match(r"^\s*(?:export\s+|local\s+)?\w+\+?=\(", pending) and not _closed(pending):
+            pending += "\n"
+            continue
+        if pending.count('"') % 2 and "'" not in pending:
+            pending += "\n"
+            continue
+        yield pending.strip()
+        pending = ""
+    if pending.strip():
+        yield pending.strip()
+
+
+def _closed(text: str) -> bool:
+    plain = re.sub(r"\"(?:\\.|[^\"\\])*\"|'[^']*'|#[^\n]*", "", text)
+    return plain.count("(") <= plain.count(")")
+
+
+class _Shell:
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._values = environment
+        self._arrays: dict[str, list[str]] = {}
+        self._taken: list[bool] = []  # of the branches around the statement
+        self.command: list[str] = []
+
+    def run(self, line: str) -> None:
+        line = re.sub(r"\$\(\((.*?)\)\)", lambda match: self._number(match[1]), line)
+        line = re.sub(r"\s#\s[^\n]*$", "", line)
+        if match := re.match(r"^(if|elif)\s+(.*?);?\s*(then)?$", line):
+            if match[1] == "elif":
+                self._taken[-1] = not self._taken[-1] and self._holds(match[2])
+            else:
+                self._taken.append(self._holds(match[2]))
+        elif line == "else" and self._taken:
+            self._taken[-1] = not self._taken[-1]
+        elif line == "fi" and self._taken:
+            self._taken.pop()
+        elif all(self._taken):
+            self._statement(line)
+
+    def _holds(self, test: str) -> bool:
+        """True if all comparisons of a test hold; what is not a comparison of texts does not."""
+        if "||" in test:
+            return any(self._holds(part) for part in test.split("||"))
+        if "&&" in test:
+            return all(self._holds(part) for part in test.split("&&"))
+        words = [self._expanded(word) for word in _words(test.strip(" ;{}"))]
+        words = [word for word in words if word not in ("[", "[[", "]", "]]")]
+        match words:
+            case [left, "=" | "==" | "-eq", right]:
+                return left == right
+            case [left, "!=" | "-ne", right]:
+                return left != right
+            case ["-z", text]:
+                return text in ("", "$")
+            case ["-n", text]:
+                return text != ""
+        return False
+
+    def _statement(self, line: str) -> None:
+        match = _ASSIGNMENT.match(line)
+        if match and match[3].startswith("("):
+            inner = re.sub(r"(^|\s)#[^\n]*", "", match[3].strip()[1:].rpartition(")")[0])
+            items = self._items(inner)
+            self._arrays[match[1]] = (self._arrays.get(match[1], []) if match[2] else []) + items
+        elif match and len(words := _words(line)) == 1 + line.startswith(("export ", "local ")):
+            name, value = match[1], words[-1].partition("=")[2]
+            self._values[name] = self._values.get(name, "") * bool(match[2]) + self._expanded(value)
+        elif " -m " in f" {line} ":
+            words = self._items(line)
+            if "-m" in words:
+                self.command = words[words.index("-m") + 1 :]
+
+    def _items(self, text: str) -> list[str]:
+        items = []
+        for word in _words(text):
+            if array := re.fullmatch(r"\$\{(\w+)\[@\](?::?[-+].*)?\}", word):
+                items += self._arrays.get(array[1], [])
+            elif word in ("$@", "${@}", "$*", "\n"):
+                continue
+            elif word in ("|", "2>&1", ";", "&", ">", ">>"):
+                break
+            elif bare := re.fullmatch(r"\$\{?(\w+)\}?", word):
+                items += shlex.split(self._expanded(word)) if bare[1] in self._values else []
+            else:
+                items.append(self._expanded(word))
+        return items
+
+    def _expanded(self, text: str) -> str:
+        def replaced(match: re.Match[str]) -> str:
+            name, default = match[1] or match[3], match[2]
+            if self._values.get(name):
+                return self._values[name]
+            if default is not None:
+                return self._expanded(default.strip("\"'"))
+            return self._values.get(name, f"${name}")
+
+        for _ in range(4):  # defaults may have references
+            if (new := _REFERENCE.sub(replaced, text)) == text:
+                break
+            text = new
+        return text
+
+    def _number(self, expression: str) -> str:
+        """The integer that an expression is, whose names may be without `$`; itself if one is not known."""
+        names = re.sub(r"(?<![\w$])\$?\{?([A-Za-z_]\w*)(?::?-[^}]*)?\}?", r"${\1}", expression)
+        text = self._expanded(self._expanded(expression) if "$" in expression else names)
+        text = re.sub(r"[A-Za-z_]\w*", lambda match: self._values.get(match[0], match[0]), text)
+        return _arithmetic(text)
+
+
+def _words(text: str) -> list[str]:
+    """Words of a statement without their quotes; `$` stays."""
+    try:
+        return shlex.split(text, comments=False)
+    except ValueError:
+        return text.split()
+
+
+def _arithmetic(text: str) -> str:
+    """The integer that an expression of numbers is; the expression itself if it has names."""
+    if not re.fullmatch(r"[\d\s+*/()%-]+", text):
+        return f"$(({text}))"
+    try:
+        return str(int(eval(text.replace("/", "//"), {"__builtins__": {}})))
+    except (SyntaxError, ArithmeticError):
+        return f"$(({text}))"
+
+
+def home(path: str) -> str:
+    """A path of a script without the home folder that it names."""
+    return re.sub(r"^(\$HOME|\$\{HOME\}|~)/", "", os.fspath(path))
+
+
+def words_with_values(words: Sequence[str]) -> list[str]:
+    """The overrides among the words of a command."""
+    return [word for word in words if _OVERRIDE.match(word) or word.startswith("~")]

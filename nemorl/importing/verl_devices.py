@@ -1,0 +1,240 @@
+"""verl's keys of devices: layout, memory, optimizer, adapters, engines and checkpoints."""
+
+from typing import Any
+
+from . import verl_learning as learning
+from .rules import CannotImport, Fields, Origin
+from .shared import layout, lora_targets, replicas
+from .sources import home
+from .verl_learning import ACTOR, ROLLOUT
+
+MODEL = "actor_rollout_ref.model"
+MEGATRON, TRANSFORMER = f"{ACTOR}.megatron", f"{ACTOR}.megatron.override_transformer_config"
+
+
+def engine(x: Origin) -> str:
+    engine = x.get("model_engine") or x.get(f"{ACTOR}.strategy", "fsdp")
+    if engine not in ("megatron", "dp", "fsdp", "fsdp2", "fsdp_turbo"):
+        raise CannotImport(f"model_engine = {engine}: its layouts are not imported")
+    return "megatron" if engine == "megatron" else "fsdp"
+
+
+# Devices.
+
+
+def count_gpus(x: Origin) -> int:
+    return int(x.get("trainer.nnodes") * x.get("trainer.n_gpus_per_node"))
+
+
+def policy_layout(x: Origin) -> Fields:
+    if engine(x) != "megatron":
+        sizes = {"context": x.get(f"{ACTOR}.ulysses_sequence_parallel_size", 1)}
+        sizes["context"] = max(
+            sizes["context"], x.get(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 1)
+        )
+        return layout(count_gpus(x), sizes, f"{ACTOR}.ulysses_sequence_parallel_size")
+    names = {
+        "tensor": "tensor_model",
+        "pipeline": "pipeline_model",
+        "virtual_pipeline": "virtual_pipeline_model",
+        "context": "context",
+        "expert": "expert_model",
+        "expert_tensor": "expert_tensor",
+    }
+    given = {ours: x.get(f"{MEGATRON}.{name}_parallel_size", 1) for ours, name in names.items()}
+    sizes = {ours: size if isinstance(size, int) else 1 for ours, size in given.items()}
+    fields = dict(layout(count_gpus(x), sizes, MEGATRON))
+    per_update = x.get("data.train_batch_size") * x.get(f"{ROLLOUT}.n") // learning.updates(x)
+    if per_update % fields["policy.layout.data_parallel_size"]:
+        copies = f"{fields['policy.layout.data_parallel_size']} copies of the policy"
+        raise CannotImport(f"{ACTOR}.ppo_mini_batch_size: {copies} do not divide {per_update} trajectories")
+    if x.get(f"{MEGATRON}.sequence_parallel") and sizes["tensor"] > 1:
+        fields["policy.layout.sequence_parallel"] = True
+    for ours, stage in (("layers_in_first_stage", "first"), ("layers_in_last_stage", "last")):
+        layers = x.get(f"{TRANSFORMER}.num_layers_in_{stage}_pipeline_stage")
+        if layers is not None and sizes["pipeline"] > 1:
+            fields[f"policy.layout.{ours}"] = int(layers)
+    return fields
+
+
+def recompute(x: Origin) -> Fields:
+    if engine(x) != "megatron":
+        full = x.get(f"{MODEL}.enable_gradient_checkpointing")
+        return {"policy.recompute": {"name": "full"}} if full else {}
+    match x.get(f"{TRANSFORMER}.recompute_granularity"):
+        case "full":
+            section: dict[str, Any] = {
+                "name": "full",
+                "method": x.get(f"{TRANSFORMER}.recompute_method", "uniform"),
+            }
+            return {
+                "policy.recompute": section
+                | {"num_layers": int(x.get(f"{TRANSFORMER}.recompute_num_layers", 1))}
+            }
+        case "selective":
+            known = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
+            modules = [
+                one for one in x.get(f"{TRANSFORMER}.recompute_modules", ["core_attn"]) if one in known
+            ]
+            return {"policy.recompute": {"name": "selective", "modules": modules}}
+    return {}
+
+
+def optimizer(x: Origin) -> Fields:
+    o = f"{ACTOR}.optim"
+    name = str(x.get(f"{o}.optimizer", "adam")).lower()
+    if name not in ("adam", "adamw"):
+        raise CannotImport(f"{o}.optimizer = {name}: this optimizer is not imported")
+    beta1, beta2 = x.get(f"{o}.betas")
+    section = {
+        "name": "adam",
+        "lr": float(x.get(f"{o}.lr")),
+        "weight_decay": float(x.get(f"{o}.weight_decay")),
+    }
+    section |= {"beta1": beta1, "beta2": beta2}
+    if engine(x) != "megatron":
+        x.changed(f"{o}.weight_decay", "norms and biases have no weight decay here")
+    if x.get(f"{o}.override_optimizer_config.optimizer_cpu_offload", False):
+        section["on_host"] = True
+    fields: dict[str, Any] = {"policy.optimizer": section}
+    fields["policy.max_grad_norm"] = x.get(f"{o}.clip_grad", x.get(f"{ACTOR}.grad_clip", 1.0))
+    schedule = rate_schedule(x, o)
+    return fields | ({"policy.schedule": schedule} if schedule else {})
+
+
+def rate_schedule(x: Origin, o: str) -> dict[str, Any]:
+    """verl changes the rate once in a step, and nemorl with each of its optimizer steps."""
+    updates, steps = learning.updates(x) * x.get(f"{ACTOR}.ppo_epochs"), learning.num_steps(x)
+    warmup = x.get(f"{o}.lr_warmup_steps")
+    if warmup <= 0:
+        warmup = int(x.get(f"{o}.lr_warmup_steps_ratio") * steps)
+    schedule: dict[str, Any] = {}
+    if warmup > 0:
+        schedule = {"warmup_steps": warmup * updates, "first_step": 0}
+        if start := float(x.get(f"{o}.lr_warmup_init", 0.0)) / float(x.get(f"{o}.lr")):
+            schedule["warmup_start"] = min(start, 1.0)
+        if updates > 1:
+            how = "the rate rises with each optimizer step, and not once in a step"
+            x.changed(f"{o}.lr_warmup_steps", how)
+    style = x.get(f"{o}.lr_decay_style" if engine(x) == "megatron" else f"{o}.lr_scheduler_type", "constant")
+    if style in ("cosine", "linear"):
+        end = int(x.get(f"{o}.lr_decay_steps", steps)) * updates
+        peak = float(x.get(f"{o}.lr"))
+        least = float(x.get(f"{o}.min_lr", peak * float(x.get(f"{o}.min_lr_ratio", 0.0))))
+        schedule |= {"name": style, "decay_steps": end, "min_lr": least, "first_step": 0}
+    elif style != "constant":
+        raise CannotImport(f"{o}: the schedule {style} is not imported")
+    return schedule
+
+
+def lora(x: Origin) -> Fields:
+    if rank := x.get(f"{MODEL}.lora_rank", 0):
+        targets = lora_targets(x, f"{MODEL}.target_modules", x.get(f"{MODEL}.target_modules", "all-linear"))
+        return {"policy.lora": {"rank": rank, "alpha": x.get(f"{MODEL}.lora_alpha"), "targets": targets}}
+    if rank := x.get(f"{MODEL}.lora.rank", 0):
+        names = x.get(
+            f"{MODEL}.lora.target_modules", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+        )
+        targets = lora_targets(x, f"{MODEL}.lora.target_modules", names)
+        return {"policy.lora": {"rank": rank, "alpha": x.get(f"{MODEL}.lora.alpha"), "targets": targets}}
+    return {}
+
+
+def router(x: Origin) -> Fields:
+    fields: dict[str, Any] = {}
+    modes = (x.get(f"{section}.router_replay.mode", "disabled") for section in (ACTOR, MEGATRON))
+    if any(mode == "R3" for mode in modes) or x.get(f"{ROLLOUT}.enable_rollout_routing_replay", False):
+        fields["policy.moe.router_replay"] = True
+    if x.get(f"{MODEL}.override_config.moe_config.freeze_moe_router", False):
+        fields["policy.moe.freeze_router"] = True
+    kind = str(x.get(f"{TRANSFORMER}.moe_router_load_balancing_type", "aux_loss")).strip('"')
+    if kind != "none" and (coefficient := float(x.get(f"{TRANSFORMER}.moe_aux_loss_coeff", 0.0))) > 0:
+        fields["policy.moe.load_balancing_loss_coefficient"] = coefficient
+        x.changed(f"{TRANSFORMER}.moe_aux_loss_coeff", "the balance loss is of each sequence here")
+    return fields
+
+
+def critic(x: Origin) -> Fields:
+    if x.get("algorithm.adv_estimator") != "gae":
+        return {}
+    optimizer = {
+        "lr": float(x.get("critic.optim.lr")),
+        "weight_decay": float(x.get("critic.optim.weight_decay")),
+    }
+    section: dict[str, Any] = {"devices": "policy", "optimizer": {"name": "adam", **optimizer}}
+    if (model := x.get("critic.model.path")) and model != x.get(f"{MODEL}.path"):
+        section["model_path"] = model
+    return {"critic": section}
+
+
+def generation(x: Origin) -> Fields:
+    name, gpus = x.get(f"{ROLLOUT}.name", "vllm"), count_gpus(x)
+    if name not in ("vllm", "sglang"):
+        raise CannotImport(f"{ROLLOUT}.name = {name}: engines on the policy's GPUs are vLLM's here")
+    if name == "sglang":
+        x.changed(f"{ROLLOUT}.name", "vLLM samples; another engine's rounding differs", changes_result=False)
+    tensor, stages = (
+        x.get(f"{ROLLOUT}.tensor_model_parallel_size"),
+        x.get(f"{ROLLOUT}.pipeline_model_parallel_size", 1),
+    )
+    number = replicas(gpus, tensor * stages, f"{ROLLOUT}.tensor_model_parallel_size")
+    fields: dict[str, Any] = {
+        "generation.backend": "vllm",
+        "generation.colocated": True,
+        "generation.replicas": number,
+        "generation.tensor_parallel_size": tensor,
+        "generation.gpu_memory_utilization": x.get(f"{ROLLOUT}.gpu_memory_utilization"),
+        "generation.max_num_seqs": x.get(f"{ROLLOUT}.max_num_seqs"),
+    }
+    if stages > 1:
+        fields["generation.pipeline_parallel_size"] = stages
+    if x.get(f"{ROLLOUT}.enforce_eager", False):
+        fields["generation.enforce_eager"] = True
+    if x.values.get(f"{ROLLOUT}.enable_prefix_caching") is False:
+        fields["generation.enable_prefix_caching"] = False
+    if tokens := x.get(f"{ROLLOUT}.max_num_batched_tokens"):
+        fields["generation.max_num_batched_tokens"] = tokens
+    if format_ := x.get(f"{ROLLOUT}.quantization"):
+        fields["generation.quantization"] = format_
+    fields["generation.sampling"] = {"temperature": float(x.get(f"{ROLLOUT}.temperature"))}
+    for key, neutral in (("top_p", 1), ("top_k", -1)):
+        if x.get(f"{ROLLOUT}.{key}") != neutral:
+            x.lost(
+                f"{ROLLOUT}.{key}", "the loss would need the tokens that the engine's filter kept; left out"
+            )
+    return fields | engine_arguments(x)
+
+
+def engine_arguments(x: Origin) -> dict[str, Any]:
+    arguments = x.below(f"{ROLLOUT}.engine_kwargs.vllm")
+    if x.get(f"{ROLLOUT}.expert_parallel_size", 1) > 1:
+        arguments["enable_expert_parallel"] = True
+    fields: dict[str, Any] = {}
+    if (cache := arguments.pop("kv_cache_dtype", None)) is not None:
+        fields["generation.kv_cache_dtype"] = "fp8" if str(cache).startswith("fp8") else "auto"
+    if arguments.pop("max_model_len", None) is not None:
+        x.lost(
+            f"{ROLLOUT}.engine_kwargs.vllm.max_model_len",
+            "it is policy.max_sequence_length",
+            changes_result=False,
+        )
+    return fields | ({"generation.vllm_kwargs": arguments} if arguments else {})
+
+
+def checkpoints(x: Origin) -> Fields:
+    period, kept = x.get("trainer.save_freq"), x.get("trainer.max_actor_ckpt_to_keep")
+    folder = x.get("trainer.default_local_dir")
+    if folder is None or str(folder).startswith("$"):
+        folder = f"checkpoints/{x.get('trainer.project_name')}/{x.get('trainer.experiment_name')}"
+    fields: dict[str, Any] = {"run_dir": home(str(folder))}
+    if period <= 0:
+        return fields | {"checkpointing": {"enabled": False}}
+    section: dict[str, Any] = {"period": period} | ({"keep": kept} if kept else {})
+    if "hf_model" in x.get(f"{ACTOR}.checkpoint.save_contents", []):
+        section["export_hf"] = True
+    return fields | {"checkpointing": section}
+
+
+def seed(x: Origin) -> Fields:
+    seed = x.get("data.seed", x.get("trainer.seed"))
+    return {} if seed is None else {"seed": int(seed)}

@@ -1,0 +1,329 @@
+"""verl's keys of what is trained: batches, advantages, losses, rewards, data and the length of a run."""
+
+from pathlib import Path
+from typing import Any
+
+from .rules import CannotImport, Fields, Origin
+from .shared import batch, run_length, sampling
+from .sources import home
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+# Rows of files that verl's scripts name, by a part of their path.
+ROWS = {"gsm8k": 7_473, "dapo-math-17k": 1_791_700, "dapo_math": 1_791_700, "math": 7_500}
+# Loss and advantages.
+
+
+def batches(x: Origin) -> Fields:
+    prompts, minibatch = x.get("data.train_batch_size"), x.get(f"{ACTOR}.ppo_mini_batch_size")
+    return {
+        "algorithm.num_prompts_per_step": prompts,
+        "algorithm.num_generations_per_prompt": x.get(f"{ROLLOUT}.n"),
+        "algorithm.num_minibatches": updates(x) if minibatch else 1,
+        "algorithm.num_epochs": x.get(f"{ACTOR}.ppo_epochs"),
+    }
+
+
+def updates(x: Origin) -> int:
+    return batch(
+        x.get("data.train_batch_size"), x.get(f"{ACTOR}.ppo_mini_batch_size"), f"{ACTOR}.ppo_mini_batch_size"
+    )
+
+
+def advantage(x: Origin) -> Fields:
+    name, alone = str(x.get("algorithm.adv_estimator")), x.get(f"{ROLLOUT}.n") == 1
+    gamma, normalize = x.get("algorithm.gamma"), x.get("algorithm.norm_adv_by_std_in_grpo")
+    fields: dict[str, Any] = {"algorithm.name": "grpo"}
+    match name:
+        case "grpo" | "grpo_vectorized" | "rloo" | "rloo_vectorized" if alone:
+            # A group of one has mean 0 and deviation 1 there: the advantage is the reward itself.
+            section: dict[str, Any] = {"name": "reinforce", "normalization": "none"}
+        case "grpo" | "grpo_vectorized":
+            section = {"name": "group", "normalize": normalize}
+        case "rloo" | "rloo_vectorized":
+            section = {"name": "group", "normalize": False, "leave_one_out": True}
+        case "gae":
+            section = {"name": "gae", "gamma": gamma, "lam": x.get("algorithm.lam")}
+            fields |= {"algorithm.name": "ppo", "algorithm.critic": critic_learning(x)}
+        case "reinforce_plus_plus":
+            section = {"name": "token_returns", "gamma": gamma}
+        case "reinforce_plus_plus_baseline":
+            section = {"name": "group_then_batch", "over": "tokens"}
+        case "opo" | "remax":
+            section = {"name": name}
+        case "gpg":
+            section = {"name": "gpg"}
+        case _:
+            raise CannotImport(f"algorithm.adv_estimator = {name}: this estimator is not imported")
+    return fields | {"algorithm.advantage": section}
+
+
+def critic_learning(x: Origin) -> dict[str, Any]:
+    section: dict[str, Any] = {"value_clip": x.get("critic.cliprange_value")}
+    if x.get("critic.loss_agg_mode", x.get(f"{ACTOR}.loss_agg_mode")) == "seq-mean-token-mean":
+        section["aggregation"] = "seq-mean-token-mean"
+    if warmup := x.get("trainer.critic_warmup"):
+        section["warmup_steps"] = warmup
+    return section
+
+
+def loss(x: Origin) -> Fields:
+    mode = x.get(f"{ACTOR}.policy_loss.loss_mode")
+    low = x.get(f"{ACTOR}.clip_ratio_low", x.get(f"{ACTOR}.clip_ratio"))
+    high = x.get(f"{ACTOR}.clip_ratio_high", x.get(f"{ACTOR}.clip_ratio"))
+    if f"{ACTOR}.clip_ratio" in x.values and f"{ACTOR}.clip_ratio_low" not in x.values:
+        how = "clip_ratio_low and clip_ratio_high are used, which have defaults of their own"
+        x.changed(f"{ACTOR}.clip_ratio", how)
+    bounds = {"clip_low": float(low), "clip_high": float(high)}
+    of = f"{ACTOR}.policy_loss"
+    match mode:
+        case "vanilla":
+            section: dict[str, Any] = {
+                "name": "clip",
+                **bounds,
+                "dual_clip": float(x.get(f"{ACTOR}.clip_ratio_c")),
+            }
+        case "gspo":
+            section = {"name": "gspo", **bounds}
+        case "geo_mean":
+            section = {"name": "gmpo", **bounds}
+        case "cispo":
+            section = {"name": "cispo", **bounds}
+            if float(low) >= 1:
+                del section["clip_low"]
+        case "sapo":
+            temperatures = (
+                x.get(f"{of}.tau_pos", x.get(f"{ACTOR}.tau_pos")),
+                x.get(f"{of}.tau_neg", x.get(f"{ACTOR}.tau_neg")),
+            )
+            section = {
+                "name": "sapo",
+                "temperature_positive": temperatures[0],
+                "temperature_negative": temperatures[1],
+            }
+        case "gpg":
+            section = {"name": "reinforce"}
+        case "clip_cov":
+            section = {"name": "clip_cov", **bounds, "fraction": x.get(f"{of}.clip_cov_ratio")}
+            section |= {
+                "covariance_low": x.get(f"{of}.clip_cov_lb"),
+                "covariance_high": x.get(f"{of}.clip_cov_ub"),
+            }
+        case "kl_cov":
+            section = {
+                "name": "kl_cov",
+                "fraction": x.get(f"{of}.kl_cov_ratio"),
+                "coefficient": x.get(f"{of}.ppo_kl_coef"),
+            }
+        case _:
+            raise CannotImport(f"{of}.loss_mode = {mode}: this loss is not imported")
+    if x.get(f"{CORRECTION}.bypass_mode", False) and x.get(f"{CORRECTION}.loss_type") == "reinforce":
+        section = {"name": "reinforce"}
+    return {"algorithm.loss": section | aggregation(x, mode)}
+
+
+def aggregation(x: Origin, mode: str) -> dict[str, Any]:
+    given = x.get(f"{ACTOR}.loss_agg_mode")
+    if mode in ("gspo", "geo_mean", "sapo"):
+        if given != "seq-mean-token-mean" and x.get(f"{ACTOR}.use_kl_loss"):
+            how = f"`{mode}` has seq-mean-token-mean; there divergence and entropy keep {given}"
+            x.changed(f"{ACTOR}.loss_agg_mode", how)
+        given = "seq-mean-token-mean"
+    if given == "seq-mean-token-sum-norm":
+        length = x.get(f"{ACTOR}.loss_scale_factor", x.get("data.max_response_length"))
+        return {"aggregation": given, "aggregation_length": int(length)}
+    return {"aggregation": given}
+
+
+def kl(x: Origin) -> Fields:
+    in_loss, in_reward = x.get(f"{ACTOR}.use_kl_loss"), x.get("algorithm.use_kl_in_reward")
+    if in_loss and x.get(f"{ACTOR}.kl_loss_coef"):
+        kind = str(x.get(f"{ACTOR}.kl_loss_type"))
+        section: dict[str, Any] = {"coefficient": x.get(f"{ACTOR}.kl_loss_coef"), "placement": "loss"}
+        names = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+        if kind.rstrip("+") not in names:
+            raise CannotImport(f"{ACTOR}.kl_loss_type = {kind}: this estimator is not imported")
+        section["estimator"] = names[kind.rstrip("+")]
+        if kind.endswith("+") and section["estimator"] != "k2":
+            section["straight_through"] = True
+        elif section["estimator"] == "k1":
+            section["straight_through"] = True
+            x.changed(f"{ACTOR}.kl_loss_type", "with the gradient of k2; that of k1 is 0 in expectation")
+        if section["estimator"] == "k3":
+            section["max_value"] = 10.0
+        if in_reward:
+            x.lost("algorithm.use_kl_in_reward", "the divergence is in the loss already")
+        return {"algorithm.kl": section}
+    if in_reward and x.get("algorithm.kl_ctrl.kl_coef"):
+        if x.get("algorithm.kl_penalty") not in ("kl", "k1"):
+            x.changed("algorithm.kl_penalty", "k1 here: others have a wrong gradient in a reward")
+        coefficient = x.get("algorithm.kl_ctrl.kl_coef")
+        return {"algorithm.kl": {"coefficient": coefficient, "estimator": "k1", "placement": "reward"}}
+    # Presets such as PPO's have a divergence of their own.
+    return {"algorithm.kl": {"coefficient": 0.0}}
+
+
+def entropy(x: Origin) -> Fields:
+    coefficient = x.get(f"{ACTOR}.entropy_coeff")
+    return {"algorithm.entropy.coefficient": float(coefficient)} if coefficient else {}
+
+
+def correction(x: Origin) -> Fields:
+    """Importance sampling and rejection of samples whose logprobs differ between engine and trainer."""
+    level, rejects = x.get(f"{CORRECTION}.rollout_is"), str(x.get(f"{CORRECTION}.rollout_rs", "") or "")
+    section: dict[str, Any] = {}
+    if level and level != "null":
+        low, high = bounds(x.get(f"{CORRECTION}.rollout_is_threshold"))
+        section = {"name": "tis", "level": level, "high": high}
+        if low is not None:
+            section |= {"name": "icepop", "low": low}
+    names = [name.strip(" '\"") for name in rejects.split(",") if name.strip(" '\"") not in ("", "null")]
+    thresholds = str(x.get(f"{CORRECTION}.rollout_rs_threshold", "")).strip("'\"").split(",")
+    for name, threshold in zip(names, thresholds, strict=False):
+        low, high = bounds(threshold)
+        if name in ("seq_mean_k1", "geometric") and high > 1:
+            section |= {"sequence_mask": {"low": low or 1 / high, "high": high}, "divisor": "kept"}
+        else:
+            x.lost(f"{CORRECTION}.rollout_rs", f"`{name}` has no counterpart; seq_mean_k1 is a sequence_mask")
+            x.lost(f"{CORRECTION}.rollout_rs_threshold", "of rollout_rs")
+    if x.get(f"{CORRECTION}.bypass_mode", False):
+        if x.get(f"{CORRECTION}.loss_type") == "ppo_clip":  # the ratio corrects already
+            section = {name: value for name, value in section.items() if name in ("sequence_mask",)}
+        section = {name: value for name, value in section.items() if name != "divisor"} | {"form": "bypass"}
+    return {"algorithm.correction": section} if section else {}
+
+
+def bounds(threshold: object) -> tuple[float | None, float]:
+    """`2.0` bounds above; `0.5_5.0` on both sides."""
+    low, _, high = str(threshold).strip("'\" ").rpartition("_")
+    return (float(low) if low else None), float(high)
+
+
+def filters(x: Origin) -> Fields:
+    groups = "algorithm.filter_groups"
+    if not x.get(f"{groups}.enable", False):
+        return {}
+    section: dict[str, Any] = {"drop_equal_rewards": True}
+    batches = x.get(f"{groups}.max_num_gen_batches", 0)
+    section["refill"] = {"max_batches": max(2, batches) if batches > 0 else 1000, "at_cap": "stop"}
+    if x.get(f"{groups}.metric") == "acc" and overlong_penalty(x):
+        section["reward"] = "math"
+    return {"algorithm.filters": section}
+
+
+# Rewards, data, length.
+
+
+def overlong_penalty(x: Origin) -> dict[str, Any] | None:
+    for section in ("reward", "reward_model"):
+        kwargs = f"{section}.reward_kwargs"
+        if x.get(f"{kwargs}.overlong_buffer_cfg.enable", False):
+            longest = x.get(f"{kwargs}.max_resp_len", x.get("data.max_response_length"))
+            arguments = {"max_length": longest, "buffer": x.get(f"{kwargs}.overlong_buffer_cfg.len")}
+            weight = float(x.get(f"{kwargs}.overlong_buffer_cfg.penalty_factor", 1.0))
+            return {"function": "overlong_penalty", "weight": weight, "arguments": arguments}
+    return None
+
+
+def rewards(x: Origin) -> Fields:
+    fields: dict[str, Any] = {"env": {"name": "math"}}
+    rewards: list[dict[str, Any]] = []
+    key = "reward.custom_reward_function"
+    key = key if x.get(f"{key}.path") else "custom_reward_function"
+    if path := x.get(f"{key}.path"):
+        module, name = Path(str(path)).stem, x.get(f"{key}.name", "compute_score")
+        rewards.append({"function": f"{module}:{name}", "signature": "verl"})
+        x.changed(f"{key}.path", f"copy the file into the current folder as {module}.py")
+        fields = {"env": {"name": "single_turn"}}
+    if x.get("reward.reward_model.enable", False):
+        model = x.get("reward.reward_model.model_path")
+        rewards.append({"kind": "local_model", "model_path": model, "devices": "policy"})
+        fields = {"env": {"name": "single_turn"}}
+    if overlong := overlong_penalty(x):
+        rewards.append(overlong)
+    return fields | ({"rewards": rewards} if rewards else {})
+
+
+def files(x: Origin, key: str) -> list[str]:
+    given = x.get(key)
+    return [home(str(name)) for name in (given if isinstance(given, list) else [given])]
+
+
+def dataset(x: Origin, file: str) -> dict[str, Any]:
+    keys = {"prompt_key": x.get("data.prompt_key"), "answer_key": "reward_model.ground_truth"}
+    return {"name": "tasks", "path": file, **keys}
+
+
+def data(x: Origin) -> Fields:
+    train, held_out = files(x, "data.train_files"), files(x, "data.val_files")
+    fields: dict[str, Any] = {"data.train": dataset(x, train[0]), "data.shuffle": x.get("data.shuffle")}
+    if len(train) > 1:
+        sources = {source(file, i): {"dataset": dataset(x, file)} for i, file in enumerate(train)}
+        fields["data.train"] = {"name": "mixture", "sources": sources}
+    if not validation(x):
+        return fields
+    if len(held_out) == 1:
+        fields["data.validation"] = dataset(x, held_out[0])
+    else:
+        fields["data.validation_sets"] = {
+            source(file, i): dataset(x, file) for i, file in enumerate(held_out)
+        }
+    return fields
+
+
+def source(file: str, place: int) -> str:
+    name = "".join(c if c.isalnum() else "_" for c in Path(file).parent.name.lower())
+    return name if name[:1].isalpha() else f"source_{place}"
+
+
+def rows(x: Origin) -> int | None:
+    counts = []
+    for file in files(x, "data.train_files"):
+        found = [rows for part, rows in ROWS.items() if part in file.lower()]
+        if not found:
+            return None
+        counts.append(found[0])
+    return sum(counts)
+
+
+def num_steps(x: Origin) -> int:
+    given, epochs = x.get("trainer.total_training_steps"), x.get("trainer.total_epochs")
+    if given is not None:
+        return int(given)
+    return run_length(x, None, epochs, rows(x), x.get("data.train_batch_size"))
+
+
+def lengths(x: Origin) -> Fields:
+    prompt, response = x.get("data.max_prompt_length"), x.get("data.max_response_length")
+    length = prompt + response
+    tokens = x.get(f"{ACTOR}.ppo_max_token_len_per_gpu")
+    if not x.get(f"{ACTOR}.use_dynamic_bsz", False):
+        tokens = length * x.get(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 1)
+    return {
+        "policy.max_sequence_length": length,
+        "policy.micro_batch_tokens": max(int(tokens), length),
+        "generation.max_new_tokens": response,
+    }
+
+
+def validation(x: Origin) -> dict[str, Any]:
+    period, start = x.get("trainer.test_freq"), x.get("trainer.val_before_train")
+    if period <= 0 and not (start and "trainer.val_before_train" in x.values):
+        return {}
+    section: dict[str, Any] = {"at_start": start} | ({"period": period} if period > 0 else {})
+    own = f"{ROLLOUT}.val_kwargs"
+    samples = x.get(f"{own}.n")
+    if x.get(f"{own}.do_sample"):
+        section["sampling"] = sampling(
+            float(x.get(f"{own}.temperature")), x.get(f"{own}.top_p"), x.get(f"{own}.top_k")
+        )
+        if samples > 1:
+            section |= {"num_generations_per_prompt": samples, "pass_at_k": [1, samples]}
+    else:
+        section["sampling"] = {"temperature": 0.0}
+    return section
+
+
+def validated(x: Origin) -> Fields:
+    section = validation(x)
+    return {"algorithm.validation": section} if section else {}

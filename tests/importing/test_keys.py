@@ -1,0 +1,387 @@
+"""Changing the value of a mapped key changes the experiment; no rule is for a key that nothing reads."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nemorl.importing.document import PROJECTS, import_values
+from nemorl.importing.rules import CannotImport, Options, Origin, Part, apply
+from tests.importing.recipes import FOLDER, ROWS, recipes
+
+OPTIONS = Options(rows=ROWS, folder=str(FOLDER), template="experiment.jinja")
+NEMO_RL = {
+    "policy.model_name": "org/model",
+    "policy.train_global_batch_size": 64,
+    "policy.max_total_sequence_length": 512,
+    "cluster.gpus_per_node": 8,
+    "data.train.dataset_name": "DeepScaler",
+}
+GRPO = NEMO_RL | {
+    "grpo.num_prompts_per_step": 16,
+    "grpo.num_generations_per_prompt": 4,
+    "grpo.max_num_steps": 30,
+}
+SFT, DPO, RM = (NEMO_RL | {f"{name}.max_num_steps": 30} for name in ("sft", "dpo", "rm"))
+OFF = {"sft.max_num_steps": -1, "dpo.max_num_steps": -1, "rm.max_num_steps": -1}
+MEGATRON = GRPO | {"policy.megatron_cfg.enabled": True}
+VERL = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.model.path": "org/model",
+    "actor_rollout_ref.rollout.n": 4,
+    "trainer.total_training_steps": 30,
+    "trainer.test_freq": 5,
+}
+GAE = VERL | {"algorithm.adv_estimator": "gae"}
+TRL: dict[str, Any] = {
+    "model_name_or_path": "org/model",
+    "reward_funcs": ["a.b"],
+    "max_steps": 30,
+    "dataset_name": "org/data",
+}
+VLLM = TRL | {"use_vllm": True}
+
+# Of keys that recipes do not show: values of others with which they have an effect, and two of their own.
+Context = tuple[dict[str, Any], Any, Any]
+_SHAPED = GRPO | {
+    "grpo.reward_shaping.enabled": True,
+    "grpo.reward_shaping.max_response_length": 100,
+    "grpo.reward_shaping.overlong_buffer_length": 10,
+}
+_SCALED = GRPO | {"grpo.reward_scaling.enabled": True}
+_ASYNC = GRPO | {
+    "grpo.async_grpo.enabled": True,
+    "policy.generation.colocated.enabled": False,
+    "policy.generation.colocated.resources.gpus_per_node": 4,
+}
+_TRTLLM = GRPO | {
+    "policy.generation.backend": "trtllm",
+    "policy.generation.colocated.enabled": False,
+    "policy.generation.colocated.resources.gpus_per_node": 4,
+}
+_PACKED = GRPO | {
+    "policy.sequence_packing.train_mb_tokens": 4096,
+    "policy.dynamic_batching.train_mb_tokens": 4096,
+}
+_RECOMPUTED = MEGATRON | {
+    "policy.megatron_cfg.activation_checkpointing": True,
+    "policy.megatron_cfg.recompute_granularity": "selective",
+}
+_DECAYED = MEGATRON | {"policy.megatron_cfg.scheduler.lr_decay_style": "cosine"}
+_PEFT = MEGATRON | {"policy.megatron_cfg.peft.enabled": True}
+_LORA = GRPO | {"policy.dtensor_cfg.lora_cfg.enabled": True}
+_PUZZLE = GRPO | {"data.default.env_name": "sliding_puzzle_game"}
+_GAME = "env.sliding_puzzle_game.cfg"
+_VALIDATED = {
+    name: base | {f"{name}.val_period": 5, f"{name}.val_batches": 2}
+    for name, base in (("dpo", DPO), ("rm", RM))
+}
+_A, _C, _V = "actor_rollout_ref.actor", "algorithm.rollout_correction", "actor_rollout_ref.rollout.val_kwargs"
+_OVERLONG = VERL | {"reward.reward_kwargs.overlong_buffer_cfg.enable": True}
+_COSINE = VERL | {"model_engine": "megatron", f"{_A}.optim.lr_decay_style": "cosine"}
+_FSDP_COSINE = VERL | {f"{_A}.optim.lr_scheduler_type": "cosine"}
+
+
+def _of_loss(mode: str) -> dict[str, Any]:
+    return VERL | {f"{_A}.policy_loss.loss_mode": mode}
+
+
+def _offline(section: str, base: dict[str, Any]) -> dict[str, Context]:
+    return {
+        f"{section}.max_num_steps": (base, 30, 40),
+        f"{section}.max_num_epochs": (base | {f"{section}.max_num_steps": -1}, 1, 2),
+        f"{section}.seed": (base, 1, 2),
+        f"{section}.val_period": (base, 5, 6),
+        f"{section}.val_at_start": (base, True, False),
+        f"{section}.val_at_end": (base, True, False),
+        f"{section}.val_batches": (base | {f"{section}.val_period": 5}, 2, 3),
+        f"{section}.val_global_batch_size": (
+            base | {f"{section}.val_period": 5, f"{section}.val_batches": 2},
+            8,
+            9,
+        ),
+    }
+
+
+CONTEXTS: dict[str, dict[str, Context]] = {
+    "nemo-rl": {
+        **_offline("sft", SFT),
+        **_offline("dpo", DPO),
+        **_offline("rm", RM),
+        "grpo.adv_estimator.name": (GRPO, "grpo", "reinforce_plus_plus"),
+        "grpo.adv_estimator.minus_baseline": (
+            GRPO | {"grpo.adv_estimator.name": "reinforce_plus_plus"},
+            True,
+            False,
+        ),
+        "grpo.normalize_rewards": (GRPO, True, False),
+        "grpo.use_leave_one_out_baseline": (GRPO, True, False),
+        "dpo.reference_policy_kl_penalty": (DPO, 0.1, 0.2),
+        "dpo.preference_average_log_probs": (DPO, True, False),
+        "dpo.sft_loss_weight": (DPO, 0.1, 0.2),
+        "grpo.dynamic_sampling_max_gen_batches": (GRPO | {"grpo.use_dynamic_sampling": True}, 5, 6),
+        "grpo.reward_shaping.max_response_length": (_SHAPED, 100, 90),
+        "grpo.reward_shaping.overlong_buffer_length": (_SHAPED, 10, 20),
+        "grpo.reward_shaping.overlong_buffer_penalty": (_SHAPED, 1.0, 0.5),
+        **{
+            f"grpo.reward_scaling.{name}": (_SCALED, -1.0, 2.0)
+            for name in ("source_min", "source_max", "target_min", "target_max")
+        },
+        "grpo.async_grpo.in_flight_weight_updates": (_ASYNC, True, False),
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates": (
+            _ASYNC | {"grpo.async_grpo.in_flight_weight_updates": True},
+            True,
+            False,
+        ),
+        **{
+            f"policy.generation.trtllm_cfg.{name}": (_TRTLLM, first, 2 * first)
+            for name, first in (("tensor_parallel_size", 1), ("max_batch_size", 32), ("max_num_tokens", 4096))
+        },
+        "policy.generation.sglang_cfg.tp_size": (GRPO | {"policy.generation.backend": "sglang"}, 1, 2),
+        "policy.sequence_packing.enabled": (_PACKED, True, False),
+        "policy.dynamic_batching.enabled": (_PACKED, True, False),
+        "policy.megatron_cfg.recompute_modules": (_RECOMPUTED, ["mlp"], ["moe"]),
+        "policy.megatron_cfg.optimizer.optimizer": (MEGATRON, "adam", "sgd"),
+        "policy.megatron_cfg.optimizer.sgd_momentum": (
+            MEGATRON | {"policy.megatron_cfg.optimizer.optimizer": "sgd"},
+            0.9,
+            0.8,
+        ),
+        "policy.megatron_cfg.optimizer.min_lr": (_DECAYED, 1e-8, 1e-9),
+        "policy.megatron_cfg.scheduler.lr_decay_style": (MEGATRON, "constant", "cosine"),
+        "policy.megatron_cfg.scheduler.lr_decay_iters": (_DECAYED, 100, 200),
+        "policy.megatron_cfg.peft.dim": (_PEFT, 8, 16),
+        "policy.megatron_cfg.peft.alpha": (_PEFT, 8, 16),
+        "policy.megatron_cfg.peft.target_modules": (_PEFT, ["linear_qkv"], ["linear_fc1"]),
+        "policy.dtensor_cfg.lora_cfg.dim": (_LORA, 8, 16),
+        "policy.dtensor_cfg.lora_cfg.alpha": (_LORA, 8, 16),
+        "policy.dtensor_cfg.lora_cfg.target_modules": (_LORA, ["q_proj"], ["o_proj"]),
+        "policy.dtensor_cfg.lora_cfg.match_all_linear": (
+            _LORA | {"policy.dtensor_cfg.lora_cfg.target_modules": ["q_proj"]},
+            True,
+            False,
+        ),
+        "data.dataset_name": (
+            {key: value for key, value in GRPO.items() if key != "data.train.dataset_name"},
+            "DeepScaler",
+            "DAPOMath17K",
+        ),
+        "policy.generation.vllm_cfg.enable_expert_parallel": (GRPO, True, False),
+        "policy.megatron_cfg.moe_aux_loss_coeff": (MEGATRON, 0.0, 0.01),
+        "data.train.data_path": (GRPO, "one.jsonl", "two.jsonl"),
+        "data.validation.data_path": (GRPO | {"grpo.val_period": 5}, "one.jsonl", "two.jsonl"),
+        "data.default.prompt_file": (GRPO, "prompt.txt", None),
+        "data.default.system_prompt_file": (GRPO, "prompt.txt", None),
+        "policy.tokenizer.chat_template": (GRPO, "default", "one"),
+        "grpo.skip_reference_policy_logprobs_calculation": (GRPO, False, True),
+        "data.prompt_file": (GRPO, "prompt.txt", None),
+        "data.system_prompt_file": (GRPO, "prompt.txt", None),
+        f"{_GAME}.game_config.size": (_PUZZLE, 3, 4),
+        f"{_GAME}.game_config.shuffle_moves": (_PUZZLE, 3, 4),
+        f"{_GAME}.max_moves": (_PUZZLE, 3, 4),
+    },
+    "verl": {
+        "algorithm.gamma": (GAE, 1.0, 0.9),
+        "algorithm.lam": (GAE, 1.0, 0.9),
+        "critic.cliprange_value": (GAE, 0.5, 0.4),
+        "critic.loss_agg_mode": (GAE, "token-mean", "seq-mean-token-mean"),
+        "trainer.critic_warmup": (GAE, 0, 5),
+        "critic.optim.lr": (GAE, 1e-5, 2e-5),
+        "critic.optim.weight_decay": (GAE, 0.0, 0.1),
+        "critic.model.path": (GAE, "org/model", "org/critic"),
+        f"{_A}.clip_ratio": (VERL | {f"{_A}.clip_ratio_low": None}, 0.2, 0.3),
+        f"{_A}.loss_scale_factor": (VERL | {f"{_A}.loss_agg_mode": "seq-mean-token-sum-norm"}, 100, 200),
+        **{f"{_A}.{name}": (_of_loss("sapo"), 1.0, 1.1) for name in ("tau_pos", "tau_neg")},
+        **{f"{_A}.policy_loss.{name}": (_of_loss("sapo"), 1.0, 1.1) for name in ("tau_pos", "tau_neg")},
+        **{
+            f"{_A}.policy_loss.clip_cov_{name}": (_of_loss("clip_cov"), 0.2, 0.3)
+            for name in ("ratio", "lb", "ub")
+        },
+        f"{_A}.policy_loss.kl_cov_ratio": (_of_loss("kl_cov"), 0.2, 0.3),
+        f"{_A}.policy_loss.ppo_kl_coef": (_of_loss("kl_cov"), 0.2, 0.3),
+        f"{_A}.kl_loss_type": (VERL | {f"{_A}.use_kl_loss": True}, "low_var_kl", "mse"),
+        "algorithm.kl_ctrl.kl_coef": (VERL | {"algorithm.use_kl_in_reward": True}, 0.1, 0.2),
+        f"{_C}.rollout_is_threshold": (VERL | {f"{_C}.rollout_is": "token"}, 2.0, "0.5_5.0"),
+        f"{_C}.rollout_rs": (VERL | {f"{_C}.rollout_rs_threshold": "0.9_1.1"}, None, "seq_mean_k1"),
+        f"{_C}.rollout_rs_threshold": (VERL | {f"{_C}.rollout_rs": "seq_mean_k1"}, "0.9_1.1", "0.8_1.2"),
+        f"{_C}.loss_type": (VERL | {f"{_C}.bypass_mode": True}, "ppo_clip", "reinforce"),
+        "algorithm.filter_groups.metric": (
+            _OVERLONG | {"algorithm.filter_groups.enable": True},
+            "acc",
+            "score",
+        ),
+        "algorithm.filter_groups.max_num_gen_batches": (
+            VERL | {"algorithm.filter_groups.enable": True},
+            5,
+            6,
+        ),
+        "reward.custom_reward_function.name": (
+            VERL | {"reward.custom_reward_function.path": "a.py"},
+            "one",
+            "two",
+        ),
+        "custom_reward_function.name": (VERL | {"custom_reward_function.path": "a.py"}, "one", "two"),
+        "reward.reward_kwargs.max_resp_len": (_OVERLONG, 100, 200),
+        "reward.reward_kwargs.overlong_buffer_cfg.len": (_OVERLONG, 10, 20),
+        "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": (_OVERLONG, 1.0, 0.5),
+        f"{_V}.top_k": (VERL | {f"{_V}.do_sample": True}, -1, 10),
+        "trainer.max_actor_ckpt_to_keep": (VERL | {"trainer.save_freq": 5}, 1, 2),
+        "model_engine": (VERL, "dp", "megatron"),
+        f"{_A}.megatron.override_transformer_config.recompute_modules": (
+            VERL
+            | {
+                "model_engine": "megatron",
+                f"{_A}.megatron.override_transformer_config.recompute_granularity": "selective",
+            },
+            ["mlp"],
+            ["moe"],
+        ),
+        f"{_A}.optim.betas": (VERL, [0.9, 0.999], [0.9, 0.98]),
+        f"{_A}.optim.lr_decay_style": (VERL | {"model_engine": "megatron"}, "constant", "cosine"),
+        f"{_A}.optim.lr_decay_steps": (_COSINE, 100, 200),
+        f"{_A}.optim.lr_scheduler_type": (VERL, "constant", "cosine"),
+        f"{_A}.optim.min_lr": (_COSINE, 1e-8, 1e-9),
+        f"{_A}.optim.min_lr_ratio": (_FSDP_COSINE, 0.1, 0.2),
+        f"{_A}.grad_clip": (VERL | {f"{_A}.optim.clip_grad": None}, 1.0, 2.0),
+        "actor_rollout_ref.model.target_modules": (
+            VERL | {"actor_rollout_ref.model.lora_rank": 8},
+            "all-linear",
+            ["q_proj"],
+        ),
+        f"{_A}.router_replay.mode": (VERL, "disabled", "R3"),
+        f"{_A}.megatron.router_replay.mode": (VERL, "disabled", "R3"),
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay": (VERL, False, True),
+        f"{_A}.checkpoint.save_contents": (VERL | {"trainer.save_freq": 5}, ["model"], ["hf_model"]),
+    },
+    "trl": {
+        "model": ({key: value for key, value in TRL.items() if key != "model_name_or_path"}, "a/b", "a/c"),
+        "generation_batch_size": (TRL, 8, 16),
+        "num_train_epochs": (TRL | {"max_steps": -1}, 1.0, 2.0),
+        "scale_rewards": (TRL, "group", "none"),
+        "multi_objective_aggregation": (TRL, "sum_then_normalize", "normalize_then_sum"),
+        "loss_type": (TRL, "dapo", "grpo"),
+        "importance_sampling_level": (TRL, "token", "sequence"),
+        "sapo_temperature_pos": (TRL | {"loss_type": "sapo"}, 1.0, 1.1),
+        "sapo_temperature_neg": (TRL | {"loss_type": "sapo"}, 1.0, 1.1),
+        "use_bias_correction_kl": (TRL | {"beta": 0.1}, True, False),
+        **{
+            f"entropy_{name}": (TRL | {"use_adaptive_entropy": True}, 0.1, 0.2)
+            for name in ("target", "coef_delta", "coef_max")
+        },
+        "vllm_importance_sampling_correction": (VLLM, True, False),
+        "vllm_importance_sampling_mode": (VLLM, "sequence_mask", "token_truncate"),
+        "vllm_importance_sampling_clip_max": (VLLM, 3.0, 2.0),
+        "vllm_importance_sampling_clip_min": (VLLM, 0.1, 0.2),
+        "vllm_importance_sampling_cap": (VLLM, 3.0, 2.0),
+        "vllm_tensor_parallel_size": (VLLM | {"nproc": 2}, 1, 2),
+        "vllm_gpu_memory_utilization": (VLLM, 0.3, 0.4),
+        "lr_scheduler_type": (TRL, "linear", "cosine"),
+        "lora_r": (TRL | {"use_peft": True}, 8, 16),
+        "lora_alpha": (TRL | {"use_peft": True}, 8, 16),
+        "lora_target_modules": (TRL | {"use_peft": True}, ["q_proj"], ["o_proj"]),
+        "target_modules": (TRL | {"use_peft": True}, ["q_proj"], ["o_proj"]),
+        "save_strategy": (TRL, "steps", "no"),
+    },
+}
+# Keys with one supported value, or whose other value is remarked on: what is written does not depend on them.
+REFUSED = {
+    "nemo-rl": {"policy.optimizer.name": "SGD", "env.should_use_nemo_gym": True},
+    "verl": {f"{_A}.optim.optimizer": "SGD", "actor_rollout_ref.rollout.name": "trtllm"},
+    "trl": {},
+}
+REMARKED = {
+    "verl": {
+        "algorithm.kl_penalty": "low_var_kl",
+        "actor_rollout_ref.rollout.top_p": 0.9,
+        "actor_rollout_ref.rollout.top_k": 5,
+    }
+}
+
+
+def mapped(project: str) -> list[str]:
+    keys = [
+        key for rule in PROJECTS[project].rules if isinstance(rule, Part) and rule.fields for key in rule.keys
+    ]
+    return list(dict.fromkeys(keys))
+
+
+def tree(project: str, values: dict[str, Any]) -> dict[str, Any] | str:
+    """The experiment, or why there is none."""
+    rules = [rule for rule in PROJECTS[project].rules if isinstance(rule, Part)]
+    try:
+        return apply(rules, Origin(values, OPTIONS, PROJECTS[project].defaults), with_rows=False).tree
+    except CannotImport as error:
+        return str(error)
+
+
+def others(value: Any) -> Iterator[Any]:
+    match value:
+        case bool():
+            yield not value
+        case int() | float():
+            yield from (value * 2, value + 1, value / 2, 0)
+        case str():
+            yield f"{value}_x"
+        case list():
+            yield [*value, *value[:1]]
+        case None:
+            yield from (1, 0.5, "x", True, 2)
+
+
+def distinct(values: list[Any]) -> list[Any]:
+    return [value for place, value in enumerate(values) if value not in values[:place]]
+
+
+def shown_by_recipes(project: str, key: str, examples: list[tuple[dict[str, Any], dict[str, Any]]]) -> bool:
+    """True if in some recipe, of which there are the values and the experiment, another value changes it."""
+    default = PROJECTS[project].defaults.get(key)
+    given = distinct([values[key] for values, _ in examples if key in values])[:8]
+    for values, before in examples:
+        if key not in values and given:
+            continue
+        now = values.get(key, default)
+        for other in [*given, *others(now), *others(default)]:
+            if other != now:
+                after = tree(project, values | {key: copy.deepcopy(other)})
+                if not isinstance(after, str) and after != before:
+                    return True
+    return False
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_every_mapped_key_changes_the_experiment(project: str) -> None:
+    every = [TRL] if project == "trl" else list(recipes(project).values())
+    trees = [(values, tree(project, values)) for values in every]
+    examples = [(values, found) for values, found in trees if isinstance(found, dict)]
+    others = REFUSED[project].keys() | REMARKED.get(project, {}).keys()
+    unread = []
+    for key in mapped(project):
+        if key in others:
+            continue
+        if key in CONTEXTS[project]:
+            base, first, second = CONTEXTS[project][key]
+            one, two = (tree(project, base | {key: value}) for value in (first, second))
+            assert isinstance(one, dict), f"{key}: {one}"
+            assert isinstance(two, dict), f"{key}: {two}"
+            assert one != two, key
+        elif not shown_by_recipes(project, key, examples):
+            unread.append(key)
+    assert not unread, "nothing reads these keys, or their rule lists more than it reads"
+
+
+@pytest.mark.parametrize("project", ["nemo-rl", "verl"])
+def test_values_without_counterpart_are_refused(project: str) -> None:
+    base = GRPO if project == "nemo-rl" else VERL
+    for key, value in REFUSED[project].items():
+        why = tree(project, base | {key: value})
+        assert isinstance(why, str), key
+        assert key in why
+
+
+def test_values_that_are_left_out_are_reported() -> None:
+    base = VERL | {"algorithm.use_kl_in_reward": True}
+    for key, value in REMARKED["verl"].items():
+        (row,) = [row for row in import_values(PROJECTS["verl"], base | {key: value}).rows if row.key == key]
+        assert row.changes_result, key
+        assert row.note, key

@@ -1,0 +1,109 @@
+"""Public recipes of NeMo-RL and verl: each is imported to a valid experiment, or refused with the reason."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nemorl.config.experiment import Experiment
+from nemorl.importing.document import PROJECTS, checked, to_text
+from nemorl.models.registry import shape_from_config
+from nemorl.plan.problems import policy_layout_problems
+from tests.importing.models import CONFIGS
+from tests.importing.recipes import recipes
+
+TOOL = Path(__file__).parents[2] / "tools" / "moving_in_page.py"
+# The beginnings of the reasons why a recipe is not imported, and how many recipes each has.
+REFUSED = {
+    "nemo-rl": {
+        "distillation: on-policy distillation": 17,
+        "ppo: PPO": 10,
+        "env.should_use_nemo_gym: ": 5,
+        "policy.generation.colocated.enabled: ": 6,
+        "grpo.adv_estimator.name = gdpo": 2,
+        "grpo.adv_estimator.name = opd": 1,
+        "grpo.async_grpo.enabled: ": 1,
+    },
+    "verl": {
+        "distillation: on-policy distillation": 6,
+        "model_engine = veomni": 5,
+        "algorithm.adv_estimator = optimal_token_baseline": 1,
+        "algorithm.adv_estimator = gdpo": 1,
+        "actor_rollout_ref.actor.ppo_mini_batch_size: 64 copies": 1,
+        "actor_rollout_ref.actor.clip_ratio_low = $CLIP_DEFAULT": 1,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("moving_in_page", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def experiments(tool: ModuleType) -> dict[tuple[str, str], Experiment]:
+    """All imported recipes, checked as `nemorl check` checks fields."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for project in ("nemo-rl", "verl"):
+            for name in recipes(project):
+                imported, _, _ = tool.outcome(project, name)
+                if imported is not None:
+                    text = to_text(imported, PROJECTS[project], name)
+                    found[project, name] = checked(text, Path(folder), Path(name))
+    return found
+
+
+def test_the_page_is_up_to_date(tool: ModuleType) -> None:
+    page = tool.PAGE.read_text(encoding="utf-8")
+    assert tool.written(page) == page, "rules or recipes have changed: run python tools/moving_in_page.py"
+
+
+@pytest.mark.parametrize("project", ["nemo-rl", "verl"])
+def test_no_key_is_unknown_and_reasons_are_known(tool: ModuleType, project: str) -> None:
+    refused: dict[str, int] = {}
+    for name in recipes(project):
+        imported, why, _ = tool.outcome(project, name)
+        if imported is None:
+            (reason,) = [one for one in REFUSED[project] if why.startswith(one)]
+            refused[reason] = refused.get(reason, 0) + 1
+        else:
+            assert not [row.key for row in imported.rows if row.outcome == "unknown"], name
+            assert all(row.note for row in imported.rows if row.outcome in ("none", "changed")), name
+    assert refused == REFUSED[project]
+
+
+def test_imported_recipes_pass_the_checks(experiments: dict[tuple[str, str], Experiment]) -> None:
+    """`checked` raises otherwise."""
+    counts = {project: sum(of == project for of, _ in experiments) for project in ("nemo-rl", "verl")}
+    assert counts == {"nemo-rl": 216, "verl": 59}
+
+
+def test_devices_are_all_in_use(experiments: dict[tuple[str, str], Experiment]) -> None:
+    for (_, name), experiment in experiments.items():
+        gpus = experiment.cluster.num_nodes * experiment.cluster.gpus_per_node
+        used, generation = experiment.policy.layout.world_size, experiment.generation
+        if experiment.algorithm.generates and generation.has_engines and not generation.shares_devices:
+            used += generation.replicas * generation.ranks_per_replica
+        assert used <= gpus, name
+        assert used > gpus // 2, name
+
+
+def test_the_plan_accepts_published_layouts(experiments: dict[tuple[str, str], Experiment]) -> None:
+    seen = set()
+    for (_, name), experiment in experiments.items():
+        model = str(experiment.policy.model_path)
+        if model not in CONFIGS:
+            continue
+        seen.add(model)
+        shape = shape_from_config(CONFIGS[model], model, experiment.policy.head)
+        problems = [str(problem) for problem in policy_layout_problems(experiment, shape)]
+        assert not problems, f"{name}: {problems}"
+    assert seen == CONFIGS.keys()

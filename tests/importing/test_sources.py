@@ -1,0 +1,127 @@
+"""Configs as their projects read them: inheritance, resolvers, overrides, scripts, Python files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemorl.importing import nemo_rl, trl, verl
+from nemorl.importing.rules import CannotImport, leaves
+from nemorl.importing.sources import read_command
+
+
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text, encoding="utf-8")
+
+
+def test_defaults_interpolations_and_resolvers(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        base__yaml="a: {n: 4, twice: '${mul:${a.n}, 2}', most: '${max:1,3}'}\nb: {x: 1, y: '${.x}'}\n"
+        "c: {z: 1}\n",
+        other__yaml="b: {x: 5}\n",
+        recipe__yaml="defaults: [base.yaml, other.yaml]\na: {n: 8}\nc: {_override_: true, w: '${div:9,2}'}\n",
+    )
+    found = dict(leaves(nemo_rl.read(tmp_path / "recipe.yaml")))
+    assert found == {"a.n": 8, "a.twice": 16, "a.most": 3, "b.x": 5, "b.y": 5, "c.w": 4.5}
+
+
+def test_a_reference_without_a_value_is_named(tmp_path: Path) -> None:
+    write(tmp_path, recipe__yaml="a: '${missing}'\n")
+    with pytest.raises(CannotImport, match=r"recipe\.yaml: .*missing"):
+        nemo_rl.read(tmp_path / "recipe.yaml")
+    with pytest.raises(CannotImport, match=r"nothing\.yaml: cannot be read"):
+        nemo_rl.read(tmp_path / "nothing.yaml")
+
+
+SCRIPT = """\
+#!/usr/bin/env bash
+set -xeuo pipefail
+N=${N:-8}  # GPUs
+length=$((1024 * 2))
+total=$((length + 512))
+export MODEL=org/model
+DATA=(
+    data.train_files="['$HOME/data/gsm8k/train.parquet', '$HOME/b.parquet']"
+    # a comment
+    data.max_prompt_length=${length}
+)
+EXTRA=()
+if [ "$N" = 8 ]; then
+    EXTRA+=(+trainer.extra=True)
+else
+    EXTRA+=(trainer.extra=False)
+fi
+LAUNCH=(python3)
+"${LAUNCH[@]}" -m verl.trainer.main_ppo \\
+    "${DATA[@]}" \\
+    actor_rollout_ref.model.path="$MODEL" \\
+    actor_rollout_ref.rollout.max_model_len=$total \\
+    actor_rollout_ref.actor.optim.betas='[0.9,0.98]' \\
+    trainer.n_gpus_per_node=$N "${EXTRA[@]}" "$@"
+"""
+
+
+def test_a_script_is_read_and_not_executed(tmp_path: Path) -> None:
+    write(tmp_path, run__sh=SCRIPT)
+    assert dict(leaves(verl.read(tmp_path / "run.sh"))) == {
+        "data.train_files": ["$HOME/data/gsm8k/train.parquet", "$HOME/b.parquet"],
+        "data.max_prompt_length": 2048,
+        "actor_rollout_ref.model.path": "org/model",
+        "actor_rollout_ref.rollout.max_model_len": 2560,
+        "actor_rollout_ref.actor.optim.betas": [0.9, 0.98],
+        "trainer.n_gpus_per_node": 8,
+        "trainer.extra": True,
+    }
+
+
+def test_a_script_without_a_command_is_refused() -> None:
+    with pytest.raises(CannotImport, match="no command"):
+        read_command("echo hello\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("True", True),
+        ("null", None),
+        ("a", "a"),
+        ("[1,2]", [1, 2]),
+        ("['a','b']", ["a", "b"]),
+    ],
+)
+def test_values_of_overrides(text: str, value: Any) -> None:
+    tree = verl.from_words(["verl.trainer.main_ppo", f"++a.b={text}"], "words")
+    assert tree == {"a": {"b": value}}
+
+
+def test_a_hydra_file_over_a_trainer(tmp_path: Path) -> None:
+    write(
+        tmp_path, mine__yaml="defaults: [ppo_megatron_trainer, _self_]\nhydra: {a: 1}\ntrainer: {nnodes: 2}\n"
+    )
+    assert verl.read(tmp_path / "mine.yaml") == {"trainer": {"nnodes": 2}, "model_engine": "megatron"}
+
+
+def test_trl_as_yaml_words_and_python(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        a__yaml="model_name_or_path: org/m\nbeta: 0.1\n",
+        a__sh="trl grpo --model_name_or_path org/m --beta 0.1 --learning-rate 1e-6 --bf16 "
+        "--reward_funcs a.b c.d\n",
+        a__py="""
+from trl import GRPOConfig, GRPOTrainer
+args = GRPOConfig(beta=0.1, output_dir=str(1), loss_type="grpo")
+GRPOTrainer(model="org/m", args=args)
+""",
+    )
+    assert trl.read(tmp_path / "a.yaml") == {"model_name_or_path": "org/m", "beta": 0.1}
+    assert trl.read(tmp_path / "a.sh") == {
+        "model_name_or_path": "org/m",
+        "beta": 0.1,
+        "learning_rate": 1e-6,
+        "bf16": True,
+        "reward_funcs": ["a.b", "c.d"],
+    }
+    assert trl.read(tmp_path / "a.py") == {"beta": 0.1, "loss_type": "grpo", "model": "org/m"}
