@@ -88,7 +88,7 @@ class ByWhatIsShared(LoadScopeScheduling):
         return next((folder for folder in SHARING if nodeid.startswith(folder)), nodeid.partition("::")[0])
 
     def _reschedule(self, node: WorkerController) -> None:
-        """Assign until the worker has work or is told to end.
+        """Assign until the worker has work or has to end.
 
         A worker runs a test once it knows of the next one, or of its end. One that takes the place of a
         worker that crashed may get a single test, for whose completion xdist 3.8 would wait for ever.

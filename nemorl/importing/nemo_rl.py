@@ -12,6 +12,9 @@ from .rules import Ignored, Lost, Part, Rule, take, take_given
 from .sources import read_inherited, resolved
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+
+
 def read(file: Path) -> dict[str, Any]:
     """A recipe with its `defaults:` chain, interpolations and resolvers, as NeMo-RL resolves it."""
     return resolved(read_inherited(file), str(file))
@@ -59,7 +62,11 @@ _SETUP: tuple[Rule, ...] = (
     take("policy.router_replay.enabled", "policy.moe.router_replay"),
     take("cluster.num_nodes", "cluster.num_nodes"),
     take("cluster.gpus_per_node", "cluster.gpus_per_node"),
-    take("logger.tensorboard_enabled", "logger.tensorboard"),
+    Part(
+        tuple(f"logger.{name}_enabled" for name in TRACKERS),
+        ("logger.trackers",),
+        lambda x: {"logger.trackers": [name for name in TRACKERS if x.get(f"logger.{name}_enabled")]},
+    ),
     take("checkpointing.checkpoint_dir", "run_dir"),
     Part(
         tuple(
@@ -304,7 +311,7 @@ _WORKERS: tuple[Rule, ...] = (
         ("policy.quant_calib_data", "policy.quant_calib_size", "policy.quant_sequence_length"),
         "of the quantization, which is not imported",
     ),
-    Ignored(("logger.*",), "trackers and their names; nemorl records all metrics in the run folder"),
+    Ignored(("logger.*",), "projects and names of trackers; set them in logger.trackers"),
     Ignored(("data_plane.*",), "how samples travel between processes"),
     Lost(
         ("async_rl.sampler.name",), "groups are trained in the order in which they finish", ("in_order", None)
