@@ -11,7 +11,6 @@ from .nemo_rl_learning import GENERATION, KINDS, kind
 from .rules import Ignored, Lost, Part, Rule, take, take_given
 from .sources import read_inherited, resolved
 
-
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 
 
