@@ -454,8 +454,8 @@ class GuardsConfig(UpdateGuardsConfig):
 class ProfileConfig(Config):
     """Record steps of the policy's processes with torch's profiler."""
 
-    steps: tuple[int, ...] = Field(min_length=1)
-    """Which steps. The first one of a start does work that later ones do not."""
+    step_numbers: tuple[int, ...] = Field(min_length=1)
+    """Which steps, from 1. The first one of a start does work that later ones do not."""
     ranks: tuple[int, ...] = Field((0,), min_length=1)
     """Which ranks of the policy."""
     shapes: bool = False
@@ -466,7 +466,7 @@ class ProfileConfig(Config):
     @check
     def _they_exist(self, algorithm: "AlgorithmConfig", policy: "PolicyConfig") -> Problems:
         last, ranks = algorithm.num_steps, policy.layout.world_size
-        for step in self.steps:
+        for step in self.step_numbers:
             if not 1 <= step <= last:
                 yield Problem(
                     "steps", step, f"the steps are 1 to {last} (algorithm.num_steps); take one of these"

@@ -231,7 +231,7 @@ class ModelHandle:
     async def profiled(self, step: int, folder: Path) -> AsyncIterator[None]:
         """Inside, the model's processes record what they do, if this step is one of `policy.profile`."""
         config, deadline = self._config.profile, self._deadlines.checkpoint
-        if config is None or step not in config.steps:
+        if config is None or step not in config.step_numbers:
             yield
             return
         stage = "profile"

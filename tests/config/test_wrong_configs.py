@@ -67,13 +67,13 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         "the fields here are `console`, `prometheus`, `samples_per_step`, `trackers`, `trajectories`",
     ),
     "a step to profile that the run has not": (
-        ["policy.profile={steps: [1, 1000]}"],
-        "policy.profile.steps",
+        ["policy.profile={step_numbers: [1, 1000]}"],
+        "policy.profile.step_numbers",
         1000,
         "the steps are 1 to",
     ),
     "a rank to profile that the layout has not": (
-        ["policy.profile={steps: [1], ranks: [64]}"],
+        ["policy.profile={step_numbers: [1], ranks: [64]}"],
         "policy.profile.ranks",
         64,
         "policy.layout has the ranks 0 to",

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_step_that_failed_leaves_no_trace(tmp_path: Path) -> None:
-    profile = StepProfile(ProfileConfig(steps=(1, 2)), CPU)
+    profile = StepProfile(ProfileConfig(step_numbers=(1, 2)), CPU)
     profile.start()
     profile.start()  # of the next step
     torch.ones(4, 4) @ torch.ones(4, 4)
@@ -27,7 +27,7 @@ def test_a_folder_that_takes_no_file_costs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "profiles").write_text("a file")
-    profile = StepProfile(ProfileConfig(steps=(1,)), CPU)
+    profile = StepProfile(ProfileConfig(step_numbers=(1,)), CPU)
     profile.start()
     with caplog.at_level(logging.WARNING):
         profile.end(tmp_path / "profiles" / "first")

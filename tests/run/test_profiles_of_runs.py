@@ -17,7 +17,7 @@ def events(file: Path) -> list[dict[str, Any]]:
 
 def test_a_run_writes_traces_of_named_steps_and_ranks(folder: Path, model: Path) -> None:
     runs = {}
-    for name, profile in (("plain", None), ("profiled", {"steps": [2], "ranks": [1], "memory": True})):
+    for name, profile in (("plain", None), ("profiled", {"step_numbers": [2], "ranks": [1], "memory": True})):
         path = write_experiment(folder, model, name, policy={"layout": LAYOUT, "profile": profile})
         status, output = finish(start("train", path))
         assert status == 0, output
