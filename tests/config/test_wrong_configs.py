@@ -67,9 +67,9 @@ TYPES: dict[str, tuple[list[str], str, Any, str]] = {
         "the fields here are `console`, `prometheus`, `samples_per_step`, `trackers`, `trajectories`",
     ),
     "a step to profile that the run has not": (
-        ["policy.profile={step_numbers: [1, 1000]}"],
+        ["policy.profile={step_numbers: [1, 1000000]}"],
         "policy.profile.step_numbers",
-        1000,
+        1000000,
         "the steps are 1 to",
     ),
     "a rank to profile that the layout has not": (
