@@ -468,9 +468,8 @@ class ProfileConfig(Config):
         last, ranks = algorithm.num_steps, policy.layout.world_size
         for step in self.step_numbers:
             if not 1 <= step <= last:
-                yield Problem(
-                    "steps", step, f"the steps are 1 to {last} (algorithm.num_steps); take one of these"
-                )
+                fix = f"the steps are 1 to {last} (algorithm.num_steps); take one of these"
+                yield Problem("step_numbers", step, fix)
         for rank in self.ranks:
             if not 0 <= rank < ranks:
                 fix = f"policy.layout has the ranks 0 to {ranks - 1}; take one of these"
