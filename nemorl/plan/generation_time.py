@@ -3,7 +3,9 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
+from nemorl.config.experiment import Experiment
 from nemorl.models.shape import ModelShape
 
 from .costs import ITEM, Attained, Cost, message_cost, product_cost, roofline
@@ -18,9 +20,18 @@ from .operations import (
 )
 from .training_time import Lengths
 
-_CLASSES = 32  # of sequences with one length in an engine
+_CLASSES = 16  # of sequences with one length in an engine
 _TAIL = 1 / 4  # of an engine's sequences: if fewer are left, it waits for them
+_SPREAD = 1.0  # of the logarithm of response lengths that are not given, as in nemorl.simulate
 _SAMPLING_BYTES = 16  # of a logit: written, read in float32, made a distribution, summed
+
+
+def default_lengths(experiment: Experiment) -> Lengths:
+    """Assumed, as `nemorl simulate` does: short prompts, and responses of a quarter of the longest."""
+    longest = experiment.policy.max_sequence_length
+    prompt = min(256, max(1, longest // 4))
+    limit = max(1, min(experiment.generation.max_new_tokens, longest - prompt))
+    return Lengths(prompt, limit / 4, limit, _SPREAD)
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ class Engine:
     def decode_step(self, batch: float, context: float) -> Cost:
         """A token for each of `batch` sequences, before which there are `context` tokens."""
         rows = batch / self.stages  # of a micro-batch: stages compute others at the same time
-        kinds = Counter((self.shape.is_moe(i), self.shape.window(i)) for i in range(self.shape.num_layers))
+        kinds = self._kinds
         cost = Cost()
         for (with_experts, window), count in kinds.items():
             layer = self.shape.num_layers - 1 if with_experts else 0
@@ -85,8 +96,8 @@ class Engine:
     def batch(self, samples: int, group: int, lengths: Lengths, of: int) -> Cost:
         """`samples` of this engine, begun together, in groups with the same prompt.
 
-        Ends with the longest of `of` samples, those of all engines. Samples that do not run at first follow as
-        others end.
+        Ends with the longest of `of` samples, those of all engines. Samples that do not run at first follow
+        as others end.
         """
         running = min(float(samples), self.concurrency(lengths))
         cost = self.prefill(samples / group * lengths.prompt, lengths.prompt)
@@ -112,6 +123,11 @@ class Engine:
         step = self.decode_step(running, lengths.context)
         steps = samples * lengths.response / running
         return self.prefill(samples / group * lengths.prompt, lengths.prompt) + step * steps
+
+    @cached_property
+    def _kinds(self) -> Counter[tuple[bool, int | None]]:
+        """Layers by whether they have experts, and by their window."""
+        return Counter((self.shape.is_moe(i), self.shape.window(i)) for i in range(self.shape.num_layers))
 
     @property
     def _dense_products(self) -> tuple[Product, ...]:

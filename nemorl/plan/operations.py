@@ -5,6 +5,7 @@ A product multiplies the row of a token by a matrix; each of its elements takes 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from nemorl.config.policy import LayoutConfig
@@ -33,6 +34,7 @@ class Product:
         return Product(self.module, max(1, inner), max(1, columns), self.split, self.copies)
 
 
+@lru_cache(maxsize=256)
 def layer_products(shape: ModelShape, layer: int) -> tuple[Product, ...]:
     """Without the router, which is small."""
     return (*_attention_products(shape), *_mlp_products(shape, layer))
@@ -52,6 +54,7 @@ def cached_width(shape: ModelShape) -> int:
     return shape.mla.key_value_rank + shape.mla.rotary_dim
 
 
+@lru_cache(maxsize=16)
 def forward_products(shape: ModelShape) -> int:
     """Operations of a forward pass for a token in all products, with the head's and without attention."""
     layers = range(shape.num_layers)
@@ -101,7 +104,7 @@ Axis = Literal["tensor", "context", "expert", "pipeline"]
 
 
 def sent_elements(shape: ModelShape, layout: LayoutConfig) -> dict[Axis, float]:
-    """Sent by a process for a token of its copy, in one forward and backward pass, by the axis that it serves.
+    """Sent by a process for a token of its copy, in one forward and backward pass, by axis.
 
     Rings: a gathering or scattering of n elements over r ranks makes each send (r - 1) / r of them. Every
     layer gathers and scatters the hidden state twice under TP, in both directions; gathers keys and values

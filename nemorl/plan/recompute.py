@@ -33,7 +33,7 @@ def with_recompute(experiment: Experiment, recompute: ChosenRecompute) -> Experi
 
 
 def with_settled_recompute(experiment: Experiment, machine: Machine, *, training: bool = True) -> Experiment:
-    """The experiment with the setting that `policy.recompute: auto` stands for on this machine.
+    """The experiment with the setting that `policy.recompute: auto` resolves to on this machine.
 
     Nothing is recomputed where the memory is not known, as for a run on another machine, and where
     `plan_run` will report why the run cannot start.

@@ -1,8 +1,8 @@
 """Seconds of a step of a run: its stages, what bounds them, who waits, and what it costs. Imports no torch.
 
-    engines share the policy's devices:   step = generation + passes of the policy + refit + offload + other
-    engines of their own, max_staleness 0: the same, and each group waits while the other works
-    engines ahead of training:             step = max(generation, passes of the policy + other) + refit
+engines share the policy's devices:   step = generation + passes of the policy + refit + offload + other
+engines of their own, max_staleness 0: the same, and each group waits while the other works
+engines ahead of training:             step = max(generation, passes of the policy + other) + refit
 """
 
 import math
@@ -19,19 +19,9 @@ from .generation_time import Engine
 from .hardware import Hardware
 from .training_time import Lengths, Training
 
-_SPREAD = 1.0  # of the logarithm of response lengths that are not given, as in nemorl.simulate
-
 
 class UnplannedRun(Exception):
     """A run whose time the plan has no model of; the message names field, value and fix."""
-
-
-def default_lengths(experiment: Experiment) -> Lengths:
-    """Assumed, as `nemorl simulate` does: short prompts, and responses of a quarter of the longest."""
-    longest = experiment.policy.max_sequence_length
-    prompt = min(256, max(1, longest // 4))
-    limit = max(1, min(experiment.generation.max_new_tokens, longest - prompt))
-    return Lengths(prompt, limit / 4, limit, _SPREAD)
 
 
 @dataclass(frozen=True)
@@ -223,7 +213,7 @@ def fit(measured: Sequence[Measured], start: Attained, names: Sequence[str] = FI
         return sum(error**2 for error in errors) + _PULL * sum(value**2 for value in changed.values())
 
     best, stride = loss(factors), 0.4
-    while stride > 0.02:
+    while stride > 0.04:
         improved = False
         for name, change in _moves(names, stride):
             value = min(limit, max(-limit, factors[name] + change))

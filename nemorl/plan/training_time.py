@@ -1,13 +1,13 @@
 """Lengths of sequences, and seconds of training on them in a layout. Imports no torch.
 
-    update = micro-batches * slowest stage's forward and backward + bubble + gradients, optimizer, weights
-    bubble = (stages - 1) / chunks of a micro-batch's time (Narayanan et al. 2021, arXiv 2104.04473)
+update = micro-batches * slowest stage's forward and backward + bubble + gradients, optimizer, weights
+bubble = (stages - 1) / chunks of a micro-batch's time (Narayanan et al. 2021, arXiv 2104.04473)
 """
 
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import NormalDist, fmean
 
 from nemorl.config.policy import AutoRecompute, PolicyConfig
@@ -27,7 +27,7 @@ from .operations import (
 )
 from .recompute import forward_operations
 
-# Elements that the norms, activations, rotations and sums of a layer read and write for a token: of the hidden
+# Elements that norms, activations, rotations and sums of a layer read and write for a token: of the hidden
 # state, and of what the MLP's first matrix gives.
 _HIDDEN_PASSES, _MLP_PASSES = 16, 3
 _QUANTILES = 64  # of lengths
@@ -60,13 +60,13 @@ class Lengths:
         """Mean of a complete sequence."""
         return self.prompt + min(self.response, self.limit)
 
-    @property
+    @cached_property
     def seen(self) -> float:
         """Tokens before a token of a sequence, on average over tokens: half of the sequence, by length."""
         whole = [self.prompt + part for part in self.parts(_QUANTILES)]
         return fmean(length**2 for length in whole) / fmean(whole) / 2
 
-    @property
+    @cached_property
     def context(self) -> float:
         """Tokens before a sampled token, on average over these."""
         parts = self.parts(_QUANTILES)
@@ -94,6 +94,7 @@ class MicroBatches:
     fullest: float  # tokens of the fullest
 
 
+@lru_cache(maxsize=256)
 def pack(lengths: Lengths, sequences: int, capacity: int) -> MicroBatches:
     """Sequences of one copy laid into micro-batches, the longest first, each where the least room is left."""
     drawn = min(max(1, sequences), _MAX_DRAWN)
@@ -249,9 +250,7 @@ class Training:
             span, count = spans[axis]
             sent = elements * tokens * ITEM / 2
             scattered = axis == "expert"
-            cost += message_cost(
-                sent, span, self.hardware, self.attained, count=count, scattered=scattered
-            )
+            cost += message_cost(sent, span, self.hardware, self.attained, count=count, scattered=scattered)
         return cost
 
     @cached_property
@@ -279,4 +278,5 @@ class Training:
         if optimizer.state_is_on_host:
             moved = updated * (optimizer.gradient_bytes + ITEM)
             return cost + Cost(link=moved / (self.hardware.host_rate * self.attained.link))
-        return cost + roofline(0.0, updated * (2 * state + optimizer.gradient_bytes + ITEM), self.hardware, self.attained)
+        moved = updated * (2 * state + optimizer.gradient_bytes + ITEM)
+        return cost + roofline(0.0, moved, self.hardware, self.attained)

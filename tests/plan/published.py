@@ -1,13 +1,13 @@
 """Step times that NVIDIA publishes for NeMo-RL, and each run as an experiment of ours.
 
-Origin: docs/about/performance-summary.md of github.com/NVIDIA-NeMo/RL, v0.6 at commit 66059ab4d (2026-05-25) and
-v0.5 at 9dbd9adc9 (2026-02-06), the mean of five GRPO steps on OpenMathInstruct-2 in bfloat16. Of runs that both
-releases have, the newer one is used. What the table does not say is of the recipes of the same name in
-examples/configs/recipes/llm/performance at 7ea279abf: uneven stages, recomputation, the split of the devices,
-`gpu_memory_utilization`. Left out: the run of an agent (a model with Mamba layers, which we do not have).
+Origin: docs/about/performance-summary.md of github.com/NVIDIA-NeMo/RL, v0.6 at commit 66059ab4d (2026-05-25)
+and v0.5 at 9dbd9adc9 (2026-02-06), the mean of five GRPO steps on OpenMathInstruct-2 in bfloat16. Of runs
+that both releases have, the newer one is used. What the table does not say is of the recipes of the same name
+in examples/configs/recipes/llm/performance at 7ea279abf: uneven stages, recomputation, the split of the
+devices. Left out: the run of an agent (its model has Mamba layers, which we do not have).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,10 +211,14 @@ def experiment_of(run: Published, file: Path) -> Experiment:
     return load_experiment(file, sections)
 
 
+def lengths_of(run: Published) -> Lengths:
+    return Lengths(PROMPT_TOKENS, run.mean_length - PROMPT_TOKENS, run.max_length - PROMPT_TOKENS, SIGMA)
+
+
 def plan_of(run: Published, experiment: Experiment, attained: Attained) -> RunPlan:
-    lengths = Lengths(PROMPT_TOKENS, run.mean_length - PROMPT_TOKENS, run.max_length - PROMPT_TOKENS, SIGMA)
-    return RunPlan(experiment, shape_of(run.model), HARDWARE[run.hardware], lengths, attained)
+    return RunPlan(experiment, shape_of(run.model), HARDWARE[run.hardware], lengths_of(run), attained)
 
 
 def measured(run: Published, experiment: Experiment) -> Measured:
-    return Measured(run.seconds, lambda attained: plan_of(run, experiment, attained).step().seconds)
+    plan = plan_of(run, experiment, Attained())
+    return Measured(run.seconds, lambda attained: replace(plan, attained=attained).step().seconds)
