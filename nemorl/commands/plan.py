@@ -103,7 +103,7 @@ def _register_rehearsal(group: Commands) -> None:
 
 def _layouts(arguments: Namespace) -> int:
     experiment = load_experiment(arguments.config, arguments.overrides)
-    shape = _shape(experiment, arguments.config)
+    shape = planned_shape(experiment, arguments.config)
     memory_bytes = min((gpu.memory_bytes for gpu in read_machine().gpus), default=None)
     if arguments.memory_gb is not None:
         memory_bytes = int(arguments.memory_gb * 1e9)
@@ -127,7 +127,8 @@ def _layouts(arguments: Namespace) -> int:
     return ExitCode.WELL
 
 
-def _shape(experiment: Experiment, config: Path) -> ModelShape:
+def planned_shape(experiment: Experiment, config: Path) -> ModelShape:
+    """By the model's config.json, in a folder or on the hub. Raises ConfigError."""
     policy = experiment.policy
     try:
         return load_shape(config_folder(policy.model_path), policy.head)
@@ -138,7 +139,7 @@ def _shape(experiment: Experiment, config: Path) -> ModelShape:
 
 def _time(arguments: Namespace) -> int:
     experiment = load_experiment(arguments.config, arguments.overrides)
-    shape, hardware = _shape(experiment, arguments.config), HARDWARE[arguments.hardware]
+    shape, hardware = planned_shape(experiment, arguments.config), HARDWARE[arguments.hardware]
     if problems := list(policy_layout_problems(experiment, shape)):
         raise ConfigError(str(arguments.config), problems)
     experiment = fitting_recompute(experiment, shape, int(hardware.memory_bytes))

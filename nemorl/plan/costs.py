@@ -71,16 +71,16 @@ class Attained:
     """What a stack attains of the hardware. Those that `step_time.fit` changes are fitted to half of the
     published runs in docs/plan_time.md; the others are set to usual values."""
 
-    matmul: float = 0.66  # share of the peak in large products
+    matmul: float = 0.73  # share of the peak in large products
     attention: float = 0.4  # share of the peak in attention of a training pass
-    memory: float = 0.52  # share of the memory's bandwidth
+    memory: float = 0.6  # share of the memory's bandwidth
     link: float = 0.6  # share of the bandwidth of links
-    launch: float = 2.0e-3  # seconds of the host for a layer of a micro-batch, forward
-    expert_launch: float = 1.35e-4  # seconds of the host for each expert of a rank in it
-    decode_layer: float = 1.5e-4  # seconds of a layer's launches in an engine's step
-    sequence: float = 2.6e-5  # seconds of the host for a sequence in an engine's step
-    step: float = 10.0  # seconds of a step that no stage explains: rewards, batches, idle starts
-    refit: float = 0.49  # share of the bandwidth of links when weights travel
+    launch: float = 2.1e-3  # seconds of the host for a layer of a micro-batch, forward
+    expert_launch: float = 1.28e-4  # seconds of the host for each expert of a rank in it
+    decode_layer: float = 1.36e-4  # seconds of a layer's launches in an engine's step
+    sequence: float = 2.7e-5  # seconds of the host for a sequence in an engine's step
+    step: float = 11.0  # seconds of a step that no stage explains: rewards, batches, idle starts
+    refit: float = 0.52  # share of the bandwidth of links when weights travel
     message: float = 8e-6  # seconds until a message arrives within an NVLink domain
     far_message: float = 3e-5  # and between domains
     expert_load: float = 1.2  # tokens of the busiest rank's experts, as a multiple of the mean

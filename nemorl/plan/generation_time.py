@@ -117,13 +117,6 @@ class Engine:
         rest = self.decode_step(1, lengths.prompt + longest) * max(0.0, longest - done)
         return cost + rest.waiting("straggler")
 
-    def steadily(self, samples: int, group: int, lengths: Lengths, in_flight: float) -> Cost:
-        """`samples` of an engine that always has `in_flight` or as many as it can run together."""
-        running = min(in_flight, self.concurrency(lengths))
-        step = self.decode_step(running, lengths.context)
-        steps = samples * lengths.response / running
-        return self.prefill(samples / group * lengths.prompt, lengths.prompt) + step * steps
-
     @cached_property
     def _kinds(self) -> Counter[tuple[bool, int | None]]:
         """Layers by whether they have experts, and by their window."""

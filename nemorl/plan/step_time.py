@@ -3,6 +3,8 @@
 engines share the policy's devices:   step = generation + passes of the policy + refit + offload + other
 engines of their own, max_staleness 0: the same, and each group waits while the other works
 engines ahead of training:             step = max(generation, passes of the policy + other) + refit
+
+Engines that may be n steps ahead sample the batches of n steps at a time.
 """
 
 import math
@@ -118,9 +120,8 @@ class RunPlan:
             return Cost()
         group, total = algorithm.num_generations_per_prompt, algorithm.trajectories_per_step
         samples = math.ceil(total * algorithm.oversampling / self.replicas)
-        if algorithm.max_staleness == 0:
-            return self.engine.batch(samples, group, self.lengths, total)
-        return self.engine.steadily(samples, group, self.lengths, samples * algorithm.max_staleness)
+        ahead = max(1, algorithm.max_staleness)
+        return self.engine.batch(ahead * samples, group, self.lengths, ahead * total) * (1 / ahead)
 
     @cached_property
     def refit_cost(self) -> Cost:

@@ -56,6 +56,13 @@ class Lengths:
         return [self.quantile((index + 0.5) / count) for index in range(count)]
 
     @property
+    def uncut(self) -> float:
+        """Mean of responses without the limit."""
+        if self.sigma == 0 or self.response >= self.limit:
+            return self.response
+        return math.exp(self._mu + self.sigma**2 / 2)
+
+    @property
     def sequence(self) -> float:
         """Mean of a complete sequence."""
         return self.prompt + min(self.response, self.limit)

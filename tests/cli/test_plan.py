@@ -110,7 +110,7 @@ def test_time_shows_stages_with_what_bounds_them(nemorl: Nemorl, experiment: Pat
 
     assert outcome.status == 0
     lines = outcome.out.splitlines()
-    assert lines[0].startswith("A step on 2 H100s: 10")
+    assert lines[0].startswith("A step on 2 H100s: 11")
     assert lines[1].split() == ["stage", "seconds", "bound", "by", "of", "which"]
     assert [line.split()[0] for line in lines[2:6]] == ["generation", "training", "refit", "other"]
     for name in ("MFU of training", "idle: policy", "idle: generation", "cost of a million trained tokens"):

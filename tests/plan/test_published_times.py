@@ -46,10 +46,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_runs_that_were_not_fitted_are_planned_within_a_few_tenths(file: Path) -> None:
-    """The goal is a median error of at most 25%; reached is 10%, and 28% for the worst run."""
+    """The goal is a median error of at most 25%; reached is 12%, and 42% for the worst run."""
     of_others = [abs(error) for error in errors(HALVES[1], SHIPPED, file)]
-    assert median(of_others) < 0.12
-    assert max(of_others) < 0.32
+    assert median(of_others) < 0.13
+    assert max(of_others) < 0.45
 
 
 def test_runs_that_were_fitted(file: Path) -> None:
@@ -94,6 +94,6 @@ def test_the_shipped_constants_are_the_fit_to_the_first_half(file: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_fit_to_the_second_half_plans_the_first(file: Path) -> None:
-    """17%: the halves do not agree about memory and launches of decoding, which act on the same seconds."""
+    """10%, though the halves do not agree about memory and launches of decoding."""
     found = fit(steps(HALVES[1], file), USUAL)
-    assert median(abs(error) for error in errors(HALVES[0], found, file)) < 0.2
+    assert median(abs(error) for error in errors(HALVES[0], found, file)) < 0.12
