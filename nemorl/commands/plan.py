@@ -2,7 +2,7 @@
 
 import json
 import math
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from nemorl.plan.memory import MEMORY_PARTS, policy_memory
 from nemorl.plan.problems import policy_layout_problems
 from nemorl.plan.recompute import fitting_recompute
 from nemorl.plan.step_time import RunPlan, StepTime, UnplannedRun
+from nemorl.plan.suggest import Suggestion, suggest
 from nemorl.plan.training_time import Lengths
 
 from . import terminal
@@ -43,6 +44,7 @@ _SHORT = {"gradients": "grads", "optimizer": "optim", "reference": "ref", "activ
 _REHEARSED = (*_PARTS, "kv_cache", "staging")
 _GPU_GB = 85.5  # of an H100 with 80 GB
 _ROWS = 40
+_SIMULATED_STEPS = 3
 _WIDTH = 120  # a narrower terminal breaks the lines, which beats breaking words
 
 
@@ -57,6 +59,7 @@ def register(commands: Commands) -> None:
     layouts.add_argument("--memory-gb", type=terminal.positive_number, metavar="GB", help=memory_help)
     layouts.add_argument("--json", action="store_true", help="print all values as JSON, with sizes in bytes")
     _register_time(group)
+    _register_suggest(group)
     _register_rehearsal(group)
 
 
@@ -69,13 +72,39 @@ def _register_time(group: Commands) -> None:
     )
     terminal.add_experiment(parser)
     parser.add_argument("--hardware", choices=sorted(HARDWARE), required=True, help="device of the run")
+    _add_lengths(parser)
     price_help = "price of a device for an hour; adds the cost of a million trained tokens"
     parser.add_argument("--price-per-gpu-hour", type=terminal.positive_number, metavar="X", help=price_help)
+    parser.add_argument("--json", action="store_true", help="print all values as JSON, in seconds")
+
+
+def _add_lengths(parser: ArgumentParser) -> None:
     for name, what in (("prompt", "of a prompt"), ("response", "sampled for a prompt, all turns included")):
         help_text = f"mean tokens {what}; assumed when not given"
         parser.add_argument(f"--{name}-tokens", type=terminal.positive_number, metavar="N", help=help_text)
     spread_help = "standard deviation of the logarithm of response lengths (default: 1)"
     parser.add_argument("--spread", type=terminal.positive_number, metavar="S", help=spread_help)
+
+
+def _register_suggest(group: Commands) -> None:
+    text = "rank placements, splits of the devices, layouts and staleness by the seconds of a step"
+    parser = terminal.add_command(group, "suggest", _suggest, text)
+    parser.description = (
+        f"{text}. For each placement and split it takes the fastest layout and engines that fit, by the plan "
+        "of time (docs/plan_time.md), and prints the fields to set. A larger max_staleness changes what is "
+        "learned, so compare with docs/asynchronous.md."
+    )
+    terminal.add_experiment(parser)
+    parser.add_argument("--hardware", choices=sorted(HARDWARE), required=True, help="device of the run")
+    gpus_help = "number of devices, of policy and engines together"
+    parser.add_argument("--gpus", type=terminal.positive_integer, required=True, metavar="N", help=gpus_help)
+    staleness_help = "values of algorithm.max_staleness to try for engines of their own (default: 0,1)"
+    parser.add_argument("--staleness", type=_numbers, default=[0, 1], metavar="S,...", help=staleness_help)
+    _add_lengths(parser)
+    simulate_help = "run the first N in the simulator too (default: 0)"
+    parser.add_argument(
+        "--simulate", type=terminal.natural_number, default=0, metavar="N", help=simulate_help
+    )
     parser.add_argument("--json", action="store_true", help="print all values as JSON, in seconds")
 
 
@@ -89,7 +118,7 @@ def _register_rehearsal(group: Commands) -> None:
     )
     terminal.add_experiment(parser)
     ranks_help = "ranks of the policy, such as 0,8,56; default: one of the first, a middle and the last stage"
-    parser.add_argument("--ranks", type=_ranks, metavar="N,...", help=ranks_help)
+    parser.add_argument("--ranks", type=_numbers, metavar="N,...", help=ranks_help)
     memory_help = f"memory of a device in GB (10^9 bytes); default: {_GPU_GB}, an H100's"
     parser.add_argument(
         "--memory-gb", type=terminal.positive_number, default=_GPU_GB, metavar="GB", help=memory_help
@@ -174,6 +203,62 @@ def _time(arguments: Namespace) -> int:
     hint = " These lengths are assumed: give --response-tokens." if assumed else ""
     terminal.notes().print(f"planned for {' and '.join(notes)}.{hint}", markup=False)
     return ExitCode.WELL
+
+
+def _suggest(arguments: Namespace) -> int:
+    experiment = load_experiment(arguments.config, arguments.overrides)
+    shape, hardware = planned_shape(experiment, arguments.config), HARDWARE[arguments.hardware]
+    lengths = _lengths(experiment, arguments)
+    try:
+        found = suggest(experiment, shape, hardware, lengths, arguments.gpus, arguments.staleness)
+    except UnplannedRun as error:
+        raise UsageError(str(error)) from error
+    if not found:
+        fix = "give more devices, a smaller policy.micro_batch_tokens, or policy.recompute={name: auto}"
+        raise UsageError(f"--gpus {arguments.gpus}: no layout and engines fit on {hardware.name}; {fix}")
+    simulated = [_simulated(suggestion.plan) for suggestion in found[: arguments.simulate]]
+    if arguments.json:
+        rows = [
+            {"seconds": one.step.seconds, "reason": one.reason, "overrides": one.overrides} for one in found
+        ]
+        for row, seconds in zip(rows, simulated, strict=False):
+            row["simulated_seconds"] = seconds
+        say(json.dumps(rows, indent=2))
+        return ExitCode.WELL
+    console = terminal.output()
+    console.width = max(console.width, 130)
+    console.print(_suggestions(found[:_ROWS], simulated))
+    say("\nFields of the first:")
+    for override in found[0].overrides:
+        say(f"  {override}")
+    return ExitCode.WELL
+
+
+def _simulated(plan: RunPlan) -> float:
+    """Seconds of a step in the simulator."""
+    from nemorl.simulate.simulation import predict
+    from nemorl.simulate.workload import planned_workload
+
+    return predict(plan.experiment, planned_workload(plan), seed=0, num_steps=_SIMULATED_STEPS).step_seconds
+
+
+def _suggestions(found: list[Suggestion], simulated: list[float]) -> Table:
+    headers = ["seconds", *(["simulated"] if simulated else []), "placement", "policy", "engines"]
+    result = terminal.table("Seconds of a step, fastest first", [*headers, "staleness", "reason"])
+    for index, one in enumerate(found):
+        experiment, engine = one.plan.experiment, one.plan.engine
+        times = [_digits(simulated[index]) if index < len(simulated) else ""] if simulated else []
+        layout = experiment.policy.layout
+        placement = "shared" if experiment.generation.shares_devices else "separate"
+        result.add_row(
+            *(_digits(one.step.seconds), *times, placement, f"{layout.world_size}: {layout.name}"),
+            *(
+                f"{one.plan.replicas} x TP{engine.tensor}",
+                str(getattr(experiment.algorithm, "max_staleness", 0)),
+            ),
+            one.reason,
+        )
+    return result
 
 
 def _lengths(experiment: Experiment, arguments: Namespace) -> Lengths:
@@ -265,10 +350,10 @@ def _digits(number: float) -> str:
     return f"{number:.{decimals}f}"
 
 
-def _ranks(text: str) -> list[int]:
+def _numbers(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
-        raise ArgumentTypeError(f"{text!r}: expected numbers of ranks, separated by commas")
+        raise ArgumentTypeError(f"{text!r}: expected integers, separated by commas")
     return sorted({int(word) for word in words})
 
 

@@ -1,7 +1,7 @@
 """All layouts of an experiment's model on a number of devices, best first. Imports no torch."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nemorl.config.checks import data_parallel_divides, interleaved_stages_have_work
@@ -31,16 +31,21 @@ class LayoutChoice:
 
 
 def list_layouts(
-    experiment: Experiment, shape: ModelShape, num_devices: int, memory_bytes: int | None
+    experiment: Experiment,
+    shape: ModelShape,
+    num_devices: int,
+    memory_bytes: int | None,
+    allowed: Callable[[LayoutConfig], bool] = lambda layout: True,
 ) -> list[LayoutChoice]:
-    """Every layout of evenly filled stages that uses all GPUs, in the order of `ORDER`."""
+    """Every allowed layout of evenly filled stages that uses all GPUs, in the order of `ORDER`."""
     algorithm, choices = experiment.algorithm, []
     for layout in _layouts(shape, num_devices):
         policy = experiment.policy.model_copy(update={"layout": layout})
         # Context parallelism pads sequences to two chunks a rank, so more ranks would compute padding only.
         ranks = layout.context_parallel_size
         if (
-            (ranks > 1 and policy.max_sequence_length < 2 * ranks)
+            not allowed(layout)
+            or (ranks > 1 and policy.max_sequence_length < 2 * ranks)
             or any(layout_problems(shape, layout, adapters=policy.lora is not None))
             or any(recompute_problems(shape, layout, policy.recompute))
             or any(data_parallel_divides(policy, algorithm))

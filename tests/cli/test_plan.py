@@ -172,3 +172,23 @@ def test_plans_read_config_json_only(nemorl: Nemorl, experiment: Path, tmp_path:
 
     assert nemorl("plan", "time", experiment, *GPUS, "--hardware", "h100").status == 0
     assert nemorl("plan", "layouts", experiment, "--gpus", "2").status == 0
+
+
+def test_suggestions_are_ranked_with_reasons_and_fields(nemorl: Nemorl, experiment: Path) -> None:
+    words = ("plan", "suggest", experiment, *GPUS, "--hardware", "h100", "--gpus", "2")
+
+    outcome = nemorl(*words, "--simulate", "1")
+    as_json = json.loads(nemorl(*words, "--staleness", "0,1,2", "--json").out)
+    torch = nemorl(*words[:-4], "generation={backend: torch}", *words[-4:])
+
+    assert outcome.status == 0
+    lines = outcome.out.splitlines()
+    assert lines[1].split() == [
+        *("seconds", "simulated", "placement", "policy", "engines", "staleness", "reason")
+    ]
+    assert "Fields of the first:" in lines
+    assert lines[-1].strip().startswith("algorithm.max_staleness=")
+    assert [row["seconds"] for row in as_json] == sorted(row["seconds"] for row in as_json)
+    assert {row["overrides"][-1] for row in as_json} == {f"algorithm.max_staleness={n}" for n in range(3)}
+    assert torch.status == 2
+    assert "choose one whose engines have" in torch.err
