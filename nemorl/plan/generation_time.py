@@ -79,7 +79,7 @@ class Engine:
         cost = Cost()
         for (with_experts, window), count in kinds.items():
             layer = self.shape.num_layers - 1 if with_experts else 0
-            products = layer_products(self.shape, layer) if with_experts else self._dense_products
+            products = layer_products(self.shape, layer)
             one = self._layer_step(products, rows, min(context, window or context))
             cost += one * count
         head = Product("projections", self.shape.hidden_size, self.shape.vocab_size, "columns")
@@ -121,10 +121,6 @@ class Engine:
     def _kinds(self) -> Counter[tuple[bool, int | None]]:
         """Layers by whether they have experts, and by their window."""
         return Counter((self.shape.is_moe(i), self.shape.window(i)) for i in range(self.shape.num_layers))
-
-    @property
-    def _dense_products(self) -> tuple[Product, ...]:
-        return layer_products(self.shape, 0)
 
     @property
     def _cache_ranks(self) -> int:

@@ -78,7 +78,7 @@ class RunPlan:
         if not generation.takes_weights:
             fix = "the speed of a server is not known; choose an engine of the run"
             raise UnplannedRun(f"generation.backend = {generation.backend}: {fix}")
-        tensor, stages = getattr(generation, "tensor_parallel_size", 1), 1
+        tensor = getattr(generation, "tensor_parallel_size", 1)
         stages = getattr(generation, "pipeline_parallel_size", 1)
         if not generation.has_engines:
             tensor, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
