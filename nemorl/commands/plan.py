@@ -1,10 +1,11 @@
-"""`nemorl plan`: possible layouts of an experiment, and its rehearsal, before anything starts."""
+"""`nemorl plan`: an experiment's layouts, its time and its rehearsal, before anything starts."""
 
 import json
 import math
-from argparse import ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -14,13 +15,19 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.config.policy import AutoRecompute
 from nemorl.errors import ConfigError, Problem, UsageError
-from nemorl.models.hub import is_hub_id, with_local_models
+from nemorl.models.hub import HubError, config_folder, is_hub_id
 from nemorl.models.registry import load_shape
+from nemorl.models.shape import ModelShape
+from nemorl.plan.generation_time import default_lengths
+from nemorl.plan.hardware import HARDWARE
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
-from nemorl.plan.memory import MEMORY_PARTS
+from nemorl.plan.memory import MEMORY_PARTS, policy_memory
 from nemorl.plan.problems import policy_layout_problems
 from nemorl.plan.recompute import fitting_recompute
+from nemorl.plan.step_time import RunPlan, StepTime, UnplannedRun
+from nemorl.plan.suggest import Suggestion, suggest
+from nemorl.plan.training_time import Lengths
 
 from . import terminal
 from .terminal import Commands, ExitCode, say
@@ -37,11 +44,12 @@ _SHORT = {"gradients": "grads", "optimizer": "optim", "reference": "ref", "activ
 _REHEARSED = (*_PARTS, "kv_cache", "staging")
 _GPU_GB = 85.5  # of an H100 with 80 GB
 _ROWS = 40
+_SIMULATED_STEPS = 3
 _WIDTH = 120  # a narrower terminal breaks the lines, which beats breaking words
 
 
 def register(commands: Commands) -> None:
-    group = terminal.add_group(commands, "plan", "estimate the memory of a model's parallel layouts")
+    group = terminal.add_group(commands, "plan", "estimate memory and time of a run")
     layouts = terminal.add_command(group, "layouts", _layouts, "list the policy's valid parallel layouts")
     layouts.description = f"list all valid parallel layouts of the policy on N devices. {ORDER}"
     terminal.add_experiment(layouts)
@@ -50,7 +58,54 @@ def register(commands: Commands) -> None:
     memory_help = "available memory of a device in GB (10^9 bytes); default: this machine's smallest GPU"
     layouts.add_argument("--memory-gb", type=terminal.positive_number, metavar="GB", help=memory_help)
     layouts.add_argument("--json", action="store_true", help="print all values as JSON, with sizes in bytes")
+    _register_time(group)
+    _register_suggest(group)
     _register_rehearsal(group)
+
+
+def _register_time(group: Commands) -> None:
+    text = "estimate the seconds of a step, and what bounds them"
+    parser = terminal.add_command(group, "time", _time, text)
+    parser.description = (
+        f"{text}: of each stage, by operations, bytes and messages on this hardware. The model needs a "
+        "config.json only. docs/plan_time.md has the formulas and published runs with their predictions."
+    )
+    terminal.add_experiment(parser)
+    parser.add_argument("--hardware", choices=sorted(HARDWARE), required=True, help="device of the run")
+    _add_lengths(parser)
+    price_help = "price of a device for an hour; adds the cost of a million trained tokens"
+    parser.add_argument("--price-per-gpu-hour", type=terminal.positive_number, metavar="X", help=price_help)
+    parser.add_argument("--json", action="store_true", help="print all values as JSON, in seconds")
+
+
+def _add_lengths(parser: ArgumentParser) -> None:
+    for name, what in (("prompt", "of a prompt"), ("response", "sampled for a prompt, all turns included")):
+        help_text = f"mean tokens {what}; assumed when not given"
+        parser.add_argument(f"--{name}-tokens", type=terminal.positive_number, metavar="N", help=help_text)
+    spread_help = "standard deviation of the logarithm of response lengths (default: 1)"
+    parser.add_argument("--spread", type=terminal.positive_number, metavar="S", help=spread_help)
+
+
+def _register_suggest(group: Commands) -> None:
+    text = "rank placements, splits of the devices, layouts and staleness by the seconds of a step"
+    parser = terminal.add_command(group, "suggest", _suggest, text)
+    parser.description = (
+        f"{text}. For each placement and split it takes the fastest layout and engines that fit, by the plan "
+        "of time (docs/plan_time.md), and prints the fields to set. A larger max_staleness changes what is "
+        "learned, so compare with docs/asynchronous.md."
+    )
+    terminal.add_experiment(parser)
+    parser.add_argument("--hardware", choices=sorted(HARDWARE), required=True, help="device of the run")
+    gpus_help = "number of devices, of policy and engines together"
+    parser.add_argument("--gpus", type=terminal.positive_integer, required=True, metavar="N", help=gpus_help)
+    staleness_help = "values of algorithm.max_staleness to try for engines of their own (default: 0,1)"
+    parser.add_argument("--staleness", type=_numbers, default=[0, 1], metavar="S,...", help=staleness_help)
+    _add_lengths(parser)
+    simulate_help = "run the first N in the simulator too (default: 0)"
+    parser.add_argument(
+        "--simulate", type=terminal.natural_number, default=0, metavar="N", help=simulate_help
+    )
+    parser.add_argument("--json", action="store_true", help="print all values as JSON, in seconds")
 
 
 def _register_rehearsal(group: Commands) -> None:
@@ -63,7 +118,7 @@ def _register_rehearsal(group: Commands) -> None:
     )
     terminal.add_experiment(parser)
     ranks_help = "ranks of the policy, such as 0,8,56; default: one of the first, a middle and the last stage"
-    parser.add_argument("--ranks", type=_ranks, metavar="N,...", help=ranks_help)
+    parser.add_argument("--ranks", type=_numbers, metavar="N,...", help=ranks_help)
     memory_help = f"memory of a device in GB (10^9 bytes); default: {_GPU_GB}, an H100's"
     parser.add_argument(
         "--memory-gb", type=terminal.positive_number, default=_GPU_GB, metavar="GB", help=memory_help
@@ -76,10 +131,8 @@ def _register_rehearsal(group: Commands) -> None:
 
 
 def _layouts(arguments: Namespace) -> int:
-    experiment, absent = with_local_models(load_experiment(arguments.config, arguments.overrides))
-    if absent:
-        raise ConfigError(str(arguments.config), absent)
-    shape = load_shape(experiment.policy.model_path)
+    experiment = load_experiment(arguments.config, arguments.overrides)
+    shape = planned_shape(experiment, arguments.config)
     memory_bytes = min((gpu.memory_bytes for gpu in read_machine().gpus), default=None)
     if arguments.memory_gb is not None:
         memory_bytes = int(arguments.memory_gb * 1e9)
@@ -101,6 +154,159 @@ def _layouts(arguments: Namespace) -> int:
     unknown = "" if memory_bytes else " This machine has no GPU: give --memory-gb to see which fit."
     terminal.notes().print(f"{counted(len(choices), 'layout')}{more}. {ORDER}{unknown}", markup=False)
     return ExitCode.WELL
+
+
+def planned_shape(experiment: Experiment, config: Path) -> ModelShape:
+    """By the model's config.json, in a folder or on the hub. Raises ConfigError."""
+    policy = experiment.policy
+    try:
+        return load_shape(config_folder(policy.model_path), policy.head)
+    except HubError as error:
+        problem = Problem("policy.model_path", str(policy.model_path), str(error))
+        raise ConfigError(str(config), [problem]) from error
+
+
+def _time(arguments: Namespace) -> int:
+    experiment = load_experiment(arguments.config, arguments.overrides)
+    shape, hardware = planned_shape(experiment, arguments.config), HARDWARE[arguments.hardware]
+    if problems := list(policy_layout_problems(experiment, shape)):
+        raise ConfigError(str(arguments.config), problems)
+    experiment = fitting_recompute(experiment, shape, int(hardware.memory_bytes))
+    lengths = _lengths(experiment, arguments)
+    try:
+        plan = RunPlan(experiment, shape, hardware, lengths)
+        step = plan.step()
+    except UnplannedRun as error:
+        raise UsageError(str(error)) from error
+    rows, price = _totals(step, plan, arguments.price_per_gpu_hour), arguments.price_per_gpu_hour
+    if arguments.json:
+        stages = {name: {"bound": cost.bound, **asdict(cost)} for name, cost in step.stages.items()}
+        values = asdict(step) | {"stages": stages, "tokens_per_second": step.tokens_per_second}
+        values |= {"hardware": hardware.name, "lengths": asdict(lengths)}
+        values |= {} if price is None else {"cost_per_million_tokens": step.cost_per_million(price)}
+        say(json.dumps(values, indent=2))
+        return ExitCode.WELL
+    console = terminal.output()
+    console.width = max(console.width, _WIDTH)
+    console.print(_stages(step, plan))
+    result = terminal.table("The run", ["", "value"])
+    for name, value in rows.items():
+        result.add_row(name, value)
+    console.print(result)
+    needed = policy_memory(experiment, shape).on_device
+    if needed > hardware.memory_bytes:
+        fix = "`nemorl plan layouts` lists layouts that fit"
+        say(f"The policy needs {needed / 1e9:.0f} GB of {hardware.memory_bytes / 1e9:.0f} GB: {fix}.")
+    notes = [f"responses of {lengths.response:.0f} tokens on average, at most {lengths.limit:.0f}"]
+    notes.append(f"prompts of {lengths.prompt:.0f}")
+    assumed = arguments.response_tokens is None and experiment.algorithm.online
+    hint = " These lengths are assumed: give --response-tokens." if assumed else ""
+    terminal.notes().print(f"planned for {' and '.join(notes)}.{hint}", markup=False)
+    return ExitCode.WELL
+
+
+def _suggest(arguments: Namespace) -> int:
+    experiment = load_experiment(arguments.config, arguments.overrides)
+    shape, hardware = planned_shape(experiment, arguments.config), HARDWARE[arguments.hardware]
+    lengths = _lengths(experiment, arguments)
+    try:
+        found = suggest(experiment, shape, hardware, lengths, arguments.gpus, arguments.staleness)
+    except UnplannedRun as error:
+        raise UsageError(str(error)) from error
+    if not found:
+        fix = "give more devices, a smaller policy.micro_batch_tokens, or policy.recompute={name: auto}"
+        raise UsageError(f"--gpus {arguments.gpus}: no layout and engines fit on {hardware.name}; {fix}")
+    simulated = [_simulated(suggestion.plan) for suggestion in found[: arguments.simulate]]
+    if arguments.json:
+        rows = [
+            {"seconds": one.step.seconds, "reason": one.reason, "overrides": one.overrides} for one in found
+        ]
+        for row, seconds in zip(rows, simulated, strict=False):
+            row["simulated_seconds"] = seconds
+        say(json.dumps(rows, indent=2))
+        return ExitCode.WELL
+    console = terminal.output()
+    console.width = max(console.width, 130)
+    console.print(_suggestions(found[:_ROWS], simulated))
+    say("\nFields of the first:")
+    for override in found[0].overrides:
+        say(f"  {override}")
+    return ExitCode.WELL
+
+
+def _simulated(plan: RunPlan) -> float:
+    """Seconds of a step in the simulator."""
+    from nemorl.simulate.simulation import predict
+    from nemorl.simulate.workload import planned_workload
+
+    return predict(plan.experiment, planned_workload(plan), seed=0, num_steps=_SIMULATED_STEPS).step_seconds
+
+
+def _suggestions(found: list[Suggestion], simulated: list[float]) -> Table:
+    headers = ["seconds", *(["simulated"] if simulated else []), "placement", "policy", "engines"]
+    result = terminal.table("Seconds of a step, fastest first", [*headers, "staleness", "reason"])
+    for index, one in enumerate(found):
+        experiment, engine = one.plan.experiment, one.plan.engine
+        times = [_digits(simulated[index]) if index < len(simulated) else ""] if simulated else []
+        layout = experiment.policy.layout
+        placement = "shared" if experiment.generation.shares_devices else "separate"
+        result.add_row(
+            *(_digits(one.step.seconds), *times, placement, f"{layout.world_size}: {layout.name}"),
+            *(
+                f"{one.plan.replicas} x TP{engine.tensor}",
+                str(getattr(experiment.algorithm, "max_staleness", 0)),
+            ),
+            one.reason,
+        )
+    return result
+
+
+def _lengths(experiment: Experiment, arguments: Namespace) -> Lengths:
+    """Raises UsageError for responses longer than any can be."""
+    assumed = default_lengths(experiment)
+    prompt, response = arguments.prompt_tokens, arguments.response_tokens
+    longest = experiment.policy.max_sequence_length
+    prompt = assumed.prompt if prompt is None else prompt
+    limit = min(experiment.generation.max_new_tokens, longest - prompt)
+    if not experiment.algorithm.online or not all(
+        one.has_one_turn for one in experiment.env.environments.values()
+    ):
+        limit = longest - prompt
+    response = limit / 4 if response is None else response
+    if response > limit or limit < 1:
+        room = f"policy.max_sequence_length and generation.max_new_tokens leave {max(0, limit):.0f} tokens"
+        raise UsageError(f"--response-tokens {response:g}: {room} after a prompt of {prompt:g}; give less")
+    spread = assumed.sigma if arguments.spread is None else arguments.spread
+    return replace(assumed, prompt=prompt, response=response, limit=limit, sigma=spread)
+
+
+def _stages(step: StepTime, plan: RunPlan) -> Table:
+    staleness = getattr(plan.experiment.algorithm, "max_staleness", 0)
+    ahead = f", max_staleness {staleness}" if staleness else ""
+    title = f"A step on {counted(step.devices, plan.hardware.name.upper())}{ahead}: {step.seconds:.3g} s"
+    result = terminal.table(title, ["stage", "seconds", "bound by", "of which"])
+    for name, cost in step.stages.items():
+        parts = {part: seconds for part, seconds in asdict(cost).items() if seconds > 0.005 * cost.seconds}
+        shares = ", ".join(
+            f"{part} {seconds / cost.seconds:.0%}"
+            for part, seconds in sorted(parts.items(), key=lambda item: -item[1])
+        )
+        result.add_row(name, _digits(cost.seconds), cost.bound, shares)
+    return result
+
+
+def _totals(step: StepTime, plan: RunPlan, price: float | None) -> dict[str, str]:
+    rows = {
+        "longest stage": f"{step.longest}, bound by {step.stages[step.longest].bound}",
+        "trained tokens per second": f"{step.tokens_per_second:,.0f}",
+        "for each device": f"{step.tokens_per_second / step.devices:,.4g}",
+        "MFU of training": f"{step.training_utilization:.1%}",
+        "MFU of the step": f"{step.utilization:.1%}",
+    }
+    rows |= {f"idle: {group}": f"{share:.0%}" for group, share in step.idle.items()}
+    if price is not None:
+        rows["cost of a million trained tokens"] = f"{step.cost_per_million(price):.4g}"
+    return rows
 
 
 def _as_json(choice: LayoutChoice) -> dict[str, object]:
@@ -144,10 +350,10 @@ def _digits(number: float) -> str:
     return f"{number:.{decimals}f}"
 
 
-def _ranks(text: str) -> list[int]:
+def _numbers(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
-        raise ArgumentTypeError(f"{text!r}: expected numbers of ranks, separated by commas")
+        raise ArgumentTypeError(f"{text!r}: expected integers, separated by commas")
     return sorted({int(word) for word in words})
 
 

@@ -14,8 +14,13 @@ from nemorl.config.base import counted
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.errors import UsageError
+from nemorl.plan.generation_time import default_lengths
+from nemorl.plan.hardware import HARDWARE
+from nemorl.plan.recompute import fitting_recompute
+from nemorl.plan.step_time import RunPlan, UnplannedRun
 
 from . import terminal
+from .plan import planned_shape
 from .terminal import Commands, ExitCode, say
 
 if TYPE_CHECKING:
@@ -30,7 +35,10 @@ def register(commands: Commands) -> None:
     parser = terminal.add_command(commands, "simulate", _simulate, help_text)
     terminal.add_experiment(parser)
     trace_help = "take lengths and speeds from the folder of a finished run"
-    parser.add_argument("--trace", type=Path, metavar="RUN_DIR", help=trace_help)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--trace", type=Path, metavar="RUN_DIR", help=trace_help)
+    hardware_help = "take speeds from the plan of time on this hardware (docs/plan_time.md)"
+    source.add_argument("--hardware", choices=sorted(HARDWARE), help=hardware_help)
     gpus_help = "number of devices: those that the policy leaves become engines (generation.replicas)"
     parser.add_argument("--gpus", type=terminal.positive_integer, metavar="N", help=gpus_help)
     steps_help = f"number of measured steps (default: {_STEPS})"
@@ -48,10 +56,17 @@ def _simulate(arguments: Namespace) -> int:
     experiment = _on(load_experiment(arguments.config, arguments.overrides), arguments.gpus)
     from nemorl.simulate.simulation import predict
     from nemorl.simulate.trace import traced_workload
-    from nemorl.simulate.workload import default_workload, with_failures
+    from nemorl.simulate.workload import default_workload, planned_workload, with_failures
 
+    source = "from the run" if arguments.trace else "defaults"
     if arguments.trace is not None:
         workload = traced_workload(experiment, arguments.trace)
+    elif arguments.hardware is not None:
+        source = f"planned for {arguments.hardware}"
+        try:
+            workload = planned_workload(_plan(experiment, arguments))
+        except UnplannedRun as error:
+            raise UsageError(str(error)) from error
     else:
         workload = default_workload(experiment)
     if arguments.failure_hours is not None:
@@ -63,19 +78,26 @@ def _simulate(arguments: Namespace) -> int:
         say(json.dumps({"assumptions": dict(workload.assumptions), **asdict(prediction)}, indent=2))
         return ExitCode.WELL
     console = terminal.output()
-    console.print(_assumptions(workload, "from the run" if arguments.trace else "defaults"))
+    console.print(_assumptions(workload, source))
     console.print(_table(experiment, prediction))
     group = prediction.bottleneck
     shares = {what: share for what, share in prediction.shares[group].items() if what != "idle"}
     longest = max(shares, key=lambda what: shares[what])
     waits = {"policy": "the engines wait for the policy", "generation": "the policy waits for the engines"}
-    hint = "" if arguments.trace else " These are assumptions: give --trace RUN_DIR to take those of a run."
+    has_source = arguments.trace or arguments.hardware
+    hint = "" if has_source else " These are assumptions: give --trace RUN_DIR to take those of a run."
     terminal.notes().print(
         f"bottleneck: {group} ({shares[longest]:.0%} {longest}; {waits[group]}). "
         f"{counted(prediction.steps, 'step')} simulated in {seconds:.1f} s.{hint}",
         markup=False,
     )
     return ExitCode.WELL
+
+
+def _plan(experiment: Experiment, arguments: Namespace) -> RunPlan:
+    shape, hardware = planned_shape(experiment, arguments.config), HARDWARE[arguments.hardware]
+    experiment = fitting_recompute(experiment, shape, int(hardware.memory_bytes))
+    return RunPlan(experiment, shape, hardware, default_lengths(experiment))
 
 
 def _on(experiment: Experiment, gpus: int | None) -> Experiment:

@@ -5,7 +5,7 @@ of a run records the folder there, which names the commit, so that a resumed run
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from nemorl.errors import NemorlError, Problem, shorten
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]  # not weights in other formats
+_CONFIGS = ["config.json", "generation_config.json"]
 _OTHER_COPIES = ["original/*", "onnx/*", "*/*"]
 _FIELDS = ("model_path", "path")  # `path` of a tokenizer
 
@@ -31,7 +32,15 @@ def is_hub_id(path: Path) -> bool:
     return bool(_ID.fullmatch(str(path))) and not path.exists() and not path.parent.exists()
 
 
-def fetch_model(name: str, commit: str | None = None) -> Path:
+def config_folder(path: Path) -> Path:
+    """The folder of a model of which only config.json is read; of an id only that is downloaded.
+
+    Raises HubError.
+    """
+    return fetch_model(str(path), files=_CONFIGS) if is_hub_id(path) else path
+
+
+def fetch_model(name: str, commit: str | None = None, files: Sequence[str] = _FILES) -> Path:
     """The folder of a model in the cache, after a download if it is not there. Raises HubError.
 
     Without a commit it is the newest one of the main branch.
@@ -42,7 +51,7 @@ def fetch_model(name: str, commit: str | None = None) -> Path:
     absent = "there is no such folder"
     try:
         folder = snapshot_download(
-            name, revision=commit, allow_patterns=_FILES, ignore_patterns=_OTHER_COPIES
+            name, revision=commit, allow_patterns=list(files), ignore_patterns=_OTHER_COPIES
         )
         return Path(folder)
     except errors.GatedRepoError as error:

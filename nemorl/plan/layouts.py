@@ -1,16 +1,17 @@
 """All layouts of an experiment's model on a number of devices, best first. Imports no torch."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nemorl.config.checks import data_parallel_divides, interleaved_stages_have_work
 from nemorl.config.experiment import Experiment
-from nemorl.config.policy import LayoutConfig, PolicyConfig, RecomputeConfig
+from nemorl.config.policy import LayoutConfig, RecomputeConfig
 from nemorl.models.layout_rules import layout_problems, recompute_problems
 from nemorl.models.shape import ModelShape
 
 from .memory import ITEM_SIZE, ProcessMemory, policy_memory
+from .operations import sent_elements
 from .recompute import fitting_recompute
 
 ORDER = (
@@ -30,16 +31,21 @@ class LayoutChoice:
 
 
 def list_layouts(
-    experiment: Experiment, shape: ModelShape, num_devices: int, memory_bytes: int | None
+    experiment: Experiment,
+    shape: ModelShape,
+    num_devices: int,
+    memory_bytes: int | None,
+    allowed: Callable[[LayoutConfig], bool] = lambda layout: True,
 ) -> list[LayoutChoice]:
-    """Every layout of evenly filled stages that uses all GPUs, in the order of `ORDER`."""
+    """Every allowed layout of evenly filled stages that uses all GPUs, in the order of `ORDER`."""
     algorithm, choices = experiment.algorithm, []
     for layout in _layouts(shape, num_devices):
         policy = experiment.policy.model_copy(update={"layout": layout})
         # Context parallelism pads sequences to two chunks a rank, so more ranks would compute padding only.
         ranks = layout.context_parallel_size
         if (
-            (ranks > 1 and policy.max_sequence_length < 2 * ranks)
+            not allowed(layout)
+            or (ranks > 1 and policy.max_sequence_length < 2 * ranks)
             or any(layout_problems(shape, layout, adapters=policy.lora is not None))
             or any(recompute_problems(shape, layout, policy.recompute))
             or any(data_parallel_divides(policy, algorithm))
@@ -52,7 +58,7 @@ def list_layouts(
         stages = layout.pipeline_parallel_size
         # (stages - 1) of the time of a micro-batch's layers, compared with four micro-batches a stage
         idle = (stages - 1) / (stages - 1 + 4 * stages * layout.virtual_pipeline_parallel_size)
-        traffic = _bytes_per_token(shape, policy)
+        traffic = round(sum(sent_elements(shape, layout).values()) * ITEM_SIZE[policy.precision])
         choices.append(LayoutChoice(layout, chosen.policy.recompute, memory, fits, traffic, idle))
 
     def order(choice: LayoutChoice) -> tuple[float, ...]:
@@ -83,38 +89,6 @@ def _layouts(shape: ModelShape, num_devices: int) -> Iterator[LayoutConfig]:
                         expert_parallel_size=experts,
                         expert_tensor_parallel_size=expert_tensor,
                     )
-
-
-def _bytes_per_token(shape: ModelShape, policy: PolicyConfig) -> int:
-    """Sent by a process for a token of its copy, in one forward and backward pass.
-
-    Rings: a gathering or scattering of n elements over r ranks makes each send (r - 1) / r of them. Every
-    layer gathers and scatters the hidden state twice under TP, in both directions; gathers keys and values
-    under CP, and scatters their gradients; brings tokens to experts and back under EP and ETP, in both
-    directions. A stage hands a hidden state on and a gradient back, once for each of its runs of layers.
-    """
-    layout, hidden = policy.layout, shape.hidden_size
-    tensor, context = layout.tensor_parallel_size, layout.context_parallel_size
-    own = 1 / context  # of a token: ranks of CP have their own
-    layers = shape.num_layers / layout.pipeline_parallel_size
-    keys_and_values = 2 * shape.num_key_value_heads * shape.head_dim
-    if (mla := shape.mla) is not None:
-        keys_and_values = shape.num_attention_heads * (mla.head_dim + mla.rotary_dim + mla.value_dim)
-    elements = layers * 8 * hidden * own * _others(tensor)
-    elements += layers * 2 * keys_and_values / tensor * _others(context)
-    if shape.moe is not None:
-        with_experts = sum(map(shape.is_moe, range(shape.num_layers))) / layout.pipeline_parallel_size
-        sharing = layout.expert_parallel_size * layout.expert_tensor_parallel_size
-        copies = shape.moe.top_k * layout.expert_tensor_parallel_size
-        elements += with_experts * 4 * copies * hidden * own / tensor * _others(sharing)
-    if layout.pipeline_parallel_size > 1:
-        elements += 2 * layout.virtual_pipeline_parallel_size * hidden * own / tensor
-    return round(elements * ITEM_SIZE[policy.precision])
-
-
-def _others(ranks: int) -> float:
-    """Of what ranks share, the part that one of them has to get from or send to the others."""
-    return (ranks - 1) / ranks
 
 
 def _divisors(number: int) -> list[int]:

@@ -21,6 +21,7 @@ from nemorl.models.shape import ModelShape
 
 from .machine import Machine, memory_problems
 from .memory import policy_memory
+from .operations import attention_width, layer_products
 from .problems import planned_processes
 
 _OF_NORM = 8  # operations for each element that a norm reads
@@ -32,7 +33,7 @@ def with_recompute(experiment: Experiment, recompute: ChosenRecompute) -> Experi
 
 
 def with_settled_recompute(experiment: Experiment, machine: Machine, *, training: bool = True) -> Experiment:
-    """The experiment with the setting that `policy.recompute: auto` means on this machine.
+    """The experiment with the setting that `policy.recompute: auto` resolves to on this machine.
 
     Nothing is recomputed where the memory is not known, as for a run on another machine, and where
     `plan_run` will report why the run cannot start.
@@ -122,30 +123,25 @@ def _options(shape: ModelShape, policy: PolicyConfig) -> Iterator[ChosenRecomput
 
 def _of_modules(shape: ModelShape, policy: PolicyConfig, layer: int) -> dict[str, float]:
     """Operations of a forward pass for a token in each module of a layer that can be recomputed."""
-    hidden, heads = shape.hidden_size, shape.num_attention_heads
     seen = min(policy.max_sequence_length / 2, shape.window(layer) or policy.max_sequence_length)
-    query, value = heads * shape.head_dim, heads * shape.head_dim
-    found: dict[str, float] = {"layernorm": 2 * _OF_NORM * hidden}
-    if (mla := shape.mla) is not None:
-        query, value = heads * (mla.head_dim + mla.rotary_dim), heads * mla.value_dim
-        found["mla_up_proj"] = 2 * (
-            (mla.query_rank or 0) * query + mla.key_value_rank * heads * (mla.head_dim + mla.value_dim)
-        )
-    found["core_attn"] = 2 * seen * (query + value)
-    if shape.moe is None or not shape.is_moe(layer):
-        return found | {"mlp": 6 * hidden * shape.ffn_hidden_size}
-    found["shared_experts"] = 6 * hidden * shape.moe.shared_ffn_hidden_size
-    found["moe"] = 6 * hidden * shape.moe.top_k * shape.moe.ffn_hidden_size + found["shared_experts"]
+    found = _of_products(shape, layer)
+    found.pop("projections")
+    if "experts" in found:
+        found["moe"] = found.pop("experts") + found.setdefault("shared_experts", 0)
+    found["layernorm"] = 2 * _OF_NORM * shape.hidden_size
+    found["core_attn"] = 2 * seen * attention_width(shape)
     return found
 
 
 def _of_layer(shape: ModelShape, policy: PolicyConfig, layer: int) -> float:
     """Operations of a layer's forward pass for a token."""
     modules = _of_modules(shape, policy, layer)
-    hidden, dim = shape.hidden_size, shape.head_dim
-    if (mla := shape.mla) is not None:
-        down = hidden * ((mla.query_rank or 0) + mla.key_value_rank + mla.rotary_dim)
-        projections = down + hidden * shape.num_attention_heads * mla.value_dim
-    else:
-        projections = 2 * hidden * dim * (shape.num_attention_heads + shape.num_key_value_heads)
-    return 2 * projections + sum(work for name, work in modules.items() if name != "shared_experts")
+    work = sum(work for name, work in modules.items() if name != "shared_experts")
+    return _of_products(shape, layer)["projections"] + work
+
+
+def _of_products(shape: ModelShape, layer: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for product in layer_products(shape, layer):
+        found[product.module] = found.get(product.module, 0) + product.operations
+    return found

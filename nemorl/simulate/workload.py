@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import ClassVar, Protocol
 
 from nemorl.config.experiment import Experiment
+from nemorl.plan.step_time import RunPlan
 
 
 class Distribution(Protocol):
@@ -124,6 +125,31 @@ def default_workload(experiment: Experiment) -> Workload:
         turns=LogNormal(4 if has_turns else 1),
         environment=LogNormal(1.0, sigma=1.0) if has_turns else LogNormal(0),
         training=1 / (TRAINED_PER_GPU * policy.layout.world_size),
+    )
+
+
+def planned_workload(plan: RunPlan) -> Workload:
+    """Lengths and speeds of the plan of time (docs/plan_time.md); the rest is as assumed without it.
+
+    Raises `UnplannedRun`.
+    """
+    assumed, lengths, engine = default_workload(plan.experiment), plan.lengths, plan.engine
+    running = max(4.0, engine.concurrency(lengths))
+    few, many = (engine.decode_step(batch, lengths.context).seconds for batch in (running / 4, running))
+    each = max(0.0, (many - few) / (running * 3 / 4))
+    sequences = plan.experiment.algorithm.sequences_per_update
+    turns = assumed.turns.mean
+    return replace(
+        assumed,
+        prompt_tokens=LogNormal(lengths.prompt),
+        turn_tokens=LogNormal(lengths.uncut / turns, lengths.sigma),
+        decode_base=many - running * each,
+        decode_each=each,
+        prefill=engine.prefill(1, lengths.prompt).seconds,
+        training=plan.training.update(sequences).seconds / (sequences * lengths.sequence),
+        update=0.0,
+        loading=plan.attained.step,
+        refit=plan.refit_cost.seconds,
     )
 
 

@@ -1,12 +1,14 @@
-"""`nemorl plan layouts` as a person sees it."""
+"""`nemorl plan layouts` and `nemorl plan time` as a person sees them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from nemorl.commands import plan
+from nemorl.plan.hardware import HARDWARE
 from tests.cli.conftest import Nemorl
 
 
@@ -92,3 +94,101 @@ def test_a_number_that_no_layout_takes(nemorl: Nemorl, experiment: Path) -> None
 
     assert outcome.status == 2
     assert "takes 101 devices" in outcome.err
+
+
+GPUS = (
+    "policy.precision=bfloat16",
+    "generation={backend: vllm, max_new_tokens: 8}",
+    "cluster.gpus_per_node=8",
+)
+
+
+def test_time_shows_stages_with_what_bounds_them(nemorl: Nemorl, experiment: Path) -> None:
+    price = ("--price-per-gpu-hour", "2.5")
+
+    outcome = nemorl("plan", "time", experiment, *GPUS, "--hardware", "h100", *price)
+
+    assert outcome.status == 0
+    lines = outcome.out.splitlines()
+    assert lines[0].startswith("A step on 2 H100s: 11")
+    assert lines[1].split() == ["stage", "seconds", "bound", "by", "of", "which"]
+    assert [line.split()[0] for line in lines[2:6]] == ["generation", "training", "refit", "other"]
+    for name in ("MFU of training", "idle: policy", "idle: generation", "cost of a million trained tokens"):
+        assert name in outcome.out
+    assert "These lengths are assumed: give --response-tokens." in outcome.err
+
+
+def test_time_as_json(nemorl: Nemorl, experiment: Path) -> None:
+    lengths = ("--prompt-tokens", "10", "--response-tokens", "6", "--spread", "0.5")
+
+    outcome = nemorl("plan", "time", experiment, *GPUS, "--hardware", "gb200", *lengths, "--json")
+
+    values = json.loads(outcome.out)
+    assert values["hardware"] == "gb200"
+    assert values["lengths"] == {"prompt": 10, "response": 6, "limit": 8, "sigma": 0.5}
+    assert values["trained_tokens"] == 4 * 8 * (10 + 6)
+    stage = values["stages"]["training"]
+    parts = ("compute", "memory", "link", "latency", "straggler", "bubble")
+    assert stage["bound"] in parts
+    assert values["seconds"] == pytest.approx(
+        sum(stage[part] for stage in values["stages"].values() for part in parts)
+    )
+    assert "cost_per_million_tokens" not in values
+    assert outcome.err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--response-tokens", "9"), "--response-tokens 9: policy.max_sequence_length and generation."),
+        (("policy.precision=float32",), "policy.precision = float32: rates are of bfloat16 and FP8"),
+        (("policy.layout.tensor_parallel_size=3",), "policy.layout.tensor_parallel_size"),
+        (("--price-per-gpu-hour", "0"), "argument --price-per-gpu-hour: '0': expected a number above 0"),
+    ],
+)
+def test_time_refuses_what_has_no_plan(
+    nemorl: Nemorl, experiment: Path, words: tuple[str, ...], message: str
+) -> None:
+    outcome = nemorl("plan", "time", experiment, *GPUS, "--hardware", "h100", *words)
+
+    assert outcome.status != 0
+    assert message in " ".join(outcome.err.split())
+
+
+def test_time_reports_a_policy_that_does_not_fit(
+    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(HARDWARE["h100"], memory_bytes=1e8)
+    monkeypatch.setitem(HARDWARE, "h100", small)
+
+    outcome = nemorl("plan", "time", experiment, *GPUS, "--hardware", "h100")
+
+    assert "GB of 0 GB: `nemorl plan layouts` lists layouts that fit." in outcome.out
+
+
+def test_plans_read_config_json_only(nemorl: Nemorl, experiment: Path, tmp_path: Path) -> None:
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "tokenizer.json").unlink()
+
+    assert nemorl("plan", "time", experiment, *GPUS, "--hardware", "h100").status == 0
+    assert nemorl("plan", "layouts", experiment, "--gpus", "2").status == 0
+
+
+def test_suggestions_are_ranked_with_reasons_and_fields(nemorl: Nemorl, experiment: Path) -> None:
+    words = ("plan", "suggest", experiment, *GPUS, "--hardware", "h100", "--gpus", "2")
+
+    outcome = nemorl(*words, "--simulate", "1")
+    as_json = json.loads(nemorl(*words, "--staleness", "0,1,2", "--json").out)
+    torch = nemorl(*words[:-4], "generation={backend: torch}", *words[-4:])
+
+    assert outcome.status == 0
+    lines = outcome.out.splitlines()
+    assert lines[1].split() == [
+        *("seconds", "simulated", "placement", "policy", "engines", "staleness", "reason")
+    ]
+    assert "Fields of the first:" in lines
+    assert lines[-1].strip().startswith("algorithm.max_staleness=")
+    assert [row["seconds"] for row in as_json] == sorted(row["seconds"] for row in as_json)
+    assert {row["overrides"][-1] for row in as_json} == {f"algorithm.max_staleness={n}" for n in range(3)}
+    assert torch.status == 2
+    assert "choose one whose engines have" in torch.err

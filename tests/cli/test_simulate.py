@@ -53,3 +53,20 @@ def test_what_cannot_be_simulated_is_refused(
 
     assert outcome.status == 2
     assert message in outcome.err
+
+
+def test_speeds_of_a_hardware(nemorl: Nemorl, experiment: Path) -> None:
+    gpus = (
+        "policy.precision=bfloat16",
+        "generation={backend: vllm, max_new_tokens: 8}",
+        "cluster.gpus_per_node=8",
+    )
+
+    outcome = nemorl("simulate", experiment, *gpus, "--hardware", "h100", "--steps", "2")
+    refused = nemorl("simulate", experiment, "--hardware", "h100")
+
+    assert outcome.status == 0
+    assert "Assumptions (planned for h100)" in outcome.out
+    assert "give --trace RUN_DIR" not in outcome.err
+    assert refused.status == 2
+    assert "policy.precision = float32" in refused.err

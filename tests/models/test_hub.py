@@ -80,6 +80,26 @@ def test_a_model_of_the_hub_becomes_a_folder(tmp_path: Path) -> None:
     assert f"{hub.url} has no such model" in " ".join(absent.stderr.split())
 
 
+def test_plans_download_config_json_only(tmp_path: Path) -> None:
+    served = tmp_path / "hub" / "models" / "org" / "tiny"
+    served.parent.mkdir(parents=True)
+    create_tiny_model(served)
+    config = tmp_path / "experiment.yaml"
+    config.write_text(CONFIG.format(run_dir=tmp_path / "run", model="org/tiny"), encoding="utf-8")
+    time = ("plan", "time", str(config), "--hardware", "h100", "policy.precision=bfloat16")
+    with serving(tmp_path / "hub") as hub:
+        planned = nemorl(tmp_path, hub.url, *time)
+        listed = nemorl(tmp_path, hub.url, "plan", "layouts", str(config), "--gpus", "1")
+        absent = nemorl(tmp_path, hub.url, *time, "policy.model_path=org/none")
+        asked = [request for request in hub.requests if request.startswith("GET")]
+    assert planned.returncode == 0, planned.stderr
+    assert listed.returncode == 0, listed.stderr
+    assert any("config.json" in request for request in asked)
+    assert not any("safetensors" in request or "lfs" in request for request in asked)
+    assert absent.returncode == 2
+    assert "policy.model_path = org/none" in " ".join(absent.stderr.split())
+
+
 def test_a_resumed_run_has_the_commit_of_its_start_and_serve_the_newest(tmp_path: Path) -> None:
     served = tmp_path / "hub" / "models" / "org" / "tiny"
     served.parent.mkdir(parents=True)
