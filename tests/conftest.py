@@ -47,6 +47,7 @@ SECOND_PART = {
     "tests/run/test_lost_nodes.py",
     "tests/run/test_megatron_generation.py",
     "tests/run/test_restarts.py",
+    "tests/run/test_profiles_of_runs.py",
     "tests/run/test_reward_runs.py",
     "tests/run/test_services_of_runs.py",
     "tests/run/test_scaled_runs.py",
