@@ -4,9 +4,14 @@ Both run two processes: most tests wait for processes to start more than they co
 """
 
 import pytest
+from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
+
+# Another load of the machine must not fail an example.
+settings.register_profile("nemorl", deadline=None)
+settings.load_profile("nemorl")
 
 # Folders whose files share what is dear to start: a pool of Megatron's processes, engines, a Slurm.
 SHARING = ("tests/megatron/", "tests/generation/", "tests/serve/", "tests/slurm/")
