@@ -45,6 +45,7 @@ _REHEARSED = (*_PARTS, "kv_cache", "staging")
 _GPU_GB = 85.5  # of an H100 with 80 GB
 _ROWS = 40
 _SIMULATED_STEPS = 3
+_CHOICE_WIDTH = 40  # of the column with what is recomputed
 _WIDTH = 120  # a narrower terminal breaks the lines, which beats breaking words
 
 
@@ -147,8 +148,8 @@ def _layouts(arguments: Namespace) -> int:
         say(json.dumps([_as_json(choice) for choice in choices], indent=2))
         return ExitCode.WELL
     console = terminal.output()
-    console.width = max(console.width, _WIDTH)
     is_chosen = isinstance(experiment.policy.recompute, AutoRecompute)
+    console.width = max(console.width, _WIDTH + _CHOICE_WIDTH * is_chosen)
     console.print(_table(choices[:_ROWS], is_chosen=is_chosen))
     more = f", the first {_ROWS} are shown (--json gives all)" if len(choices) > _ROWS else ""
     unknown = "" if memory_bytes else " This machine has no GPU: give --memory-gb to see which fit."

@@ -7,11 +7,16 @@ An origin's module is a table of rules. Each key of a config has to match one, o
     Ignored  no counterpart, and the result does not change
 """
 
+import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nemorl.errors import UsageError
+
+_SIMILAR = 0.92  # of two names, by difflib: `critc_warmup` is a misspelling of `critic_warmup`
+_COMMAND = re.compile(r"\$\(|`")  # of a shell
 
 Outcome = Literal["mapped", "changed", "none", "unknown"]
 Fields = Mapping[str, Any]  # values of an experiment by the paths of their fields
@@ -159,6 +164,9 @@ def apply(rules: Sequence[Rule], origin: Origin, *, with_rows: bool = True) -> I
 
 
 def _written(rule: Part, origin: Origin) -> Fields:
+    for key in rule.keys:
+        if isinstance(value := origin.values.get(key), str) and _COMMAND.search(value):
+            raise CannotImport(f"{key} = {value}: nothing is executed; write what the command prints there")
     try:
         return rule.write(origin)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
@@ -189,6 +197,8 @@ def _row(key: str, value: object, index: "_Index", origin: Origin) -> Row:
             harmless = any(value is one or value == one for one in rule.neutral)
             return Row(key, value, "none", (), rule.why, not harmless)
         if isinstance(rule, Ignored):
+            if key not in rule.keys and (near := index.near(key)) is not None:
+                return Row(key, value, "unknown", (), f"did you mean {near}?", True)
             return Row(key, value, "none", (), rule.why)
     return Row(key, value, "unknown", (), "no rule knows this key", True)
 
@@ -201,6 +211,16 @@ class _Index:
         for number, rule in enumerate(rules):
             for pattern in rule.keys:
                 self._rules.setdefault(pattern, []).append((number, rule))
+
+    def near(self, key: str) -> str | None:
+        """A key that rules name and of which this may be a misspelling."""
+        found = difflib.get_close_matches(key.rpartition(".")[2], self._names(key), n=1, cutoff=_SIMILAR)
+        return found[0] if found else None
+
+    def _names(self, key: str) -> list[str]:
+        """The last parts of named keys in the section of this one."""
+        section = key.rpartition(".")[0]
+        return [name.rpartition(".")[2] for name in self._rules if name.rpartition(".")[0] == section]
 
     def of(self, key: str) -> list[Rule]:
         """The rules of a key, in their order."""

@@ -16,7 +16,7 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
     "add": lambda a, b: a + b,
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a / b,
-    "max": max,
+    "max": lambda a, b: max(a, b),  # OmegaConf warns of functions without a signature
 }
 _OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)$", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{(\w+)(?::?-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")

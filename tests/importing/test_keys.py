@@ -385,3 +385,17 @@ def test_values_that_are_left_out_are_reported() -> None:
         (row,) = [row for row in import_values(PROJECTS["verl"], base | {key: value}).rows if row.key == key]
         assert row.changes_result, key
         assert row.note, key
+
+
+def test_a_misspelling_in_a_section_of_ignored_keys_is_unknown() -> None:
+    given = VERL | {"trainer.critc_warmup": 0, "trainer.device": "cuda"}
+    rows = {row.key: row for row in import_values(PROJECTS["verl"], given).rows}
+    assert (rows["trainer.critc_warmup"].outcome, rows["trainer.device"].outcome) == ("unknown", "none")
+    assert rows["trainer.critc_warmup"].note == "did you mean critic_warmup?"
+
+
+@pytest.mark.parametrize("value", ["$(pick_model)", "models/`hostname`"])
+def test_the_output_of_a_command_is_no_value(value: str) -> None:
+    why = tree("verl", VERL | {"actor_rollout_ref.model.path": value})
+    assert isinstance(why, str)
+    assert f"actor_rollout_ref.model.path = {value}: nothing is executed" in why
