@@ -8,6 +8,7 @@ NVIDIA: tile and wave quantization). Messages take a latency and their bytes (Ho
 
 import math
 from dataclasses import dataclass, fields
+from operator import add
 from typing import Literal
 
 from .hardware import Hardware
@@ -31,8 +32,12 @@ class Cost:
     bubble: float = 0.0  # waiting for other pipeline stages
 
     @property
+    def _parts(self) -> tuple[float, ...]:
+        return self.compute, self.memory, self.link, self.latency, self.straggler, self.bubble
+
+    @property
     def seconds(self) -> float:
-        return self.compute + self.memory + self.link + self.latency + self.straggler + self.bubble
+        return sum(self._parts)
 
     @property
     def bound(self) -> str:
@@ -42,24 +47,10 @@ class Cost:
         return largest if parts[largest] > 0 else "nothing"
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.compute + other.compute,
-            self.memory + other.memory,
-            self.link + other.link,
-            self.latency + other.latency,
-            self.straggler + other.straggler,
-            self.bubble + other.bubble,
-        )
+        return Cost(*map(add, self._parts, other._parts))
 
     def __mul__(self, times: float) -> "Cost":
-        return Cost(
-            self.compute * times,
-            self.memory * times,
-            self.link * times,
-            self.latency * times,
-            self.straggler * times,
-            self.bubble * times,
-        )
+        return Cost(*(part * times for part in self._parts))
 
     def waiting(self, bound: Literal["straggler", "bubble"]) -> "Cost":
         """The same time, in which others wait."""

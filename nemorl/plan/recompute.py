@@ -1,7 +1,9 @@
 """The choice of `policy.recompute: {name: auto}`: the least work with which a run fits. Imports no torch."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import get_args
 
 from nemorl.config.experiment import Experiment
@@ -64,8 +66,9 @@ def with_chosen_recompute(
     if not isinstance(experiment.policy.recompute, AutoRecompute):
         return experiment
     choices = [with_recompute(experiment, option) for option in _by_work(shape, experiment.policy)]
-    smallest = min(choices, key=lambda choice: policy_memory(choice, shape).activations)
-    return next((choice for choice in choices if fits(choice)), smallest)
+    if (fitting := next(filter(fits, choices), None)) is not None:
+        return fitting
+    return min(choices, key=lambda choice: policy_memory(choice, shape).activations)
 
 
 def fitting_recompute(experiment: Experiment, shape: ModelShape, memory_bytes: int | None) -> Experiment:
@@ -81,18 +84,17 @@ def fitting_recompute(experiment: Experiment, shape: ModelShape, memory_bytes: i
 
 def forward_operations(shape: ModelShape, policy: PolicyConfig, recompute: ChosenRecompute) -> float:
     """Operations for a token that the backward pass repeats, in all layers. Products count twice."""
-    layers = range(shape.num_layers)
-    if isinstance(recompute, FullRecompute):
-        work = sum(_of_layer(shape, policy, layer) for layer in layers)
-        if recompute.method == "block":
-            layout = policy.layout
-            runs = layout.pipeline_parallel_size * layout.virtual_pipeline_parallel_size
-            work *= min(1.0, recompute.num_layers * runs / shape.num_layers)
-        return work
     if isinstance(recompute, NoRecompute):
         return 0.0
-    modules = (_of_modules(shape, policy, layer) for layer in layers)
-    return sum(work for layer in modules for name, work in layer.items() if name in recompute.modules)
+    modules = _of_modules(shape, policy.max_sequence_length)
+    if isinstance(recompute, SelectiveRecompute):
+        return sum(modules.get(name, 0.0) for name in recompute.modules)
+    work = sum(work for name, work in modules.items() if name != "shared_experts")
+    if recompute.method == "block":
+        layout = policy.layout
+        runs = layout.pipeline_parallel_size * layout.virtual_pipeline_parallel_size
+        work *= min(1.0, recompute.num_layers * runs / shape.num_layers)
+    return work
 
 
 def _by_work(shape: ModelShape, policy: PolicyConfig) -> list[ChosenRecompute]:
@@ -121,27 +123,16 @@ def _options(shape: ModelShape, policy: PolicyConfig) -> Iterator[ChosenRecomput
             yield every
 
 
-def _of_modules(shape: ModelShape, policy: PolicyConfig, layer: int) -> dict[str, float]:
-    """Operations of a forward pass for a token in each module of a layer that can be recomputed."""
-    seen = min(policy.max_sequence_length / 2, shape.window(layer) or policy.max_sequence_length)
-    found = _of_products(shape, layer)
-    found.pop("projections")
+@lru_cache(maxsize=16)
+def _of_modules(shape: ModelShape, max_sequence_length: int) -> Mapping[str, float]:
+    """Operations of a forward pass for a token in all layers, by module; `moe` includes `shared_experts`."""
+    found: dict[str, float] = defaultdict(float)
+    for layer in range(shape.num_layers):
+        for product in layer_products(shape, layer):
+            found[product.module] += product.operations
+        found["layernorm"] += 2 * _OF_NORM * shape.hidden_size
+        seen = min(max_sequence_length / 2, shape.window(layer) or max_sequence_length)
+        found["core_attn"] += 2 * seen * attention_width(shape)
     if "experts" in found:
-        found["moe"] = found.pop("experts") + found.setdefault("shared_experts", 0)
-    found["layernorm"] = 2 * _OF_NORM * shape.hidden_size
-    found["core_attn"] = 2 * seen * attention_width(shape)
-    return found
-
-
-def _of_layer(shape: ModelShape, policy: PolicyConfig, layer: int) -> float:
-    """Operations of a layer's forward pass for a token."""
-    modules = _of_modules(shape, policy, layer)
-    work = sum(work for name, work in modules.items() if name != "shared_experts")
-    return _of_products(shape, layer)["projections"] + work
-
-
-def _of_products(shape: ModelShape, layer: int) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for product in layer_products(shape, layer):
-        found[product.module] = found.get(product.module, 0) + product.operations
+        found["moe"] = found.pop("experts") + found["shared_experts"]
     return found
