@@ -154,7 +154,6 @@ USED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             "SamplingParams": (
                 *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids"),
                 *("ignore_eos", "detokenize", "logprobs", "routed_experts_prompt_start", "output_kind"),
-                "stream_interval",
             ),
         },
         "vllm/lora/request.py": {"LoRARequest": ("lora_name", "lora_int_id", "lora_path")},

@@ -5,7 +5,7 @@ PyYAML's loaders read as a string and as false.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -204,3 +204,13 @@ def _merged_value(base: object, over: object, staying: Staying, path: FieldPath)
         _merged_value(item, over[str(index)], staying, (*path, index)) if str(index) in over else item
         for index, item in enumerate(base)
     ]
+
+
+def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a tree with their dotted keys; a list, or an empty section, is a value."""
+    for key, value in tree.items():
+        full = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, full)
+        else:
+            yield full, value

@@ -11,11 +11,11 @@ import yaml
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
-from nemorl.config.yaml import VARIANT_KEYS
+from nemorl.config.yaml import VARIANT_KEYS, leaves
 from nemorl.errors import ConfigError
 
 from . import nemo_rl, trl, verl
-from .rules import Imported, Options, Origin, Rule, apply, leaves
+from .rules import Imported, Options, Origin, Rule, apply
 
 _WIDTH = 2**31  # no line is broken
 _ORDER = tuple(Experiment.model_fields)

@@ -9,7 +9,7 @@ An origin's module is a table of rules. Each key of a config has to match one, o
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -243,13 +243,3 @@ def place(tree: dict[str, Any], path: str, value: object) -> None:
         tree[name] = there + value
     else:
         tree[name] = value
-
-
-def leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a tree with their dotted keys; a list, or an empty section, is a value."""
-    for key, value in tree.items():
-        full = f"{path}.{key}" if path else str(key)
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, full)
-        else:
-            yield full, value

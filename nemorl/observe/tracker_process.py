@@ -11,11 +11,13 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+
+from nemorl.config.yaml import leaves
 
 _METRICS_AT_ONCE = 1000  # that MLflow takes
 _PARAMETERS_AT_ONCE, _LONGEST_PARAMETER = 100, 500
@@ -138,7 +140,7 @@ class MlflowRecord:
         experiment = self._client.get_experiment_by_name(name)
         number = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         self._id = run.id = self._client.create_run(number, run_name=run.name).info.run_id
-        parameters = [Param(key, value[:_LONGEST_PARAMETER]) for key, value in _flat(run.config)]
+        parameters = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in leaves(run.config)]
         for first in range(0, len(parameters), _PARAMETERS_AT_ONCE):
             part = parameters[first : first + _PARAMETERS_AT_ONCE]
             self._client.log_batch(self._id, params=part)
@@ -223,15 +225,6 @@ RECORDS: Mapping[str, Callable[[Run], Record]] = {
     "trackio": TrackioRecord,
     "swanlab": SwanlabRecord,
 }
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Fields of the configuration by their path."""
-    for key, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
 
 
 def main() -> None:

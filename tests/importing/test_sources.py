@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from nemorl.config.yaml import leaves
 from nemorl.importing import nemo_rl, trl, verl
-from nemorl.importing.rules import CannotImport, leaves
+from nemorl.importing.rules import CannotImport
 from nemorl.importing.sources import read_command
 
 

@@ -337,7 +337,7 @@ def test_vllm_accepts_every_engine_argument() -> None:
     assert drafts == Signature.of(real("vllm", "speculative.py::SpeculativeConfig")).defaults.keys()
     sampling = sampling_arguments(request(Prompts(1).several(1, 3, 4)[0], "a"), 64)
     fields = Signature.of(real("vllm", "sampling_params.py::SamplingParams")).defaults.keys()
-    assert sampling.keys() == fields - {"output_kind", "stream_interval"}  # of outputs, not of sampling
+    assert sampling.keys() == fields - {"output_kind"}
 
 
 def test_tensorrt_llm_accepts_every_engine_argument() -> None:

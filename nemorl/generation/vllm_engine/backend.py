@@ -65,8 +65,6 @@ class ExpertRows:
         return rows[:room, self._layers].astype(np.int16)
 
 
-_OUTPUT_TOKENS = 8  # of an output: making one for each token takes a core from a small model on a CPU
-
 STOPS = {
     "stop": StopReason.STOP,
     "length": StopReason.LENGTH,
@@ -126,18 +124,14 @@ class VllmBackend:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine = self._running
-        finder = self._limits.stop_finder(request)
-        interval = _OUTPUT_TOKENS if finder is None else 1  # a stop string has to be found in time
-        params = SamplingParams(
-            **sampling_arguments(request, self._limits.max_sequence_length),
-            output_kind=RequestOutputKind.DELTA,
-            stream_interval=min(interval, request.progress_tokens or interval),
-        )
+        arguments = sampling_arguments(request, self._limits.max_sequence_length)
+        params = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         prompt = TokensPrompt(prompt_token_ids=request.prompt.tolist())
         if not self._recompute:  # else what comes after new weights might find the cache of the old ones
             prompt["cache_salt"] = f"version {self.version}"
         # Its path is never read: the workers have it from the beginning.
         adapter = LoRARequest(ADAPTER, ADAPTER_ID, ADAPTER) if self._adapters else None
+        finder = self._limits.stop_finder(request)
         rows = ExpertRows(self._moe_layers, request.routed_experts_from) if self._moe_layers else None
         received = 0
         try:
