@@ -15,14 +15,23 @@ from nemorl.megatron.worker import PolicyWorker
 
 
 def start_policy(
-    config: PolicyConfig, device: DeviceKind, *, threads: int | None = None, load: bool = True
+    config: PolicyConfig,
+    device: DeviceKind,
+    *,
+    rank: int = 0,
+    rendezvous: str = "",
+    threads: int | None = None,
+    load: bool = True,
 ) -> PolicyWorker:
-    """A policy of one process without a reference, with the weights of its folder if `load`."""
+    """A rank of a policy without a reference, with the weights of its folder if `load`.
+
+    The only rank of its policy needs no rendezvous.
+    """
     return PolicyWorker(
         config,
-        rank=0,
-        world_size=1,
-        rendezvous=f"file://{tempfile.mkdtemp()}/rendezvous",
+        rank=rank,
+        world_size=config.layout.world_size,
+        rendezvous=rendezvous or f"file://{tempfile.mkdtemp()}/rendezvous",
         device=device,
         threads=threads,
         temperature=1.0,

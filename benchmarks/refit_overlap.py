@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from policies import start_policy
 
 from nemorl.config.policy import PolicyConfig
-from nemorl.megatron.worker import PolicyWorker
 from nemorl.weights.messages import Part, RefitSession, SenderLayout, SendReport
 
 Way = Literal["refit alone", "after the step", "during the step"]
@@ -31,18 +31,8 @@ class SteppingSender:
             "layout": {"data_parallel_size": RANKS},
             "optimizer": {"name": "adam", "lr": 1e-6},
         }
-        self._worker = PolicyWorker(
-            PolicyConfig.model_validate(settings),
-            rank=rank,
-            world_size=RANKS,
-            rendezvous=rendezvous,
-            device="cpu",
-            threads=1,
-            temperature=1.0,
-            keep_reference=False,
-            deadline_seconds=600,
-            load=True,
-        )
+        config = PolicyConfig.model_validate(settings)
+        self._worker = start_policy(config, "cpu", rank=rank, rendezvous=rendezvous, threads=1)
         self.way: Way = "refit alone"
         self.step_seconds = 0.0
 

@@ -115,18 +115,11 @@ class StepCost:
 
     def fade(self) -> None:
         """Count what was measured less, where a step was not made."""
-        self._weight, self._rows, self._seconds, self._squares, self._products = (
-            _KEPT_AFTER_NO_DRAFT * before
-            for before in (self._weight, self._rows, self._seconds, self._squares, self._products)
-        )
+        self._add(_KEPT_AFTER_NO_DRAFT, (0.0,) * 5)
 
     def update(self, rows: float, seconds: float) -> None:
         """Count a step."""
-        new = (1.0, rows, seconds, rows * rows, rows * seconds)
-        old = (self._weight, self._rows, self._seconds, self._squares, self._products)
-        self._weight, self._rows, self._seconds, self._squares, self._products = (
-            _KEPT_AFTER_STEP * before + now for before, now in zip(old, new, strict=True)
-        )
+        self._add(_KEPT_AFTER_STEP, (1.0, rows, seconds, rows * rows, rows * seconds))
 
     @property
     def of_row(self) -> float:
@@ -145,6 +138,13 @@ class StepCost:
         if not self._seconds:
             return float(rows + self._prior)
         return self._seconds / self._weight + self.of_row * (rows - self._rows / self._weight)
+
+    def _add(self, kept: float, new: Sequence[float]) -> None:
+        """Add to the sums, of which this share is kept."""
+        old = (self._weight, self._rows, self._seconds, self._squares, self._products)
+        self._weight, self._rows, self._seconds, self._squares, self._products = (
+            kept * before + now for before, now in zip(old, new, strict=True)
+        )
 
     def share(self, rows: int) -> float:
         """The time of one row more, relative to a step's time for each of its `rows`; between 0 and 1."""

@@ -2,9 +2,7 @@
 
 import json
 import math
-import sys
 from dataclasses import asdict
-from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,13 @@ from nemorl.config.load import load_experiment
 from nemorl.config.schema import names, variants
 from nemorl.observe.files import JsonLinesWriter
 from nemorl.observe.metrics import StepMetrics
-
-FILE = Path(__file__).parents[2] / "benchmarks" / "algorithms.py"
+from tests.scripts import load_script
 
 
 @pytest.fixture
 def benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The script as a module, which `import algorithms` would not find; its runs lie in `tmp_path`."""
-    spec = util.spec_from_file_location("bench_algorithms", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_algorithms", module)
-    spec.loader.exec_module(module)
+    module = load_script("benchmarks/algorithms.py", "bench_algorithms")
     monkeypatch.setattr(module, "RUNS", tmp_path)
     return module
 

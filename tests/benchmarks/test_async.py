@@ -1,25 +1,15 @@
 """The predictions next to the asynchronous benchmark's runs, for a run whose workload is known."""
 
-import sys
-from importlib import util
-from pathlib import Path
-
 import pytest
 
 from nemorl.simulate.simulation import predict
 from nemorl.simulate.workload import LogNormal, Workload
+from tests.scripts import load_script
 from tests.simulate.test_trace import write_run
-
-FILE = Path(__file__).parents[2] / "benchmarks" / "async.py"
 
 
 def test_runs_are_predicted_from_each_other(tmp_path, monkeypatch):
-    spec = util.spec_from_file_location("bench_async", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    benchmark = util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_async", benchmark)
-    spec.loader.exec_module(benchmark)
+    benchmark = load_script("benchmarks/async.py", "bench_async")
     monkeypatch.setattr(benchmark, "OUT", tmp_path)
     monkeypatch.setattr(benchmark, "SIMULATED_STEPS", 20)
     # As in paced.py: a decode step has its seconds whatever its batch, and training those of its tokens.

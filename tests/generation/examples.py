@@ -1,6 +1,7 @@
 """Small models, requests and loops that the tests of this package share."""
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,3 +143,20 @@ async def completions(
                     raise RequestRefused(report.reason)
                 if isinstance(report, Completion):
                     yield report
+
+
+def assert_sampled_by_probability(completions: Collection[Completion]) -> None:
+    """Chi-square of complete answers to one prompt, against their probabilities by the engine's logprobs."""
+    count = len(completions)
+    counts = Counter(tuple(c.tokens.tolist()) for c in completions)
+    expected = {tuple(c.tokens.tolist()): count * float(np.exp(c.logprobs.sum())) for c in completions}
+    likely = [tokens for tokens in expected if expected[tokens] >= 5]
+    cells = [(counts[tokens], expected[tokens]) for tokens in likely]
+    rest = count - sum(expected[tokens] for tokens in likely)
+    if rest >= 5:
+        cells.append((count - sum(counts[tokens] for tokens in likely), rest))
+    degrees = len(cells) - 1
+    assert degrees > 5
+    # The 0.999 quantile of chi-square, by Wilson and Hilferty.
+    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
+    assert sum((seen - mean) ** 2 / mean for seen, mean in cells) < limit

@@ -1,6 +1,5 @@
 """Public recipes of NeMo-RL and verl: each is imported to a valid experiment, or refused with the reason."""
 
-import importlib.util
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +12,8 @@ from nemorl.models.registry import shape_from_config
 from nemorl.plan.problems import policy_layout_problems
 from tests.importing.models import CONFIGS
 from tests.importing.recipes import recipes
+from tests.scripts import load_script
 
-TOOL = Path(__file__).parents[2] / "tools" / "moving_in_page.py"
 # The beginnings of the reasons why a recipe is not imported, and how many recipes each has.
 REFUSED = {
     "nemo-rl": {
@@ -39,12 +38,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("moving_in_page", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tools/moving_in_page.py")
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,7 @@ the product here: nothing is imported.
 """
 
 import ast
-import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -18,19 +16,15 @@ from typing import Any
 
 import pytest
 
+from tests.scripts import load_script
+
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads((Path(__file__).parent / "signatures.json").read_text(encoding="utf-8"))
 
 
 @cache
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("signatures", ROOT / "tools" / "signatures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["signatures"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tools/signatures.py")
 
 
 @dataclass(frozen=True)

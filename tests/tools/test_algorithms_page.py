@@ -1,24 +1,16 @@
 """docs/algorithms.md says what the presets and the schema say."""
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from nemorl.config.algorithm.online import PRESETS
-
-TOOL = Path(__file__).parents[2] / "tools" / "algorithms_page.py"
+from tests.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("algorithms_page", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tools/algorithms_page.py")
 
 
 def test_the_page_is_up_to_date(tool: ModuleType) -> None:

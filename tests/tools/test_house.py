@@ -1,11 +1,12 @@
 """tools/house.py on a made-up product whose metrics are counted by hand, and on this repository."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.scripts import load_script
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -110,12 +111,7 @@ def finish(host: Host) -> None:
 @pytest.fixture(scope="module")
 def house() -> ModuleType:
     sys.path.insert(0, str(TOOLS))
-    spec = importlib.util.spec_from_file_location("house", TOOLS / "house.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["house"] = module  # where dataclasses look for the annotations' names
-    spec.loader.exec_module(module)
+    module = load_script("tools/house.py")
     sys.path.remove(str(TOOLS))
     return module
 

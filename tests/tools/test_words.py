@@ -1,18 +1,12 @@
 """The deny list of words finds identifiers, comments, strings and Markdown, and nothing else."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[2] / "tools" / "words.py"
-spec = importlib.util.spec_from_file_location("words", PATH)
-assert spec is not None
-assert spec.loader is not None
-words = importlib.util.module_from_spec(spec)
-sys.modules["words"] = words
-spec.loader.exec_module(words)
+from tests.scripts import load_script
+
+words = load_script("tools/words.py")
 
 
 @pytest.mark.parametrize(

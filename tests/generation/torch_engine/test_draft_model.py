@@ -1,6 +1,5 @@
 """A draft model in the embedded engine: what is sampled, accepted and read, and when it drafts."""
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from tests.generation.examples import (
     VOCABULARY,
     Clock,
     Prompts,
+    assert_sampled_by_probability,
     finish,
     random_weights,
     request,
@@ -146,18 +146,7 @@ def test_the_distribution_of_continuations_is_that_without_drafts():
     found = serve(engine, asked)
     stats = engine.take_stats()
     assert 500 < stats.accepted_tokens < stats.drafted_tokens
-    counts = Counter(tuple(c.tokens.tolist()) for c in found.values())
-    expected = {tuple(c.tokens.tolist()): count * float(np.exp(c.logprobs.sum())) for c in found.values()}
-    likely = [tokens for tokens in expected if expected[tokens] >= 5]
-    cells = [(counts[tokens], expected[tokens]) for tokens in likely]
-    rest = count - sum(expected[tokens] for tokens in likely)
-    if rest >= 5:
-        cells.append((count - sum(counts[tokens] for tokens in likely), rest))
-    degrees = len(cells) - 1
-    assert degrees > 5
-    # The 0.999 quantile of chi-square, by Wilson and Hilferty.
-    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
-    assert sum((seen - mean) ** 2 / mean for seen, mean in cells) < limit
+    assert_sampled_by_probability(found.values())
 
 
 @pytest.mark.parametrize("restart", [False, True])

@@ -21,6 +21,7 @@ from tests.generation.examples import (
     VOCABULARY,
     Clock,
     Prompts,
+    assert_sampled_by_probability,
     finish,
     random_weights,
     request,
@@ -300,18 +301,7 @@ def test_drafts_leave_the_distribution_of_continuations_as_it_is(monkeypatch):
     engine = small_engine(speculation={})
     found = serve(engine, asked)
     assert engine.take_stats().accepted_tokens > 100
-    counts = Counter(tuple(c.tokens.tolist()) for c in found.values())
-    expected = {tuple(c.tokens.tolist()): count * float(np.exp(c.logprobs.sum())) for c in found.values()}
-    likely = [tokens for tokens in expected if expected[tokens] >= 5]
-    cells = [(counts[tokens], expected[tokens]) for tokens in likely]
-    rest = count - sum(expected[tokens] for tokens in likely)
-    if rest >= 5:
-        cells.append((count - sum(counts[tokens] for tokens in likely), rest))
-    degrees = len(cells) - 1
-    assert degrees > 5
-    # The 0.999 quantile of chi-square, by Wilson and Hilferty.
-    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
-    assert sum((seen - mean) ** 2 / mean for seen, mean in cells) < limit
+    assert_sampled_by_probability(found.values())
 
 
 def test_every_token_carries_the_version_that_sampled_it():
