@@ -9,13 +9,7 @@ help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 quickstart: .venv/ready-base  ## Train a tiny model on sums: SFT, then GRPO (under 5 minutes after the installation)
-	@rm -rf runs/quickstart models/arithmetic
-	@printf '\n== 1/3  Create a model of about a million parameters ==\n'
-	@$(BIN)/nemorl models create arithmetic models/arithmetic
-	@printf '\n== 2/3  Supervised fine-tuning on data with errors ==\n'
-	@$(BIN)/nemorl train configs/quickstart/sft.yaml
-	@printf '\n== 3/3  GRPO: two policy processes, a generation worker, held-out accuracy before and after ==\n'
-	@$(BIN)/nemorl train configs/quickstart/grpo.yaml
+	@$(BIN)/nemorl quickstart
 
 test: .venv/ready-dev  ## Run tests of every package in two processes (about 15 minutes)
 	@$(BIN)/pytest -m "not ci and not slow" --numprocesses 2

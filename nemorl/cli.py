@@ -18,6 +18,7 @@ from nemorl.commands import (
     importing,
     models,
     plan,
+    recipes,
     scale,
     serve,
     show,
@@ -30,6 +31,7 @@ from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 
 COMMANDS = (
     train,
+    recipes,
     check,
     env,
     show,

@@ -63,7 +63,9 @@ _SAMPLE = {"completions": ["4"], "prompts": ["2+2="], "sampled_ids": [[1, 2]], "
 
 def register(commands: Commands) -> None:
     check = add_command(commands, "check", _check, "check experiment files and list all problems")
-    words_help = "experiment files (YAML), and fields to set in each of them"
+    words_help = (
+        "experiment files (YAML) or names of `nemorl recipes list`, and fields to set in each of them"
+    )
     check.add_argument("words", nargs="+", metavar="CONFIG|a.b=value", help=words_help)
     here_help = "treat missing GPUs, nodes and servers as errors, since the run will start on this machine"
     check.add_argument("--here", action="store_true", help=here_help)

@@ -19,8 +19,9 @@ import yaml
 from nemorl.config.base import NotImported, counted, suggestion
 from nemorl.config.environment import EnvBase, FunctionRewardConfig, OneEnvConfig, ServerPlacement
 from nemorl.config.experiment import Experiment
-from nemorl.config.load import load_experiment
+from nemorl.config.load import SUFFIXES, load_experiment
 from nemorl.config.schema import names, variants
+from nemorl.config.shipped import is_name
 from nemorl.errors import NemorlError, UsageError
 from nemorl.run.stop import run_to_end
 
@@ -82,7 +83,8 @@ def register(commands: Commands) -> None:
 
 
 def _add_target(command: ArgumentParser) -> None:
-    help_text = "name of an environment, or experiment file (YAML), of which only `data` and `env` are used"
+    help_text = "name of an environment, or experiment (a file or a name of `nemorl recipes list`), of which "
+    help_text += "only `data` and `env` are used"
     command.add_argument("target", metavar="NAME|CONFIG", help=help_text)
     add_overrides(command)
     command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of random turns (default: 0)")
@@ -90,13 +92,14 @@ def _add_target(command: ArgumentParser) -> None:
 
 def experiment_of(target: str, overrides: Sequence[str]) -> Experiment:
     """Of a file, or with an environment by its name and tasks that it supports. Raises ConfigError."""
-    if target.endswith((".yaml", ".yml")):
-        return load_experiment(Path(target), overrides)
     sections = (variant for variant in variants(OneEnvConfig) if issubclass(variant, EnvBase))
     known = {name: section for section in sections for name in names(section)}
+    if target.endswith(SUFFIXES) or (target not in known and is_name(Path(target))):
+        return load_experiment(Path(target), overrides)
     if target not in known:
         hint = suggestion(target, sorted(known))
-        raise UsageError(f"{target}: no environment has this name, and it is no .yaml file; {hint}")
+        problem = "no environment and no shipped experiment has this name, and it is no .yaml file"
+        raise UsageError(f"{target}: {problem}; {hint}")
     if target == "custom":
         raise UsageError("custom: a custom environment has a factory; name an experiment file that names it")
     datasets: dict[str, dict[str, Any]] = {

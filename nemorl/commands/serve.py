@@ -14,6 +14,8 @@ import yaml
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import EndpointConfig
+from nemorl.config.load import SUFFIXES
+from nemorl.config.shipped import is_name
 from nemorl.errors import ConfigError, Problem
 from nemorl.models.hub import HubError, fetch_model, is_hub_id
 from nemorl.plan.machine import read_machine
@@ -22,7 +24,15 @@ from nemorl.run.stop import run_to_end
 
 from .check import prepare
 from .env import experiment_of, factory_of
-from .terminal import Commands, ExitCode, add_command, add_overrides, positive_integer, say
+from .terminal import (
+    EXPERIMENT_HELP,
+    Commands,
+    ExitCode,
+    add_command,
+    add_overrides,
+    positive_integer,
+    say,
+)
 
 if TYPE_CHECKING:
     from nemorl.serve.app import Listening
@@ -39,7 +49,7 @@ _ENDPOINT_OPTIONS = {
 def register(commands: Commands) -> None:
     help_text = "serve a model through an OpenAI-compatible API, scores of a reward model, or environments"
     serve = add_command(commands, "serve", _serve, help_text)
-    target_help = "experiment file (YAML), model folder or id of a model on the Hugging Face hub; with "
+    target_help = f"{EXPERIMENT_HELP}, model folder or id of a model on the Hugging Face hub; with "
     target_help += "`reward` before it, that of a reward model; with `env` before it, experiment file or "
     target_help += "name of an environment"
     serve.add_argument("target", type=Path, metavar="[reward|env] CONFIG_OR_MODEL", help=target_help)
@@ -64,7 +74,7 @@ def _serve(arguments: Namespace) -> int:
     scores = str(target) == "reward" and bool(overrides) and "=" not in overrides[0]
     if scores:
         target, overrides = Path(overrides[0]), overrides[1:]
-    if is_hub_id(target) and target.suffix not in (".yaml", ".yml"):
+    if is_hub_id(target) and target.suffix not in SUFFIXES and not is_name(target):
         try:
             target = fetch_model(str(target))
         except HubError as error:

@@ -22,8 +22,6 @@ from .terminal import Commands, ExitCode, add_command, add_experiment, positive_
 if TYPE_CHECKING:
     from nemorl.slurm.submission import Options
 
-WIDE = 100_000  # columns, where the output is not a terminal
-
 
 def register(commands: Commands) -> None:
     group = terminal.add_group(commands, "slurm", "submit runs to a Slurm cluster and follow them")
@@ -39,7 +37,7 @@ def register(commands: Commands) -> None:
     add_experiment(add_command(group, "node", _node, node_help))
 
     for command, nargs in ((status, "+"), (logs, None), (attach, None), (cancel, None)):
-        run_help = "run folder, or experiment file that was submitted"
+        run_help = "run folder, or experiment that was submitted"
         command.add_argument("run", type=Path, metavar="CONFIG|RUN_DIR", help=run_help, nargs=nargs)
     name_help = "log of the job (`job`, the default), of a rank (`policy-0`) or of a node; see --list"
     logs.add_argument("name", nargs="?", default="job", metavar="NAME", help=name_help)
@@ -166,7 +164,7 @@ def _status(arguments: Namespace) -> int:
         lines.add_row(*map(Text, cells))
     console = terminal.output()
     if not console.is_terminal:  # a program that reads the lines needs them whole
-        console.width = WIDE
+        console.width = terminal.WIDE
     console.print(lines, soft_wrap=False)
     return ExitCode.WELL
 

@@ -16,6 +16,8 @@ from nemorl.plan.memory import MEMORY_PARTS
 from nemorl.plan.problems import Plan
 
 Commands: TypeAlias = "_SubParsersAction[ArgumentParser]"
+WIDE = 100_000  # columns, where the output is not a terminal
+EXPERIMENT_HELP = "experiment file (YAML), or a name of `nemorl recipes list` such as quickstart/grpo"
 
 
 class ExitCode(IntEnum):
@@ -41,7 +43,7 @@ def add_group(commands: Commands, name: str, help_text: str) -> Commands:
 
 
 def add_experiment(parser: ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="experiment file (YAML)")
+    parser.add_argument("config", type=Path, metavar="CONFIG", help=EXPERIMENT_HELP)
     add_overrides(parser)
 
 

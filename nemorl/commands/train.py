@@ -1,5 +1,6 @@
-"""`nemorl train`, `rollout`, `eval` and `report`: run an experiment or parts of it, and report a run."""
+"""`nemorl train`, `rollout`, `eval`, `report` and `quickstart`: run experiments and report them."""
 
+import os
 import shlex
 from argparse import Namespace
 from pathlib import Path
@@ -26,8 +27,19 @@ from .terminal import (
     table,
 )
 
+# The steps of the quickstart after the model, with the name of the shipped experiment.
+_QUICKSTART = {
+    "Supervised fine-tuning on data with errors": "quickstart/sft",
+    "GRPO: two policy processes, a generation worker, held-out accuracy before and after": "quickstart/grpo",
+}
+
 
 def register(commands: Commands) -> None:
+    help_text = "train a tiny model on sums, without a GPU: SFT, then GRPO (under 5 minutes)"
+    quickstart = add_command(commands, "quickstart", _quickstart, help_text)
+    dir_help = "folder for models/arithmetic and runs/quickstart (default: the current folder); what is "
+    dir_help += "complete there is kept, and an interrupted run continues"
+    quickstart.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help=dir_help)
     train = add_command(commands, "train", _train, "run an experiment")
     add_experiment(train)
     dry_run = "print the resolved experiment and its plan without starting anything"
@@ -90,6 +102,29 @@ def _train(arguments: Namespace) -> int:
         raise
     say(f"run: {result.run_dir}" + (f"\nweights: {result.hf_dir}" if result.hf_dir else ""))
     return ExitCode.WELL
+
+
+def _quickstart(arguments: Namespace) -> int:
+    from nemorl.models.create import ARITHMETIC, create_tiny_model  # torch
+
+    arguments.dir.mkdir(parents=True, exist_ok=True)
+    os.chdir(arguments.dir)  # the paths of the experiments are relative
+    model, number = Path("models/arithmetic"), len(_QUICKSTART) + 1
+    _heading(f"1/{number}  Create a model of about a million parameters")
+    if not model.exists():
+        create_tiny_model(model, ARITHMETIC)
+    say(f"model: {model}")
+    options = {"overrides": [], "dry_run": False, "supervise": False, "replay": None}
+    for step, (title, name) in enumerate(_QUICKSTART.items(), start=2):
+        _heading(f"{step}/{number}  {title}")
+        config = Path(name)
+        resume = RunPaths(load_experiment(config).run_dir).has_steps
+        _train(Namespace(config=config, resume=resume, **options))
+    return ExitCode.WELL
+
+
+def _heading(text: str) -> None:
+    say(f"\n== {text} ==")
 
 
 def _evaluate(arguments: Namespace) -> int:

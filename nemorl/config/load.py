@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from nemorl.errors import ABSENT, ConfigError, Problem
 
+from . import shipped
 from .base import Config, did_you_mean
 from .checks import check_sections
 from .experiment import Experiment, derived_fields, with_derived_fields
@@ -34,6 +35,7 @@ from .yaml import (
 ORIGIN = "command line"
 DEFAULT = "default"
 DEFAULTS = "defaults"
+SUFFIXES = (".yaml", ".yml")  # of experiment files
 _MAX_NAMED = 4  # variants in one sentence
 _QUOTED = re.compile(r"'([^']*)'")  # the choices, as pydantic lists them: 'a', 'b' or 'c'
 
@@ -143,7 +145,7 @@ def _parsed(override: str) -> tuple[str, object]:
     plain = re.sub(r"\[(\d+)\]", r".\1", field).replace("/", ".").lstrip("+-~")
     if not equals or not all(field.split(".")):
         fix = "expected `section.field=value` without spaces around `=`, such as `algorithm.num_steps=20`"
-        if override.endswith((".yaml", ".yml")):
+        if override.endswith(SUFFIXES):
             fix = "one experiment file is read, and it comes first; name others under `defaults:` in it"
     elif plain != field:
         fix = f"fields are separated by dots, also indexes of lists; write `{plain}={text}`"
@@ -213,7 +215,8 @@ def _text(file: Path, heirs: tuple[Path, ...]) -> str:
             problem += f"; to set this field, write `{file}=VALUE`"
         elif not heirs:
             experiments = sorted(other.name for other in file.parent.glob("*.y*ml"))
-            problem += f"; {did_you_mean(file.name, experiments)}correct the path of the experiment file"
+            fix = f"{did_you_mean(file.name, experiments)}correct the path of the experiment file"
+            problem += f"; {fix if file.suffix in SUFFIXES else shipped.nearest(str(file))}"
     except UnicodeDecodeError as error:
         problem = f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
     except OSError as error:
@@ -231,9 +234,10 @@ def load_experiment(
 ) -> Experiment:
     """Read and check an experiment file, with `a.b=value` overrides from the command line.
 
-    Raises `ConfigError` with all problems at once; `further_checks`, of model and machine, need valid types.
+    `path` may also be the name of a shipped experiment, such as `quickstart/grpo`. Raises `ConfigError` with
+    all problems at once; `further_checks`, of model and machine, need valid types.
     """
-    document = apply_overrides(read_document(path), overrides)
+    document = apply_overrides(read_document(shipped.locate(path)), overrides)
     problems = list(document.problems)
     experiment: Experiment | None = None
     try:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from nemorl.config.base import Config
 from nemorl.config.experiment import Experiment
+from nemorl.config.shipped import command_for
 from nemorl.errors import NemorlError, Problem, shorten
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -28,8 +29,12 @@ class HubError(NemorlError):
 
 
 def is_hub_id(path: Path) -> bool:
-    """True for `org/name` if neither the folder nor the folder `org` exists."""
-    return bool(_ID.fullmatch(str(path))) and not path.exists() and not path.parent.exists()
+    """True for `org/name` if neither the folder nor the folder `org` exists.
+
+    False for the models of shipped experiments that a command creates, such as `models/arithmetic`.
+    """
+    is_id = bool(_ID.fullmatch(str(path))) and not path.exists() and not path.parent.exists()
+    return is_id and command_for(str(path)) is None
 
 
 def config_folder(path: Path) -> Path:

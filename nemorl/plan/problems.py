@@ -31,6 +31,7 @@ from nemorl.config.facts import (
     server_sections,
 )
 from nemorl.config.library_datasets import LibraryDataset
+from nemorl.config.shipped import command_for
 from nemorl.config.trackers import missing_trackers
 from nemorl.errors import Problem, Problems
 from nemorl.models import hf_config
@@ -162,6 +163,8 @@ def _model_problem(section: str, path: Path, problem: str) -> Problem:
         found = "this is a file" if path.exists() else "there is no such folder"
         some = "`nemorl models fetch` and `nemorl models create` make some"
         problem = f"{found}: name one with config.json and safetensors; {some}"
+        if not path.exists() and (command := command_for(str(path))) is not None:
+            problem = f"{found}; `{command}` writes it"
     return Problem(f"{section}.model_path", str(path), problem)
 
 

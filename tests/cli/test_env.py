@@ -336,7 +336,11 @@ def test_random_turns_are_the_same_for_a_seed(nemorl: Nemorl, game: str) -> None
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["wordl"], "wordl: no environment has this name, and it is no .yaml file; did you mean `wordle`?"),
+        (
+            ["wordl"],
+            "wordl: no environment and no shipped experiment has this name, and it is no .yaml file; did you "
+            "mean `wordle`?",
+        ),
         (["custom"], "custom: a custom environment has a factory"),
         (["wordle", "--task", "10000"], "--task 10000: there are 10000 tasks, numbered from 0"),
         (["wordle", "--agent", "scripted"], "--agent scripted: task 0 has no answer; give turns with --say"),

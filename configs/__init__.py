@@ -1,0 +1,1 @@
+"""Experiment files that come with nemorl; `nemorl recipes list` shows them."""

@@ -1,0 +1,1 @@
+"""Environments, tools and agents of the experiment files in configs/."""
