@@ -51,7 +51,7 @@ def nemorl(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Nemorl:
     venv.create(environment, symlinks=True)
     place.mkdir()
     python = environment / "bin" / "python"
-    # A folder in a .pth file is searched, but its own .pth files, such as that of this repository, are not read.
+    # Of a folder in a .pth file, its own .pth files, such as that of this repository, are not read.
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
     pip("--python", python, "install", "--no-deps", "--no-index", "--ignore-installed", wheel)
@@ -70,9 +70,9 @@ def test_it_has_every_file_of_the_packages(wheel: Path) -> None:
     for package, folder in TREES.items():
         for file in (ROOT / folder).rglob("*"):
             relative = file.relative_to(ROOT / folder)
-            if file.is_file() and "__pycache__" not in file.parts:
-                if not any(file.is_relative_to(ROOT / path) for path in NOT_SHIPPED):
-                    expected.add((Path("nemorl") / package / relative).as_posix())
+            is_left_out = any(file.is_relative_to(ROOT / path) for path in NOT_SHIPPED)
+            if file.is_file() and not is_left_out and "__pycache__" not in file.parts:
+                expected.add((Path("nemorl") / package / relative).as_posix())
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert packed == expected

@@ -1,5 +1,6 @@
 """The experiments that come with nemorl: their names, what is said about them, and copies."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ FILES = {
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Made-up shipped files, in a folder of their own."""
     for name, text in FILES.items():
         path = tmp_path / "shipped" / f"{name}.yaml"
