@@ -57,7 +57,7 @@ main() {
   local steps=() experiment
   [[ -z ${STEPS:-} ]] || steps=("algorithm.num_steps=$STEPS")
   for experiment in sft grpo; do
-    inside "$first" "$UNKNOWN:$UNKNOWN" nemorl train "/usr/share/nemorl/configs/quickstart/$experiment.yaml" "${steps[@]}"
+    inside "$first" "$UNKNOWN:$UNKNOWN" nemorl train "quickstart/$experiment" "${steps[@]}"
   done
 
   echo "-- a run over two containers"
@@ -79,7 +79,7 @@ main() {
     sleep 2
   done
   inside "$first" "$UNKNOWN:$UNKNOWN" env RAY_ADDRESS="127.0.0.1:$PORT" nemorl train \
-    /usr/share/nemorl/configs/quickstart/grpo.yaml run_dir=runs/two algorithm.num_steps=2 cluster.num_nodes=2
+    quickstart/grpo run_dir=runs/two algorithm.num_steps=2 cluster.num_nodes=2
   grep -h '"node' "$work"/runs/two/*.json 2>/dev/null | head -3 || true
 }
 

@@ -8,7 +8,7 @@ import pytest
 
 from nemorl.config import shipped
 from nemorl.errors import RunStopped
-from tests.cli.conftest import Nemorl, Trainer
+from tests.cli.conftest import Nemorl, Outcome, Trainer
 from tests.plan.models import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +142,7 @@ class TestQuickstart:
         assert nemorl("quickstart").status == 75
         assert trainer.calls == [("train", 300)]
 
-    def run(self, nemorl: Nemorl, trainer: Trainer, tmp_path: Path):
+    def run(self, nemorl: Nemorl, trainer: Trainer, tmp_path: Path) -> Outcome:
         """In a folder whose second run finds the model of the first, which the stand-in does not write."""
         model = write_model(tmp_path / "weights")
         hf = tmp_path / "place" / "runs" / "quickstart" / "sft" / "hf"
