@@ -21,8 +21,6 @@ TREES = {
     "nemorl.environments": ROOT / "environments",
     "nemorl.slurm": ROOT / "slurm",
 }
-# Also at the root and of the wheel: experiment files, and what they name.
-DATA = {"nemorl.configs": ROOT / "configs", "nemorl.examples": ROOT / "examples"}
 
 # Each part may import these, and itself; `trajectories` imports numpy only.
 ALLOWED: dict[str, set[str]] = {
@@ -177,7 +175,7 @@ def test_pyproject_names_every_package() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     found = {
         ".".join((name, *file.parent.relative_to(folder).parts))
-        for name, folder in (*TREES.items(), *DATA.items())
+        for name, folder in (*TREES.items(), ("nemorl.examples", ROOT / "examples"))
         for file in folder.rglob("__init__.py")
     }
-    assert sorted(setup["packages"]) == sorted(found)
+    assert sorted(setup["packages"]) == sorted({*found, "nemorl.configs"})  # which has data only

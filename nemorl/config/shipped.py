@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
 import yaml as pyyaml
@@ -20,7 +19,9 @@ from .schema import common_fields, variants
 from .schema import names as variant_names
 from .yaml import Tree, is_written, merged, parse_document
 
-FOLDER, EXAMPLES = (Path(str(files(f"nemorl.{package}"))) for package in ("configs", "examples"))
+_PACKAGE = Path(__file__).parents[1]
+_ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # of a wheel, of a clone
+FOLDER, EXAMPLES = _ROOT / "configs", _ROOT / "examples"
 PROGRAMS = "examples/"  # programs that an experiment runs from a file in the current folder
 # What a value of an experiment requires before a run.
 _COMMANDS = {

@@ -19,7 +19,7 @@ from tests.environments.episodes import task
 from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 
 REPOSITORY = Path(__file__).parents[2]
-EXAMPLE = "examples.second_try:SecondTryFactory"
+EXAMPLE = "nemorl.examples.second_try:SecondTryFactory"
 SECONDS = 0.5
 
 GOOD = """

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from examples.shelves import shelf
 from nemorl.config.data import DataConfig, GeneratorDataset
 from nemorl.config.environment import CustomEnvConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.datasets import load_tasks
 from nemorl.data.tokenizer import load_tokenizer
+from nemorl.examples.shelves import shelf
 from nemorl.models.create import CHAT, create_tiny_model
 from tests.required import require_module
 from tests.rollout.stand_ins import EchoEngine
@@ -30,7 +30,7 @@ def test_an_agent_calls_the_tool_and_answers(model: Path, agent: str, argument: 
         require_module("langgraph")
         require_module("langchain_openai")
     data = DataConfig(
-        train=GeneratorDataset(name="generator", function="examples.shelves:parts", size=10), chat=True
+        train=GeneratorDataset(name="generator", function="nemorl.examples.shelves:parts", size=10), chat=True
     )
     env = CustomEnvConfig(name="custom", factory=f"examples.{agent}:Factory")
     own = {"data": data, "env": env, "rewards": ()}

@@ -1,1 +1,0 @@
-"""Experiment files that come with nemorl; `nemorl recipes list` shows them."""
