@@ -122,6 +122,8 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-3B-Instruct": _llama3(3072, 8192, 28, 24, factor=32.0),
     "meta-llama/Llama-3.1-8B": _llama3(4096, 14336, 32, 32),
     "meta-llama/Llama-3.1-8B-Instruct": _llama3(4096, 14336, 32, 32),
+    "Skywork/Skywork-Reward-V2-Llama-3.1-8B": _llama3(4096, 14336, 32, 32)
+    | {"architectures": ["LlamaForSequenceClassification"]},
     "meta-llama/Llama-3.1-70B": _llama3(8192, 28672, 80, 64),
     "meta-llama/Llama-3.3-70B-Instruct": _llama3(8192, 28672, 80, 64),
     "mistralai/Mistral-Small-24B-Instruct-2501": _dense(
@@ -161,22 +163,6 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     ),
     "lmsys/gpt-oss-20b-bf16": _gpt_oss(24, 32),
     "lmsys/gpt-oss-120b-bf16": _gpt_oss(36, 128),
-    "moonshotai/Moonlight-16B-A3B-Instruct": _deepseek(
-        *(2048, 11264, 27, 16, 1408),
-        q_lora_rank=None,
-        first_k_dense_replace=1,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        num_experts_per_tok=6,
-        n_group=1,
-        topk_group=1,
-        routed_scaling_factor=2.446,
-        vocab_size=163840,
-        max_position_embeddings=8192,
-        eos_token_id=163585,
-        rms_norm_eps=1e-5,
-        rope_theta=5e4,
-    ),
     "unsloth/DeepSeek-V3-bf16": _deepseek(
         *(7168, 18432, 61, 128, 2048),
         q_lora_rank=1536,

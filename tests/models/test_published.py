@@ -33,13 +33,12 @@ WEIGHTS = {
     "mistralai/Mixtral-8x7B-Instruct-v0.1": 46_702_792_704,
     "google/gemma-3-1b-it": 999_885_952,
 }
-# The same in billions, as reports have them: arXiv 2508.10925, 2412.19437, 2502.16982 and 2503.19786, which
+# The same in billions, as reports have them: arXiv 2508.10925, 2412.19437 and 2503.19786, which
 # counts Gemma's embedding and the rest.
 BILLIONS = {
     "lmsys/gpt-oss-20b-bf16": 20.91,
     "lmsys/gpt-oss-120b-bf16": 116.83,
     "unsloth/DeepSeek-V3-bf16": 671,
-    "moonshotai/Moonlight-16B-A3B-Instruct": 15.96,
     "Changgil/google-gemma-3-27b-it-text": 1.416 + 25.6,
 }
 
@@ -59,7 +58,8 @@ def test_it_has_as_many_billions_as_reported(model: str) -> None:
 
 
 def test_every_family_has_one() -> None:
-    assert {load_shape(model).family for model in PUBLISHED} == {family.name for family in FAMILIES}
+    models = {model for model in PUBLISHED if "Reward" not in model}
+    assert {load_shape(model).family for model in models} == {family.name for family in FAMILIES}
 
 
 def test_a_folder_of_the_same_name_has_the_last_word(
