@@ -117,6 +117,7 @@ def rehearsed_rows(experiment: Experiment, processes: int) -> Iterator[dict[str,
         yield {
             "policy_ranks": layout.world_size,
             "layout": layout.name,
+            "recompute": experiment.policy.recompute.described,
             "rank": report.rank,
             "stage": report.stage,
             "peak_phase": comparison.phase,

@@ -109,6 +109,7 @@ _PHASES = {
     "build": (),
     "load": (),
     "logprobs": ("activations", "logits"),
+    "values": ("activations",),
     "train": ("activations", "logits", "head_gradient"),
     "refit": ("staging",),
     "offload": (),
@@ -191,12 +192,13 @@ class Comparison:
 
 def compare(report: RankReport, experiment: Experiment, phase: str | None = None) -> Comparison:
     """Compare a rank of the policy with the plan, in its highest phase or in a given one."""
-    plan = stage_memory(experiment, load_shape(experiment.policy.model_path), report.stage)
+    policy = experiment.policy
+    plan = stage_memory(experiment, load_shape(policy.model_path, policy.head), report.stage)
     if phase is None:
         phase, peak = report.peak
     else:
         peak = report.peaks[phase]
-    planned = _planned(plan, phase)
+    planned = planned_parts(plan, phase)
     names = dict.fromkeys((*planned, *peak.parts))
     parts = {name: (peak.parts.get(name, 0), planned.get(name, 0)) for name in names}
     if "head_gradient" in parts:  # both are the head's, which measures them as one
@@ -210,7 +212,8 @@ def compare(report: RankReport, experiment: Experiment, phase: str | None = None
     )
 
 
-def _planned(plan: ProcessMemory, phase: str) -> dict[str, int]:
+def planned_parts(plan: ProcessMemory, phase: str) -> dict[str, int]:
+    """Bytes that a rank holds in a phase of a rehearsal, by part of the plan."""
     return {name: getattr(plan, name) for name in (*RESIDENT, *_PHASES[phase])}
 
 
