@@ -97,34 +97,42 @@ def rows_of(published: Published, processes: int) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "config.json").write_text(json.dumps(MODELS[published.model]), encoding="utf-8")
-        experiment, shape = experiment_of(published, folder), load_shape(folder)
-        layout = experiment.policy.layout
-        plans = [stage_memory(experiment, shape, stage) for stage in range(published.stages)]
-        fullest = max(range(published.stages), key=lambda stage: plans[stage].on_device)
-        stages = sorted({fullest, published.stages - 1})
-        ranks = [layout.stage_size * stage for stage in stages]
-        for report in rehearse_all(experiment, ranks, processes):
-            comparison = compare(report, experiment)
+        for row in rehearsed_rows(experiment_of(published, folder), processes):
             yield {
                 **asdict(published),
-                "policy_ranks": layout.world_size,
-                "layout": layout.name,
-                "rank": report.rank,
-                "stage": report.stage,
-                "peak_phase": comparison.phase,
-                "peak_bytes": comparison.measured,
-                "planned_bytes": comparison.planned,
-                "plan_difference": comparison.difference,
-                "fits_80_gb": comparison.measured <= _GPU_BYTES,
-                "parts_bytes": {
-                    part: {"measured": measured, "planned": planned}
-                    for part, (measured, planned) in comparison.parts.items()
-                },
-                "peaks_bytes": {phase: peak.num_bytes for phase, peak in report.peaks.items()},
-                "waits_in_micro_batches": sum(n for e, n in report.synchronizations if e.in_micro_batch),
-                "faults": len(faults(report)),
-                "rehearsal_seconds": sum(report.seconds.values()),
+                **row,
+                "fits_80_gb": row["peak_bytes"] <= _GPU_BYTES,
             }
+
+
+def rehearsed_rows(experiment: Experiment, processes: int) -> Iterator[dict[str, Any]]:
+    """Of a rank of the policy's fullest stage, by the plan, and one of its last."""
+    layout = experiment.policy.layout
+    shape = load_shape(experiment.policy.model_path, experiment.policy.head)
+    plans = [stage_memory(experiment, shape, stage) for stage in range(layout.pipeline_parallel_size)]
+    fullest = max(range(len(plans)), key=lambda stage: plans[stage].on_device)
+    ranks = [layout.stage_size * stage for stage in sorted({fullest, len(plans) - 1})]
+    for report in rehearse_all(experiment, ranks, processes):
+        comparison = compare(report, experiment)
+        yield {
+            "policy_ranks": layout.world_size,
+            "layout": layout.name,
+            "recompute": experiment.policy.recompute.described,
+            "rank": report.rank,
+            "stage": report.stage,
+            "peak_phase": comparison.phase,
+            "peak_bytes": comparison.measured,
+            "planned_bytes": comparison.planned,
+            "plan_difference": comparison.difference,
+            "parts_bytes": {
+                part: {"measured": measured, "planned": planned}
+                for part, (measured, planned) in comparison.parts.items()
+            },
+            "peaks_bytes": {phase: peak.num_bytes for phase, peak in report.peaks.items()},
+            "waits_in_micro_batches": sum(n for e, n in report.synchronizations if e.in_micro_batch),
+            "faults": len(faults(report)),
+            "rehearsal_seconds": sum(report.seconds.values()),
+        }
 
 
 def _shown(row: dict[str, Any]) -> dict[str, object]:

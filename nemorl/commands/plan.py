@@ -3,7 +3,6 @@
 import json
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.config.policy import AutoRecompute
 from nemorl.errors import ConfigError, Problem, UsageError
-from nemorl.models.hub import HubError, config_folder, is_hub_id
+from nemorl.models.hub import HubError, config_folder
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.plan.generation_time import default_lengths
@@ -358,21 +357,15 @@ def _numbers(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def _rehearsal_problems(experiment: Experiment) -> Iterator[Problem]:
-    folder = experiment.policy.model_path
-    if not is_hub_id(folder):
-        yield from policy_layout_problems(experiment, load_shape(folder, experiment.policy.head))
-
-
 def _rehearse(arguments: Namespace) -> int:
-    experiment = load_experiment(arguments.config, arguments.overrides, _rehearsal_problems)
-    policy, world = experiment.policy, experiment.policy.layout.world_size
-    if is_hub_id(policy.model_path):
-        fix = (
-            f"run `hf download {policy.model_path} config.json --local-dir FOLDER` and set it to that folder"
-        )
-        raise UsageError(f"policy.model_path = {policy.model_path}: there is no such folder; {fix}")
-    shape = load_shape(policy.model_path, policy.head)
+    experiment = load_experiment(arguments.config, arguments.overrides)
+    shape, world = planned_shape(experiment, arguments.config), experiment.policy.layout.world_size
+    if problems := list(policy_layout_problems(experiment, shape)):
+        raise ConfigError(str(arguments.config), problems)
+    policy = experiment.policy.model_copy(
+        update={"model_path": config_folder(experiment.policy.model_path)}  # in place of an id
+    )
+    experiment = experiment.model_copy(update={"policy": policy})
     settled = fitting_recompute(experiment, shape, int(arguments.memory_gb * 1e9))
     if settled is not experiment:
         note = f"policy.recompute = auto: recomputes {settled.policy.recompute.described}"

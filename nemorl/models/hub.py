@@ -15,6 +15,8 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.shipped import command_for
 from nemorl.errors import NemorlError, Problem, shorten
 
+from .published import PUBLISHED
+
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]  # not weights in other formats
 _CONFIGS = ["config.json", "generation_config.json"]
@@ -40,9 +42,11 @@ def is_hub_id(path: Path) -> bool:
 def config_folder(path: Path) -> Path:
     """The folder of a model of which only config.json is read; of an id only that is downloaded.
 
-    Raises HubError.
+    The id of a model in `PUBLISHED` stays as it is, since its shape is known. Raises HubError.
     """
-    return fetch_model(str(path), files=_CONFIGS) if is_hub_id(path) else path
+    if not is_hub_id(path) or str(path) in PUBLISHED:
+        return path
+    return fetch_model(str(path), files=_CONFIGS)
 
 
 def fetch_model(name: str, commit: str | None = None, files: Sequence[str] = _FILES) -> Path:

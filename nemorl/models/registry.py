@@ -13,6 +13,7 @@ from .hf_config import HfConfig, UnsupportedModel, read_json_object
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .published import PUBLISHED
 from .qwen import QWEN2, QWEN3, QWEN3_MOE
 from .shape import ModelShape
 
@@ -20,17 +21,23 @@ FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, GPT_OSS, DEEPSEEK_
 
 
 def load_shape(folder: str | Path, head: Literal["lm", "scalar"] = "lm") -> ModelShape:
-    """The shape of the model in a folder; a scalar head may replace that of the vocabulary.
+    """The shape of the model in a folder, or of a published one; a scalar head may replace the vocabulary's.
 
     The token ids that end a sequence are those of `generation_config.json` if it has any, as in transformers.
     Raises `UnsupportedModel` naming the field, and `BrokenModelFolder` where config.json is not a model's.
     """
-    source, generation = Path(folder) / "config.json", Path(folder) / "generation_config.json"
-    config = read_json_object(source)
+    generation = Path(folder) / "generation_config.json"
+    config = model_config(folder)
     eos = read_json_object(generation).get("eos_token_id") if generation.exists() else None
     if eos is not None:
         config["eos_token_id"] = eos
-    return shape_from_config(config, str(source), head)
+    return shape_from_config(config, str(Path(folder) / "config.json"), head)
+
+
+def model_config(folder: str | Path) -> dict[str, Any]:
+    """The fields of config.json in a folder, or of a published model if its id names no folder."""
+    known = None if Path(folder).exists() else PUBLISHED.get(str(folder))
+    return read_json_object(Path(folder) / "config.json") if known is None else dict(known)
 
 
 def shape_from_config(

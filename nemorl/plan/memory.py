@@ -27,6 +27,9 @@ _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 
 _FLOAT32 = 4
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
+# Tensors as wide as a gated MLP that it keeps: gate, up, and their product. Without a fused kernel also the
+# activated gate and what it is multiplied with, which Megatron adds an offset to.
+_GATED_WIDTHS = {"silu": 3, "gelu_tanh": 5, "clamped_swiglu": 3}
 # A chunk of logits and its exponentials (or gradient), as measured: docs/memory.md.
 _CHUNK_COPIES = 2
 # Bytes of one logit of a sampling step: on a CPU of the logits, the distribution and its sums; on a GPU the
@@ -98,8 +101,6 @@ def estimate_memory(
     for model, model_shape in auxiliary:  # policies that neither sample nor send, and may not learn
         rank = policy_memory(experiment.model_copy(update={"policy": model.config}), model_shape)
         parts = {"reference": 0, "kv_cache": 0, "staging": 0, "staging_on_host": 0}
-        if model_shape.head == "scalar":
-            parts |= {"logits": 0, "head_gradient": 0}
         if not model.trains:
             parts |= {"gradients": 0, "optimizer": 0, "optimizer_on_host": 0, "head_gradient": 0}
             parts |= {"checkpoint": 0, "checkpoints_in_memory": 0}
@@ -162,13 +163,14 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
     own_tokens = -(-tokens // layout.context_parallel_size)
     num_micro_batches = -(-sequences * policy.max_sequence_length // tokens)
     chunk = min(policy.logprob_chunk_tokens, own_tokens)
-    logits = chunk * shape.vocab_size // layout.tensor_parallel_size * _FLOAT32 * _CHUNK_COPIES
+    vocabulary = shape.vocab_size if shape.head == "lm" else 0
+    logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * _CHUNK_COPIES
 
     last = stage == layout.pipeline_parallel_size - 1
     head_gradient = 0
     if last and policy.lora is None:
         # Its sum in float32, and in bfloat16 a chunk's product and at the end a copy (docs/memory.md).
-        columns = shape.vocab_size // layout.tensor_parallel_size
+        columns = vocabulary // layout.tensor_parallel_size
         head_gradient = columns * shape.hidden_size * (4 if policy.precision == "float32" else 8)
 
     cache, rounded = 0, 0
@@ -271,7 +273,10 @@ def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
     layout, moe = policy.layout, shape.moe
     tensor = layout.tensor_parallel_size
     left_out = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
-    norms = _hidden(shape, layout) * (2 if "layernorm" in left_out else 4)  # inputs, and outputs
+    in_norm = _in_norm(shape)
+    norms = _hidden(shape, layout) * (2 if "layernorm" in left_out else 2 + 2 * in_norm)  # outputs, inputs
+    if shape.post_norms:  # whose outputs are added and not kept
+        norms += _hidden(shape, layout) * 2 * in_norm
 
     # Queries, keys and values, the first two also before their rotation, and what comes out.
     query = output = shape.num_attention_heads * shape.head_dim
@@ -282,17 +287,19 @@ def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
         output = value = shape.num_attention_heads * shape.mla.value_dim
         latents = 2 * ((shape.mla.query_rank or 0) + shape.mla.key_value_rank)
     attention = latents + query + key + value + output
+    if shape.qk_norm:
+        attention += (query + key) * (in_norm - 1)
     if "core_attn" not in left_out:
         # Under context parallelism keys and values of all ranks are collected.
         attention += query + key + (key + value) * (layout.context_parallel_size - 1)
 
     kept = norms + attention // tensor
     if moe is None or not with_experts:
-        return kept + (0 if "mlp" in left_out else 3 * shape.ffn_hidden_size // tensor)
+        return kept + (0 if "mlp" in left_out else _of_mlp(shape, shape.ffn_hidden_size) // tensor)
     if "moe" in left_out:
         return kept
     if "shared_experts" not in left_out:
-        kept += 3 * moe.shared_ffn_hidden_size // tensor
+        kept += _of_mlp(shape, moe.shared_ffn_hidden_size) // tensor
     return kept + _copies(shape, layout) * (shape.hidden_size + _of_expert(shape, layout)) // _shared(layout)
 
 
@@ -301,7 +308,8 @@ def _passing(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int
     layout, moe = policy.layout, shape.moe
     again = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
     if moe is None or not with_experts:
-        return 3 * shape.ffn_hidden_size // layout.tensor_parallel_size if "mlp" in again else 0
+        again_in_mlp = _of_mlp(shape, shape.ffn_hidden_size) // layout.tensor_parallel_size
+        return again_in_mlp if "mlp" in again else 0
     # Copies as they come from other ranks, as they leave the experts, and as they return.
     width = 3 * shape.hidden_size
     if "moe" in again:
@@ -318,7 +326,17 @@ def _copies(shape: ModelShape, layout: LayoutConfig) -> int:
 def _of_expert(shape: ModelShape, layout: LayoutConfig) -> int:
     """What an expert makes of a copy."""
     assert shape.moe is not None
-    return 3 * shape.moe.ffn_hidden_size // layout.expert_tensor_parallel_size
+    return _of_mlp(shape, shape.moe.ffn_hidden_size) // layout.expert_tensor_parallel_size
+
+
+def _of_mlp(shape: ModelShape, width: int) -> int:
+    """What a gated MLP of this width keeps of a token after its input."""
+    return _GATED_WIDTHS[shape.activation] * width
+
+
+def _in_norm(shape: ModelShape) -> int:
+    """Elements that a norm keeps for one of its input: Gemma's computes in float32."""
+    return 2 if shape.zero_centered_norm else 1
 
 
 def _shared(layout: LayoutConfig) -> int:

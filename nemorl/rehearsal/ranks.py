@@ -7,7 +7,6 @@ holes. `KNOWN_WAITS` lists where the host may wait for the device; any other wai
 import json
 import math
 import os
-import shutil
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 from nemorl.config.experiment import Experiment
 from nemorl.models.hf_config import INDEX_FILE
 from nemorl.models.layout import hf_tensors
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import load_shape, model_config
 from nemorl.models.shape import ModelShape
 from nemorl.plan.memory import ProcessMemory, stage_memory
 
@@ -32,10 +31,10 @@ _ITEM_BYTES = 2  # of bfloat16
 _FILE_BYTES = 5 * 10**9  # of weights in a file, as usual; readers map files whole
 
 
-def write_hollow_model(folder: Path, config: Path, shape: ModelShape) -> None:
+def write_hollow_model(folder: Path, config: Mapping[str, Any], shape: ModelShape) -> None:
     """Write safetensors of the model's size in which every weight reads as 0; `config` is its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(config, folder / "config.json")
+    (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
     files: dict[str, str] = {}
     total = 0
     for number, tensors in enumerate(_parts(hf_tensors(shape))):
@@ -76,7 +75,7 @@ def hollow(experiment: Experiment) -> Iterator[Experiment]:
     source = experiment.policy.model_path
     with tempfile.TemporaryDirectory(prefix="nemorl-rehearsal-") as folder:
         model = Path(folder) / "model"
-        write_hollow_model(model, source / "config.json", load_shape(source))
+        write_hollow_model(model, model_config(source), load_shape(source))
         policy = experiment.policy.model_copy(update={"model_path": model})
         cluster = experiment.cluster
         if not cluster.gpus_per_node:
@@ -110,6 +109,7 @@ _PHASES = {
     "build": (),
     "load": (),
     "logprobs": ("activations", "logits"),
+    "values": ("activations",),
     "train": ("activations", "logits", "head_gradient"),
     "refit": ("staging",),
     "offload": (),
@@ -192,12 +192,13 @@ class Comparison:
 
 def compare(report: RankReport, experiment: Experiment, phase: str | None = None) -> Comparison:
     """Compare a rank of the policy with the plan, in its highest phase or in a given one."""
-    plan = stage_memory(experiment, load_shape(experiment.policy.model_path), report.stage)
+    policy = experiment.policy
+    plan = stage_memory(experiment, load_shape(policy.model_path, policy.head), report.stage)
     if phase is None:
         phase, peak = report.peak
     else:
         peak = report.peaks[phase]
-    planned = _planned(plan, phase)
+    planned = planned_parts(plan, phase)
     names = dict.fromkeys((*planned, *peak.parts))
     parts = {name: (peak.parts.get(name, 0), planned.get(name, 0)) for name in names}
     if "head_gradient" in parts:  # both are the head's, which measures them as one
@@ -211,7 +212,8 @@ def compare(report: RankReport, experiment: Experiment, phase: str | None = None
     )
 
 
-def _planned(plan: ProcessMemory, phase: str) -> dict[str, int]:
+def planned_parts(plan: ProcessMemory, phase: str) -> dict[str, int]:
+    """Bytes that a rank holds in a phase of a rehearsal, by part of the plan."""
     return {name: getattr(plan, name) for name in (*RESIDENT, *_PHASES[phase])}
 
 

@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemorl.algorithms.pair_losses import StepLoss
 from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import BatchingConfig, MegatronGenerationConfig, TorchGenerationConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
+from nemorl.data.losses import Loss
 from nemorl.data.packed import PackedBatch
 from nemorl.generation.batching import BatchingEngine
 from nemorl.generation.tokens import RequestLimits
@@ -117,6 +119,7 @@ class Load:
             weights=torch.full((n,), 1 / n),
             advantages=torch.ones(n),
             logprobs=-torch.ones(n),
+            labels=torch.ones(n),
         )
 
 
@@ -124,7 +127,7 @@ class PolicyRehearsal:
     def __init__(self, execution: Execution, experiment: Experiment, rank: int) -> None:
         self._execution, self._experiment, self._rank = execution, experiment, rank
         self._policy: PolicyConfig = experiment.policy
-        self._shape: ModelShape = load_shape(self._policy.model_path)
+        self._shape: ModelShape = load_shape(self._policy.model_path, self._policy.head)
         self._layout = self._policy.layout
         self._place = policy_rank(self._layout, rank)
         self._is_last = self._place.pp_rank == self._layout.pipeline_parallel_size - 1
@@ -138,10 +141,14 @@ class PolicyRehearsal:
         load = Load.of(self._experiment, self._place.pp_rank)
         worker.load_batch(load.batch(self._shape.vocab_size))
         self._execution.others.hidden_shape = self._hidden_shape(load)
-        with self._phase("logprobs"):
-            chunks = self._layout.virtual_pipeline_parallel_size
-            some = load.micro_batches[: self._layout.pipeline_parallel_size if chunks > 1 else 1]
-            worker.compute_logprobs(some, old=True, reference=self._keeps_reference)
+        chunks = self._layout.virtual_pipeline_parallel_size
+        some = load.micro_batches[: self._layout.pipeline_parallel_size if chunks > 1 else 1]
+        if self._policy.head == "scalar":
+            with self._phase("values"):
+                worker.compute_values(some)
+        else:
+            with self._phase("logprobs"):
+                worker.compute_logprobs(some, old=True, reference=self._keeps_reference)
         if not self._is_last:
             text = torch.frombuffer(bytearray(_METRICS), dtype=torch.uint8)
             self._execution.others.broadcasts.extend([torch.tensor([len(text)]), text])
@@ -188,11 +195,14 @@ class PolicyRehearsal:
     def _bucket_bytes(self) -> int:
         return self._experiment.generation.bucket_megabytes * 2**20
 
-    def _loss(self) -> PolicyLoss:
+    def _loss(self) -> Loss:
+        """The policy's, or one whose memory differs little from that of its algorithm's."""
         algorithm = self._experiment.algorithm
+        if self._policy.head == "scalar":
+            return StepLoss()
         if isinstance(algorithm, OnlineConfig):
             return PolicyLoss(algorithm.loss, algorithm.kl, algorithm.correction)
-        return PolicyLoss(ClipLossConfig())  # whose memory differs little from that of others
+        return PolicyLoss(ClipLossConfig())
 
     def _label(self, worker: PolicyWorker) -> None:
         """Name what a worker keeps by the parts of the memory plan."""

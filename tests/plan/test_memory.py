@@ -260,6 +260,24 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_tensor_parallelis
     assert activations(both) == activations() // 2
 
 
+def test_norms_in_float32_and_a_gate_without_a_kernel_keep_more(configure: Configure) -> None:
+    """Gemma's. Inputs of norms in float32 are two elements of bfloat16 each."""
+    gemma = replace(SHAPE, zero_centered_norm=True, post_norms=True, qk_norm=True, activation="gelu_tanh")
+    experiment = configure("policy.precision=bfloat16")
+    # per token and layer: the outputs of two norms and the inputs of four, queries before their norm in
+    # float32 and rotated, keys as well, values, what attention returns, and five MLP widths
+    norms, attention = (2 + 4 * 2) * 128, (3 * 128 + 128) + (3 * 64 + 64)
+
+    assert policy_memory(experiment, gemma).activations == 512 * 6 * (norms + attention + 5 * 384) * 2
+
+
+def test_a_scalar_head_has_no_logits(configure: Configure) -> None:
+    policy = policy_memory(configure(), replace(SHAPE, head="scalar"))
+
+    assert policy.logits == policy.head_gradient == 0
+    assert policy_memory(configure(), SHAPE).logits > 0
+
+
 def test_which_groups_there_are(configure: Configure) -> None:
     sft = configure("algorithm.name=sft", "algorithm.num_steps=1", "algorithm.batch_size=4")
 
