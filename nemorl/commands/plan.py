@@ -5,7 +5,6 @@ import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -14,8 +13,9 @@ from nemorl.config.base import counted
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.config.policy import AutoRecompute
-from nemorl.errors import ConfigError, Problem, UsageError
-from nemorl.models.hub import HubError, config_folder, is_hub_id
+from nemorl.errors import Problem, UsageError
+from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
+from nemorl.models.hub import with_local_models
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.plan.generation_time import default_lengths
@@ -23,7 +23,7 @@ from nemorl.plan.hardware import HARDWARE
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import MEMORY_PARTS, policy_memory
-from nemorl.plan.problems import policy_layout_problems
+from nemorl.plan.problems import model_problem, policy_layout_problems
 from nemorl.plan.recompute import fitting_recompute
 from nemorl.plan.step_time import RunPlan, StepTime, UnplannedRun
 from nemorl.plan.suggest import Suggestion, suggest
@@ -115,7 +115,7 @@ def _register_rehearsal(group: Commands) -> None:
     parser.description = (
         f"{text}: build, load, logprobs, training, refit and offloading, with tensors that have shapes "
         "and no data. It prints the peak of each rank next to the memory plan, and where the host waits "
-        "for the device. The folder of the model needs a config.json only. Nothing is run on hardware."
+        "for the device. The model needs a config.json only. Nothing is run on hardware."
     )
     terminal.add_experiment(parser)
     ranks_help = "ranks of the policy, such as 0,8,56; default: one of the first, a middle and the last stage"
@@ -132,8 +132,7 @@ def _register_rehearsal(group: Commands) -> None:
 
 
 def _layouts(arguments: Namespace) -> int:
-    experiment = load_experiment(arguments.config, arguments.overrides)
-    shape = planned_shape(experiment, arguments.config)
+    experiment, shape = load_planned(arguments, lays_out=False)
     memory_bytes = min((gpu.memory_bytes for gpu in read_machine().gpus), default=None)
     if arguments.memory_gb is not None:
         memory_bytes = int(arguments.memory_gb * 1e9)
@@ -157,21 +156,33 @@ def _layouts(arguments: Namespace) -> int:
     return ExitCode.WELL
 
 
-def planned_shape(experiment: Experiment, config: Path) -> ModelShape:
-    """By the model's config.json, in a folder or on the hub. Raises ConfigError."""
-    policy = experiment.policy
-    try:
-        return load_shape(config_folder(policy.model_path), policy.head)
-    except HubError as error:
-        problem = Problem("policy.model_path", str(policy.model_path), str(error))
-        raise ConfigError(str(config), [problem]) from error
+def load_planned(arguments: Namespace, *, lays_out: bool = True) -> tuple[Experiment, ModelShape]:
+    """The experiment with local folders, and the policy's shape, by config.json alone. Raises ConfigError.
+
+    `lays_out` checks whether the policy's layout divides the model.
+    """
+    found: list[tuple[Experiment, ModelShape]] = []
+
+    def further_checks(experiment: Experiment) -> Iterator[Problem]:
+        located, absent = with_local_models(experiment, weights=False)
+        yield from absent
+        policy = located.policy
+        try:
+            shape = load_shape(policy.model_path, policy.head)
+        except (BrokenModelFolder, UnsupportedModel) as error:
+            if not any(problem.field == "policy.model_path" for problem in absent):
+                yield model_problem("policy", policy.model_path, str(error))
+            return
+        found.append((located, shape))
+        if lays_out:
+            yield from policy_layout_problems(located, shape)
+
+    load_experiment(arguments.config, arguments.overrides, further_checks)
+    return found[0]
 
 
 def _time(arguments: Namespace) -> int:
-    experiment = load_experiment(arguments.config, arguments.overrides)
-    shape, hardware = planned_shape(experiment, arguments.config), HARDWARE[arguments.hardware]
-    if problems := list(policy_layout_problems(experiment, shape)):
-        raise ConfigError(str(arguments.config), problems)
+    (experiment, shape), hardware = load_planned(arguments), HARDWARE[arguments.hardware]
     experiment = fitting_recompute(experiment, shape, int(hardware.memory_bytes))
     lengths = _lengths(experiment, arguments)
     try:
@@ -207,8 +218,7 @@ def _time(arguments: Namespace) -> int:
 
 
 def _suggest(arguments: Namespace) -> int:
-    experiment = load_experiment(arguments.config, arguments.overrides)
-    shape, hardware = planned_shape(experiment, arguments.config), HARDWARE[arguments.hardware]
+    (experiment, shape), hardware = load_planned(arguments, lays_out=False), HARDWARE[arguments.hardware]
     lengths = _lengths(experiment, arguments)
     try:
         found = suggest(experiment, shape, hardware, lengths, arguments.gpus, arguments.staleness)
@@ -358,21 +368,9 @@ def _numbers(text: str) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def _rehearsal_problems(experiment: Experiment) -> Iterator[Problem]:
-    folder = experiment.policy.model_path
-    if not is_hub_id(folder):
-        yield from policy_layout_problems(experiment, load_shape(folder, experiment.policy.head))
-
-
 def _rehearse(arguments: Namespace) -> int:
-    experiment = load_experiment(arguments.config, arguments.overrides, _rehearsal_problems)
+    experiment, shape = load_planned(arguments)
     policy, world = experiment.policy, experiment.policy.layout.world_size
-    if is_hub_id(policy.model_path):
-        fix = (
-            f"run `hf download {policy.model_path} config.json --local-dir FOLDER` and set it to that folder"
-        )
-        raise UsageError(f"policy.model_path = {policy.model_path}: there is no such folder; {fix}")
-    shape = load_shape(policy.model_path, policy.head)
     settled = fitting_recompute(experiment, shape, int(arguments.memory_gb * 1e9))
     if settled is not experiment:
         note = f"policy.recompute = auto: recomputes {settled.policy.recompute.described}"

@@ -174,6 +174,28 @@ def test_plans_read_config_json_only(nemorl: Nemorl, experiment: Path, tmp_path:
     assert nemorl("plan", "layouts", experiment, "--gpus", "2").status == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "layouts", "--gpus", "2"),
+        ("plan", "time", "--hardware", "h100"),
+        ("plan", "suggest", "--hardware", "h100", "--gpus", "2"),
+        ("plan", "rehearse"),
+        ("simulate", "--hardware", "h100"),
+        ("check",),
+        ("check", "--no-weights"),
+    ],
+)
+def test_a_model_folder_that_is_missing_is_an_error_of_its_field(
+    nemorl: Nemorl, experiment: Path, words: tuple[str, ...]
+) -> None:
+    outcome = nemorl(*words, experiment, "policy.model_path=absent")
+
+    assert outcome.status == 2
+    assert f"{experiment}: 1 configuration error\n" in outcome.err
+    assert "policy.model_path = absent  (command line)\n      there is no such folder" in outcome.err
+
+
 def test_suggestions_are_ranked_with_reasons_and_fields(nemorl: Nemorl, experiment: Path) -> None:
     words = ("plan", "suggest", experiment, *GPUS, "--hardware", "h100", "--gpus", "2")
 
