@@ -19,7 +19,7 @@ from nemorl.models.hub import with_local_models
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.plan.generation_time import default_lengths
-from nemorl.plan.hardware import HARDWARE
+from nemorl.plan.hardware import HARDWARE, MARGIN
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import MEMORY_PARTS, policy_memory
@@ -42,7 +42,7 @@ _PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "logi
 _SHORT = {"gradients": "grads", "optimizer": "optim", "reference": "ref", "activations": "activ"}
 # The same of a rehearsal.
 _REHEARSED = (*_PARTS, "kv_cache", "staging")
-_GPU_GB = 85.5  # of an H100 with 80 GB
+_GPU_GB = round(HARDWARE["h100"].memory_bytes / 1e9, 1)
 _ROWS = 40
 _SIMULATED_STEPS = 3
 _CHOICE_WIDTH = 40  # of the column with what is recomputed
@@ -183,7 +183,10 @@ def load_planned(arguments: Namespace, *, lays_out: bool = True) -> tuple[Experi
 
 def _time(arguments: Namespace) -> int:
     (experiment, shape), hardware = load_planned(arguments), HARDWARE[arguments.hardware]
-    experiment = fitting_recompute(experiment, shape, int(hardware.memory_bytes))
+    is_chosen = isinstance(experiment.policy.recompute, AutoRecompute)
+    experiment = fitting_recompute(experiment, shape, hardware.usable_bytes)
+    needed = policy_memory(experiment, shape).on_device
+    status = ExitCode.FAILED if needed > hardware.memory_bytes else ExitCode.WELL
     lengths = _lengths(experiment, arguments)
     try:
         plan = RunPlan(experiment, shape, hardware, lengths)
@@ -195,26 +198,36 @@ def _time(arguments: Namespace) -> int:
         stages = {name: {"bound": cost.bound, **asdict(cost)} for name, cost in step.stages.items()}
         values = asdict(step) | {"stages": stages, "tokens_per_second": step.tokens_per_second}
         values |= {"hardware": hardware.name, "lengths": asdict(lengths)}
+        values |= {"recompute": experiment.policy.recompute.model_dump(), "fits": status is ExitCode.WELL}
+        values |= {"memory_on_device": needed, "device_memory": hardware.memory_bytes}
         values |= {} if price is None else {"cost_per_million_tokens": step.cost_per_million(price)}
         say(json.dumps(values, indent=2))
-        return ExitCode.WELL
+        return status
     console = terminal.output()
     console.width = max(console.width, _WIDTH)
     console.print(_stages(step, plan))
+    share, room = needed / hardware.memory_bytes, f"{hardware.memory_bytes / 1e9:.1f} GB"
+    rows["memory of the policy's fullest rank"] = f"{_digits(needed / 1e9)} of {room} ({share:.0%})"
+    rows["recomputed"] = experiment.policy.recompute.described + is_chosen * " (chosen by the plan)"
     result = terminal.table("The run", ["", "value"])
     for name, value in rows.items():
         result.add_row(name, value)
     console.print(result)
-    needed = policy_memory(experiment, shape).on_device
-    if needed > hardware.memory_bytes:
-        fix = "`nemorl plan layouts` lists layouts that fit"
-        say(f"The policy needs {needed / 1e9:.0f} GB of {hardware.memory_bytes / 1e9:.0f} GB: {fix}.")
+    if needed > hardware.usable_bytes:
+        problem = f"needs {_digits(needed / 1e9)} of {room}"
+        if status is ExitCode.WELL:
+            problem = f"leaves {1 - share:.0%} of {room}, less than the margin of {MARGIN:.0%}"
+        terminal.complain(f"The policy {problem}: `nemorl plan layouts` lists layouts that fit.")
+    _note_lengths(experiment, lengths, arguments)
+    return status
+
+
+def _note_lengths(experiment: Experiment, lengths: Lengths, arguments: Namespace) -> None:
     notes = [f"responses of {lengths.response:.0f} tokens on average, at most {lengths.limit:.0f}"]
     notes.append(f"prompts of {lengths.prompt:.0f}")
     assumed = arguments.response_tokens is None and experiment.algorithm.online
     hint = " These lengths are assumed: give --response-tokens." if assumed else ""
     terminal.notes().print(f"planned for {' and '.join(notes)}.{hint}", markup=False)
-    return ExitCode.WELL
 
 
 def _suggest(arguments: Namespace) -> int:
@@ -230,18 +243,29 @@ def _suggest(arguments: Namespace) -> int:
     simulated = [_simulated(suggestion.plan) for suggestion in found[: arguments.simulate]]
     if arguments.json:
         rows = [
-            {"seconds": one.step.seconds, "reason": one.reason, "overrides": one.overrides} for one in found
+            {
+                "seconds": one.step.seconds,
+                "reason": one.reason,
+                "overrides": one.overrides,
+                "recompute": one.plan.experiment.policy.recompute.model_dump(),
+                "memory_on_device": one.memory,
+                "device_memory": hardware.memory_bytes,
+            }
+            for one in found
         ]
         for row, seconds in zip(rows, simulated, strict=False):
             row["simulated_seconds"] = seconds
         say(json.dumps(rows, indent=2))
         return ExitCode.WELL
     console = terminal.output()
-    console.width = max(console.width, 130)
+    console.width = max(console.width, 160)
     console.print(_suggestions(found[:_ROWS], simulated))
     say("\nFields of the first:")
     for override in found[0].overrides:
         say(f"  {override}")
+    room = f"of the {hardware.memory_bytes / 1e9:.1f} GB of a device {MARGIN:.0%} stay free"
+    terminal.notes().print(f"{room}, for what is not planned", markup=False)
+    _note_lengths(experiment, lengths, arguments)
     return ExitCode.WELL
 
 
@@ -254,8 +278,9 @@ def _simulated(plan: RunPlan) -> float:
 
 
 def _suggestions(found: list[Suggestion], simulated: list[float]) -> Table:
-    headers = ["seconds", *(["simulated"] if simulated else []), "placement", "policy", "engines"]
-    result = terminal.table("Seconds of a step, fastest first", [*headers, "staleness", "reason"])
+    headers = ["seconds", *(["simulated"] if simulated else []), "placement", "policy", "GB", "recomputed"]
+    title = "Seconds of a step, fastest first; GB of the policy's fullest rank, with its share of the device"
+    result = terminal.table(title, [*headers, "engines", "staleness", "reason"])
     for index, one in enumerate(found):
         experiment, engine = one.plan.experiment, one.plan.engine
         times = [_digits(simulated[index]) if index < len(simulated) else ""] if simulated else []
@@ -263,6 +288,8 @@ def _suggestions(found: list[Suggestion], simulated: list[float]) -> Table:
         placement = "shared" if experiment.generation.shares_devices else "separate"
         result.add_row(
             *(_digits(one.step.seconds), *times, placement, f"{layout.world_size}: {layout.name}"),
+            f"{one.memory / 1e9:.1f} ({one.memory / one.plan.hardware.memory_bytes:.0%})",
+            experiment.policy.recompute.described,
             *(
                 f"{one.plan.replicas} x TP{engine.tensor}",
                 str(getattr(experiment.algorithm, "max_staleness", 0)),
@@ -364,7 +391,7 @@ def _digits(number: float) -> str:
 def _numbers(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
-        raise ArgumentTypeError(f"{text!r}: expected integers, separated by commas")
+        raise ArgumentTypeError(f"{text!r}: expected integers of at least 0, separated by commas, as in 0,1")
     return sorted({int(word) for word in words})
 
 

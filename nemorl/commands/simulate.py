@@ -101,7 +101,7 @@ def _simulate(arguments: Namespace) -> int:
 
 
 def _plan(experiment: Experiment, shape: ModelShape, hardware: Hardware) -> RunPlan:
-    experiment = fitting_recompute(experiment, shape, int(hardware.memory_bytes))
+    experiment = fitting_recompute(experiment, shape, hardware.usable_bytes)
     return RunPlan(experiment, shape, hardware, default_lengths(experiment))
 
 
