@@ -18,6 +18,7 @@ class Hardware:
     """One device, and the links from it."""
 
     name: str
+    device_name: str  # by the driver
     operations: float  # per second in bfloat16
     operations_fp8: float  # per second
     multiprocessors: int
@@ -44,10 +45,14 @@ MARGIN = 0.1  # of the memory, for CUDA, NCCL, workspaces of kernels and fragmen
 HARDWARE = {
     device.name: device
     for device in (
-        Hardware("h20", 148e12, 296e12, 78, 97871 * _MIB, 4.0e12, 8, 450e9, 50e9, 64e9),
-        Hardware("h100", 989e12, 1979e12, 132, 81559 * _MIB, 3.35e12, 8, 450e9, 50e9, 64e9),
-        Hardware("h200", 989e12, 1979e12, 132, 143771 * _MIB, 4.8e12, 8, 450e9, 50e9, 64e9),
-        Hardware("b200", 2250e12, 4500e12, 148, 183359 * _MIB, 8.0e12, 8, 900e9, 50e9, 64e9),
-        Hardware("gb200", 2500e12, 5000e12, 148, 189471 * _MIB, 8.0e12, 72, 900e9, 50e9, 225e9),
+        Hardware("h20", "NVIDIA H20", 148e12, 296e12, 78, 97871 * _MIB, 4.0e12, 8, 450e9, 50e9, 64e9),
+        Hardware(
+            "h100", "NVIDIA H100 80GB HBM3", 989e12, 1979e12, 132, 81559 * _MIB, 3.35e12, 8, 450e9, 50e9, 64e9
+        ),
+        Hardware("h200", "NVIDIA H200", 989e12, 1979e12, 132, 143771 * _MIB, 4.8e12, 8, 450e9, 50e9, 64e9),
+        Hardware("b200", "NVIDIA B200", 2250e12, 4500e12, 148, 183359 * _MIB, 8.0e12, 8, 900e9, 50e9, 64e9),
+        Hardware(
+            "gb200", "NVIDIA GB200", 2500e12, 5000e12, 148, 189471 * _MIB, 8.0e12, 72, 900e9, 50e9, 225e9
+        ),
     )
 }
