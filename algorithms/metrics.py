@@ -235,6 +235,8 @@ def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[
         "lr": updates[-1].lr,
         **counts,
         "tokens/trained": float(sum(u.num_tokens for u in updates)),
+        **({"flops/training": sum(u.flops for u in updates)} if any(u.flops for u in updates) else {}),
+        **({} if (peak := updates[0].peak_tflops) is None else {"tflops/peak": peak}),
         "packing/shared": 1 - sum(u.num_distinct for u in updates) / sum(u.num_tokens for u in updates),
         "packing/padding": 1 - sum(u.num_distinct for u in updates) / sum(u.num_computed for u in updates),
     }

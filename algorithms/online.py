@@ -23,6 +23,7 @@ from nemorl.data.shards import Column, Field, SequencePlace
 from nemorl.errors import RunError
 from nemorl.observe.observer import Observer
 from nemorl.observe.timeline import Stage
+from nemorl.plan.utilization import ModelWork
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupSummary
 from nemorl.rollout.schedule import DataPlace
@@ -102,6 +103,7 @@ class OnlineAlgorithm:
     teachers: Teachers | None = None
     sources: Sources | None = None  # of a mixture
     trajectories: TrajectoryLog | None = None
+    work: ModelWork | None = None  # of the policy, where its engines sample
     _warned: bool = field(default=False, init=False)  # of a trajectory's error
 
     @property
@@ -123,6 +125,9 @@ class OnlineAlgorithm:
         lineage = self.session.lineage
         batch = self.update.prepare(filtered.groups, number, lineage)
         metrics = rollout_metrics(groups, lineage.version(number - 1), lineage) | filtered.metrics
+        if self.work is not None:
+            sampled = [[(t.num_tokens, t.num_sampled) for t in g.sequences] for g in groups]
+            metrics["flops/generation"] = self.work.generation(sampled)
         metrics |= await self.train(batch, number)
         if self.session.pinned.locked():
             with self.observer.stage("validation_wait", waits_for="validation"):

@@ -36,6 +36,7 @@ class Problem:
     value: object  # as given, or ABSENT
     fix: str  # the problem and what to do
     origin: str = ""  # `file:line`, `command line` or `default`; empty if unknown
+    is_absent: bool = False  # a file is missing that the machine of the run may have
 
     def __str__(self) -> str:
         where = f"  ({self.origin})" if self.origin else ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import yaml
 
@@ -43,8 +43,8 @@ from nemorl.models.hub import commits_in, with_local_models
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.addresses import address_problems, node_problems, server_problems
 from nemorl.plan.machine import Machine, gpu_problems, is_this_machine, read_machine
-from nemorl.plan.problems import Plan, plan_run
-from nemorl.plan.recompute import with_settled_recompute
+from nemorl.plan.problems import Plan, has_weights, plan_run
+from nemorl.plan.recompute import with_recompute, with_settled_recompute
 from nemorl.rewards.find import GIVEN, RewardError, find_reward
 from nemorl.rewards.functions import BUILT_IN
 
@@ -69,6 +69,9 @@ def register(commands: Commands) -> None:
     check.add_argument("words", nargs="+", metavar="CONFIG|a.b=value", help=words_help)
     here_help = "treat missing GPUs, nodes and servers as errors, since the run will start on this machine"
     check.add_argument("--here", action="store_true", help=here_help)
+    weights_help = "plan from config.json: of models on the hub only that is downloaded, and weights, "
+    weights_help += "tokenizers and data that are not on this machine are listed as not verified"
+    check.add_argument("--no-weights", action="store_true", help=weights_help)
 
 
 def _check(arguments: Namespace) -> int:
@@ -79,7 +82,9 @@ def _check(arguments: Namespace) -> int:
     machine, code = read_machine(), ExitCode.WELL
     for path in paths:
         try:
-            ready = prepare(path, overrides, machine, where="here" if arguments.here else "unknown")
+            where: Where = "here" if arguments.here else "unknown"
+            weights: Weights = "absent" if arguments.no_weights else "required"
+            ready = prepare(path, overrides, machine, where=where, weights=weights)
         except ConfigError as error:
             if error.source == COMMAND_LINE:  # which is the same for every file
                 raise
@@ -91,6 +96,10 @@ def _check(arguments: Namespace) -> int:
         say("\n".join([f"{path}: OK", *lines]))
         notes().print(plan_table(ready.plan))
     return code
+
+
+Where: TypeAlias = Literal["here", "unknown", "elsewhere"]
+Weights: TypeAlias = Literal["required", "optional", "absent"]
 
 
 class Sampled:
@@ -176,14 +185,17 @@ def prepare(
     replay: Path | None = None,
     new_run: bool = False,
     resumes: bool = False,
-    where: Literal["here", "unknown", "elsewhere"] = "here",
+    where: Where = "here",
+    weights: Weights = "required",
 ) -> Ready:
     """Load and check an experiment. Raises `ConfigError` with all problems.
 
     `new_run` requires a run folder without a run, `resumes` the algorithm of the run in it, `serving` an
     address to listen on and no tasks, `sampling` an algorithm that samples, `replay` stored groups in that
     run folder to train on. What this machine lacks is a problem where the run starts `here`, and
-    in `Ready.unverified` otherwise; rewards are not called `elsewhere`.
+    in `Ready.unverified` otherwise; rewards are not called `elsewhere`. Weights that are `absent`, or are
+    `optional` and not there, are not downloaded; they, tokenizers and data that this machine lacks are in
+    `Ready.unverified`, and ids on the hub stay in the experiment.
     """
     plans: list[Plan] = []
     located: list[Experiment] = []
@@ -193,16 +205,22 @@ def prepare(
     def further_checks(experiment: Experiment) -> Problems:
         recorded = RunPaths(experiment.run_dir).config
         commits = commits_in(recorded.read_text(encoding="utf-8")) if resumes and recorded.exists() else {}
-        experiment, absent = with_local_models(experiment, commits)
+        named = experiment
+        experiment, absent = with_local_models(experiment, commits, weights=weights == "required")
+        is_complete = weights == "required" or (weights == "optional" and _have_weights(experiment))
         settled = with_settled_recompute(experiment, machine, training=training)
         if settled is not experiment:
             remarks.append(Problem("policy.recompute", "auto", _settled(settled, machine)))
+        located.append(settled if is_complete else with_recompute(named, settled.policy.recompute))
         experiment = settled
-        located.append(experiment)
         yield from absent
         plans.append(plan_run(experiment, machine, training=training))
         fields = {problem.field for problem in absent}
-        yield from (problem for problem in plans[0].problems if problem.field not in fields)
+        for problem in plans[0].problems:
+            if problem.is_absent and not is_complete:
+                unverified.append(problem)
+            elif problem.field not in fields:
+                yield problem
         sampled = Sampled(experiment)
         yield from _reward_problems(experiment, sampled, calls=where != "elsewhere")
         yield from _custom_part_problems(experiment, sampled, remarks)
@@ -217,7 +235,7 @@ def prepare(
             unverified.extend(_sandbox_problems(experiment))
             yield from _mcp_problems(experiment, unverified)
         if where == "here":
-            yield from unverified
+            yield from (problem for problem in unverified if not problem.is_absent)
         if resumes:
             yield from _other_algorithm(experiment)
         if is_this_machine(experiment, machine):
@@ -242,6 +260,14 @@ def prepare(
 
     load_experiment(path, overrides, further_checks)
     return Ready(located[0], plans[0], tuple(unverified), tuple(remarks))
+
+
+def _have_weights(experiment: Experiment) -> bool:
+    """False if the folder of a model has a config.json and no weights."""
+    folders = {spec.config.model_path for spec in models_of(experiment)}
+    if (draft := experiment.generation.draft_model) is not None:
+        folders.add(draft.model_path)
+    return all(has_weights(folder) for folder in folders if (folder / "config.json").is_file())
 
 
 def _settled(experiment: Experiment, machine: Machine) -> str:

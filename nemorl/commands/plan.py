@@ -4,7 +4,6 @@ import json
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -13,16 +12,17 @@ from nemorl.config.base import counted
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.config.policy import AutoRecompute
-from nemorl.errors import ConfigError, Problem, UsageError
-from nemorl.models.hub import HubError, config_folder
+from nemorl.errors import Problem, UsageError
+from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
+from nemorl.models.hub import with_local_models
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 from nemorl.plan.generation_time import default_lengths
-from nemorl.plan.hardware import HARDWARE
+from nemorl.plan.hardware import HARDWARE, MARGIN
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import MEMORY_PARTS, policy_memory
-from nemorl.plan.problems import policy_layout_problems
+from nemorl.plan.problems import model_problem, policy_layout_problems
 from nemorl.plan.recompute import fitting_recompute
 from nemorl.plan.step_time import RunPlan, StepTime, UnplannedRun
 from nemorl.plan.suggest import Suggestion, suggest
@@ -41,7 +41,7 @@ _PARTS = ("weights", "gradients", "optimizer", "reference", "activations", "logi
 _SHORT = {"gradients": "grads", "optimizer": "optim", "reference": "ref", "activations": "activ"}
 # The same of a rehearsal.
 _REHEARSED = (*_PARTS, "kv_cache", "staging")
-_GPU_GB = 85.5  # of an H100 with 80 GB
+_GPU_GB = round(HARDWARE["h100"].memory_bytes / 1e9, 1)
 _ROWS = 40
 _SIMULATED_STEPS = 3
 _CHOICE_WIDTH = 40  # of the column with what is recomputed
@@ -114,7 +114,7 @@ def _register_rehearsal(group: Commands) -> None:
     parser.description = (
         f"{text}: build, load, logprobs, training, refit and offloading, with tensors that have shapes "
         "and no data. It prints the peak of each rank next to the memory plan, and where the host waits "
-        "for the device. The folder of the model needs a config.json only. Nothing is run on hardware."
+        "for the device. The model needs a config.json only. Nothing is run on hardware."
     )
     terminal.add_experiment(parser)
     ranks_help = "ranks of the policy, such as 0,8,56; default: one of the first, a middle and the last stage"
@@ -131,8 +131,7 @@ def _register_rehearsal(group: Commands) -> None:
 
 
 def _layouts(arguments: Namespace) -> int:
-    experiment = load_experiment(arguments.config, arguments.overrides)
-    shape = planned_shape(experiment, arguments.config)
+    experiment, shape = load_planned(arguments, lays_out=False)
     memory_bytes = min((gpu.memory_bytes for gpu in read_machine().gpus), default=None)
     if arguments.memory_gb is not None:
         memory_bytes = int(arguments.memory_gb * 1e9)
@@ -156,22 +155,37 @@ def _layouts(arguments: Namespace) -> int:
     return ExitCode.WELL
 
 
-def planned_shape(experiment: Experiment, config: Path) -> ModelShape:
-    """By the model's config.json, in a folder or on the hub. Raises ConfigError."""
-    policy = experiment.policy
-    try:
-        return load_shape(config_folder(policy.model_path), policy.head)
-    except HubError as error:
-        problem = Problem("policy.model_path", str(policy.model_path), str(error))
-        raise ConfigError(str(config), [problem]) from error
+def load_planned(arguments: Namespace, *, lays_out: bool = True) -> tuple[Experiment, ModelShape]:
+    """The experiment with local folders, and the policy's shape, by config.json alone. Raises ConfigError.
+
+    `lays_out` checks whether the policy's layout divides the model.
+    """
+    found: list[tuple[Experiment, ModelShape]] = []
+
+    def further_checks(experiment: Experiment) -> Iterator[Problem]:
+        located, absent = with_local_models(experiment, weights=False)
+        yield from absent
+        policy = located.policy
+        try:
+            shape = load_shape(policy.model_path, policy.head)
+        except (BrokenModelFolder, UnsupportedModel) as error:
+            if not any(problem.field == "policy.model_path" for problem in absent):
+                yield model_problem("policy", policy.model_path, str(error))
+            return
+        found.append((located, shape))
+        if lays_out:
+            yield from policy_layout_problems(located, shape)
+
+    load_experiment(arguments.config, arguments.overrides, further_checks)
+    return found[0]
 
 
 def _time(arguments: Namespace) -> int:
-    experiment = load_experiment(arguments.config, arguments.overrides)
-    shape, hardware = planned_shape(experiment, arguments.config), HARDWARE[arguments.hardware]
-    if problems := list(policy_layout_problems(experiment, shape)):
-        raise ConfigError(str(arguments.config), problems)
-    experiment = fitting_recompute(experiment, shape, int(hardware.memory_bytes))
+    (experiment, shape), hardware = load_planned(arguments), HARDWARE[arguments.hardware]
+    is_chosen = isinstance(experiment.policy.recompute, AutoRecompute)
+    experiment = fitting_recompute(experiment, shape, hardware.usable_bytes)
+    needed = policy_memory(experiment, shape).on_device
+    status = ExitCode.FAILED if needed > hardware.memory_bytes else ExitCode.WELL
     lengths = _lengths(experiment, arguments)
     try:
         plan = RunPlan(experiment, shape, hardware, lengths)
@@ -183,31 +197,40 @@ def _time(arguments: Namespace) -> int:
         stages = {name: {"bound": cost.bound, **asdict(cost)} for name, cost in step.stages.items()}
         values = asdict(step) | {"stages": stages, "tokens_per_second": step.tokens_per_second}
         values |= {"hardware": hardware.name, "lengths": asdict(lengths)}
+        values |= {"recompute": experiment.policy.recompute.model_dump(), "fits": status is ExitCode.WELL}
+        values |= {"memory_on_device": needed, "device_memory": hardware.memory_bytes}
         values |= {} if price is None else {"cost_per_million_tokens": step.cost_per_million(price)}
         say(json.dumps(values, indent=2))
-        return ExitCode.WELL
+        return status
     console = terminal.output()
     console.width = max(console.width, _WIDTH)
     console.print(_stages(step, plan))
+    share, room = needed / hardware.memory_bytes, f"{hardware.memory_bytes / 1e9:.1f} GB"
+    rows["memory of the policy's fullest rank"] = f"{_digits(needed / 1e9)} of {room} ({share:.0%})"
+    rows["recomputed"] = experiment.policy.recompute.described + is_chosen * " (chosen by the plan)"
     result = terminal.table("The run", ["", "value"])
     for name, value in rows.items():
         result.add_row(name, value)
     console.print(result)
-    needed = policy_memory(experiment, shape).on_device
-    if needed > hardware.memory_bytes:
-        fix = "`nemorl plan layouts` lists layouts that fit"
-        say(f"The policy needs {needed / 1e9:.0f} GB of {hardware.memory_bytes / 1e9:.0f} GB: {fix}.")
+    if needed > hardware.usable_bytes:
+        problem = f"needs {_digits(needed / 1e9)} of {room}"
+        if status is ExitCode.WELL:
+            problem = f"leaves {1 - share:.0%} of {room}, less than the margin of {MARGIN:.0%}"
+        terminal.complain(f"The policy {problem}: `nemorl plan layouts` lists layouts that fit.")
+    _note_lengths(experiment, lengths, arguments)
+    return status
+
+
+def _note_lengths(experiment: Experiment, lengths: Lengths, arguments: Namespace) -> None:
     notes = [f"responses of {lengths.response:.0f} tokens on average, at most {lengths.limit:.0f}"]
     notes.append(f"prompts of {lengths.prompt:.0f}")
     assumed = arguments.response_tokens is None and experiment.algorithm.online
     hint = " These lengths are assumed: give --response-tokens." if assumed else ""
     terminal.notes().print(f"planned for {' and '.join(notes)}.{hint}", markup=False)
-    return ExitCode.WELL
 
 
 def _suggest(arguments: Namespace) -> int:
-    experiment = load_experiment(arguments.config, arguments.overrides)
-    shape, hardware = planned_shape(experiment, arguments.config), HARDWARE[arguments.hardware]
+    (experiment, shape), hardware = load_planned(arguments, lays_out=False), HARDWARE[arguments.hardware]
     lengths = _lengths(experiment, arguments)
     try:
         found = suggest(experiment, shape, hardware, lengths, arguments.gpus, arguments.staleness)
@@ -219,18 +242,29 @@ def _suggest(arguments: Namespace) -> int:
     simulated = [_simulated(suggestion.plan) for suggestion in found[: arguments.simulate]]
     if arguments.json:
         rows = [
-            {"seconds": one.step.seconds, "reason": one.reason, "overrides": one.overrides} for one in found
+            {
+                "seconds": one.step.seconds,
+                "reason": one.reason,
+                "overrides": one.overrides,
+                "recompute": one.plan.experiment.policy.recompute.model_dump(),
+                "memory_on_device": one.memory,
+                "device_memory": hardware.memory_bytes,
+            }
+            for one in found
         ]
         for row, seconds in zip(rows, simulated, strict=False):
             row["simulated_seconds"] = seconds
         say(json.dumps(rows, indent=2))
         return ExitCode.WELL
     console = terminal.output()
-    console.width = max(console.width, 130)
+    console.width = max(console.width, 160)
     console.print(_suggestions(found[:_ROWS], simulated))
     say("\nFields of the first:")
     for override in found[0].overrides:
         say(f"  {override}")
+    room = f"of the {hardware.memory_bytes / 1e9:.1f} GB of a device {MARGIN:.0%} stay free"
+    terminal.notes().print(f"{room}, for what is not planned", markup=False)
+    _note_lengths(experiment, lengths, arguments)
     return ExitCode.WELL
 
 
@@ -243,8 +277,9 @@ def _simulated(plan: RunPlan) -> float:
 
 
 def _suggestions(found: list[Suggestion], simulated: list[float]) -> Table:
-    headers = ["seconds", *(["simulated"] if simulated else []), "placement", "policy", "engines"]
-    result = terminal.table("Seconds of a step, fastest first", [*headers, "staleness", "reason"])
+    headers = ["seconds", *(["simulated"] if simulated else []), "placement", "policy", "GB", "recomputed"]
+    title = "Seconds of a step, fastest first; GB of the policy's fullest rank, with its share of the device"
+    result = terminal.table(title, [*headers, "engines", "staleness", "reason"])
     for index, one in enumerate(found):
         experiment, engine = one.plan.experiment, one.plan.engine
         times = [_digits(simulated[index]) if index < len(simulated) else ""] if simulated else []
@@ -252,6 +287,8 @@ def _suggestions(found: list[Suggestion], simulated: list[float]) -> Table:
         placement = "shared" if experiment.generation.shares_devices else "separate"
         result.add_row(
             *(_digits(one.step.seconds), *times, placement, f"{layout.world_size}: {layout.name}"),
+            f"{one.memory / 1e9:.1f} ({one.memory / one.plan.hardware.memory_bytes:.0%})",
+            experiment.policy.recompute.described,
             *(
                 f"{one.plan.replicas} x TP{engine.tensor}",
                 str(getattr(experiment.algorithm, "max_staleness", 0)),
@@ -353,19 +390,13 @@ def _digits(number: float) -> str:
 def _numbers(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
-        raise ArgumentTypeError(f"{text!r}: expected integers, separated by commas")
+        raise ArgumentTypeError(f"{text!r}: expected integers of at least 0, separated by commas, as in 0,1")
     return sorted({int(word) for word in words})
 
 
 def _rehearse(arguments: Namespace) -> int:
-    experiment = load_experiment(arguments.config, arguments.overrides)
-    shape, world = planned_shape(experiment, arguments.config), experiment.policy.layout.world_size
-    if problems := list(policy_layout_problems(experiment, shape)):
-        raise ConfigError(str(arguments.config), problems)
-    policy = experiment.policy.model_copy(
-        update={"model_path": config_folder(experiment.policy.model_path)}  # in place of an id
-    )
-    experiment = experiment.model_copy(update={"policy": policy})
+    experiment, shape = load_planned(arguments)
+    policy, world = experiment.policy, experiment.policy.layout.world_size
     settled = fitting_recompute(experiment, shape, int(arguments.memory_gb * 1e9))
     if settled is not experiment:
         note = f"policy.recompute = auto: recomputes {settled.policy.recompute.described}"

@@ -14,13 +14,14 @@ from nemorl.config.base import counted
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.errors import UsageError
+from nemorl.models.shape import ModelShape
 from nemorl.plan.generation_time import default_lengths
-from nemorl.plan.hardware import HARDWARE
+from nemorl.plan.hardware import HARDWARE, Hardware
 from nemorl.plan.recompute import fitting_recompute
 from nemorl.plan.step_time import RunPlan, UnplannedRun
 
 from . import terminal
-from .plan import planned_shape
+from .plan import load_planned
 from .terminal import Commands, ExitCode, say
 
 if TYPE_CHECKING:
@@ -53,7 +54,12 @@ def register(commands: Commands) -> None:
 
 
 def _simulate(arguments: Namespace) -> int:
-    experiment = _on(load_experiment(arguments.config, arguments.overrides), arguments.gpus)
+    shape: ModelShape | None = None
+    if arguments.hardware is None:
+        experiment = load_experiment(arguments.config, arguments.overrides)
+    else:
+        experiment, shape = load_planned(arguments)
+    experiment = _on(experiment, arguments.gpus)
     from nemorl.simulate.simulation import predict
     from nemorl.simulate.trace import traced_workload
     from nemorl.simulate.workload import default_workload, planned_workload, with_failures
@@ -61,10 +67,10 @@ def _simulate(arguments: Namespace) -> int:
     source = "from the run" if arguments.trace else "defaults"
     if arguments.trace is not None:
         workload = traced_workload(experiment, arguments.trace)
-    elif arguments.hardware is not None:
+    elif shape is not None:
         source = f"planned for {arguments.hardware}"
         try:
-            workload = planned_workload(_plan(experiment, arguments))
+            workload = planned_workload(_plan(experiment, shape, HARDWARE[arguments.hardware]))
         except UnplannedRun as error:
             raise UsageError(str(error)) from error
     else:
@@ -94,9 +100,8 @@ def _simulate(arguments: Namespace) -> int:
     return ExitCode.WELL
 
 
-def _plan(experiment: Experiment, arguments: Namespace) -> RunPlan:
-    shape, hardware = planned_shape(experiment, arguments.config), HARDWARE[arguments.hardware]
-    experiment = fitting_recompute(experiment, shape, int(hardware.memory_bytes))
+def _plan(experiment: Experiment, shape: ModelShape, hardware: Hardware) -> RunPlan:
+    experiment = fitting_recompute(experiment, shape, hardware.usable_bytes)
     return RunPlan(experiment, shape, hardware, default_lengths(experiment))
 
 

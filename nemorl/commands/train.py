@@ -77,6 +77,7 @@ def _train(arguments: Namespace) -> int:
         resumes=arguments.resume,
         replay=arguments.replay,
         where="unknown" if arguments.dry_run else "here",
+        weights="optional" if arguments.dry_run else "required",
     )
     if arguments.dry_run:
         say(to_yaml(ready.experiment).rstrip())

@@ -522,6 +522,9 @@ class PolicyConfig(Config):
     """Train in FP8; null trains in `precision`. Requires Transformer Engine."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the device while generation has it."""
+    peak_tflops: float | None = Field(None, gt=0)
+    """Operations of a device in 10^12 per second, for MFU; null takes that of a known GPU, and shows none of
+    other devices."""
     profile: ProfileConfig | None = None
     """Traces of these steps, written into `profiles/` of the run folder; null records none."""
 

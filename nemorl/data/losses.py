@@ -103,6 +103,8 @@ class TrainStats:
     num_tokens: int  # tokens of the global batch, prompts included
     num_distinct: int  # these, where a micro-batch shares beginnings, counted once
     num_computed: int  # these with padding
+    flops: float = 0.0  # operations of the model for `num_distinct`, forward and backward (plan.utilization)
+    peak_tflops: float | None = None  # of a device, where it is known
     experts: dict[str, float] | None = None  # metrics of the router, of models that have experts
     guards: Mapping[str, bool] = field(default_factory=dict)  # of each quantity with limits: it is beyond one
     skip_reason: str = ""

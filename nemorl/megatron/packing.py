@@ -21,6 +21,7 @@ from nemorl.device import has_dense_attention_with_lse
 from nemorl.models.kv_cache import CachedPass
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
+from nemorl.plan.utilization import ModelWork
 
 from .device import DTYPES, AttentionKernel, KernelRows, packed_attention_kernel
 from .kernels import Kernels
@@ -373,6 +374,7 @@ class MicroBatch(ModelInput):
     own: Tensor  # [k] places in `batch` of the tokens that this rank computes
     local_positions: Tensor  # [k] places in `tokens` of the same
     num_distinct: int  # tokens of all ranks, without padding
+    flops: float  # operations of the model for these, forward and backward
     # Of labels that are one token after the same ones: [u] a place in `labels` of each, and [m] the number of
     # each label among them. None where no two are.
     distinct: tuple[Tensor, Tensor] | None = None
@@ -404,6 +406,7 @@ class MicroBatchMaker:
             parallel_state.get_context_parallel_group(),
         )
         self.routes = shape.moe is not None
+        self._work = ModelWork.of(config, shape)
         attends = self.kernel is not None or has_dense_attention_with_lse(device)
         self.shares_prefixes = config.share_prefixes and attends
 
@@ -443,6 +446,7 @@ class MicroBatchMaker:
         distinct = None
         if num_distinct < selected.num_tokens:
             distinct = _distinct(predictors[mine], selected.tokens[labels], self.device)
+        num_scored = len(scored) if distinct is None or self.share.size > 1 else len(distinct[0])
         return MicroBatch(
             batch=selected.to(self.device),
             places=places,
@@ -455,6 +459,7 @@ class MicroBatchMaker:
             own=own.to(self.device),
             local_positions=place_here[real[own]].to(self.device),
             num_distinct=num_distinct,
+            flops=self._work.training([(segment.start, segment.end) for segment in tree], num_scored),
             distinct=distinct,
         )
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
-from torch.profiler import record_function
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.data import losses, packed
@@ -34,6 +33,7 @@ from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_slices
 from nemorl.models.registry import load_shape
 from nemorl.models.slices import TensorSlice
+from nemorl.plan.utilization import peak_tflops
 from nemorl.weights.endpoints import WeightSender
 
 from . import checkpoint, parallel
@@ -49,7 +49,7 @@ from .model import build_model, local_name
 from .moe import Routers
 from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
 from .packing import MicroBatch, MicroBatchMaker, check_batch
-from .profile import StepProfile
+from .profile import StepProfile, stage_range
 from .schedule import (
     Pipeline,
     logprob_gap,
@@ -138,6 +138,8 @@ class PolicyWorker:
         self._pipeline = Pipeline(self._chunks, temperature, self.device)
         self._optimizer = PolicyOptimizer(config, self._chunks, device, self._trained) if trains else None
         self._maker = MicroBatchMaker(self._shape, config, self._kernels, self.device)
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        self._peak = peak_tflops(config, name)
         self._profile: StepProfile | None = None
         if config.profile is not None and rank in config.profile.ranks:
             self._profile = StepProfile(config.profile, self.device)
@@ -369,10 +371,11 @@ class PolicyWorker:
             if batch.routed_experts is not None:  # the reference chooses experts by its own routers
                 unrouted = replace(batch, routed_experts=None)
                 made_of = [self._maker.make(unrouted, sequences) for sequences in micro_batches]
-            with self._reference_in_place():
+            with self._reference_in_place(), stage_range("nemorl: reference logprobs"):
                 batch = replace(batch, reference_logprobs=self._pipeline.outputs(batch, made_of)[0])
         if old:
-            logprobs, entropies = self._pipeline.outputs(batch, made, entropy=entropy)
+            with stage_range("nemorl: logprobs"):
+                logprobs, entropies = self._pipeline.outputs(batch, made, entropy=entropy)
             batch = replace(batch, old_logprobs=logprobs, old_entropies=entropies)
         self._batch = batch
         return logprob_gap(batch, batch.old_logprobs if old else None, self.device)
@@ -399,14 +402,16 @@ class PolicyWorker:
         if isinstance(loss, losses.UpdateLoss):
             minibatch = batch.select([sequence for micro in micro_batches for sequence in micro])
             loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
-        with record_function("nemorl: forward and backward"):
+        with stage_range("nemorl: forward and backward"):
             sums, maxima = self._pipeline.run_loss(made, loss, backward=True)
-        with record_function("nemorl: optimizer step"):
+        with stage_range("nemorl: optimizer step"):
             step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
         if self._rounding is not None and self._adapters is None:
             self._rounding.measure()
-        counts = torch.tensor([[m.batch.num_tokens, m.num_distinct, m.num_computed] for m in made]).sum(0)
-        num_tokens, num_distinct, num_computed = sum_over_data_parallel(counts, self.device).tolist()
+        counts = [(m.batch.num_tokens, m.num_distinct, m.num_computed, m.flops) for m in made]
+        summed = torch.tensor(counts, dtype=torch.float64).sum(0)  # exact up to 2^53
+        *counted, flops = sum_over_data_parallel(summed, self.device).tolist()
+        num_tokens, num_distinct, num_computed = map(int, counted)
         return losses.TrainStats(
             sums=sums,
             maxima=maxima,
@@ -414,6 +419,8 @@ class PolicyWorker:
             num_tokens=num_tokens,
             num_distinct=num_distinct,
             num_computed=num_computed,
+            flops=flops,
+            peak_tflops=self._peak,
             experts=None if self._routers is None else self._routers.metrics(self.device),
         )
 

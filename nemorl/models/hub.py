@@ -6,6 +6,7 @@ of a run records the folder there, which names the commit, so that a resumed run
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,7 +22,8 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]  # not weights in other formats
 _CONFIGS = ["config.json", "generation_config.json"]
 _OTHER_COPIES = ["original/*", "onnx/*", "*/*"]
-_FIELDS = ("model_path", "path")  # `path` of a tokenizer
+_MODEL = "model_path"
+_FIELDS = (_MODEL, "path")  # `path` of a tokenizer
 
 Section = TypeVar("Section")
 
@@ -37,16 +39,6 @@ def is_hub_id(path: Path) -> bool:
     """
     is_id = bool(_ID.fullmatch(str(path))) and not path.exists() and not path.parent.exists()
     return is_id and command_for(str(path)) is None
-
-
-def config_folder(path: Path) -> Path:
-    """The folder of a model of which only config.json is read; of an id only that is downloaded.
-
-    The id of a model in `PUBLISHED` stays as it is, since its shape is known. Raises HubError.
-    """
-    if not is_hub_id(path) or str(path) in PUBLISHED:
-        return path
-    return fetch_model(str(path), files=_CONFIGS)
 
 
 def fetch_model(name: str, commit: str | None = None, files: Sequence[str] = _FILES) -> Path:
@@ -83,36 +75,49 @@ def commits_in(config: str) -> dict[str, str]:
 
 
 def with_local_models(
-    experiment: Experiment, commits: Mapping[str, str] = MappingProxyType({})
+    experiment: Experiment, commits: Mapping[str, str] = MappingProxyType({}), *, weights: bool = True
 ) -> tuple[Experiment, list[Problem]]:
-    """The experiment with folders in place of the ids of models on the hub, and what cannot be downloaded."""
+    """The experiment with folders in place of the ids of models on the hub, and what cannot be downloaded.
+
+    Without `weights` only their config.json is downloaded, unless the shape is known without it; other files
+    are there if the cache has them.
+    """
     problems: list[Problem] = []
+    locate = _Locator(commits, weights, problems)
     located = {
-        name: _located(getattr(experiment, name), name, commits, problems)
+        name: locate(getattr(experiment, name), name)
         for name in ("policy", "generation", "critic", "reference", "teachers", "rewards")
     }
     changed = {name: section for name, section in located.items() if section != getattr(experiment, name)}
     return experiment.model_copy(update=changed), problems
 
 
-def _located(section: Section, field: str, commits: Mapping[str, str], problems: list[Problem]) -> Section:
-    result: Any = section
-    if isinstance(section, dict):
-        result = {name: _located(one, f"{field}.{name}", commits, problems) for name, one in section.items()}
-    elif isinstance(section, tuple):
-        result = tuple(
-            _located(one, f"{field}.{place}", commits, problems) for place, one in enumerate(section)
-        )
-    elif isinstance(section, Config):
-        below = {
-            name: _located(getattr(section, name), f"{field}.{name}", commits, problems)
-            for name in section.model_fields_set
-        }
-        changed = {name: value for name, value in below.items() if value != getattr(section, name)}
-        result = section.model_copy(update=changed) if changed else section
-    elif isinstance(section, Path) and field.rpartition(".")[2] in _FIELDS and is_hub_id(section):
-        try:
-            result = fetch_model(str(section), commits.get(str(section)))
-        except HubError as error:
-            problems.append(Problem(field, str(section), str(error)))
-    return result  # type: ignore[no-any-return]
+@dataclass(frozen=True)
+class _Locator:
+    """Replaces ids in a section, and adds what cannot be downloaded to `problems`."""
+
+    commits: Mapping[str, str]
+    weights: bool
+    problems: list[Problem]
+
+    def __call__(self, section: Section, field: str) -> Section:
+        result: Any = section
+        name = field.rpartition(".")[2]
+        if isinstance(section, dict):
+            result = {key: self(one, f"{field}.{key}") for key, one in section.items()}
+        elif isinstance(section, tuple):
+            result = tuple(self(one, f"{field}.{place}") for place, one in enumerate(section))
+        elif isinstance(section, Config):
+            below = {key: self(getattr(section, key), f"{field}.{key}") for key in section.model_fields_set}
+            changed = {key: value for key, value in below.items() if value != getattr(section, key)}
+            result = section.model_copy(update=changed) if changed else section
+        elif isinstance(section, Path) and name in _FIELDS and is_hub_id(section):
+            # Where config.json suffices, the shapes of well-known models are known without it.
+            if not self.weights and (name != _MODEL or str(section) in PUBLISHED):
+                return section
+            files = _FILES if self.weights else _CONFIGS
+            try:
+                result = fetch_model(str(section), self.commits.get(str(section)), files)
+            except HubError as error:
+                self.problems.append(Problem(field, str(section), str(error)))
+        return result  # type: ignore[no-any-return]

@@ -44,8 +44,7 @@ def draft_problems(experiment: Experiment, shape: ModelShape) -> Problems:
         yield Problem(field, str(folder), f"{fix}: name a model with the policy's tokens")
     else:
         yield from tokenizer_problems(experiment, _SECTION, folder)
-        for problem in weight_problems(folder):
-            yield Problem(field, str(folder), problem)
+        yield from weight_problems(folder, section=_SECTION)
 
 
 def draft_elements(experiment: Experiment) -> int:

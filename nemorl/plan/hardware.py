@@ -1,6 +1,7 @@
 """Rates of accelerators as their makers publish them; what of these is attained are `costs.Attained`.
 
-Operations are dense (without sparsity), bytes per second are in one direction. Sources, read in 2026:
+Operations are dense (without sparsity), bytes per second are in one direction. Memory is the total that
+`nvidia-smi` reports, in MiB, since data sheets round it in either unit. Sources, read in 2026:
 
     h20    NVIDIA's H20 as resellers list it (NVIDIA publishes no data sheet)
     h100   NVIDIA H100 Tensor Core GPU data sheet (SXM5); DGX H100 user guide: 8 ConnectX-7 of 400 Gb/s
@@ -17,28 +18,41 @@ class Hardware:
     """One device, and the links from it."""
 
     name: str
+    device_name: str  # by the driver
     operations: float  # per second in bfloat16
     operations_fp8: float  # per second
     multiprocessors: int
-    memory_bytes: float
+    memory_bytes: int
     memory_rate: float  # bytes per second
     domain: int  # devices that NVLink connects
     domain_rate: float  # bytes per second to them
     network_rate: float  # bytes per second to other domains
     host_rate: float  # bytes per second to the host's memory
 
+    @property
+    def usable_bytes(self) -> int:
+        """Without the margin."""
+        return int(self.memory_bytes * (1 - MARGIN))
+
     def link_rate(self, span: int) -> float:
         """Bytes per second between devices of a group that lies over `span` neighboring ones."""
         return self.domain_rate if span <= self.domain else self.network_rate
 
 
+_MIB = 2**20
+MARGIN = 0.1  # of the memory, for CUDA, NCCL, workspaces of kernels and fragments, which are not planned
+
 HARDWARE = {
     device.name: device
     for device in (
-        Hardware("h20", 148e12, 296e12, 78, 96e9, 4.0e12, 8, 450e9, 50e9, 64e9),
-        Hardware("h100", 989e12, 1979e12, 132, 80e9, 3.35e12, 8, 450e9, 50e9, 64e9),
-        Hardware("h200", 989e12, 1979e12, 132, 141e9, 4.8e12, 8, 450e9, 50e9, 64e9),
-        Hardware("b200", 2250e12, 4500e12, 148, 180e9, 8.0e12, 8, 900e9, 50e9, 64e9),
-        Hardware("gb200", 2500e12, 5000e12, 148, 186e9, 8.0e12, 72, 900e9, 50e9, 225e9),
+        Hardware("h20", "NVIDIA H20", 148e12, 296e12, 78, 97871 * _MIB, 4.0e12, 8, 450e9, 50e9, 64e9),
+        Hardware(
+            "h100", "NVIDIA H100 80GB HBM3", 989e12, 1979e12, 132, 81559 * _MIB, 3.35e12, 8, 450e9, 50e9, 64e9
+        ),
+        Hardware("h200", "NVIDIA H200", 989e12, 1979e12, 132, 143771 * _MIB, 4.8e12, 8, 450e9, 50e9, 64e9),
+        Hardware("b200", "NVIDIA B200", 2250e12, 4500e12, 148, 183359 * _MIB, 8.0e12, 8, 900e9, 50e9, 64e9),
+        Hardware(
+            "gb200", "NVIDIA GB200", 2500e12, 5000e12, 148, 189471 * _MIB, 8.0e12, 72, 900e9, 50e9, 225e9
+        ),
     )
 }

@@ -80,7 +80,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     try:
         shape = load_shape(policy.model_path, policy.head)
     except (BrokenModelFolder, UnsupportedModel) as error:
-        return Plan((), (*problems, _model_problem("policy", policy.model_path, str(error))))
+        return Plan((), (*problems, model_problem("policy", policy.model_path, str(error))))
     problems += _shape_problems(experiment, shape, training=training)
     sampler, gpus = generation if algorithm.generates else None, experiment.cluster.gpus_per_node > 0
     problems += moe_problems(shape, policy.moe, sampler, gpus=gpus)
@@ -93,8 +93,9 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
         fix += "; set policy.quantization to null here, or use a format without them"
         problems.append(Problem("policy.quantization.format", policy.quantization.format, fix))
     processes, refused = planned_processes(experiment, shape, training=training)
-    if refused:
-        return Plan((), (*problems, *(problem for problem in refused if problem not in problems)))
+    problems += (problem for problem in refused if problem not in problems)
+    if not processes:
+        return Plan((), tuple(problems))
     problems += memory_problems(experiment, processes, machine)
     return Plan(processes, tuple(problems))
 
@@ -102,16 +103,16 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
 def planned_processes(
     experiment: Experiment, shape: ModelShape, *, training: bool
 ) -> tuple[tuple[ProcessMemory, ...], list[Problem]]:
-    """The processes that a run starts, or why its models cannot be divided over them."""
+    """The processes that a run starts, and problems of its models; none start if they cannot be divided."""
     samples = experiment.algorithm.generates or not training
     starts_policy = training or not experiment.generation.has_engines
     if starts_policy and (refused := list(policy_layout_problems(experiment, shape))):
         return (), refused
     started = [m for m in models_of(experiment)[1:] if (samples if m.scores else training)]
     auxiliary, refused = auxiliary_models(experiment, shape, started)
-    if refused:
+    if not all(problem.is_absent for problem in refused):
         return (), refused
-    return estimate_memory(experiment, shape, training, auxiliary), []
+    return estimate_memory(experiment, shape, training, auxiliary), refused
 
 
 def auxiliary_models(
@@ -124,19 +125,17 @@ def auxiliary_models(
         try:
             shape = load_shape(path, config.head)
         except (BrokenModelFolder, UnsupportedModel) as error:
-            refused.append(_model_problem(section, path, str(error)))
+            refused.append(model_problem(section, path, str(error)))
             continue
         found.append((model, shape))
         if path != experiment.policy.model_path:
-            wrong = weight_problems(path, config.head, trained_head=model.scores)
-            refused += [_model_problem(section, path, problem) for problem in wrong]
+            refused += weight_problems(path, config.head, section=section, trained_head=model.scores)
         alone = experiment.model_copy(update={"policy": config})
         problems = [*_shape_problems(alone, shape), *policy_layout_problems(alone, shape)]
         if model.scores:  # it reads text, by a tokenizer of its own
             problems = [p for p in problems if not p.field.startswith("generation.")]
             problems += head_problems(path)
-            if (fix := _tokenizer_fix(path)) is not None:
-                refused.append(Problem(f"{section}.model_path", str(path), fix))
+            refused += _tokenizer_file_problems(f"{section}.model_path", path)
         for problem in problems:  # of a policy; the length is the policy's also here
             if problem.field.startswith("policy.") and problem.field != "policy.max_sequence_length":
                 field = problem.field.replace("policy.", f"{section}.", 1)
@@ -158,7 +157,8 @@ def auxiliary_models(
     return found, refused
 
 
-def _model_problem(section: str, path: Path, problem: str) -> Problem:
+def model_problem(section: str, path: Path, problem: str) -> Problem:
+    """A folder that is missing or is not a model's; `problem` is why its config.json cannot be used."""
     if not path.is_dir():
         found = "this is a file" if path.exists() else "there is no such folder"
         some = "`nemorl models fetch` and `nemorl models create` make some"
@@ -232,18 +232,19 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
     policy, data = experiment.policy, experiment.data
     model, tokenizer = policy.model_path, policy.tokenizer
     if model.is_dir():
-        for problem in weight_problems(model, policy.head):
-            yield Problem("policy.model_path", str(model), problem)
+        yield from weight_problems(model, policy.head)
     folder = tokenizer.path or model
     # A model folder that is missing is reported once, by the check of the model.
-    fix = _tokenizer_fix(folder, " in policy.tokenizer.path") if tokenizer.path or model.is_dir() else None
-    if fix is not None:
-        yield Problem("policy.tokenizer.path" if tokenizer.path else "policy.model_path", str(folder), fix)
-    elif tokenizer.chat_template is not None:
+    unread: list[Problem] = []
+    if tokenizer.path or model.is_dir():
+        field = "policy.tokenizer.path" if tokenizer.path else "policy.model_path"
+        unread += _tokenizer_file_problems(field, folder, " in policy.tokenizer.path")
+    yield from unread
+    if not unread and tokenizer.chat_template is not None:
         if not tokenizer.chat_template.is_file():
             fix = "there is no such file: name a Jinja file, or remove this to take the tokenizer's own"
             yield Problem("policy.tokenizer.chat_template", str(tokenizer.chat_template), fix)
-    elif data.chat and folder.is_dir() and not has_chat_template(folder):
+    elif not unread and data.chat and folder.is_dir() and not has_chat_template(folder):
         fix = "set this to false for plain text, or name one in policy.tokenizer.chat_template"
         yield Problem("data.chat", True, f"the tokenizer in {folder} has no chat template: {fix}")
     row_problems: list[Problem] = []
@@ -294,14 +295,25 @@ def _store_problems(url: str) -> Iterator[Problem]:
         yield Problem("generation.files_url", url, fix)
 
 
+def has_weights(model: Path) -> bool:
+    """True if the folder has a file of weights, or the index of some."""
+    return any((model / name).is_file() for name in (hf_config.SINGLE_FILE, hf_config.INDEX_FILE))
+
+
 def weight_problems(
-    model: Path, head: Literal["lm", "scalar"] = "lm", *, trained_head: bool = False
-) -> Iterator[str]:
+    model: Path,
+    head: Literal["lm", "scalar"] = "lm",
+    *,
+    section: str = "policy",
+    trained_head: bool = False,
+) -> Problems:
     """What is wrong with the weights; a scalar head may be missing (it begins at 0) unless `trained_head`."""
-    single = model / hf_config.SINGLE_FILE
-    if not any((model / name).is_file() for name in (hf_config.SINGLE_FILE, hf_config.INDEX_FILE)):
-        yield f"the folder holds no weights; it requires {hf_config.SINGLE_FILE} or {hf_config.INDEX_FILE}"
+    field, value = f"{section}.model_path", str(model)
+    if not has_weights(model):
+        fix = f"the folder holds no weights; it requires {hf_config.SINGLE_FILE} or {hf_config.INDEX_FILE}"
+        yield Problem(field, value, fix, is_absent=True)
         return
+    single = model / hf_config.SINGLE_FILE
     try:
         expected = hf_tensors(load_shape(model, head))
     except (BrokenModelFolder, UnsupportedModel):  # reported elsewhere
@@ -312,7 +324,7 @@ def weight_problems(
             file: _header(file) for file in dict.fromkeys([single] if files is None else files.values())
         }
     except BrokenModelFolder as error:
-        yield str(error)
+        yield Problem(field, value, str(error), is_absent=isinstance(error.__cause__, FileNotFoundError))
         return
     if files is None:
         files = dict.fromkeys(headers[single], single)
@@ -320,20 +332,21 @@ def weight_problems(
     missing = [name for name in expected if name not in here and (trained_head or name != _SCALAR_HEAD)]
     if missing:
         problem = f"{len(missing)} of the model's {len(expected)} tensors are missing, first {missing[0]}"
-        yield f"{problem}: take a folder whose config.json and weights are of one model"
+        fix = f"{problem}: take a folder whose config.json and weights are of one model"
+        yield Problem(field, value, fix)
     # Of each kind of problem the first tensor that has it.
     here = {name: here[name] for name in expected if name in here}
     for name, tensor in here.items():
         if tuple(tensor["shape"]) != expected[name]:
             says = "one label requires" if name == _SCALAR_HEAD else "config.json says"
             problem = f"{name} has the shape {tensor['shape']}, and {says} {list(expected[name])}"
-            yield f"{problem}: take a folder where both are of one model"
+            yield Problem(field, value, f"{problem}: take a folder where both are of one model")
             break
     dtypes = hf_config.STORED_DTYPES
     for name, tensor in here.items():
         if tensor["dtype"] not in dtypes:
             problem = f"{name} is of type {tensor['dtype']}, and weights may be {', '.join(dtypes)}"
-            yield f"{problem}: take the model's unquantised weights"
+            yield Problem(field, value, f"{problem}: take the model's unquantised weights")
             break
 
 
@@ -400,14 +413,13 @@ def has_chat_template(folder: Path) -> bool:
     return in_files or bool(_fields(folder / "tokenizer_config.json").get("chat_template"))
 
 
-def _tokenizer_fix(folder: Path, where: str = "") -> str | None:
+def _tokenizer_file_problems(field: str, folder: Path, where: str = "") -> Problems:
     if not (folder / "tokenizer.json").is_file():
-        return f"the folder holds no tokenizer.json: name a folder that does{where}"
-    if not isinstance(_fields(folder / "tokenizer.json").get("model"), dict):
-        return (
-            "its tokenizer.json is not what the tokenizers library writes, or is truncated; download it again"
-        )
-    return None
+        fix = f"the folder holds no tokenizer.json: name a folder that does{where}"
+        yield Problem(field, str(folder), fix, is_absent=True)
+    elif not isinstance(_fields(folder / "tokenizer.json").get("model"), dict):
+        fix = "its tokenizer.json is not what the tokenizers library writes, or is truncated"
+        yield Problem(field, str(folder), f"{fix}; download it again")
 
 
 def _fields(file: Path) -> dict[str, Any]:
@@ -443,12 +455,15 @@ def _row_problems(
     field, value = dataset.source_field, dataset.source
     if isinstance(dataset, FileDataset) and dataset.split is None and not dataset.path.exists():
         fix = "the file cannot be read: No such file or directory; name one with one JSON object per line"
-        yield Problem(f"{path}.path", value, f"{fix}, or set split for a Hugging Face dataset on the hub")
+        fix = f"{fix}, or set split for a Hugging Face dataset on the hub"
+        yield Problem(f"{path}.path", value, fix, is_absent=True)
         return
     try:
         first = call_within(_ROW_SECONDS, lambda: first_row(dataset))
     except (DatasetError, TimeoutError) as error:
-        yield Problem(f"{path}.{field}", value, str(error).removeprefix(f"{value} "))
+        on_hub = isinstance(dataset, FileDataset) and not dataset.path.exists()
+        fix = str(error).removeprefix(f"{value} ")
+        yield Problem(f"{path}.{field}", value, fix, is_absent=on_hub)
         return
     keys = ", ".join(f"`{name}`" for name in first) or "no key at all"
     missing = [

@@ -13,6 +13,7 @@ from nemorl.config.policy import (
     FullRecompute,
     NoRecompute,
     PolicyConfig,
+    RecomputeConfig,
     RecomputeModule,
     SelectiveRecompute,
 )
@@ -29,7 +30,7 @@ from .problems import planned_processes
 _OF_NORM = 8  # operations for each element that a norm reads
 
 
-def with_recompute(experiment: Experiment, recompute: ChosenRecompute) -> Experiment:
+def with_recompute(experiment: Experiment, recompute: RecomputeConfig) -> Experiment:
     policy = experiment.policy.model_copy(update={"recompute": recompute})
     return experiment.model_copy(update={"policy": policy})
 
@@ -46,7 +47,7 @@ def with_settled_recompute(experiment: Experiment, machine: Machine, *, training
         shape = load_shape(experiment.policy.model_path, experiment.policy.head)
     except (BrokenModelFolder, UnsupportedModel):
         return with_recompute(experiment, NoRecompute())
-    if planned_processes(experiment, shape, training=training)[1]:
+    if not planned_processes(experiment, shape, training=training)[0]:
         return with_recompute(experiment, NoRecompute())
 
     def fits(choice: Experiment) -> bool:

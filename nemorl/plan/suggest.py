@@ -17,6 +17,7 @@ from nemorl.models.shape import ModelShape
 from .costs import Attained
 from .hardware import Hardware
 from .layouts import LayoutChoice, list_layouts
+from .memory import policy_memory
 from .step_time import RunPlan, StepTime, UnplannedRun
 from .training_time import Lengths
 
@@ -34,6 +35,7 @@ class Suggestion:
     plan: RunPlan
     step: StepTime
     layouts: int  # that fit on the policy's devices, of which this is the fastest
+    memory: int  # bytes of the policy's fullest rank
 
     @property
     def reason(self) -> str:
@@ -69,7 +71,8 @@ def suggest(
 ) -> list[Suggestion]:
     """The fastest run for each placement, split and staleness, in ascending order of their steps' seconds.
 
-    Engines share the policy's devices, where the back end can, with staleness 0 only. Raises `UnplannedRun`.
+    Layouts leave the margin of the hardware's memory free. Engines share the policy's devices, where the back
+    end can, with staleness 0 only. Raises `UnplannedRun`.
     """
     generation = experiment.generation
     if not isinstance(experiment.algorithm, OnlineBase):
@@ -97,8 +100,8 @@ def suggest(
         placed = _with_generation(experiment, {"colocated": colocated} if colocated else {})
         if not colocated and generation.shares_devices:
             placed = _with_generation(experiment, {"colocated": False})
-        memory = int(hardware.memory_bytes)
-        fitting = [c for c in list_layouts(placed, shape, of_policy, memory, allowed) if c.fits]
+        choices = list_layouts(placed, shape, of_policy, hardware.usable_bytes, allowed)
+        fitting = [choice for choice in choices if choice.fits]
         if not fitting:
             continue
         for behind in [0] if colocated else staleness:
@@ -111,7 +114,8 @@ def suggest(
             engines = min(plans, key=lambda plan: plan.generation_cost.seconds)
             steps = ((plan, plan.step()) for plan in (_laid_out(engines, choice) for choice in fitting))
             plan, step = min(steps, key=lambda pair: pair[1].seconds)
-            found.append(Suggestion(plan, step, len(fitting)))
+            memory = policy_memory(plan.experiment, shape).on_device
+            found.append(Suggestion(plan, step, len(fitting), memory))
     return sorted(found, key=lambda suggestion: suggestion.step.seconds)
 
 

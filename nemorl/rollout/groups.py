@@ -114,6 +114,11 @@ class GroupSummary:
         """For a list in which its trajectories begin after this number of others."""
         return replace(self, trajectories=tuple(t.moved(rows) for t in self.trajectories)) if rows else self
 
+    @property
+    def sequences(self) -> "list[Branch | TrajectorySummary]":
+        """The token sequences of its samples, failed ones included."""
+        return [sequence for t in self.trajectories for sequence in t.sequences]
+
     def of_player(self, player: str) -> "GroupSummary":
         """The group with the trajectories of one player only."""
         return self.only([place for place, t in enumerate(self.trajectories) if t.player == player])

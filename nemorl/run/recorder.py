@@ -12,6 +12,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
 from nemorl.observe.metrics import Change, StepMetrics, read_metrics
 from nemorl.observe.observer import Observer
+from nemorl.plan.utilization import utilization
 from nemorl.rollout.schedule import DataPlace
 from nemorl.session.session import Session
 
@@ -113,6 +114,7 @@ class RunRecorder:
         if self._early_stop.over:
             logger.warning("%s", self._early_stop)
         values = values | self._observer.end_step(number)
+        values = values | utilization(values, self._experiment)
         if overlaps:
             await self._session.pinned.acquire()
         line = self._line = asyncio.create_task(self._write_line(number, values, validate=overlaps))

@@ -345,6 +345,7 @@ def _algorithm(
     )
     collector = Collector(workers, schedule, seconds)
     gate = LogprobGate(config, experiment.generation, guarded="logprob_gap" in policy.guards.limits)
+    replays = any(isinstance(worker, ReplayedGroups) for worker in workers)
     return OnlineAlgorithm(
         config,
         session,
@@ -356,6 +357,7 @@ def _algorithm(
         teachers,
         data.sources,
         _trajectory_log(experiment, session, recorder.done),
+        None if replays or not experiment.generation.takes_weights else session.learner.work,
     )
 
 

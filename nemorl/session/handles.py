@@ -34,6 +34,7 @@ from nemorl.generation import types
 from nemorl.generation.router import Replica, RouterMetrics
 from nemorl.models.layout_rules import with_fewer_copies
 from nemorl.models.registry import load_shape
+from nemorl.plan.utilization import ModelWork
 from nemorl.rollout.concurrency import PlacesUse
 from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary
 
@@ -111,6 +112,7 @@ class ModelHandle:
         self.devices = DeviceScheduler([self])  # replaced if other models compute on the same devices
         self._config = spec.config
         self._shape = load_shape(spec.config.model_path, spec.config.head)
+        self.work = ModelWork.of(spec.config, self._shape)
         self._deadlines = cluster.deadlines
         self._offloaded = False
         self._batch: shards.BatchPlan | None = None

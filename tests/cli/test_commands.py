@@ -25,6 +25,32 @@ def test_check_looks_at_every_file(nemorl: Nemorl, experiment: Path, tmp_path: P
     assert "policy x 1" in outcome.err
 
 
+def test_check_without_weights_lists_what_was_not_verified(
+    nemorl: Nemorl, experiment: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    tasks = "data.train={name: tasks, path: absent.jsonl}"
+
+    required = nemorl("check", experiment, tasks)
+    without = nemorl("check", "--no-weights", experiment, tasks)
+    wrong = nemorl("check", "--no-weights", experiment, "policy.layout.tensor_parallel_size=3")
+
+    assert (required.status, without.status, wrong.status) == (2, 0, 2)
+    assert "3 configuration errors" in required.err
+    later = "will be verified on the target machine"
+    first, *lines = without.out.splitlines()
+    assert first == f"{experiment}: OK"
+    assert [line.strip() for line in lines] == [
+        f"policy.model_path = {tmp_path}/model: {later} (the folder holds no weights)",
+        f"policy.model_path = {tmp_path}/model: {later} (the folder holds no tokenizer.json: name a folder "
+        "that does in policy.tokenizer.path)",
+        f"data.train.path = absent.jsonl: {later} (the file cannot be read: No such file or directory)",
+    ]
+    assert "together 3." in without.err  # the plan
+    assert "it must divide the model's 8 attention heads" in wrong.err
+
+
 def test_check_names_a_staleness_that_is_hardly_meant(nemorl: Nemorl, experiment: Path) -> None:
     def said(staleness: int, *words: str) -> list[str]:
         outcome = nemorl("check", experiment, f"algorithm.max_staleness={staleness}", *words)

@@ -158,12 +158,50 @@ def test_time_refuses_what_has_no_plan(
 def test_time_reports_a_policy_that_does_not_fit(
     nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = replace(HARDWARE["h100"], memory_bytes=1e8)
+    words = ("plan", "time", experiment, *GPUS, "--hardware", "h100")
+    needed = json.loads(nemorl(*words, "--json").out)["memory_on_device"]
+    outcomes = {}
+    for share in (0.85, 0.95, 1.05):
+        small = replace(HARDWARE["h100"], memory_bytes=int(needed / share))
+        monkeypatch.setitem(HARDWARE, "h100", small)
+        outcomes[share] = nemorl(*words)
+        fits = json.loads(nemorl(*words, "--json").out)["fits"]
+        assert (outcomes[share].status, fits) == ((0, True) if share < 1 else (1, False))
+        assert "trained tokens per second" in outcomes[share].out
+
+    lists = "`nemorl plan layouts` lists layouts that fit.\n"
+    assert "The policy" not in outcomes[0.85].err
+    assert "GB (85%)" in outcomes[0.85].out
+    assert "GB, less than the margin of 10%: " + lists in outcomes[0.95].err
+    assert "The policy leaves 5% of " in outcomes[0.95].err
+    assert "The policy needs " in outcomes[1.05].err
+    assert lists in outcomes[1.05].err
+
+
+def test_the_chosen_recomputation_is_shown(
+    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    auto = "policy.recompute={name: auto}"
+    words = ("plan", "time", experiment, *GPUS, auto, "policy.micro_batch_tokens=4096", "--hardware", "h100")
+
+    roomy = nemorl(*words)
+    needed = json.loads(nemorl(*words, "--json").out)["memory_on_device"]
+    small = replace(HARDWARE["h100"], memory_bytes=int(0.999 * needed / 0.9))
     monkeypatch.setitem(HARDWARE, "h100", small)
+    tight = json.loads(nemorl(*words, "--json").out)
 
-    outcome = nemorl("plan", "time", experiment, *GPUS, "--hardware", "h100")
+    (line,) = (line for line in roomy.out.splitlines() if line.startswith("recomputed"))
+    assert line.split(maxsplit=1)[1] == "nothing (chosen by the plan)"
+    assert tight["recompute"]["name"] != "none"
+    assert tight["memory_on_device"] <= 0.9 * small.memory_bytes
 
-    assert "GB of 0 GB: `nemorl plan layouts` lists layouts that fit." in outcome.out
+
+def test_an_h100_has_one_size(nemorl: Nemorl, experiment: Path) -> None:
+    as_json = json.loads(nemorl("plan", "time", experiment, *GPUS, "--hardware", "h100", "--json").out)
+
+    assert as_json["device_memory"] == 81559 * 2**20  # MiB, as nvidia-smi reports it
+    assert "default: 85.5, an H100's" in " ".join(nemorl("plan", "rehearse", "--help").out.split())
+    assert " of 85.5 GB (" in nemorl("plan", "time", experiment, *GPUS, "--hardware", "h100").out
 
 
 def test_plans_read_config_json_only(nemorl: Nemorl, experiment: Path, tmp_path: Path) -> None:
@@ -172,6 +210,36 @@ def test_plans_read_config_json_only(nemorl: Nemorl, experiment: Path, tmp_path:
 
     assert nemorl("plan", "time", experiment, *GPUS, "--hardware", "h100").status == 0
     assert nemorl("plan", "layouts", experiment, "--gpus", "2").status == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "layouts", "--gpus", "2"),
+        ("plan", "time", "--hardware", "h100"),
+        ("plan", "suggest", "--hardware", "h100", "--gpus", "2"),
+        ("plan", "rehearse"),
+        ("simulate", "--hardware", "h100"),
+        ("check",),
+        ("check", "--no-weights"),
+    ],
+)
+def test_a_model_folder_that_is_missing_is_an_error_of_its_field(
+    nemorl: Nemorl, experiment: Path, words: tuple[str, ...]
+) -> None:
+    outcome = nemorl(*words, experiment, "policy.model_path=absent")
+
+    assert outcome.status == 2
+    assert f"{experiment}: 1 configuration error\n" in outcome.err
+    assert "policy.model_path = absent  (command line)\n      there is no such folder" in outcome.err
+
+
+def test_staleness_is_not_negative(nemorl: Nemorl, experiment: Path) -> None:
+    outcome = nemorl("plan", "suggest", experiment, "--hardware", "h100", "--gpus", "2", "--staleness", "-1")
+
+    assert outcome.status == 2
+    message = "argument --staleness: '-1': expected integers of at least 0, separated by commas, as in 0,1"
+    assert message in outcome.err
 
 
 def test_suggestions_are_ranked_with_reasons_and_fields(nemorl: Nemorl, experiment: Path) -> None:
@@ -184,8 +252,15 @@ def test_suggestions_are_ranked_with_reasons_and_fields(nemorl: Nemorl, experime
     assert outcome.status == 0
     lines = outcome.out.splitlines()
     assert lines[1].split() == [
-        *("seconds", "simulated", "placement", "policy", "engines", "staleness", "reason")
+        *("seconds", "simulated", "placement", "policy", "GB", "recomputed"),
+        *("engines", "staleness", "reason"),
     ]
+    assert "(1%)" in lines[2].split()  # of the device
+    assert "nothing" in lines[2].split()
+    assert "of the 85.5 GB of a device 10% stay free" in outcome.err
+    assert "These lengths are assumed: give --response-tokens." in outcome.err
+    assert all(row["memory_on_device"] < row["device_memory"] for row in as_json)
+    assert {row["recompute"]["name"] for row in as_json} == {"none"}
     assert "Fields of the first:" in lines
     assert lines[-1].strip().startswith("algorithm.max_staleness=")
     assert [row["seconds"] for row in as_json] == sorted(row["seconds"] for row in as_json)

@@ -46,6 +46,7 @@ def test_json_has_every_peak_and_wait(nemorl: Nemorl, tmp_path: Path) -> None:
         (("--ranks", "first"), "'first': expected integers"),
         (("policy.layout={tensor_parallel_size: 3}",), "it must divide the model's 8 attention heads"),
         (("policy.model_path=org/absent",), "run `hf download org/absent` where there is a network"),
+        (("policy.model_path=absent",), "policy.model_path = absent  (command line)"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(

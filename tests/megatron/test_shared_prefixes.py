@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from nemorl.config.policy import MoeConfig, SelectiveRecompute
 from nemorl.data.packed import PackedBatch
 from nemorl.megatron.worker import PolicyWorker
+from nemorl.plan.utilization import ModelWork
 from tests.megatron.cases import LOSS, live
 from tests.megatron.course import assert_same_course
 from tests.megatron.examples import FAMILIES, layout, policy_config, ragged_batch
@@ -68,6 +69,7 @@ def computed(model: Model, start_here: Start) -> Computed:
             "entropies": worker.batch.old_entropies,
             "gradients": torch.cat(grads),
             "stats": stats,
+            "shape": worker._shape,
         }
 
     return compute
@@ -90,7 +92,14 @@ def assert_equal(shared: dict[str, Any], apart: dict[str, Any]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shared_tokens_change_no_result(computed: Computed, family: str) -> None:
     batch = tree_batch()
-    assert_equal(*(computed(family, batch, shares=shares) for shares in (True, False)))
+    shared, apart = (computed(family, batch, shares=shares) for shares in (True, False))
+    assert_equal(shared, apart)
+    scored = int(batch.loss_mask.sum())
+    work = ModelWork(apart["shape"]).training([(0, length) for length in LENGTHS], scored)
+    assert apart["stats"].flops == pytest.approx(work)
+    saved = 1 - NUM_DISTINCT / sum(LENGTHS)
+    assert 0.5 * saved < 1 - shared["stats"].flops / work < 1.5 * saved  # attention and the head differ
+    assert (apart["stats"].peak_tflops, shared["stats"].peak_tflops) == (None, None)  # of a CPU
 
 
 @pytest.mark.parametrize("modules", [("core_attn", "layernorm", "mlp"), ("moe", "core_attn")])
@@ -156,6 +165,7 @@ def test_every_layout_shares_tokens(pool: Pool, model: Model, family: str, name:
     for life in pool.run(config.layout.world_size, live, config, batches, 4):
         assert_same_course(life, alone)
         assert all(step.num_distinct < step.num_tokens for step in life.steps)
+        assert all(0 < step.flops < one.flops for step, one in zip(life.steps, alone.steps, strict=True))
 
 
 def test_a_critic_values_shared_tokens_in_each_sequence(model: Model, start_here: Start) -> None:

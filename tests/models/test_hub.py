@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -54,20 +55,27 @@ def test_a_model_of_the_hub_becomes_a_folder(tmp_path: Path) -> None:
     create_tiny_model(served)
     (served / "pytorch_model.bin").write_bytes(b"other weights")
     with serving(tmp_path / "hub") as hub:
-        first = check(tmp_path, "org/tiny", hub.url)
-        assert first.returncode == 0, first.stderr
+        planned = check(tmp_path, "org/tiny", hub.url)
+        assert not any("lfs" in request or "tokenizer" in request for request in hub.requests)
+        downloaded = nemorl(tmp_path, hub.url, "check", str(tmp_path / "experiment.yaml"))
+        assert downloaded.returncode == 0, downloaded.stderr
         asked = list(hub.requests)
         absent = check(tmp_path, "org/none", hub.url)
     folder = tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots" / COMMIT
-    assert f"model_path: {folder}\n" in first.stdout  # with the commit: a resumed run has the same weights
-    assert "Fetching" in first.stderr  # the progress bar
+    assert planned.returncode == 0, planned.stderr
+    assert "model_path: org/tiny\n" in planned.stdout  # whose weights the run will download
+    later = "will be verified on the target machine (the folder holds no"
+    assert planned.stderr.count(f"policy.model_path = {folder}: {later}") == 2  # weights and tokenizer
+    assert "Fetching" in downloaded.stderr  # the progress bar
     for file in folder.iterdir():
         assert file.read_bytes() == (served / file.name).read_bytes()
     assert (folder / "model.safetensors").is_file()
     assert not any("pytorch_model.bin" in request for request in asked if request.startswith("GET"))
     assert any(request.startswith("GET /lfs/") for request in asked)
     # Without a network the files of the cache are used, and others come with a fix.
-    assert check(tmp_path, "org/tiny", hub.url).returncode == 0
+    cached = check(tmp_path, "org/tiny", hub.url)
+    assert cached.returncode == 0, cached.stderr
+    assert f"model_path: {folder}\n" in cached.stdout  # with the commit: a resumed run has the same weights
     assert check(tmp_path, "org/tiny", hub.url, HF_HUB_OFFLINE="1").returncode == 0
     other = check(tmp_path, "org/other", hub.url)
     assert other.returncode == 2
@@ -90,10 +98,15 @@ def test_plans_download_config_json_only(tmp_path: Path) -> None:
     with serving(tmp_path / "hub") as hub:
         planned = nemorl(tmp_path, hub.url, *time)
         listed = nemorl(tmp_path, hub.url, "plan", "layouts", str(config), "--gpus", "1")
+        checked = nemorl(tmp_path, hub.url, "check", "--no-weights", str(config))
+        rehearsed = nemorl(tmp_path, hub.url, "plan", "rehearse", str(config))
         absent = nemorl(tmp_path, hub.url, *time, "policy.model_path=org/none")
         asked = [request for request in hub.requests if request.startswith("GET")]
     assert planned.returncode == 0, planned.stderr
     assert listed.returncode == 0, listed.stderr
+    assert checked.returncode == 0, checked.stderr
+    assert "(the folder holds no weights" in checked.stdout
+    assert rehearsed.returncode == 0, rehearsed.stderr
     assert any("config.json" in request for request in asked)
     assert not any("safetensors" in request or "lfs" in request for request in asked)
     assert absent.returncode == 2
@@ -106,6 +119,8 @@ def test_a_resumed_run_has_the_commit_of_its_start_and_serve_the_newest(tmp_path
     create_tiny_model(served)
     snapshots = tmp_path / "home" / "hub" / "models--org--tiny" / "snapshots"
     with serving(tmp_path / "hub") as hub:
+        check(tmp_path, "org/tiny", hub.url)
+        nemorl(tmp_path, hub.url, "check", str(tmp_path / "experiment.yaml"))
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "config.yaml").write_text(check(tmp_path, "org/tiny", hub.url).stdout)
         hub.commit = "f" * 40
@@ -120,7 +135,7 @@ def test_a_resumed_run_has_the_commit_of_its_start_and_serve_the_newest(tmp_path
 
 
 def test_ids_work_in_every_section_that_has_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetched(name: str, commit: str | None = None) -> Path:
+    def fetched(name: str, commit: str | None, files: Sequence[str]) -> Path:
         if name == "org/none":
             raise HubError("no such model")
         return tmp_path / name / str(commit)

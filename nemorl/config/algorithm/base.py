@@ -136,6 +136,7 @@ class AlgorithmBase(Config):
             {
                 *(f"guards/{name}" for name in (*GUARDED, "rollbacks")),
                 *("grad_norm", "lr", "skipped_updates", "updates/all", "updates/skipped", "updates/empty"),
+                *("flops/training", "tflops/training", "tflops/peak", "mfu/training"),
                 *("tokens/trained", "throughput/tokens_per_second", "models/restarts"),
                 *(f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "shared", "padding")),
                 # Of models with experts; checks of a config do not open the folder of the model.

@@ -161,6 +161,7 @@ class OnlineBase(AlgorithmBase):
             *("environment/errors", "environment/retries", "environment/truncated"),
             *("trajectory_seconds/generation", "trajectory_seconds/environment"),
             *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
+            *("flops/generation", "tflops/generation", "mfu/generation"),
             *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "deadline", "error")),
             *("time/generation", "time/environment", "time/loading", "time/logprobs", "time/reference"),
             *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted", "_joined", "_left")),

@@ -1,0 +1,134 @@
+"""Operations of the model in a run's steps, from real lengths, and the share of the peak (MFU). No torch.
+
+Counted are products with weight matrices, and attention over the tokens that each token sees, itself
+included: two operations for each multiplication. Not counted are padding, what is recomputed, routers, norms,
+the optimizer, and work that training saves: tokens that several sequences of a micro-batch begin with count
+once, and the head counts where a logprob is computed. So an MFU of training is never above what was done.
+
+backward of a trained matrix = 2 forward: the gradients of its input and of itself
+backward of a frozen matrix (LoRA) = 1 forward: that of its input
+backward of attention = 2 forward
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from nemorl.config.algorithm import OnlineBase
+from nemorl.config.experiment import Experiment
+from nemorl.config.policy import PolicyConfig
+from nemorl.models.adapters import adapter_tensors
+from nemorl.models.shape import ModelShape
+
+from .hardware import HARDWARE
+from .operations import attention_width, forward_products
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """Operations of a model; `adapters` are elements of LoRA's matrices if only these are trained."""
+
+    shape: ModelShape
+    adapters: int = 0
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, shape: ModelShape) -> "ModelWork":
+        if policy.lora is None:
+            return cls(shape)
+        return cls(shape, sum(math.prod(size) for size in adapter_tensors(shape, policy.lora).values()))
+
+    def training(self, segments: Sequence[tuple[int, int]], num_scored: int) -> float:
+        """Forward and backward over tokens at places [start, end) of their sequences.
+
+        `num_scored` tokens have a logprob, or with a scalar head a number.
+        """
+        tokens = sum(end - start for start, end in segments)
+        products = tokens * self._body + num_scored * self._head
+        attention = sum(self._attention(start, end) for start, end in segments)
+        if self.adapters:
+            return 2 * products + 3 * attention + 6 * self.adapters * tokens
+        return 3 * (products + attention)
+
+    def generation(self, samples: Sequence[Sequence[tuple[int, int]]]) -> float:
+        """Prompts and sampled tokens of groups: of each sample its tokens, and how many were sampled.
+
+        The prompt of a group with one length of prompts is read once. A last sampled token is not read.
+        """
+        total = 0.0
+        for group in samples:
+            prompts = {tokens - sampled for tokens, sampled in group}
+            shared = prompts.pop() if len(prompts) == 1 else 0
+            total += self._forward(0, shared)
+            for tokens, sampled in group:
+                total += self._forward(shared, max(shared, tokens - 1)) + sampled * self._head
+        return total
+
+    def _forward(self, start: int, end: int) -> float:
+        return (end - start) * self._body + self._attention(start, end)
+
+    def _attention(self, start: int, end: int) -> float:
+        """Of tokens at places [start, end), each of which sees itself and those before it."""
+        width = 2 * attention_width(self.shape)
+        seen = (count * _seen(start, end, window) for window, count in self._windows.items())
+        return float(width * sum(seen))
+
+    @cached_property
+    def _windows(self) -> Counter[int | None]:
+        return Counter(self.shape.window(layer) for layer in range(self.shape.num_layers))
+
+    @cached_property
+    def _body(self) -> int:
+        """Of a token in the layers' products."""
+        return forward_products(self.shape) - 2 * self.shape.hidden_size * self.shape.vocab_size
+
+    @property
+    def _head(self) -> int:
+        return 2 * self.shape.hidden_size * (1 if self.shape.head == "scalar" else self.shape.vocab_size)
+
+
+def _seen(start: int, end: int, window: int | None) -> int:
+    """Tokens that those at places [start, end) see: at place p the last p + 1, or `window` of them."""
+    if window is None or end <= window:
+        return (end * (end + 1) - start * (start + 1)) // 2
+    border = max(start, window)
+    return _seen(start, border, None) * (start < window) + (end - border) * window
+
+
+def peak_tflops(policy: PolicyConfig, device_name: str | None) -> float | None:
+    """10^12 operations per second of a device: the config's, or the maker's for a GPU of this name.
+
+    None for other devices, and for float32, which the table of devices does not have.
+    """
+    if policy.peak_tflops is not None:
+        return policy.peak_tflops
+    if policy.precision != "bfloat16":
+        return None
+    known = (one for one in HARDWARE.values() if one.device_name == device_name)
+    found = [one.operations if policy.fp8 is None else one.operations_fp8 for one in known]
+    return found[0] / 1e12 if found else None
+
+
+def utilization(values: Mapping[str, float], experiment: Experiment) -> dict[str, float]:
+    """TFLOP/s of each device while training and generating, and their MFU where the peak is known.
+
+    `values` are a step's metrics: operations, seconds of stages and `tflops/peak`. While engines sample ahead
+    of training, generation takes the whole step.
+    """
+    generation, world = experiment.generation, experiment.policy.layout.world_size
+    ahead = isinstance(experiment.algorithm, OnlineBase) and experiment.algorithm.max_staleness > 0
+    engines = world
+    if generation.has_engines:
+        replicas = values.get("generation/replicas", float(generation.replicas))
+        engines = round(replicas * generation.ranks_per_replica)
+    of = {"training": (world, "time/training")}
+    of["generation"] = engines, "time/step" if ahead else "time/generation"
+    found: dict[str, float] = {}
+    for stage, (devices, seconds) in of.items():
+        work, peak = values.get(f"flops/{stage}", 0.0), values.get("tflops/peak")
+        if work and devices and values.get(seconds, 0.0) > 0:
+            found[f"tflops/{stage}"] = work / values[seconds] / devices / 1e12
+            if peak:
+                found[f"mfu/{stage}"] = found[f"tflops/{stage}"] / peak
+    return found
