@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemorl.importing.document import PROJECTS, import_values
+from nemorl.errors import ConfigError
+from nemorl.importing.document import PROJECTS, checked, import_values, to_text
 from nemorl.importing.rules import CannotImport, Options, Origin, Part, apply
 from tests.importing.recipes import FOLDER, ROWS, recipes
 
@@ -41,6 +43,7 @@ TRL: dict[str, Any] = {
     "dataset_name": "org/data",
 }
 VLLM = TRL | {"use_vllm": True}
+BASES = {"nemo-rl": GRPO, "verl": VERL, "trl": TRL}
 
 # Of keys that recipes do not show: values of others with which they have an effect, and two of their own.
 Context = tuple[dict[str, Any], Any, Any]
@@ -177,6 +180,11 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "grpo.skip_reference_policy_logprobs_calculation": (GRPO, False, True),
         "data.prompt_file": (GRPO, "prompt.txt", None),
         "data.system_prompt_file": (GRPO, "prompt.txt", None),
+        "logger.wandb.project": (GRPO | {"logger.wandb_enabled": True}, "a", "b"),
+        "logger.wandb.entity": (GRPO | {"logger.wandb_enabled": True}, "a", "b"),
+        "logger.swanlab.project": (GRPO | {"logger.swanlab_enabled": True}, "a", "b"),
+        "logger.mlflow.experiment_name": (GRPO | {"logger.mlflow_enabled": True}, "a", "b"),
+        "logger.mlflow.tracking_uri": (GRPO | {"logger.mlflow_enabled": True}, "a", "b"),
         f"{_GAME}.game_config.size": (_PUZZLE, 3, 4),
         f"{_GAME}.game_config.shuffle_moves": (_PUZZLE, 3, 4),
         f"{_GAME}.max_moves": (_PUZZLE, 3, 4),
@@ -274,7 +282,7 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "vllm_importance_sampling_clip_max": (VLLM, 3.0, 2.0),
         "vllm_importance_sampling_clip_min": (VLLM, 0.1, 0.2),
         "vllm_importance_sampling_cap": (VLLM, 3.0, 2.0),
-        "vllm_tensor_parallel_size": (VLLM | {"nproc": 2}, 1, 2),
+        "vllm_tensor_parallel_size": (VLLM | {"num_processes": 2}, 1, 2),
         "vllm_gpu_memory_utilization": (VLLM, 0.3, 0.4),
         "lr_scheduler_type": (TRL, "linear", "cosine"),
         "lora_r": (TRL | {"use_peft": True}, 8, 16),
@@ -282,6 +290,10 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "lora_target_modules": (TRL | {"use_peft": True}, ["q_proj"], ["o_proj"]),
         "target_modules": (TRL | {"use_peft": True}, ["q_proj"], ["o_proj"]),
         "save_strategy": (TRL, "steps", "no"),
+        "num_machines": (TRL | {"num_processes": 4}, 1, 2),
+        "report_to": (TRL, "none", ["tensorboard", "wandb"]),
+        "project": (TRL | {"report_to": "wandb"}, "a", "b"),
+        "trackio_space_id": (TRL | {"report_to": "trackio"}, "a", "b"),
     },
 }
 # Keys with one supported value, or whose other value is remarked on: what is written does not depend on them.
@@ -295,7 +307,8 @@ REMARKED = {
         "algorithm.kl_penalty": "low_var_kl",
         "actor_rollout_ref.rollout.top_p": 0.9,
         "actor_rollout_ref.rollout.top_k": 5,
-    }
+    },
+    "trl": {"top_p": 0.9, "top_k": 5, "min_p": 0.1},
 }
 
 
@@ -370,6 +383,35 @@ def test_every_mapped_key_changes_the_experiment(project: str) -> None:
     assert not unread, "nothing reads these keys, or their rule lists more than it reads"
 
 
+# Keys of free text, of which no value has a wrong type before files and models are looked up.
+_TEXT = (
+    *("name", "path", "split", "project", "entity", "uri", "dir", "files", "file", "funcs", "modules"),
+    *("key", "model", "train", "validation", "template", "metric", "space_id", "config", "to", "logger"),
+    *("rollout_rs", "*", "dataset_train_split", "report_to"),
+)
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_a_wrong_type_is_an_error_that_names_the_key(project: str, tmp_path: Path) -> None:
+    silent = []
+    for key in mapped(project):
+        if key.endswith(_TEXT):
+            continue
+        base = CONTEXTS[project][key][0] if key in CONTEXTS[project] else BASES[project]
+        if ".megatron_cfg." in key:
+            base = MEGATRON | base
+        try:
+            found = import_values(PROJECTS[project], base | {key: "maybe"}, OPTIONS)
+            checked(to_text(found, PROJECTS[project], "test"), tmp_path, Path("config"), found)
+        except (CannotImport, ConfigError) as error:
+            words = ("expected", "is not imported", "are not imported", "engines on")
+            if key not in str(error) or not any(word in str(error) for word in words):
+                silent.append(f"{key}: {error}")
+        else:
+            silent.append(key)
+    assert not silent
+
+
 @pytest.mark.parametrize("project", ["nemo-rl", "verl"])
 def test_values_without_counterpart_are_refused(project: str) -> None:
     base = GRPO if project == "nemo-rl" else VERL
@@ -379,10 +421,11 @@ def test_values_without_counterpart_are_refused(project: str) -> None:
         assert key in why
 
 
-def test_values_that_are_left_out_are_reported() -> None:
-    base = VERL | {"algorithm.use_kl_in_reward": True}
-    for key, value in REMARKED["verl"].items():
-        (row,) = [row for row in import_values(PROJECTS["verl"], base | {key: value}).rows if row.key == key]
+@pytest.mark.parametrize("project", REMARKED)
+def test_values_that_are_left_out_are_reported(project: str) -> None:
+    base = BASES[project] | ({"algorithm.use_kl_in_reward": True} if project == "verl" else {})
+    for key, value in REMARKED[project].items():
+        (row,) = [one for one in import_values(PROJECTS[project], base | {key: value}).rows if one.key == key]
         assert row.changes_result, key
         assert row.note, key
 

@@ -119,10 +119,41 @@ GRPOTrainer(model="org/m", args=args)
     )
     assert trl.read(tmp_path / "a.yaml") == {"model_name_or_path": "org/m", "beta": 0.1}
     assert trl.read(tmp_path / "a.sh") == {
+        "trainer": "grpo",
         "model_name_or_path": "org/m",
         "beta": 0.1,
         "learning_rate": 1e-6,
         "bf16": True,
         "reward_funcs": ["a.b", "c.d"],
     }
-    assert trl.read(tmp_path / "a.py") == {"beta": 0.1, "loss_type": "grpo", "model": "org/m"}
+    assert trl.read(tmp_path / "a.py") == {
+        "trainer": "grpo",
+        "beta": 0.1,
+        "loss_type": "grpo",
+        "model": "org/m",
+    }
+
+
+def test_launchers_of_trl_give_the_number_of_processes(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        two__yaml="num_processes: 16\nnum_machines: 2\n",
+        train__yaml="model_name_or_path: org/m\nbeta: 0.1\nnum_processes: 2\n",
+        a__sh="N=4\nTOKENS=1 accelerate launch --num_processes $N \\\n  grpo.py --beta 0.2\n",
+        b__sh="accelerate launch --config_file two.yaml trl/scripts/grpo.py --beta 0.2\n",
+        c__sh="torchrun --nproc-per-node=8 --nnodes 2 train.py --beta 0.2\n",
+        d__sh="trl grpo --config train.yaml --beta 0.3\n",
+        e__sh="trl grpo --accelerate_config zero2 --beta 0.2\n",
+    )
+    read = {name: trl.read(tmp_path / f"{name}.sh") for name in "abcde"}
+    assert [read[name].get("num_processes") for name in "abcde"] == [4, 16, 16, 2, 8]
+    assert [read[name].get("num_machines") for name in "abc"] == [None, 2, 2]
+    assert read["d"] == {
+        "trainer": "grpo",
+        "model_name_or_path": "org/m",
+        "num_processes": 2,
+        "beta": 0.3,
+    }
+    write(tmp_path, f__sh="accelerate launch --config_file none.yaml grpo.py --beta 0.2\n")
+    with pytest.raises(CannotImport, match=r"none\.yaml: there is no such file here or in"):
+        trl.read(tmp_path / "f.sh")
