@@ -57,11 +57,9 @@ def advantage(x: Origin) -> Fields:
             if normalize and alone:
                 section["deviation"] = "others"
         case "reinforce_plus_plus" if x.get(f"{estimator}.minus_baseline", True):
-            section = {"name": "group_then_batch", "over": "tokens"}
-            x.changed(f"{estimator}.name", "the variance of the batch is unbiased here; NeMo-RL divides by n")
+            section = {"name": "group_then_batch", "over": "tokens", "variance": "biased"}
         case "reinforce_plus_plus":
-            section = {"name": "reinforce", "over": "tokens"}
-            x.changed(f"{estimator}.name", "the variance of the batch is unbiased here; NeMo-RL divides by n")
+            section = {"name": "reinforce", "over": "tokens", "variance": "biased"}
         case _:
             raise CannotImport(f"{estimator}.name = {name}: this estimator is not imported")
     return {"algorithm.advantage": section}
