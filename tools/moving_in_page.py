@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 from nemorl.importing.document import PROJECTS, import_values  # noqa: E402
 from nemorl.importing.rules import CannotImport, Imported, Options  # noqa: E402
-from tests.importing.recipes import FOLDER, ROWS, recipes, table  # noqa: E402
+from tests.importing.recipes import FILES, FOLDER, ROWS, recipes, table  # noqa: E402
 
 PAGE = ROOT / "docs" / "moving_in_recipes.md"
 _LONGEST = 90  # characters of a cell
@@ -34,7 +34,7 @@ def outcome(project: str, name: str) -> tuple[Imported | None, str, bool]:
 
 def written(page: str) -> str:
     """The page with its generated parts as the rules and the recipes have them now."""
-    for project in ("nemo-rl", "verl"):
+    for project in FILES:
         before, begin, rest = page.partition(f"<!-- {project}: written by tools/moving_in_page.py -->\n")
         _, end, after = rest.partition(f"<!-- end of {project} -->\n")
         if not begin or not end:

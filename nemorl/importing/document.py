@@ -15,7 +15,7 @@ from nemorl.config.load import load_experiment
 from nemorl.config.yaml import VARIANT_KEYS, leaves
 from nemorl.errors import ConfigError, Problem
 
-from . import nemo_rl, trl, verl
+from . import nemo_rl, openrlhf, trl, verl
 from .rules import CannotImport, Imported, Options, Origin, Rule, apply
 
 _WIDTH = 2**31  # no line is broken
@@ -40,6 +40,15 @@ PROJECTS = {
         "NeMo-RL", nemo_rl.read, nemo_rl.RULES, "runs/nemo-rl", nemo_rl.MARKS, nemo_rl.LIKENESSES
     ),
     "verl": Project("verl", verl.read, verl.RULES, "runs/verl", verl.MARKS, verl.LIKENESSES, verl.DEFAULTS),
+    "openrlhf": Project(
+        "OpenRLHF",
+        openrlhf.read,
+        openrlhf.RULES,
+        "runs/openrlhf",
+        openrlhf.MARKS,
+        openrlhf.LIKENESSES,
+        openrlhf.DEFAULTS,
+    ),
     "trl": Project("TRL", trl.read, trl.RULES, "runs/trl", trl.MARKS, trl.LIKENESSES, trl.DEFAULTS),
 }
 _OURS = r"^  model_path:"

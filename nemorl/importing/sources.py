@@ -292,3 +292,37 @@ def home(path: str) -> str:
 def words_with_values(words: Sequence[str]) -> list[str]:
     """The overrides among the words of a command."""
     return [word for word in words if _OVERRIDE.match(word) or word.startswith("~")]
+
+
+def options_of(words: Iterable[str]) -> dict[str, Any]:
+    """The options of a command: `--a 1`, `--a=1`, `--a 1 2` (a list) and `--a` (true)."""
+    tree: dict[str, Any] = {}
+    key = ""
+    for word in words:
+        if word.startswith("--"):
+            key, _, value = word[2:].replace("-", "_").partition("=")
+            tree[key] = _plain(value) if value else True
+        elif key:
+            given = _plain(word)
+            tree[key] = given if tree[key] is True else [*_listed(tree[key]), given]
+    return tree
+
+
+def _plain(word: str) -> Any:
+    """The number, truth or list that a word is; YAML 1.1 reads 1e-6 as text."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(word)
+    except yaml.YAMLError:
+        return word
+    if not isinstance(value, str):
+        return word if isinstance(value, dict) else value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [value]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .rules import CannotImport
-from .sources import read_command, read_yaml, resolved
+from .sources import options_of, read_command, read_yaml, resolved
 
 _SIZES = "num_processes", "num_machines"  # of `accelerate launch`, which `trl` takes as well
 _TORCHRUN = {"nproc_per_node": "num_processes", "nnodes": "num_machines"}
@@ -55,7 +55,7 @@ def from_words(words: list[str], folder: Path, trainers: Mapping[str, str]) -> d
     ends = [place for place, word in enumerate(words) if _is_script(word) or word == "trl"]
     end = ends[0] if ends else 0
     before, after = words[:end], words[end + 1 :] if ends else words
-    tree = {_TORCHRUN.get(key, key): value for key, value in _options(before).items()}
+    tree = {_TORCHRUN.get(key, key): value for key, value in options_of(before).items()}
     known = (*_SIZES, "config_file")
     tree = {key: value for key, value in tree.items() if key in known}
     if "torchrun" in before and "num_processes" in tree:
@@ -66,7 +66,7 @@ def from_words(words: list[str], folder: Path, trainers: Mapping[str, str]) -> d
         if name not in trainers:
             listed = ", ".join(f"`trl {one}`" for one in trainers)
             raise CannotImport(f"trl {name}: this trainer is not imported; {listed} are")
-    own = _options(after)
+    own = options_of(after)
     if config := own.pop("config", None):
         tree |= _of_yaml(_near(str(config), folder))
     tree |= own
@@ -75,33 +75,6 @@ def from_words(words: list[str], folder: Path, trainers: Mapping[str, str]) -> d
     if name in trainers:
         tree["trainer"] = name
     return _launched(tree, folder)
-
-
-def _options(words: list[str]) -> dict[str, Any]:
-    import yaml
-
-    tree: dict[str, Any] = {}
-    key = ""
-    for word in words:
-        if word.startswith("--"):
-            key, _, value = word[2:].replace("-", "_").partition("=")
-            tree[key] = yaml.safe_load(value) if value else True
-        elif key:
-            given = _number(yaml.safe_load(word))
-            tree[key] = given if tree[key] is True else [*_listed(tree[key]), given]
-    return tree
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list) else [value]
 
 
 def _near(name: str, folder: Path) -> Path:

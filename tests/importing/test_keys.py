@@ -43,7 +43,27 @@ TRL: dict[str, Any] = {
     "dataset_name": "org/data",
 }
 VLLM = TRL | {"use_vllm": True}
-BASES = {"nemo-rl": GRPO, "verl": VERL, "trl": TRL}
+OPENRLHF: dict[str, Any] = {
+    "trainer": "ppo_ray",
+    "actor.model_name_or_path": "org/model",
+    "reward.remote_url": "reward_func.py",
+    "data.prompt_dataset": "org/data",
+    "data.max_samples": 10_000,
+    "vllm.num_engines": 8,
+    "train.colocate_all": True,
+    "rollout.n_samples_per_prompt": 4,
+}
+GROUPED = OPENRLHF | {"algo.advantage.estimator": "group_norm"}
+OFFLINE = {
+    name: {
+        "trainer": name,
+        "model.model_name_or_path": "org/model",
+        "data.dataset": "org/data",
+        "data.max_samples": 10_000,
+    }
+    for name in ("sft", "dpo", "rm")
+}
+BASES = {"nemo-rl": GRPO, "verl": VERL, "openrlhf": OPENRLHF, "trl": TRL}
 
 # Of keys that recipes do not show: values of others with which they have an effect, and two of their own.
 Context = tuple[dict[str, Any], Any, Any]
@@ -262,6 +282,93 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": (VERL, False, True),
         f"{_A}.checkpoint.save_contents": (VERL | {"trainer.save_freq": 5}, ["model"], ["hf_model"]),
     },
+    "openrlhf": {
+        "trainer": (OFFLINE["dpo"], "dpo", "rm"),
+        "algo.advantage.no_std_norm": (
+            OPENRLHF | {"algo.advantage.estimator": "reinforce_baseline"},
+            True,
+            False,
+        ),
+        "algo.advantage.estimator": (OPENRLHF, "gae", "reinforce"),
+        "algo.advantage.gamma": (OPENRLHF, 1.0, 0.9),
+        "algo.advantage.is_correction_threshold": (
+            OPENRLHF | {"algo.advantage.is_correction_enable": True},
+            [0.5, 5.0],
+            [0.5, 2.0],
+        ),
+        "actor.eps_clip_low_high": (OPENRLHF, [0.2, 0.2], [0.2, 0.28]),
+        "actor.dual_clip": (OPENRLHF, None, 3.0),
+        "actor.policy_loss_type": (OPENRLHF, "ppo", "gspo"),
+        "actor.entropy_coef": (OPENRLHF, 0.0, 0.1),
+        "actor.eps_clip": (OPENRLHF, 0.2, 0.1),
+        "model.beta": (OFFLINE["dpo"], 0.1, 0.2),
+        "model.label_smoothing": (OFFLINE["dpo"], 0.1, 0.2),
+        "model.ipo_enable": (OFFLINE["dpo"], True, False),
+        "model.nll_loss_coef": (OFFLINE["dpo"], 0.1, 0.2),
+        "model.loss_type": (OFFLINE["rm"], "sigmoid", "logexp"),
+        "model.margin_loss_enable": (OFFLINE["rm"], True, False),
+        "model.pretrain_mode_enable": (OFFLINE["sft"], True, False),
+        "algo.kl.estimator": (OPENRLHF | {"algo.kl.use_loss": True}, "k2", "k3"),
+        "algo.advantage.is_correction_type": (
+            OPENRLHF | {"algo.advantage.is_correction_enable": True},
+            "tis",
+            "seq-mask-tis",
+        ),
+        "algo.dynamic_filtering_range": (
+            GROUPED | {"algo.dynamic_filtering_enable": True},
+            [0.0, 1.0],
+            [0.2, 0.8],
+        ),
+        "reward.overlong_buffer_len": (OPENRLHF, 100.0, 200.0),
+        "reward.overlong_penalty_factor": (OPENRLHF | {"reward.overlong_buffer_len": 100.0}, 1.0, 0.5),
+        "train.async_queue_size": (OPENRLHF | {"train.async_enable": True}, 1, 2),
+        "train.partial_rollout_enable": (OPENRLHF | {"train.async_enable": True}, True, False),
+        "data.prompt_key": (OFFLINE["dpo"], "a", "b"),
+        "data.output_key": (OFFLINE["sft"], "a", "b"),
+        "data.input_template": (OPENRLHF, "a {}", "b {}"),
+        "data.multiturn": (OFFLINE["sft"], True, False),
+        "data.tokenizer_chat_template": (OFFLINE["sft"], None, "{{ messages }}"),
+        "eval.split": (OPENRLHF | {"eval.steps": 5, "eval.dataset": "org/held_out"}, "train", "test"),
+        "critic.model_name_or_path": (OPENRLHF, "org/a", "org/b"),
+        "critic.value_clip": (OPENRLHF, 0.5, 0.2),
+        "critic.freezing_steps": (OPENRLHF, -1, 5),
+        **{
+            f"{section}adam.{name}": (base, first, second)
+            for section, base in (("actor.", OPENRLHF), ("critic.", OPENRLHF), ("", OFFLINE["sft"]))
+            for name, first, second in (
+                ("betas", [0.9, 0.95], [0.9, 0.98]),
+                ("eps", 1e-8, 1e-7),
+                ("weight_decay", 0.0, 0.1),
+            )
+        },
+        **{
+            f"{section}{name}": (base, first, second)
+            for section, base in (("actor.", OPENRLHF), ("critic.", OPENRLHF), ("", OFFLINE["sft"]))
+            for name, first, second in (
+                ("lr_scheduler", "constant", "linear"),
+                ("lr_warmup_ratio", 0.03, 0.1),
+                ("min_lr_ratio", 0.1, 0.2),
+                ("max_norm", 1.0, 2.0),
+            )
+        },
+        "nproc_per_node": (OFFLINE["sft"], 4, 8),
+        "nnodes": (OFFLINE["sft"], 1, 2),
+        "ds.tensor_parallel_size": (OPENRLHF, 1, 2),
+        "ds.ring_attn_size": (OPENRLHF, 1, 2),
+        "vllm.enable_prefix_caching": (OPENRLHF, True, False),
+        "rollout.temperature": (OPENRLHF, 1.0, 0.5),
+        "ds.lora.target_modules": (OFFLINE["sft"] | {"ds.lora.rank": 8}, "all-linear", ["q_proj"]),
+        "ds.lora.alpha": (OFFLINE["sft"] | {"ds.lora.rank": 8}, 8, 16),
+        "actor.aux_loss_coef": (OPENRLHF, 0.0, 0.1),
+        "logger.wandb.key": (OPENRLHF, None, "x"),
+        **{
+            f"logger.wandb.{name}": (OPENRLHF | {"logger.wandb.key": "x"}, "a", "b")
+            for name in ("project", "org", "group")
+        },
+        "vllm.num_engines": (OPENRLHF | {"train.colocate_all": False}, 1, 2),
+        "train.colocate_all": (OPENRLHF, True, False),
+        "ckpt.max_num": (OPENRLHF, 2, 3),
+    },
     "trl": {
         "model": ({key: value for key, value in TRL.items() if key != "model_name_or_path"}, "a/b", "a/c"),
         "generation_batch_size": (TRL, 8, 16),
@@ -300,6 +407,11 @@ CONTEXTS: dict[str, dict[str, Context]] = {
 REFUSED = {
     "nemo-rl": {"policy.optimizer.name": "SGD", "env.should_use_nemo_gym": True},
     "verl": {f"{_A}.optim.optimizer": "SGD", "actor_rollout_ref.rollout.name": "trtllm"},
+    "openrlhf": {
+        **{f"{section}optim": "muon" for section in ("actor.", "critic.", "")},
+        "train.agent_func_path": "agent.py",
+        "ds.param_dtype": "fp16",
+    },
     "trl": {},
 }
 REMARKED = {
@@ -308,6 +420,7 @@ REMARKED = {
         "actor_rollout_ref.rollout.top_p": 0.9,
         "actor_rollout_ref.rollout.top_k": 5,
     },
+    "openrlhf": {"rollout.top_p": 0.9},
     "trl": {"top_p": 0.9, "top_k": 5, "min_p": 0.1},
 }
 
@@ -387,7 +500,7 @@ def test_every_mapped_key_changes_the_experiment(project: str) -> None:
 _TEXT = (
     *("name", "path", "split", "project", "entity", "uri", "dir", "files", "file", "funcs", "modules"),
     *("key", "model", "train", "validation", "template", "metric", "space_id", "config", "to", "logger"),
-    *("rollout_rs", "*", "dataset_train_split", "report_to"),
+    *("rollout_rs", "*", "report_to", "url", "dataset", "optim", "key", "org", "group"),
 )
 
 
@@ -412,10 +525,10 @@ def test_a_wrong_type_is_an_error_that_names_the_key(project: str, tmp_path: Pat
     assert not silent
 
 
-@pytest.mark.parametrize("project", ["nemo-rl", "verl"])
+@pytest.mark.parametrize("project", ["nemo-rl", "verl", "openrlhf"])
 def test_values_without_counterpart_are_refused(project: str) -> None:
-    base = GRPO if project == "nemo-rl" else VERL
     for key, value in REFUSED[project].items():
+        base = OFFLINE["sft"] if key == "optim" else BASES[project]
         why = tree(project, base | {key: value})
         assert isinstance(why, str), key
         assert key in why
