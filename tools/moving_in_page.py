@@ -4,6 +4,7 @@
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,22 @@ def _lines(project: str) -> Iterator[str]:
         counts = (len(imported.rows), imported.count("mapped"), imported.count("changed"))
         harmless = imported.count("none", changes_result=False)
         yield f"| {shown} | {' | '.join(map(str, counts))} | {harmless} | {len(lost)} | {named.strip()} |"
+    yield from _lost(done)
+
+
+def _lost(done: list[Imported]) -> Iterator[str]:
+    """The keys that change the result and have no counterpart, the most frequent first."""
+    counts: Counter[str] = Counter()
+    reasons = {}
+    for imported in done:
+        lost = [row for row in imported.rows if row.outcome == "none" and row.changes_result]
+        counts.update(row.key for row in lost)
+        reasons |= {row.key: row.note for row in lost}
+    yield ""
+    yield "| key that changes the result | recipes | reason |"
+    yield "|---|---|---|"
+    for key, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
+        yield f"| `{key}` | {count} | {reasons[key].replace('|', chr(92) + '|')} |"
 
 
 def _share(imported: Imported) -> float:

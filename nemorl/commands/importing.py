@@ -29,8 +29,8 @@ def register(commands: Commands) -> None:
     text = "write an experiment file from a config of another project"
     parser = add_command(commands, "import", _import, text)
     parser.description = (
-        f"{text}: a YAML file, and of verl, OpenRLHF and TRL also a script with the command line. What became of each "
-        "key is printed. The status is 1 if a key is unknown (docs/moving_in.md)."
+        f"{text}: a YAML file, and of verl, OpenRLHF and TRL also a script with the command line. What "
+        "became of each key is printed. The status is 1 if a key is unknown (docs/moving_in.md)."
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="config of the other project")
     parser.add_argument("--from", dest="project", choices=list(PROJECTS), required=True, help="the project")

@@ -241,6 +241,10 @@ _WITHOUT: tuple[Rule, ...] = (
     Ignored(("policy.optimizer",), "of the other back end"),
     Lost(("dpo.preference_loss_weight",), "the loss of pairs has the weight 1", (1, 1.0)),
     Lost(("sft.only_unmask_final",), "every turn of the assistant is trained on"),
+    Ignored(
+        ("policy.hf_config_overrides.max_position_embeddings",),
+        "the longest sequence is policy.max_sequence_length; rotary embeddings do not depend on it",
+    ),
     Lost(("policy.hf_config_overrides.*",), "edit the config.json of the model folder", _OFF),
     Lost(("policy.draft.enabled",), "no draft model is trained"),
     Ignored(("policy.draft.*",), "of the draft model, which is not trained"),
@@ -277,12 +281,23 @@ _WITHOUT: tuple[Rule, ...] = (
         ),
         "adapters start as B = 0 and a random A, and compute in the policy's precision",
     ),
+    Ignored(
+        (
+            *(f"{MEGATRON}.freeze_config.freeze_vision_{name}" for name in ("model", "projection")),
+            *(
+                f"{DTENSOR}.automodel_kwargs.freeze_config.freeze_{name}_tower"
+                for name in ("audio", "vision")
+            ),
+        ),
+        "text has no gradient there",
+    ),
     Lost(
         (f"{MEGATRON}.freeze_config.*", f"{DTENSOR}.automodel_kwargs.freeze_config.*"),
         "parts of a model are not frozen; models here are language models",
         _OFF,
     ),
-    Lost((f"{MEGATRON}.model_overrides.*", f"{MEGATRON}.moe_enable_deepep"), "not passed to Megatron", _OFF),
+    Lost((f"{MEGATRON}.model_overrides.*",), "not passed to Megatron", _OFF),
+    Ignored((f"{MEGATRON}.moe_enable_deepep",), "how tokens travel to experts"),
     Lost((f"{MEGATRON}.optimizer.params_dtype",), "weights are copied in float32", ("float32", None)),
     Lost((f"{MEGATRON}.optimizer.fp16",), "training is in bfloat16 or float32"),
     Lost((f"{MEGATRON}.optimizer.clip_grad",), "policy.max_grad_norm is used", (1.0, None, 0, 0.0)),
@@ -344,7 +359,9 @@ _WORKERS: tuple[Rule, ...] = (
     Ignored(("logger.*",), "how often and where a tracker shows; its names of runs"),
     Ignored(("data_plane.*",), "how samples travel between processes"),
     Lost(
-        ("async_rl.sampler.name",), "groups are trained in the order in which they finish", ("in_order", None)
+        ("async_rl.sampler.name",),
+        "groups are trained in the order in which they finish",
+        ("in_order", "ready_first", None),
     ),
     Ignored(("async_rl.*",), "queues, retries and health checks; docs/faults.md has ours"),
     Ignored(("checkpointing.*",), "format and time of checkpoints"),

@@ -1,6 +1,5 @@
 """OpenRLHF's keys of what is trained: batches, advantages, losses, rewards, data and the length of a run."""
 
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +65,8 @@ def rows(x: Origin) -> int:
 
 def steps(x: Origin) -> int:
     if is_online(x):
-        return max(rows(x) // x.get("rollout.batch_size") * x.get("train.num_episodes"), 1)
-    return max(ceil(rows(x) // x.get("train.batch_size") * epochs(x)), 1)
+        return max(int(rows(x) // x.get("rollout.batch_size") * x.get("train.num_episodes")), 1)
+    return max(int(rows(x) // x.get("train.batch_size")) * epochs(x), 1)
 
 
 def scheduled_updates(x: Origin) -> int:
