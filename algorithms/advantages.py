@@ -169,7 +169,7 @@ def reinforce(groups: Sequence[GroupSummary], config: configs.ReinforceAdvantage
         case "mean":
             r = r - _mean(r, counts)
         case "whiten":
-            r = whitened(r, counts, config.epsilon)
+            r = whitened(r, counts, config.epsilon, config.variance)
     return _grouped(r, groups)
 
 
@@ -181,7 +181,8 @@ def group_then_batch(
     REINFORCE++-baseline, Hu et al. 2025, arXiv 2501.03262: the scale is the same for all groups.
     """
     centered = _flat([r - r.mean() for r in map(rewards, groups) if len(r)])
-    return _grouped(whitened(centered, _counts(groups, config.over), config.epsilon), groups)
+    values = whitened(centered, _counts(groups, config.over), config.epsilon, config.variance)
+    return _grouped(values, groups)
 
 
 def gdpo(
@@ -206,17 +207,20 @@ def gdpo(
     return _grouped(advantages, groups)
 
 
-def whitened(values: Tensor, counts: Tensor, epsilon: float) -> Tensor:
-    """`(v - mean) / (std + epsilon)`, where each value counts as `counts` equal ones; unbiased.
+def whitened(
+    values: Tensor, counts: Tensor, epsilon: float, variance: configs.Variance = "unbiased"
+) -> Tensor:
+    """`(v - mean) / (std + epsilon)`, where each value counts as `counts` equal ones.
 
     All 0 where the values are equal. verl's `masked_whiten` is the same but for epsilon, which it adds to
-    the variance; OpenRLHF divides the variance by n.
+    the variance.
     """
     if all_equal(values):
         return torch.zeros_like(values)
     centered = values - _mean(values, counts)
-    variance = (counts * centered.square()).sum() / (counts.sum() - 1).clamp(min=1)
-    return centered / (variance.sqrt() + epsilon)
+    divisor = (counts.sum() - int(variance == "unbiased")).clamp(min=1)
+    squares = (counts * centered.square()).sum()
+    return centered / ((squares / divisor).sqrt() + epsilon)
 
 
 def _mean(values: Tensor, counts: Tensor) -> Tensor:

@@ -118,10 +118,15 @@ def bi_level_gae(
     return discounted_sums(deltas * is_sampled, config.gamma * config.lam * ~last)
 
 
-def whiten(advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks) -> Tensor:
+def whiten(
+    advantages: Tensor,
+    mask: Tensor,
+    sum_over_ranks: SumOverRanks,
+    variance: configs.Variance = "unbiased",
+) -> Tensor:
     """[N] with mean 0 and variance 1 over the tokens of the mask on all data-parallel ranks; 0 elsewhere.
 
-    `(A - mean) / sqrt(var + 1e-8)` with the unbiased variance. Each sampled token counts once, whatever its
+    `(A - mean) / sqrt(var + 1e-8)`. Each sampled token counts once, whatever its
     weight in the loss.
     """
     sums = sum_over_ranks(torch.stack((mask.sum().double(), advantages[mask].double().sum())))
@@ -130,7 +135,7 @@ def whiten(advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks) -> Te
         return torch.zeros_like(advantages)
     mean = total / count
     squares = sum_over_ranks((advantages[mask].double() - mean).square().sum())
-    deviation = torch.sqrt(squares / (count - 1) + WHITENING_EPSILON)
+    deviation = torch.sqrt(squares / (count - (variance == "unbiased")) + WHITENING_EPSILON)
     return (torch.div(advantages.double() - mean, deviation) * mask).float()
 
 
@@ -180,7 +185,7 @@ class TokenEstimator:
             "kl/penalty": taken / max(sequences, 1),
         }
         if self.config.whiten:
-            advantages = whiten(advantages, batch.loss_mask, sum_over_ranks)
+            advantages = whiten(advantages, batch.loss_mask, sum_over_ranks, self.config.variance)
         return TokenEstimate(advantages, None if returns is None else tokens.spread(returns), metrics)
 
     def _estimate(

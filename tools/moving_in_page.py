@@ -4,6 +4,7 @@
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from nemorl.importing.document import PROJECTS, import_values  # noqa: E402
 from nemorl.importing.rules import CannotImport, Imported, Options  # noqa: E402
-from tests.importing.recipes import FOLDER, ROWS, recipes, table  # noqa: E402
+from tests.importing.recipes import FILES, FOLDER, ROWS, recipes, table  # noqa: E402
 
 PAGE = ROOT / "docs" / "moving_in_recipes.md"
 _LONGEST = 90  # characters of a cell
@@ -34,7 +35,7 @@ def outcome(project: str, name: str) -> tuple[Imported | None, str, bool]:
 
 def written(page: str) -> str:
     """The page with its generated parts as the rules and the recipes have them now."""
-    for project in ("nemo-rl", "verl"):
+    for project in FILES:
         before, begin, rest = page.partition(f"<!-- {project}: written by tools/moving_in_page.py -->\n")
         _, end, after = rest.partition(f"<!-- end of {project} -->\n")
         if not begin or not end:
@@ -68,6 +69,22 @@ def _lines(project: str) -> Iterator[str]:
         counts = (len(imported.rows), imported.count("mapped"), imported.count("changed"))
         harmless = imported.count("none", changes_result=False)
         yield f"| {shown} | {' | '.join(map(str, counts))} | {harmless} | {len(lost)} | {named.strip()} |"
+    yield from _lost(done)
+
+
+def _lost(done: list[Imported]) -> Iterator[str]:
+    """The keys that change the result and have no counterpart, the most frequent first."""
+    counts: Counter[str] = Counter()
+    reasons = {}
+    for imported in done:
+        lost = [row for row in imported.rows if row.outcome == "none" and row.changes_result]
+        counts.update(row.key for row in lost)
+        reasons |= {row.key: row.note for row in lost}
+    yield ""
+    yield "| key that changes the result | recipes | reason |"
+    yield "|---|---|---|"
+    for key, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
+        yield f"| `{key}` | {count} | {reasons[key].replace('|', chr(92) + '|')} |"
 
 
 def _share(imported: Imported) -> float:

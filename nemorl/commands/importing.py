@@ -29,8 +29,8 @@ def register(commands: Commands) -> None:
     text = "write an experiment file from a config of another project"
     parser = add_command(commands, "import", _import, text)
     parser.description = (
-        f"{text}: a YAML file, and of verl and TRL also a script with the command line. What became of each "
-        "key is printed. The status is 1 if a key is unknown (docs/moving_in.md)."
+        f"{text}: a YAML file, and of verl, OpenRLHF and TRL also a script with the command line. What "
+        "became of each key is printed. The status is 1 if a key is unknown (docs/moving_in.md)."
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="config of the other project")
     parser.add_argument("--from", dest="project", choices=list(PROJECTS), required=True, help="the project")
@@ -44,6 +44,12 @@ def register(commands: Commands) -> None:
 
 def _import(arguments: Namespace) -> int:
     file, out, project = arguments.file, arguments.out, PROJECTS[arguments.project]
+    if file.is_dir():
+        inside = [
+            path.name for path in sorted(file.iterdir()) if path.suffix in (".yaml", ".yml", ".sh", ".py")
+        ]
+        named = f", such as {', '.join(inside[:3])}" if inside else ""
+        raise UsageError(f"{file} is a folder; name one config of {project.title} in it{named}")
     if not file.is_file():
         raise UsageError(f"{file}: there is no such file; name the config of {project.title}")
     if out is not None and out.exists():
@@ -53,7 +59,7 @@ def _import(arguments: Namespace) -> int:
     if existing := [path for path in imported.files if Path(path).exists()]:
         raise UsageError(f"{existing[0]} exists; remove it, or give another name with -o")
     text = to_text(imported, project, file.name)
-    checked(text, Path.cwd() if out is None else out.parent, file)
+    checked(text, Path.cwd() if out is None else out.parent, file, imported)
     if out is not None:
         out.write_text(text, encoding="utf-8")
         for path, content in imported.files.items():
@@ -115,4 +121,5 @@ def _summary(imported: Imported, out: Path | None) -> str:
         f"{lost} without counterpart that change the result",
     ]
     written = f"{out} is written; run `nemorl check {out}`. " if out is not None else ""
-    return f"{written}{', '.join(counts)}."
+    replaced = f" Values to replace: {', '.join(imported.comments)}." if imported.comments else ""
+    return f"{written}{', '.join(counts)}.{replaced}"

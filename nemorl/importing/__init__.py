@@ -1,1 +1,1 @@
-"""Experiment files from the configs of NeMo-RL, verl and TRL; docs/moving_in.md."""
+"""Experiment files from the configs of NeMo-RL, verl, OpenRLHF and TRL; docs/moving_in.md."""

@@ -1,6 +1,7 @@
 """The experiment file of an imported config, and its check before it is written."""
 
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,10 +13,10 @@ import yaml
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.config.yaml import VARIANT_KEYS, leaves
-from nemorl.errors import ConfigError
+from nemorl.errors import ConfigError, Problem
 
-from . import nemo_rl, trl, verl
-from .rules import Imported, Options, Origin, Rule, apply
+from . import nemo_rl, openrlhf, trl, verl
+from .rules import CannotImport, Imported, Options, Origin, Rule, apply
 
 _WIDTH = 2**31  # no line is broken
 _ORDER = tuple(Experiment.model_fields)
@@ -29,19 +30,40 @@ class Project:
     """Read a file as the project does, into a tree. Raises CannotImport."""
     rules: tuple[Rule, ...]
     run_dir: str  # where the config names none
+    marks: str  # what only its files have, as a regular expression
+    likenesses: Mapping[str, object]  # values, or all values, by which types of keys are checked
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that a config need not have
 
 
 PROJECTS = {
-    "nemo-rl": Project("NeMo-RL", nemo_rl.read, nemo_rl.RULES, "runs/nemo-rl"),
-    "verl": Project("verl", verl.read, verl.RULES, "runs/verl", verl.DEFAULTS),
-    "trl": Project("TRL", trl.read, trl.RULES, "runs/trl", trl.DEFAULTS),
+    "nemo-rl": Project(
+        "NeMo-RL", nemo_rl.read, nemo_rl.RULES, "runs/nemo-rl", nemo_rl.MARKS, nemo_rl.LIKENESSES
+    ),
+    "verl": Project("verl", verl.read, verl.RULES, "runs/verl", verl.MARKS, verl.LIKENESSES, verl.DEFAULTS),
+    "openrlhf": Project(
+        "OpenRLHF",
+        openrlhf.read,
+        openrlhf.RULES,
+        "runs/openrlhf",
+        openrlhf.MARKS,
+        openrlhf.LIKENESSES,
+        openrlhf.DEFAULTS,
+    ),
+    "trl": Project("TRL", trl.read, trl.RULES, "runs/trl", trl.MARKS, trl.LIKENESSES, trl.DEFAULTS),
 }
+_OURS = r"^  model_path:"
+
+
+def project_of(text: str) -> Project | None:
+    """The project of a file with this text; null if it may be of none or of several."""
+    found = [one for one in PROJECTS.values() if re.search(one.marks, text, re.MULTILINE)]
+    return found[0] if len(found) == 1 else None
 
 
 def import_values(project: Project, values: Mapping[str, Any], options: Options | None = None) -> Imported:
     """Apply a project's rules to the values of a config by their dotted keys. Raises CannotImport."""
-    imported = apply(project.rules, Origin(values, options, project.defaults))
+    origin = Origin(values, options, project.defaults)
+    imported = apply(project.rules, origin, likenesses=project.likenesses)
     tree = {"run_dir": project.run_dir, **imported.tree}
     ordered = {name: _variant_first(tree[name]) for name in _ORDER if name in tree}
     return replace(imported, tree=ordered)
@@ -63,10 +85,22 @@ def import_file(
     `rows`: of the training data, for runs whose length is given in epochs. `template`: file for a chat
     template that the config has as text.
     """
-    values = dict(leaves(project.read(file)))
-    return import_values(
-        project, values, Options(rows, str(file.parent), None if template is None else str(template))
-    )
+    _require_origin(project, file)
+    options = Options(rows, str(file.parent), None if template is None else str(template))
+    try:
+        return import_values(project, dict(leaves(project.read(file))), options)
+    except CannotImport as error:
+        raise CannotImport(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
+
+
+def _require_origin(project: Project, file: Path) -> None:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    found = project_of(text)
+    if found is not None and found is not project:
+        (name,) = [name for name, one in PROJECTS.items() if one is found]
+        raise CannotImport(f"{file}: this is a config of {found.title}; use --from {name}")
+    if found is None and re.search(_OURS, text, re.MULTILINE):
+        raise CannotImport(f"{file}: this is an experiment of nemorl already; run `nemorl check {file}`")
 
 
 def to_text(imported: Imported, project: Project, source: str) -> str:
@@ -77,14 +111,24 @@ def to_text(imported: Imported, project: Project, source: str) -> str:
         shown = ", ".join(keys[:_NAMED]) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
         if shown:
             parts.append(f"# From {shown}\n")
-        parts.append(yaml.safe_dump({name: section}, sort_keys=False, allow_unicode=True, width=_WIDTH))
+        dumped = yaml.safe_dump({name: section}, sort_keys=False, allow_unicode=True, width=_WIDTH)
+        parts += [_commented(line, imported.comments) for line in dumped.splitlines()]
     return "".join(parts)
 
 
-def checked(text: str, folder: Path, source: Path | None = None) -> Experiment:
+def _commented(line: str, comments: Mapping[str, str]) -> str:
+    """A line with the comment on its value, if there is one."""
+    value = line.partition(": ")[2]
+    return f"{line}  # {comments[value]}\n" if value in comments else f"{line}\n"
+
+
+def checked(
+    text: str, folder: Path, source: Path | None = None, imported: Imported | None = None
+) -> Experiment:
     """Load an experiment from its text, by a file in a folder.
 
-    Raises ConfigError with all problems, as `nemorl check` has them, of what was imported from `source`.
+    Raises ConfigError with all problems, as `nemorl check` has them, of what was imported from `source`; the
+    origin of each is the keys that its field comes from.
     """
     handle, name = tempfile.mkstemp(suffix=".yaml", prefix="imported-", dir=folder)
     try:
@@ -92,7 +136,21 @@ def checked(text: str, folder: Path, source: Path | None = None) -> Experiment:
             file.write(text)
         return load_experiment(Path(name))
     except ConfigError as error:
-        problems = [replace(problem, origin="") for problem in error.problems]
+        problems = [replace(problem, origin=_keys_of(problem, imported)) for problem in error.problems]
         raise ConfigError(f"{source or 'the config'}, imported", problems) from error
     finally:
         os.unlink(name)
+
+
+def _keys_of(problem: Problem, imported: Imported | None) -> str:
+    """The keys of the origin that a field comes from; only the one with its value, if there is one."""
+    if imported is None:
+        return ""
+    given = [
+        row
+        for row in imported.rows
+        if any(f"{problem.field}.".startswith(f"{field}.") for field in row.fields)
+    ]
+    same = [row for row in given if problem.value is not None and row.value == problem.value]
+    keys = [row.key for row in same or given][:_NAMED]
+    return f"from {', '.join(keys)}" if keys else ""

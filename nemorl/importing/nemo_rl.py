@@ -11,7 +11,42 @@ from .nemo_rl_learning import GENERATION, KINDS, kind
 from .rules import Ignored, Lost, Part, Rule, take, take_given
 from .sources import read_inherited, resolved
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+MARKS = (
+    r"^(policy:\n(.*\n)*?  (model_name|megatron_cfg|dtensor_cfg|train_global_batch_size):|"
+    r"(grpo|loss_fn|distillation|rm|ppo):$)"
+)
+
+_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+LIKENESSES: dict[str, object] = {
+    "loss_fn.truncated_importance_sampling_type": ("tis", "icepop", "seq-mask-tis"),
+    "loss_fn.truncated_importance_sampling_ratio": 2.0,
+    "loss_fn.truncated_importance_sampling_ratio_min": 0.5,
+    "grpo.async_grpo.max_trajectory_age_steps": 1,
+    "grpo.max_val_samples": 256,
+    "grpo.val_num_generations_per_prompt": 1,
+    "data.validation.repeat": 1,
+    "data.train.split_validation_size": 0.05,
+    **{
+        f"{GENERATION}.{prefix}{name}": value
+        for prefix in ("", "val_")
+        for name, value in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 50))
+    },
+    f"{GENERATION}.colocated.resources.num_nodes": 1,
+    f"{GENERATION}.colocated.resources.gpus_per_node": 8,
+    f"{VLLM}.precision": ("auto", "fp8", "bfloat16", "float16", "float32"),
+    f"{VLLM}.enable_prefix_caching": True,
+    f"{GENERATION}.sglang_cfg.sglang_server_config.num_gpus_per_engine": 1,
+    f"{GENERATION}.sglang_cfg.mem_fraction_static": 0.7,
+    "policy.sequence_packing.train_mb_tokens": 4096,
+    "policy.dynamic_batching.train_mb_tokens": 4096,
+    **dict.fromkeys((f"{MEGATRON}.{name}" for name in _STAGES), 8),
+    f"{MEGATRON}.recompute_granularity": ("full", "selective"),
+    f"{MEGATRON}.scheduler.lr_warmup_init": 0.0,
+    f"{MEGATRON}.fp8_cfg.fp8": ("hybrid", "e4m3"),
+    f"{MEGATRON}.fp8_cfg.fp8_recipe": ("tensorwise", "delayed", "blockwise", "mxfp8"),
+    "policy.optimizer.kwargs.betas": [0.9, 0.999],
+    "checkpointing.higher_is_better": True,
+}
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -61,11 +96,7 @@ _SETUP: tuple[Rule, ...] = (
     take("policy.router_replay.enabled", "policy.moe.router_replay"),
     take("cluster.num_nodes", "cluster.num_nodes"),
     take("cluster.gpus_per_node", "cluster.gpus_per_node"),
-    Part(
-        tuple(f"logger.{name}_enabled" for name in TRACKERS),
-        ("logger.trackers",),
-        lambda x: {"logger.trackers": [name for name in TRACKERS if x.get(f"logger.{name}_enabled")]},
-    ),
+    Part(devices.TRACKERS, ("logger.trackers",), devices.trackers),
     take("checkpointing.checkpoint_dir", "run_dir"),
     Part(
         tuple(
@@ -210,6 +241,10 @@ _WITHOUT: tuple[Rule, ...] = (
     Ignored(("policy.optimizer",), "of the other back end"),
     Lost(("dpo.preference_loss_weight",), "the loss of pairs has the weight 1", (1, 1.0)),
     Lost(("sft.only_unmask_final",), "every turn of the assistant is trained on"),
+    Ignored(
+        ("policy.hf_config_overrides.max_position_embeddings",),
+        "the longest sequence is policy.max_sequence_length; rotary embeddings do not depend on it",
+    ),
     Lost(("policy.hf_config_overrides.*",), "edit the config.json of the model folder", _OFF),
     Lost(("policy.draft.enabled",), "no draft model is trained"),
     Ignored(("policy.draft.*",), "of the draft model, which is not trained"),
@@ -246,12 +281,23 @@ _WITHOUT: tuple[Rule, ...] = (
         ),
         "adapters start as B = 0 and a random A, and compute in the policy's precision",
     ),
+    Ignored(
+        (
+            *(f"{MEGATRON}.freeze_config.freeze_vision_{name}" for name in ("model", "projection")),
+            *(
+                f"{DTENSOR}.automodel_kwargs.freeze_config.freeze_{name}_tower"
+                for name in ("audio", "vision")
+            ),
+        ),
+        "text has no gradient there",
+    ),
     Lost(
         (f"{MEGATRON}.freeze_config.*", f"{DTENSOR}.automodel_kwargs.freeze_config.*"),
         "parts of a model are not frozen; models here are language models",
         _OFF,
     ),
-    Lost((f"{MEGATRON}.model_overrides.*", f"{MEGATRON}.moe_enable_deepep"), "not passed to Megatron", _OFF),
+    Lost((f"{MEGATRON}.model_overrides.*",), "not passed to Megatron", _OFF),
+    Ignored((f"{MEGATRON}.moe_enable_deepep",), "how tokens travel to experts"),
     Lost((f"{MEGATRON}.optimizer.params_dtype",), "weights are copied in float32", ("float32", None)),
     Lost((f"{MEGATRON}.optimizer.fp16",), "training is in bfloat16 or float32"),
     Lost((f"{MEGATRON}.optimizer.clip_grad",), "policy.max_grad_norm is used", (1.0, None, 0, 0.0)),
@@ -310,10 +356,12 @@ _WORKERS: tuple[Rule, ...] = (
         ("policy.quant_calib_data", "policy.quant_calib_size", "policy.quant_sequence_length"),
         "of the quantization, which is not imported",
     ),
-    Ignored(("logger.*",), "projects and names of trackers; set them in logger.trackers"),
+    Ignored(("logger.*",), "how often and where a tracker shows; its names of runs"),
     Ignored(("data_plane.*",), "how samples travel between processes"),
     Lost(
-        ("async_rl.sampler.name",), "groups are trained in the order in which they finish", ("in_order", None)
+        ("async_rl.sampler.name",),
+        "groups are trained in the order in which they finish",
+        ("in_order", "ready_first", None),
     ),
     Ignored(("async_rl.*",), "queues, retries and health checks; docs/faults.md has ours"),
     Ignored(("checkpointing.*",), "format and time of checkpoints"),

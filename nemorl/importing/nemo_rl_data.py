@@ -76,7 +76,9 @@ def _data(x: Origin) -> Fields:
         fields["data.validation"] = fields["data.train"] | {"path": "data/validation.jsonl"}
         fields["data.validation"].pop("split", None)
         fields["data.validation"].pop("subset", None)
-        x.changed(prefix, "validation has no data in this config; give it in data/validation.jsonl")
+        how = "validation has no data in this config; give it in data/validation.jsonl"
+        x.changed(prefix, how)
+        x.note("data/validation.jsonl", "write the rows of validation here; the config has none")
     return fields
 
 
@@ -111,6 +113,7 @@ def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
     if public is None or preferences:
         x.changed(key, _PREPARED)
         file = f"data/{name}-{given.get('split', 'train')}.jsonl"
+        x.note(file, f"write the rows of {name} here, as NeMo-RL formats them in its code")
         if preferences:
             return {"name": "preference", "path": file}
         return {"name": "tasks", "path": file}

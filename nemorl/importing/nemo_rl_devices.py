@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from . import shared
 from .nemo_rl_learning import GENERATION, colocated, kind
 from .rules import CannotImport, Fields, Origin
 from .shared import layout, lora_targets, replicas, sampling
@@ -260,6 +261,9 @@ def generation(x: Origin) -> Fields:
         "backend": backend,
         "max_new_tokens": min(x.get(f"{GENERATION}.max_new_tokens", longest), longest),
     }
+    if x.get(f"{GENERATION}.max_new_tokens", longest) > longest:
+        how = f"{longest}, as a prompt has a token; sampling ends at policy.max_sequence_length in both"
+        x.changed(f"{GENERATION}.max_new_tokens", how, changes_result=False)
     engine = f"{GENERATION}.{backend}_cfg"
     match backend:
         case "vllm":
@@ -302,18 +306,12 @@ def generation(x: Origin) -> Fields:
 def engine_sampling(x: Origin) -> dict[str, Any]:
     """Training requires the logprobs of all tokens, which NeMo-RL filters again as the engine did."""
     for name, neutral in (("top_p", (None, 1.0)), ("top_k", (None, -1))):
-        if (
-            x.values.get(f"{GENERATION}.{name}") not in neutral
-            and x.get(f"{GENERATION}.backend") != "megatron"
-        ):
+        if x.values.get(f"{GENERATION}.{name}") not in neutral:
             x.lost(
                 f"{GENERATION}.{name}",
                 "the loss would need the tokens that the engine's filter kept; left out",
             )
-    temperature = x.get(f"{GENERATION}.temperature", 1.0)
-    if x.get(f"{GENERATION}.backend") == "megatron":
-        return sampling(temperature, x.get(f"{GENERATION}.top_p", 1.0), x.get(f"{GENERATION}.top_k"))
-    return sampling(temperature, 1.0, None)
+    return sampling(x.get(f"{GENERATION}.temperature", 1.0), 1.0, None)
 
 
 def engines(x: Origin, gpus: int, tensor: int, stages: int) -> dict[str, Any]:
@@ -393,6 +391,31 @@ def checkpoints(x: Origin) -> Fields:
     if x.get("checkpointing.save_consolidated", False):
         section["save_hf"] = True
     return {"checkpointing": section}
+
+
+def trackers(x: Origin) -> Fields:
+    sections: dict[str, dict[str, Any]] = {
+        "wandb": {"project": x.get("logger.wandb.project"), "entity": x.get("logger.wandb.entity")},
+        "swanlab": {"project": x.get("logger.swanlab.project")},
+        "mlflow": {
+            "experiment": x.get("logger.mlflow.experiment_name"),
+            "tracking_uri": x.get("logger.mlflow.tracking_uri"),
+        },
+    }
+    given = {
+        name: {field: value for field, value in section.items() if value is not None}
+        for name, section in sections.items()
+    }
+    names = [name for name in _TRACKERS if x.get(f"logger.{name}_enabled", False)]
+    return shared.trackers(x, "logger.wandb_enabled", names, given)
+
+
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+TRACKERS = (
+    *(f"logger.{name}_enabled" for name in _TRACKERS),
+    *("logger.wandb.project", "logger.wandb.entity", "logger.swanlab.project"),
+    *("logger.mlflow.experiment_name", "logger.mlflow.tracking_uri"),
+)
 
 
 def tokenizer(x: Origin) -> Fields:

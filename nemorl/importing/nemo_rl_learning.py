@@ -57,11 +57,9 @@ def advantage(x: Origin) -> Fields:
             if normalize and alone:
                 section["deviation"] = "others"
         case "reinforce_plus_plus" if x.get(f"{estimator}.minus_baseline", True):
-            section = {"name": "group_then_batch", "over": "tokens"}
-            x.changed(f"{estimator}.name", "the variance of the batch is unbiased here; NeMo-RL divides by n")
+            section = {"name": "group_then_batch", "over": "tokens", "variance": "biased"}
         case "reinforce_plus_plus":
-            section = {"name": "reinforce", "over": "tokens"}
-            x.changed(f"{estimator}.name", "the variance of the batch is unbiased here; NeMo-RL divides by n")
+            section = {"name": "reinforce", "over": "tokens", "variance": "biased"}
         case _:
             raise CannotImport(f"{estimator}.name = {name}: this estimator is not imported")
     return {"algorithm.advantage": section}
@@ -135,7 +133,7 @@ def dpo(x: Origin) -> Fields:
         "logprobs": "mean" if average else "sum",
     }
     fields: dict[str, Any] = {"algorithm.loss": section}
-    weight = x.get("dpo.sft_loss_weight", 0)
+    weight = x.get("dpo.sft_loss_weight", 0.0)
     mean = "their mean" if x.get("dpo.sft_average_log_probs", False) else "their sum"
     how = f"the mean over the batch's tokens here; there the mean over answers of {mean}"
     x.lost("dpo.sft_average_log_probs", how, changes_result=bool(weight))
@@ -195,7 +193,11 @@ def filters(x: Origin) -> Fields:
     if x.get("grpo.overlong_filtering", False):
         section["drop_truncated"] = True
     if x.get("grpo.use_dynamic_sampling", False):
-        batches = max(2, ceil(x.get("grpo.dynamic_sampling_max_gen_batches", 10)))
+        most = x.get("grpo.dynamic_sampling_max_gen_batches", 10.0)
+        batches = max(2, ceil(most))
+        if batches != most:
+            how = f"{batches}: at least 2, and whole batches"
+            x.changed("grpo.dynamic_sampling_max_gen_batches", how)
         section |= {"drop_equal_rewards": True, "refill": {"max_batches": batches, "at_cap": "stop"}}
         if shaped(x):
             section["reward"] = "math"  # NeMo-RL compares the rewards before they are shaped

@@ -11,6 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from nemorl.errors import UsageError
@@ -62,11 +63,19 @@ class Origin:
         self.losses: dict[str, tuple[str, bool]] = {}
         self.unused: dict[str, str] = {}  # sections, with the reason
         self.files: dict[str, str] = {}  # texts to write next to the experiment, by path
+        self.comments: dict[str, str] = {}  # on values that the config does not have
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value, or the project's default; the default given here where that is absent or null."""
+        """A value, or the project's default; the default given here where that is absent or null.
+
+        Raises CannotImport if a default is known and the value is of another type: text, a list and a section
+        are not distinguished, as many keys take several of them.
+        """
         value = self.values[key] if key in self.values else self.defaults.get(key)
-        return default if value is None else value
+        if value is None:
+            return default
+        likeness = self.defaults.get(key)
+        return _as_type_of(default if likeness is None else likeness, value, key)
 
     def below(self, section: str) -> dict[str, Any]:
         """The values of a section as a tree."""
@@ -78,6 +87,10 @@ class Origin:
 
     def has_section(self, name: str) -> bool:
         return any(key.startswith(f"{name}.") for key in self.values)
+
+    def note(self, value: str, text: str) -> None:
+        """Write a comment where the experiment has a value that the config does not have, such as a path."""
+        self.comments[value] = text
 
     def changed(self, key: str, how: str, *, changes_result: bool = True) -> None:
         """The key is mapped to something that differs."""
@@ -140,6 +153,7 @@ class Imported:
     rows: tuple[Row, ...]
     sources: dict[str, list[str]] = field(default_factory=dict)  # keys that each section comes from
     files: dict[str, str] = field(default_factory=dict)  # texts that the experiment names, by path
+    comments: dict[str, str] = field(default_factory=dict)  # on values that are to be replaced
 
     def count(self, outcome: Outcome, *, changes_result: bool | None = None) -> int:
         return sum(
@@ -147,8 +161,22 @@ class Imported:
         )
 
 
-def apply(rules: Sequence[Rule], origin: Origin, *, with_rows: bool = True) -> Imported:
-    """Apply all rules to a config, and report on its keys. Raises CannotImport."""
+def apply(
+    rules: Sequence[Rule],
+    origin: Origin,
+    *,
+    with_rows: bool = True,
+    likenesses: Mapping[str, object] = MappingProxyType({}),
+) -> Imported:
+    """Apply all rules to a config, and report on its keys. Raises CannotImport.
+
+    `likenesses` has a value of the right type for a key, or all of its values as a tuple, of keys that are
+    not read in every config.
+    """
+    for key, likeness in likenesses.items():
+        given = origin.values.get(key)
+        if given is not None and not str(given).startswith("$"):  # a variable that a script does not set
+            _as_type_of(likeness, given, key)
     tree: dict[str, Any] = {}
     sources: dict[str, list[str]] = {}
     for rule in rules:
@@ -160,7 +188,7 @@ def apply(rules: Sequence[Rule], origin: Origin, *, with_rows: bool = True) -> I
     values = sorted(origin.values.items()) if with_rows else ()
     index = _Index(rules)
     rows = tuple(_row(key, value, index, origin) for key, value in values)
-    return Imported(tree, rows, sources, origin.files)
+    return Imported(tree, rows, sources, origin.files, origin.comments)
 
 
 def _written(rule: Part, origin: Origin) -> Fields:
@@ -171,11 +199,49 @@ def _written(rule: Part, origin: Origin) -> Fields:
         return rule.write(origin)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         given = {key: origin.values[key] for key in rule.keys if key in origin.values}
-        unknown = {key: value for key, value in given.items() if "$" in str(value)} or given
-        listed = ", ".join(f"{key} = {value}" for key, value in unknown.items())
+        odd = {key: value for key, value in given.items() if not _is_plausible(value)} or given
+        listed = ", ".join(f"{key} = {value}" for key, value in odd.items())
         raise CannotImport(
-            f"{listed or rule.keys[0]}: cannot be read ({error}); correct the value"
+            f"{listed or rule.keys[0]}: expected a value of the type that the key has there; correct it"
         ) from error
+
+
+def _is_plausible(value: object) -> bool:
+    """False for text, in which what a script does not assign and misspelled numbers are."""
+    return isinstance(value, bool | int | float | None) or (isinstance(value, list) and bool(value))
+
+
+def _as_type_of(likeness: object, value: Any, key: str) -> Any:
+    """The value, as a number if it is the text of one. Raises CannotImport for another type."""
+    match likeness:
+        case bool():
+            if isinstance(value, bool):
+                return value
+            expected = "true or false"
+        case int() | float():
+            try:
+                number = value if isinstance(value, int | float) else float(value)
+            except (TypeError, ValueError):
+                number = None
+            is_whole = isinstance(likeness, float) or (number is not None and number % 1 == 0)
+            if number is not None and is_whole and not isinstance(value, bool):
+                return int(number) if isinstance(likeness, int) else number
+            expected = "a number" if isinstance(likeness, float) else "an integer"
+        case tuple():
+            if value in likeness:
+                return value
+            expected = f"one of {', '.join(map(str, likeness))}"
+        case list():
+            if isinstance(value, list):
+                return value
+            expected = "a list"
+        case str():
+            if not isinstance(value, dict):
+                return value
+            expected = "text"
+        case _:
+            return value
+    raise CannotImport(f"{key} = {value}: expected {expected}; correct the value")
 
 
 def _row(key: str, value: object, index: "_Index", origin: Origin) -> Row:

@@ -1,5 +1,6 @@
 """What the origins have in common: devices and replicas, public datasets, the length of a run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -86,6 +87,23 @@ def sampling(temperature: float, top_p: float, top_k: int | None) -> dict[str, A
     if top_k is not None and top_k > 0:
         section["top_k"] = top_k
     return section
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+_NO_TRACKERS = ("none", "console", "file")  # the run folder has what these show
+
+
+def trackers(x: Origin, key: str, names: list[Any], sections: Mapping[str, dict[str, Any]]) -> Fields:
+    """`logger.trackers` of the names that the key lists. `sections`: fields of a tracker besides its name."""
+    chosen = list(dict.fromkeys(str(name) for name in names))
+    if "all" in chosen:
+        x.changed(key, "`all` depends on the packages that are installed; none is set", changes_result=False)
+    unknown = [name for name in chosen if name not in (*TRACKERS, *_NO_TRACKERS, "all")]
+    if unknown:
+        how = f"there is no tracker {', '.join(unknown)} (docs/trackers.md)"
+        x.changed(key, how, changes_result=False)
+    found = [{"name": name, **sections.get(name, {})} for name in chosen if name in TRACKERS]
+    return {"logger.trackers": found} if found else {}
 
 
 # Megatron's and Hugging Face's names of matrices, and ours.

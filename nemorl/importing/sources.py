@@ -20,6 +20,7 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 _OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)$", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{(\w+)(?::?-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
+_HERE = re.compile(r"^read -r -d '' (\w+) <<(\w+)\n(.*?)\n\2$", re.DOTALL | re.MULTILINE)
 _ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+)?(\w+)(\+?)=(.*)$", re.DOTALL)
 
 
@@ -112,18 +113,31 @@ def _value(text: str) -> Any:
     return value
 
 
-def read_command(text: str, environment: Mapping[str, str] | None = None) -> list[str]:
-    """The words of the last `python -m` command of a shell script, as far as they can be known.
+Find = Callable[[list[str]], list[str]]
+
+
+def module_command(words: list[str]) -> list[str]:
+    """The words behind `-m` or `--module`; none if there is neither."""
+    for flag in ("-m", "--module"):
+        if flag in words:
+            return words[words.index(flag) + 1 :]
+    return []
+
+
+def read_command(
+    text: str, environment: Mapping[str, str] | None = None, find: Find = module_command
+) -> list[str]:
+    """The words of the last command of a shell script that `find` accepts, as far as they can be known.
 
     Assignments, arrays and defaults such as `${N:-8}` are followed; a branch is taken if its test compares
     two texts that are equal. Nothing is executed. Variables that are not assigned are looked up in
     `environment`, and otherwise stay as `$NAME`.
     """
-    shell = _Shell(dict(environment or {}))
-    for line in _lines(text):
+    shell = _Shell(dict(environment or {}), find)
+    for line in _lines(_HERE.sub(lambda match: f"{match[1]}='{match[3]}'", text)):
         shell.run(line)
     if not shell.command:
-        raise CannotImport("the script has no command with `-m MODULE`; give the config as YAML instead")
+        raise CannotImport("the script has no command that starts training; give the config as YAML instead")
     return shell.command
 
 
@@ -159,8 +173,8 @@ def _closed(text: str) -> bool:
 
 
 class _Shell:
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._values = environment
+    def __init__(self, environment: dict[str, str], find: Find) -> None:
+        self._values, self._find = environment, find
         self._arrays: dict[str, list[str]] = {}
         self._taken: list[bool] = []  # of the branches around the statement
         self.command: list[str] = []
@@ -208,10 +222,11 @@ class _Shell:
         elif match and len(words := _words(line)) == 1 + line.startswith(("export ", "local ")):
             name, value = match[1], words[-1].partition("=")[2]
             self._values[name] = self._values.get(name, "") * bool(match[2]) + self._expanded(value)
-        elif " -m " in f" {line} ":
+        else:
             words = self._items(line)
-            if "-m" in words:
-                self.command = words[words.index("-m") + 1 :]
+            quoted = [self._items(word) for word in words if " -m " in word]  # of `bash -c "…"`
+            commands = [command for one in (words, *quoted) if (command := self._find(one))]
+            self.command = commands[-1] if commands else self.command
 
     def _items(self, text: str) -> list[str]:
         items = []
@@ -277,3 +292,37 @@ def home(path: str) -> str:
 def words_with_values(words: Sequence[str]) -> list[str]:
     """The overrides among the words of a command."""
     return [word for word in words if _OVERRIDE.match(word) or word.startswith("~")]
+
+
+def options_of(words: Iterable[str]) -> dict[str, Any]:
+    """The options of a command: `--a 1`, `--a=1`, `--a 1 2` (a list) and `--a` (true)."""
+    tree: dict[str, Any] = {}
+    key = ""
+    for word in words:
+        if word.startswith("--"):
+            key, _, value = word[2:].replace("-", "_").partition("=")
+            tree[key] = _plain(value) if value else True
+        elif key:
+            given = _plain(word)
+            tree[key] = given if tree[key] is True else [*_listed(tree[key]), given]
+    return tree
+
+
+def _plain(word: str) -> Any:
+    """The number, truth or list that a word is; YAML 1.1 reads 1e-6 as text."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(word)
+    except yaml.YAMLError:
+        return word
+    if not isinstance(value, str):
+        return word if isinstance(value, dict) else value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else [value]

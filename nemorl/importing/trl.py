@@ -1,12 +1,11 @@
-"""TRL's GRPOConfig and GRPOTrainer: as YAML, as a command line, or as a call in a Python file."""
+"""TRL's GRPOConfig and the arguments of GRPOTrainer."""
 
-import ast
 from pathlib import Path
 from typing import Any
 
+from . import trl_files
 from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, take, take_given
-from .shared import batch, layout, lora_targets, run_length
-from .sources import read_command, read_yaml, resolved
+from .shared import batch, layout, lora_targets, run_length, trackers
 
 # TRL's defaults of what the rules read (commit f2cd5771), and those of transformers' TrainingArguments.
 DEFAULTS: dict[str, Any] = {
@@ -55,90 +54,52 @@ DEFAULTS: dict[str, Any] = {
     "shuffle_dataset": True,
     "lora_r": 16,
     "lora_alpha": 32,
-    "nproc": 1,
+    "num_processes": 1,
+    "num_machines": 1,
+}
+LIKENESSES: dict[str, object] = {
+    "scale_rewards": (True, False, "group", "batch", "none"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "importance_sampling_level": ("token", "sequence"),
+    "save_strategy": ("no", "steps", "epoch", "best"),
+    "delta": 1.0,
+    "epsilon_high": 0.2,
+    "vllm_importance_sampling_clip_min": 0.0,
+    "vllm_importance_sampling_cap": 3.0,
+    "off_policy_mask_threshold": 0.5,
+    "vllm_max_model_length": 1024,
+    "save_total_limit": 1,
+    "generation_batch_size": 8,
+    "steps_per_generation": 1,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "min_p": 0.1,
 }
 _KEPT_MODEL = ("model_name_or_path", "model")
 
 
+TRAINERS = {"grpo": "GRPOConfig"}  # config classes by the names of commands
+MARKS = (
+    r"\btrl (sft|dpo|grpo|kto|reward|rloo)\b|from trl import|import trl|trl\.scripts|"
+    r"^(model_name_or_path|per_device_train_batch_size|reward_funcs|num_generations|max_completion_length):"
+)
+
+
 def read(file: Path) -> dict[str, Any]:
-    """The arguments of a YAML of `trl grpo --config`, of a script with its command line, or of GRPOConfig(…).
-
-    Raises CannotImport.
-    """
-    if file.suffix == ".py":
-        return _of_python(file)
-    if file.suffix in (".yaml", ".yml"):
-        tree = resolved(read_yaml(file), str(file))
-        tree.pop("env", None)
-        return tree
-    text = file.read_text(encoding="utf-8")
-    words = read_command(text) if " -m " in text else text.replace("\\\n", " ").split()
-    return _of_words(words)
-
-
-def _of_words(words: list[str]) -> dict[str, Any]:
-    import yaml
-
-    if "trl" in words and (trainer := words[words.index("trl") + 1]) != "grpo":
-        raise CannotImport(f"trl {trainer}: this trainer is not imported; `trl grpo` is")
-    tree: dict[str, Any] = {}
-    key = ""
-    for word in words:
-        if word.startswith("--"):
-            key, _, value = word[2:].replace("-", "_").partition("=")
-            tree[key] = yaml.safe_load(value) if value else True
-        elif key:
-            given = yaml.safe_load(word)
-            given = _number(given)
-            tree[key] = given if tree[key] is True else [*_listed(tree[key]), given]
-    if not tree:
-        raise CannotImport("the command has no options such as --model_name_or_path; give the config as YAML")
-    return tree
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-6 as text."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+    """The arguments of a YAML, a script or a Python file. Raises CannotImport."""
+    return trl_files.read(file, TRAINERS)
 
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def _of_python(file: Path) -> dict[str, Any]:
-    """The literal keyword arguments of GRPOConfig, GRPOTrainer and LoraConfig; nothing is executed."""
-    tree: dict[str, Any] = {}
-    found = False
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        name = getattr(getattr(node, "func", None), "id", "")
-        if not isinstance(node, ast.Call) or name not in ("GRPOConfig", "GRPOTrainer", "LoraConfig"):
-            continue
-        found = found or name == "GRPOConfig"
-        for argument in node.keywords:
-            try:
-                value = ast.literal_eval(argument.value)
-            except ValueError:
-                continue
-            key = (
-                {"r": "lora_r"}.get(str(argument.arg), str(argument.arg))
-                if name == "LoraConfig"
-                else argument.arg
-            )
-            tree[str(key)] = value
-        if name == "LoraConfig":
-            tree["use_peft"] = True
-    if not found:
-        raise CannotImport(f"{file}: there is no call of GRPOConfig; other trainers are not imported")
-    return tree
-
-
 def _sizes(x: Origin) -> tuple[int, int, int]:
     """Completions of an optimizer step, and of a generation; updates per generation."""
-    per_update = x.get("per_device_train_batch_size") * x.get("gradient_accumulation_steps") * x.get("nproc")
-    micro = x.get("per_device_train_batch_size") * x.get("nproc")
+    per_update = (
+        x.get("per_device_train_batch_size") * x.get("gradient_accumulation_steps") * x.get("num_processes")
+    )
+    micro = x.get("per_device_train_batch_size") * x.get("num_processes")
     generated = x.get("generation_batch_size")
     if generated is None:
         generated = micro * x.get("steps_per_generation", x.get("gradient_accumulation_steps"))
@@ -278,21 +239,19 @@ def _optimizer(x: Origin) -> Fields:
 
 
 def _generation(x: Origin) -> Fields:
-    section: dict[str, Any] = {"max_new_tokens": x.get("max_completion_length"), "backend": "torch"}
-    gpus = x.get("nproc")
+    section: dict[str, Any] = {"max_new_tokens": x.get("max_completion_length"), "backend": "megatron"}
+    gpus = x.get("num_processes")
     if x.get("use_vllm", False):
         tensor = x.get("vllm_tensor_parallel_size")
         section |= {"backend": "vllm", "gpu_memory_utilization": x.get("vllm_gpu_memory_utilization")}
         section |= {"tensor_parallel_size": tensor, "replicas": max(gpus // tensor, 1), "colocated": True}
     else:
-        x.changed("use_vllm", "the embedded engine samples; use vLLM for speed", changes_result=False)
+        how = "the policy's own processes sample, as there; use vLLM for speed"
+        x.changed("use_vllm", how, changes_result=False)
     section["sampling"] = {"temperature": x.get("temperature")}
     for key, neutral in (("top_p", (1, 1.0)), ("top_k", (0, -1)), ("min_p", (None, 0.0))):
         if x.get(key) not in neutral:
-            if section["backend"] == "vllm":
-                x.lost(key, "the loss would need the tokens that the engine's filter kept; left out")
-            else:
-                section["sampling"][key] = x.get(key)
+            x.lost(key, "the loss would need the tokens that the engine's filter kept; left out")
     return {"generation": section}
 
 
@@ -313,7 +272,7 @@ def _model(x: Origin) -> Fields:
 def _data(x: Origin) -> Fields:
     name, split = x.get("dataset_name"), x.get("dataset_train_split", "train")
     if name is None:
-        x.changed("dataset_name", "not given: write the rows into data/train.jsonl")
+        x.note("data/train.jsonl", "write the rows of the dataset here; dataset_name is not given")
         return {"data.train": {"name": "tasks", "path": "data/train.jsonl", "answer_key": None}}
     section = {"name": "tasks", "path": name, "split": split, "answer_key": None}
     if config := x.get("dataset_config"):
@@ -324,7 +283,7 @@ def _data(x: Origin) -> Fields:
 def _rewards(x: Origin) -> Fields:
     names, weights = x.get("reward_funcs"), x.get("reward_weights")
     if names is None:
-        x.changed("reward_funcs", "not given: name the functions")
+        x.note("rewards:reward", "name the module and the function here; reward_funcs is not given")
         return {"rewards": [{"function": "rewards:reward", "signature": "trl"}]}
     rewards = []
     for place, name in enumerate(_listed(names)):
@@ -332,6 +291,16 @@ def _rewards(x: Origin) -> Fields:
         reward: dict[str, Any] = {"function": f"{module or 'trl.rewards'}:{function}", "signature": "trl"}
         rewards.append(reward | ({"weight": weights[place]} if weights else {}))
     return {"rewards": rewards}
+
+
+def _trackers(x: Origin) -> Fields:
+    names = [] if x.get("report_to") is None else _listed(x.get("report_to"))
+    project, space = x.get("project"), x.get("trackio_space_id")
+    sections = {
+        "trackio": ({"project": project} if project else {}) | ({"space_id": space} if space else {}),
+        "wandb": {"project": project} if project else {},
+    }
+    return trackers(x, "report_to", names, sections)
 
 
 def _lora(x: Origin) -> Fields:
@@ -436,7 +405,12 @@ RULES: tuple[Rule, ...] = (
     Part(
         ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "target_modules"), ("policy.lora",), _lora
     ),
-    Part(("nproc",), ("cluster.gpus_per_node", "policy.layout"), lambda x: _devices(x)),
+    Part(
+        ("num_processes", "num_machines"),
+        ("cluster.num_nodes", "cluster.gpus_per_node", "policy.layout"),
+        lambda x: _devices(x),
+    ),
+    Part(("report_to", "project", "trackio_space_id"), ("logger.trackers",), _trackers),
     Part(
         ("dataset_name", "dataset_config", "dataset_train_split", "shuffle_dataset"),
         ("data.train", "data.shuffle"),
@@ -470,8 +444,8 @@ RULES: tuple[Rule, ...] = (
     Ignored(("vllm_mode",), "engines share the policy's GPUs"),
     Ignored(
         (
-            *("logging_steps", "report_to", "run_name", "log_completions", "num_completions_to_print"),
-            *("push_to_hub", "hub_model_id", "logging_strategy", "trackio_space_id", "log_unique_prompts"),
+            *("logging_steps", "run_name", "log_completions", "num_completions_to_print"),
+            *("push_to_hub", "hub_model_id", "logging_strategy", "log_unique_prompts"),
             *(
                 "dataloader_num_workers",
                 "disable_dropout",
@@ -510,6 +484,7 @@ RULES: tuple[Rule, ...] = (
             ),
             *(
                 "resume_from_checkpoint",
+                "trainer",
                 "save_only_model",
                 "logging_first_step",
                 "use_liger_kernel",
@@ -532,5 +507,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def _devices(x: Origin) -> Fields:
-    gpus = x.get("nproc")
-    return {"cluster.gpus_per_node": gpus, **layout(gpus, {}, "nproc")}
+    processes, machines = x.get("num_processes"), x.get("num_machines")
+    if processes % machines:
+        raise CannotImport(f"num_processes = {processes}: they are no multiple of num_machines = {machines}")
+    nodes = {"cluster.num_nodes": machines} if machines > 1 else {}
+    return {**nodes, "cluster.gpus_per_node": processes // machines, **layout(processes, {}, "num_processes")}

@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.use_kl_in_reward": False,
     "algorithm.kl_penalty": "kl",
     "algorithm.kl_ctrl.kl_coef": 0.001,
-    f"{CORRECTION}.rollout_is_threshold": 2.0,
+    f"{CORRECTION}.rollout_is_threshold": "2.0",
     f"{CORRECTION}.loss_type": "ppo_clip",
     f"{ACTOR}.ppo_mini_batch_size": 256,
     f"{ACTOR}.ppo_epochs": 1,
@@ -45,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ACTOR}.policy_loss.kl_cov_ratio": 2e-4,
     f"{ACTOR}.policy_loss.ppo_kl_coef": 0.1,
     f"{ACTOR}.loss_agg_mode": "token-mean",
-    f"{ACTOR}.entropy_coeff": 0,
+    f"{ACTOR}.entropy_coeff": 0.0,
     f"{ACTOR}.use_kl_loss": False,
     f"{ACTOR}.kl_loss_coef": 0.001,
     f"{ACTOR}.kl_loss_type": "low_var_kl",
@@ -69,7 +69,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ROLLOUT}.tensor_model_parallel_size": 2,
     f"{ROLLOUT}.gpu_memory_utilization": 0.5,
     f"{ROLLOUT}.max_num_seqs": 256,
-    f"{ROLLOUT}.val_kwargs.temperature": 0,
+    f"{ROLLOUT}.val_kwargs.temperature": 0.0,
     f"{ROLLOUT}.val_kwargs.top_p": 1.0,
     f"{ROLLOUT}.val_kwargs.top_k": -1,
     f"{ROLLOUT}.val_kwargs.n": 1,
@@ -90,6 +90,53 @@ DEFAULTS: dict[str, Any] = {
     "trainer.critic_warmup": 0,
     "trainer.project_name": "verl_examples",
     "trainer.experiment_name": "gsm8k",
+}
+MARKS = r"actor_rollout_ref|verl\.trainer"
+_AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+_BUFFERS = ("reward.reward_kwargs", "reward_model.reward_kwargs")
+LIKENESSES: dict[str, object] = {
+    f"{ACTOR}.loss_agg_mode": _AGGREGATIONS,
+    "critic.loss_agg_mode": _AGGREGATIONS,
+    f"{ACTOR}.kl_loss_coef": 0.001,
+    "algorithm.kl_penalty": ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"),
+    f"{CORRECTION}.loss_type": ("ppo_clip", "reinforce"),
+    **dict.fromkeys((f"{section}.max_resp_len" for section in _BUFFERS), 1024),
+    **dict.fromkeys((f"{section}.overlong_buffer_cfg.len" for section in _BUFFERS), 1024),
+    **dict.fromkeys((f"{section}.overlong_buffer_cfg.penalty_factor" for section in _BUFFERS), 1.0),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 16384,
+    f"{ROLLOUT}.val_kwargs.temperature": 0.0,
+    f"{ROLLOUT}.val_kwargs.top_p": 1.0,
+    **dict.fromkeys(
+        (
+            f"{MEGATRON}.{name}_parallel_size"
+            for name in (
+                *("tensor_model", "pipeline_model", "virtual_pipeline_model"),
+                *("context", "expert_model", "expert_tensor"),
+            )
+        ),
+        1,
+    ),
+    f"{MEGATRON}.sequence_parallel": True,
+    f"{TRANSFORMER}.num_layers_in_first_pipeline_stage": 8,
+    f"{TRANSFORMER}.num_layers_in_last_pipeline_stage": 8,
+    f"{TRANSFORMER}.recompute_granularity": ("full", "selective"),
+    f"{TRANSFORMER}.recompute_method": ("uniform", "block"),
+    f"{TRANSFORMER}.recompute_num_layers": 1,
+    f"{TRANSFORMER}.moe_router_load_balancing_type": (
+        "none",
+        '"none"',
+        "aux_loss",
+        "seq_aux_loss",
+        "sinkhorn",
+    ),
+    f"{ACTOR}.optim.lr_warmup_init": 0.0,
+    f"{MODEL}.lora_alpha": 16,
+    f"{MODEL}.lora.alpha": 32,
+    f"{ACTOR}.router_replay.mode": ("disabled", "R2", "R3"),
+    f"{MEGATRON}.router_replay.mode": ("disabled", "R2", "R3"),
+    f"{ROLLOUT}.enable_prefix_caching": True,
+    f"{ROLLOUT}.quantization": ("fp8", "torchao"),
+    f"{ACTOR}.checkpoint.save_contents": ["model"],
 }
 _PPO = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync")
 
@@ -366,6 +413,7 @@ RULES: tuple[Rule, ...] = (
         devices.checkpoints,
     ),
     Part(("data.seed", "trainer.seed"), ("seed",), devices.seed),
+    Part(("trainer.logger", "trainer.project_name"), ("logger.trackers",), devices.trackers),
     # Without counterpart, and the result changes.
     Lost((f"{CORRECTION}.rollout_is_batch_normalize",), "weights are not divided by their mean"),
     Lost((f"{ACTOR}.shuffle",), "minibatches are in the order of the batch"),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from . import shared
 from . import verl_learning as learning
 from .rules import CannotImport, Fields, Origin
 from .shared import layout, lora_targets, replicas
@@ -13,9 +14,10 @@ MEGATRON, TRANSFORMER = f"{ACTOR}.megatron", f"{ACTOR}.megatron.override_transfo
 
 
 def engine(x: Origin) -> str:
-    engine = x.get("model_engine") or x.get(f"{ACTOR}.strategy", "fsdp")
+    key = "model_engine" if x.get("model_engine") else f"{ACTOR}.strategy"
+    engine = x.get(key, "fsdp")
     if engine not in ("megatron", "dp", "fsdp", "fsdp2", "fsdp_turbo"):
-        raise CannotImport(f"model_engine = {engine}: its layouts are not imported")
+        raise CannotImport(f"{key} = {engine}: its layouts are not imported")
     return "megatron" if engine == "megatron" else "fsdp"
 
 
@@ -41,8 +43,7 @@ def policy_layout(x: Origin) -> Fields:
         "expert": "expert_model",
         "expert_tensor": "expert_tensor",
     }
-    given = {ours: x.get(f"{MEGATRON}.{name}_parallel_size", 1) for ours, name in names.items()}
-    sizes = {ours: size if isinstance(size, int) else 1 for ours, size in given.items()}
+    sizes = {ours: _size(x, f"{MEGATRON}.{name}_parallel_size") for ours, name in names.items()}
     fields = dict(layout(count_gpus(x), sizes, MEGATRON))
     per_update = x.get("data.train_batch_size") * x.get(f"{ROLLOUT}.n") // learning.updates(x)
     if per_update % fields["policy.layout.data_parallel_size"]:
@@ -55,6 +56,11 @@ def policy_layout(x: Origin) -> Fields:
         if layers is not None and sizes["pipeline"] > 1:
             fields[f"policy.layout.{ours}"] = int(layers)
     return fields
+
+
+def _size(x: Origin, key: str) -> int:
+    """1 where a script leaves it to a variable that is not set."""
+    return 1 if str(x.values.get(key)).startswith("$") else int(x.get(key, 1))
 
 
 def recompute(x: Origin) -> Fields:
@@ -116,15 +122,19 @@ def rate_schedule(x: Origin, o: str) -> dict[str, Any]:
         if updates > 1:
             how = "the rate rises with each optimizer step, and not once in a step"
             x.changed(f"{o}.lr_warmup_steps", how)
-    style = x.get(f"{o}.lr_decay_style" if engine(x) == "megatron" else f"{o}.lr_scheduler_type", "constant")
+    key = f"{o}.lr_decay_style" if engine(x) == "megatron" else f"{o}.lr_scheduler_type"
+    style = x.get(key, "constant")
     if style in ("cosine", "linear"):
         end = int(x.get(f"{o}.lr_decay_steps", steps)) * updates
         peak = float(x.get(f"{o}.lr"))
         least = float(x.get(f"{o}.min_lr", peak * float(x.get(f"{o}.min_lr_ratio", 0.0))))
         schedule |= {"name": style, "decay_steps": end, "min_lr": least, "first_step": 0}
     elif style != "constant":
-        raise CannotImport(f"{o}: the schedule {style} is not imported")
+        raise CannotImport(f"{key} = {style}: this schedule is not imported")
     return schedule
+
+
+_ADAPTED = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]  # verl's default
 
 
 def lora(x: Origin) -> Fields:
@@ -132,9 +142,7 @@ def lora(x: Origin) -> Fields:
         targets = lora_targets(x, f"{MODEL}.target_modules", x.get(f"{MODEL}.target_modules", "all-linear"))
         return {"policy.lora": {"rank": rank, "alpha": x.get(f"{MODEL}.lora_alpha"), "targets": targets}}
     if rank := x.get(f"{MODEL}.lora.rank", 0):
-        names = x.get(
-            f"{MODEL}.lora.target_modules", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-        )
+        names = x.values.get(f"{MODEL}.lora.target_modules") or _ADAPTED
         targets = lora_targets(x, f"{MODEL}.lora.target_modules", names)
         return {"policy.lora": {"rank": rank, "alpha": x.get(f"{MODEL}.lora.alpha"), "targets": targets}}
     return {}
@@ -238,3 +246,10 @@ def checkpoints(x: Origin) -> Fields:
 def seed(x: Origin) -> Fields:
     seed = x.get("data.seed", x.get("trainer.seed"))
     return {} if seed is None else {"seed": int(seed)}
+
+
+def trackers(x: Origin) -> Fields:
+    given, project = x.values.get("trainer.logger") or [], x.get("trainer.project_name")
+    names = given if isinstance(given, list) else [given]
+    sections = {name: {"project": project} for name in ("wandb", "swanlab", "trackio")}
+    return shared.trackers(x, "trainer.logger", names, sections | {"mlflow": {"experiment": project}})

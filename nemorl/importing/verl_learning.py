@@ -246,6 +246,8 @@ def rewards(x: Origin) -> Fields:
 
 def files(x: Origin, key: str) -> list[str]:
     given = x.get(key)
+    if key not in x.values:
+        x.note(home(str(given)), f"{key} is not given, and this is verl's default")
     return [home(str(name)) for name in (given if isinstance(given, list) else [given])]
 
 
@@ -296,8 +298,9 @@ def num_steps(x: Origin) -> int:
 def lengths(x: Origin) -> Fields:
     prompt, response = x.get("data.max_prompt_length"), x.get("data.max_response_length")
     length = prompt + response
-    tokens = x.get(f"{ACTOR}.ppo_max_token_len_per_gpu")
-    if not x.get(f"{ACTOR}.use_dynamic_bsz", False):
+    if x.get(f"{ACTOR}.use_dynamic_bsz", False):
+        tokens = x.get(f"{ACTOR}.ppo_max_token_len_per_gpu")
+    else:
         tokens = length * x.get(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 1)
     return {
         "policy.max_sequence_length": length,

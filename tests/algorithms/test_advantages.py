@@ -124,6 +124,12 @@ def test_two_trajectories_are_whitened_by_their_unbiased_deviation() -> None:
     assert found == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
 
 
+@pytest.mark.parametrize("name", ["reinforce", "group_then_batch"])
+def test_the_biased_variance_divides_by_the_number(name: str) -> None:
+    (found,) = estimate([paid(0, [0.0, 1.0], [3, 1])], name=name, over="trajectories", variance="biased")
+    assert found == pytest.approx([-1.0, 1.0])
+
+
 def test_remax() -> None:
     groups = [
         group(0, trajectory(1.0), trajectory(0.25, 1), greedy=0.5),

@@ -129,6 +129,8 @@ def test_two_tokens_are_whitened_and_one_is_not():
     advantages = torch.tensor([0.0, 2.0, 9.0])
     found = whiten(advantages, torch.tensor([True, True, False]), one_rank)
     torch.testing.assert_close(found, torch.tensor([-math.sqrt(0.5), math.sqrt(0.5), 0.0]))
+    biased = whiten(advantages, torch.tensor([True, True, False]), one_rank, "biased")
+    torch.testing.assert_close(biased, torch.tensor([-1.0, 1.0, 0.0]))
     assert whiten(advantages, torch.tensor([False, True, False]), one_rank).tolist() == [0.0, 0.0, 0.0]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "tables"
-FILES = {"nemo-rl": "nemo_rl.json", "verl": "verl.json"}
+FILES = {"nemo-rl": "nemo_rl.json", "verl": "verl.json", "openrlhf": "openrlhf.json"}
 ROWS = 10_000  # where a run's length is given in epochs of data that nemorl does not know
 
 

@@ -92,6 +92,68 @@ def test_what_cannot_be_imported_is_an_error(config: Path, capsys: pytest.Captur
     assert "exists; remove it" in capsys.readouterr().err
 
 
+def test_a_file_of_another_project_is_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {
+        "trl": TRL,
+        "verl": "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=a",
+        "nemo-rl": "grpo:\n  num_prompts_per_step: 4\npolicy:\n  model_name: a\n",
+    }
+    for project, text in texts.items():
+        config.write_text(text, encoding="utf-8")
+        for other in texts.keys() - {project}:
+            assert main(["import", str(config), "--from", other]) == 2
+            assert f"{config}: this is a config of" in (error := capsys.readouterr().err)
+            assert f"use --from {project}" in error
+    config.write_text("policy:\n  model_path: a\n", encoding="utf-8")
+    assert main(["import", str(config), "--from", "verl"]) == 2
+    assert "this is an experiment of nemorl already" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_config(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(config.parent), "--from", "trl"]) == 2
+    assert "is a folder; name one config of TRL in it, such as grpo.yaml" in capsys.readouterr().err
+
+
+def test_values_to_replace_have_a_comment(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(TRL.replace("dataset_name: org/data\n", ""), encoding="utf-8")
+    assert main(["import", str(config), "--from", "trl"]) == 0
+    shown = capsys.readouterr()
+    assert (
+        "    path: data/train.jsonl  # write the rows of the dataset here; dataset_name is not" in shown.out
+    )
+    assert "Values to replace: data/train.jsonl." in shown.err
+
+
+def test_trl_without_vllm_samples_in_its_processes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(TRL.replace("use_vllm: true\n", ""), encoding="utf-8")
+    assert main(["import", str(config), "--from", "trl", "--json"]) == 0
+    generation = json.loads(capsys.readouterr().out)["experiment"]["generation"]
+    assert generation["backend"] == "megatron"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("bf16: maybe", "bf16 = maybe: expected true or false; correct the value"),
+        ("learning_rate: fast", "learning_rate = fast: expected a number; correct the value"),
+        ("num_iterations: 1.5", "num_iterations = 1.5: expected an integer; correct the value"),
+        (
+            "importance_sampling_level: word",
+            "importance_sampling_level = word: expected one of token, sequence; correct the value",
+        ),
+        ("adam_beta1: 2", "policy.optimizer.beta1 = 2  (from adam_beta1)"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key(
+    config: Path, capsys: pytest.CaptureFixture[str], line: str, problem: str
+) -> None:
+    config.write_text(f"{TRL}{line}\n", encoding="utf-8")
+    assert main(["import", str(config), "--from", "trl"]) == 2
+    error = capsys.readouterr().err
+    assert problem in error
+    assert str(config) in error
+
+
 def test_an_experiment_that_is_not_valid_is_an_error(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

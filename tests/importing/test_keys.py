@@ -2,11 +2,13 @@
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemorl.importing.document import PROJECTS, import_values
+from nemorl.errors import ConfigError
+from nemorl.importing.document import PROJECTS, checked, import_values, to_text
 from nemorl.importing.rules import CannotImport, Options, Origin, Part, apply
 from tests.importing.recipes import FOLDER, ROWS, recipes
 
@@ -41,6 +43,27 @@ TRL: dict[str, Any] = {
     "dataset_name": "org/data",
 }
 VLLM = TRL | {"use_vllm": True}
+OPENRLHF: dict[str, Any] = {
+    "trainer": "ppo_ray",
+    "actor.model_name_or_path": "org/model",
+    "reward.remote_url": "reward_func.py",
+    "data.prompt_dataset": "org/data",
+    "data.max_samples": 10_000,
+    "vllm.num_engines": 8,
+    "train.colocate_all": True,
+    "rollout.n_samples_per_prompt": 4,
+}
+GROUPED = OPENRLHF | {"algo.advantage.estimator": "group_norm"}
+OFFLINE = {
+    name: {
+        "trainer": name,
+        "model.model_name_or_path": "org/model",
+        "data.dataset": "org/data",
+        "data.max_samples": 10_000,
+    }
+    for name in ("sft", "dpo", "rm")
+}
+BASES = {"nemo-rl": GRPO, "verl": VERL, "openrlhf": OPENRLHF, "trl": TRL}
 
 # Of keys that recipes do not show: values of others with which they have an effect, and two of their own.
 Context = tuple[dict[str, Any], Any, Any]
@@ -177,6 +200,11 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "grpo.skip_reference_policy_logprobs_calculation": (GRPO, False, True),
         "data.prompt_file": (GRPO, "prompt.txt", None),
         "data.system_prompt_file": (GRPO, "prompt.txt", None),
+        "logger.wandb.project": (GRPO | {"logger.wandb_enabled": True}, "a", "b"),
+        "logger.wandb.entity": (GRPO | {"logger.wandb_enabled": True}, "a", "b"),
+        "logger.swanlab.project": (GRPO | {"logger.swanlab_enabled": True}, "a", "b"),
+        "logger.mlflow.experiment_name": (GRPO | {"logger.mlflow_enabled": True}, "a", "b"),
+        "logger.mlflow.tracking_uri": (GRPO | {"logger.mlflow_enabled": True}, "a", "b"),
         f"{_GAME}.game_config.size": (_PUZZLE, 3, 4),
         f"{_GAME}.game_config.shuffle_moves": (_PUZZLE, 3, 4),
         f"{_GAME}.max_moves": (_PUZZLE, 3, 4),
@@ -254,6 +282,93 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": (VERL, False, True),
         f"{_A}.checkpoint.save_contents": (VERL | {"trainer.save_freq": 5}, ["model"], ["hf_model"]),
     },
+    "openrlhf": {
+        "trainer": (OFFLINE["dpo"], "dpo", "rm"),
+        "algo.advantage.no_std_norm": (
+            OPENRLHF | {"algo.advantage.estimator": "reinforce_baseline"},
+            True,
+            False,
+        ),
+        "algo.advantage.estimator": (OPENRLHF, "gae", "reinforce"),
+        "algo.advantage.gamma": (OPENRLHF, 1.0, 0.9),
+        "algo.advantage.is_correction_threshold": (
+            OPENRLHF | {"algo.advantage.is_correction_enable": True},
+            [0.5, 5.0],
+            [0.5, 2.0],
+        ),
+        "actor.eps_clip_low_high": (OPENRLHF, [0.2, 0.2], [0.2, 0.28]),
+        "actor.dual_clip": (OPENRLHF, None, 3.0),
+        "actor.policy_loss_type": (OPENRLHF, "ppo", "gspo"),
+        "actor.entropy_coef": (OPENRLHF, 0.0, 0.1),
+        "actor.eps_clip": (OPENRLHF, 0.2, 0.1),
+        "model.beta": (OFFLINE["dpo"], 0.1, 0.2),
+        "model.label_smoothing": (OFFLINE["dpo"], 0.1, 0.2),
+        "model.ipo_enable": (OFFLINE["dpo"], True, False),
+        "model.nll_loss_coef": (OFFLINE["dpo"], 0.1, 0.2),
+        "model.loss_type": (OFFLINE["rm"], "sigmoid", "logexp"),
+        "model.margin_loss_enable": (OFFLINE["rm"], True, False),
+        "model.pretrain_mode_enable": (OFFLINE["sft"], True, False),
+        "algo.kl.estimator": (OPENRLHF | {"algo.kl.use_loss": True}, "k2", "k3"),
+        "algo.advantage.is_correction_type": (
+            OPENRLHF | {"algo.advantage.is_correction_enable": True},
+            "tis",
+            "seq-mask-tis",
+        ),
+        "algo.dynamic_filtering_range": (
+            GROUPED | {"algo.dynamic_filtering_enable": True},
+            [0.0, 1.0],
+            [0.2, 0.8],
+        ),
+        "reward.overlong_buffer_len": (OPENRLHF, 100.0, 200.0),
+        "reward.overlong_penalty_factor": (OPENRLHF | {"reward.overlong_buffer_len": 100.0}, 1.0, 0.5),
+        "train.async_queue_size": (OPENRLHF | {"train.async_enable": True}, 1, 2),
+        "train.partial_rollout_enable": (OPENRLHF | {"train.async_enable": True}, True, False),
+        "data.prompt_key": (OFFLINE["dpo"], "a", "b"),
+        "data.output_key": (OFFLINE["sft"], "a", "b"),
+        "data.input_template": (OPENRLHF, "a {}", "b {}"),
+        "data.multiturn": (OFFLINE["sft"], True, False),
+        "data.tokenizer_chat_template": (OFFLINE["sft"], None, "{{ messages }}"),
+        "eval.split": (OPENRLHF | {"eval.steps": 5, "eval.dataset": "org/held_out"}, "train", "test"),
+        "critic.model_name_or_path": (OPENRLHF, "org/a", "org/b"),
+        "critic.value_clip": (OPENRLHF, 0.5, 0.2),
+        "critic.freezing_steps": (OPENRLHF, -1, 5),
+        **{
+            f"{section}adam.{name}": (base, first, second)
+            for section, base in (("actor.", OPENRLHF), ("critic.", OPENRLHF), ("", OFFLINE["sft"]))
+            for name, first, second in (
+                ("betas", [0.9, 0.95], [0.9, 0.98]),
+                ("eps", 1e-8, 1e-7),
+                ("weight_decay", 0.0, 0.1),
+            )
+        },
+        **{
+            f"{section}{name}": (base, first, second)
+            for section, base in (("actor.", OPENRLHF), ("critic.", OPENRLHF), ("", OFFLINE["sft"]))
+            for name, first, second in (
+                ("lr_scheduler", "constant", "linear"),
+                ("lr_warmup_ratio", 0.03, 0.1),
+                ("min_lr_ratio", 0.1, 0.2),
+                ("max_norm", 1.0, 2.0),
+            )
+        },
+        "nproc_per_node": (OFFLINE["sft"], 4, 8),
+        "nnodes": (OFFLINE["sft"], 1, 2),
+        "ds.tensor_parallel_size": (OPENRLHF, 1, 2),
+        "ds.ring_attn_size": (OPENRLHF, 1, 2),
+        "vllm.enable_prefix_caching": (OPENRLHF, True, False),
+        "rollout.temperature": (OPENRLHF, 1.0, 0.5),
+        "ds.lora.target_modules": (OFFLINE["sft"] | {"ds.lora.rank": 8}, "all-linear", ["q_proj"]),
+        "ds.lora.alpha": (OFFLINE["sft"] | {"ds.lora.rank": 8}, 8, 16),
+        "actor.aux_loss_coef": (OPENRLHF, 0.0, 0.1),
+        "logger.wandb.key": (OPENRLHF, None, "x"),
+        **{
+            f"logger.wandb.{name}": (OPENRLHF | {"logger.wandb.key": "x"}, "a", "b")
+            for name in ("project", "org", "group")
+        },
+        "vllm.num_engines": (OPENRLHF | {"train.colocate_all": False}, 1, 2),
+        "train.colocate_all": (OPENRLHF, True, False),
+        "ckpt.max_num": (OPENRLHF, 2, 3),
+    },
     "trl": {
         "model": ({key: value for key, value in TRL.items() if key != "model_name_or_path"}, "a/b", "a/c"),
         "generation_batch_size": (TRL, 8, 16),
@@ -274,7 +389,7 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "vllm_importance_sampling_clip_max": (VLLM, 3.0, 2.0),
         "vllm_importance_sampling_clip_min": (VLLM, 0.1, 0.2),
         "vllm_importance_sampling_cap": (VLLM, 3.0, 2.0),
-        "vllm_tensor_parallel_size": (VLLM | {"nproc": 2}, 1, 2),
+        "vllm_tensor_parallel_size": (VLLM | {"num_processes": 2}, 1, 2),
         "vllm_gpu_memory_utilization": (VLLM, 0.3, 0.4),
         "lr_scheduler_type": (TRL, "linear", "cosine"),
         "lora_r": (TRL | {"use_peft": True}, 8, 16),
@@ -282,12 +397,21 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "lora_target_modules": (TRL | {"use_peft": True}, ["q_proj"], ["o_proj"]),
         "target_modules": (TRL | {"use_peft": True}, ["q_proj"], ["o_proj"]),
         "save_strategy": (TRL, "steps", "no"),
+        "num_machines": (TRL | {"num_processes": 4}, 1, 2),
+        "report_to": (TRL, "none", ["tensorboard", "wandb"]),
+        "project": (TRL | {"report_to": "wandb"}, "a", "b"),
+        "trackio_space_id": (TRL | {"report_to": "trackio"}, "a", "b"),
     },
 }
 # Keys with one supported value, or whose other value is remarked on: what is written does not depend on them.
 REFUSED = {
     "nemo-rl": {"policy.optimizer.name": "SGD", "env.should_use_nemo_gym": True},
     "verl": {f"{_A}.optim.optimizer": "SGD", "actor_rollout_ref.rollout.name": "trtllm"},
+    "openrlhf": {
+        **{f"{section}optim": "muon" for section in ("actor.", "critic.", "")},
+        "train.agent_func_path": "agent.py",
+        "ds.param_dtype": "fp16",
+    },
     "trl": {},
 }
 REMARKED = {
@@ -295,7 +419,9 @@ REMARKED = {
         "algorithm.kl_penalty": "low_var_kl",
         "actor_rollout_ref.rollout.top_p": 0.9,
         "actor_rollout_ref.rollout.top_k": 5,
-    }
+    },
+    "openrlhf": {"rollout.top_p": 0.9},
+    "trl": {"top_p": 0.9, "top_k": 5, "min_p": 0.1},
 }
 
 
@@ -370,19 +496,49 @@ def test_every_mapped_key_changes_the_experiment(project: str) -> None:
     assert not unread, "nothing reads these keys, or their rule lists more than it reads"
 
 
-@pytest.mark.parametrize("project", ["nemo-rl", "verl"])
+# Keys of free text, of which no value has a wrong type before files and models are looked up.
+_TEXT = (
+    *("name", "path", "split", "project", "entity", "uri", "dir", "files", "file", "funcs", "modules"),
+    *("key", "model", "train", "validation", "template", "metric", "space_id", "config", "to", "logger"),
+    *("rollout_rs", "*", "report_to", "url", "dataset", "optim", "key", "org", "group"),
+)
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_a_wrong_type_is_an_error_that_names_the_key(project: str, tmp_path: Path) -> None:
+    silent = []
+    for key in mapped(project):
+        if key.endswith(_TEXT):
+            continue
+        base = CONTEXTS[project][key][0] if key in CONTEXTS[project] else BASES[project]
+        if ".megatron_cfg." in key:
+            base = MEGATRON | base
+        try:
+            found = import_values(PROJECTS[project], base | {key: "maybe"}, OPTIONS)
+            checked(to_text(found, PROJECTS[project], "test"), tmp_path, Path("config"), found)
+        except (CannotImport, ConfigError) as error:
+            words = ("expected", "is not imported", "are not imported", "engines on")
+            if key not in str(error) or not any(word in str(error) for word in words):
+                silent.append(f"{key}: {error}")
+        else:
+            silent.append(key)
+    assert not silent
+
+
+@pytest.mark.parametrize("project", ["nemo-rl", "verl", "openrlhf"])
 def test_values_without_counterpart_are_refused(project: str) -> None:
-    base = GRPO if project == "nemo-rl" else VERL
     for key, value in REFUSED[project].items():
+        base = OFFLINE["sft"] if key == "optim" else BASES[project]
         why = tree(project, base | {key: value})
         assert isinstance(why, str), key
         assert key in why
 
 
-def test_values_that_are_left_out_are_reported() -> None:
-    base = VERL | {"algorithm.use_kl_in_reward": True}
-    for key, value in REMARKED["verl"].items():
-        (row,) = [row for row in import_values(PROJECTS["verl"], base | {key: value}).rows if row.key == key]
+@pytest.mark.parametrize("project", REMARKED)
+def test_values_that_are_left_out_are_reported(project: str) -> None:
+    base = BASES[project] | ({"algorithm.use_kl_in_reward": True} if project == "verl" else {})
+    for key, value in REMARKED[project].items():
+        (row,) = [one for one in import_values(PROJECTS[project], base | {key: value}).rows if one.key == key]
         assert row.changes_result, key
         assert row.note, key
 

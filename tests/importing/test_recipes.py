@@ -1,4 +1,4 @@
-"""Public recipes of NeMo-RL and verl: each is imported to a valid experiment, or refused with the reason."""
+"""Public recipes of NeMo-RL, verl and OpenRLHF: each becomes a valid experiment, or is refused with why."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from nemorl.importing.document import PROJECTS, checked, to_text
 from nemorl.models.registry import shape_from_config
 from nemorl.plan.problems import policy_layout_problems
 from tests.importing.models import CONFIGS
-from tests.importing.recipes import recipes
+from tests.importing.recipes import FILES, recipes
 from tests.scripts import load_script
 
 # The beginnings of the reasons why a recipe is not imported, and how many recipes each has.
@@ -33,6 +33,7 @@ REFUSED = {
         "actor_rollout_ref.actor.ppo_mini_batch_size: 64 copies": 1,
         "actor_rollout_ref.actor.clip_ratio_low = $CLIP_DEFAULT": 1,
     },
+    "openrlhf": {"train.agent_func_path = ": 2},
 }
 
 
@@ -46,7 +47,7 @@ def experiments(tool: ModuleType) -> dict[tuple[str, str], Experiment]:
     """All imported recipes, checked as `nemorl check` checks fields."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for project in ("nemo-rl", "verl"):
+        for project in FILES:
             for name in recipes(project):
                 imported, _, _ = tool.outcome(project, name)
                 if imported is not None:
@@ -60,7 +61,7 @@ def test_the_page_is_up_to_date(tool: ModuleType) -> None:
     assert tool.written(page) == page, "rules or recipes have changed: run python tools/moving_in_page.py"
 
 
-@pytest.mark.parametrize("project", ["nemo-rl", "verl"])
+@pytest.mark.parametrize("project", FILES)
 def test_no_key_is_unknown_and_reasons_are_known(tool: ModuleType, project: str) -> None:
     refused: dict[str, int] = {}
     for name in recipes(project):
@@ -76,8 +77,8 @@ def test_no_key_is_unknown_and_reasons_are_known(tool: ModuleType, project: str)
 
 def test_imported_recipes_pass_the_checks(experiments: dict[tuple[str, str], Experiment]) -> None:
     """`checked` raises otherwise."""
-    counts = {project: sum(of == project for of, _ in experiments) for project in ("nemo-rl", "verl")}
-    assert counts == {"nemo-rl": 216, "verl": 59}
+    counts = {project: sum(of == project for of, _ in experiments) for project in FILES}
+    assert counts == {"nemo-rl": 216, "verl": 59, "openrlhf": 9}
 
 
 def test_devices_are_all_in_use(experiments: dict[tuple[str, str], Experiment]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemorl.config.yaml import leaves
-from nemorl.importing import nemo_rl, trl, verl
+from nemorl.importing import nemo_rl, openrlhf, trl, verl
 from nemorl.importing.rules import CannotImport
 from nemorl.importing.sources import read_command
 
@@ -119,10 +119,97 @@ GRPOTrainer(model="org/m", args=args)
     )
     assert trl.read(tmp_path / "a.yaml") == {"model_name_or_path": "org/m", "beta": 0.1}
     assert trl.read(tmp_path / "a.sh") == {
+        "trainer": "grpo",
         "model_name_or_path": "org/m",
         "beta": 0.1,
         "learning_rate": 1e-6,
         "bf16": True,
         "reward_funcs": ["a.b", "c.d"],
     }
-    assert trl.read(tmp_path / "a.py") == {"beta": 0.1, "loss_type": "grpo", "model": "org/m"}
+    assert trl.read(tmp_path / "a.py") == {
+        "trainer": "grpo",
+        "beta": 0.1,
+        "loss_type": "grpo",
+        "model": "org/m",
+    }
+
+
+def test_launchers_of_trl_give_the_number_of_processes(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        two__yaml="num_processes: 16\nnum_machines: 2\n",
+        train__yaml="model_name_or_path: org/m\nbeta: 0.1\nnum_processes: 2\n",
+        a__sh="N=4\nTOKENS=1 accelerate launch --num_processes $N \\\n  grpo.py --beta 0.2\n",
+        b__sh="accelerate launch --config_file two.yaml trl/scripts/grpo.py --beta 0.2\n",
+        c__sh="torchrun --nproc-per-node=8 --nnodes 2 train.py --beta 0.2\n",
+        d__sh="trl grpo --config train.yaml --beta 0.3\n",
+        e__sh="trl grpo --accelerate_config zero2 --beta 0.2\n",
+    )
+    read = {name: trl.read(tmp_path / f"{name}.sh") for name in "abcde"}
+    assert [read[name].get("num_processes") for name in "abcde"] == [4, 16, 16, 2, 8]
+    assert [read[name].get("num_machines") for name in "abc"] == [None, 2, 2]
+    assert read["d"] == {
+        "trainer": "grpo",
+        "model_name_or_path": "org/m",
+        "num_processes": 2,
+        "beta": 0.3,
+    }
+    write(tmp_path, f__sh="accelerate launch --config_file none.yaml grpo.py --beta 0.2\n")
+    with pytest.raises(CannotImport, match=r"none\.yaml: there is no such file here or in"):
+        trl.read(tmp_path / "f.sh")
+
+
+def test_commands_of_openrlhf(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        sft__sh="read -r -d '' training_commands <<EOF\nopenrlhf.cli.train_sft \\\n   --adam.lr 5e-6 \\\n"
+        "   --ds.packing_samples\nEOF\n    # --more\n"
+        'if [[ ${1} != "slurm" ]]; then\n    deepspeed --module $training_commands\nfi\n',
+        ppo__sh='M=org/m\nray job submit --address="http://a:1" -- python3 -m openrlhf.cli.train_ppo_ray \\\n'
+        "  --actor.model_name_or_path $M --actor.eps_clip_low_high 0.2 0.27 --logger.wandb.key {token}\n",
+        slurm__sh='srun bash -c \\\n"pip install x \\\n  && ray job submit -- python3 -m '
+        'openrlhf.cli.train_rm \\\n --data.max_len 512" &\n',
+        run__sh="torchrun --nproc_per_node 4 --nnodes 2 -m openrlhf.cli.train_dpo --model.beta 0.2\n",
+        text__txt="--actor.model_name_or_path org/m --algo.kl.use_loss",
+    )
+    assert dict(leaves(openrlhf.read(tmp_path / "sft.sh"))) == {
+        "trainer": "sft",
+        "adam.lr": 5e-6,
+        "ds.packing_samples": True,
+    }
+    assert openrlhf.read(tmp_path / "ppo.sh") == {
+        "trainer": "ppo_ray",
+        "actor.model_name_or_path": "org/m",
+        "actor.eps_clip_low_high": [0.2, 0.27],
+        "logger.wandb.key": "{token}",
+    }
+    assert openrlhf.read(tmp_path / "slurm.sh") == {"trainer": "rm", "data.max_len": 512}
+    assert openrlhf.read(tmp_path / "run.sh") == {
+        "trainer": "dpo",
+        "model.beta": 0.2,
+        "nproc_per_node": 4,
+        "nnodes": 2,
+    }
+    assert openrlhf.read(tmp_path / "text.txt")["trainer"] == "ppo_ray"
+
+
+def test_options_of_earlier_openrlhf(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        run__sh="python3 -m openrlhf.cli.train_ppo_ray --pretrain org/m --advantage_estimator group_norm "
+        "--prompt_max_len 1024 --generate_max_len 512 --l2 0.1 --bf16 --gradient_checkpointing\n",
+        bad__sh="python3 -m openrlhf.cli.train_kto --pretrain org/m\n",
+    )
+    assert openrlhf.read(tmp_path / "run.sh") == {
+        "trainer": "ppo_ray",
+        "actor.model_name_or_path": "org/m",
+        "algo.advantage.estimator": "group_norm",
+        "rollout.max_new_tokens": 512,
+        "data.max_len": 1536,
+        "actor.adam.weight_decay": 0.1,
+        "critic.adam.weight_decay": 0.1,
+        "ds.param_dtype": "bf16",
+        "actor.gradient_checkpointing_enable": True,
+    }
+    with pytest.raises(CannotImport, match=r"train_kto is not imported; openrlhf\.cli\.train_ppo_ray"):
+        openrlhf.read(tmp_path / "bad.sh")

@@ -2,7 +2,7 @@
 
 The formulas are written here as their projects compute them, on [B, T] tensors of transformers' logprobs:
 NeMo-RL at 7ea279ab (ClippedPGLossFn), verl at 1dda039b (compute_policy_loss_vanilla, agg_loss), TRL at
-f2cd5771 (GRPOTrainer._compute_loss).
+f2cd5771 (GRPOTrainer._compute_loss), OpenRLHF at 3c3be623 (PolicyLoss, compute_advantages_and_returns).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
+from nemorl.algorithms.token_advantages import TokenEstimator
 from nemorl.config.algorithm import OnlineConfig
+from nemorl.config.algorithm.advantages import TokenAdvantageBase
 from nemorl.data.packed import PackedBatch
 from nemorl.importing.document import PROJECTS, checked, import_values, to_text
 from tests.algorithms.groups import paid
@@ -67,11 +69,30 @@ TRL = {
     "use_vllm": True,
     "vllm_importance_sampling_clip_max": 1.5,
 }
+OPENRLHF = {
+    "trainer": "ppo_ray",
+    "actor.model_name_or_path": "org/model",
+    "actor.num_gpus_per_node": 1,
+    "actor.eps_clip_low_high": [0.2, 0.27],
+    "reward.remote_url": "reward_func.py",
+    "data.prompt_dataset": "org/data",
+    "data.max_samples": 16,
+    "vllm.num_engines": 1,
+    "train.colocate_all": True,
+    "train.batch_size": 8,
+    "rollout.batch_size": 2,
+    "rollout.n_samples_per_prompt": 4,
+    "algo.kl.init_coef": 0.1,
+}
+KL_LOSS = {"algo.kl.use_loss": True, "algo.kl.estimator": "k3"}
 
 
 @dataclass(frozen=True)
 class Padded:
-    """[B, T] tensors of the sampled tokens; rewards [B] in groups of `members`."""
+    """[B, T] tensors of the sampled tokens; rewards [B] in groups of `members`.
+
+    `values` are a critic's, of the state before each token.
+    """
 
     logprobs: Tensor  # with gradient
     entropies: Tensor
@@ -79,6 +100,7 @@ class Padded:
     engine: Tensor
     reference: Tensor
     mask: Tensor
+    values: Tensor
     rewards: Tensor
     members: int
 
@@ -154,6 +176,79 @@ def trl(x: Padded) -> Tensor:
     return ((terms + 0.1 * (log.exp() - log - 1)) * x.mask).sum() / x.mask.sum()
 
 
+def openrlhf_whitened(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Over all tokens of the batch, by the variance divided by their number."""
+    mean = (advantages * mask).sum() / mask.sum()
+    variance = ((advantages - mean).square() * mask).sum() / mask.sum()
+    return (advantages - mean) * variance.clamp(min=1e-8).rsqrt()
+
+
+def openrlhf_rewards(x: Padded) -> Tensor:
+    """[B, T]: less the divergence at each token, and the reward at the last one."""
+    rewards = -0.1 * (x.old - x.reference).clamp(-10, 10) * x.mask
+    for row, of_row in enumerate(x.mask):
+        rewards[row, int(of_row.nonzero().max())] += x.rewards[row].clamp(-10, 10)
+    return rewards
+
+
+def openrlhf_loss(x: Padded, advantages: Tensor, dual: float | None = None) -> Tensor:
+    """[B, T] of the policy's terms."""
+    ratio = (x.logprobs - x.old).clamp(-20, 20).exp()
+    first, second = ratio * advantages, ratio.clamp(0.8, 1.27) * advantages
+    clipped = torch.minimum(first, second)
+    if dual is not None:
+        clipped = torch.where(advantages < 0, torch.maximum(clipped, dual * advantages), clipped)
+    return -clipped
+
+
+def openrlhf_group_norm(x: Padded) -> Tensor:
+    groups = x.rewards.reshape(-1, x.members)
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-9)
+    terms = openrlhf_loss(x, advantages.reshape(-1, 1), dual=1.2)
+    terms = terms * (x.old - x.engine).exp().clamp(0.9, 1.1)
+    log = x.logprobs - x.reference
+    kl = ((-log).exp() - 1 + log).clamp(-10, 10)
+    return ((terms + 0.1 * kl - 0.01 * x.entropies) * x.mask).sum() / x.mask.sum()
+
+
+def openrlhf_baseline(x: Padded) -> Tensor:
+    groups = x.rewards.reshape(-1, x.members)
+    advantages = (groups - groups.mean(1, keepdim=True)).reshape(-1, 1).expand_as(x.mask)
+    weights = (x.old - x.engine).exp()
+    weights = weights * ((weights >= 0.95) & (weights <= 1.05))
+    terms = weights * openrlhf_loss(x, openrlhf_whitened(advantages, x.mask))
+    kl = ((x.logprobs - x.reference).square() / 2).clamp(-10, 10)
+    return ((terms + 0.1 * kl) * x.mask).sum() / x.mask.sum()
+
+
+def openrlhf_returns(x: Padded, lam: float | None = None) -> Tensor:
+    """REINFORCE with discounted returns, or with `lam` PPO with a critic."""
+    rewards, values = openrlhf_rewards(x), x.values * x.mask
+    columns, later = [], torch.zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        if lam is None:
+            later = rewards[:, t] + 0.9 * later
+        else:
+            following = values[:, t + 1] if t + 1 < rewards.shape[1] else 0.0
+            later = rewards[:, t] + 0.9 * following - values[:, t] + 0.9 * lam * later
+        columns.append(later)
+    advantages = torch.stack(columns[::-1], 1)
+    terms = openrlhf_loss(x, openrlhf_whitened(advantages, x.mask))
+    return (terms * x.mask).sum() / x.mask.sum()
+
+
+def openrlhf_ppo(x: Padded) -> Tensor:
+    return openrlhf_returns(x, lam=0.8)
+
+
+def openrlhf_gspo(x: Padded) -> Tensor:
+    groups = x.rewards.reshape(-1, x.members)
+    advantages = (groups - groups.mean(1, keepdim=True)).reshape(-1, 1)
+    ratio = (((x.logprobs - x.old) * x.mask).sum(1, keepdim=True) / x.mask.sum(1, keepdim=True)).exp()
+    first, second = ratio * advantages, ratio.clamp(0.8, 1.27) * advantages
+    return -torch.minimum(first, second).mean()
+
+
 MASKED = {
     "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
     "algorithm.rollout_correction.rollout_rs_threshold": "0.98_1.02",
@@ -173,6 +268,52 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Padded], Tensor]]] = {
     "verl": ("verl", VERL, verl),
     "verl with rejected sequences": ("verl", VERL | MASKED, verl_masked),
     "verl with groups of one": ("verl", VERL | ALONE, verl),
+    "openrlhf with normalized groups": (
+        "openrlhf",
+        OPENRLHF
+        | KL_LOSS
+        | {
+            "algo.advantage.estimator": "group_norm",
+            "algo.advantage.is_correction_enable": True,
+            "algo.advantage.is_correction_threshold": [0.9, 1.1],
+            "actor.dual_clip": 1.2,
+            "actor.entropy_coef": 0.01,
+        },
+        openrlhf_group_norm,
+    ),
+    "openrlhf with REINFORCE++-baseline": (
+        "openrlhf",
+        OPENRLHF
+        | KL_LOSS
+        | {
+            "algo.kl.estimator": "k2",
+            "algo.advantage.estimator": "reinforce_baseline",
+            "algo.advantage.is_correction_enable": True,
+            "algo.advantage.is_correction_type": "icepop",
+            "algo.advantage.is_correction_threshold": [0.95, 1.05],
+        },
+        openrlhf_baseline,
+    ),
+    "openrlhf with REINFORCE++": (
+        "openrlhf",
+        OPENRLHF | {"algo.advantage.estimator": "reinforce", "algo.advantage.gamma": 0.9},
+        openrlhf_returns,
+    ),
+    "openrlhf with a critic": (
+        "openrlhf",
+        OPENRLHF | {"algo.advantage.gamma": 0.9, "algo.advantage.lambd": 0.8},
+        openrlhf_ppo,
+    ),
+    "openrlhf with GSPO": (
+        "openrlhf",
+        OPENRLHF
+        | {
+            "algo.advantage.estimator": "dr_grpo",
+            "algo.kl.init_coef": 0.0,
+            "actor.policy_loss_type": "gspo",
+        },
+        openrlhf_gspo,
+    ),
     "trl": ("trl", TRL, trl),
 }
 
@@ -204,6 +345,18 @@ def scored(batch: PackedBatch, algorithm: OnlineConfig) -> PackedBatch:
     )
 
 
+def estimated(batch: PackedBatch, algorithm: OnlineConfig) -> PackedBatch:
+    """The batch with advantages of its tokens, if the algorithm has those."""
+    if not isinstance(algorithm.advantage, TokenAdvantageBase):
+        return batch
+    ends = [int(batch.loss_mask[:b].nonzero().max()) for b in batch.cu_seqlens[1:].tolist()]
+    rewards = torch.zeros(batch.num_tokens)
+    rewards[ends] = torch.tensor(REWARDS).flatten()
+    kl = algorithm.kl if algorithm.kl.placement == "reward" else None
+    estimate = TokenEstimator(algorithm.advantage, kl)(replace(batch, rewards=rewards), lambda sums: sums)
+    return replace(batch, advantages=estimate.advantages)
+
+
 def padded(theirs: Any, batch: PackedBatch, members: int) -> Padded:
     rows: list[dict[str, Tensor]] = []
     for a, b in pairwise(batch.cu_seqlens.tolist()):
@@ -214,6 +367,7 @@ def padded(theirs: Any, batch: PackedBatch, members: int) -> Padded:
             "entropies": -(log.exp() * log).sum(-1),
         }
         row |= {"old": batch.old_logprobs[a + 1 : b], "engine": batch.logprobs[a + 1 : b]}
+        row |= {"values": batch.values[a : b - 1]}
         row |= {"reference": batch.reference_logprobs[a + 1 : b], "mask": batch.loss_mask[a + 1 : b].float()}
         rows.append(row)
     stacked = {
@@ -244,7 +398,9 @@ def test_a_step_equals_the_origin(case, model, start_here, tmp_path):
         old_logprobs=old,
         logprobs=near(old, 0.1),
         reference_logprobs=near(current, 0.5),
+        values=near(current, 0.5),
     )
+    batch = estimated(batch, algorithm)
     x = padded(theirs, batch, algorithm.num_generations_per_prompt)
     expected = formula(x)
     grads = torch.autograd.grad(expected, list(theirs.parameters()))

@@ -10,6 +10,7 @@ from nemorl.errors import Problem, Problems
 from .base import online_preset
 
 Over = Literal["tokens", "trajectories"]
+Variance = Literal["unbiased", "biased"]
 
 
 class AdvantageBase(Config):
@@ -38,6 +39,14 @@ class TokenAdvantageBase(AdvantageBase):
     needs_values: ClassVar[bool] = True
     whiten: bool = True
     """Shift and scale the advantages to mean 0 and variance 1 over the sampled tokens of the batch."""
+    variance: Variance = "unbiased"
+    """Variance of n tokens divided by n - 1, as in verl, or by n, as in OpenRLHF."""
+
+    @check
+    def _variance_is_used(self) -> Problems:
+        if not self.whiten:
+            reason = "algorithm.advantage.whiten is false, so nothing is divided; set it, or remove this"
+            yield from self.without_effect(("variance",), reason)
 
 
 class GaeConfig(TokenAdvantageBase):
@@ -123,6 +132,8 @@ class ReinforceAdvantageConfig(AdvantageBase):
     """The reward, the reward minus the mean of the batch, or that divided by the standard deviation."""
     over: Over = "trajectories"
     """Mean and standard deviation are over trajectories, or over sampled tokens."""
+    variance: Variance = "unbiased"
+    """Variance of n of them divided by n - 1, or by n, as in NeMo-RL and OpenRLHF."""
     epsilon: float = Field(1e-8, gt=0)
     """Added to the standard deviation."""
 
@@ -131,7 +142,7 @@ class ReinforceAdvantageConfig(AdvantageBase):
         how = f"algorithm.advantage.normalization is `{self.normalization}`"
         if self.normalization != "whiten":
             reason = f"{how}, so nothing is divided; use `whiten`, or remove this"
-            yield from self.without_effect(("epsilon",), reason)
+            yield from self.without_effect(("epsilon", "variance"), reason)
         if self.normalization == "none":
             reason = f"{how}, so no mean is computed; use `mean`, or remove this"
             yield from self.without_effect(("over",), reason)
@@ -144,6 +155,8 @@ class GroupThenBatchAdvantageConfig(AdvantageBase):
     name: Literal["group_then_batch"]
     over: Over = "tokens"
     """Mean and standard deviation of the batch are over sampled tokens, or over trajectories."""
+    variance: Variance = "unbiased"
+    """Variance of n of them divided by n - 1, or by n, as in NeMo-RL and OpenRLHF."""
     epsilon: float = Field(1e-8, gt=0)
     """Added to the standard deviation of the batch."""
 
