@@ -9,7 +9,7 @@ from nemorl.config.quantization import QuantizationFormat
 from nemorl.errors import UsageError
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 
-from .terminal import Commands, ExitCode, add_command, add_group, say
+from .terminal import Commands, ExitCode, add_command, add_group, positive_number, say
 
 
 def register(commands: Commands) -> None:
@@ -53,6 +53,8 @@ def register(commands: Commands) -> None:
     forms.add_argument("--quantize", choices=formats, metavar="FORMAT", help=f"{quantize_help}: %(choices)s")
     ignore_help = "with --quantize, layers that stay as they are (default: policy.quantization.ignore)"
     export.add_argument("--ignore", action="append", metavar="PATTERN", help=ignore_help)
+    shard_help = "largest file of weights of a Hugging Face folder (default: 5)"
+    export.add_argument("--max-shard-gigabytes", type=positive_number, metavar="GB", help=shard_help)
     model_help = "trained model to export (default: policy)"
     export.add_argument("--model", default="policy", choices=["policy", "critic"], help=model_help)
     add_path(export, "checkpoint", "CHECKPOINT", "checkpoint folder, RUN_DIR/checkpoints/step_N")
@@ -107,6 +109,9 @@ def _export(arguments: Namespace) -> None:
 
     if arguments.ignore and arguments.quantize is None:
         raise UsageError("--ignore selects layers that --quantize leaves out: add --quantize, or remove it")
+    gigabytes: float | None = arguments.max_shard_gigabytes
+    if gigabytes is not None and arguments.form != "hf":
+        raise UsageError("--max-shard-gigabytes is for a Hugging Face folder: remove it")
     export_checkpoint(
         arguments.checkpoint,
         arguments.folder,
@@ -114,4 +119,5 @@ def _export(arguments: Namespace) -> None:
         arguments.model,
         quantize=arguments.quantize,
         ignore=arguments.ignore,
+        shard_bytes=None if gigabytes is None else round(gigabytes * 1e9),
     )
