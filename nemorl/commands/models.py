@@ -59,6 +59,12 @@ def register(commands: Commands) -> None:
     export.add_argument("--model", default="policy", choices=["policy", "critic"], help=model_help)
     add_path(export, "checkpoint", "CHECKPOINT", "checkpoint folder, RUN_DIR/checkpoints/step_N")
     add_path(export, "folder", "HF_DIR", "folder to create")
+    card_help = "write the model card (README.md) of an exported folder again, from the files of its run"
+    card = add_command(group, "card", _card, card_help)
+    add_path(card, "folder", "HF_DIR", "folder that nemorl exported")
+    card.add_argument("--run", type=Path, metavar="RUN_DIR", help="the run, if its folder was moved")
+    lm_eval_help = "results_….json of lm-evaluation-harness for the evaluation table; may be repeated"
+    card.add_argument("--lm-eval", type=Path, action="append", default=[], metavar="FILE", help=lm_eval_help)
 
 
 def _write_folder(arguments: Namespace) -> int:
@@ -121,3 +127,18 @@ def _export(arguments: Namespace) -> None:
         ignore=arguments.ignore,
         shard_bytes=None if gigabytes is None else round(gigabytes * 1e9),
     )
+
+
+def _card(arguments: Namespace) -> int:
+    from nemorl.run.card import CARD_FILE, Facts, write_card
+    from nemorl.run.checkpoints import Origin
+
+    folder, origin = arguments.folder, Origin.read(arguments.folder)
+    if origin is None:
+        raise UsageError(f"{folder} is not a folder that nemorl exported (no nemorl.json): name one that is")
+    facts = Facts.read(folder, arguments.run or Path(origin.run), origin.step, origin.model)
+    if not write_card(facts, arguments.lm_eval):
+        fix = "it is not overwritten: move it away, and copy what you need"
+        raise UsageError(f"{folder / CARD_FILE} was not written by nemorl, or was edited; {fix}")
+    say(f"model card: {folder / CARD_FILE}")
+    return ExitCode.WELL

@@ -113,4 +113,4 @@ def write_shard(path: Path, tensors: Mapping[str, StoredTensor], pieces: Pieces)
 
 def _as_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+    return flat.view(torch.uint8).numpy().data
