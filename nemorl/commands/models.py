@@ -39,6 +39,8 @@ def register(commands: Commands) -> None:
     trust = "Its metadata is unpickled, which can run code: use only checkpoints you trust"
     like_help = f"HF_DIR is a megatron-core checkpoint (dist_checkpointing) of the model in MODEL. {trust}"
     importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
+    adapter_help = "merge an adapter in PEFT's format into the weights"
+    importing.add_argument("--adapter", type=Path, metavar="DIR", help=adapter_help)
     export_help = "export the weights of a checkpoint as a Hugging Face folder, with adapters merged in"
     formats = get_args(QuantizationFormat)
     export = add("export", _export, export_help)
@@ -99,11 +101,13 @@ def _import(arguments: Namespace) -> None:
     from nemorl.models.hf_writer import import_model
 
     if arguments.like is not None:
+        if arguments.adapter is not None:
+            raise UsageError("--adapter is for a Hugging Face folder: import that of --like first")
         from nemorl.megatron.checkpoint import import_megatron
 
         imported = import_megatron(arguments.source, arguments.folder, arguments.like)
     else:
-        imported = import_model(arguments.source, arguments.folder)
+        imported = import_model(arguments.source, arguments.folder, arguments.adapter)
     size = f"{imported.num_parameters:,} weights, {imported.num_bytes / 1e9:.2f} GB"
     say(f"family: {imported.shape.family}, {size}")
     if imported.left_out:

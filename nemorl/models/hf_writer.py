@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import Literal, Self
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from nemorl.errors import UsageError
 
+from .adapters import peft_names
 from .hf_config import INDEX_FILE, SINGLE_FILE, BrokenModelFolder, read_json_object
 from .hf_folder import HfFolder
 from .hf_shards import Pieces, StoredTensor, plan_shards, whole, write_shard
 from .layout import hf_tensors
+from .peft_adapter import read_peft_adapter
 from .quantized import Quantizer
 from .registry import family_of, load_shape
 from .shape import ModelShape
+from .tensors import merge_adapter
 
 SHARD_BYTES = 5_000_000_000  # of a file of weights, as transformers writes them
 _PARTIAL = "partial-"
@@ -253,21 +257,28 @@ class ImportedModel:
     left_out: tuple[str, ...]  # tensors of the source that are no part of the model
 
 
-def import_model(hf_dir: str | Path, out: str | Path) -> ImportedModel:
+def import_model(hf_dir: str | Path, out: str | Path, adapter: Path | None = None) -> ImportedModel:
     """Check a Hugging Face folder and write it again: config, tokenizer, safetensors and their checksums.
 
-    Weights keep their type. What the model does not use is left out, such as the `lm_head.weight` of tied
-    embeddings. Raises `UnsupportedModel`, `BrokenModelFolder`, or FileExistsError for `out`.
+    Weights keep their type. An `adapter` in PEFT's format is merged into them, in float32. What the model
+    does not use is left out, such as the `lm_head.weight` of tied embeddings. Raises `UnsupportedModel`,
+    `BrokenModelFolder`, or FileExistsError for `out`.
     """
     shape = load_shape(hf_dir)
     tensors = hf_tensors(shape)
     folder = HfFolder(hf_dir)
     folder.check(tensors)
+    low_rank = None if adapter is None else read_peft_adapter(adapter, shape)
+    pairs = {} if low_rank is None else load_file(low_rank.weights)
     with HfFolderWriter(out, hf_dir) as writer:
         for name, extents in tensors.items():
             tensor = folder.tensor(name, extents)
             if not torch.isfinite(tensor).all():
                 raise BrokenModelFolder(f"{folder.file(name)}: {name} holds NaN or infinite values")
+            names = peft_names(name)
+            if low_rank is not None and names.a in pairs:
+                tensor = tensor.clone()  # the file's own memory otherwise
+                merge_adapter(tensor, pairs[names.a], pairs[names.b], low_rank.lora.scale)
             writer.add(name, tensor)
     num_parameters = sum(math.prod(extents) for extents in tensors.values())
     left_out = tuple(name for name in folder.names() if name not in tensors)
