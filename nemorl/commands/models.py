@@ -9,7 +9,7 @@ from nemorl.config.quantization import QuantizationFormat
 from nemorl.errors import UsageError
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 
-from .terminal import Commands, ExitCode, add_command, add_group, say
+from .terminal import Commands, ExitCode, add_command, add_group, positive_number, say
 
 
 def register(commands: Commands) -> None:
@@ -39,6 +39,8 @@ def register(commands: Commands) -> None:
     trust = "Its metadata is unpickled, which can run code: use only checkpoints you trust"
     like_help = f"HF_DIR is a megatron-core checkpoint (dist_checkpointing) of the model in MODEL. {trust}"
     importing.add_argument("--like", type=Path, metavar="MODEL", help=like_help)
+    adapter_help = "merge an adapter in PEFT's format into the weights"
+    importing.add_argument("--adapter", type=Path, metavar="DIR", help=adapter_help)
     export_help = "export the weights of a checkpoint as a Hugging Face folder, with adapters merged in"
     formats = get_args(QuantizationFormat)
     export = add("export", _export, export_help)
@@ -53,10 +55,18 @@ def register(commands: Commands) -> None:
     forms.add_argument("--quantize", choices=formats, metavar="FORMAT", help=f"{quantize_help}: %(choices)s")
     ignore_help = "with --quantize, layers that stay as they are (default: policy.quantization.ignore)"
     export.add_argument("--ignore", action="append", metavar="PATTERN", help=ignore_help)
+    shard_help = "largest file of weights of a Hugging Face folder (default: 5)"
+    export.add_argument("--max-shard-gigabytes", type=positive_number, metavar="GB", help=shard_help)
     model_help = "trained model to export (default: policy)"
     export.add_argument("--model", default="policy", choices=["policy", "critic"], help=model_help)
     add_path(export, "checkpoint", "CHECKPOINT", "checkpoint folder, RUN_DIR/checkpoints/step_N")
     add_path(export, "folder", "HF_DIR", "folder to create")
+    card_help = "write the model card (README.md) of an exported folder again, from the files of its run"
+    card = add_command(group, "card", _card, card_help)
+    add_path(card, "folder", "HF_DIR", "folder that nemorl exported")
+    card.add_argument("--run", type=Path, metavar="RUN_DIR", help="the run, if its folder was moved")
+    lm_eval_help = "results_….json of lm-evaluation-harness for the evaluation table; may be repeated"
+    card.add_argument("--lm-eval", type=Path, action="append", default=[], metavar="FILE", help=lm_eval_help)
 
 
 def _write_folder(arguments: Namespace) -> int:
@@ -91,11 +101,13 @@ def _import(arguments: Namespace) -> None:
     from nemorl.models.hf_writer import import_model
 
     if arguments.like is not None:
+        if arguments.adapter is not None:
+            raise UsageError("--adapter is for a Hugging Face folder: import that of --like first")
         from nemorl.megatron.checkpoint import import_megatron
 
         imported = import_megatron(arguments.source, arguments.folder, arguments.like)
     else:
-        imported = import_model(arguments.source, arguments.folder)
+        imported = import_model(arguments.source, arguments.folder, arguments.adapter)
     size = f"{imported.num_parameters:,} weights, {imported.num_bytes / 1e9:.2f} GB"
     say(f"family: {imported.shape.family}, {size}")
     if imported.left_out:
@@ -107,6 +119,9 @@ def _export(arguments: Namespace) -> None:
 
     if arguments.ignore and arguments.quantize is None:
         raise UsageError("--ignore selects layers that --quantize leaves out: add --quantize, or remove it")
+    gigabytes: float | None = arguments.max_shard_gigabytes
+    if gigabytes is not None and arguments.form != "hf":
+        raise UsageError("--max-shard-gigabytes is for a Hugging Face folder: remove it")
     export_checkpoint(
         arguments.checkpoint,
         arguments.folder,
@@ -114,4 +129,20 @@ def _export(arguments: Namespace) -> None:
         arguments.model,
         quantize=arguments.quantize,
         ignore=arguments.ignore,
+        shard_bytes=None if gigabytes is None else round(gigabytes * 1e9),
     )
+
+
+def _card(arguments: Namespace) -> int:
+    from nemorl.run.card import CARD_FILE, Facts, write_card
+    from nemorl.run.checkpoints import Origin
+
+    folder, origin = arguments.folder, Origin.read(arguments.folder)
+    if origin is None:
+        raise UsageError(f"{folder} is not a folder that nemorl exported (no nemorl.json): name one that is")
+    facts = Facts.read(folder, arguments.run or Path(origin.run), origin.step, origin.model)
+    if not write_card(facts, arguments.lm_eval):
+        fix = "it is not overwritten: move it away, and copy what you need"
+        raise UsageError(f"{folder / CARD_FILE} was not written by nemorl, or was edited; {fix}")
+    say(f"model card: {folder / CARD_FILE}")
+    return ExitCode.WELL

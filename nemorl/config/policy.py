@@ -322,6 +322,8 @@ class LoraConfig(Config):
     targets: Annotated[tuple[Projection, ...], _one_or_more] = ("all-linear",)
     """Which matrices get an adapter, by their Hugging Face names; `all-linear` means all of the model's but
     the head, and but the MLPs of a model with experts."""
+    start: Path | None = None
+    """Adapter in PEFT's format (a folder) from which training starts; null draws new ones."""
 
     @property
     def scale(self) -> float:

@@ -170,6 +170,12 @@ class CheckpointingConfig(Config):
     """Also write the weights into every checkpoint as a Hugging Face folder, `hf/`."""
     save_hf: bool = False
     """Write the last checkpoint's weights as a Hugging Face folder `hf/` into the run folder."""
+    max_shard_gigabytes: float = Field(5.0, gt=0)
+    """Largest file of weights in these folders, in 10^9 bytes; a tensor is never divided."""
+
+    @property
+    def shard_bytes(self) -> int:
+        return round(self.max_shard_gigabytes * 1e9)
 
     @property
     def keeps_in_memory(self) -> bool:
@@ -189,6 +195,9 @@ class CheckpointingConfig(Config):
         if self.metric is None:
             reason = "checkpointing.metric is not given; set it, or remove this"
             yield from self.without_effect(("higher_is_better",), reason)
+        if self.enabled and not (self.export_hf or self.save_hf):
+            reason = "neither checkpointing.save_hf nor export_hf is true; set one, or remove this"
+            yield from self.without_effect(("max_shard_gigabytes",), reason)
         if not self.enabled:
             others = type(self).model_fields.keys() - {"enabled", "higher_is_better"}
             reason = "checkpointing.enabled is false, so no checkpoint is written; remove one of the two"

@@ -13,12 +13,10 @@ runs their code; it forks writers inside the worker, and its distributed optimiz
 states only (megatron-core 0.16.1).
 """
 
-import hashlib
 import json
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from torch import Tensor
 from nemorl.config.policy import LayoutConfig
 from nemorl.errors import RunError
 from nemorl.models.adapters import TrainedWeights
+from nemorl.models.hf_shards import StoredTensor, whole, write_pieces
 from nemorl.models.layout import PolicyRank, policy_rank
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
@@ -37,43 +36,22 @@ from nemorl.weights.plan import Box, box_of, intersection, narrow
 
 from .checkpoint_store import FileRecord, writing
 
-_PIECE_BYTES = 16 * 2**20
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8"}
-
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
     """Write a file in pieces and flush it to disk; the record's checksum is of what was to be written.
 
-    The library's `save_file` makes the whole file in memory first, under the interpreter's lock, which would
-    slow the training meanwhile. Raises `UnwritableCheckpoint` where the disk is full or refuses the file.
+    The library's `save_file` holds the interpreter's lock, which would slow the training meanwhile.
+    Raises `UnwritableCheckpoint` where the disk is full or refuses the file.
     """
-    # The format allows no gaps; the widest types first leaves every tensor aligned.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name in order:
-        tensor, start = tensors[name], end
-        end += tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    encoded = len(encoded).to_bytes(8, "little") + encoded
-    digest = hashlib.sha256(encoded)
+    stored = {name: StoredTensor.of(tensor) for name, tensor in tensors.items()}
     with writing(path), path.open("wb") as file:
-        file.write(encoded)
-        for name in order:
-            content = tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            for start in range(0, len(content), _PIECE_BYTES):
-                piece = content[start : start + _PIECE_BYTES]
-                digest.update(piece)
-                file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(path.name, len(encoded) + end, digest.hexdigest())
+        size, digest = write_pieces(file, stored, metadata, whole(tensors))
+    return FileRecord(path.name, size, digest)
 
 
 INDEX = "policy.json"
 FORMAT = 2
+_OPEN_FILES = 64
 WEIGHT = "weight"  # the state that is the float32 weights themselves
 
 
@@ -147,8 +125,8 @@ class SavedState:
         for part, held_by in holders.items():
             self._sources[part.name].append((part, tuple(held_by)))
         self._starts = lru_cache(maxsize=None)(self._read_starts)
-        # Slices come parameter by parameter, so the last few are all that is asked for again.
-        self._parameter = lru_cache(maxsize=4)(self._read_parameter)
+        # A file is opened once for the many boxes that are read from it: mapped, not in memory.
+        self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
 
     def holds(self, name: str) -> bool:
         """True if a tensor was trained: what was frozen is in no checkpoint."""
@@ -165,38 +143,54 @@ class SavedState:
                 shared = intersection(box_of(part), box_of(source))
                 if shared is None or shared in copied:
                     continue
-                held = {source.param: self._parameter(state, ranks, source.param)}
-                local_view(targets, narrow(part, shared)).copy_(local_view(held, narrow(source, shared)))
+                needed = narrow(source, shared)
+                held = {source.param: self._read_run(state, ranks, needed)}
+                local_view(targets, narrow(part, shared)).copy_(local_view(held, replace(needed, offset=0)))
                 copied.add(shared)
 
-    def hf_tensor(self, name: str) -> Tensor:
-        """A whole tensor, float32, by Hugging Face's name or an adapter's by PEFT's."""
-        extents = self._sources[name][0][0].shape
-        whole = torch.empty(extents)
-        self.fill(WEIGHT, {name: whole}, [TensorSlice.whole(name, extents)])
-        return whole
+    def hf_shape(self, name: str) -> tuple[int, ...]:
+        return self._sources[name][0][0].shape
 
-    def _read_parameter(self, state: str, ranks: tuple[int, ...], name: str) -> Tensor:
-        """[elements of a local parameter] from the shares of the ranks that held it."""
-        shards: dict[int, Tensor] = {}
+    def hf_box(self, name: str, box: Box) -> Tensor:
+        """A box of a tensor, float32, by Hugging Face's name or an adapter's by PEFT's."""
+        values = torch.empty(box.size)
+        strides = tuple(values.stride())
+        part = TensorSlice(name, self.hf_shape(name), box.start, box.size, name, 0, strides)
+        self.fill(WEIGHT, {name: values}, [part])
+        return values
+
+    def hf_tensor(self, name: str) -> Tensor:
+        """A whole tensor, as `hf_box`."""
+        extents = self.hf_shape(name)
+        return self.hf_box(name, Box((0,) * len(extents), extents))
+
+    def _read_run(self, state: str, ranks: tuple[int, ...], part: TensorSlice) -> Tensor:
+        """[elements of a local parameter] from the first to the last of a slice, of the ranks' shares."""
+        reach = sum((n - 1) * stride for n, stride in zip(part.size, part.strides, strict=True))
+        first, end = part.offset, part.offset + reach + 1
+        run: Tensor | None = None
         for rank in ranks:
-            start = self._starts(state, rank).get(name)
-            if start is not None:
-                with safe_open(_state_file(self.folder, state, rank), framework="pt") as file:
-                    shards[start] = file.get_tensor(name)
-        if not shards:
+            start = self._starts(state, rank).get(part.param)
+            if start is None:
+                continue
+            share = self._open(state, rank).get_slice(part.param)
+            run = torch.empty(end - first) if run is None else run
+            # Copies on several tensor-parallel ranks are equal.
+            low, high = max(first, start), min(end, start + share.get_shape()[0])
+            if low < high:
+                run[low - first : high - first] = share[low - start : high - start]
+        if run is None:
             raise UnfitCheckpoint(
-                f"{self.folder} holds no {state} of {name}, which was frozen when it was saved: train "
+                f"{self.folder} holds no {state} of {part.param}, which was frozen when it was saved: train "
                 "what the run began with"
             )
-        whole = torch.empty(max(start + values.numel() for start, values in shards.items()))
-        for start, values in shards.items():  # copies on several tensor-parallel ranks are equal
-            whole[start : start + values.numel()] = values
-        return whole
+        return run
+
+    def _open_file(self, state: str, rank: int) -> safe_open:
+        return safe_open(_state_file(self.folder, state, rank), framework="pt")
 
     def _read_starts(self, state: str, rank: int) -> dict[str, int]:
-        with safe_open(_state_file(self.folder, state, rank), framework="pt") as file:
-            return json.loads(file.metadata()["starts"])  # type: ignore[no-any-return]
+        return json.loads(self._open(state, rank).metadata()["starts"])  # type: ignore[no-any-return]
 
 
 def _state_file(folder: Path, state: str, rank: int) -> Path:

@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from safetensors import safe_open
 from torch import Tensor
 
 from nemorl.config.policy import LoraConfig
 from nemorl.models.adapters import adapter_params, adapter_slices, projection_of
+from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.layout import PolicyRank, chunk_of, policy_slices
+from nemorl.models.peft_adapter import read_peft_adapter, start_problem
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import ComputedTensors, local_view, merge_adapter
@@ -102,6 +105,7 @@ class AdapterBranch(torch.nn.Module):
 class Adapters:
     def __init__(self, shape: ModelShape, lora: LoraConfig, rank: PolicyRank) -> None:
         self.slices = adapter_slices(shape, lora, rank)
+        self._shape = shape
         self._lora, self._sequence_parallel = lora, rank.layout.sequence_parallel
         # By weight: the matrices in it, of which at least one has a pair.
         pairs = {part.param: part for part in self.slices}
@@ -140,7 +144,18 @@ class Adapters:
         targets = ", ".join(dict.fromkeys(m.projection for ms in self._weights.values() for m in ms if m.a))
         return {"adapters": f"rank {self._lora.rank}, alpha {self._lora.alpha:g}, on {targets}"}
 
-    def draw(self, parameters: Mapping[str, Tensor], seed: int) -> None:
+    def begin(self, parameters: Mapping[str, Tensor], seed: int) -> None:
+        """Set the first values: of the adapter at `policy.lora.start`, or drawn. Raises UnsupportedModel."""
+        if self._lora.start is None:
+            self._draw(parameters, seed)
+            return
+        if (problem := start_problem(self._lora, self._shape, "lora")) is not None:
+            raise UnsupportedModel(f"{problem.field} = {problem.value}: {problem.fix}")
+        with safe_open(read_peft_adapter(self._lora.start, self._shape).weights, framework="pt") as file:
+            for part in self.slices:
+                local_view(parameters, part).copy_(file.get_slice(part.name)[part.box])
+
+    def _draw(self, parameters: Mapping[str, Tensor], seed: int) -> None:
         """Draw the first values as PEFT does: A uniform (Kaiming's for leaky ReLUs of slope sqrt(5)), B 0."""
         for part in self.slices:
             values = torch.zeros(part.shape)

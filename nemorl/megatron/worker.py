@@ -192,7 +192,7 @@ class PolicyWorker:
         parts = [s for s in self.slices() if s.param != SCALAR_HEAD.param or s.name in there]
         weights.load_into(self.parameters(), parts)
         if self._adapters is not None:
-            self._adapters.draw(self.parameters(), self._seed)
+            self._adapters.begin(self.parameters(), self._seed)
         if self._optimizer is not None:
             self._optimizer.weights_changed()
         if self._keep_reference:

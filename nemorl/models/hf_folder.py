@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .hf_config import INDEX_FILE, SINGLE_FILE, STORED_DTYPES, BrokenModelFolder, indexed_files
 from .slices import TensorSlice
 from .tensors import local_view
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class HfFolder:
@@ -41,6 +44,16 @@ class HfFolder:
         path = self.file(name)
         with _open(path) as file:
             return _checked_slice(file, path, name, extents)[:]  # type: ignore[no-any-return]
+
+    def box(self, name: str, extents: tuple[int, ...], box: tuple[slice, ...]) -> Tensor:
+        path = self.file(name)
+        with _open(path) as file:
+            return _checked_slice(file, path, name, extents)[box]  # type: ignore[no-any-return]
+
+    def dtype(self, name: str) -> torch.dtype:
+        path = self.file(name)
+        with _open(path) as file:
+            return _DTYPES[file.get_slice(name).get_dtype()]
 
     def load_into(self, parameters: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
         """Copy boxes into the parameters that hold them, converted to each parameter's type."""

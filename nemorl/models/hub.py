@@ -19,7 +19,14 @@ from nemorl.errors import NemorlError, Problem, shorten
 from .published import PUBLISHED
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]  # not weights in other formats
+_FILES = [
+    "*.json",
+    "*.jinja",
+    "*.safetensors",
+    "*.model",
+    "*.txt",
+    "README.md",
+]  # not weights in other formats
 _CONFIGS = ["config.json", "generation_config.json"]
 _OTHER_COPIES = ["original/*", "onnx/*", "*/*"]
 _MODEL = "model_path"

@@ -45,6 +45,7 @@ from nemorl.models.layout_rules import (
     norms_are_fused,
     recompute_problems,
 )
+from nemorl.models.peft_adapter import start_problem
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 
@@ -205,6 +206,8 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
         matrix = narrowest.removeprefix(PEFT_PREFIX).partition(".lora_")[0]
         fix = f"{matrix} has a side of {widths[narrowest]}, and no higher rank than that: take it or less"
         yield Problem("policy.lora.rank", lora.rank, fix)
+    elif lora.start is not None and (problem := start_problem(lora, shape, "policy.lora")) is not None:
+        yield problem
 
 
 def policy_layout_problems(experiment: Experiment, shape: ModelShape) -> Problems:

@@ -30,6 +30,7 @@ from nemorl.megatron.checkpoint_store import (
     writing,
 )
 from nemorl.megatron.export import export_adapter, export_hf
+from nemorl.models.hf_writer import SHARD_BYTES
 from nemorl.observe.files import WriteError, room_left
 from nemorl.observe.metrics import StepMetrics
 from nemorl.observe.run_folder import RunPaths
@@ -38,6 +39,7 @@ from nemorl.rollout.schedule import DataPlace
 from nemorl.rollout.versions import Epoch, Lineage
 from nemorl.session.handles import Folder, TrainedModels, folder_of
 
+from .card import CARD_FILE, Facts, is_edited, write_card
 from .memory import PROGRESS_FILE, MemoryCheckpoints
 
 ORIGIN_FILE = "nemorl.json"
@@ -50,13 +52,14 @@ logger = logging.getLogger(__name__)
 class Origin:
     run: str  # the run folder, as it was named at the export
     step: int
+    model: str = "policy"  # of those that learned in it
 
     @classmethod
     def read(cls, model: Path) -> "Origin | None":
         """Read it from a model folder; None if the folder is not an export."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads((model / ORIGIN_FILE).read_text(encoding="utf-8"))
-            return cls(str(content["run"]), int(content["step"]))
+            return cls(str(content["run"]), int(content["step"]), str(content.get("model", "policy")))
         return None
 
     def write(self, model: Path) -> None:
@@ -298,7 +301,14 @@ class Checkpoints:
             if config.export_hf:
                 fix = "Make room, or set checkpointing.export_hf to false, and continue with --resume."
                 with full_disk_named("The Hugging Face folder of checkpointing.export_hf", folder, fix):
-                    await asyncio.to_thread(export_hf, folder, folder / "hf", self._experiment.policy)
+                    shard_bytes = config.shard_bytes
+                    await asyncio.to_thread(
+                        export_hf,
+                        folder,
+                        folder / "hf",
+                        self._experiment.policy,
+                        shard_bytes=shard_bytes,
+                    )
                     Origin(str(self._experiment.run_dir.absolute()), progress.step).write(folder / "hf")
             waits = time.monotonic()
             values = (await metrics).values
@@ -333,6 +343,7 @@ def export_checkpoint(
     *,
     quantize: QuantizationFormat | None = None,
     ignore: Sequence[str] | None = None,
+    shard_bytes: int | None = None,
 ) -> None:
     """Write the weights of a checkpoint of a run folder as a Hugging Face folder, its adapters as PEFT keeps
     them, or a checkpoint of megatron-core. Of several models that learn, `model` is one.
@@ -358,18 +369,24 @@ def export_checkpoint(
         ) from error
     if model not in models:
         raise UsageError(f"no {model} learns in the run of {config}: take --model {' or '.join(models)}")
-    export: Callable[[Path, Path, PolicyConfig], None] = export_adapter if form == "adapter" else export_hf
+    sharded = partial(export_hf, shard_bytes=shard_bytes or SHARD_BYTES)
+    export: Callable[[Path, Path, PolicyConfig], None] = sharded
+    if form == "adapter":
+        export = export_adapter
     if quantize is not None:
         own = models[model].quantization
         patterns = tuple(ignore or (own.ignore if own is not None else ()))
-        export = partial(export_hf, quantization=QuantizationConfig(format=quantize, ignore=patterns))
+        quantization = QuantizationConfig(format=quantize, ignore=patterns)
+        export = partial(sharded, quantization=quantization)
     if form == "megatron":
         from nemorl.megatron.checkpoint import export_megatron  # imports Megatron, which takes seconds
 
         export = export_megatron
     with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
         export(folder_of(checkpoint, model), out, models[model])
-        Origin(str(run_dir), step).write(out)
+        Origin(str(run_dir), step, model).write(out)
+        if form != "megatron":
+            write_card(Facts.read(out, run_dir, step, model))
 
 
 def _require_checkpoint(folder: Path) -> None:
@@ -387,12 +404,15 @@ def _require_checkpoint(folder: Path) -> None:
 
 
 def replace_hf(checkpoint: Path, step: int, hf_dir: Path, experiment: Experiment) -> None:
-    """Replace `hf_dir`; the old folder stays until the new one is complete."""
+    """Replace `hf_dir`, but for a model card that was edited; it stays until the new one is complete."""
     fix = f"All checkpoints are complete: make room, then `nemorl models export {checkpoint} {hf_dir}`."
     fresh = hf_dir.with_name(".hf.new")
     with full_disk_named("The Hugging Face folder of checkpointing.save_hf", hf_dir.parent, fix):
         shutil.rmtree(fresh, ignore_errors=True)
-        export_hf(checkpoint, fresh, experiment.policy)
+        export_hf(checkpoint, fresh, experiment.policy, shard_bytes=experiment.checkpointing.shard_bytes)
         Origin(str(experiment.run_dir.absolute()), step).write(fresh)
+        if is_edited(hf_dir):
+            shutil.copyfile(hf_dir / CARD_FILE, fresh / CARD_FILE)
+        write_card(Facts.read(fresh, experiment.run_dir, step))
         shutil.rmtree(hf_dir, ignore_errors=True)
         fresh.rename(hf_dir)

@@ -75,10 +75,19 @@ class Trainer:
         )
 
     def export_checkpoint(
-        self, checkpoint: Path, out: Path, form: str, model: str, *, quantize: str | None, ignore: object
+        self,
+        checkpoint: Path,
+        out: Path,
+        form: str,
+        model: str,
+        *,
+        quantize: str | None,
+        ignore: object,
+        shard_bytes: int | None,
     ) -> None:
         quantized = "" if quantize is None else f" in {quantize} but {ignore}"
-        self._called(f"export {model} as {form}{quantized}", (checkpoint, out))
+        sharded = "" if shard_bytes is None else f" in files of {shard_bytes}"
+        self._called(f"export {model} as {form}{quantized}{sharded}", (checkpoint, out))
 
     def _called(self, name: str, argument: object) -> None:
         self.calls.append((name, argument))

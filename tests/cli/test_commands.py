@@ -185,6 +185,7 @@ def test_eval_requires_validation_tasks(nemorl: Nemorl, trainer: Trainer, experi
         (["--adapter"], "policy as adapter"),
         (["--megatron"], "policy as megatron"),
         (["--model", "critic"], "critic as hf"),
+        (["--max-shard-gigabytes", "0.5"], "policy as hf in files of 500000000"),
         (["--quantize", "int8"], "policy as hf in int8 but None"),
         (["--quantize", "int4", "--ignore", "a*", "--ignore", "b"], "policy as hf in int4 but ['a*', 'b']"),
     ],
@@ -202,6 +203,21 @@ def test_models_export_refuses_layers_to_ignore_where_none_is_quantized(
     outcome = nemorl("models", "export", "--ignore", "*mlp*", "runs/x/checkpoints/step_10", "out")
     assert (outcome.status, trainer.calls) == (2, [])
     assert "add --quantize, or remove it" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--adapter", "--max-shard-gigabytes", "2"], "--max-shard-gigabytes is for a Hugging Face folder"),
+        (["--max-shard-gigabytes", "0"], "argument --max-shard-gigabytes: '0': expected a number above 0"),
+    ],
+)
+def test_models_export_refuses_sizes_of_files_that_are_none(
+    nemorl: Nemorl, trainer: Trainer, flags: list[str], message: str
+) -> None:
+    outcome = nemorl("models", "export", *flags, "runs/x/checkpoints/step_10", "out")
+    assert (outcome.status, trainer.calls) == (2, [])
+    assert message in outcome.err
 
 
 def test_models_are_created_and_imported(nemorl: Nemorl, tmp_path: Path) -> None:

@@ -951,6 +951,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         True,
         "checkpointing.enabled is false, so no checkpoint is written",
     ),
+    "a size of files that are not written": (
+        ["checkpointing.max_shard_gigabytes=2"],
+        "checkpointing.max_shard_gigabytes",
+        2.0,
+        "neither checkpointing.save_hf nor export_hf is true; set one, or remove this",
+    ),
     "the same sums in validation": (
         ["data.validation.offset=900"],
         "data.validation.offset",

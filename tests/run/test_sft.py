@@ -31,6 +31,9 @@ def test_sft_learns_and_its_weights_can_be_used(tmp_path: Path) -> None:
     assert status == 0, output
     weights = (exported / "model.safetensors").read_bytes()
     assert weights == (tmp_path / "sft" / "hf" / "model.safetensors").read_bytes()
+    for folder in (exported, tmp_path / "sft" / "hf"):
+        assert "trained with nemorl by sft" in (folder / "README.md").read_text()
+        assert (folder / "curves.svg").exists()
     checkpoint = tmp_path / "sft" / "checkpoints" / "step_00000012"
     assert weights == (checkpoint / "hf" / "model.safetensors").read_bytes()
 
