@@ -23,6 +23,7 @@ from nemorl.commands import (
     show,
     simulate,
     slurm,
+    sweep,
     train,
 )
 from nemorl.commands.terminal import ExitCode, complain, field_hint
@@ -30,6 +31,7 @@ from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 
 COMMANDS = (
     train,
+    sweep,
     check,
     env,
     show,
