@@ -130,7 +130,11 @@ def _described(arguments: Namespace) -> tuple[Path, Sweep, SweepRecord | None]:
     sweep = read_sweep(path, words, random=arguments.random, seed=arguments.seed)
     folder = arguments.dir or sweep.dir
     if folder is None:
-        folder = load_experiment(sweep.experiment, sweep.points[0].overrides).run_dir
+        try:
+            folder = load_experiment(sweep.experiment, sweep.points[0].overrides).run_dir
+        except ConfigError:
+            _check_points(sweep, Path("runs"), read_machine(), resumes=False)  # names all points
+            raise
     earlier = SweepRecord.read(folder)
     if earlier is not None and not (arguments.resume or arguments.dry_run):
         raise UsageError(f"{folder} holds a sweep. Continue it with --resume, or set another --dir.")
@@ -161,10 +165,6 @@ def _check_points(sweep: Sweep, folder: Path, machine: Machine, *, resumes: bool
             for problem in error.problems:
                 found.setdefault(str(problem), (problem, []))[1].append(point)
             continue
-        if ready.experiment.cluster.num_nodes > 1:
-            fix = "a sweep runs on this machine; use `nemorl slurm submit --sweep` for several nodes"
-            problem = Problem("cluster.num_nodes", ready.experiment.cluster.num_nodes, fix)
-            found.setdefault(str(problem), (problem, []))[1].append(point)
         checked.append(ready)
     if found:
         problems = []
