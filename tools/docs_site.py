@@ -70,7 +70,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _outside(text: str, uri: str) -> Iterator[str]:
     for found in _LINK.finditer(text):
-        if (target := _target(found[2], uri)) is not None:
+        if (target := _target(found[2], uri)) and target.partition("#")[0] not in COPIED:
             yield target.partition("#")[0]
 
 
