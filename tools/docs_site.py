@@ -1,9 +1,9 @@
 """Hook of MkDocs: the pages that are generated, and links of docs/ to files outside of it.
 
-    reference/index.md   every field of an experiment, by section, from the schema
-    defaults.md          the defaults that matter most, with the reasons that the schema gives
-    contributing.md, changelog.md   CONTRIBUTING.md and CHANGELOG.md
-    source/              copies of other files that pages link to, so that the site is complete without a network
+reference/index.md   every field of an experiment, by section, from the schema
+defaults.md          the defaults that matter most, with the reasons that the schema gives
+contributing.md, changelog.md   CONTRIBUTING.md and CHANGELOG.md
+source/              copies of other files that pages link to, for use without a network
 """
 
 import json
@@ -29,7 +29,12 @@ DEFAULTS = (
     *("policy.optimizer.lr", "policy.max_grad_norm", "policy.precision", "policy.micro_batch_tokens"),
     *("policy.recompute.name", "algorithm.max_staleness", "algorithm.num_minibatches"),
     *("algorithm.kl.coefficient", "algorithm.max_logprob_gap", "generation.backend", "generation.colocated"),
-    *("generation.sampling.temperature", "generation.transport", "checkpointing.period", "checkpointing.keep"),
+    *(
+        "generation.sampling.temperature",
+        "generation.transport",
+        "checkpointing.period",
+        "checkpointing.keep",
+    ),
     *("cluster.max_model_restarts", "cluster.deadlines.stall", "cluster.on_lost_node", "seed"),
 )
 
@@ -92,8 +97,14 @@ def _target(link: str, uri: str) -> str | None:
 
 def reference_page() -> str:
     """All fields by section, each with type, default and meaning."""
-    lines = ["# Every field", "", f"The {len(describe())} fields of an experiment file, as `nemorl config` lists"]
-    lines += ["them. Fields of some variants only name these in parentheses. [Defaults](../defaults.md) gives"]
+    lines = [
+        "# Every field",
+        "",
+        f"The {len(describe())} fields of an experiment file, as `nemorl config` lists",
+    ]
+    lines += [
+        "them. Fields of some variants only name these in parentheses. [Defaults](../defaults.md) gives"
+    ]
     lines += ["reasons.", ""]
     sections: dict[str, list[FieldHelp]] = {}
     for field in describe():
@@ -134,8 +145,13 @@ def defaults_page() -> str:
     """The table of `DEFAULTS`. Raises `LookupError` for a field that no longer exists."""
     lines = ["# What each default is, and why", ""]
     lines += ["A field without a default is required. These are the defaults that decide most about a run;"]
-    lines += ["[every field](reference/index.md) has the others, and `nemorl train CONFIG --dry-run` prints the"]
-    lines += ["complete experiment with the defaults that follow from other fields and the reason of each.", ""]
+    lines += [
+        "[every field](reference/index.md) has the others, and `nemorl train CONFIG --dry-run` prints the"
+    ]
+    lines += [
+        "complete experiment with the defaults that follow from other fields and the reason of each.",
+        "",
+    ]
     lines += ["| field | default | meaning and reason |", "|---|---|---|"]
     for path in DEFAULTS:
         fields = [field for field in describe() if field.path == path and field.default is not ABSENT]

@@ -98,7 +98,7 @@ def test_nothing_is_requested_from_other_servers(site: Path, pages: dict[str, Ht
     outside = [
         f"{name}: {load}" for name, page in pages.items() for load in page.loads if urlsplit(load).netloc
     ]
-    styles = [path for path in site.rglob("*.css")]
+    styles = list(site.rglob("*.css"))
     assert styles
     outside += [
         f"{path.name}: {found}"
