@@ -3,7 +3,7 @@ BIN := .venv/bin
 export PYTHON PYTHON312 TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-ci test-all libraries images mutants lint format house bench bench-algorithms chaos gpu-check clean
+.PHONY: help quickstart test test-ci test-all libraries images mutants lint format house docs bench bench-algorithms chaos gpu-check clean
 
 help:  ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ format: .venv/ready-dev  ## Apply automatic fixes of style and format
 
 house: .venv/ready-dev  ## Print size, coupling, cycles and the GRPO path of the code
 	@$(BIN)/python tools/house.py
+
+docs: .venv/ready-dev  ## Build the site of the documentation into build/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: .venv/ready-bench models/smollm2  ## Measure a GRPO step against TRL and a training step against others, on SmolLM2
 	@$(BIN)/python benchmarks/step.py

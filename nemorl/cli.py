@@ -25,6 +25,7 @@ from nemorl.commands import (
     show,
     simulate,
     slurm,
+    sweep,
     train,
 )
 from nemorl.commands.terminal import ExitCode, complain, field_hint
@@ -32,6 +33,7 @@ from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 
 COMMANDS = (
     train,
+    sweep,
     recipes,
     check,
     env,

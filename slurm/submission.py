@@ -1,7 +1,6 @@
 """Submission: the arguments of `sbatch`, sweeps, and the record of what was submitted in the run folder."""
 
 import fcntl
-import itertools
 import math
 import os
 import re
@@ -14,11 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self
 
-import yaml
 from pydantic import TypeAdapter
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import to_yaml
+from nemorl.config.sweep import Sweep, SweepPoint, read_sweep
+from nemorl.errors import UsageError
 from nemorl.observe.files import JsonLinesWriter, read_json_lines, write_atomically
 
 from . import OptionError
@@ -34,7 +34,6 @@ LOCK = "submit.lock"
 SHORT_LIMIT_SECONDS = 20 * 60
 DEFAULT_SIGNAL_SECONDS = 60  # of Slurm, where `--signal` names none
 END_SECONDS = 30  # for Ray and the launchers, after the run has ended
-MAX_NAME_LENGTH = 80
 
 
 @dataclass(frozen=True)
@@ -139,44 +138,15 @@ def parse_time_limit(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-@dataclass(frozen=True)
-class SweepTask:
-    index: int
-    values: tuple[tuple[str, str], ...]  # fields with their values, as written
-
-    @property
-    def overrides(self) -> list[str]:
-        return [f"{field}={value}" for field, value in self.values]
-
-    def run_dir(self, sweep: Path) -> Path:
-        """Its folder in the sweep's folder, such as `03_lr=1e-4`."""
-        name = "_".join(f"{field.rpartition('.')[2]}={value}" for field, value in self.values)
-        return sweep / f"{self.index:02d}_{re.sub(r'[^A-Za-z0-9.=+_-]+', '-', name)[:MAX_NAME_LENGTH]}"
+def sweep_tasks(config: Path, sweeps: Sequence[str], random: int | None, seed: int | None) -> Sweep:
+    """The sweep of a file or of `field=values` words. Raises `OptionError` for these."""
+    try:
+        return read_sweep(config, sweeps, random=random, seed=seed)
+    except UsageError as error:
+        raise OptionError(f"--sweep {error}") from error
 
 
-def sweep_tasks(sweeps: Sequence[str]) -> list[SweepTask]:
-    """All combinations of `field=value,value`, the last field changing first. Raises `OptionError`."""
-    axes: dict[str, list[str]] = {}
-    for text in sweeps:
-        field, equals, values = text.partition("=")
-        field, listed = field.strip(), f"[{values}]"
-        try:
-            node = yaml.compose(listed, Loader=yaml.SafeLoader)
-        except yaml.YAMLError as error:
-            raise OptionError(f"--sweep {text}: {values} is not a list of values: {error}") from error
-        if not equals or not field or not isinstance(node, yaml.SequenceNode) or not node.value:
-            form = "a field and its values, such as policy.optimizer.lr=1e-4,3e-4"
-            raise OptionError(f"--sweep {text}: expected {form}")
-        if field in axes:
-            raise OptionError(f"--sweep {field}: given twice; list all values in one --sweep")
-        if field == "run_dir":
-            raise OptionError("--sweep run_dir: each task gets a folder of its own; sweep another field")
-        axes[field] = [listed[item.start_mark.index : item.end_mark.index].strip() for item in node.value]
-    tasks = [tuple(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    return [SweepTask(index, values) for index, values in enumerate(tasks)]
-
-
-def sweep_table(tasks: Sequence[SweepTask], sweep: Path) -> str:
+def sweep_table(tasks: Sequence[SweepPoint], sweep: Path) -> str:
     lines = [["task", "run_dir", *(field for field, _ in tasks[0].values)]]
     lines += [[str(t.index), str(t.run_dir(sweep)), *(value for _, value in t.values)] for t in tasks]
     return "".join("\t".join(line) + "\n" for line in lines)

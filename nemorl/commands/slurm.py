@@ -12,12 +12,22 @@ from rich.text import Text
 
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
+from nemorl.config.sweep import SweepPoint, is_sweep_file
 from nemorl.errors import ConfigError, UsageError
+from nemorl.observe.sweep import RECORD, SweepRecord, metric_of
 from nemorl.plan.machine import Machine
 
 from . import terminal
 from .check import prepare
-from .terminal import Commands, ExitCode, add_command, add_experiment, positive_integer, say
+from .terminal import (
+    Commands,
+    ExitCode,
+    add_command,
+    add_experiment,
+    natural_number,
+    positive_integer,
+    say,
+)
 
 if TYPE_CHECKING:
     from nemorl.slurm.submission import Options
@@ -65,8 +75,11 @@ def _add_submit_arguments(parser: ArgumentParser) -> None:
     add("--account", "NAME", "account to charge")
     add("--container", "IMAGE", "container image, through pyxis (default: the environment of this command)")
     add("--mounts", "LIST", "folders to mount into the container, such as /data:/data,/models:/models")
-    sweep_help = "run one task per value; given several times, one per combination of values"
+    sweep_help = "run one task per value; given several times, one per combination of values (docs/sweeps.md)"
     add("--sweep", "FIELD=A,B", sweep_help, action="append", default=[])
+    random_help = "number of random points of the sweep, instead of all combinations"
+    add("--random", "N", random_help, type=positive_integer)
+    add("--seed", "S", "seed of the random points", type=natural_number)
     at_once_help = "maximum number of tasks of a sweep that run at the same time"
     add("--at-once", "N", at_once_help, type=positive_integer)
     sbatch_help = "further option of sbatch, such as --sbatch=--qos=high; can be given several times"
@@ -83,9 +96,12 @@ def _submit(arguments: Namespace) -> int:
 
     if container := arguments.container or os.environ.get("NEMORL_CONTAINER"):
         arguments.container = slurm.resolve_image(container)
-    tasks = slurm.sweep_tasks(arguments.sweep) if arguments.sweep else []
-    if tasks:
-        run_dir = load_experiment(arguments.config, arguments.overrides).run_dir
+    tasks: Sequence[SweepPoint] = ()
+    if arguments.sweep or is_sweep_file(arguments.config):
+        sweep = slurm.sweep_tasks(arguments.config, arguments.sweep, arguments.random, arguments.seed)
+        tasks, arguments.config = sweep.points, sweep.experiment
+        arguments.at_once = arguments.at_once or sweep.max_concurrent
+        run_dir = sweep.dir or load_experiment(arguments.config, arguments.overrides).run_dir
         own = [[*task.overrides, f"run_dir={task.run_dir(run_dir)}"] for task in tasks]
         experiments = [_check(arguments, own[task.index], show=task.index == 0) for task in tasks]
     else:
@@ -101,6 +117,9 @@ def _submit(arguments: Namespace) -> int:
     files = slurm.config_files(run_dir, experiments, is_sweep=bool(tasks))
     if tasks:
         files[run_dir / "tasks.tsv"] = slurm.sweep_table(tasks, run_dir)
+        metric, mode = metric_of(experiments[0], sweep.metric, sweep.mode)
+        record = SweepRecord(str(arguments.config), metric, mode, sweep.points)
+        files[run_dir / RECORD] = record.text()  # for `nemorl report`
     with slurm.lock_run_folder(run_dir):
         for folder in dict.fromkeys([run_dir, *run_dirs]):
             earlier = slurm.latest_submission(folder)
@@ -111,8 +130,8 @@ def _submit(arguments: Namespace) -> int:
         with slurm.write_files(files):
             submission = submission.submit()
         submission.record(run_dir)
-    sweep = f", {len(tasks)} tasks, listed in {run_dir / 'tasks.tsv'}" if tasks else ""
-    say(f"submitted: job {submission.job}{sweep}\ncommand: {submission}\nrun: {run_dir}")
+    listed = f", {len(tasks)} tasks, listed in {run_dir / 'tasks.tsv'}" if tasks else ""
+    say(f"submitted: job {submission.job}{listed}\ncommand: {submission}\nrun: {run_dir}")
     say(f"next: nemorl slurm status|logs|attach|cancel {shlex.quote(str(run_dir))}")
     return ExitCode.WELL
 

@@ -9,6 +9,7 @@ from statistics import fmean
 from nemorl.config.load import load_experiment, to_yaml
 from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 from nemorl.observe.run_folder import RunPaths
+from nemorl.observe.sweep import RECORD
 from nemorl.plan.machine import read_machine
 from nemorl.slurm.start import newest_step
 
@@ -58,8 +59,10 @@ def register(commands: Commands) -> None:
     rollout.add_argument("--n", type=positive_integer, required=True, metavar="N", help=number)
     help_text = "evaluate the model of an experiment on its validation tasks"
     add_experiment(add_command(commands, "eval", _evaluate, help_text))
-    report = add_command(commands, "report", _report, "recreate report.html of a run from its files")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder")
+    report = add_command(
+        commands, "report", _report, "recreate report.html of a run, or the results of a sweep"
+    )
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run folder, or folder of a sweep")
 
 
 def _train(arguments: Namespace) -> int:
@@ -170,5 +173,10 @@ def _rollout(arguments: Namespace) -> int:
 def _report(arguments: Namespace) -> int:
     from nemorl.observe.report import write_report  # Plotly
 
+    if (arguments.run_dir / RECORD).exists():
+        from nemorl.observe.sweep_results import write_results
+
+        say(f"results: {write_results(arguments.run_dir)}")
+        return ExitCode.WELL
     say(f"report: {write_report(arguments.run_dir)}")
     return ExitCode.WELL

@@ -22,7 +22,7 @@ class Experiment(Config):
     run_dir: Path
     """Folder of the run: resolved config, metrics, samples, checkpoints, report."""
     seed: int = Field(42, ge=0)
-    """Seed of the task order and of sampling."""
+    """Seed of the task order and of sampling; with the default, too, a run can be repeated."""
     policy: PolicyConfig
     """The model that is trained."""
     generation: GenerationConfig = TorchGenerationConfig()

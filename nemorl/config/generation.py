@@ -61,7 +61,8 @@ class SamplingConfig(Config):
     """The distribution that is sampled: temperature, then top-k, top-p and min-p, in this order."""
 
     temperature: float = Field(1.0, ge=0)
-    """Divides the logits; 0 is greedy (for validation; training requires more than 0)."""
+    """Divides the logits; 0 is greedy (for validation; training requires more than 0). With 1 the policy is
+    trained on its own distribution."""
     top_k: int | None = Field(None, ge=1)
     """Keep the k most likely tokens."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -550,7 +551,8 @@ class VllmGenerationConfig(GenerationBase):
     """What engines receive of a policy with `policy.lora`: weights with its adapters merged, or the adapters,
     which vLLM computes in addition to the weights of `policy.model_path`."""
     colocated: bool = False
-    """Share the policy's processors or GPUs: the engines sleep while it trains."""
+    """Share the policy's processors or GPUs: the engines sleep while it trains. false is the default, since
+    only engines with devices of their own can sample while the policy trains."""
     on_update: OnUpdate = "restart"
     speculation: SpeculationConfig | None = None
     """Drafts that vLLM checks; on GPUs only, and not run on hardware."""

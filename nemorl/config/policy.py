@@ -64,7 +64,7 @@ class AdamConfig(OptimizerBase):
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     name: Literal["adam"] = "adam"
     lr: float = Field(1e-6, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. 1e-6 is for all weights of a large model; adapters and small models need more."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay (AdamW); norms and biases are left out."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -484,7 +484,8 @@ class PolicyConfig(Config):
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Where the tokenizer and the chat template come from."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights in forward and backward; the optimizer keeps float32 copies."""
+    """Type of the weights in forward and backward; the optimizer keeps float32 copies. bfloat16 needs half of
+    the memory of float32, which is for CPUs and comparisons."""
     max_sequence_length: int = Field(2048, ge=2)
     """Tokens of a conversation, prompt included; longer ones are cut off with stop reason `length`."""
     layout: LayoutConfig = LayoutConfig()
@@ -511,7 +512,8 @@ class PolicyConfig(Config):
     schedule: ScheduleConfig = ConstantSchedule()
     """The learning rate over optimizer steps."""
     max_grad_norm: float | None = Field(1.0, gt=0)
-    """Gradients of a larger norm are scaled down to it; null clips nothing."""
+    """Gradients of a larger norm are scaled down to it; null clips nothing. 1 is also the default of
+    NeMo-RL."""
     max_skipped_steps: int = Field(10, ge=0)
     """Optimizer steps in a row that may be skipped, for values that are not finite or by `guards`, before the
     run stops or returns to a checkpoint."""

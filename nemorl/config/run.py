@@ -148,7 +148,8 @@ class CheckpointingConfig(Config):
     enabled: bool = True
     """Write checkpoints."""
     period: int = Field(10, ge=1)
-    """Steps between checkpoints; the last step is always saved."""
+    """Steps between checkpoints; the last step is always saved. A run that is killed loses at most these
+    steps."""
     asynchronous: bool = True
     """Write from a copy in host memory while training continues; false waits until the files are written."""
     memory_period: int | None = Field(None, ge=1)
@@ -156,7 +157,7 @@ class CheckpointingConfig(Config):
     memory_dir: Path = Path("/dev/shm")
     """Folder in memory (tmpfs) of each node for these checkpoints."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints that are kept; with two, a corrupt one leaves another."""
     stop_seconds: float | None = Field(None, gt=0)
     """Seconds from SIGTERM or SIGUSR1 to the end of the run. A step that has not ended after half of them is
     dropped, and the checkpoint is of the step before, whose state is copied for this. null: without limit."""

@@ -42,12 +42,8 @@ def write_report(run_dir: Path) -> Path:
     subtitle = (algorithm.get("name"), config.get("policy", {}).get("model_path"), _state(algorithm, steps))
     starts = read_header(paths.header)
     totals, (main, more) = stage_totals(steps), metric_charts(steps)
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"number": format_number, "seconds": format_seconds, "cut": _cut}
-    template = Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")
-    page = environment.from_string(template).render(
+    page = render_page(
+        "report.html.j2",
         title=run_dir.resolve().name,
         subtitle=" · ".join(str(part) for part in subtitle if part),
         tiles=list(_tiles(steps, algorithm.get("num_steps"))),
@@ -61,10 +57,22 @@ def write_report(run_dir: Path) -> Path:
         facts=_flatten(starts[-1]) if starts else {},
         starts=starts,
         config=config_text,
-        plotly=get_plotlyjs(),
     )
     write_atomically(paths.report, page)
     return paths.report
+
+
+def render_page(template: str, **values: Any) -> str:
+    """A page that extends `page.html.j2`, with everything in it that it shows."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": format_number, "seconds": format_seconds, "cut": _cut}
+    return environment.get_template(template).render(plotly=get_plotlyjs(), **values)
 
 
 def _state(algorithm: Mapping[str, Any], steps: Steps) -> str:
@@ -139,7 +147,7 @@ class StageTotal:
 
 def reward_chart(steps: Steps) -> Chart | None:
     """Mean reward with its spread in the batch, and validations as points; None for a run without rewards."""
-    plot = _plot(steps, height=360)
+    plot = empty_plot(steps, height=360)
     spread = [step for step in steps if {"reward/mean", "reward/std"} <= step.values.keys()]
     if len(spread) > 1:
         numbers = [step.step for step in spread]
@@ -148,8 +156,8 @@ def reward_chart(steps: Steps) -> Chart | None:
         x, y = numbers + numbers[::-1], high + low[::-1]
         plot.add_scatter(x=x, y=y, mode="lines", name="± standard deviation", hoverinfo="skip")
         plot.update_traces(fill="toself", fillcolor="rgba(74, 139, 208, 0.18)", line={"width": 0})
-    _add_line(plot, steps, "reward/mean", "training", PALETTE[0], "lines")
-    _add_line(plot, steps, "validation/reward", "validation", PALETTE[1], "lines+markers")
+    add_line(plot, steps, "reward/mean", "training", PALETTE[0], "lines")
+    add_line(plot, steps, "validation/reward", "validation", PALETTE[1], "lines+markers")
     if not plot.data:
         return None
     plot.update_layout(showlegend=True, xaxis_title="step", yaxis_title="reward")
@@ -178,7 +186,7 @@ def stage_chart(steps: Steps, totals: Sequence[StageTotal]) -> Chart | None:
         return None
     size = -(-len(timed) // MAX_BARS)
     groups = [timed[start : start + size] for start in range(0, len(timed), size)]
-    plot = _plot(steps, height=320)
+    plot = empty_plot(steps, height=320)
     firsts = [group[0].step for group in groups]
     for total in totals:
         seconds = [sum(stage_seconds(s).get(total.name, 0) for s in group) / len(group) for group in groups]
@@ -214,12 +222,12 @@ def stage_seconds(step: StepMetrics) -> dict[str, float]:
 
 
 def _line_chart(title: str, steps: Steps, keys: Sequence[str]) -> Chart:
-    plot = _plot(steps, height=260)
+    plot = empty_plot(steps, height=260)
     for number, key in enumerate(keys):
         few = sum(key in step.values for step in steps) < 2
         mode = "lines+markers" if few or key.startswith("validation/") else "lines"
         name = (key.partition("/")[2] or key).replace("_", " ")
-        _add_line(plot, steps, key, name, PALETTE[number % len(PALETTE)], mode)
+        add_line(plot, steps, key, name, PALETTE[number % len(PALETTE)], mode)
     plot.update_layout(showlegend=len(keys) > 1)
     values = [step.values[key] for step in steps for key in keys if key in step.values]
     if all(value >= 0 for value in values):
@@ -229,7 +237,7 @@ def _line_chart(title: str, steps: Steps, keys: Sequence[str]) -> Chart:
     return Chart(title, plot)
 
 
-def _add_line(plot: go.Figure, steps: Steps, key: str, name: str, color: str, mode: str) -> None:
+def add_line(plot: go.Figure, steps: Steps, key: str, name: str, color: str, mode: str) -> None:
     drawn = [step for step in steps if key in step.values]
     if drawn:
         x, y = [step.step for step in drawn], [step.values[key] for step in drawn]
@@ -237,7 +245,7 @@ def _add_line(plot: go.Figure, steps: Steps, key: str, name: str, color: str, mo
         plot.add_scatter(x=x, y=y, name=name, mode=mode if len(drawn) > 1 else "markers", **style)
 
 
-def _plot(steps: Steps, height: int) -> go.Figure:
+def empty_plot(steps: Steps, height: int) -> go.Figure:
     first, last = (steps[0].step, steps[-1].step) if steps else (0, 0)
     margin = max(0.02 * (last - first), 0.5)
     plot = go.Figure(layout={"template": None, "height": height, "hovermode": "x unified"})

@@ -137,7 +137,7 @@ class RunFolder:
     @classmethod
     def create(cls, root: Path, config_yaml: str) -> "RunFolder":
         """Raises `RunFolderError` when the folder holds a run or is in use, and `WriteError`."""
-        lock = _lock(root)
+        lock = lock_folder(root)
         if RunPaths(root).has_steps:
             lock.close()
             fix = "Continue it with --resume, take another run_dir, or remove it."
@@ -147,7 +147,7 @@ class RunFolder:
     @classmethod
     def resume(cls, root: Path, config_yaml: str, step: int | None) -> "RunFolder":
         """Continue from the checkpoint of `step` (None: start over); cut off later metrics and samples."""
-        lock = _lock(root)
+        lock = lock_folder(root)
         last, paths = -1 if step is None else step, RunPaths(root)
         for path in (paths.metrics, paths.samples):
             keep_json_lines(path, lambda line: int(line["step"]) <= last)
@@ -198,7 +198,8 @@ def holder(root: Path) -> tuple[int, str] | None:
     return None
 
 
-def _lock(root: Path) -> IO[str]:
+def lock_folder(root: Path) -> IO[str]:
+    """Hold a folder until the returned file is closed or this process ends. Raises `RunFolderError`."""
     _make(root)
     path = root / ".lock"
     try:

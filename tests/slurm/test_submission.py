@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from nemorl.config.load import load_experiment
+from nemorl.config.sweep import parse_axes, sweep_points
 from nemorl.slurm import SlurmError
 from nemorl.slurm.submission import (
     SCRIPT,
@@ -229,40 +230,8 @@ def test_the_signal_leaves_the_time_of_a_stop(monkeypatch: pytest.MonkeyPatch) -
         words(Options(nodes=1, stop_seconds=40))
 
 
-def test_all_combinations_the_last_field_changing_first() -> None:
-    tasks = sweep_tasks(["policy.optimizer.lr=1e-4,3e-4", "seed=1, 2"])
-
-    assert [task.overrides for task in tasks] == [
-        ["policy.optimizer.lr=1e-4", "seed=1"],
-        ["policy.optimizer.lr=1e-4", "seed=2"],
-        ["policy.optimizer.lr=3e-4", "seed=1"],
-        ["policy.optimizer.lr=3e-4", "seed=2"],
-    ]
-    assert [task.index for task in tasks] == [0, 1, 2, 3]
-
-
-def test_values_may_have_commas_of_their_own() -> None:
-    tasks = sweep_tasks(['policy.optimizer={name: adam, lr: 1e-4},{name: sgd},"a,b"'])
-
-    assert [task.overrides for task in tasks] == [
-        ["policy.optimizer={name: adam, lr: 1e-4}"],
-        ["policy.optimizer={name: sgd}"],
-        ['policy.optimizer="a,b"'],
-    ]
-
-
-def test_every_task_has_a_folder_of_its_own() -> None:
-    tasks = sweep_tasks(["policy.optimizer.lr=1e-4,3e-4", "algorithm.name=grpo"])
-
-    assert [str(task.run_dir(Path("runs/s"))) for task in tasks] == [
-        "runs/s/00_lr=1e-4_name=grpo",
-        "runs/s/01_lr=3e-4_name=grpo",
-    ]
-    assert "/" not in sweep_tasks(["a={b: c/d e}"])[0].run_dir(Path("s")).name
-
-
 def test_the_table_has_a_line_for_each_task() -> None:
-    table = sweep_table(sweep_tasks(["seed=1,2"]), Path("runs/s"))
+    table = sweep_table(sweep_points(parse_axes(["seed=1,2"])), Path("runs/s"))
 
     assert table.splitlines() == [
         "task\trun_dir\tseed",
@@ -271,18 +240,6 @@ def test_the_table_has_a_line_for_each_task() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["seed", "seed=", "=1,2", "seed=[1,2"])
-def test_an_invalid_list_of_values_is_refused(text: str) -> None:
-    with pytest.raises(SlurmError, match="--sweep"):
-        sweep_tasks([text])
-
-
-def test_the_run_folder_is_not_swept() -> None:
-    """Its values would be replaced by the folders of the tasks."""
-    with pytest.raises(SlurmError, match="--sweep run_dir: each task gets a folder of its own"):
-        sweep_tasks(["seed=1,2", "run_dir=a,b"])
-
-
-def test_a_field_is_swept_once() -> None:
+def test_an_invalid_sweep_names_the_option() -> None:
     with pytest.raises(SlurmError, match="--sweep seed: given twice"):
-        sweep_tasks(["seed=1", "seed=2"])
+        sweep_tasks(Path("x.yaml"), ["seed=1", "seed=2"], None, None)

@@ -137,7 +137,8 @@ class OnlineBase(AlgorithmBase):
     """Trajectories of each task, a group."""
     max_staleness: int = Field(0, ge=0)
     """Steps by which the weights that sampled may be older than those that train: 0 samples and trains by
-    turns, 1 samples one step ahead, more is fully asynchronous."""
+    turns, 1 samples one step ahead, more is fully asynchronous. With 0, the default, a resumed run gives the
+    results of the uninterrupted one."""
     oversampling: float = Field(1.0, ge=1)
     """Groups that are started for a step, as a multiple of `num_prompts_per_step`; it trains on the first to
     finish (docs/asynchronous.md)."""
@@ -348,7 +349,8 @@ class KLConfig(Config):
     """docs/off_policy.md says which estimator gives which gradient."""
 
     coefficient: float = Field(0.0, ge=0)
-    """Weight of the divergence from the reference policy; 0 keeps no reference at all."""
+    """Weight of the divergence from the reference policy; 0 keeps no reference at all, and saves its memory
+    and its pass."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence per token (Schulman, "Approximating KL divergence", 2020)."""
     placement: Literal["loss", "reward"] = "loss"
@@ -416,7 +418,8 @@ class OnlineConfig(OnlineBase):
     reference_field: ClassVar[str | None] = "algorithm.kl.coefficient"
     name: Literal[tuple(PRESETS)]  # type: ignore[valid-type]
     num_minibatches: int = Field(1, ge=1)
-    """Optimizer steps that share the batch of one step; divides the number of trajectories."""
+    """Optimizer steps that share the batch of one step; divides the number of trajectories. With 1 every
+    update is of the policy that sampled."""
     num_epochs: int = Field(1, ge=1)
     """Passes over the batch of a step, in the same minibatches."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
