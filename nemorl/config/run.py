@@ -48,6 +48,11 @@ class DeadlineConfig(Config):
     def outage_seconds(self) -> float:
         return self.generation / 2 if self.outage is None else self.outage
 
+    @property
+    def by_stage(self) -> dict[str, float]:
+        """Of the stages of a step that have one of their own."""
+        return {name: getattr(self, name) for name in ("generation", "logprobs", "training", "refit")}
+
     @check
     def _outage_ends_before_sampling(self) -> Problems:
         if self.outage is not None and self.outage >= self.generation:

@@ -46,6 +46,7 @@ from nemorl.rollout.stored import RolloutFiles, SampledBy, TrajectoryLog
 from nemorl.session.session import Session, open_session
 
 from .checkpoints import Checkpoints, Origin, Progress, full_disk_named, replace_hf
+from .live import shown_live
 from .memory import Keeper, MemoryCheckpoints, local_keeper
 from .recorder import RunRecorder
 from .recovery import Recovery
@@ -111,9 +112,13 @@ def _train_with(
     run_dir, yaml = experiment.run_dir, to_yaml(experiment)
     step = found.step if found else None
     folder = RunFolder.resume(run_dir, yaml, step) if resume else RunFolder.create(run_dir, yaml)
-    steps, ahead = experiment.algorithm.num_steps, experiment.algorithm.allows_staleness
+    options = {
+        "total_steps": experiment.algorithm.num_steps,
+        "samples_ahead": experiment.algorithm.allows_staleness,
+        "deadlines": experiment.cluster.deadlines.by_stage,
+    }
     try:
-        with Observer(folder, experiment.logger, total_steps=steps, samples_ahead=ahead) as observer:
+        with Observer(folder, experiment.logger, **options) as observer:
             return run_to_end(_train(experiment, observer, store, keeper, found, stored))
     finally:
         StopRequest.restore()
@@ -194,6 +199,7 @@ async def _train_session(
         assert session.stalls is not None
         observer.listen(session.stalls)
         await stack.enter_async_context(session.stalls.watching())
+        await stack.enter_async_context(shown_live(session, observer.live))
         if session.replicas is not None and experiment.generation.can_scale:
             number = experiment.generation.max_replicas or experiment.generation.replicas
             scaling = Scaling(experiment.run_dir, session.replicas, number)
