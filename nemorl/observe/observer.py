@@ -26,6 +26,8 @@ from rich.text import Text
 from nemorl.config.run import LoggerConfig
 
 from .files import JsonLinesWriter, WriteError
+from .index import COLUMNS as INDEX_COLUMNS
+from .index import IndexWriter, TrajectoryRow
 from .live import LiveEnd, LiveFile
 from .metrics import SHOWN, Change, Sample, Shown, StepMetrics, format_number
 from .run_folder import RunFolder
@@ -72,6 +74,9 @@ class Observer:
         first = folder.resumed_step or 0
         self._console = open_console(config, total_steps=total_steps, first_step=first, stream=stream)
         self._prometheus = open_prometheus(config, folder)
+        self._index: IndexWriter | None = None  # opened by the first rows
+        if (paths.trajectories / INDEX_COLUMNS).exists():
+            self._open_index().keep_until(-1 if folder.resumed_step is None else first)
         self.live = LiveFile(paths.live, total_steps, first, deadlines or {})
         listeners = [] if self._prometheus is None else [self._prometheus]
         self._stages = Stages([self._console, timeline, self.live, *listeners])
@@ -122,11 +127,25 @@ class Observer:
         for tracker in self._trackers:
             tracker.rewind(step)
         self.live.rewind(step)
+        if self._index is not None:
+            self._index.keep_until(step)
         self._stages.discard_step()
 
     def samples(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             self._samples.append(asdict(sample))
+
+    def trajectories(self, rows: Sequence[TrajectoryRow]) -> None:
+        """Add them to the index. What cannot be written costs a warning."""
+        try:
+            self._open_index().append(rows)
+        except WriteError as error:
+            logger.warning("Trajectories are missing in the index: %s", error)
+
+    def _open_index(self) -> IndexWriter:
+        if self._index is None:
+            self._index = IndexWriter(self.folder.paths.trajectories)
+        return self._index
 
     def summary(self, changes: Sequence[Change]) -> Path | None:
         """Write the report and show it; one that cannot be written is a warning: its sources are complete."""

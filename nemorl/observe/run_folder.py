@@ -161,7 +161,7 @@ class RunFolder:
         self._write_header()
 
     def record_end(self, error: BaseException | None) -> tuple[str, str]:
-        """Add to this start's entry how it ended, unless the disk is full; the outcome and the error's text."""
+        """Add to this start's entry how it ended, unless the disk is full; outcome and text of the error."""
         text = "" if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])
         outcome = "complete" if error is None else "stopped" if isinstance(error, RunStopped) else "failed"
         ended = datetime.now(UTC).isoformat(timespec="seconds")

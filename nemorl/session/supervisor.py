@@ -754,8 +754,8 @@ def _live(name: str, state: ReplicaState, health: EngineHealth | ClusterError | 
     engine = LiveEngine(name, state.state, state.cause)
     if not isinstance(health, EngineHealth):
         return engine
-    answered = {each: getattr(health, each) for each in ("version", "running", "waiting", "seconds_since_step")}
-    return replace(engine, **answered)
+    names = "version", "running", "waiting", "seconds_since_step"
+    return replace(engine, **{name: getattr(health, name) for name in names})
 
 
 def hanging(health: EngineHealth, step_seconds: float) -> str | None:

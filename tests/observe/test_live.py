@@ -53,7 +53,8 @@ def test_stages_engines_and_steps_while_they_run(run_dir):
             assert (now.pid, now.step, now.total_steps, now.end) == (os.getpid(), 0, 3, None)
         observer.end_step(1)
         now = shown(folder.paths.live, lambda content: content.step == 1)
-        assert now.stages == [] and now.step_started <= time.time()
+        assert now.stages == []
+        assert now.step_started <= time.time()
         observer.rewind(0)
         shown(folder.paths.live, lambda content: content.step == 0)
     assert read_live(folder.paths.live).end.outcome == "complete"
@@ -77,7 +78,8 @@ def test_a_file_that_cannot_be_written_costs_one_warning(run_dir, caplog):
         time.sleep(0.1)
         observer.step(1, version=1, values={})
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert len(warnings) == 1 and "live.json" in warnings[0]
+    assert len(warnings) == 1
+    assert "live.json" in warnings[0]
 
 
 def test_a_file_of_another_release_is_none(tmp_path):
