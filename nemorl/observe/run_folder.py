@@ -55,7 +55,7 @@ ABOUT = """# A run of nemorl
 | `header.json` | one entry for each start: command, versions, machine, commit, kernels in use, how it ended |
 | `metrics.jsonl` | the metrics of every step, a line each; NaN and infinity are null, named in `nonfinite` |
 | `samples.jsonl` | some conversations of every step, a JSON object a line |
-| `trajectories/` | tokens of trajectories, if enabled (`logger.trajectories`); `nemorl show` prints them |
+| `trajectories/` | all in an index, some with tokens (`logger.trajectories`); `nemorl show` prints those |
 | `timeline.json` | stages, work of processes, critical path; open it in Perfetto or chrome://tracing |
 | `report.html` | all of this as one page that needs no network; `nemorl report` writes it again |
 | `trackers/` | files and ids of the trackers, if `logger.trackers` names any |
