@@ -1,6 +1,6 @@
 """A row of fixed width for each trajectory of a run, so that millions of them can be sorted and filtered.
 
-    trajectories/columns.json   the columns, the texts that numbers stand for, and the name of the other file
+    trajectories/columns.json   the columns, the texts that numbers refer to, and the name of the other file
     trajectories/index.bin      the rows, as a numpy record array
 
 Rows are appended after all else that is written of their step, so what they refer to is complete. Where a run
@@ -61,7 +61,7 @@ class TrajectoryRow:
 _TYPES: dict[Any, str] = {int: "<i8", float: "<f4", bool: "|b1", str: "<u2"}
 _NARROW = dict.fromkeys(("step", "turns", "tokens", "sampled", "sample", "fork", "retries"), "<i4")
 _NARROW |= dict.fromkeys(("min_version", "max_version"), "<i4")
-# Texts are numbers that stand for them.
+# Texts are numbers that refer to them.
 _FIXED = {
     each.name: _NARROW.get(each.name, _TYPES[each.type])
     for each in fields(TrajectoryRow)
@@ -73,7 +73,7 @@ _TEXTS = tuple(each.name for each in fields(TrajectoryRow) if each.type is str)
 @dataclass(frozen=True)
 class Columns:
     types: Mapping[str, str]  # numpy's, by name
-    texts: Mapping[str, Sequence[str]]  # that the numbers of a column stand for, by its name
+    texts: Mapping[str, Sequence[str]]  # that the numbers of a column refer to, by its name
     file: str = "index.bin"
     format: int = FORMAT
 
@@ -87,7 +87,7 @@ class Columns:
 
 
 class TrajectoryIndex:
-    """Reads the rows of a run, also while it goes on."""
+    """Reads the rows of a run, also while it continues."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

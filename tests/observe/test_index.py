@@ -1,4 +1,4 @@
-"""Rows of trajectories are read as they were written, and survive resumes, torn ends and new rewards."""
+"""Rows of trajectories are read as they were written, and survive resumes, partial ends and new rewards."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -87,12 +87,12 @@ def test_a_resumed_run_has_each_step_once(folder):
     assert [row["step"] for row in rows(folder)] == [1, 2, 2, 3]
 
 
-def test_a_torn_end_is_left_out_and_written_over(folder):
+def test_a_partial_end_is_left_out_and_written_over(folder):
     IndexWriter(folder).append([ROW, ROW])
     file = folder / TrajectoryIndex(folder).read()[0].file
     size = file.stat().st_size
-    with file.open("ab") as torn:
-        torn.write(b"x" * 7)
+    with file.open("ab") as cut:
+        cut.write(b"x" * 7)
     assert len(rows(folder)) == 2
     IndexWriter(folder).append([replace(ROW, step=5)])
     assert [row["step"] for row in rows(folder)] == [1, 1, 5]
