@@ -4,9 +4,10 @@ The first batch of a process and every batch of the config's period are compared
 the gap comes with the update itself, except in best-of-n, whose losses do not compute it.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -17,10 +18,12 @@ import numpy as np
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.generation import GenerationBase
-from nemorl.data.losses import TrainStats
+from nemorl.data.losses import Trained, TrainStats
 from nemorl.errors import RunError
+from nemorl.observe.index import TrajectoryRow
 from nemorl.observe.metrics import Phase, Sample
 from nemorl.rollout.groups import Dropped, DropReason, GroupSummary, TrajectorySummary
+from nemorl.rollout.stored import SequenceKey
 from nemorl.rollout.versions import UNBROKEN, Lineage
 from nemorl.trajectories import StopReason
 
@@ -266,6 +269,50 @@ def samples_of(step: int, groups: Sequence[GroupSummary], phase: Phase) -> Itera
                 seconds_environment=t.seconds_environment,
                 answer=text.answer,
                 error=t.error,
+            )
+
+
+def rows_of(
+    step: int,
+    groups: Sequence[GroupSummary],
+    phase: Phase,
+    validation_set: str = "",
+    trained: Mapping[SequenceKey, Trained] | None = None,
+    stored: Collection[int] = (),
+) -> Iterator[TrajectoryRow]:
+    """Rows of the index. `stored` are the groups whose tokens are in files."""
+    for group in groups:
+        for sample, t in enumerate(group.trajectories):
+            of_sequences = [(trained or {}).get((group.reference, s.row)) for s in t.sequences]
+            known = [each for each in of_sequences if each is not None and each.num_tokens]
+            total = sum(each.num_tokens for each in known)
+            weighted = [(each, each.num_tokens / total) for each in known]
+            yield TrajectoryRow(
+                step=step,
+                phase=phase,
+                validation_set=validation_set,
+                group=group.group,
+                sample=sample,
+                task=group.task_index,
+                environment=group.environment,
+                player=t.player,
+                fork=t.fork,
+                turns=t.num_turns,
+                tokens=t.num_tokens,
+                sampled=t.num_sampled,
+                reward=t.reward,
+                rewards=t.rewards,
+                stop=str(t.stop),
+                failed=t.error is not None,
+                trains=total > 0,
+                stored=group.group in stored,
+                min_version=t.min_version,
+                max_version=t.max_version,
+                retries=t.num_retries,
+                advantage=sum(e.advantage * share for e, share in weighted) if known else math.nan,
+                logprob_gap=sum(e.logprob_gap * share for e, share in weighted) if known else math.nan,
+                seconds_generation=t.seconds_generation,
+                seconds_environment=t.seconds_environment,
             )
 
 

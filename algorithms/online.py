@@ -17,17 +17,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from nemorl.cluster.errors import ClusterError
 from nemorl.config.algorithm import OnlineBase
-from nemorl.data.losses import Loss, TrainStats
+from nemorl.data.losses import Loss, Trained, TrainStats
 from nemorl.data.shards import Column, Field, SequencePlace
 from nemorl.errors import RunError
+from nemorl.observe.files import WriteError
 from nemorl.observe.observer import Observer
 from nemorl.observe.timeline import Stage
 from nemorl.plan.utilization import ModelWork
 from nemorl.rollout.collector import Collector
 from nemorl.rollout.groups import GroupSummary
 from nemorl.rollout.schedule import DataPlace
-from nemorl.rollout.stored import TrajectoryLog
+from nemorl.rollout.stored import SequenceKey, TrajectoryLog, sequence_rows
 from nemorl.rollout.versions import Lineage
 from nemorl.session.session import Session
 
@@ -39,6 +41,7 @@ from .metrics import (
     environment_share,
     optimizer_metrics,
     rollout_metrics,
+    rows_of,
     samples_of,
 )
 from .policy_losses import value_metrics
@@ -144,10 +147,42 @@ class OnlineAlgorithm:
         if self.config.max_staleness or self.config.oversampling > 1 or self.config.group_seconds or dropped:
             metrics |= dropped_metrics(dropped, num_given_up, groups)
         self.observer.samples(list(samples_of(number, groups, "training")))
-        if self.trajectories is not None:
-            estimated = batch.sequences if batch.token_estimator is None else ()
-            await self.trajectories.write(number, groups, {(s.store, s.row): s.advantage for s in estimated})
+        with self.observer.stage("recording"):
+            await self._record(number, groups, batch)
         return metrics
+
+    async def _record(self, number: int, groups: Groups, batch: Batch) -> None:
+        """Write trajectories and their index, after the step. What cannot be written costs a warning."""
+        log, stored = self.trajectories, Groups()
+        trained: dict[SequenceKey, Trained] = {}
+        if log is not None:
+            stored = log.kept(groups)
+            estimated = batch.sequences if batch.token_estimator is None else ()
+            try:
+                await log.write(number, stored, {(s.store, s.row): s.advantage for s in estimated})
+                if batch.schedule:
+                    trained = await self._record_trained(number, stored, batch, log)
+            except (ClusterError, WriteError) as error:
+                logger.warning("Trajectories of step %d were not stored: %s", number, error)
+                stored = []
+        numbers = {group.group for group in stored}
+        rows = rows_of(number, groups, "training", trained=trained, stored=numbers)
+        self.observer.trajectories(list(rows))
+
+    async def _record_trained(
+        self, number: int, stored: Groups, batch: Batch, log: TrajectoryLog
+    ) -> dict[SequenceKey, Trained]:
+        names = {
+            (group.reference, row): f"{group.group}/{place}"
+            for group in stored
+            for place, row in enumerate(sequence_rows(group))
+        }
+        keys = [(s.store, s.row) for s in batch.sequences]
+        kept = {place: names[key] for place, key in enumerate(keys) if key in names}
+        trained, problem = await self.session.learner.record(kept, log.files.folder.absolute(), number)
+        if problem:
+            logger.warning("What was trained in step %d was not stored: %s", number, problem)
+        return dict(zip(keys, trained, strict=True))
 
     async def train(self, batch: Batch, number: int) -> dict[str, float]:
         """All updates of a step; returns their metrics. No model is called if nothing trains."""
@@ -265,9 +300,11 @@ class OnlineAlgorithm:
         """The updates by model."""
 
         async def train(name: str, loss: Loss) -> list[TrainStats]:
-            updates = []
+            updates, seen = [], set[int]()
             for minibatch in batch.schedule:
-                updates.append(await self.session.models[name].train(loss, minibatch))
+                keep = self.trajectories is not None and name == "policy" and minibatch not in seen
+                seen.add(minibatch)
+                updates.append(await self.session.models[name].train(loss, minibatch, keep=keep))
                 progress.advance(tokens=updates[-1].num_tokens if name == "policy" else 0)
             return updates
 

@@ -207,7 +207,7 @@ def environment_has_messages(env: EnvConfig, data: DataConfig) -> Problems:
 
 @check
 def trajectories_are_sampled(logger: LoggerConfig, algorithm: AlgorithmConfig) -> Problems:
-    if logger.trajectories and not algorithm.online:
+    if logger.trajectories not in ("none", "sampled", 0) and not algorithm.online:
         fix = f"algorithm.name is `{algorithm.name}`, which samples no trajectories; remove this"
         yield Problem("logger.trajectories", logger.trajectories, fix)
 

@@ -1,7 +1,8 @@
 """`cluster`, `logger`, `checkpointing`: where a run executes, what it shows and what it keeps."""
 
+import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -47,6 +48,11 @@ class DeadlineConfig(Config):
     @property
     def outage_seconds(self) -> float:
         return self.generation / 2 if self.outage is None else self.outage
+
+    @property
+    def by_stage(self) -> dict[str, float]:
+        """Of the stages of a step that have one of their own."""
+        return {name: getattr(self, name) for name in ("generation", "logprobs", "training", "refit")}
 
     @check
     def _outage_ends_before_sampling(self) -> Problems:
@@ -133,9 +139,20 @@ class LoggerConfig(Config):
     """Serve the newest metrics and the running stages to Prometheus; null listens nowhere."""
     samples_per_step: int = Field(4, ge=0)
     """Trajectories of each step written to samples.jsonl with their text."""
-    trajectories: int = Field(0, ge=0)
+    trajectories: Literal["none", "sampled", "all"] | Annotated[int, Field(ge=0)] = "sampled"
     """Trajectories of each step written to trajectories/ with all of their tokens, as complete groups until
-    there are as many."""
+    there are as many: a number, all, none, or as many as `samples_per_step`."""
+
+    @property
+    def num_trajectories(self) -> float:
+        match self.trajectories:
+            case "none":
+                return 0
+            case "sampled":
+                return self.samples_per_step
+            case "all":
+                return math.inf
+        return self.trajectories
 
     @check
     def _each_tracker_is_named_once(self) -> Problems:

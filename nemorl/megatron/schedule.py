@@ -34,14 +34,26 @@ class Pipeline:
     def __init__(self, chunks: Sequence[PolicyParallel], temperature: float, device: torch.device) -> None:
         self._chunks, self._temperature, self._device = chunks, temperature, device
 
-    def run_loss(self, made: Sequence[MicroBatch], loss: Loss, *, backward: bool) -> Metrics:
-        """The loss's metrics over all micro-batches; with `backward` also its gradients."""
+    def run_loss(
+        self,
+        made: Sequence[MicroBatch],
+        loss: Loss,
+        *,
+        backward: bool,
+        scored: list[Tensor] | None = None,
+    ) -> Metrics:
+        """The loss's metrics over all micro-batches; with `backward` also its gradients.
+
+        On ranks of the last stage `scored` receives what the head says of each micro-batch, detached.
+        """
 
         def apply(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
             candidates = loss.candidates(micro.batch) if isinstance(loss, CandidateLoss) else None
             outputs, entropy = policy.score(
                 hidden, micro, self._temperature, entropy=loss.needs_entropy, candidates=candidates
             )
+            if scored is not None:
+                scored.append((outputs if candidates is None else outputs[:, 0]).detach())
             return loss(micro.batch, outputs, entropy)
 
         outputs = self._run(made, apply, backward=backward)
@@ -120,16 +132,25 @@ class Pipeline:
     ) -> list[Tensor]:
         """Values by token of each micro-batch, laid out over the batch: [N, ...] of the types of `like`."""
         outputs = self._run(made, compute)
+        return [
+            self.lay_out(batch.num_tokens, made, [output[number] for output in outputs], kind)
+            for number, kind in enumerate(like)
+        ]
+
+    def lay_out(
+        self, num_tokens: int, made: Sequence[MicroBatch], outputs: Sequence[Tensor], like: Tensor
+    ) -> Tensor:
+        """[num_tokens, ...] on the CPU, as `like`, from the last stage's outputs of micro-batches.
+
+        0 where none has the token.
+        """
         places = torch.cat([micro.places for micro in made])
-        laid_out = []
-        for number, kind in enumerate(like):
-            flat = kind.new_zeros(len(places), *kind.shape[1:], device=self._device)
-            if outputs:
-                flat = torch.cat([output[number] for output in outputs])
-            values = kind.new_zeros(batch.num_tokens, *kind.shape[1:])
-            values[places] = _from_last_stage(flat).cpu()
-            laid_out.append(values)
-        return laid_out
+        flat = like.new_zeros(len(places), *like.shape[1:], device=self._device)
+        if outputs:
+            flat = torch.cat(list(outputs))
+        values = like.new_zeros(num_tokens, *like.shape[1:])
+        values[places] = _from_last_stage(flat).cpu()
+        return values
 
 
 def micro_batches_in_a_row(num_micro_batches: int, stages: int) -> int:

@@ -28,6 +28,7 @@ from nemorl.data.shards import (
     rows_of,
     with_rows,
 )
+from nemorl.data.trained import trained_of, write_trained
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_slices
@@ -149,6 +150,7 @@ class PolicyWorker:
         self._copier = checkpoint.SnapshotCopier(device)
         self._copy: checkpoint.Snapshot | None = None
         self._batch: packed.PackedBatch | None = None
+        self._scored: Tensor | None = None  # [N] logprobs of the batch in its forward passes of training
         if load:
             self.load_hf(config.model_path)
         # Engines take weights with adapters in them, or adapters: what one does not ask for is not computed.
@@ -320,7 +322,7 @@ class PolicyWorker:
                 "policy.moe.router_replay is true, but the batch names no experts: the generation back end "
                 "does not return them, so set it to false"
             )
-        self._batch = batch.to(torch.device("cpu"))
+        self._batch, self._scored = batch.to(torch.device("cpu")), None
 
     def take_advantages(self, shard: Shard) -> None:
         """Replace the advantages of the loaded batch. Not collective."""
@@ -392,8 +394,13 @@ class PolicyWorker:
         ids, logprobs = self._pipeline.top(batch, made, min(k, self._shape.vocab_size))
         self._batch = replace(batch, top_ids=ids, top_logprobs=logprobs)
 
-    def train(self, micro_batches: list[list[int]], loss: losses.Loss) -> losses.TrainStats:
-        """One optimizer step over these sequences of the batch: a list of indices for each forward pass."""
+    def train(
+        self, micro_batches: list[list[int]], loss: losses.Loss, keep: bool = False
+    ) -> losses.TrainStats:
+        """One optimizer step over these sequences of the batch: a list of indices for each forward pass.
+
+        With `keep` the logprobs are kept for `record`.
+        """
         head = "lm" if loss.needs_entropy else None
         batch, made = self._prepared("a loss that needs the entropy", micro_batches, head=head)
         if self._routers is not None:
@@ -403,7 +410,10 @@ class PolicyWorker:
             minibatch = batch.select([sequence for micro in micro_batches for sequence in micro])
             loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
         with stage_range("nemorl: forward and backward"):
-            sums, maxima = self._pipeline.run_loss(made, loss, backward=True)
+            scored: list[Tensor] = []
+            sums, maxima = self._pipeline.run_loss(made, loss, backward=True, scored=scored if keep else None)
+        if keep:
+            self._keep(made, scored)
         with stage_range("nemorl: optimizer step"):
             step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
         if self._rounding is not None and self._adapters is None:
@@ -423,6 +433,27 @@ class PolicyWorker:
             peak_tflops=self._peak,
             experts=None if self._routers is None else self._routers.metrics(self.device),
         )
+
+    def _keep(self, made: list[MicroBatch], scored: list[Tensor]) -> None:
+        """Keep the logprobs of these micro-batches, where those of before the update are not known."""
+        if self.batch.old_logprobs is None:
+            values = self._pipeline.lay_out(self.batch.num_tokens, made, scored, torch.empty(0))
+            self._scored = values if self._scored is None else self._scored + values
+
+    def record(self, names: dict[int, str], folder: Path, step: int) -> tuple[list[losses.Trained], str]:
+        """What was trained of this rank's sequences, and why the file is missing, if it could not be written.
+
+        The arrays of the sequences of `names`, by their row, are written. Not collective.
+        """
+        logprobs = self.batch.old_logprobs if self.batch.old_logprobs is not None else self._scored
+        trained, problem = trained_of(self.batch, logprobs), ""
+        if names:
+            rank = parallel_state.get_data_parallel_rank()
+            try:
+                write_trained(folder, step, rank, self.batch, logprobs, names)
+            except OSError as error:
+                problem = str(error)
+        return trained, problem
 
     def evaluate(self, micro_batches: list[list[int]], loss: losses.Loss) -> losses.Evaluation:
         """The loss of these sequences under the current weights, which do not change."""

@@ -40,8 +40,11 @@ def room_left(folder: Path) -> str:
         return f"its folder {existing} cannot be read"
 
 
-def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
-    """Replace a file: after a crash it holds the old text or the new one. Raises `WriteError`."""
+def write_atomically(path: Path, text: str, *, private: bool = False, durable: bool = True) -> None:
+    """Replace a file: after a crash it holds the old text or the new one. Raises `WriteError`.
+
+    Without `durable` that is so after a crash of the process; the machine's may leave an empty file.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.unlink(missing_ok=True)  # left by a crash, perhaps with another mode
@@ -49,7 +52,8 @@ def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -26,6 +26,9 @@ from rich.text import Text
 from nemorl.config.run import LoggerConfig
 
 from .files import JsonLinesWriter, WriteError
+from .index import COLUMNS as INDEX_COLUMNS
+from .index import IndexWriter, TrajectoryRow
+from .live import LiveEnd, LiveFile
 from .metrics import SHOWN, Change, Sample, Shown, StepMetrics, format_number
 from .run_folder import RunFolder
 from .timeline import Stage, StageListener, Stages, Timeline, Work, format_seconds
@@ -53,9 +56,13 @@ class Observer:
         *,
         total_steps: int,
         samples_ahead: bool = False,
+        deadlines: Mapping[str, float] | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        """With `samples_ahead` the time of the stage `generation` is only what the run waited for samples."""
+        """With `samples_ahead` the time of the stage `generation` is only what the run waited for samples.
+
+        `deadlines` are seconds by name of the stage, to be shown.
+        """
         self.folder, self._rates = folder, dict(RATES)
         if samples_ahead:
             self._rates[GENERATED] = ("tokens/generated", "time/step")
@@ -67,8 +74,12 @@ class Observer:
         first = folder.resumed_step or 0
         self._console = open_console(config, total_steps=total_steps, first_step=first, stream=stream)
         self._prometheus = open_prometheus(config, folder)
+        self._index: IndexWriter | None = None  # opened by the first rows
+        if (paths.trajectories / INDEX_COLUMNS).exists():
+            self._open_index().keep_until(-1 if folder.resumed_step is None else first)
+        self.live = LiveFile(paths.live, total_steps, first, deadlines or {})
         listeners = [] if self._prometheus is None else [self._prometheus]
-        self._stages = Stages([self._console, timeline, *listeners])
+        self._stages = Stages([self._console, timeline, self.live, *listeners])
         self.stage, self.listen = self._stages.stage, self._stages.listen
         self.take_work: Callable[[float], Mapping[str, Work]] | None = None  # of the run's processes
         self._open = ExitStack()
@@ -81,6 +92,7 @@ class Observer:
             self._open.callback(file.close)
         self._open.enter_context(_run_log(self._console.logging_handler(), paths.logs / "driver.log"))
         self._open.callback(self._console.close)
+        self.live.start()
 
     def header(self, facts: Mapping[str, str]) -> None:
         if self._prometheus is not None:
@@ -114,11 +126,26 @@ class Observer:
             file.keep(lambda line: int(line["step"]) <= step)
         for tracker in self._trackers:
             tracker.rewind(step)
+        self.live.rewind(step)
+        if self._index is not None:
+            self._index.keep_until(step)
         self._stages.discard_step()
 
     def samples(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             self._samples.append(asdict(sample))
+
+    def trajectories(self, rows: Sequence[TrajectoryRow]) -> None:
+        """Add them to the index. What cannot be written costs a warning."""
+        try:
+            self._open_index().append(rows)
+        except WriteError as error:
+            logger.warning("Trajectories are missing in the index: %s", error)
+
+    def _open_index(self) -> IndexWriter:
+        if self._index is None:
+            self._index = IndexWriter(self.folder.paths.trajectories)
+        return self._index
 
     def summary(self, changes: Sequence[Change]) -> Path | None:
         """Write the report and show it; one that cannot be written is a warning: its sources are complete."""
@@ -136,7 +163,7 @@ class Observer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.folder.record_end(error)
+        self.live.close(LiveEnd(*self.folder.record_end(error)))
         self._open.close()
 
 

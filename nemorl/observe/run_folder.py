@@ -55,11 +55,12 @@ ABOUT = """# A run of nemorl
 | `header.json` | one entry for each start: command, versions, machine, commit, kernels in use, how it ended |
 | `metrics.jsonl` | the metrics of every step, a line each; NaN and infinity are null, named in `nonfinite` |
 | `samples.jsonl` | some conversations of every step, a JSON object a line |
-| `trajectories/` | tokens of trajectories, if enabled (`logger.trajectories`); `nemorl show` prints them |
+| `trajectories/` | all in an index, some with tokens (`logger.trajectories`); `nemorl show` prints those |
 | `timeline.json` | stages, work of processes, critical path; open it in Perfetto or chrome://tracing |
 | `report.html` | all of this as one page that needs no network; `nemorl report` writes it again |
 | `trackers/` | files and ids of the trackers, if `logger.trackers` names any |
 | `profiles/` | traces of steps of the policy's processes, for ui.perfetto.dev (`policy.profile`) |
+| `live.json` | what the run does now: stages, engines and processes, and how it ended |
 | `stall-N.json` | what every process did when a stage made no progress; `nemorl doctor` explains it |
 | `checkpoints/` | what `--resume` continues from |
 | `hf/` | the final weights in the Hugging Face format (`checkpointing.save_hf`) |
@@ -80,6 +81,7 @@ class RunPaths:
         self.metrics, self.samples = root / "metrics.jsonl", root / "samples.jsonl"
         self.trajectories = root / "trajectories"
         self.timeline, self.trackers = root / "timeline.json", root / "trackers"
+        self.live = root / "live.json"
         self.profiles = root / "profiles"
         self.checkpoints, self.logs = root / "checkpoints", root / "logs"
         self.memory = self.checkpoints / "memory"  # name of the folder with the newest one in memory
@@ -158,14 +160,15 @@ class RunFolder:
         self._start["run"] = self._start.get("run", {}) | dict(facts)
         self._write_header()
 
-    def record_end(self, error: BaseException | None) -> None:
-        """Add to this start's entry how it ended. On a full disk the entry stays without it."""
+    def record_end(self, error: BaseException | None) -> tuple[str, str]:
+        """Add to this start's entry how it ended, unless the disk is full; outcome and text of the error."""
         text = "" if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])
         outcome = "complete" if error is None else "stopped" if isinstance(error, RunStopped) else "failed"
         ended = datetime.now(UTC).isoformat(timespec="seconds")
         self._start["end"] = {"time": ended, "outcome": outcome, "error": text}
         with suppress(WriteError):
             self._write_header()
+        return outcome, text
 
     def close(self) -> None:
         self._lock.close()

@@ -1,10 +1,11 @@
 """Groups in files: token arrays as safetensors, all else as JSON. Nothing is unpickled.
 
-    trajectories/rollout.json              what sampled them
-    trajectories/step_000012.safetensors   arrays of all sequences end to end, [N] tokens
-    trajectories/step_000012.json          the groups, and the fields of each sequence that are no arrays
+    trajectories/rollout.json                what sampled them
+    trajectories/step_000012-0.safetensors   arrays of all sequences end to end, [N] tokens
+    trajectories/step_000012-0.json          the groups, and the fields of each sequence that are no arrays
 
-The JSON file is written last: without it there is nothing.
+The rollout workers share a step: each writes a part of its groups, numbered by the last digits. The JSON file
+of a part is written last: without it there is nothing.
 """
 
 import asyncio
@@ -15,9 +16,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -30,8 +32,9 @@ from nemorl.trajectories import Float32Array, StopReason, Trajectory, Turn
 
 from .groups import GroupSummary
 
-FORMAT = 1
+FORMAT = 2
 Advantage = float | tuple[float, ...]  # of a sequence, or of each of its turns
+SequenceKey = tuple[Any, int]  # reference of the list that has a sequence, and its row
 _ARRAYS = ("tokens", "loss_mask", "logprobs", "versions")  # routed experts have a file of several shapes
 
 
@@ -84,10 +87,22 @@ class _Sequence:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Part:
+    """A file of a step."""
+
     step: int
+    places: tuple[int, ...]  # of its groups in the step
     groups: tuple[GroupSummary, ...]
     sequences: tuple[tuple[_Sequence, ...], ...]  # of each group
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a group of a step is."""
+
+    path: Path  # of the part's JSON file
+    part: _Part
+    number: int  # in the part
 
 
 @dataclass(frozen=True)
@@ -114,7 +129,7 @@ class RolloutFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._parsed: _Step | None = None  # the last step that was read
+        self._parsed: tuple[int, list[_Place]] | None = None  # the last step that was read
 
     def begin(self, origin: SampledBy) -> None:
         """Create the folder. Raises WriteError."""
@@ -137,8 +152,10 @@ class RolloutFiles:
             raise StoredRolloutError(f"{self._origin_file}: format {found.format} is not {FORMAT}")
         return found
 
-    def write(self, step: int, groups: Sequence[StoredGroup]) -> None:
-        """Write the groups of a step. Raises WriteError."""
+    def write(
+        self, step: int, groups: Sequence[StoredGroup], part: int = 0, places: Sequence[int] | None = None
+    ) -> None:
+        """Write a part of a step: groups with their places in it, by default from 0 on. Raises WriteError."""
         self._parsed = None
         flat = [(t, a) for group in groups for t, a in zip(group.sequences, group.advantages, strict=True)]
         arrays = {name: np.concatenate([getattr(t, name) for t, _ in flat]) for name in _ARRAYS}
@@ -146,51 +163,47 @@ class RolloutFiles:
         for number, (trajectory, _) in enumerate(flat):
             if trajectory.routed_experts is not None:
                 arrays[f"routed_experts.{number}"] = trajectory.routed_experts
-        summaries = [replace(group.summary, reference=None) for group in groups]
-        of_groups = [[asdict(_Sequence.of(t)) for t in group.sequences] for group in groups]
-        content = {"step": step, "groups": list(map(asdict, summaries)), "sequences": of_groups}
-        path = self._path(step)
-        temporary = path.with_suffix(".safetensors.tmp")
-        try:
-            save_file(arrays, temporary)
-            os.replace(temporary, path.with_suffix(".safetensors"))
-        except (OSError, SafetensorError) as error:
-            failure = error if isinstance(error, OSError) else OSError(str(error))
-            raise write_failed(path.with_suffix(".safetensors"), failure) from error
+        content = {
+            "step": step,
+            "places": list(range(len(groups)) if places is None else places),
+            "groups": [asdict(replace(group.summary, reference=None)) for group in groups],
+            "sequences": [[asdict(_Sequence.of(t)) for t in group.sequences] for group in groups],
+        }
+        path = self.folder / f"step_{step:06d}-{part}.json"
+        save_arrays(path.with_suffix(".safetensors"), arrays)
         write_atomically(path, json.dumps(content, default=float) + "\n")
 
     def steps(self) -> list[int]:
-        return sorted(int(path.stem.removeprefix("step_")) for path in self.folder.glob("step_*.json"))
+        return sorted({_step_of(path) for path in self.folder.glob("step_*.json")})
 
     def remove_after(self, step: int) -> None:
         """Remove later steps, which a run takes again."""
         self._parsed = None
-        for number in self.steps():
-            if number > step:
-                for suffix in (".json", ".safetensors"):
-                    self._path(number).with_suffix(suffix).unlink(missing_ok=True)
+        for path in self.folder.glob("step_*.*"):
+            if _step_of(path) > step:
+                path.unlink(missing_ok=True)
 
     def summaries(self) -> Iterator[tuple[int, GroupSummary]]:
         """All groups in their order, with their step. Raises StoredRolloutError."""
+        self._parsed = None
         for step in self.steps():
-            yield from ((step, summary) for summary in self._step(step).groups)
+            yield from ((step, place.part.groups[place.number]) for place in self._places(step))
 
     def group(self, step: int, place: int) -> StoredGroup:
         """A group of a step, by its place there. Raises StoredRolloutError."""
-        content = self._parsed
-        if content is None or content.step != step:  # the groups of a step are read one by one
-            content = self._step(step)
-        before = sum(map(len, content.sequences[:place]))
-        lengths = [sequence.num_tokens for of_group in content.sequences for sequence in of_group]
+        found = self._places(step)[place]
+        part, number = found.part, found.number
+        before = sum(map(len, part.sequences[:number]))
+        lengths = [sequence.num_tokens for of_group in part.sequences for sequence in of_group]
         starts = [0, *accumulate(lengths)]
-        path = self._path(step).with_suffix(".safetensors")
+        path = found.path.with_suffix(".safetensors")
         sequences, advantages = [], []
         try:
             with safe_open(path, "np") as arrays:
-                for number, sequence in enumerate(content.sequences[place], start=before):
-                    span = slice(starts[number], starts[number + 1])
+                for row, sequence in enumerate(part.sequences[number], start=before):
+                    span = slice(starts[row], starts[row + 1])
                     of_tokens = {name: arrays.get_slice(name)[span] for name in _ARRAYS}
-                    key = f"routed_experts.{number}"
+                    key = f"routed_experts.{row}"
                     experts = arrays.get_tensor(key) if key in arrays.keys() else None  # noqa: SIM118
                     known = {each.name: getattr(sequence, each.name) for each in fields(sequence)}
                     del known["num_tokens"]
@@ -198,15 +211,33 @@ class RolloutFiles:
                     advantages.append(arrays.get_slice("advantages")[span])
         except (OSError, SafetensorError, ValueError) as error:
             raise StoredRolloutError(f"{path} cannot be read: {error}") from error
-        return StoredGroup(step, content.groups[place], tuple(sequences), tuple(advantages))
+        return StoredGroup(step, part.groups[number], tuple(sequences), tuple(advantages))
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step_{step:06d}.json"
+    def _places(self, step: int) -> list[_Place]:
+        """The groups of a step in their order. The groups of a step are read one by one, so it is kept."""
+        if self._parsed is None or self._parsed[0] != step:
+            found: dict[int, _Place] = {}
+            for path in sorted(self.folder.glob(f"step_{step:06d}-*.json")):
+                part: _Part = _read(path, TypeAdapter(_Part))
+                found |= {place: _Place(path, part, number) for number, place in enumerate(part.places)}
+            self._parsed = step, [found[place] for place in sorted(found)]
+        return self._parsed[1]
 
-    def _step(self, step: int) -> _Step:
-        content: _Step = _read(self._path(step), TypeAdapter(_Step))
-        self._parsed = content
-        return content
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_")[:6])
+
+
+def save_arrays(path: Path, arrays: dict[str, NDArray[Any]], metadata: dict[str, str] | None = None) -> None:
+    """Replace a safetensors file. Raises WriteError."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save_file(arrays, temporary, metadata)
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        failure = error if isinstance(error, OSError) else OSError(str(error))
+        raise write_failed(path, failure) from error
 
 
 def _read(path: Path, kind: TypeAdapter[Any]) -> Any:
@@ -217,31 +248,100 @@ def _read(path: Path, kind: TypeAdapter[Any]) -> Any:
         raise StoredRolloutError(f"{path} cannot be read: {first}") from error
 
 
+Fetch = Callable[[Any], Awaitable[Sequence[Trajectory]]]  # the sequences behind a group's reference
+
+
 @dataclass(frozen=True)
-class TrajectoryLog:
-    """Writes groups of a run's steps."""
+class StepPart:
+    """The groups of a step that one process writes, with references of their sequences."""
 
-    files: RolloutFiles
-    fetch: Callable[[Any], Awaitable[Sequence[Trajectory]]]  # the sequences behind a group's reference
-    num_samples: int  # of each step: complete groups, until there are as many
+    step: int
+    number: int
+    places: Sequence[int]  # of the groups in the step
+    groups: Sequence[GroupSummary]
+    advantages: Sequence[Sequence[Advantage | None]]  # of the sequences of each group; None if unknown
 
-    async def write(
-        self, step: int, groups: Sequence[GroupSummary], advantages: Mapping[tuple[Any, int], Advantage]
-    ) -> None:
-        """`advantages`: of sequences by reference and row, as far as they are known. Raises WriteError."""
+    async def write(self, folder: Path, fetch: Fetch) -> None:
+        """Raises WriteError, and what `fetch` raises."""
         stored: list[StoredGroup] = []
         fetched: dict[Any, Sequence[Trajectory]] = {}  # groups that ended together share a reference
-        left = self.num_samples
+        for group, advantages in zip(self.groups, self.advantages, strict=True):
+            if group.reference not in fetched:
+                fetched[group.reference] = await fetch(group.reference)
+            rows = sequence_rows(group)
+            sequences = tuple(fetched[group.reference][row] for row in rows)
+            spread_out = tuple(map(spread, sequences, advantages))
+            stored.append(StoredGroup(self.step, group.moved(-rows.start), sequences, spread_out))
+        files = RolloutFiles(folder)
+        await asyncio.to_thread(files.write, self.step, stored, self.number, self.places)
+
+
+def sequence_rows(group: GroupSummary) -> range:
+    """Rows of its sequences in the list behind its reference."""
+    return range(group.trajectories[0].sequences[0].row, group.trajectories[-1].row + 1)
+
+
+class PartWriter(Protocol):
+    """A process that writes parts of steps: a rollout worker, or the driver."""
+
+    @property
+    def node(self) -> str:
+        """ID of its node in a run over several, as that of a group."""
+
+    async def write_part(self, folder: Path, part: StepPart, /) -> None: ...
+
+
+@dataclass
+class LocalWriter:
+    """Writes in this process."""
+
+    fetch: Fetch
+    node: str = ""
+
+    async def write_part(self, folder: Path, part: StepPart) -> None:
+        await part.write(folder, self.fetch)
+
+
+@dataclass(frozen=True)
+class TrajectoryLog:
+    """Writes groups of a run's steps, where their trajectories are."""
+
+    files: RolloutFiles
+    writers: Callable[[], Sequence[PartWriter]]  # those that can write now
+    num_samples: float  # of each step: complete groups, until there are as many
+
+    def kept(self, groups: Sequence[GroupSummary]) -> list[GroupSummary]:
+        """The groups of a step whose trajectories are to be written."""
+        kept, left = [], self.num_samples
         for group in groups:
             if left <= 0:
                 break
             left -= group.num_samples
-            if group.reference not in fetched:
-                fetched[group.reference] = await self.fetch(group.reference)
-            first, end = group.trajectories[0].sequences[0].row, group.trajectories[-1].row + 1
-            sequences = tuple(fetched[group.reference][first:end])
-            of_sequences = (advantages.get((group.reference, row)) for row in range(first, end))
-            spread_out = tuple(map(spread, sequences, of_sequences))
-            stored.append(StoredGroup(step, group.moved(-first), sequences, spread_out))
-        if stored:
-            await asyncio.to_thread(self.files.write, step, stored)
+            kept.append(group)
+        return kept
+
+    async def write(
+        self, step: int, kept: Sequence[GroupSummary], advantages: Mapping[SequenceKey, Advantage]
+    ) -> None:
+        """`advantages`: of sequences, as far as they are known. Raises WriteError and ClusterError."""
+        writers = self.writers()
+        shares: list[list[int]] = [[] for _ in writers]
+        for place, group in enumerate(kept):
+            near = [number for number, writer in enumerate(writers) if writer.node == group.node]
+            shares[min(near or range(len(writers)), key=lambda number: len(shares[number]))].append(place)
+        parts = [
+            StepPart(
+                step,
+                number,
+                share,
+                [kept[place] for place in share],
+                [
+                    [advantages.get((kept[place].reference, row)) for row in sequence_rows(kept[place])]
+                    for place in share
+                ],
+            )
+            for number, share in enumerate(shares)
+        ]
+        work = [(writer, part) for writer, part in zip(writers, parts, strict=True) if part.groups]
+        folder = self.files.folder.absolute()  # other processes may have another current folder
+        await asyncio.gather(*(writer.write_part(folder, part) for writer, part in work))

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import getitem
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemorl.config.algorithm import OnlineBase
@@ -42,6 +43,7 @@ from .groups import (
     misses_deadline,
     summarize,
 )
+from .stored import StepPart
 from .turn_loop import ConversationFailed, Record, SampleKey, Sampler, TurnLimits, TurnLoop
 
 if TYPE_CHECKING:
@@ -456,3 +458,11 @@ class RayRolloutWorker(RolloutWorker):
     ) -> None:
         self.router = Router(list(engines), waits=experiment.generation.has_engines)
         super().__init__(experiment, self.router, lambda trajectories: trajectories, rank, actors)
+
+    async def write_part(self, folder: Path, part: StepPart) -> None:
+        """Write groups of a step, which this or other workers sampled. Raises WriteError."""
+
+        async def fetch(reference: Any) -> list[Trajectory]:
+            return list(await reference)
+
+        await part.write(folder, fetch)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from nemorl.algorithms.metrics import samples_of
+from nemorl.algorithms.metrics import rows_of, samples_of
 from nemorl.algorithms.objective import EntropyWeight
 from nemorl.config.experiment import Experiment
 from nemorl.errors import NemorlError
@@ -227,6 +227,8 @@ class RunRecorder:
         with self._observer.stage("validation", unit="tasks", waits_for=waits_for) as stage:
             if self._sets is None:
                 self._sets = validation_sets(self._experiment)
-            values, groups = await validate(self._session, self._experiment, self._sets, stage.advance)
-        self._observer.samples(list(samples_of(number, groups, "validation")))
+            values, by_set = await validate(self._session, self._experiment, self._sets, stage.advance)
+        for name, groups in by_set.items():
+            self._observer.samples(list(samples_of(number, groups, "validation")))
+            self._observer.trajectories(list(rows_of(number, groups, "validation", name)))
         return values

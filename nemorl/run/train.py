@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from nemorl.algorithms import offline
 from nemorl.algorithms.best_of_n import BestOfNUpdate
 from nemorl.algorithms.distillation import DistillationUpdate
 from nemorl.algorithms.filters import refill
-from nemorl.algorithms.metrics import LogprobGate, Sources, samples_of
+from nemorl.algorithms.metrics import LogprobGate, Sources, rows_of, samples_of
 from nemorl.algorithms.objective import EntropyWeight
 from nemorl.algorithms.online import OnlineAlgorithm, Update
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
@@ -33,6 +34,7 @@ from nemorl.data.datasets import MixedTasks, difficulties, load_tasks, source_si
 from nemorl.errors import NemorlError, RunError, RunStopped
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import JsonLinesWriter, write_atomically
+from nemorl.observe.index import IndexWriter
 from nemorl.observe.observer import Observer
 from nemorl.observe.report import write_report
 from nemorl.observe.run_folder import RunFolder, RunPaths
@@ -42,10 +44,11 @@ from nemorl.rollout.groups import GroupSummary
 from nemorl.rollout.order import Order, order_of
 from nemorl.rollout.replay import ReplayedGroups
 from nemorl.rollout.schedule import CollectorPlan, GroupSchedule
-from nemorl.rollout.stored import RolloutFiles, SampledBy, TrajectoryLog
+from nemorl.rollout.stored import LocalWriter, PartWriter, RolloutFiles, SampledBy, TrajectoryLog
 from nemorl.session.session import Session, open_session
 
 from .checkpoints import Checkpoints, Origin, Progress, full_disk_named, replace_hf
+from .live import shown_live
 from .memory import Keeper, MemoryCheckpoints, local_keeper
 from .recorder import RunRecorder
 from .recovery import Recovery
@@ -111,9 +114,15 @@ def _train_with(
     run_dir, yaml = experiment.run_dir, to_yaml(experiment)
     step = found.step if found else None
     folder = RunFolder.resume(run_dir, yaml, step) if resume else RunFolder.create(run_dir, yaml)
-    steps, ahead = experiment.algorithm.num_steps, experiment.algorithm.allows_staleness
     try:
-        with Observer(folder, experiment.logger, total_steps=steps, samples_ahead=ahead) as observer:
+        observer = Observer(
+            folder,
+            experiment.logger,
+            total_steps=experiment.algorithm.num_steps,
+            samples_ahead=experiment.algorithm.allows_staleness,
+            deadlines=experiment.cluster.deadlines.by_stage,
+        )
+        with observer:
             return run_to_end(_train(experiment, observer, store, keeper, found, stored))
     finally:
         StopRequest.restore()
@@ -194,6 +203,7 @@ async def _train_session(
         assert session.stalls is not None
         observer.listen(session.stalls)
         await stack.enter_async_context(session.stalls.watching())
+        await stack.enter_async_context(shown_live(session, observer.live))
         if session.replicas is not None and experiment.generation.can_scale:
             number = experiment.generation.max_replicas or experiment.generation.replicas
             scaling = Scaling(experiment.run_dir, session.replicas, number)
@@ -365,17 +375,21 @@ def _trajectory_log(experiment: Experiment, session: Session, done: int) -> Traj
     """None if the run stores none. What was stored after step `done` is removed."""
     files = RolloutFiles(RunPaths(experiment.run_dir).trajectories)
     files.remove_after(done)
-    if not (count := experiment.logger.trajectories):
+    if not (count := experiment.logger.num_trajectories):
         return None
     return _begun_log(files, experiment, session, count)
 
 
 def _begun_log(
-    files: RolloutFiles, experiment: Experiment, session: Session, num_samples: int
+    files: RolloutFiles, experiment: Experiment, session: Session, num_samples: float
 ) -> TrajectoryLog:
     files.begin(SampledBy.of(experiment))
-    fetch = partial(session.fetch, seconds=experiment.cluster.deadlines.logprobs)
-    return TrajectoryLog(files, fetch, num_samples)
+    here = LocalWriter(partial(session.fetch, seconds=experiment.cluster.deadlines.logprobs))
+
+    def writers() -> Sequence[PartWriter]:
+        return [worker for worker in session.rollout if worker.is_up] or [here]
+
+    return TrajectoryLog(files, writers, num_samples)
 
 
 def _stopped(
@@ -415,9 +429,9 @@ async def _evaluate(experiment: Experiment) -> Evaluation:
         samples.unlink(missing_ok=True)
     started = open_session(evaluated, policy=False, sampling=True)
     async with started as session, session.generating():
-        metrics, groups = await validate(session, evaluated, validation_sets(evaluated))
+        metrics, by_set = await validate(session, evaluated, validation_sets(evaluated))
     writer = JsonLinesWriter(samples)
-    for sample in samples_of(0, groups, "validation"):
+    for sample in samples_of(0, list(chain(*by_set.values())), "validation"):
         writer.append(asdict(sample))
     writer.close()
     origin = Origin.read(model)
@@ -458,6 +472,8 @@ async def _rollout(experiment: Experiment, num_groups: int, paths: RunPaths) -> 
         finally:
             await collector.close()
         await _begun_log(files, experiment, session, num_samples).write(0, groups, {})
+        stored = [group.group for group in groups]
+        IndexWriter(paths.trajectories).append(rows_of(0, groups, "training", stored=stored))
     with closing(JsonLinesWriter(paths.samples)) as writer:
         for sample in samples_of(0, groups, "training"):
             writer.append(asdict(sample))

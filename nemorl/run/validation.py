@@ -120,11 +120,11 @@ def validation_sets(experiment: Experiment) -> dict[str, int]:
 
 async def validate(
     session: Session, experiment: Experiment, sets: Mapping[str, int], on_finished: OnFinished = ignore
-) -> tuple[dict[str, float], list[GroupSummary]]:
-    """Sample the sets in sequence, with the weights that generation holds; metrics and all groups."""
+) -> tuple[dict[str, float], dict[str, list[GroupSummary]]]:
+    """Sample the sets in sequence, with the weights that generation holds; metrics, and the groups by set."""
     config = experiment.algorithm.validation
     metrics: dict[str, float] = {}
-    sampled: list[GroupSummary] = []
+    sampled: dict[str, list[GroupSummary]] = {}
     for name, num_tasks in sets.items():
         samples, seconds = config.num_generations_per_prompt, experiment.cluster.deadlines.generation
         texts = experiment.logger.samples_per_step
@@ -132,5 +132,5 @@ async def validate(
             session.rollout, num_tasks, samples, seconds, texts, on_finished, name
         )
         metrics |= validation_metrics(groups, config, f"validation/{name}" if name else "validation")
-        sampled += groups
+        sampled[name] = groups
     return metrics, sampled

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from nemorl.data import losses, shards
     from nemorl.megatron.checkpoint_store import FileRecord
+    from nemorl.rollout.stored import StepPart
     from nemorl.serve.app import Listening
     from nemorl.serve.environment_sessions import SessionCounts
     from nemorl.weights import messages
@@ -347,13 +348,33 @@ class ModelHandle:
         await self.onload()
         return await self._call(method, *args, shards=self.batch.micro_batches, **options)
 
-    async def train(self, loss: "losses.Loss", minibatch: int = 0) -> "losses.TrainStats":
-        """One optimizer step. Raises `TooManySkippedSteps` if it ends a row that is too long."""
+    async def record(
+        self, kept: Mapping[int, str], folder: Path, step: int
+    ) -> "tuple[list[losses.Trained], str]":
+        """What was trained of each loaded sequence, in the order of `load`, and why files are missing, if so.
+
+        The output ranks write the arrays of the sequences of `kept`, by the names that it gives them.
+        """
+        numbers: list[dict[int, str]] = [{} for _ in range(self.group.mesh.world_size)]
+        for rank, held in zip(self.group.mesh.output_ranks, self.batch.ranks, strict=True):
+            numbers[rank] = {row: kept[place] for row, place in enumerate(held) if place in kept}
+        options: dict[str, Any] = {"shards": numbers, "axis": "rank", "outputs": "output_ranks"}
+        of_ranks = await self._call("record", folder, step, stage="recording", ends_group=False, **options)
+        problem = next((problem for _, problem in of_ranks if problem), "")
+        return self.batch.in_order([trained for trained, _ in of_ranks]), problem
+
+    async def train(
+        self, loss: "losses.Loss", minibatch: int = 0, *, keep: bool = False
+    ) -> "losses.TrainStats":
+        """One optimizer step. Raises `TooManySkippedSteps` if it ends a row that is too long.
+
+        With `keep` the workers keep the logprobs of its forward passes for `record`.
+        """
         await self.onload()
         shards, seconds = self.batch.minibatches[minibatch], self._deadlines.training
         stats: list[losses.TrainStats]
         options: dict[str, Any] = {"shards": shards, "seconds": seconds, "outputs": "first"}
-        stats = await self._call("train", loss, stage="training", **options)
+        stats = await self._call("train", loss, keep, stage="training", **options)
         row, most = stats[0].skipped_in_a_row, self._config.max_skipped_steps
         self.skipped_in_a_row = row
         if row > most:
@@ -649,8 +670,7 @@ class RolloutHandle:
         """
         left = {assignment.group for assignment in assignments}
         if self._returns is None or await asyncio.shield(self._returns):
-            worker, call, new = self.worker, next(_calls), assignments
-            node = worker.home.node if worker.home is not None else ""
+            worker, call, new, node = self.worker, next(_calls), assignments, self.node
             try:
                 with self.spans.busy():
                     while left:
@@ -688,6 +708,14 @@ class RolloutHandle:
         if self.is_up:
             with suppress(ClusterError):  # its groups are dropped when it is lost
                 await self.worker.call(method, which, stage="generation", seconds=_ABORT_SECONDS)
+
+    @property
+    def node(self) -> str:
+        """ID of its node, in a run over several."""
+        return self.worker.home.node if self.worker.home is not None else ""
+
+    async def write_part(self, folder: Path, part: "StepPart") -> None:
+        await self.worker.call("write_part", folder, part, stage="recording", seconds=self._seconds)
 
     async def reset(self, replicas: Sequence[Replica], seconds: float) -> None:
         await self.worker.call("router.reset", replicas, stage="generation", seconds=seconds)

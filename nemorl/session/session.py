@@ -332,7 +332,7 @@ class Session:
                 return list(await reference)
         except TimeoutError:
             problem = f"the sequences of a group could not be read within {seconds:g} s"
-            fix = "raise cluster.deadlines.logprobs, or set logger.trajectories to 0"
+            fix = "raise cluster.deadlines.logprobs, or set logger.trajectories to none"
             raise RunError(f"stage 'storing trajectories': {problem}; {fix}") from None
 
     def store(self, sequences: Sequence[Any]) -> Any:

@@ -19,7 +19,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from nemorl.config.run import ClusterConfig
 from nemorl.errors import RunError
 from nemorl.generation.router import Replica, RouterMetrics
 from nemorl.generation.types import EngineFailed, EngineHealth, EngineStats, NoReplicaLeft
+from nemorl.observe.live import LiveEngine
 from nemorl.rollout.concurrency import PlacesUse
 from nemorl.serve.environment_sessions import SessionCounts
 
@@ -309,6 +310,12 @@ class ReplicaSupervisor(Supervisor[SupervisedReplica]):
     @property
     def states(self) -> dict[str, ReplicaState]:
         return {self.name(r): self._state(r) for r in sorted(self.members, key=lambda r: r.worker.rank)}
+
+    async def live(self) -> list[LiveEngine]:
+        """The state of each engine now, with what those that are up answer."""
+        answers = await self._engines.health(self._deadlines.health)
+        members = sorted(self.members, key=lambda member: member.worker.rank)
+        return [_live(self.name(r), self._state(r), answers.get(r.worker.rank)) for r in members]
 
     def connect(self, routers: Routers) -> None:
         """Announce engines that return to these routers, and read the losses that they have seen."""
@@ -741,6 +748,14 @@ def _set_if(event: asyncio.Event, condition: bool) -> None:
         event.set()
     else:
         event.clear()
+
+
+def _live(name: str, state: ReplicaState, health: EngineHealth | ClusterError | None) -> LiveEngine:
+    engine = LiveEngine(name, state.state, state.cause)
+    if not isinstance(health, EngineHealth):
+        return engine
+    names = "version", "running", "waiting", "seconds_since_step"
+    return replace(engine, **{name: getattr(health, name) for name in names})
 
 
 def hanging(health: EngineHealth, step_seconds: float) -> str | None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
-from nemorl.data.losses import LogprobStats, TrainStats
+from nemorl.data.losses import LogprobStats, Trained, TrainStats
 from nemorl.data.packed import PackedBatch
 from nemorl.megatron import model, parallel
 from nemorl.megatron.device import select_device
 from nemorl.megatron.worker import PolicyWorker
 
 LOSS = PolicyLoss(ClipLossConfig(), KLConfig(coefficient=0.05), entropy_coefficient=0.01)
+LOSS_WITHOUT_REFERENCE = PolicyLoss(ClipLossConfig(), KLConfig())
 
 
 @dataclass(frozen=True)
@@ -171,3 +173,30 @@ def weights_after_steps(
     weights = {name: values.clone() for name, values in worker.parameters().items()}
     worker.close()
     return weights
+
+
+def recorded(
+    rank: int, world_size: int, rendezvous: str, config: PolicyConfig, batch: PackedBatch, folder: Path
+) -> tuple[PackedBatch, Tensor, list[Trained]]:
+    """Train on two minibatches and record all sequences; the rank's batch and its logprobs before.
+
+    Sequences are named by data-parallel rank and number.
+    """
+    worker = start_worker(rank, world_size, rendezvous, config)
+    mine = share(batch, rank, config)
+    worker.load_batch(mine)
+    halves = partition(mine.num_sequences, -(-mine.num_sequences // 2))
+    worker.compute_logprobs([[number] for half in halves for number in half], old=True, reference=False)
+    before = worker.batch.old_logprobs
+    assert before is not None
+    worker.load_batch(mine)
+    for half in halves:
+        worker.train([[number] for number in half], LOSS_WITHOUT_REFERENCE, keep=True)
+    sharing = config.layout.tensor_parallel_size * config.layout.context_parallel_size
+    copy, of_copy = divmod(rank, sharing)
+    writes = not of_copy and copy < config.layout.data_parallel_size  # in the first stage
+    names = {number: f"{copy}/{number}" for number in range(mine.num_sequences) if writes}
+    trained, problem = worker.record(names, folder, 7)
+    assert not problem, problem
+    worker.close()
+    return mine, before, trained

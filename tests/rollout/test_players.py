@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from nemorl.commands.show import _list
 from nemorl.config.environment import FunctionRewardConfig
 from nemorl.config.experiment import Experiment
-from nemorl.rollout.stored import RolloutFiles, SampledBy, StoredGroup, TrajectoryLog, spread
+from nemorl.rollout.stored import LocalWriter, RolloutFiles, SampledBy, StoredGroup, TrajectoryLog, spread
 from nemorl.trajectories import Episode, EpisodeEnvironment, Message, Model, Task, Trajectory
 from tests.rollout.stored import stored, trajectory
 from tests.rollout.test_episodes import SEEN, chat_model, experiment, sample, scripted, seen
@@ -163,7 +163,8 @@ def test_stored_samples_are_counted_without_their_players(tmp_path, count: int, 
     files = RolloutFiles(tmp_path / "trajectories")
     files.begin(SampledBy("model", "checksum", 1.0, {}))
     summaries = [replace(group.summary, reference=name) for name, group in groups.items()]
-    asyncio.run(TrajectoryLog(files, fetch, count).write(1, summaries, {}))
+    log = TrajectoryLog(files, lambda: [LocalWriter(fetch)], count)
+    asyncio.run(log.write(1, log.kept(summaries), {}))
     assert len(list(files.summaries())) == written
 
 

@@ -1,6 +1,7 @@
 """Groups in files are the groups that were written."""
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from nemorl.rollout.stored import (
+    LocalWriter,
     RolloutFiles,
     SampledBy,
     StoredGroup,
@@ -72,26 +74,26 @@ def test_steps_are_removed_that_a_run_takes_again(files: RolloutFiles) -> None:
     assert files.steps() == [1, 2]
     assert sorted(path.name for path in files.folder.iterdir()) == [
         "rollout.json",
-        "step_000001.json",
-        "step_000001.safetensors",
-        "step_000002.json",
-        "step_000002.safetensors",
+        "step_000001-0.json",
+        "step_000001-0.safetensors",
+        "step_000002-0.json",
+        "step_000002-0.safetensors",
     ]
 
 
 def test_files_that_cannot_be_read_are_named(files: RolloutFiles, tmp_path: Path) -> None:
     files.write(1, [stored(0, [[trajectory(2)]])])
-    arrays = files.folder / "step_000001.safetensors"
+    arrays = files.folder / "step_000001-0.safetensors"
     arrays.write_bytes(arrays.read_bytes()[:40])
-    with pytest.raises(StoredRolloutError, match=r"step_000001\.safetensors cannot be read"):
+    with pytest.raises(StoredRolloutError, match=r"step_000001-0\.safetensors cannot be read"):
         files.group(1, 0)
-    (files.folder / "step_000001.json").write_text('{"step": 1}')
-    with pytest.raises(StoredRolloutError, match=r"step_000001\.json cannot be read"):
+    (files.folder / "step_000001-0.json").write_text('{"step": 1}')
+    with pytest.raises(StoredRolloutError, match=r"step_000001-0\.json cannot be read"):
         list(files.summaries())
     with pytest.raises(StoredRolloutError, match="holds no stored groups"):
         RolloutFiles(tmp_path / "other").origin()
     files.begin(replace(ORIGIN, format=99))
-    with pytest.raises(StoredRolloutError, match="format 99 is not 1"):
+    with pytest.raises(StoredRolloutError, match="format 99 is not 2"):
         files.origin()
 
 
@@ -106,8 +108,9 @@ def test_complete_groups_are_kept_until_there_are_as_many_samples(
         return behind[reference].sequences
 
     summaries = [replace(group.summary, reference=name) for name, group in behind.items()]
-    log = TrajectoryLog(files, fetch, count)
-    asyncio.run(log.write(3, summaries, {("reference 5", 0): 0.5, ("reference 5", 1): -0.5}))
+    log = TrajectoryLog(files, lambda: [LocalWriter(fetch)], count)
+    advantages = {("reference 5", 0): 0.5, ("reference 5", 1): -0.5}
+    asyncio.run(log.write(3, log.kept(summaries), advantages))
 
     assert [group.group for _, group in files.summaries()] == written
     if written:
@@ -129,7 +132,8 @@ def test_groups_behind_one_reference_are_stored_apart(files: RolloutFiles) -> No
         replace(group.summary.moved(rows), reference="both")
         for group, rows in zip(groups, (0, 2), strict=True)
     ]
-    asyncio.run(TrajectoryLog(files, fetch, 3).write(3, summaries, {("both", 3): 0.5}))
+    log = TrajectoryLog(files, lambda: [LocalWriter(fetch)], 3)
+    asyncio.run(log.write(3, log.kept(summaries), {("both", 3): 0.5}))
     assert asked == ["both"]
     for place, group in enumerate(groups):
         found = files.group(3, place)
@@ -137,3 +141,31 @@ def test_groups_behind_one_reference_are_stored_apart(files: RolloutFiles) -> No
         assert [t.tokens.tolist() for t in found.sequences] == [t.tokens.tolist() for t in group.sequences]
     assert np.nanmax(files.group(3, 1).advantages[1]) == 0.5
     assert np.isnan(files.group(3, 1).advantages[0]).all()
+
+
+def test_writers_share_a_step_by_their_nodes(files: RolloutFiles) -> None:
+    groups = [stored(number, [[trajectory(number % 3 + 1)]]) for number in range(6)]
+    nodes = ["a", "b", "a", "a", "b", ""]
+    behind = {f"reference {n}": group for n, group in enumerate(groups)}
+    wrote: dict[str, list[str]] = {"a": [], "b": []}
+
+    def writer(node: str) -> LocalWriter:
+        async def fetch(reference: Any) -> tuple[Trajectory, ...]:
+            wrote[node].append(reference)
+            return behind[reference].sequences
+
+        return LocalWriter(fetch, node)
+
+    summaries = [
+        replace(group.summary, reference=f"reference {n}", node=nodes[n]) for n, group in enumerate(groups)
+    ]
+    log = TrajectoryLog(files, lambda: [writer("a"), writer("b")], math.inf)
+    asyncio.run(log.write(3, log.kept(summaries), {}))
+    assert wrote == {
+        "a": ["reference 0", "reference 2", "reference 3"],
+        "b": ["reference 1", "reference 4", "reference 5"],
+    }
+    assert [group.group for _, group in files.summaries()] == list(range(6))
+    for place, group in enumerate(groups):
+        assert equal(files.group(3, place).sequences[0], group.sequences[0])
+    assert len(list(files.folder.glob("step_000003-*.json"))) == 2
