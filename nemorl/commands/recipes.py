@@ -71,7 +71,7 @@ def _print_needs(found: Sequence[shipped.Recipe]) -> None:
     commands = {value: command for recipe in found for value, command in recipe.needs.items()}
     if not commands:
         return
-    rows = table("Before a run that names one of these", ["value", "command"])
+    rows = table("What these values require before a run", ["value", "requires"])
     for value, command in commands.items():
         rows.add_row(Text(value), Text(command))
     console = notes()

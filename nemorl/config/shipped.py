@@ -58,9 +58,10 @@ def nearest(text: str) -> str:
     """The names that are most like a text that is none, and the command that lists all of them."""
     given = text.removesuffix(".yaml").removesuffix(".yml").removeprefix("configs/")
     last = given.rpartition("/")[2]
-    by_path = difflib.get_close_matches(given, names(), _MAX_NEAREST)
-    same_last = [name for name in names() if last in (name.rpartition("/")[2], *name.split("/")[:-1])]
-    close = list(dict.fromkeys([*(name for name in names() if name == given), *by_path, *same_last]))
+    complete = [recipe.name for recipe in recipes()]
+    by_path = difflib.get_close_matches(given, complete, _MAX_NEAREST)
+    same_last = [name for name in complete if last in (name.rpartition("/")[2], *name.split("/")[:-1])]
+    close = list(dict.fromkeys([*(name for name in complete if name == given), *by_path, *same_last]))
     meant = ", ".join(f"`{name}`" for name in close[:_MAX_NEAREST])
     question = f"did you mean {meant}? " if meant else ""
     return f"{question}`nemorl recipes list` shows the experiments that come with nemorl"
@@ -86,7 +87,7 @@ class Recipe:
     model: str  # path, or id on the Hugging Face hub
     devices: str  # `CPU`, `8 GPUs` or `2 x 8 GPUs`
     description: str  # first sentence of the file's comment
-    needs: dict[str, str]  # values that are not available everywhere -> the command after which they are
+    needs: dict[str, str]  # values that are not available everywhere -> what to do before a run
 
     def matches(self, pattern: str) -> bool:
         # Every second one begins with a model of the quickstart's runs.
@@ -114,7 +115,8 @@ def describe(name: str) -> Recipe | None:
         model=str(_value(tree, "policy", "model_path")),
         devices=_devices(tree),
         description=_description(file_of(name).read_text(encoding="utf-8")),
-        needs={text: command for text in _texts(tree) if (command := command_for(text))},
+        needs={text: command for text in _texts(tree) if (command := command_for(text))}
+        | dict(_data_needs(tree.get("data"))),
     )
 
 
@@ -189,6 +191,17 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _texts(item)
+
+
+def _data_needs(section: object) -> Iterator[tuple[str, str]]:
+    """Of paths of datasets: those with a split are Hugging Face's, which an extra reads."""
+    if isinstance(section, dict):
+        path = section.get("path")
+        if isinstance(path, str):
+            is_hub = "split" in section
+            yield path, "pip install 'nemorl[data]'" if is_hub else "write this file (docs/data.md)"
+        for value in section.values():
+            yield from _data_needs(value)
 
 
 def _devices(tree: Tree) -> str:

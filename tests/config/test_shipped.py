@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 FILES = {
     "base/model": "# Only others build on it.\npolicy: {model_path: Qwen/Qwen3-8B}\n",
     "base/nodes": "cluster: {num_nodes: 2, gpus_per_node: 8}\nrun_dir: runs/base\n",
+    "data": "# With rows.\ndefaults: after.yaml\ndata:\n  train: {name: mixture, sources: {a: {dataset: "
+    "{name: tasks, path: openai/gsm8k, split: train}}, b: {dataset: {name: jsonl, path: data/own.jsonl}}}}\n",
     "big/grpo": "# Dr. GRPO of a big model, e.g. with 8B. It takes\n# two nodes.\n"
     "defaults:\n  - ../base/model.yaml\n  - '../base/nodes.yaml'   # where it runs\n"
     "algorithm: {name: dr_grpo}\ngeneration: {backend: vllm}\ncheckpointing: {save_hf: true}\n"
@@ -39,7 +41,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_names_are_paths_without_the_suffix(files: Path) -> None:
-    assert shipped.names() == ("after", "base/model", "base/nodes", "big/grpo")
+    assert shipped.names() == ("after", "base/model", "base/nodes", "big/grpo", "data")
 
 
 def test_a_path_that_exists_comes_before_a_name(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,18 +54,20 @@ def test_a_path_that_exists_comes_before_a_name(files: Path, monkeypatch: pytest
 
 
 def test_what_a_file_and_its_parents_say_about_it(files: Path) -> None:
-    after, big = shipped.recipes()
+    after, big, data = shipped.recipes()
     assert (big.name, big.algorithm, big.model) == ("big/grpo", "dr_grpo", "Qwen/Qwen3-8B")
     assert big.description == "Dr. GRPO of a big model, e.g. with 8B"
     assert big.devices == "2 x 8 GPUs"
     assert big.needs == {"vllm": "pip install 'nemorl[vllm]'"}
     assert (after.devices, after.algorithm) == ("1 GPU", "dr_grpo")
     assert after.needs == {**big.needs, "runs/big/hf": "nemorl train big/grpo"}
+    rows = {"openai/gsm8k": "pip install 'nemorl[data]'", "data/own.jsonl": "write this file (docs/data.md)"}
+    assert data.needs == after.needs | rows
 
 
 @pytest.mark.parametrize(
     ("pattern", "found"),
-    [("", ["after", "big/grpo"]), ("qwen", ["big/grpo"]), ("big/*", ["big/grpo"]), ("base", [])],
+    [("", ["after", "big/grpo", "data"]), ("qwen", ["big/grpo"]), ("big/*", ["big/grpo"]), ("base", [])],
 )
 def test_patterns(files: Path, pattern: str, found: list[str]) -> None:
     assert [recipe.name for recipe in shipped.recipes(pattern)] == found
