@@ -301,8 +301,10 @@ def _dataset(x: Origin, path: str, split: str, *, limited: bool = True) -> dict[
     if kind(x) in ("dpo", "rm"):
         keys: dict[str, Any] = {"name": "preference", "prompt_key": x.get("data.prompt_key")}
         keys |= {"chosen_key": x.get("data.chosen_key"), "rejected_key": x.get("data.rejected_key")}
-    elif kind(x) == "sft" and x.get("data.multiturn", False):
+    elif kind(x) == "sft" and _is_conversation(x):
         keys = {"name": "conversations", "messages_key": x.get("data.input_key", "input")}
+        if not x.get("data.multiturn", False):
+            x.changed("data.input_key", "every turn of the assistant is trained on; there the last one")
     else:
         answer = "data.label_key" if is_online(x) else "data.output_key"
         keys = {"name": "tasks", "prompt_key": x.get("data.input_key", "input"), "answer_key": x.get(answer)}
@@ -310,6 +312,12 @@ def _dataset(x: Origin, path: str, split: str, *, limited: bool = True) -> dict[
         return {**keys, "path": path}
     most = x.values.get("data.max_samples") if limited else None
     return {**keys, "path": path, "split": split if most is None else f"{split}[:{most}]"}
+
+
+def _is_conversation(x: Origin) -> bool:
+    """True if the rows of SFT are messages, of which the last one may be the only answer."""
+    whole = x.get("data.output_key") is None and x.get("data.apply_chat_template")
+    return bool(whole or x.get("data.multiturn", False))
 
 
 def validation(x: Origin) -> dict[str, Any]:

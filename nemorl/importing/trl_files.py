@@ -12,6 +12,7 @@ _SIZES = "num_processes", "num_machines"  # of `accelerate launch`, which `trl` 
 _TORCHRUN = {"nproc_per_node": "num_processes", "nnodes": "num_machines"}
 _BUILT_IN = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl", "python", "python3")
+_OTHERS = ("sft", "dpo", "kto", "reward", "rloo", "gkd")  # names of TRL's scripts
 _ALIASES = {"r": "lora_r", "target_modules": "lora_target_modules"}  # of LoraConfig
 
 
@@ -63,9 +64,9 @@ def from_words(words: list[str], folder: Path, trainers: Mapping[str, str]) -> d
     name = Path(words[end]).stem.removeprefix("trl.scripts.") if ends else ""
     if name == "trl":
         name = after[0] if after else ""
-        if name not in trainers:
-            listed = ", ".join(f"`trl {one}`" for one in trainers)
-            raise CannotImport(f"trl {name}: this trainer is not imported; {listed} are")
+    if name not in trainers and (name in _OTHERS or "trl" in words[end : end + 1]):
+        listed = ", ".join(trainers)
+        raise CannotImport(f"trl {name}: this trainer is not imported; those that are: {listed}")
     own = options_of(after)
     if config := own.pop("config", None):
         tree |= _of_yaml(_near(str(config), folder))

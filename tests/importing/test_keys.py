@@ -200,6 +200,26 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "grpo.skip_reference_policy_logprobs_calculation": (GRPO, False, True),
         "data.prompt_file": (GRPO, "prompt.txt", None),
         "data.system_prompt_file": (GRPO, "prompt.txt", None),
+        "policy.generation.colocated.resources.num_nodes": (
+            _ASYNC | {"cluster.num_nodes": 4, "policy.generation.colocated.resources.gpus_per_node": 8},
+            1,
+            2,
+        ),
+        "policy.dynamic_batching.train_mb_tokens": (
+            GRPO | {"policy.dynamic_batching.enabled": True},
+            4096,
+            8192,
+        ),
+        "policy.megatron_cfg.recompute_granularity": (
+            MEGATRON | {"policy.megatron_cfg.activation_checkpointing": True},
+            "full",
+            "selective",
+        ),
+        "policy.dtensor_cfg.sequence_parallel": (
+            GRPO | {"policy.dtensor_cfg.tensor_parallel_size": 2},
+            True,
+            False,
+        ),
         "logger.wandb.project": (GRPO | {"logger.wandb_enabled": True}, "a", "b"),
         "logger.wandb.entity": (GRPO | {"logger.wandb_enabled": True}, "a", "b"),
         "logger.swanlab.project": (GRPO | {"logger.swanlab_enabled": True}, "a", "b"),
@@ -523,6 +543,31 @@ def test_a_wrong_type_is_an_error_that_names_the_key(project: str, tmp_path: Pat
         else:
             silent.append(key)
     assert not silent
+
+
+_CORRECTED = GROUPED | {"algo.advantage.is_correction_enable": True}
+_REINFORCE = OPENRLHF | {"algo.advantage.estimator": "reinforce", "algo.kl.init_coef": 0.0}
+VALID = {
+    "gspo": _CORRECTED | {"actor.policy_loss_type": "gspo", "algo.kl.use_loss": True},
+    "seq-mask-tis": _CORRECTED | {"algo.advantage.is_correction_type": "seq-mask-tis"},
+    "rloo": GROUPED | {"algo.advantage.estimator": "rloo"},
+    "reinforce": _REINFORCE | {"algo.advantage.no_std_norm": True},
+    "gae": OPENRLHF | {"critic.freezing_steps": 2},
+    "asynchronous": GROUPED | {"train.async_enable": True, "train.partial_rollout_enable": True},
+    "reward model": OPENRLHF | {"reward.remote_url": None, "reward.model_name_or_path": "org/rm"},
+    "margins": OFFLINE["rm"] | {"model.margin_loss_enable": True},
+    "log_exp": OFFLINE["rm"] | {"model.loss_type": "logexp"},
+    "ipo": OFFLINE["dpo"] | {"model.ipo_enable": True, "eval.dataset": "org/x", "eval.steps": 5},
+    "cdpo": OFFLINE["dpo"] | {"model.label_smoothing": 0.1, "model.nll_loss_coef": 0.1},
+    "conversations": OFFLINE["sft"] | {"data.apply_chat_template": True, "data.input_key": "messages"},
+}
+
+
+@pytest.mark.parametrize("case", VALID)
+def test_runs_of_openrlhf_that_no_script_shows_pass_the_checks(case: str, tmp_path: Path) -> None:
+    """`checked` raises otherwise."""
+    imported = import_values(PROJECTS["openrlhf"], VALID[case], OPTIONS)
+    assert checked(to_text(imported, PROJECTS["openrlhf"], case), tmp_path, Path(case), imported)
 
 
 @pytest.mark.parametrize("project", ["nemo-rl", "verl", "openrlhf"])
