@@ -66,7 +66,9 @@ CHOSEN = {
 }
 # What this step does not take, with the reason. A pattern that matches nothing has no effect.
 STOPS = {
-    "after the step: records, checkpoints, validation": ("RunRecorder",),
+    "after the step: records, checkpoints, validation": (
+        *("RunRecorder", "OnlineAlgorithm._record", "PolicyWorker._keep", "ModelWork", "stage_range"),
+    ),
     "a process that died": (
         *("Supervisor", "ReplicaSupervisor", "RolloutSupervisor"),
         *("resolve_error", "describe_activity", "WorkerGroup.kill", "WorkerGroup._silent"),
