@@ -5,7 +5,7 @@ included: two operations for each multiplication. Not counted are padding, what 
 the optimizer, and work that training saves: tokens that several sequences of a micro-batch begin with count
 once, and the head counts where a logprob is computed. So an MFU of training is never above what was done.
 
-backward of a trained matrix = 2 forward: the gradients of its input and of itself
+backward of a trained matrix = 2 forward: the gradients of its input and its elements
 backward of a frozen matrix (LoRA) = 1 forward: that of its input
 backward of attention = 2 forward
 """
