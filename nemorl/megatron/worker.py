@@ -40,7 +40,7 @@ from . import checkpoint, parallel
 from .calibration import InputRanges
 from .checkpoint_store import FileRecord
 from .decode import CachedModel, DecodingCopy
-from .device import DeviceKind, select_device
+from .device import DeviceKind, select_device, stage_range
 from .fake_quantization import FakeQuantization
 from .guards import guarded_values
 from .kernels import Installed, check_fp8, check_optimizer, choose, recompute_notes
@@ -49,7 +49,7 @@ from .model import build_model, local_name
 from .moe import Routers
 from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
 from .packing import MicroBatch, MicroBatchMaker, check_batch
-from .profile import StepProfile, stage_range
+from .profile import StepProfile
 from .schedule import (
     Pipeline,
     logprob_gap,
