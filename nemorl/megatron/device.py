@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from nemorl.device import gpu, make_current, pins_memory
 
@@ -34,15 +33,6 @@ _MODULES_THAT_NAME_CUDA = (
 )
 _GROUPED = "enable_gqa"
 _FACTORIES = ("zeros", "ones", "empty", "tensor")
-
-
-@contextmanager
-def stage_range(name: str) -> Iterator[None]:
-    """A range of this name in traces of torch's profiler, and with CUDA of NVIDIA's tools (NVTX)."""
-    # A build for CUDA has NVTX; a rehearsal pretends to have a GPU.
-    has_nvtx = torch.version.cuda is not None and torch.cuda.is_available()
-    with record_function(name), torch.cuda.nvtx.range(name) if has_nvtx else nullcontext():
-        yield
 
 
 def select_device(kind: DeviceKind, rank: int) -> torch.device:

@@ -40,7 +40,7 @@ from . import checkpoint, parallel
 from .calibration import InputRanges
 from .checkpoint_store import FileRecord
 from .decode import CachedModel, DecodingCopy
-from .device import DeviceKind, select_device, stage_range
+from .device import DeviceKind, select_device
 from .fake_quantization import FakeQuantization
 from .guards import guarded_values
 from .kernels import Installed, check_fp8, check_optimizer, choose, recompute_notes
@@ -55,6 +55,7 @@ from .schedule import (
     logprob_gap,
     of_first_rank,
     over_data_parallel,
+    stage_range,
     sum_over_data_parallel,
     value_metrics,
 )
