@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         *("config", "device", "errors", "models", "trajectories", "weights", "megatron", "cluster", "plan"),
     },
     "weights": {"config", "device", "errors", "models"},
-    "megatron": {"config", "device", "errors", "models", "data", "weights"},
+    "megatron": {"config", "device", "errors", "models", "data", "weights", "plan"},
     "rewards": {"config", "errors", "environments", "generation", "trajectories"},
     "rollout": {
         *("config", "errors", "data", "cluster", "generation", "observe", "rewards", "serve", "trajectories"),

@@ -406,7 +406,7 @@ class MicroBatchMaker:
             parallel_state.get_context_parallel_group(),
         )
         self.routes = shape.moe is not None
-        self._work = ModelWork.of(config, shape)
+        self._work = ModelWork.of(shape, config.lora)
         attends = self.kernel is not None or has_dense_attention_with_lse(device)
         self.shares_prefixes = config.share_prefixes and attends
 

@@ -1,27 +1,16 @@
 """Traces of single steps of a rank, for Perfetto, and the memory behind them."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from nemorl.config.policy import ProfileConfig
 
 _MOST_ALLOCATIONS = 1_000_000  # that a snapshot of a GPU's memory remembers
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def stage_range(name: str) -> Iterator[None]:
-    """A range of this name in traces of torch's profiler, and with CUDA of NVIDIA's tools (NVTX)."""
-    # A build for CUDA has NVTX; a rehearsal pretends to have a GPU.
-    has_nvtx = torch.version.cuda is not None and torch.cuda.is_available()
-    with record_function(name), torch.cuda.nvtx.range(name) if has_nvtx else nullcontext():
-        yield
 
 
 class StepProfile:

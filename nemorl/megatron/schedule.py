@@ -7,6 +7,7 @@ from dividing.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.profiler import record_function
 
 from nemorl.data.losses import CandidateLoss, LogprobStats, Loss, LossOutput, ValueStats
 from nemorl.data.packed import PackedBatch
@@ -196,6 +198,15 @@ def over_data_parallel(values: Tensor, device: torch.device) -> Tensor:
     gathered = [torch.empty_like(padded) for _ in range(group.size())]
     dist.all_gather(gathered, padded, group=group)
     return torch.cat([part[:n] for part, n in zip(gathered, counts.tolist(), strict=True)]).cpu()
+
+
+@contextmanager
+def stage_range(name: str) -> Iterator[None]:
+    """A range of this name in traces of torch's profiler, and with CUDA of NVIDIA's tools (NVTX)."""
+    # A build for CUDA has NVTX; a rehearsal pretends to have a GPU.
+    has_nvtx = torch.version.cuda is not None and torch.cuda.is_available()
+    with record_function(name), torch.cuda.nvtx.range(name) if has_nvtx else nullcontext():
+        yield
 
 
 def sum_over_data_parallel(values: Tensor, device: torch.device) -> Tensor:

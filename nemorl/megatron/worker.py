@@ -50,12 +50,13 @@ from .model import build_model, local_name
 from .moe import Routers
 from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
 from .packing import MicroBatch, MicroBatchMaker, check_batch
-from .profile import StepProfile, stage_range
+from .profile import StepProfile
 from .schedule import (
     Pipeline,
     logprob_gap,
     of_first_rank,
     over_data_parallel,
+    stage_range,
     sum_over_data_parallel,
     value_metrics,
 )

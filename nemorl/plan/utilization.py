@@ -5,7 +5,7 @@ included: two operations for each multiplication. Not counted are padding, what 
 the optimizer, and work that training saves: tokens that several sequences of a micro-batch begin with count
 once, and the head counts where a logprob is computed. So an MFU of training is never above what was done.
 
-backward of a trained matrix = 2 forward: the gradients of its input and of itself
+backward of a trained matrix = 2 forward: the gradients of its input and its elements
 backward of a frozen matrix (LoRA) = 1 forward: that of its input
 backward of attention = 2 forward
 """
@@ -14,11 +14,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.experiment import Experiment
-from nemorl.config.policy import PolicyConfig
+from nemorl.config.policy import LoraConfig, PolicyConfig
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.shape import ModelShape
 
@@ -28,16 +27,22 @@ from .operations import attention_width, forward_products
 
 @dataclass(frozen=True)
 class ModelWork:
-    """Operations of a model; `adapters` are elements of LoRA's matrices if only these are trained."""
+    """Operations of a model; of a token where nothing else is said."""
 
-    shape: ModelShape
-    adapters: int = 0
+    body: int  # in the layers' products
+    head: int
+    seen: int  # for each token that it sees in one layer
+    windows: tuple[tuple[int | None, int], ...]  # how many tokens layers see, None for all, and their number
+    adapters: int = 0  # elements of LoRA's matrices, if only these are trained
 
     @classmethod
-    def of(cls, policy: PolicyConfig, shape: ModelShape) -> "ModelWork":
-        if policy.lora is None:
-            return cls(shape)
-        return cls(shape, sum(math.prod(size) for size in adapter_tensors(shape, policy.lora).values()))
+    def of(cls, shape: ModelShape, lora: LoraConfig | None = None) -> "ModelWork":
+        body = forward_products(shape) - 2 * shape.hidden_size * shape.vocab_size
+        head = 2 * shape.hidden_size * (1 if shape.head == "scalar" else shape.vocab_size)
+        windows = Counter(shape.window(layer) for layer in range(shape.num_layers))
+        sizes = () if lora is None else adapter_tensors(shape, lora).values()
+        adapters = sum(map(math.prod, sizes))
+        return cls(body, head, 2 * attention_width(shape), tuple(windows.items()), adapters)
 
     def training(self, segments: Sequence[tuple[int, int]], num_scored: int) -> float:
         """Forward and backward over tokens at places [start, end) of their sequences.
@@ -45,7 +50,7 @@ class ModelWork:
         `num_scored` tokens have a logprob, or with a scalar head a number.
         """
         tokens = sum(end - start for start, end in segments)
-        products = tokens * self._body + num_scored * self._head
+        products = tokens * self.body + num_scored * self.head
         attention = sum(self._attention(start, end) for start, end in segments)
         if self.adapters:
             return 2 * products + 3 * attention + 6 * self.adapters * tokens
@@ -62,30 +67,15 @@ class ModelWork:
             shared = prompts.pop() if len(prompts) == 1 else 0
             total += self._forward(0, shared)
             for tokens, sampled in group:
-                total += self._forward(shared, max(shared, tokens - 1)) + sampled * self._head
+                total += self._forward(shared, max(shared, tokens - 1)) + sampled * self.head
         return total
 
     def _forward(self, start: int, end: int) -> float:
-        return (end - start) * self._body + self._attention(start, end)
+        return (end - start) * self.body + self._attention(start, end)
 
     def _attention(self, start: int, end: int) -> float:
         """Of tokens at places [start, end), each of which sees itself and those before it."""
-        width = 2 * attention_width(self.shape)
-        seen = (count * _seen(start, end, window) for window, count in self._windows.items())
-        return float(width * sum(seen))
-
-    @cached_property
-    def _windows(self) -> Counter[int | None]:
-        return Counter(self.shape.window(layer) for layer in range(self.shape.num_layers))
-
-    @cached_property
-    def _body(self) -> int:
-        """Of a token in the layers' products."""
-        return forward_products(self.shape) - 2 * self.shape.hidden_size * self.shape.vocab_size
-
-    @property
-    def _head(self) -> int:
-        return 2 * self.shape.hidden_size * (1 if self.shape.head == "scalar" else self.shape.vocab_size)
+        return float(self.seen * sum(count * _seen(start, end, window) for window, count in self.windows))
 
 
 def _seen(start: int, end: int, window: int | None) -> int:

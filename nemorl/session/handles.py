@@ -113,7 +113,7 @@ class ModelHandle:
         self.devices = DeviceScheduler([self])  # replaced if other models compute on the same devices
         self._config = spec.config
         self._shape = load_shape(spec.config.model_path, spec.config.head)
-        self.work = ModelWork.of(spec.config, self._shape)
+        self.work = ModelWork.of(self._shape, spec.config.lora)
         self._deadlines = cluster.deadlines
         self._offloaded = False
         self._batch: shards.BatchPlan | None = None

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nemorl.config.policy import ProfileConfig
-from nemorl.megatron.profile import StepProfile, stage_range
+from nemorl.megatron.profile import StepProfile
+from nemorl.megatron.schedule import stage_range
 
 CPU = torch.device("cpu")
 

@@ -95,7 +95,7 @@ def test_shared_tokens_change_no_result(computed: Computed, family: str) -> None
     shared, apart = (computed(family, batch, shares=shares) for shares in (True, False))
     assert_equal(shared, apart)
     scored = int(batch.loss_mask.sum())
-    work = ModelWork(apart["shape"]).training([(0, length) for length in LENGTHS], scored)
+    work = ModelWork.of(apart["shape"]).training([(0, length) for length in LENGTHS], scored)
     assert apart["stats"].flops == pytest.approx(work)
     saved = 1 - NUM_DISTINCT / sum(LENGTHS)
     assert 0.5 * saved < 1 - shared["stats"].flops / work < 1.5 * saved  # attention and the head differ

@@ -46,7 +46,7 @@ def test_training_counts_three_forward_passes(shape: ModelShape) -> None:
     products, attention = map(sum, zip(by_hand(shape, 0, 7), by_hand(shape, 0, 3), strict=True))
     head = 6 * 2 * HIDDEN * shape.vocab_size
 
-    assert ModelWork(shape).training([(0, 7), (0, 3)], 6) == 3 * (products + head + attention)
+    assert ModelWork.of(shape).training([(0, 7), (0, 3)], 6) == 3 * (products + head + attention)
 
 
 def test_torch_counts_the_same_products_and_gradients(folder: Path, shape: ModelShape) -> None:
@@ -59,17 +59,17 @@ def test_torch_counts_the_same_products_and_gradients(folder: Path, shape: Model
 
     products, seen = by_hand(shape, 0, 12)
     assert linear == 3 * (products + 12 * 2 * HIDDEN * shape.vocab_size)
-    assert ModelWork(shape).training([(0, 12)], 12) == linear + 3 * seen
+    assert ModelWork.of(shape).training([(0, 12)], 12) == linear + 3 * seen
 
 
 def test_shared_tokens_count_once_and_windows_limit_what_is_seen(shape: ModelShape) -> None:
-    work = ModelWork(shape)
+    work = ModelWork.of(shape)
     apart = work.training([(0, 9), (0, 9)], 0)
     shared = work.training([(0, 5), (5, 9), (5, 9)], 0)
     assert apart - shared == 3 * sum(by_hand(shape, 0, 5))
 
     narrow = replace(shape, windows=(4,) * LAYERS)
-    limited = ModelWork(narrow).training([(0, 3), (2, 9)], 0)
+    limited = ModelWork.of(narrow).training([(0, 3), (2, 9)], 0)
     seen = sum(min(place + 1, 4) for place in [*range(3), *range(2, 9)])
     products = by_hand(shape, 0, 3)[0] + by_hand(shape, 2, 9)[0]
     assert limited == 3 * (products + LAYERS * 2 * 2 * HEADS * shape.head_dim * seen)
@@ -77,7 +77,7 @@ def test_shared_tokens_count_once_and_windows_limit_what_is_seen(shape: ModelSha
 
 def test_frozen_weights_have_no_gradient(configure: Configure, shape: ModelShape) -> None:
     policy = configure("policy.lora={rank: 2, alpha: 4, targets: [q_proj, down_proj]}").policy
-    work = ModelWork.of(policy, shape)
+    work = ModelWork.of(shape, policy.lora)
     assert policy.lora is not None
     sizes = adapter_tensors(shape, policy.lora).values()
     elements = LAYERS * (2 * HIDDEN + 2 * HEADS * shape.head_dim + 2 * FFN + 2 * HIDDEN)
@@ -101,7 +101,7 @@ def test_experts_count_those_of_a_token() -> None:
     )
     attention = shape.num_layers * 4 * shape.num_attention_heads * size
 
-    assert ModelWork(shape).training([(0, 1)], 0) == 3 * (products + attention)
+    assert ModelWork.of(shape).training([(0, 1)], 0) == 3 * (products + attention)
 
 
 def test_generation_reads_the_prompt_of_a_group_once(shape: ModelShape) -> None:
@@ -109,12 +109,12 @@ def test_generation_reads_the_prompt_of_a_group_once(shape: ModelShape) -> None:
     group = [(9, 4), (7, 2)]  # prompts of 5
     parts = [(0, 5), (5, 8), (5, 6)]  # what is sampled last is not read
     expected = sum(sum(by_hand(shape, *part)) for part in parts) + 6 * head
-    assert ModelWork(shape).generation([group]) == expected
+    assert ModelWork.of(shape).generation([group]) == expected
 
     turns = [(9, 4), (9, 2)]  # what an environment says is of each sample
     expected = sum(sum(by_hand(shape, 0, 8)) for _ in turns) + 6 * head
-    assert ModelWork(shape).generation([turns]) == expected
-    assert ModelWork(shape).generation([[(5, 0)]]) == sum(by_hand(shape, 0, 5))
+    assert ModelWork.of(shape).generation([turns]) == expected
+    assert ModelWork.of(shape).generation([[(5, 0)]]) == sum(by_hand(shape, 0, 5))
 
 
 def test_the_peak_is_known_of_named_devices_only(configure: Configure) -> None:
