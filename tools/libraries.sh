@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Test against packages that cannot be installed next to the others: tools/libraries.sh
 #
-# OpenEnv requires an older mcp, NeMo-Gym Python 3.12, and trackers an older protobuf. Each has an environment of
-# its own, .venv-NAME.
+# OpenEnv requires an older mcp, NeMo-Gym Python 3.12, and trackers an older protobuf; lm_eval is a client
+# that nemorl does not import. Each has an environment of its own, .venv-NAME.
 #   PYTHON312=/path/to/python3.12   the interpreter of NeMo-Gym
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -35,10 +35,12 @@ environment .venv-openenv .venv/bin/python 'openenv==0.10.0'
 environment .venv-nemo-gym "${PYTHON312:-python3.12}" 'nemo-gym==0.4.0'
 environment .venv-trackers .venv/bin/python wandb==0.31.0 mlflow-skinny==3.17.2 trackio==0.43.0 swanlab==0.10.3 \
   pydantic pyyaml rich jinja2 pytest pytest-xdist hypothesis
+environment .venv-lm-eval .venv/bin/python 'lm_eval[api]==0.4.13' transformers
+export NEMORL_LM_EVAL_PYTHON=$PWD/.venv-lm-eval/bin/python
 export NEMORL_OPENENV_PYTHON=$PWD/.venv-openenv/bin/python
 export NEMORL_NEMO_GYM_PYTHON=$PWD/.venv-nemo-gym/bin/python
-export NEMORL_REQUIRE=openenv,nemo_gym
-.venv/bin/pytest tests/environments/test_openenv.py tests/rollout/test_nemo_gym.py
+export NEMORL_REQUIRE=openenv,nemo_gym,lm_eval
+.venv/bin/pytest tests/environments/test_openenv.py tests/rollout/test_nemo_gym.py tests/serve/test_lm_eval.py
 
 # The process of a tracker uses the interpreter of the run, so these tests run in the trackers' environment.
 NEMORL_REQUIRE=wandb,mlflow,trackio,swanlab PYTHONPATH=. .venv-trackers/bin/python -m pytest --config-file=/dev/null \

@@ -1,4 +1,4 @@
-"""`nemorl models`: create, download and convert model folders."""
+"""`nemorl models` and `nemorl push`: create, download, convert and upload model folders."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -67,6 +67,14 @@ def register(commands: Commands) -> None:
     card.add_argument("--run", type=Path, metavar="RUN_DIR", help="the run, if its folder was moved")
     lm_eval_help = "results_….json of lm-evaluation-harness for the evaluation table; may be repeated"
     card.add_argument("--lm-eval", type=Path, action="append", default=[], metavar="FILE", help=lm_eval_help)
+
+    push = add_command(commands, "push", _push, "upload an exported model to the Hugging Face hub")
+    push.add_argument("place", type=Path, metavar="FOLDER", help="exported folder, or a run that has hf/")
+    push.add_argument("repository", metavar="REPO_ID", help="ORG/NAME; created unless it exists")
+    push.add_argument("--private", action="store_true", help="make a new repository private")
+    push.add_argument("--revision", metavar="BRANCH", help="branch, created unless it exists (default: main)")
+    dry_run_help = "list what would be uploaded, without a network"
+    push.add_argument("--dry-run", action="store_true", help=dry_run_help)
 
 
 def _write_folder(arguments: Namespace) -> int:
@@ -145,4 +153,19 @@ def _card(arguments: Namespace) -> int:
         fix = "it is not overwritten: move it away, and copy what you need"
         raise UsageError(f"{folder / CARD_FILE} was not written by nemorl, or was edited; {fix}")
     say(f"model card: {folder / CARD_FILE}")
+    return ExitCode.WELL
+
+
+def _push(arguments: Namespace) -> int:
+    from nemorl.run.push import plan_push, push
+
+    plan = plan_push(arguments.place, arguments.repository)
+    for path in plan.files:
+        say(f"{path.stat().st_size:>16,}  {path.relative_to(plan.folder)}")
+    total = f"{len(plan.files)} files, {plan.num_bytes / 1e9:.3f} GB, to {plan.repository}"
+    if arguments.dry_run:
+        say(f"{total}; nothing was uploaded (--dry-run)")
+        return ExitCode.WELL
+    say(total)
+    say(f"pushed: {push(plan, private=arguments.private, revision=arguments.revision)}")
     return ExitCode.WELL

@@ -23,7 +23,7 @@ from nemorl.trajectories import Int16Array, Int32Array, StopReason
 from .drafts import DraftModel, DraftRow, ModelDrafts, PromptLookup, StepCost
 from .sampling import Sampled, Sampler
 from .tokens import RequestLimits, StopStringFinder, TokenBuffer
-from .types import Completion, EngineStats, GenerationRequest, Progress, RequestRefused
+from .types import Completion, EngineStats, GenerationRequest, Progress, PromptScores, RequestRefused
 
 
 @dataclass(eq=False)
@@ -164,12 +164,16 @@ class BatchingEngine:
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
         experts: Callable[[int, int, int], Int16Array] | None = None,
+        score: Callable[[Int32Array], PromptScores] | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """`experts` of a cache row, from a position to before another, where they are to be returned."""
+        """`experts` of a cache row, from a position to before another, where they are to be returned.
+
+        `score` computes the logprobs of a prompt, where `limits` allow requests for them.
+        """
         self.version = 0  # of the weights that sample
         self._runner, self._limits = runner, limits
-        self._device, self._clock, self._experts = device, clock, experts
+        self._device, self._clock, self._experts, self._score = device, clock, experts, score
         self._reader = PromptReader(runner, config.max_cached_tokens)
         self._lookup = config.speculation if isinstance(config.speculation, PromptLookupConfig) else None
         self._draft_model = draft_model
@@ -242,6 +246,8 @@ class BatchingEngine:
         for row, sequence in admitted:
             rows.setdefault(sequence.prompt_key, []).append(row)
             sequence.read_by = self.version
+            if sequence.request.scores_prompt and self._score is not None:
+                sequence.sampled.prompt_scores = self._score(sequence.request.prompt)
             if self._lookup is not None:
                 sequence.drafts = PromptLookup(self._lookup, sequence.request.prompt)
             elif self._draft_model is not None:

@@ -75,6 +75,8 @@ class _Flight:
             self.fail(RequestRefused(report.reason))
             return
         self.sampled.add(progress)
+        if isinstance(report, Completion):
+            self.sampled.prompt_scores = report.prompt_scores
         if self.on_progress is not None:
             self.on_progress(progress)
         if isinstance(report, Completion):

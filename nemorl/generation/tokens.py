@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from nemorl.trajectories import Int16Array, StopReason
 
-from .types import Completion, GenerationRequest, Progress, RequestRefused
+from .types import Completion, GenerationRequest, Progress, PromptScores, RequestRefused
 
 Decode = Callable[[Sequence[int]], str]  # special tokens included
 
@@ -27,6 +27,7 @@ class TokenBuffer:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: list[Int16Array] = field(default_factory=list)  # consecutive rows; see `Completion`
+    prompt_scores: PromptScores | None = None
     _num_reported: int = 0
     _experts_reported: int = 0  # arrays of `experts`
 
@@ -83,7 +84,8 @@ class TokenBuffer:
 
     def complete(self, request_id: str, stop: StopReason, seconds: float) -> Completion:
         p = self._from(0, 0, request_id)
-        return Completion(p.id, p.tokens, p.logprobs, p.versions, stop, seconds, p.routed_experts)
+        values = (p.tokens, p.logprobs, p.versions)
+        return Completion(p.id, *values, stop, seconds, p.routed_experts, self.prompt_scores)
 
     def _from(self, token: int, experts: int, request_id: str) -> Progress:
         return Progress(
@@ -149,6 +151,7 @@ class RequestLimits:
     max_sequence_length: int  # tokens of prompt and completion
     max_kv_tokens: int
     decode: Decode | None = None  # required for stop strings only
+    scores_prompts: bool = False  # the engine returns logprobs of prompts
 
     def max_tokens(self, request: GenerationRequest) -> int:
         """Tokens the sequence may reach, prompt included."""
@@ -172,6 +175,9 @@ class RequestLimits:
         elif request.stop_strings and self.decode is None:
             problem = "has stop strings, and there is no tokenizer.json to decode with; save the tokenizer in"
             problem += " the fast format or use stop_token_ids"
+        elif request.scores_prompt and not self.scores_prompts:
+            problem = "asks for logprobs of its prompt, which only the embedded engine returns; serve the"
+            problem += " model with generation.backend: torch"
         else:
             return
         raise RequestRefused(f"request {request.id!r} {problem}")

@@ -36,6 +36,19 @@ class GenerationRequest:
     # Tokens at the end of `prompt` that a lost replica sampled: draws and stop strings continue from there.
     sampled_before: int = 0
     routed_experts_from: int = 0  # position of the first token whose experts an engine returns, if any
+    scores_prompt: bool = False  # return logprobs of the prompt's tokens; refused where an engine cannot
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Logprobs of a prompt's tokens after the first, each given those before it, at temperature 1.
+
+    `p` is the number of prompt tokens less one.
+    """
+
+    logprobs: Float32Array  # [p]
+    top_tokens: Int32Array  # [p] the most probable one in each place
+    top_logprobs: Float32Array  # [p]
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,7 @@ class Completion:
     # [m, layers with experts, experts of a token] chosen when each token was read, from `routed_experts_from`
     # on, prompt included; the last token was not read yet
     routed_experts: Int16Array | None = None
+    prompt_scores: PromptScores | None = None  # where the request `scores_prompt`
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ _SUPPORTED: Mapping[str, tuple[_Check, str]] = {
     "alpha_pattern": (_unset, "adapters here have one alpha"),
     "bias": (lambda value: value in (None, "none"), "biases are not trained with adapters"),
     "lora_bias": (_unset, "B has no bias here"),
-    "modules_to_save": (_unset, "modules beside the adapters are not trained"),
+    "modules_to_save": (_unset, "modules other than the adapters are not trained"),
     "layers_to_transform": (lambda value: value is None, "every layer has adapters here"),
     "target_parameters": (_unset, "parameters of experts have no adapters here"),
     "trainable_token_indices": (_unset, "single embeddings are not trained"),
@@ -86,7 +86,7 @@ def read_peft_adapter(folder: Path, shape: ModelShape) -> PeftAdapter:
         raise UnsupportedModel(f"{folder} holds no {WEIGHTS_FILE}: {fix}")
     found = _header(folder / WEIGHTS_FILE)
     known = adaptable_projections(shape)
-    adapted = {name.partition(".lora_")[0] for name in found}
+    adapted = {name.partition(".lora_")[0] for name in found if ".lora_" in name}
     projections = {projection_of(f"{module}.weight") for module in adapted}
     if unknown := sorted(projections - set(known)):
         fix = f"in this model {', '.join(known)} can have an adapter; {_MERGE}"

@@ -69,11 +69,33 @@ class Choice:
 
     def whole(self, completion: Completion) -> Json:
         choice = self._end(completion, completion)
+        if isinstance(self.request, CompletionRequest) and self.request.echo:
+            self._add_prompt(choice, completion)
         if self.is_chat:
             message = choice["message"] = choice.pop("delta") | {"refusal": None}
             if "tool_calls" in message:
                 message["content"] = message["content"].rstrip() or None
         return choice
+
+    def _add_prompt(self, choice: Json, completion: Completion) -> None:
+        """Begin the text and the logprobs of a choice with the prompt, whose first token has none."""
+        prompt = self.work.prompts[self.index // self.request.n]
+        choice["text"] = self.tokenizer.decode(prompt) + choice["text"]
+        logprobs, scores = choice["logprobs"], completion.prompt_scores
+        if logprobs is None or scores is None:
+            return
+        count = len(prompt) - 1  # a moved request has scores of what was sampled before, too
+        pieces = map(self._piece, scores.top_tokens[:count].tolist())
+        pairs = zip(pieces, scores.top_logprobs[:count].tolist(), strict=True)
+        # A sampled token is alone: of the distribution after temperature and filters.
+        sampled = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+        tops = [{piece: logprob} for piece, logprob in (*pairs, *sampled)]
+        choice["logprobs"] = {
+            "tokens": [*map(self._piece, prompt), *logprobs["tokens"]],
+            "token_logprobs": [None, *scores.logprobs[:count].tolist(), *logprobs["token_logprobs"]],
+            "top_logprobs": [None, *tops] if self.request.logprobs else None,
+            "text_offset": None,
+        }
 
     def _end(self, completion: Completion, sampled: Progress | Completion) -> Json:
         """Return the last part, with what was held back; a call that cannot be read is text."""

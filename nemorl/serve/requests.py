@@ -74,7 +74,7 @@ class CompletionRequest(SamplingRequest):
     )
     max_tokens: int = Field(16, ge=1)
     logprobs: Literal[0, 1] | None = None  # of every sampled token
-    echo: Literal[False] = False
+    echo: bool = False  # begin the text, and the logprobs, with the prompt
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

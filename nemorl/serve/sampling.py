@@ -49,6 +49,8 @@ class Work:
 
 
 def completion_work(request: CompletionRequest, served: Served) -> Work:
+    if request.echo and request.stream:
+        raise bad_request("echo is for whole answers: set stream to false, or leave echo out", "echo")
     encode = served.tokenizer.encode_document
     given = request.prompts
     prompts = [_encode(encode, p, "prompt", served) if isinstance(p, str) else list(p) for p in given]
@@ -105,6 +107,7 @@ def engine_requests(request: SamplingRequest, work: Work, served: Served) -> lis
     stops = frozenset(served.tokenizer.end_token_ids | set(request.stop_token_ids))
     count = len(work.prompts) * request.n
     derived = (np.random.SeedSequence((seed, i)).generate_state(1, np.uint64)[0] for i in range(1, count))
+    scores_prompt = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
     piece = -(-(served.router.num_unanswered + count) // ANSWERS_BY_TOKEN)
     return [
         GenerationRequest(
@@ -117,6 +120,7 @@ def engine_requests(request: SamplingRequest, work: Work, served: Served) -> lis
             stop_strings=request.stop_strings,
             deadline_seconds=served.timeout_seconds,
             progress_tokens=piece if request.stream else 0,
+            scores_prompt=scores_prompt,
         )
         for index, choice_seed in enumerate([seed, *(int(state) >> 1 for state in derived)])
     ]

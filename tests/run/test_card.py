@@ -11,9 +11,8 @@ from nemorl.cli import main
 from nemorl.config.load import load_experiment, to_yaml
 from nemorl.errors import UsageError
 from nemorl.models.create import create_tiny_model
-from nemorl.observe.curves import curves_svg
 from nemorl.observe.metrics import StepMetrics
-from nemorl.run.card import CARD_FILE, CURVES_FILE, Facts, is_edited, read_lm_eval, write_card
+from nemorl.run.card import CARD_FILE, CURVES_FILE, Facts, curves_svg, is_edited, read_lm_eval, write_card
 from nemorl.run.checkpoints import Origin
 from tests.config.experiments import GRPO, write
 

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from nemorl.data.tokenizer import Tokenizer, TokenizerError
 from nemorl.data.tool_calls import FORMATS
 from nemorl.generation.router import Replica
-from nemorl.generation.types import GenerationRequest, Progress, SamplingParams
+from nemorl.generation.tokens import RequestLimits
+from nemorl.generation.types import GenerationRequest, Progress, RequestRefused, SamplingParams
 from nemorl.serve.requests import ChatRequest, CompletionRequest
 from nemorl.serve.sampling import Served, completion_work, engine_requests, stream
 from nemorl.trajectories import StopReason
@@ -88,6 +91,51 @@ def test_a_completion_is_what_the_engine_draws(endpoint, served_model, served_to
     assert answer["usage"] == {
         "prompt_tokens": 3, "completion_tokens": sampled, "total_tokens": 3 + sampled,
     }  # fmt: skip
+
+
+def test_an_echo_has_the_logprobs_of_the_prompt(endpoint, served_model, served_tokenizer):
+    """Those of transformers, and of the engine when it samples the same tokens."""
+    tokens = served_tokenizer.encode("9 + 5 = 14 and more")
+    body = {"model": "tiny", "max_tokens": 1, "temperature": 0, "echo": True, "seed": 1}
+
+    async def talk(e):
+        drawing = {**BODY, "temperature": 1, "logprobs": 1, "return_token_ids": True}
+        _, drawn = await e.post("/completions", drawing)
+        (choice,) = drawn["choices"]
+        both = {**body, "prompt": [tokens, tokens[:4], tokens[:1]], "logprobs": 1}
+        plain = {**body, "prompt": tokens}
+        again = {**body, "prompt": [*PROMPT, *choice["token_ids"]], "logprobs": 1}
+        return choice, *[await e.post("/completions", one) for one in (both, plain, again)]
+
+    drawn, (status, answer), (_, plain), (_, again) = run(endpoint, talk)
+    assert status == 200
+    model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    first, short, single = answer["choices"]
+    for choice, given in ((first, tokens), (short, tokens[:4])):
+        found = choice["logprobs"]
+        assert len(found["tokens"]) == len(found["token_logprobs"]) == len(given) + 1
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        for place, token in enumerate(given[1:]):
+            logprob = found["token_logprobs"][place + 1]
+            assert logprob == pytest.approx(expected[place, token].item(), abs=1e-4)
+            (top,) = found["top_logprobs"][place + 1].values()
+            assert top == pytest.approx(expected[place].max().item(), abs=1e-4)
+            assert (logprob == top) == (expected[place].argmax().item() == token)
+    assert single["logprobs"]["token_logprobs"][0] is None
+    assert first["text"].startswith("9 + 5 = 14 and more")
+    assert plain["choices"][0]["text"] == first["text"]
+    assert plain["choices"][0]["logprobs"] is None
+    repeated = again["choices"][0]["logprobs"]["token_logprobs"][3:-1]
+    assert repeated == pytest.approx(drawn["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+def test_engines_that_do_not_score_prompts_refuse():
+    request = GenerationRequest("r", np.array(PROMPT, np.int32), SamplingParams(), 1, 5, scores_prompt=True)
+    with pytest.raises(RequestRefused, match=r"serve the model with generation.backend: torch"):
+        RequestLimits(100, 50, 1000).check(request)
+    RequestLimits(100, 50, 1000, scores_prompts=True).check(request)
 
 
 def test_texts_that_cannot_become_prompts_are_refused(endpoint, monkeypatch):
@@ -283,7 +331,7 @@ def test_a_stop_string_is_no_part_of_the_text(endpoint, served_tokenizer):
         ("/completions", {**BODY, "temperature": float("inf")}, 400, "= Infinity: expected a finite number"),
         ("/completions", {**BODY, "n": 1.5}, 400, "n = 1.5: expected an integer."),
         ("/completions", {**BODY, "stream": "x"}, 400, 'stream = "x": expected true or false.'),
-        ("/completions", {**BODY, "echo": True}, 400, "echo = true: expected false."),
+        ("/completions", {**BODY, "echo": True, "stream": True}, 400, "echo is for whole answers"),
         ("/completions", {**BODY, "prompt": [1, "a"]}, 400, 'prompt = [1, "a"]: expected a string, token'),
         ("/completions", {**BODY, "stop": [""]}, 400, 'stop = [""]: expected a string that is not empty'),
         ("/completions", {**BODY, "presence_penalty": 0.5}, 400, "presence_penalty = 0.5"),

@@ -25,7 +25,7 @@ from nemorl.generation.drafts import DraftModel
 from nemorl.generation.front import DRAIN_SHARE
 from nemorl.generation.step_driver import StepDriver
 from nemorl.generation.tokens import Decode, RequestLimits, load_decoder
-from nemorl.generation.types import EngineOptions
+from nemorl.generation.types import EngineOptions, PromptScores
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.kv_cache import (
     CachedPass,
@@ -42,6 +42,7 @@ from nemorl.models.registry import load_shape
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
+from nemorl.trajectories import Int32Array
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import Part, ReceiveReport, ReceiverLayout, RefitDeadline, RefitSession
 
@@ -51,6 +52,7 @@ from .graphs import DecodeGraphs, padded_rows
 ROW_MULTIPLE = 4
 _PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an eighth of their size
 _TYPICAL_ROWS = 16  # what the packed layout is chosen for; any number of rows works
+_SCORED_ROWS = 256  # of logits that exist at one time
 _END_SECONDS = 10.0  # for the step during which the engine is closed
 
 
@@ -81,6 +83,17 @@ class PrefillAttention:
             q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True
         )
         return out.transpose(1, 2).reshape(len(query), -1)
+
+
+class LocalAttention:
+    """Causal attention within one sequence that keeps nothing."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (heads.transpose(0, 1) for heads in (query, key, value))
+        out = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, enable_gqa=True
+        )
+        return out[0].transpose(0, 1).reshape(len(query), -1)
 
 
 class ContinuedAttention:
@@ -294,6 +307,25 @@ class ModelRunner:
             hidden.update(zip(batch, self._continue(batch), strict=True))
         return [hidden[prompt] for prompt in prompts]
 
+    @torch.inference_mode()
+    def score(self, prompt: Int32Array) -> PromptScores:
+        """Logprobs of a prompt's tokens in a pass of its own."""
+        (tokens,) = upload(self._device, prompt.astype(np.int64))
+        positions = torch.arange(len(tokens), device=self._device)
+        hidden = self._network.hidden(tokens, positions, LocalAttention())[:-1]
+        parts = []
+        for place in range(0, len(hidden), _SCORED_ROWS):
+            rows = slice(place, place + _SCORED_ROWS)
+            of_all = self._network.logits(hidden[rows]).log_softmax(-1)
+            given = of_all.gather(1, tokens[1:][rows, None]).squeeze(1)
+            parts.append((given, *of_all.max(-1)))
+        if not parts:  # of a single token
+            none = np.empty(0, np.float32)
+            return PromptScores(none, none.astype(np.int32), none)
+        columns = zip(*parts, strict=True)
+        logprobs, top, top_tokens = (torch.cat(values).cpu().numpy() for values in columns)
+        return PromptScores(logprobs, top_tokens.astype(np.int32), top)
+
     def _prefill(self, batch: Sequence[Prompt]) -> Tensor:
         length = _padded_length(batch[0])
         padded = np.zeros((len(batch), length), dtype=np.int64)
@@ -391,8 +423,16 @@ class TorchEngine(BatchingEngine):
                 device=device,
                 clock=clock,
             )
-        limits = RequestLimits(shape.vocab_size, length, kv, decode)
-        super().__init__(self.model, limits, config, device=device, clock=clock, draft_model=drafts)
+        limits = RequestLimits(shape.vocab_size, length, kv, decode, scores_prompts=True)
+        super().__init__(
+            self.model,
+            limits,
+            config,
+            device=device,
+            clock=clock,
+            draft_model=drafts,
+            score=self.model.score,
+        )
 
     def commit(self, version: int, *, restart: bool = False) -> None:
         """Sample with the staged weights of `model` from the next step on; `restart` as `weights_changed`."""
