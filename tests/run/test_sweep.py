@@ -212,6 +212,7 @@ driver.run(lambda run: print(run.name, run.outcome.state, flush=True), lambda: N
 """
 
 
+@pytest.mark.ci
 def test_a_killed_driver_starts_nothing_twice(tmp_path: Path) -> None:
     script = tmp_path / "run"
     script.write_text(RUN.format(python=sys.executable), encoding="utf-8")
