@@ -1,9 +1,9 @@
 """Shapes of published models by their ids on the Hugging Face hub, for plans without a network or weights.
 
-Of each config.json the fields that decide on sizes, positions and the end of a sequence; the file itself, where
-there is one, has the last word. The weights that follow from them are counted in tests/models/test_published.py
-and are as many as the models' pages on the hub give. OpenAI and DeepSeek publish theirs quantized, so the ids are
-those of copies in bfloat16; that of Gemma's 27B is a copy of the text model without the one for images.
+Of each config.json the fields that decide on sizes, positions and the end of a sequence; the file itself,
+where there is one, has the last word. tests/models/test_published.py compares the number of weights that
+follow from them with published ones. OpenAI and DeepSeek publish theirs quantized: the ids are of copies in
+bfloat16; that of Gemma's 27B is a copy of the text model without the one for images.
 """
 
 from collections.abc import Mapping
