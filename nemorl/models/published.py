@@ -76,7 +76,7 @@ def _qwen3_moe(hidden: int, wide: int, layers: int, heads: tuple[int, int], expe
     )
 
 
-def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+def _oss(layers: int, experts: int) -> dict[str, Any]:
     return _dense(
         *("GptOss", 2880, 2880, layers, (64, 8)),
         head_dim=64,
@@ -161,8 +161,8 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         rms_norm_eps=1e-5,
         rope_theta=1e6,
     ),
-    "lmsys/gpt-oss-20b-bf16": _gpt_oss(24, 32),
-    "lmsys/gpt-oss-120b-bf16": _gpt_oss(36, 128),
+    "lmsys/gpt-oss-20b-bf16": _oss(24, 32),
+    "lmsys/gpt-oss-120b-bf16": _oss(36, 128),
     "unsloth/DeepSeek-V3-bf16": _deepseek(
         *(7168, 18432, 61, 128, 2048),
         q_lora_rank=1536,
