@@ -223,7 +223,7 @@ REACHED = {
     "edits_for_environment": 1,
     "edits_for_engine": 1,
     "edits_for_optimizer": 2,
-    "edits_for_model_family": 1,
+    "edits_for_model_family": 2,  # the registry, and shapes of published models
     "edits_for_metric": 2,
 }
 
