@@ -43,7 +43,8 @@ def _table() -> Iterator[str]:
 def _row(one: Recipe) -> tuple[str, ...]:
     policy = next(process for process in one.processes if process.group == "policy")
     step = _planned_time(one)
-    stages = {name: sum(v for v in cost.values() if isinstance(v, float)) for name, cost in step["stages"].items()}
+    of_stages = step["stages"].items()
+    stages = {name: sum(v for v in cost.values() if isinstance(v, float)) for name, cost in of_stages}
     seconds, utilization = step["seconds"], step["training_utilization"]
     if not one.experiment.algorithm.online:
         seconds -= stages.pop("other", 0.0)  # fitted to steps that sample

@@ -1,9 +1,9 @@
 """Shapes of published models by their ids on the Hugging Face hub, for plans without a network or weights.
 
-Of each config.json the fields that decide on sizes, positions and the end of a sequence; the file itself, where
-there is one, has the last word. The weights that follow from them are counted in tests/models/test_published.py
-and are as many as the models' pages on the hub give. OpenAI and DeepSeek publish theirs quantized, so the ids are
-those of copies in bfloat16; that of Gemma's 27B is a copy of the text model without the one for images.
+Of each config.json the fields that decide on sizes, positions and the end of a sequence; the file itself,
+where there is one, has the last word. tests/models/test_published.py compares the number of weights that
+follow from them with published ones. OpenAI and DeepSeek publish theirs quantized: the ids are of copies in
+bfloat16; that of Gemma's 27B is a copy of the text model without the one for images.
 """
 
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ def _qwen3_moe(hidden: int, wide: int, layers: int, heads: tuple[int, int], expe
     )
 
 
-def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+def _oss(layers: int, experts: int) -> dict[str, Any]:
     return _dense(
         *("GptOss", 2880, 2880, layers, (64, 8)),
         head_dim=64,
@@ -161,8 +161,8 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         rms_norm_eps=1e-5,
         rope_theta=1e6,
     ),
-    "lmsys/gpt-oss-20b-bf16": _gpt_oss(24, 32),
-    "lmsys/gpt-oss-120b-bf16": _gpt_oss(36, 128),
+    "lmsys/gpt-oss-20b-bf16": _oss(24, 32),
+    "lmsys/gpt-oss-120b-bf16": _oss(36, 128),
     "unsloth/DeepSeek-V3-bf16": _deepseek(
         *(7168, 18432, 61, 128, 2048),
         q_lora_rank=1536,

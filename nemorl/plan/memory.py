@@ -28,8 +28,9 @@ _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 _FLOAT32 = 4
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
 # Tensors as wide as a gated MLP that it keeps: gate, up, and their product. Without a fused kernel also the
-# activated gate and what it is multiplied with, which Megatron adds an offset to.
-_GATED_WIDTHS = {"silu": 3, "gelu_tanh": 5, "clamped_swiglu": 3}
+# activated gate and what it is multiplied with, an offset added; where both are clamped, both clamped, the
+# gate's sigmoid, and experts the product times the router's weight.
+_GATED_WIDTHS = {"silu": 3, "gelu_tanh": 5, "clamped_swiglu": 8}
 # A chunk of logits and its exponentials (or gradient), as measured: docs/memory.md.
 _CHUNK_COPIES = 2
 # Bytes of one logit of a sampling step: on a CPU of the logits, the distribution and its sums; on a GPU the

@@ -62,9 +62,7 @@ def test_every_family_has_one() -> None:
     assert {load_shape(model).family for model in models} == {family.name for family in FAMILIES}
 
 
-def test_a_folder_of_the_same_name_has_the_last_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_the_same_name_has_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = "Qwen/Qwen3-0.6B"
     assert config_folder(Path(model)) == Path(model)

@@ -1,4 +1,4 @@
-"""Each recipe is what its name says, divides evenly and fits its hardware, by the plan and without a network."""
+"""Each recipe is what its name says, divides evenly and fits its hardware, by the plan."""
 
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from nemorl.config.policy import AutoRecompute
 from nemorl.models.registry import FAMILIES
 from nemorl.plan import problems
 from nemorl.plan.problems import plan_run
+from tests.scripts import load_script
 
 from .recipes import FILES, layout_in_name, recipe
 
@@ -91,6 +92,13 @@ def test_they_span_families_sizes_devices_and_algorithms() -> None:
     assert "on_policy_distillation" in algorithms
     assert tasks == {None, "tools", "code", "terminal", "text"}
     assert {getattr(one.experiment.algorithm, "max_staleness", 0) for one in recipes} == {0, 1, 2, 4}
+
+
+def test_the_page_is_up_to_date() -> None:
+    tool = load_script("tools/recipes_page.py")
+    page = tool.PAGE.read_text(encoding="utf-8")
+
+    assert tool.written(page) == page, "recipes or plans have changed: run python tools/recipes_page.py"
 
 
 def test_parts_are_not_recipes() -> None:

@@ -218,12 +218,12 @@ REACHED = {
     "grpo_path_outer_files": 38,
     # Slack for plug-ins: each new environment, optimizer, model family or engine counts as one, and so do the
     # projects whose configs are imported. Raise it when the modules that were added are plug-ins.
-    "single_importer_modules": 101,
+    "single_importer_modules": 99,
     "edits_for_loss": 2,
     "edits_for_environment": 1,
     "edits_for_engine": 1,
     "edits_for_optimizer": 2,
-    "edits_for_model_family": 2,  # with the shapes of published models, which no family requires
+    "edits_for_model_family": 2,  # the registry, and shapes of published models
     "edits_for_metric": 2,
 }
 
