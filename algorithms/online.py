@@ -158,20 +158,30 @@ class OnlineAlgorithm:
         if log is not None:
             stored = log.kept(groups)
             estimated = batch.sequences if batch.token_estimator is None else ()
-            try:
-                await log.write(number, stored, {(s.store, s.row): s.advantage for s in estimated})
-                if batch.schedule:
-                    trained = await self._record_trained(number, stored, batch, log)
-            except (ClusterError, WriteError) as error:
-                logger.warning("Trajectories of step %d were not stored: %s", number, error)
-                stored = []
+            advantages = {(s.store, s.row): s.advantage for s in estimated}
+            written, trained = await asyncio.gather(
+                self._written(log.write(number, stored, advantages), number),
+                self._record_trained(number, stored, batch, log),
+            )
+            stored = stored if written else []
         numbers = {group.group for group in stored}
         rows = rows_of(number, groups, "training", trained=trained, stored=numbers)
         self.observer.trajectories(list(rows))
 
+    async def _written(self, writing: Awaitable[None], number: int) -> bool:
+        try:
+            await writing
+        except (ClusterError, WriteError) as error:
+            logger.warning("Trajectories of step %d were not stored: %s", number, error)
+            return False
+        return True
+
     async def _record_trained(
         self, number: int, stored: Groups, batch: Batch, log: TrajectoryLog
     ) -> dict[SequenceKey, Trained]:
+        """What was trained of the batch's sequences; nothing if the policy's processes do not answer."""
+        if not batch.schedule:
+            return {}
         names = {
             (group.reference, row): f"{group.group}/{place}"
             for group in stored
@@ -179,10 +189,14 @@ class OnlineAlgorithm:
         }
         keys = [(s.store, s.row) for s in batch.sequences]
         kept = {place: names[key] for place, key in enumerate(keys) if key in names}
-        trained, problem = await self.session.learner.record(kept, log.files.folder.absolute(), number)
+        trained: Sequence[Trained] = ()
+        try:
+            trained, problem = await self.session.learner.record(kept, log.files.folder.absolute(), number)
+        except ClusterError as error:  # the next call to them finds the cause
+            problem = str(error)
         if problem:
             logger.warning("What was trained in step %d was not stored: %s", number, problem)
-        return dict(zip(keys, trained, strict=True))
+        return dict(zip(keys, trained, strict=bool(trained)))
 
     async def train(self, batch: Batch, number: int) -> dict[str, float]:
         """All updates of a step; returns their metrics. No model is called if nothing trains."""

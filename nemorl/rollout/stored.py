@@ -171,7 +171,7 @@ class RolloutFiles:
         }
         path = self.folder / f"step_{step:06d}-{part}.json"
         save_arrays(path.with_suffix(".safetensors"), arrays)
-        write_atomically(path, json.dumps(content, default=float) + "\n")
+        write_atomically(path, json.dumps(content, default=float) + "\n", durable=False)
 
     def steps(self) -> list[int]:
         return sorted({_step_of(path) for path in self.folder.glob("step_*.json")})
