@@ -22,7 +22,6 @@ from nemorl.config.algorithm import OnlineBase
 from nemorl.data.losses import Loss, Trained, TrainStats
 from nemorl.data.shards import Column, Field, SequencePlace
 from nemorl.errors import RunError
-from nemorl.observe.files import WriteError
 from nemorl.observe.observer import Observer
 from nemorl.observe.timeline import Stage
 from nemorl.plan.utilization import ModelWork
@@ -160,21 +159,13 @@ class OnlineAlgorithm:
             estimated = batch.sequences if batch.token_estimator is None else ()
             advantages = {(s.store, s.row): s.advantage for s in estimated}
             written, trained = await asyncio.gather(
-                self._written(log.write(number, stored, advantages), number),
+                log.write(number, stored, advantages),
                 self._record_trained(number, stored, batch, log),
             )
             stored = stored if written else []
         numbers = {group.group for group in stored}
         rows = rows_of(number, groups, "training", trained=trained, stored=numbers)
         self.observer.trajectories(list(rows))
-
-    async def _written(self, writing: Awaitable[None], number: int) -> bool:
-        try:
-            await writing
-        except (ClusterError, WriteError) as error:
-            logger.warning("Trajectories of step %d were not stored: %s", number, error)
-            return False
-        return True
 
     async def _record_trained(
         self, number: int, stored: Groups, batch: Batch, log: TrajectoryLog

@@ -5,14 +5,18 @@
     trajectories/step_000012-0.json          the groups, and the fields of each sequence that are no arrays
 
 The rollout workers share a step: each writes a part of its groups, numbered by the last digits. The JSON file
-of a part is written last: without it there is nothing.
+of a part is written last: without it there is nothing. Those of a validation begin with its name in place of
+`step`.
 """
 
 import asyncio
 import json
+import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from glob import escape
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
@@ -24,15 +28,20 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from nemorl.cluster.errors import ClusterError
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import reward_weights
 from nemorl.errors import RunError
-from nemorl.observe.files import write_atomically, write_failed
+from nemorl.observe.files import WriteError, write_atomically, write_failed
 from nemorl.trajectories import Float32Array, StopReason, Trajectory, Turn
 
 from .groups import GroupSummary
 
+logger = logging.getLogger(__name__)
+
 FORMAT = 2
+TRAINING = "step"  # series
+_NAME = re.compile(r"(.+)_(\d{6})-.+")  # of a file of a step: series, and number
 Advantage = float | tuple[float, ...]  # of a sequence, or of each of its turns
 SequenceKey = tuple[Any, int]  # reference of the list that has a sequence, and its row
 _ARRAYS = ("tokens", "loss_mask", "logprobs", "versions")  # routed experts have a file of several shapes
@@ -125,10 +134,11 @@ def spread(trajectory: Trajectory, advantage: Advantage | None) -> Float32Array:
 
 
 class RolloutFiles:
-    """The folder `trajectories` of a run."""
+    """The folder `trajectories` of a run, and the groups of one series in it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, series: str = TRAINING) -> None:
+        """`series`: the groups of training, or a name by `validation_series`."""
+        self.folder, self.series = folder, series
         self._parsed: tuple[int, list[_Place]] | None = None  # the last step that was read
 
     def begin(self, origin: SampledBy) -> None:
@@ -169,18 +179,19 @@ class RolloutFiles:
             "groups": [asdict(replace(group.summary, reference=None)) for group in groups],
             "sequences": [[asdict(_Sequence.of(t)) for t in group.sequences] for group in groups],
         }
-        path = self.folder / f"step_{step:06d}-{part}.json"
+        path = self.folder / f"{self.series}_{step:06d}-{part}.json"
         save_arrays(path.with_suffix(".safetensors"), arrays)
         write_atomically(path, json.dumps(content, default=float) + "\n", durable=False)
 
     def steps(self) -> list[int]:
-        return sorted({_step_of(path) for path in self.folder.glob("step_*.json")})
+        named = (_NAME.fullmatch(path.name) for path in self.folder.glob("*.json"))
+        return sorted({int(name[2]) for name in named if name is not None and name[1] == self.series})
 
     def remove_after(self, step: int) -> None:
-        """Remove later steps, which a run takes again."""
+        """Remove later steps of all series, which a run takes again."""
         self._parsed = None
-        for path in self.folder.glob("step_*.*"):
-            if _step_of(path) > step:
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if (name := _NAME.fullmatch(path.name)) is not None and int(name[2]) > step:
                 path.unlink(missing_ok=True)
 
     def summaries(self) -> Iterator[tuple[int, GroupSummary]]:
@@ -217,15 +228,15 @@ class RolloutFiles:
         """The groups of a step in their order. The groups of a step are read one by one, so it is kept."""
         if self._parsed is None or self._parsed[0] != step:
             found: dict[int, _Place] = {}
-            for path in sorted(self.folder.glob(f"step_{step:06d}-*.json")):
+            for path in sorted(self.folder.glob(f"{escape(self.series)}_{step:06d}-*.json")):
                 part: _Part = _read(path, TypeAdapter(_Part))
                 found |= {place: _Place(path, part, number) for number, place in enumerate(part.places)}
             self._parsed = step, [found[place] for place in sorted(found)]
         return self._parsed[1]
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step_")[:6])
+def validation_series(validation_set: str) -> str:
+    return f"validation.{validation_set}" if validation_set else "validation"
 
 
 def save_arrays(path: Path, arrays: dict[str, NDArray[Any]], metadata: dict[str, str] | None = None) -> None:
@@ -256,6 +267,7 @@ class StepPart:
     """The groups of a step that one process writes, with references of their sequences."""
 
     step: int
+    series: str
     number: int
     places: Sequence[int]  # of the groups in the step
     groups: Sequence[GroupSummary]
@@ -272,7 +284,7 @@ class StepPart:
             sequences = tuple(fetched[group.reference][row] for row in rows)
             spread_out = tuple(map(spread, sequences, advantages))
             stored.append(StoredGroup(self.step, group.moved(-rows.start), sequences, spread_out))
-        files = RolloutFiles(folder)
+        files = RolloutFiles(folder, self.series)
         await asyncio.to_thread(files.write, self.step, stored, self.number, self.places)
 
 
@@ -321,9 +333,28 @@ class TrajectoryLog:
         return kept
 
     async def write(
-        self, step: int, kept: Sequence[GroupSummary], advantages: Mapping[SequenceKey, Advantage]
+        self,
+        step: int,
+        kept: Sequence[GroupSummary],
+        advantages: Mapping[SequenceKey, Advantage],
+        series: str = TRAINING,
+    ) -> bool:
+        """False, after a warning, where that fails. `advantages`: of sequences, as far as they are known."""
+        try:
+            await self._write(step, kept, advantages, series)
+        except (ClusterError, WriteError) as error:
+            what = "Trajectories" if series == TRAINING else f"Trajectories of the {series}"
+            logger.warning("%s of step %d were not stored: %s", what, step, error)
+            return False
+        return True
+
+    async def _write(
+        self,
+        step: int,
+        kept: Sequence[GroupSummary],
+        advantages: Mapping[SequenceKey, Advantage],
+        series: str,
     ) -> None:
-        """`advantages`: of sequences, as far as they are known. Raises WriteError and ClusterError."""
         writers = self.writers()
         shares: list[list[int]] = [[] for _ in writers]
         for place, group in enumerate(kept):
@@ -332,6 +363,7 @@ class TrajectoryLog:
         parts = [
             StepPart(
                 step,
+                series,
                 number,
                 share,
                 [kept[place] for place in share],

@@ -14,6 +14,7 @@ from nemorl.observe.metrics import Change, StepMetrics, read_metrics
 from nemorl.observe.observer import Observer
 from nemorl.plan.utilization import utilization
 from nemorl.rollout.schedule import DataPlace
+from nemorl.rollout.stored import TrajectoryLog, validation_series
 from nemorl.session.session import Session
 
 from .checkpoints import Checkpoints, Progress
@@ -43,6 +44,7 @@ class RunRecorder:
         self._line: asyncio.Task[StepMetrics] | None = None  # of the last step, while its validation runs
         self._sets: dict[str, int] | None = None  # of the validation, once they have been read
         self.entropy: EntropyWeight | None = None  # its state is in every checkpoint
+        self.trajectories: TrajectoryLog | None = None
         # Metrics of the validation data that need no sampling, of algorithms that have any.
         self.measure: Callable[[], Awaitable[dict[str, float]]] | None = None
 
@@ -230,5 +232,10 @@ class RunRecorder:
             values, by_set = await validate(self._session, self._experiment, self._sets, stage.advance)
         for name, groups in by_set.items():
             self._observer.samples(list(samples_of(number, groups, "validation")))
-            self._observer.trajectories(list(rows_of(number, groups, "validation", name)))
+            stored: set[int] = set()
+            if self.trajectories is not None:
+                kept = self.trajectories.kept(groups)
+                if await self.trajectories.write(number, kept, {}, validation_series(name)):
+                    stored = {group.group for group in kept}
+            self._observer.trajectories(list(rows_of(number, groups, "validation", name, stored=stored)))
         return values

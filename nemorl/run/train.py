@@ -353,6 +353,7 @@ def _algorithm(
         lineage=session.lineage,
         lost_nodes=lost_nodes,
     )
+    recorder.trajectories = _trajectory_log(experiment, session, recorder.done)
     collector = Collector(workers, schedule, seconds)
     gate = LogprobGate(config, experiment.generation, guarded="logprob_gap" in policy.guards.limits)
     replays = any(isinstance(worker, ReplayedGroups) for worker in workers)
@@ -366,7 +367,7 @@ def _algorithm(
         recorder.stop.cancellable,
         teachers,
         data.sources,
-        _trajectory_log(experiment, session, recorder.done),
+        recorder.trajectories,
         None if replays or not experiment.generation.takes_weights else session.learner.work,
     )
 

@@ -17,6 +17,7 @@ from nemorl.rollout.stored import (
     StoredRolloutError,
     TrajectoryLog,
     spread,
+    validation_series,
 )
 from nemorl.trajectories import Trajectory
 from tests.rollout.stored import failed, stored, trajectory
@@ -169,3 +170,14 @@ def test_writers_share_a_step_by_their_nodes(files: RolloutFiles) -> None:
     for place, group in enumerate(groups):
         assert equal(files.group(3, place).sequences[0], group.sequences[0])
     assert len(list(files.folder.glob("step_000003-*.json"))) == 2
+
+
+def test_a_validation_is_a_series_of_its_own(files: RolloutFiles) -> None:
+    files.write(2, [stored(1, [[trajectory(2)]])])
+    easy = RolloutFiles(files.folder, validation_series("easy_1"))
+    easy.write(2, [stored(7, [[trajectory(3)]])])
+    easy.write(4, [stored(8, [[trajectory(3)]])])
+    assert [group.group for _, group in files.summaries()] == [1]
+    assert [(step, group.group) for step, group in easy.summaries()] == [(2, 7), (4, 8)]
+    files.remove_after(2)
+    assert (files.steps(), easy.steps()) == ([2], [2])

@@ -57,6 +57,11 @@ def test_a_killed_and_resumed_run_has_each_trajectory_once_with_what_was_trained
     validated = index[phases == "validation"]
     assert np.unique(validated["step"]).tolist() == [8, 16]
     assert len(validated) == 2 * TASKS
+    assert validated["stored"].all()
+    answers = RolloutFiles(folder, "validation")
+    assert answers.steps() == [8, 16]
+    assert [group.task_index for at, group in answers.summaries() if at == 8] == list(range(TASKS))
+    assert np.isnan(answers.group(8, 0).advantages[0]).all()
     places = np.stack([trained["step"], trained["group"], trained["sample"]])
     assert len(np.unique(places, axis=1).T) == len(trained)
 
