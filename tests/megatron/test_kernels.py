@@ -35,6 +35,7 @@ LIBRARIES = {TRANSFORMER_ENGINE, APEX, FUSED_WEIGHT_GRADIENT, FLASH_ATTENTION, T
 # Modules of the product that name a library in code; the table covers what they do with it.
 NAMED_IN = {
     "nemorl/config/policy.py",  # policy.kernels
+    "nemorl/importing/openrlhf.py",  # an option of OpenRLHF
     "nemorl/megatron/device.py",  # flash-attn's function
     "nemorl/megatron/kernels.py",
     "nemorl/megatron/model.py",  # Megatron's layers of Transformer Engine

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.models.hub import config_folder
 from nemorl.models.layout import hf_tensors
 from nemorl.models.published import PUBLISHED
 from nemorl.models.registry import FAMILIES, load_shape, model_config
@@ -65,7 +64,7 @@ def test_every_family_has_one() -> None:
 def test_a_folder_of_the_same_name_has_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = "Qwen/Qwen3-0.6B"
-    assert config_folder(Path(model)) == Path(model)
+    assert model_config(model) == PUBLISHED[model]
     folder = tmp_path / model
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"hidden_size": 7}', encoding="utf-8")

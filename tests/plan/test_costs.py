@@ -21,7 +21,7 @@ from tests.plan.models import CONFIG
 from tests.plan.published import MODELS, shape_of
 
 # 100 operations a second in bfloat16, 4 multiprocessors, 10 bytes a second of memory, pairs by a link of 5.
-DEVICE = Hardware("made-up", 100.0, 200.0, 4, 1e6, 10.0, 2, 5.0, 1.0, 2.0)
+DEVICE = Hardware("made-up", "", 100.0, 200.0, 4, 1e6, 10.0, 2, 5.0, 1.0, 2.0)
 ALL = Attained(matmul=1, attention=1, memory=1, link=1, refit=1, message=0.25, far_message=0.5)
 
 

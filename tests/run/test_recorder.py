@@ -54,6 +54,7 @@ def test_validation_tasks_are_loaded_once_a_run(tmp_path: Path, monkeypatch: pyt
         end_step=lambda step: {},
         step=lambda step, version, values: StepMetrics(step, version, values),
         samples=lambda samples: None,
+        trajectories=lambda rows: None,
     )
     session: Any = SimpleNamespace(
         rollout=(),
@@ -265,6 +266,7 @@ class Validations:
             end_step=lambda step: {"time/step": float(step)},
             step=write_line,
             samples=lambda samples: None,
+            trajectories=lambda rows: None,
         )
         checkpoints: Any = SimpleNamespace(
             check=lambda: None, due_copy=lambda step, has_line: False, save=save, settle=settle

@@ -165,6 +165,7 @@ class OnlineBase(AlgorithmBase):
             *("flops/generation", "tflops/generation", "mfu/generation"),
             *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "deadline", "error")),
             *("time/generation", "time/environment", "time/loading", "time/logprobs", "time/reference"),
+            "time/recording",
             *(f"generation/replicas{what}" for what in ("", "_lost", "_restarted", "_joined", "_left")),
             *(f"rollout/workers{what}" for what in ("", "_lost", "_restarted")),
             *("rollout/restarts_failed", *DROPPED_METRICS),
