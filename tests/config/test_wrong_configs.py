@@ -793,7 +793,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [*SFT, "checkpointing.metric=ratio/mean"],
         "checkpointing.metric",
         "ratio/mean",
-        "loss/balance, loss/sft, lr, models/restarts, nll, ",
+        "loss/balance, loss/sft, lr, mfu/training, models/restarts, nll, ",
     ),
     "a best checkpoint by a divergence that is not computed": (
         ["checkpointing.metric=kl/reference"],
