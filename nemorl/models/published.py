@@ -1,9 +1,10 @@
 """Shapes of published models by their ids on the Hugging Face hub, for plans without a network or weights.
 
 Of each config.json the fields that decide on sizes, positions and the end of a sequence; the file itself,
-where there is one, has the last word. tests/models/test_published.py compares the number of weights that
-follow from them with published ones. OpenAI and DeepSeek publish theirs quantized: the ids are of copies in
-bfloat16; that of Gemma's 27B is a copy of the text model without the one for images.
+where there is one, has the last word. tests/models/test_published.py names the public copies with which they
+were compared, and compares the number of weights that follow from them with published ones. OpenAI and
+DeepSeek publish theirs quantized: the ids are of copies in bfloat16; that of Gemma's 27B is a copy of the
+text model without the one for images.
 """
 
 from collections.abc import Mapping
@@ -32,14 +33,19 @@ def _smollm2(hidden: int, wide: int, layers: int, heads: tuple[int, int], theta:
     return _dense("Llama", hidden, wide, layers, heads, tie_word_embeddings=True, rms_norm_eps=1e-5, **others)
 
 
-def _llama3(hidden: int, wide: int, layers: int, heads: int, *, factor: float = 8.0) -> dict[str, Any]:
-    """A larger `factor` of the rotary scaling is that of the small models, whose embeddings are tied."""
+def _llama3(
+    hidden: int, wide: int, layers: int, heads: int, *, factor: float = 8.0, is_base: bool = False
+) -> dict[str, Any]:
+    """A larger `factor` of the rotary scaling is that of the small models, whose embeddings are tied.
+
+    A base model ends at the end of a text, an instructed one also at the end of a message or a turn.
+    """
     return _dense(
         *("Llama", hidden, wide, layers, (heads, 8)),
         vocab_size=128256,
         max_position_embeddings=131072,
         tie_word_embeddings=factor > 8,
-        eos_token_id=[128001, 128008, 128009],
+        eos_token_id=128001 if is_base else [128001, 128008, 128009],
         rms_norm_eps=1e-5,
         rope_theta=5e5,
         rope_scaling={
@@ -120,11 +126,11 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": _smollm2(2048, 8192, 24, (32, 32), 1.3e5),
     "meta-llama/Llama-3.2-1B-Instruct": _llama3(2048, 8192, 16, 32, factor=32.0),
     "meta-llama/Llama-3.2-3B-Instruct": _llama3(3072, 8192, 28, 24, factor=32.0),
-    "meta-llama/Llama-3.1-8B": _llama3(4096, 14336, 32, 32),
+    "meta-llama/Llama-3.1-8B": _llama3(4096, 14336, 32, 32, is_base=True),
     "meta-llama/Llama-3.1-8B-Instruct": _llama3(4096, 14336, 32, 32),
     "Skywork/Skywork-Reward-V2-Llama-3.1-8B": _llama3(4096, 14336, 32, 32)
     | {"architectures": ["LlamaForSequenceClassification"]},
-    "meta-llama/Llama-3.1-70B": _llama3(8192, 28672, 80, 64),
+    "meta-llama/Llama-3.1-70B": _llama3(8192, 28672, 80, 64, is_base=True),
     "meta-llama/Llama-3.3-70B-Instruct": _llama3(8192, 28672, 80, 64),
     "mistralai/Mistral-Small-24B-Instruct-2501": _dense(
         *("Mistral", 5120, 32768, 40, (32, 8)),
@@ -140,12 +146,19 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         1536, 8960, 28, (12, 2), vocab_size=151936, tie_word_embeddings=True
     ),
     "Qwen/Qwen2.5-7B-Instruct": _qwen2(3584, 18944, 28, (28, 4)),
-    "Qwen/Qwen2.5-32B": _qwen2(5120, 27648, 64, (40, 8), max_position_embeddings=131072),
+    "Qwen/Qwen2.5-32B": _qwen2(
+        *(5120, 27648, 64, (40, 8)),
+        max_position_embeddings=131072,
+        eos_token_id=151643,
+        rms_norm_eps=1e-5,
+    ),
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, (16, 8), tie_word_embeddings=True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, (16, 8), tie_word_embeddings=True),
     "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, (32, 8), tie_word_embeddings=True),
     "Qwen/Qwen3-8B": _qwen3(4096, 12288, 36, (32, 8)),
-    "Qwen/Qwen3-8B-Base": _qwen3(4096, 12288, 36, (32, 8), max_position_embeddings=32768),
+    "Qwen/Qwen3-8B-Base": _qwen3(
+        4096, 12288, 36, (32, 8), max_position_embeddings=32768, eos_token_id=151643
+    ),
     "Qwen/Qwen3-14B": _qwen3(5120, 17408, 40, (40, 8)),
     "Qwen/Qwen3-32B": _qwen3(5120, 25600, 64, (64, 8)),
     "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 6144, 48, (32, 4), 768),

@@ -52,6 +52,16 @@ def test_a_critic_trains_and_a_reference_of_its_own_only_reads(configure: Config
         ([f"reference={{model_path: {__file__}}}"], "reference.model_path", "this is a file: name one"),
         ([f"policy.model_path={__file__}"], "policy.model_path", "this is a file: name one"),
         (["critic={lora: {rank: 999, alpha: 1}}"], "critic.lora.rank", "no higher rank than that"),
+        (
+            ["critic={lora: {rank: 4, alpha: 1, targets: [q_proj, kv_b_proj]}}"],
+            "critic.lora.targets",
+            "can have an adapter: remove kv_b_proj",
+        ),
+        (
+            ["critic={lora: {rank: 4, alpha: 1, start: nowhere}}"],
+            "critic.lora.start",
+            "nowhere holds no adapter_config.json",
+        ),
     ],
 )
 def test_what_does_not_fit_their_models_is_refused(
