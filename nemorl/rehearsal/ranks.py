@@ -142,7 +142,7 @@ KNOWN_WAITS = (
     KnownWait("moe/moe_utils.py", "permute", "tokens by expert; Transformer Engine's kernel has no wait"),
     # Once in a call
     KnownWait("optimizer/clip_grads.py", "get_grad_norm_fp32", "the gradient norm, which guards judge"),
-    KnownWait("megatron/schedule.py", "_over_batch", "logprobs of a batch stay on the host"),
+    KnownWait("megatron/schedule.py", "lay_out", "logprobs of a batch stay on the host"),
     KnownWait("megatron/schedule.py", "_over_data_parallel", "metrics"),
     KnownWait("megatron/schedule.py", "run_loss", "metrics of the last pipeline stage"),
     KnownWait("megatron/schedule.py", "sum_over_data_parallel", "metrics"),
