@@ -46,7 +46,7 @@ class SimulatedPolicy:
         await self._spend("logprobs", (old + reference) * FORWARD_SHARE * tokens * self.workload.training)
         return LogprobStats(gap_mean=0.0, gap_max=0.0, num_tokens=tokens)
 
-    async def train(self, loss: Any, minibatch: int = 0) -> TrainStats:
+    async def train(self, loss: Any, minibatch: int = 0, *, keep: bool = False) -> TrainStats:
         tokens = self._tokens[minibatch]
         await self._spend("training", tokens * self.workload.training + self.workload.update)
         self.trained_tokens += tokens
