@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "environments": {"config", "errors", "trajectories"},
     "importing": {"config", "errors"},
     "observe": {"config", "errors"},
-    "plan": {"config", "errors", "models", "data"},
+    "plan": {"config", "errors", "models", "data", "observe"},
     "cluster": {"config", "errors"},
     "generation": {
         *("config", "device", "errors", "models", "trajectories", "weights", "megatron", "cluster", "plan"),

@@ -3,27 +3,32 @@
 import json
 import math
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from nemorl.config.base import counted
 from nemorl.config.experiment import Experiment
-from nemorl.config.load import load_experiment
 from nemorl.config.policy import AutoRecompute
-from nemorl.errors import Problem, UsageError
-from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
-from nemorl.models.hub import with_local_models
-from nemorl.models.registry import load_shape
-from nemorl.models.shape import ModelShape
+from nemorl.errors import UsageError
+from nemorl.plan.calibration import (
+    HERE,
+    Calibration,
+    MeasuredRun,
+    calibrate,
+    load_planned,
+    read_calibration,
+    read_run,
+    write_calibration,
+)
 from nemorl.plan.generation_time import default_lengths
 from nemorl.plan.hardware import HARDWARE, MARGIN
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import MEMORY_PARTS, policy_memory
-from nemorl.plan.problems import model_problem, policy_layout_problems
 from nemorl.plan.recompute import fitting_recompute
 from nemorl.plan.step_time import RunPlan, StepTime, UnplannedRun
 from nemorl.plan.suggest import Suggestion, suggest
@@ -43,6 +48,7 @@ _SHORT = {"gradients": "grads", "optimizer": "optim", "reference": "ref", "activ
 # The same of a rehearsal.
 _REHEARSED = (*_PARTS, "kv_cache", "staging")
 _GPU_GB = round(HARDWARE["h100"].memory_bytes / 1e9, 1)
+HARDWARE_HELP = f"device of the run: {', '.join(HARDWARE)}, `{HERE}` to measure this machine, or a YAML file"
 _ROWS = 40
 _SIMULATED_STEPS = 3
 _CHOICE_WIDTH = 40  # of the column with what is recomputed
@@ -72,11 +78,25 @@ def _register_time(group: Commands) -> None:
         "config.json only. docs/plan_time.md has the formulas and published runs with their predictions."
     )
     terminal.add_experiment(parser)
-    parser.add_argument("--hardware", choices=sorted(HARDWARE), required=True, help="device of the run")
+    _add_hardware(parser)
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RUN_DIR",
+        help="fit the constants to measured runs of this model, and compare",
+    )
+    output_help = "write the hardware and its constants to a file, which --hardware reads"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=output_help)
     _add_lengths(parser)
     price_help = "price of a device for an hour; adds the cost of a million trained tokens"
     parser.add_argument("--price-per-gpu-hour", type=terminal.positive_number, metavar="X", help=price_help)
     parser.add_argument("--json", action="store_true", help="print all values as JSON, in seconds")
+
+
+def _add_hardware(parser: ArgumentParser) -> None:
+    parser.add_argument("--hardware", required=True, metavar="NAME_OR_FILE", help=HARDWARE_HELP)
 
 
 def _add_lengths(parser: ArgumentParser) -> None:
@@ -96,7 +116,7 @@ def _register_suggest(group: Commands) -> None:
         "learned, so compare with docs/asynchronous.md."
     )
     terminal.add_experiment(parser)
-    parser.add_argument("--hardware", choices=sorted(HARDWARE), required=True, help="device of the run")
+    _add_hardware(parser)
     gpus_help = "number of devices, of policy and engines together"
     parser.add_argument("--gpus", type=terminal.positive_integer, required=True, metavar="N", help=gpus_help)
     staleness_help = "values of algorithm.max_staleness to try for engines of their own (default: 0,1)"
@@ -132,7 +152,7 @@ def _register_rehearsal(group: Commands) -> None:
 
 
 def _layouts(arguments: Namespace) -> int:
-    experiment, shape = load_planned(arguments, lays_out=False)
+    experiment, shape = load_planned(arguments.config, arguments.overrides, lays_out=False)
     memory_bytes = min((gpu.memory_bytes for gpu in read_machine().gpus), default=None)
     if arguments.memory_gb is not None:
         memory_bytes = int(arguments.memory_gb * 1e9)
@@ -156,43 +176,25 @@ def _layouts(arguments: Namespace) -> int:
     return ExitCode.WELL
 
 
-def load_planned(arguments: Namespace, *, lays_out: bool = True) -> tuple[Experiment, ModelShape]:
-    """The experiment with local folders, and the policy's shape, by config.json alone. Raises ConfigError.
-
-    `lays_out` checks whether the policy's layout divides the model.
-    """
-    found: list[tuple[Experiment, ModelShape]] = []
-
-    def further_checks(experiment: Experiment) -> Iterator[Problem]:
-        located, absent = with_local_models(experiment, weights=False)
-        yield from absent
-        policy = located.policy
-        try:
-            shape = load_shape(policy.model_path, policy.head)
-        except (BrokenModelFolder, UnsupportedModel) as error:
-            if not any(problem.field == "policy.model_path" for problem in absent):
-                yield model_problem("policy", policy.model_path, str(error))
-            return
-        found.append((located, shape))
-        if lays_out:
-            yield from policy_layout_problems(located, shape)
-
-    load_experiment(arguments.config, arguments.overrides, further_checks)
-    return found[0]
-
-
 def _time(arguments: Namespace) -> int:
-    (experiment, shape), hardware = load_planned(arguments), HARDWARE[arguments.hardware]
+    experiment, shape = load_planned(arguments.config, arguments.overrides)
     is_chosen = isinstance(experiment.policy.recompute, AutoRecompute)
+    runs = [read_run(folder, shape) for folder in arguments.calibrate]
+    start = read_calibration(arguments.hardware)
+    hardware = start.hardware.shared_by(experiment.policy.layout.world_size)
     experiment = fitting_recompute(experiment, shape, hardware.usable_bytes)
     needed = policy_memory(experiment, shape).on_device
     status = ExitCode.FAILED if needed > hardware.memory_bytes else ExitCode.WELL
     lengths = _lengths(experiment, arguments)
     try:
-        plan = RunPlan(experiment, shape, hardware, lengths)
+        calibration = calibrate(runs, start) if runs else start
+        compared = [_compared(run, start, calibration) for run in runs]
+        plan = RunPlan(experiment, shape, calibration.hardware, lengths, calibration.attained)
         step = plan.step()
     except UnplannedRun as error:
         raise UsageError(str(error)) from error
+    if arguments.output is not None:
+        write_calibration(calibration, arguments.output, _notes(runs, compared))
     rows, price = _totals(step, plan, arguments.price_per_gpu_hour), arguments.price_per_gpu_hour
     if arguments.json:
         stages = {name: {"bound": cost.bound, **asdict(cost)} for name, cost in step.stages.items()}
@@ -201,10 +203,13 @@ def _time(arguments: Namespace) -> int:
         values |= {"recompute": experiment.policy.recompute.model_dump(), "fits": status is ExitCode.WELL}
         values |= {"memory_on_device": needed, "device_memory": hardware.memory_bytes}
         values |= {} if price is None else {"cost_per_million_tokens": step.cost_per_million(price)}
+        values |= {"calibration": compared, "attained": asdict(calibration.attained)} if runs else {}
         say(json.dumps(values, indent=2))
         return status
     console = terminal.output()
     console.width = max(console.width, _WIDTH)
+    if runs:
+        console.print(_calibrated(compared))
     console.print(_stages(step, plan))
     share, room = needed / hardware.memory_bytes, f"{hardware.memory_bytes / 1e9:.1f} GB"
     rows["memory of the policy's fullest rank"] = f"{_digits(needed / 1e9)} of {room} ({share:.0%})"
@@ -222,6 +227,40 @@ def _time(arguments: Namespace) -> int:
     return status
 
 
+def _compared(run: MeasuredRun, before: Calibration, after: Calibration) -> dict[str, Any]:
+    """Seconds of a run's stages, measured and predicted."""
+    first, fitted = run.predicted(before), run.predicted(after)
+    stages = {
+        name: {"measured": seconds, "before": first[name], "fitted": fitted[name]}
+        for name, seconds in run.seconds.items()
+    }
+    return {"run": run.name, "steps": run.steps, "lengths": asdict(run.lengths), "stages": stages}
+
+
+def _calibrated(compared: list[dict[str, Any]]) -> Table:
+    title = "Measured runs, in seconds (medians), next to the plan before and after the fit"
+    result = terminal.table(title, ["run", "stage", "measured", "before", "", "fitted", ""])
+    for run in compared:
+        for stage, seconds in run["stages"].items():
+            measured = seconds["measured"]
+            cells = [_digits(measured)]
+            for planned in (seconds["before"], seconds["fitted"]):
+                cells += [_digits(planned), f"{planned / measured - 1:+.0%}" if measured else ""]
+            result.add_row(run["run"], stage, *cells)
+    return result
+
+
+def _notes(runs: list[MeasuredRun], compared: list[dict[str, Any]]) -> list[str]:
+    """What a file of hardware says about its origin."""
+    if not runs:
+        return []
+    steps = [run["stages"]["step"] for run in compared]
+    errors = [abs(step["fitted"] / step["measured"] - 1) for step in steps if step["measured"]]
+    names = ", ".join(run.name for run in runs)
+    error = f"; median error of their steps {median(errors):.0%}" if errors else ""
+    return [f"Fitted to {names}{error}."]
+
+
 def _note_lengths(experiment: Experiment, lengths: Lengths, arguments: Namespace) -> None:
     notes = [f"responses of {lengths.response:.0f} tokens on average, at most {lengths.limit:.0f}"]
     notes.append(f"prompts of {lengths.prompt:.0f}")
@@ -231,10 +270,12 @@ def _note_lengths(experiment: Experiment, lengths: Lengths, arguments: Namespace
 
 
 def _suggest(arguments: Namespace) -> int:
-    (experiment, shape), hardware = load_planned(arguments, lays_out=False), HARDWARE[arguments.hardware]
+    experiment, shape = load_planned(arguments.config, arguments.overrides, lays_out=False)
+    calibration = read_calibration(arguments.hardware)
+    hardware, attained = calibration.hardware, calibration.attained
     lengths = _lengths(experiment, arguments)
     try:
-        found = suggest(experiment, shape, hardware, lengths, arguments.gpus, arguments.staleness)
+        found = suggest(experiment, shape, hardware, lengths, arguments.gpus, arguments.staleness, attained)
     except UnplannedRun as error:
         raise UsageError(str(error)) from error
     if not found:
@@ -396,7 +437,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _rehearse(arguments: Namespace) -> int:
-    experiment, shape = load_planned(arguments)
+    experiment, shape = load_planned(arguments.config, arguments.overrides)
     policy, world = experiment.policy, experiment.policy.layout.world_size
     settled = fitting_recompute(experiment, shape, int(arguments.memory_gb * 1e9))
     if settled is not experiment:

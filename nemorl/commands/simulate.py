@@ -15,13 +15,13 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.errors import UsageError
 from nemorl.models.shape import ModelShape
+from nemorl.plan.calibration import Calibration, load_planned, read_calibration
 from nemorl.plan.generation_time import default_lengths
-from nemorl.plan.hardware import HARDWARE, Hardware
 from nemorl.plan.recompute import fitting_recompute
 from nemorl.plan.step_time import RunPlan, UnplannedRun
 
 from . import terminal
-from .plan import load_planned
+from .plan import HARDWARE_HELP
 from .terminal import Commands, ExitCode, say
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def register(commands: Commands) -> None:
     trace_help = "take lengths and speeds from the folder of a finished run"
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--trace", type=Path, metavar="RUN_DIR", help=trace_help)
-    hardware_help = "take speeds from the plan of time on this hardware (docs/plan_time.md)"
-    source.add_argument("--hardware", choices=sorted(HARDWARE), help=hardware_help)
+    hardware_help = f"take speeds from the plan of time (docs/plan_time.md); {HARDWARE_HELP}"
+    source.add_argument("--hardware", metavar="NAME_OR_FILE", help=hardware_help)
     gpus_help = "number of devices: those that the policy leaves become engines (generation.replicas)"
     parser.add_argument("--gpus", type=terminal.positive_integer, metavar="N", help=gpus_help)
     steps_help = f"number of measured steps (default: {_STEPS})"
@@ -58,7 +58,7 @@ def _simulate(arguments: Namespace) -> int:
     if arguments.hardware is None:
         experiment = load_experiment(arguments.config, arguments.overrides)
     else:
-        experiment, shape = load_planned(arguments)
+        experiment, shape = load_planned(arguments.config, arguments.overrides)
     experiment = _on(experiment, arguments.gpus)
     from nemorl.simulate.simulation import predict
     from nemorl.simulate.trace import traced_workload
@@ -70,7 +70,7 @@ def _simulate(arguments: Namespace) -> int:
     elif shape is not None:
         source = f"planned for {arguments.hardware}"
         try:
-            workload = planned_workload(_plan(experiment, shape, HARDWARE[arguments.hardware]))
+            workload = planned_workload(_plan(experiment, shape, read_calibration(arguments.hardware)))
         except UnplannedRun as error:
             raise UsageError(str(error)) from error
     else:
@@ -100,9 +100,11 @@ def _simulate(arguments: Namespace) -> int:
     return ExitCode.WELL
 
 
-def _plan(experiment: Experiment, shape: ModelShape, hardware: Hardware) -> RunPlan:
-    experiment = fitting_recompute(experiment, shape, hardware.usable_bytes)
-    return RunPlan(experiment, shape, hardware, default_lengths(experiment))
+def _plan(experiment: Experiment, shape: ModelShape, calibration: Calibration) -> RunPlan:
+    hardware = calibration.hardware
+    usable = hardware.shared_by(experiment.policy.layout.world_size).usable_bytes
+    experiment = fitting_recompute(experiment, shape, usable)
+    return RunPlan(experiment, shape, hardware, default_lengths(experiment), calibration.attained)
 
 
 def _on(experiment: Experiment, gpus: int | None) -> Experiment:

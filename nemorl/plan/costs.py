@@ -15,9 +15,7 @@ from .hardware import Hardware
 from .operations import Product
 
 Bound = Literal["compute", "memory", "link", "latency", "straggler", "bubble"]
-_TILE = 128  # rows and columns of a tile; 64 rows if there are no more
 _DEPTH = 1024  # of the inner extent that a multiprocessor adds up; kernels divide longer ones
-ITEM = 2  # bytes of an element: activations and weights of matrix products are in bfloat16
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,8 @@ class Attained:
     message: float = 8e-6  # seconds until a message arrives within an NVLink domain
     far_message: float = 3e-5  # and between domains
     expert_load: float = 1.2  # tokens of the busiest rank's experts, as a multiple of the mean
+    call: float = 0.0  # seconds of the driver and of processes for a pass or an update, next to its work
+    refit_call: float = 0.0  # and for a refit
     gathers_weights: bool = False  # each device of an engine collects all weights in a refit, not its part
 
 
@@ -90,15 +90,16 @@ def product_cost(
     """`groups` products of `rows` x inner with inner x columns, computed together."""
     if rows <= 0 or groups <= 0:
         return Cost()
-    tile_rows = _TILE if rows > _TILE // 2 else _TILE // 2
+    tile = hardware.tile
+    tile_rows = tile if rows > tile // 2 else tile // 2
     depth = min(product.inner, _DEPTH)
-    tiles = math.ceil(rows / tile_rows) * math.ceil(product.columns / _TILE)
+    tiles = math.ceil(rows / tile_rows) * math.ceil(product.columns / tile)
     tiles = math.ceil(tiles * math.ceil(product.inner / depth) * groups)
     waves = math.ceil(tiles / hardware.multiprocessors)
-    operations = 2 * waves * hardware.multiprocessors * tile_rows * _TILE * depth
+    operations = 2 * waves * hardware.multiprocessors * tile_rows * tile * depth
     rate = hardware.operations_fp8 if fp8 else hardware.operations
     elements = rows * (product.inner + product.columns) + product.inner * product.columns
-    moved = groups * elements * ITEM
+    moved = groups * elements * hardware.element_bytes
     return roofline(operations / (rate * attained.matmul), moved, hardware, attained)
 
 

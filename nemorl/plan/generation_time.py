@@ -8,7 +8,7 @@ from functools import cached_property
 from nemorl.config.experiment import Experiment
 from nemorl.models.shape import ModelShape
 
-from .costs import ITEM, Attained, Cost, message_cost, product_cost, roofline
+from .costs import Attained, Cost, message_cost, product_cost, roofline
 from .hardware import Hardware
 from .operations import (
     Product,
@@ -45,8 +45,9 @@ class Engine:
     stages: int = 1
     max_sequences: int = 256  # decoded together
     memory_share: float = 0.9  # of a device, for weights and KV cache
-    weight_bytes: int = ITEM  # of an element
-    cache_bytes: int = ITEM  # of an element
+    weight_bytes: int = 2  # of an element
+    cache_bytes: int = 2  # of an element
+    max_cached: float = math.inf  # tokens in the KV cache
     fp8: bool = False
 
     @property
@@ -66,7 +67,7 @@ class Engine:
         devices = self.tensor * self.stages
         room = self.hardware.memory_bytes * self.memory_share - self.weights / devices
         of_token = cached_width(self.shape) * self.cache_bytes * self.shape.num_layers
-        return max(0.0, room) / (of_token / self._cache_ranks / self.stages)
+        return min(self.max_cached, max(0.0, room) / (of_token / self._cache_ranks / self.stages))
 
     def concurrency(self, lengths: Lengths) -> float:
         """Sequences that run together, by the engine's limit and its KV cache; at least one."""
@@ -142,7 +143,15 @@ class Engine:
         rate = self.hardware.operations * self.attained.attention
         cost += roofline(work / rate, cache, self.hardware, self.attained)
         # Two sums over ranks, each a scattering and a gathering.
-        sent = 2 * 2 * rows * self.shape.hidden_size * ITEM * (self.tensor - 1) / self.tensor
+        sent = (
+            2
+            * 2
+            * rows
+            * self.shape.hidden_size
+            * self.hardware.element_bytes
+            * (self.tensor - 1)
+            / self.tensor
+        )
         return cost + message_cost(sent, self.tensor, self.hardware, self.attained, count=2)
 
     @property

@@ -10,12 +10,13 @@ Operations are dense (without sparsity), bytes per second are in one direction. 
     gb200  GB200 NVL72 data sheet, per GPU; NVLink-C2C of a Grace CPU shared by two GPUs
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device, and the links from it."""
+    """One device, and the links from it. A machine without accelerators is one device, and its processes
+    share it."""
 
     name: str
     device_name: str  # by the driver
@@ -28,11 +29,42 @@ class Hardware:
     domain_rate: float  # bytes per second to them
     network_rate: float  # bytes per second to other domains
     host_rate: float  # bytes per second to the host's memory
+    operations_float32: float = 0.0  # per second; 0 where it is not known
+    cores: int = 0  # of a machine without accelerators; 0 for an accelerator
+    tile: int = (
+        128  # rows and columns of a matrix that a multiprocessor computes together; also half the rows
+    )
+    element_bytes: int = 2  # of activations and weights in matrix products
 
     @property
     def usable_bytes(self) -> int:
         """Without the margin."""
         return int(self.memory_bytes * (1 - MARGIN))
+
+    def in_precision(self, precision: str) -> "Hardware":
+        """As it computes in `bfloat16`, which is unchanged, or in `float32`, whose rate has to be known."""
+        if precision == "bfloat16":
+            return self
+        return replace(self, operations=self.operations_float32, element_bytes=4)
+
+    def shared_by(self, processes: int, threads: int | None = None) -> "Hardware":
+        """What one of the processes of a machine has, with at most this number of threads.
+
+        Accelerators are not shared.
+        """
+        if not self.cores:
+            return self
+        share = 1 / max(1, processes)
+        cores = min(share, (threads or self.cores) / self.cores)
+        return replace(
+            self,
+            operations=self.operations * cores,
+            operations_fp8=self.operations_fp8 * cores,
+            operations_float32=self.operations_float32 * cores,
+            multiprocessors=max(1, round(self.multiprocessors * cores)),
+            memory_bytes=int(self.memory_bytes * share),
+            memory_rate=self.memory_rate * share,
+        )
 
     def link_rate(self, span: int) -> float:
         """Bytes per second between devices of a group that lies over `span` neighboring ones."""

@@ -16,7 +16,7 @@ from nemorl.config.algorithm import OnlineBase
 from nemorl.config.experiment import Experiment
 from nemorl.models.shape import ModelShape
 
-from .costs import ITEM, Attained, Cost
+from .costs import Attained, Cost
 from .generation_time import Engine
 from .hardware import Hardware
 from .training_time import Lengths, Training
@@ -65,12 +65,9 @@ class RunPlan:
     @cached_property
     def training(self) -> Training:
         policy, lengths, algorithm = self.experiment.policy, self.lengths, self.experiment.algorithm
-        if policy.precision != "bfloat16":
-            fix = "rates are of bfloat16 and FP8; set it to bfloat16"
-            raise UnplannedRun(f"policy.precision = {policy.precision}: {fix}")
         if isinstance(algorithm, OnlineBase) and policy.share_prefixes:  # prompts are computed once a group
             lengths = replace(lengths, prompt=lengths.prompt / algorithm.num_generations_per_prompt)
-        return Training(policy, self.shape, self.hardware, self.attained, lengths)
+        return Training(policy, self.shape, self._policy_device, self.attained, lengths)
 
     @cached_property
     def engine(self) -> Engine:
@@ -83,18 +80,49 @@ class RunPlan:
         if not generation.has_engines:
             tensor, stages = layout.tensor_parallel_size, layout.pipeline_parallel_size
         fp8 = getattr(generation, "quantization", None) == "fp8"
+        hardware = self._engine_device
         return Engine(
             self.shape,
-            self.hardware,
+            hardware,
             self.attained,
             tensor=tensor,
             stages=stages,
             max_sequences=getattr(generation, generation.batch_field),
             memory_share=getattr(generation, "gpu_memory_utilization", 0.9),
-            weight_bytes=1 if fp8 else ITEM,
-            cache_bytes=1 if getattr(generation, "kv_cache_dtype", "auto") == "fp8" else ITEM,
+            weight_bytes=1 if fp8 else hardware.element_bytes,
+            cache_bytes=1
+            if getattr(generation, "kv_cache_dtype", "auto") == "fp8"
+            else hardware.element_bytes,
+            max_cached=getattr(generation, "max_kv_tokens", None) or math.inf,
             fp8=fp8,
         )
+
+    @cached_property
+    def _policy_device(self) -> Hardware:
+        """What a process of the policy computes with."""
+        return self._device(
+            "policy", self.experiment.policy.precision, self.experiment.cluster.policy_threads
+        )
+
+    @cached_property
+    def _engine_device(self) -> Hardware:
+        generation, policy = self.experiment.generation, self.experiment.policy
+        if not generation.has_engines:
+            return self._policy_device
+        precision = generation.precision or policy.precision
+        return self._device("generation", precision, generation.threads)
+
+    def _device(self, section: str, precision: str, threads: int | None) -> Hardware:
+        if precision == "float32" and not self.hardware.operations_float32:
+            fix = f"the rates of {self.hardware.name} are of bfloat16 and FP8; set it to bfloat16, or give a"
+            fix += " file of hardware with operations_float32"
+            raise UnplannedRun(f"{section}.precision = {precision}: {fix}")
+        generation, world = self.experiment.generation, self.experiment.policy.layout.world_size
+        engines = self.replicas * generation.ranks_per_replica if generation.has_engines else 0
+        at_once = engines if section == "generation" else world
+        if self.experiment.algorithm.allows_staleness:
+            at_once = world + engines
+        return self.hardware.shared_by(at_once, threads).in_precision(precision)
 
     @property
     def replicas(self) -> int:
@@ -134,7 +162,10 @@ class RunPlan:
         if self.attained.gathers_weights:
             moved = weights
         rate = self.hardware.link_rate(self.devices) * self.attained.refit
-        return Cost(link=moved / rate, latency=self.attained.far_message * self.shape.num_layers)
+        return Cost(
+            link=moved / rate,
+            latency=self.attained.far_message * self.shape.num_layers + self.attained.refit_call,
+        )
 
     def step(self) -> StepTime:
         algorithm, training = self.experiment.algorithm, self.training
@@ -143,17 +174,20 @@ class RunPlan:
         if isinstance(algorithm, OnlineBase):
             total = algorithm.trajectories_per_step
             updates = getattr(algorithm, "updates_per_step", 1)
+        call = Cost(latency=self.attained.call)
+        one = training.logprobs(total) + call
         passes = {
-            "logprobs": training.logprobs(total) * bool(getattr(algorithm, "needs_old_logprobs", False)),
-            "reference": training.logprobs(total) * bool(algorithm.keeps_reference),
-            "training": training.update(sequences) * updates,
+            "logprobs": one * bool(getattr(algorithm, "needs_old_logprobs", False)),
+            "reference": one * bool(algorithm.keeps_reference),
+            "training": (training.update(sequences) + call) * updates,
         }
         stages = {"generation": self.generation_cost, **passes, "refit": self.refit_cost}
         stages |= {"offload": training.offload, "other": Cost(latency=self.attained.step)}
         stages = {name: cost for name, cost in stages.items() if cost.seconds > 0}
         seconds, idle = self._overlapped(stages)
         epochs = getattr(algorithm, "num_epochs", 1)
-        peak = self.hardware.operations_fp8 if self.experiment.policy.fp8 else self.hardware.operations
+        device = self._policy_device
+        peak = device.operations_fp8 if self.experiment.policy.fp8 else device.operations
         work, world = training.operations(total) * epochs, self.experiment.policy.layout.world_size
         return StepTime(
             stages=stages,
@@ -191,7 +225,7 @@ class Measured:
 
 # What `fit` changes, each by at most this factor, as far as measured steps outweigh the values in `Attained`.
 FITTED = ("matmul", "memory", "launch", "expert_launch", "decode_layer", "sequence", "step", "refit")
-_SHARES = ("matmul", "attention", "memory", "link", "refit")  # at most 1
+SHARES = ("matmul", "attention", "memory", "link", "refit")  # at most 1
 _MAX_FACTOR = 8.0
 _PULL = 0.02  # of a squared logarithm of a constant's factor, next to that of a step's error
 
@@ -206,7 +240,7 @@ def fit(measured: Sequence[Measured], start: Attained, names: Sequence[str] = FI
 
     def constants(changed: Mapping[str, float]) -> Attained:
         values = {name: getattr(start, name) * math.exp(value) for name, value in changed.items()}
-        return replace(start, **{name: min(v, 1.0) if name in _SHARES else v for name, v in values.items()})
+        return replace(start, **{name: min(v, 1.0) if name in SHARES else v for name, v in values.items()})
 
     def loss(changed: Mapping[str, float]) -> float:
         attained = constants(changed)

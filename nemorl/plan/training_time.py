@@ -14,7 +14,7 @@ from nemorl.config.policy import AutoRecompute, PolicyConfig
 from nemorl.models.layout import stage_layers
 from nemorl.models.shape import ModelShape
 
-from .costs import ITEM, Attained, Cost, at_least, message_cost, product_cost, roofline
+from .costs import Attained, Cost, at_least, message_cost, product_cost, roofline
 from .hardware import Hardware
 from .memory import stage_parameters
 from .operations import (
@@ -149,7 +149,7 @@ class Training:
         moved = 0.0
         parameters = stage_parameters(self.shape, policy.layout, 0)
         if policy.offload.weights:
-            moved += parameters.total * ITEM
+            moved += parameters.total * self.hardware.element_bytes
         if policy.offload.optimizer and not policy.optimizer.state_is_on_host:
             moved += parameters.per_copy(policy.layout) * policy.optimizer.state_bytes(policy.precision)
         return Cost(link=2 * moved / (self.hardware.host_rate * self.attained.link))
@@ -214,7 +214,7 @@ class Training:
         work = 2 * rows * seen * attention_width(self.shape) / tensor
         attention = Cost(compute=work / (self.hardware.operations * attained.attention))
         elements = rows / tensor * (_HIDDEN_PASSES * self.shape.hidden_size + _MLP_PASSES * mlp)
-        passing = roofline(0.0, elements * ITEM, self.hardware, attained)
+        passing = roofline(0.0, elements * self.hardware.element_bytes, self.hardware, attained)
         forward += attention + passing
         if not backward:
             return at_least(forward, launches)
@@ -255,7 +255,7 @@ class Training:
         cost = Cost()
         for axis, elements in sent_elements(self.shape, layout).items():
             span, count = spans[axis]
-            sent = elements * tokens * ITEM / 2
+            sent = elements * tokens * self.hardware.element_bytes / 2
             scattered = axis == "expert"
             cost += message_cost(sent, span, self.hardware, self.attained, count=count, scattered=scattered)
         return cost
@@ -277,13 +277,18 @@ class Training:
         layout, optimizer = self.policy.layout, self.policy.optimizer
         parameters = stage_parameters(self.shape, layout, 0)
         copies = layout.data_parallel_size * layout.context_parallel_size
-        sent = parameters.total * (optimizer.gradient_bytes + ITEM) * (copies - 1) / copies
+        sent = (
+            parameters.total
+            * (optimizer.gradient_bytes + self.hardware.element_bytes)
+            * (copies - 1)
+            / copies
+        )
         span = layout.stage_size if copies > 1 else 1
         cost = message_cost(sent, span, self.hardware, self.attained, count=2)
         state = optimizer.state_bytes(self.policy.precision)
         updated = parameters.per_copy(layout) if optimizer.is_sharded else parameters.total
         if optimizer.state_is_on_host:
-            moved = updated * (optimizer.gradient_bytes + ITEM)
+            moved = updated * (optimizer.gradient_bytes + self.hardware.element_bytes)
             return cost + Cost(link=moved / (self.hardware.host_rate * self.attained.link))
-        moved = updated * (2 * state + optimizer.gradient_bytes + ITEM)
+        moved = updated * (2 * state + optimizer.gradient_bytes + self.hardware.element_bytes)
         return cost + roofline(0.0, moved, self.hardware, self.attained)

@@ -147,7 +147,7 @@ def planned_workload(plan: RunPlan) -> Workload:
         decode_each=each,
         prefill=engine.prefill(1, lengths.prompt).seconds,
         training=plan.training.update(sequences).seconds / (sequences * lengths.sequence),
-        update=0.0,
+        update=plan.attained.call,
         loading=plan.attained.step,
         refit=plan.refit_cost.seconds,
     )

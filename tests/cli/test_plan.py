@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from nemorl.commands import plan
+from nemorl.plan.calibration import Calibration, write_calibration
 from nemorl.plan.hardware import HARDWARE
 from tests.cli.conftest import Nemorl
+from tests.plan.models import write_model
+from tests.plan.test_calibration import CPU, START, write_run
 
 
 def test_layouts_are_listed_with_their_memory(nemorl: Nemorl, experiment: Path) -> None:
@@ -141,7 +144,10 @@ def test_time_as_json(nemorl: Nemorl, experiment: Path) -> None:
     ("words", "message"),
     [
         (("--response-tokens", "9"), "--response-tokens 9: policy.max_sequence_length and generation."),
-        (("policy.precision=float32",), "policy.precision = float32: rates are of bfloat16 and FP8"),
+        (
+            ("policy.precision=float32",),
+            "policy.precision = float32: the rates of h100 are of bfloat16 and FP8",
+        ),
         (("policy.layout.tensor_parallel_size=3",), "policy.layout.tensor_parallel_size"),
         (("--price-per-gpu-hour", "0"), "argument --price-per-gpu-hour: '0': expected a number above 0"),
     ],
@@ -267,3 +273,20 @@ def test_suggestions_are_ranked_with_reasons_and_fields(nemorl: Nemorl, experime
     assert {row["overrides"][-1] for row in as_json} == {f"algorithm.max_staleness={n}" for n in range(3)}
     assert torch.status == 2
     assert "choose one whose engines have" in torch.err
+
+
+def test_time_is_calibrated_and_written_to_a_file(nemorl: Nemorl, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "small")
+    run = write_run(tmp_path / "run", model)
+    write_calibration(Calibration(CPU, START), tmp_path / "cpu.yaml")
+    words = ("plan", "time", run / "config.yaml")
+
+    outcome = nemorl(*words, "--hardware", "cpu.yaml", "--calibrate", run, "-o", "fitted.yaml")
+    planned = nemorl(*words, "--hardware", "fitted.yaml", "--json")
+    refused = nemorl(*words, "--hardware", "cpu.yaml", "--calibrate", tmp_path)
+
+    assert (outcome.status, planned.status, refused.status) == (0, 0, 2)
+    assert "Measured runs, in seconds (medians)" in outcome.out
+    assert "Fitted to run; median error" in (tmp_path / "fitted.yaml").read_text(encoding="utf-8")
+    assert json.loads(planned.out)["hardware"] == "made-up"
+    assert "expected the folder of a run" in refused.err

@@ -25,7 +25,7 @@ from tests.plan.models import CONFIG
 
 SHAPE = shape_from_config(CONFIG, "config.json")
 # Everything but what a test gives is free.
-FREE = Hardware("free", "", 1e30, 1e30, 1, 1e30, 1e30, 8, 1e30, 1e30, 1e30)
+FREE = Hardware("free", "free", 1e30, 1e30, 1, 1e30, 1e30, 8, 1e30, 1e30, 1e30)
 IDLE = Attained(
     *(1.0, 1.0, 1.0, 1.0),
     launch=0,
