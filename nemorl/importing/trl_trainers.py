@@ -1,4 +1,4 @@
-"""TRL's trainers: those that are imported, and how the keys of a config without a command tell them apart."""
+"""TRL's trainers: those that are imported, and how keys decide for a config without a command."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -103,7 +103,7 @@ def _by_keys(values: Mapping[str, Any]) -> str:
     if len(fitting) == 1:
         return fitting.pop()
     if not deciding:
-        raise CannotImport(f"no key tells which of TRL's trainers this is for; {_ask(IMPORTED)}")
+        raise CannotImport(f"no key decides which of TRL's trainers this is for; {_ask(IMPORTED)}")
     if not fitting:
         listed = "; ".join(f"{key}: {', '.join(sorted(names))}" for key, names in sorted(deciding.items()))
         raise CannotImport(f"no trainer of TRL has all of these keys; {_ask(IMPORTED)} ({listed})")

@@ -290,7 +290,7 @@ def test_keys_of_one_trainer_decide(values: dict[str, Any], trainer: str) -> Non
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({}, "no key tells which of TRL's trainers this is for; give --trainer grpo|sft|dpo|reward|kto"),
+        ({}, "no key decides which of TRL's trainers this is for; give --trainer grpo|sft|dpo|reward|kto"),
         (
             {"beta": 0.1, "max_length": 512},
             "max_length: .*trainers dpo, kto have all keys of this config; give --trainer dpo|kto",
