@@ -12,6 +12,7 @@ from nemorl.config.base import counted
 from nemorl.errors import UsageError
 from nemorl.importing.document import PROJECTS, checked, import_file, to_text
 from nemorl.importing.rules import Imported, Row
+from nemorl.importing.trl_trainers import IMPORTED
 
 from .terminal import Commands, ExitCode, add_command, complain, notes, output, positive_integer, say, table
 
@@ -38,6 +39,8 @@ def register(commands: Commands) -> None:
     parser.add_argument("-o", "--out", type=Path, metavar="OUT", help=out_help)
     rows_help = "rows of the training data, for a run whose length is given in epochs"
     parser.add_argument("--rows", type=positive_integer, metavar="N", help=rows_help)
+    trainer_help = "trainer of a TRL config whose keys fit several"
+    parser.add_argument("--trainer", choices=list(IMPORTED), help=trainer_help)
     parser.add_argument("--all", action="store_true", help="list keys that do not change the result, too")
     parser.add_argument("--json", action="store_true", help="print what became of the keys as JSON instead")
 
@@ -55,7 +58,7 @@ def _import(arguments: Namespace) -> int:
     if out is not None and out.exists():
         raise UsageError(f"{out} exists; remove it, or give another name with -o")
     template = None if out is None else out.with_suffix(".jinja")
-    imported = import_file(project, file, arguments.rows, template)
+    imported = import_file(project, file, arguments.rows, template, arguments.trainer)
     if existing := [path for path in imported.files if Path(path).exists()]:
         raise UsageError(f"{existing[0]} exists; remove it, or give another name with -o")
     text = to_text(imported, project, file.name)

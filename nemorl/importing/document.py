@@ -15,8 +15,9 @@ from nemorl.config.load import load_experiment
 from nemorl.config.yaml import VARIANT_KEYS, leaves
 from nemorl.errors import ConfigError, Problem
 
-from . import nemo_rl, openrlhf, trl, verl
+from . import nemo_rl, openrlhf, trl, trl_offline, verl
 from .rules import CannotImport, Imported, Options, Origin, Rule, apply
+from .trl_trainers import IMPORTED, trainer_of
 
 _WIDTH = 2**31  # no line is broken
 _ORDER = tuple(Experiment.model_fields)
@@ -33,8 +34,26 @@ class Project:
     marks: str  # what only its files have, as a regular expression
     likenesses: Mapping[str, object]  # values, or all values, by which types of keys are checked
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that a config need not have
+    trainers: Mapping[str, "Project"] = field(default_factory=dict)
+    """The same with the rules of each trainer, where a config does not have all trainers' keys."""
 
 
+_TRL = {
+    "grpo": Project("TRL", trl.read, trl.RULES, "runs/trl", trl.MARKS, trl.LIKENESSES, trl.DEFAULTS),
+    **{
+        kind: Project(
+            "TRL",
+            trl.read,
+            trl_offline.rules_of(kind),
+            "runs/trl",
+            trl.MARKS,
+            trl_offline.LIKENESSES,
+            trl_offline.DEFAULTS[kind],
+        )
+        for kind in IMPORTED
+        if kind in trl_offline.DEFAULTS
+    },
+}
 PROJECTS = {
     "nemo-rl": Project(
         "NeMo-RL", nemo_rl.read, nemo_rl.RULES, "runs/nemo-rl", nemo_rl.MARKS, nemo_rl.LIKENESSES
@@ -49,7 +68,7 @@ PROJECTS = {
         openrlhf.LIKENESSES,
         openrlhf.DEFAULTS,
     ),
-    "trl": Project("TRL", trl.read, trl.RULES, "runs/trl", trl.MARKS, trl.LIKENESSES, trl.DEFAULTS),
+    "trl": replace(_TRL["grpo"], trainers=_TRL),
 }
 _OURS = r"^  model_path:"
 
@@ -62,6 +81,11 @@ def project_of(text: str) -> Project | None:
 
 def import_values(project: Project, values: Mapping[str, Any], options: Options | None = None) -> Imported:
     """Apply a project's rules to the values of a config by their dotted keys. Raises CannotImport."""
+    options = options or Options()
+    if project.trainers:
+        project = project.trainers[trainer_of(values, options.trainer)]
+    elif options.trainer:
+        raise CannotImport(f"--trainer {options.trainer}: {project.title}'s configs name theirs; remove it")
     origin = Origin(values, options, project.defaults)
     imported = apply(project.rules, origin, likenesses=project.likenesses)
     tree = {"run_dir": project.run_dir, **imported.tree}
@@ -78,15 +102,19 @@ def _variant_first(section: Any) -> Any:
 
 
 def import_file(
-    project: Project, file: Path, rows: int | None = None, template: Path | None = None
+    project: Project,
+    file: Path,
+    rows: int | None = None,
+    template: Path | None = None,
+    trainer: str | None = None,
 ) -> Imported:
     """The same of a file.
 
     `rows`: of the training data, for runs whose length is given in epochs. `template`: file for a chat
-    template that the config has as text.
+    template that the config has as text. `trainer`: which of TRL's a config is for, if its keys fit several.
     """
     _require_origin(project, file)
-    options = Options(rows, str(file.parent), None if template is None else str(template))
+    options = Options(rows, str(file.parent), None if template is None else str(template), trainer)
     try:
         return import_values(project, dict(leaves(project.read(file))), options)
     except CannotImport as error:

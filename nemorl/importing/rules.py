@@ -34,6 +34,7 @@ class Options:
     rows: int | None = None  # of the training data, where the run's length is given in epochs
     folder: str = "."  # of the config, from which paths of prompt files may be relative
     template: str | None = None  # file for a chat template that the config has as text; None writes none
+    trainer: str | None = None  # of TRL, where the keys fit several
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+from . import trl_common as common
 from . import trl_files
-from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, take, take_given
-from .shared import batch, layout, lora_targets, run_length, trackers
+from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, take_given
+from .shared import batch, run_length
+from .trl_trainers import IMPORTED
 
-# TRL's defaults of what the rules read (commit f2cd5771), and those of transformers' TrainingArguments.
+# TRL's defaults of what the rules read (commit f2cd5771).
 DEFAULTS: dict[str, Any] = {
+    **common.DEFAULTS,
     "num_generations": 8,
     "max_completion_length": 512,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
     "num_iterations": 1,
     "beta": 0.0,
     "epsilon": 0.2,
@@ -33,52 +34,26 @@ DEFAULTS: dict[str, Any] = {
     "vllm_gpu_memory_utilization": 0.3,
     "vllm_tensor_parallel_size": 1,
     "learning_rate": 1e-6,
-    "weight_decay": 0.0,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-    "num_train_epochs": 3.0,
-    "max_steps": -1,
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
-    "seed": 42,
-    "save_steps": 500,
-    "save_strategy": "steps",
-    "eval_strategy": "no",
-    "bf16": True,
-    "gradient_checkpointing": True,
     "shuffle_dataset": True,
-    "lora_r": 16,
-    "lora_alpha": 32,
-    "num_processes": 1,
-    "num_machines": 1,
 }
 LIKENESSES: dict[str, object] = {
+    **common.LIKENESSES,
     "scale_rewards": (True, False, "group", "batch", "none"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "importance_sampling_level": ("token", "sequence"),
-    "save_strategy": ("no", "steps", "epoch", "best"),
     "delta": 1.0,
     "epsilon_high": 0.2,
     "vllm_importance_sampling_clip_min": 0.0,
     "vllm_importance_sampling_cap": 3.0,
     "off_policy_mask_threshold": 0.5,
     "vllm_max_model_length": 1024,
-    "save_total_limit": 1,
     "generation_batch_size": 8,
     "steps_per_generation": 1,
-    "lora_r": 16,
-    "lora_alpha": 32,
     "min_p": 0.1,
 }
-_KEPT_MODEL = ("model_name_or_path", "model")
-
-
-TRAINERS = {"grpo": "GRPOConfig"}  # config classes by the names of commands
 MARKS = (
     r"\btrl (sft|dpo|grpo|kto|reward|rloo)\b|from trl import|import trl|trl\.scripts|"
     r"^(model_name_or_path|per_device_train_batch_size|reward_funcs|num_generations|max_completion_length):"
@@ -87,18 +62,12 @@ MARKS = (
 
 def read(file: Path) -> dict[str, Any]:
     """The arguments of a YAML, a script or a Python file. Raises CannotImport."""
-    return trl_files.read(file, TRAINERS)
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list) else [value]
+    return trl_files.read(file, IMPORTED)
 
 
 def _sizes(x: Origin) -> tuple[int, int, int]:
     """Completions of an optimizer step, and of a generation; updates per generation."""
-    per_update = (
-        x.get("per_device_train_batch_size") * x.get("gradient_accumulation_steps") * x.get("num_processes")
-    )
+    per_update = common.per_update(x)
     micro = x.get("per_device_train_batch_size") * x.get("num_processes")
     generated = x.get("generation_batch_size")
     if generated is None:
@@ -215,27 +184,14 @@ def _correction(x: Origin) -> Fields:
     return {"algorithm.correction": section} if section else {}
 
 
-def _optimizer(x: Origin) -> Fields:
-    section = {"name": "adam", "lr": x.get("learning_rate"), "weight_decay": x.get("weight_decay")}
-    section |= {"beta1": x.get("adam_beta1"), "beta2": x.get("adam_beta2"), "eps": x.get("adam_epsilon")}
-    fields: dict[str, Any] = {
-        "policy.optimizer": section,
-        "policy.max_grad_norm": x.get("max_grad_norm") or None,
-    }
+def _updates(x: Origin) -> int:
+    """Optimizer steps of a step of ours."""
     _, _, updates = _sizes(x)
-    total = int(_num_steps(x)["algorithm.num_steps"]) * updates * x.get("num_iterations")
-    warmup = x.get("warmup_steps")
-    if 0 < warmup < 1:
-        warmup = int(warmup * total)
-    if not warmup and (share := x.get("warmup_ratio", 0.0)):
-        warmup = int(share * total)
-    kind = x.get("lr_scheduler_type")
-    schedule: dict[str, Any] = {"first_step": 0} | ({"warmup_steps": int(warmup)} if warmup else {})
-    if kind in ("linear", "cosine"):
-        schedule |= {"name": kind, "decay_steps": max(total, int(warmup) + 1)}
-    elif kind not in ("constant", "constant_with_warmup"):
-        raise CannotImport(f"lr_scheduler_type = {kind}: this schedule is not imported")
-    return fields | {"policy.schedule": schedule}
+    return int(updates * x.get("num_iterations"))
+
+
+def _optimizer(x: Origin) -> Fields:
+    return common.optimizer(x, int(_num_steps(x)["algorithm.num_steps"]) * _updates(x))
 
 
 def _generation(x: Origin) -> Fields:
@@ -262,22 +218,9 @@ def _lengths(x: Origin) -> Fields:
     return {"policy.max_sequence_length": longest, "policy.micro_batch_tokens": tokens}
 
 
-def _model(x: Origin) -> Fields:
-    name = next((x.get(key) for key in _KEPT_MODEL if x.get(key)), None)
-    if not isinstance(name, str):
-        raise CannotImport("model_name_or_path: give the model; GRPOTrainer(model=…) with a text counts, too")
-    return {"policy.model_path": name}
-
-
 def _data(x: Origin) -> Fields:
-    name, split = x.get("dataset_name"), x.get("dataset_train_split", "train")
-    if name is None:
-        x.note("data/train.jsonl", "write the rows of the dataset here; dataset_name is not given")
-        return {"data.train": {"name": "tasks", "path": "data/train.jsonl", "answer_key": None}}
-    section = {"name": "tasks", "path": name, "split": split, "answer_key": None}
-    if config := x.get("dataset_config"):
-        section["subset"] = config
-    return {"data.train": section, "data.shuffle": x.get("shuffle_dataset")}
+    train = common.train_data(x, {"name": "tasks", "answer_key": None})
+    return {"data.train": train, "data.shuffle": x.get("shuffle_dataset")}
 
 
 def _rewards(x: Origin) -> Fields:
@@ -286,43 +229,21 @@ def _rewards(x: Origin) -> Fields:
         x.note("rewards:reward", "name the module and the function here; reward_funcs is not given")
         return {"rewards": [{"function": "rewards:reward", "signature": "trl"}]}
     rewards = []
-    for place, name in enumerate(_listed(names)):
+    for place, name in enumerate(common.listed(names)):
         module, _, function = str(name).rpartition(".")
         reward: dict[str, Any] = {"function": f"{module or 'trl.rewards'}:{function}", "signature": "trl"}
         rewards.append(reward | ({"weight": weights[place]} if weights else {}))
     return {"rewards": rewards}
 
 
-def _trackers(x: Origin) -> Fields:
-    names = [] if x.get("report_to") is None else _listed(x.get("report_to"))
-    project, space = x.get("project"), x.get("trackio_space_id")
-    sections = {
-        "trackio": ({"project": project} if project else {}) | ({"space_id": space} if space else {}),
-        "wandb": {"project": project} if project else {},
-    }
-    return trackers(x, "report_to", names, sections)
-
-
-def _lora(x: Origin) -> Fields:
-    if not x.get("use_peft", False):
-        return {}
-    names = x.get("lora_target_modules", x.get("target_modules", "all-linear"))
-    targets = lora_targets(x, "lora_target_modules", names)
-    return {"policy.lora": {"rank": x.get("lora_r"), "alpha": x.get("lora_alpha"), "targets": targets}}
-
-
 def _checkpoints(x: Origin) -> Fields:
-    fields: dict[str, Any] = {"run_dir": x.get("output_dir", "runs/trl")}
-    if x.get("save_strategy") == "no":
-        return fields | {"checkpointing": {"enabled": False}}
-    _, _, updates = _sizes(x)
-    period = max(int(x.get("save_steps")) // (updates * x.get("num_iterations")), 1)
-    kept = {"keep": x.get("save_total_limit")} if x.get("save_total_limit") else {}
-    return fields | {"checkpointing": {"period": period, **kept}}
+    per_step = _updates(x)
+    total = int(_num_steps(x)["algorithm.num_steps"]) * per_step
+    return common.checkpoints(x, common.interval(x.get("save_steps"), total) // per_step)
 
 
 RULES: tuple[Rule, ...] = (
-    Part(_KEPT_MODEL, ("policy.model_path",), _model),
+    *common.RULES,
     Part(
         (
             *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"),
@@ -366,14 +287,7 @@ RULES: tuple[Rule, ...] = (
             {"algorithm.filters.drop_truncated": True} if x.get("mask_truncated_completions", False) else {}
         ),
     ),
-    Part(
-        (
-            *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-            *("lr_scheduler_type", "warmup_steps", "warmup_ratio"),
-        ),
-        ("policy.optimizer", "policy.schedule", "policy.max_grad_norm"),
-        _optimizer,
-    ),
+    Part(common.OPTIMIZER_KEYS, common.OPTIMIZER_FIELDS, _optimizer),
     Part(
         (
             *(
@@ -392,123 +306,37 @@ RULES: tuple[Rule, ...] = (
         ("policy.max_sequence_length", "policy.micro_batch_tokens"),
         _lengths,
     ),
-    Part(
-        ("bf16",),
-        ("policy.precision",),
-        lambda x: {"policy.precision": "bfloat16" if x.get("bf16") else "float32"},
-    ),
-    Part(
-        ("gradient_checkpointing",),
-        ("policy.recompute",),
-        lambda x: {"policy.recompute": {"name": "full"}} if x.get("gradient_checkpointing") else {},
-    ),
-    Part(
-        ("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "target_modules"), ("policy.lora",), _lora
-    ),
-    Part(
-        ("num_processes", "num_machines"),
-        ("cluster.num_nodes", "cluster.gpus_per_node", "policy.layout"),
-        lambda x: _devices(x),
-    ),
-    Part(("report_to", "project", "trackio_space_id"), ("logger.trackers",), _trackers),
-    Part(
-        ("dataset_name", "dataset_config", "dataset_train_split", "shuffle_dataset"),
-        ("data.train", "data.shuffle"),
-        _data,
-    ),
+    Part((*common.DATA_KEYS, "shuffle_dataset"), ("data.train", "data.shuffle"), _data),
     Part(("reward_funcs", "reward_weights"), ("rewards",), _rewards),
-    Part(
-        ("output_dir", "save_steps", "save_strategy", "save_total_limit"),
-        ("run_dir", "checkpointing"),
-        _checkpoints,
-    ),
-    take("seed", "seed"),
+    Part(common.CHECKPOINT_KEYS, ("run_dir", "checkpointing"), _checkpoints),
     take_given("chat_template_path", "policy.tokenizer.chat_template"),
     Lost(("sync_ref_model",), "the reference is the model at the start"),
     Lost(("repetition_penalty",), "the loss would need the penalized distribution", (1.0, None)),
-    Lost(("lora_dropout",), "adapters have no dropout", (0.0, None)),
-    Lost(("optim",), "AdamW", ("adamw_torch", "adamw_torch_fused", None)),
-    Lost(("generation_kwargs", "model_init_kwargs", "chat_template_kwargs"), "no such arguments", (None, {})),
-    Lost(
-        ("router_aux_loss_coef",),
-        "policy.moe.load_balancing_loss_coefficient is of each sequence",
-        (0.0, None),
-    ),
+    Lost(("generation_kwargs", "chat_template_kwargs"), "no such arguments", (None, {})),
     Lost(("eval_strategy",), "set algorithm.validation and data.validation", ("no", None)),
     Lost(
         ("environment_factory", "rollout_func", "tools"),
         "an environment of ours (docs/environments.md)",
         (None,),
     ),
+    Lost(("max_tool_calling_iterations",), "max_turns of an environment (docs/environments.md)", (None,)),
+    Lost(("reward_model_name_or_path",), "a reward with kind: local_model (docs/reward_models.md)", (None,)),
+    Lost(("vllm_structured_outputs_regex",), "samples are not constrained", (None,)),
+    Lost(("cast_lm_head_to_fp32",), "the output layer is in policy.precision"),
     Lost(("entropy_coef_min",), "the weight stays above 0", (0.0, None)),
     Ignored(("vllm_mode",), "engines share the policy's GPUs"),
     Ignored(
         (
-            *("logging_steps", "run_name", "log_completions", "num_completions_to_print"),
-            *("push_to_hub", "hub_model_id", "logging_strategy", "log_unique_prompts"),
-            *(
-                "dataloader_num_workers",
-                "disable_dropout",
-                "remove_unused_columns",
-                "ds3_gather_for_generation",
-            ),
-            *(
-                "dtype",
-                "attn_implementation",
-                "trust_remote_code",
-                "ddp_timeout",
-                "deepspeed",
-                "fsdp",
-                "tf32",
-            ),
-            *(
-                "gradient_checkpointing_kwargs",
-                "eval_steps",
-                "per_device_eval_batch_size",
-                "overwrite_output_dir",
-            ),
-            *("ref_model_mixup_alpha", "ref_model_sync_steps", "dataset_test_split", "num_generations_eval"),
-            *(
-                "vllm_server_host",
-                "vllm_server_port",
-                "vllm_server_timeout",
-                "vllm_server_base_url",
-                "vllm_group_port",
-            ),
-            *(
-                "vllm_enable_sleep_mode",
-                "vllm_model_impl",
-                "cache_implementation",
-                "pad_to_multiple_of",
-                "do_eval",
-            ),
-            *(
-                "resume_from_checkpoint",
-                "trainer",
-                "save_only_model",
-                "logging_first_step",
-                "use_liger_kernel",
-                "task_type",
-            ),
-            *(
-                "logging_dir",
-                "lora_task_type",
-                "bias",
-                "config",
-                "hub_strategy",
-                "log_level",
-                "model_revision",
-            ),
-            "steps",
+            *("log_completions", "num_completions_to_print", "log_unique_prompts", "steps"),
+            *("ds3_gather_for_generation", "cache_implementation", "train_sampling_strategy"),
+            *("eval_steps", "eval_on_start", "dataset_test_split", "num_generations_eval"),
+            *("ref_model_mixup_alpha", "ref_model_sync_steps", "average_tokens_across_devices"),
+            *("vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_server_base_url"),
+            *("vllm_group_port", "vllm_enable_sleep_mode", "vllm_model_impl", "use_transformers_paged"),
+            *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
+            *("log_multimodal", "log_completions_hub_repo"),
+            *("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
         ),
-        "trackers, kernels and how processes are started",
+        "how samples are shown, and how engines are started",
     ),
 )
-
-
-def _devices(x: Origin) -> Fields:
-    processes, machines = x.get("num_processes"), x.get("num_machines")
-    if processes % machines:
-        raise CannotImport(f"num_processes = {processes}: they are no multiple of num_machines = {machines}")
-    nodes = {"cluster.num_nodes": machines} if machines > 1 else {}
-    return {**nodes, "cluster.gpus_per_node": processes // machines, **layout(processes, {}, "num_processes")}

@@ -7,12 +7,12 @@ from typing import Any
 
 from .rules import CannotImport
 from .sources import options_of, read_command, read_yaml, resolved
+from .trl_trainers import OWN
 
 _SIZES = "num_processes", "num_machines"  # of `accelerate launch`, which `trl` takes as well
 _TORCHRUN = {"nproc_per_node": "num_processes", "nnodes": "num_machines"}
 _BUILT_IN = {"single_gpu": 1} | dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8)
 _LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "trl", "python", "python3")
-_OTHERS = ("sft", "dpo", "kto", "reward", "rloo", "gkd")  # names of TRL's scripts
 _ALIASES = {"r": "lora_r", "target_modules": "lora_target_modules"}  # of LoraConfig
 
 
@@ -64,7 +64,7 @@ def from_words(words: list[str], folder: Path, trainers: Mapping[str, str]) -> d
     name = Path(words[end]).stem.removeprefix("trl.scripts.") if ends else ""
     if name == "trl":
         name = after[0] if after else ""
-    if name not in trainers and (name in _OTHERS or "trl" in words[end : end + 1]):
+    if name not in trainers and (name in (*OWN, "gkd") or "trl" in words[end : end + 1]):
         listed = ", ".join(trainers)
         raise CannotImport(f"trl {name}: this trainer is not imported; those that are: {listed}")
     own = options_of(after)
@@ -104,16 +104,16 @@ def _of_python(file: Path, trainers: Mapping[str, str]) -> dict[str, Any]:
         module = ast.parse(file.read_text(encoding="utf-8"))
     except SyntaxError as error:
         raise CannotImport(f"{file}:{error.lineno}: this is no Python: {error.msg}") from error
+    found: dict[str, None] = {}
     for node in ast.walk(module):
-        name = getattr(getattr(node, "func", None), "id", "")
         if not isinstance(node, ast.Call):
             continue
-        kinds = [one for one, config in trainers.items() if config == name]
-        is_part = name == "LoraConfig" or name.removesuffix("Trainer") + "Config" in trainers.values()
-        if not kinds and not is_part:
+        name = getattr(node.func, "id", "") or getattr(node.func, "attr", "")
+        kind = next((one for one, config in trainers.items() if name in (config, _trainer(config))), None)
+        if kind is None and name != "LoraConfig":
             continue
-        if kinds:
-            tree["trainer"] = kinds[0]
+        if kind is not None:
+            found[kind] = None
         for argument in node.keywords:
             try:
                 value = ast.literal_eval(argument.value)
@@ -123,7 +123,14 @@ def _of_python(file: Path, trainers: Mapping[str, str]) -> dict[str, Any]:
             tree[_ALIASES.get(key, key) if name == "LoraConfig" else key] = value
         if name == "LoraConfig":
             tree["use_peft"] = True
-    if "trainer" not in tree:
+    if not found:
         listed = ", ".join(trainers.values())
         raise CannotImport(f"{file}: there is no call of {listed}; other trainers are not imported")
-    return tree
+    if len(found) > 1:
+        raise CannotImport(f"{file}: there are calls of {', '.join(found)}; give a file with one of them")
+    return {"trainer": next(iter(found)), **tree}
+
+
+def _trainer(config: str) -> str:
+    """The trainer of a config class: `SFTTrainer` of `SFTConfig`."""
+    return config.replace("Config", "Trainer")

@@ -37,6 +37,7 @@ VERL = {
 }
 GAE = VERL | {"algorithm.adv_estimator": "gae"}
 TRL: dict[str, Any] = {
+    "trainer": "grpo",
     "model_name_or_path": "org/model",
     "reward_funcs": ["a.b"],
     "max_steps": 30,
@@ -390,6 +391,7 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "ckpt.max_num": (OPENRLHF, 2, 3),
     },
     "trl": {
+        "datasets": (TRL, [{"path": "org/a"}], [{"path": "org/b"}]),
         "model": ({key: value for key, value in TRL.items() if key != "model_name_or_path"}, "a/b", "a/c"),
         "generation_batch_size": (TRL, 8, 16),
         "num_train_epochs": (TRL | {"max_steps": -1}, 1.0, 2.0),

@@ -159,10 +159,10 @@ def test_launchers_of_trl_give_the_number_of_processes(tmp_path: Path) -> None:
         trl.read(tmp_path / "f.sh")
 
 
-@pytest.mark.parametrize("command", ["trl dpo", "accelerate launch trl/scripts/dpo.py"])
+@pytest.mark.parametrize("command", ["trl rloo", "accelerate launch trl/scripts/rloo.py"])
 def test_other_trainers_of_trl_are_refused(tmp_path: Path, command: str) -> None:
     write(tmp_path, a__sh=f"{command} --model_name_or_path org/m --beta 0.2\n")
-    with pytest.raises(CannotImport, match="trl dpo: this trainer is not imported; those that are: grpo"):
+    with pytest.raises(CannotImport, match="trl rloo: this trainer is not imported; those that are: grpo"):
         trl.read(tmp_path / "a.sh")
 
 

@@ -1,7 +1,7 @@
 """What the processes of the pool do: a policy worker's life under one layout, reported in plain values."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,6 +96,19 @@ def partition(num_sequences: int, per_micro_batch: int) -> list[list[int]]:
         list(range(start, min(start + per_micro_batch, num_sequences)))
         for start in range(0, num_sequences, per_micro_batch)
     ]
+
+
+def assert_moved(
+    policy: PolicyWorker, before: torch.nn.Module, gradients: Mapping[str, Tensor], atol: float = 1e-6
+) -> None:
+    """Weights are those of `before` less the gradients, as after a step of SGD with rate 1."""
+    weights, parameters = before.state_dict(), policy.parameters()
+    for part in policy.slices():
+        mine = parameters[part.param]
+        mine = mine.as_strided(part.size, part.strides, mine.storage_offset() + part.offset)
+        box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
+        moved, gradient = weights[part.name][box] - mine, gradients[part.name][box]
+        torch.testing.assert_close(moved, gradient, atol=atol, rtol=1e-6)
 
 
 def live(

@@ -23,7 +23,7 @@ from nemorl.config.algorithm.advantages import TokenAdvantageBase
 from nemorl.data.packed import PackedBatch
 from nemorl.importing.document import PROJECTS, checked, import_values, to_text
 from tests.algorithms.groups import paid
-from tests.megatron.cases import partition
+from tests.megatron.cases import assert_moved, partition
 from tests.megatron.examples import policy_config, ragged_batch, reference_logprobs
 
 REWARDS = [[1.0, 0.0, 0.25, 1.0], [0.5, 0.5, 0.5, 2.0]]
@@ -413,9 +413,4 @@ def test_a_step_equals_the_origin(case, model, start_here, tmp_path):
     loss = replace(update._loss, entropy_coefficient=getattr(algorithm.entropy, "coefficient", 0.0))
     stats = policy.train(partition(8, 3), loss)
     assert stats.sums["loss/total"] == pytest.approx(expected.item(), abs=1e-6)
-    before, parameters = theirs.state_dict(), policy.parameters()
-    for part in policy.slices():
-        mine = parameters[part.param]
-        mine = mine.as_strided(part.size, part.strides, mine.storage_offset() + part.offset)
-        box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))
-        torch.testing.assert_close(before[part.name][box] - mine, named[part.name][box], atol=1e-6, rtol=1e-6)
+    assert_moved(policy, theirs, named)

@@ -1,0 +1,119 @@
+"""TRL's trainers: those that are imported, and how keys decide for a config without a command."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .rules import CannotImport
+
+# Config classes of the trainers that are imported, by the names of TRL's commands.
+IMPORTED = {
+    "grpo": "GRPOConfig",
+    "sft": "SFTConfig",
+    "dpo": "DPOConfig",
+    "reward": "RewardConfig",
+    "kto": "KTOConfig",
+}
+
+_MODEL = "activation_offloading dataset_num_proc max_length "
+_REFERENCE = "ref_model_mixup_alpha ref_model_sync_steps sync_ref_model disable_dropout beta "
+_PRECOMPUTED = "precompute_ref_log_probs precompute_ref_batch_size router_aux_loss_coef loss_type "
+_SAMPLED = """
+beta cache_implementation chat_template_kwargs disable_dropout ds3_gather_for_generation generation_kwargs
+log_completions log_unique_prompts max_completion_length min_p num_completions_to_print repetition_penalty
+shuffle_dataset temperature top_k top_p use_vllm vllm_enable_sleep_mode vllm_gpu_memory_utilization
+vllm_group_port vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host
+vllm_server_port vllm_server_timeout vllm_structured_outputs_regex vllm_tensor_parallel_size
+"""
+_ONLINE = f"""{_SAMPLED} {_REFERENCE}
+epsilon epsilon_high generation_batch_size log_multimodal mask_truncated_completions num_generations
+num_generations_eval num_iterations reward_funcs reward_model_name_or_path reward_weights router_aux_loss_coef
+steps_per_generation transformers_continuous_batching_config use_transformers_continuous_batching
+use_transformers_paged
+"""
+_GRPO = f"""{_ONLINE}
+cast_lm_head_to_fp32 delta entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target
+importance_sampling_level log_completions_hub_repo loss_type max_tool_calling_iterations
+multi_objective_aggregation off_policy_mask_threshold sapo_temperature_neg sapo_temperature_pos scale_rewards
+top_entropy_quantile use_adaptive_entropy use_bias_correction_kl vespo_k_neg vespo_k_pos vespo_lambda_neg
+vespo_lambda_pos vllm_importance_sampling_cap vllm_importance_sampling_clip_max
+vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode
+"""
+_SFT = f"""{_MODEL}
+assistant_only_loss chat_template_path completion_only_loss dataset_kwargs dataset_text_field eos_token
+eval_packing loss_type packing packing_strategy pad_token padding_free router_aux_loss_coef shuffle_dataset
+truncation_mode
+"""
+_DPO = f"""{_MODEL} {_REFERENCE} {_PRECOMPUTED}
+discopop_tau f_alpha_divergence_coef f_divergence_type label_smoothing ld_alpha loss_weights pad_token
+padding_free truncation_mode use_weighting
+"""
+_DISTILLATION = f"""{_SAMPLED}
+max_tool_calling_iterations teacher_model_init_kwargs teacher_model_name_or_path teacher_model_revision
+"""
+# Keys that not every trainer has, by the trainer (TRL 1.16).
+OWN: dict[str, frozenset[str]] = {
+    "sft": frozenset(_SFT.split()),
+    "dpo": frozenset(_DPO.split()),
+    "kto": frozenset(f"{_MODEL} {_REFERENCE} {_PRECOMPUTED} desirable_weight undesirable_weight".split()),
+    "reward": frozenset(
+        f"{_MODEL} center_rewards_coefficient chat_template_path disable_dropout eos_token pad_token".split()
+    ),
+    "grpo": frozenset(_GRPO.split()),
+    "rloo": frozenset(f"{_ONLINE} normalize_advantages reward_clip_range".split()),
+    "distillation": frozenset(_DISTILLATION.split()),
+}
+_FORMER = {"max_seq_length": "sft", "rpo_alpha": "dpo", "reference_free": "dpo"}  # of earlier versions
+_LOSSES = {  # values of `loss_type`
+    "sft": ("nll", "dft", "chunked_nll"),
+    "dpo": (
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
+        *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+    ),
+    "kto": ("kto", "apo_zero_unpaired"),
+    "grpo": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "vespo", "luspo"),
+}
+
+
+def trainer_of(values: Mapping[str, Any], given: str | None = None) -> str:
+    """The name of the trainer: `given`, that of the command or class, or the only one that has all keys.
+
+    Raises CannotImport if several have them, or if the trainer is not imported.
+    """
+    named = values.get("trainer")
+    if given and named and given != named:
+        raise CannotImport(f"--trainer {given}: the file starts {named}; leave the option out")
+    name = given or named or _by_keys(values)
+    if name not in IMPORTED:
+        listed = ", ".join(IMPORTED)
+        raise CannotImport(f"trl {name}: this trainer is not imported; those that are: {listed}")
+    return str(name)
+
+
+def _by_keys(values: Mapping[str, Any]) -> str:
+    having = {
+        key: {name for name, own in OWN.items() if key in own or _FORMER.get(key) == name} for key in values
+    }
+    deciding = {key: names for key, names in having.items() if names}
+    if loss := values.get("loss_type"):
+        kinds = loss if isinstance(loss, list) else [loss]
+        found = {name for name, known in _LOSSES.items() if all(kind in known for kind in kinds)}
+        if found:
+            deciding["loss_type"] = found
+    fitting = set(OWN).intersection(*deciding.values())
+    if len(fitting) == 1:
+        return fitting.pop()
+    if not deciding:
+        raise CannotImport(f"no key decides which of TRL's trainers this is for; {_ask(IMPORTED)}")
+    if not fitting:
+        listed = "; ".join(f"{key}: {', '.join(sorted(names))}" for key, names in sorted(deciding.items()))
+        raise CannotImport(f"no trainer of TRL has all of these keys; {_ask(IMPORTED)} ({listed})")
+    fewest = min(len(names) for names in deciding.values())
+    keys = sorted(key for key, names in deciding.items() if len(names) == fewest)
+    problem = f"{', '.join(keys)}: TRL's trainers {', '.join(sorted(fitting))} have all keys of this config"
+    raise CannotImport(f"{problem}; {_ask(fitting)}")
+
+
+def _ask(names: Iterable[str]) -> str:
+    found = set(names)
+    imported = [name for name in IMPORTED if name in found]
+    return f"give --trainer {'|'.join(imported)}" if imported else "none of them is imported"
