@@ -17,7 +17,15 @@ from nemorl.models.create import create_tiny_model
 from nemorl.observe.metrics import StepMetrics, read_metrics
 
 # Time differs from run to run, and so do restarts; everything else must not.
-CLOCKS = ("time/", "throughput/", "refit/gigabytes_per_second", "reward_seconds/", "reward_waiting/")
+CLOCKS = (
+    "time/",
+    "throughput/",
+    "tflops/",
+    "mfu/",
+    "refit/gigabytes_per_second",
+    "reward_seconds/",
+    "reward_waiting/",
+)
 CLOCKS += ("refit/seconds/", "trajectory_seconds/", "idle/", "critical/", "models/restarts")
 
 
