@@ -33,6 +33,8 @@ PLACEMENTS = {
 LEFT_OUT = (
     "time/",
     "throughput/",
+    "tflops/",
+    "mfu/",
     "refit/",
     "reward_seconds/",
     "reward_waiting/",
