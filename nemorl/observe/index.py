@@ -127,8 +127,7 @@ class IndexWriter:
             self._columns, rows = TrajectoryIndex(folder).read()
             self._size = rows.nbytes
         except RunFolderError:
-            self._columns = Columns(_FIXED, {key: [] for key in _TEXTS})
-            self._replace(self._columns, np.zeros(0, self._columns.dtype))
+            self._columns = Columns(_FIXED, {key: [] for key in _TEXTS})  # written with the first rows
 
     def append(self, rows: Iterable[TrajectoryRow]) -> None:
         listed = list(rows)
@@ -177,8 +176,10 @@ class IndexWriter:
             name: list(dict.fromkeys([*known, *(getattr(row, name) for row in rows)]))
             for name, known in old.texts.items()
         }
-        if types != old.types:
-            former = _rows(self._folder / old.file, old.dtype)[: self._count]
+        if types != old.types or not self._size:
+            former = np.zeros(0, old.dtype)
+            if self._size:
+                former = _rows(self._folder / old.file, old.dtype)[: self._count]
             wider = np.zeros(len(former), np.dtype(list(types.items())))
             for name in types:
                 wider[name] = former[name] if name in old.types else UNKNOWN

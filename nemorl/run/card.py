@@ -353,7 +353,8 @@ def curves_svg(steps: Sequence[StepMetrics]) -> str | None:
     """An image with a panel for each of the main metrics (those with a tile or a column), or None."""
     panels: list[tuple[str, Points]] = []
     for row in SHOWN:
-        if not (row.tile or row.column) or row.prefix.startswith(("time/", "idle/", "throughput/", "tflops/", "lr")):
+        of_speed = "time/", "idle/", "throughput/", "tflops/", "lr"
+        if not (row.tile or row.column) or row.prefix.startswith(of_speed):
             continue
         found = [(step.step, step.values[row.prefix]) for step in steps if row.prefix in step.values]
         if len(found) > 1:
