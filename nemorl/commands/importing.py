@@ -57,6 +57,8 @@ def _import(arguments: Namespace) -> int:
         raise UsageError(f"{file}: there is no such file; name the config of {project.title}")
     if out is not None and out.exists():
         raise UsageError(f"{out} exists; remove it, or give another name with -o")
+    if out is not None and not out.parent.is_dir():
+        raise UsageError(f"{out}: there is no folder {out.parent}; create it, or give another name with -o")
     template = None if out is None else out.with_suffix(".jinja")
     imported = import_file(project, file, arguments.rows, template, arguments.trainer)
     if existing := [path for path in imported.files if Path(path).exists()]:

@@ -98,9 +98,12 @@ def _copy(arguments: Namespace) -> int:
     if differ and not arguments.force:
         exist = ", ".join(map(str, differ))
         raise UsageError(f"{exist}: exists and differs; name another DEST, or overwrite with --force")
-    for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{to} cannot be written ({error.strerror}); name another DEST") from error
     say("\n".join(map(str, reversed(texts))))
     return ExitCode.WELL
 

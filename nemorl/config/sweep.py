@@ -26,6 +26,7 @@ from .yaml import dotted, parse_document
 MAX_NAME_LENGTH = 80
 MAX_DRAWS = 100  # of one random point, until it differs from all others
 _RANGE = re.compile(r"\s*(log|uniform|int)\(([^,()]+),([^,()]+)\)\s*")
+_CALL = re.compile(r"\s*(\w+)\([^()]*\)\s*")  # as ranges are written
 Mode: TypeAlias = Literal["max", "min"]
 
 
@@ -171,8 +172,12 @@ def parse_axes(words: Iterable[str]) -> list[Axis]:
             raise UsageError(f"{field}: given twice; list all values in one word")
         if found := _RANGE.fullmatch(values):
             axes[field] = _range(field, found)
+        elif call := _CALL.fullmatch(values):
+            raise UsageError(f"{word}: {call[1]} is no range; use log(…), uniform(…) or int(…)")
         else:
             axes[field] = Axis(field, _listed_values(word, values))
+        if len(set(axes[field].values)) < len(axes[field].values):
+            raise UsageError(f"{word}: a value is there twice; list each once")
         if field == "run_dir":
             raise UsageError("run_dir: each run gets a folder of its own; sweep another field")
     return list(axes.values())
@@ -258,7 +263,9 @@ def _draw(axes: Sequence[Axis], count: int, seed: int) -> list[tuple[str, ...]]:
         drawn[tuple(axis.draw(generator) for axis in axes)] = None
     if len(drawn) < count:
         problem = f"only {len(drawn)} different points were found"
-        raise UsageError(f"--random {count}: {problem}; lower it, or leave it out for the grid")
+        has_grid = not any(axis.kind for axis in axes)
+        fix = "lower it, or leave it out for the grid" if has_grid else "lower it, or widen the ranges"
+        raise UsageError(f"--random {count}: {problem}; {fix}")
     return list(drawn)
 
 

@@ -157,6 +157,8 @@ class IndexWriter:
 
     def keep_until(self, step: int) -> None:
         """Remove the rows of later steps, which a run takes again."""
+        if not self._size:
+            return
         rows = _rows(self._folder / self._columns.file, self._columns.dtype)[: self._count]
         kept = rows[rows["step"] <= step]
         if len(kept) < len(rows):

@@ -41,7 +41,11 @@ def read_results(sweep: Path, record: SweepRecord) -> list[PointResult]:
     states = read_states(sweep)
     results = [_result(sweep, point, record, states) for point in record.points]
     sign = -1 if record.mode == "max" else 1
-    return sorted(results, key=lambda r: (r.best is None, sign * (r.best or 0.0), r.point.index))
+    failed = State.FAILED
+    return sorted(
+        results,
+        key=lambda r: (r.best is None, r.outcome.state == failed, sign * (r.best or 0.0), r.point.index),
+    )
 
 
 def _result(

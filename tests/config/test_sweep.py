@@ -100,6 +100,8 @@ def test_more_random_points_begin_with_the_same() -> None:
         ("a=log(2,1)", "must be below"),
         ("a=int(1.5,3)", "must be integers"),
         ("a=uniform(x,3)", "expected two numbers"),
+        ("a=lgo(1e-6,1e-4)", "lgo is no range"),
+        ("a=1,2,1", "a value is there twice"),
     ],
 )
 def test_invalid_ranges(word: str, problem: str) -> None:
@@ -112,6 +114,8 @@ def test_a_range_has_no_grid_and_a_small_grid_no_more_random_points() -> None:
         grid(["a=log(1,2)"])
     with pytest.raises(UsageError, match="--random 5: only 4 different points"):
         sweep_points(parse_axes(["a=1,2", "b=1,2"]), random=5)
+    with pytest.raises(UsageError, match=r"only 4 different points were found; lower it, or widen"):
+        sweep_points(parse_axes(["a=int(1,2)", "b=1,2"]), random=5)
 
 
 def test_a_sweep_file(tmp_path: Path) -> None:

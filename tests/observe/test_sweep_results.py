@@ -41,11 +41,11 @@ def sweep(tmp_path: Path) -> Path:
     return folder
 
 
-def test_results_are_sorted_by_the_best_value(sweep: Path) -> None:
+def test_results_are_sorted_by_the_best_value_of_runs_that_did_not_fail(sweep: Path) -> None:
     record = SweepRecord.read(sweep)
     assert record is not None
     assert record.points == POINTS
-    failed, complete, waiting = read_results(sweep, record)
+    complete, failed, waiting = read_results(sweep, record)
     assert (complete.final, complete.best, complete.best_step, complete.seconds) == (0.4, 0.5, 2, 90.0)
     assert (failed.outcome, failed.best) == (Outcome(State.FAILED, "engine 0 <lost>"), 0.7)
     assert (waiting.outcome.state, waiting.best) == (State.WAITING, None)
@@ -57,9 +57,9 @@ def test_the_table_in_three_forms(sweep: Path) -> None:
     assert "seed" not in text.splitlines()[4]  # it is the same for all
     assert re.search(r"- `01_lr=1e-4_seed=7`: engine 0 <lost> \(`.*train.log`\)", text)
     rows = list(csv.DictReader((sweep / "results.csv").open(encoding="utf-8")))
-    assert [row["policy.optimizer.lr"] for row in rows] == ["1e-4", "1e-5", "1e-3"]
+    assert [row["policy.optimizer.lr"] for row in rows] == ["1e-5", "1e-4", "1e-3"]
     summary = json.loads((sweep / "results.json").read_text(encoding="utf-8"))
-    assert [point["status"] for point in summary["points"]] == ["failed", "complete", "waiting"]
+    assert [point["status"] for point in summary["points"]] == ["complete", "failed", "waiting"]
 
 
 def test_what_the_driver_saw_counts_where_a_run_wrote_no_end(sweep: Path) -> None:
