@@ -88,7 +88,7 @@ class LocalLearner:
         """Nothing learns."""
         return self.host.evaluate(self._micro_batches, loss)
 
-    async def train(self, loss: Loss, minibatch: int = 0) -> TrainStats:
+    async def train(self, loss: Loss, minibatch: int = 0, *, keep: bool = False) -> TrainStats:
         """One step."""
         return self.host.train(self._micro_batches, loss)
 

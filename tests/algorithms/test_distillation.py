@@ -336,7 +336,7 @@ class MeetingGroup(StandInGroup):
             await self.barrier.wait()
         return LogprobStats(0.0, 0.0, 9)
 
-    async def train(self, loss: Any, minibatch: int) -> TrainStats:
+    async def train(self, loss: Any, minibatch: int, *, keep: bool = False) -> TrainStats:
         self.calls.append(("train", self.taken["reference_logprobs"]))
         return TrainStats({"tokens": 4.0}, {}, 1.0, 0.1, False, False, 9, 9, 9)
 

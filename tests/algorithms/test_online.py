@@ -75,7 +75,7 @@ class Model:
         self.places = places
         self.log.append(f"{self.name} takes advantages")
 
-    async def train(self, loss: Any, minibatch: int) -> TrainStats:
+    async def train(self, loss: Any, minibatch: int, *, keep: bool = False) -> TrainStats:
         self.log.append(f"{self.name} trains {minibatch}")
         sums = VALUES if isinstance(loss, ValueLoss) else POLICY
         maxima = {} if isinstance(loss, ValueLoss) else {"logprob_gap/max": 0.0}
