@@ -283,7 +283,7 @@ def rows_of(
     """Rows of the index. `stored` are the groups whose tokens are in files."""
     for group in groups:
         for sample, t in enumerate(group.trajectories):
-            of_sequences = [(trained or {}).get((group.reference, s.row)) for s in t.sequences]
+            of_sequences = [trained.get((group.reference, s.row)) for s in t.sequences] if trained else []
             known = [each for each in of_sequences if each is not None and each.num_tokens]
             total = sum(each.num_tokens for each in known)
             weighted = [(each, each.num_tokens / total) for each in known]
