@@ -265,11 +265,11 @@ class Watch:
             self.num_calls += not self.restores
             check(stage)
 
-        async def trained(*arguments: Any) -> TrainStats:
+        async def trained(*arguments: Any, **options: Any) -> TrainStats:
             self.num_trained += 1
             if self.num_trained - 1 in self.scenario.rollbacks:
                 raise TooManySkippedSteps("updates were skipped")
-            return await train(*arguments)
+            return await train(*arguments, **options)
 
         collector.next_batch, collector.take_dropped = took, counted
         changed: Any = self.schedule
