@@ -9,11 +9,11 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .files import WriteError, write_atomically
-from .timeline import Stage, StageListener
+from .timeline import OpenStages, Stage
 
 PERIOD_SECONDS = 1.0
 
@@ -71,19 +71,17 @@ class Live:
     end: LiveEnd | None = None
 
 
-@dataclass
-class LiveFile(StageListener):
+class LiveFile(OpenStages):
     """Writes the file in a thread, so that a slow disk holds up no step. `close` ends it."""
 
-    path: Path
-    total_steps: int
-    step: int = 0
-    deadlines: Mapping[str, float] = field(default_factory=dict)  # by name of the stage
-    engines: Sequence[LiveEngine] = ()
-    workers: Sequence[LiveWorker] = ()
-
-    def __post_init__(self) -> None:
-        self._lock, self._stages = threading.Lock(), list[Stage]()
+    def __init__(
+        self, path: Path, total_steps: int, step: int = 0, deadlines: Mapping[str, float] | None = None
+    ) -> None:
+        """`deadlines` are seconds by name of the stage."""
+        super().__init__()
+        self.path, self.total_steps, self.step, self.deadlines = path, total_steps, step, deadlines or {}
+        self.engines: Sequence[LiveEngine] = ()
+        self.workers: Sequence[LiveWorker] = ()
         self._end: LiveEnd | None = None
         self._step_started, self._failed = time.time(), False
         self._closed = threading.Event()
@@ -91,14 +89,6 @@ class LiveFile(StageListener):
 
     def start(self) -> None:
         self._thread.start()
-
-    def stage_started(self, stage: Stage) -> None:
-        with self._lock:
-            self._stages.append(stage)
-
-    def stage_finished(self, stage: Stage) -> None:
-        with self._lock:
-            self._stages = [other for other in self._stages if other is not stage]
 
     def step_finished(self, step: int, started: float, seconds: float) -> None:
         with self._lock:

@@ -77,7 +77,7 @@ class Observer:
         self._index: IndexWriter | None = None  # opened by the first rows
         if (paths.trajectories / INDEX_COLUMNS).exists():
             self._open_index().keep_until(-1 if folder.resumed_step is None else first)
-        self.live = LiveFile(paths.live, total_steps, first, deadlines or {})
+        self.live = LiveFile(paths.live, total_steps, first, deadlines)
         listeners = [] if self._prometheus is None else [self._prometheus]
         self._stages = Stages([self._console, timeline, self.live, *listeners])
         self.stage, self.listen = self._stages.stage, self._stages.listen

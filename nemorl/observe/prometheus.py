@@ -1,6 +1,5 @@
 """The newest metrics and the running stages of a run, for a Prometheus server to collect."""
 
-import threading
 import time
 from collections.abc import Iterator
 
@@ -11,17 +10,16 @@ from prometheus_client.registry import Collector
 from nemorl.config.run import PrometheusConfig
 
 from .metrics import StepMetrics
-from .timeline import Stage, StageListener
+from .timeline import OpenStages
 
 
-class PrometheusEndpoint(StageListener, Collector):
+class PrometheusEndpoint(OpenStages, Collector):
     """Serves `/metrics` in threads of its own until it is closed. Raises OSError if it cannot listen."""
 
     def __init__(self, config: PrometheusConfig, run: str) -> None:
         """`run` is the label of everything that is served."""
+        super().__init__()
         self._run = run
-        self._lock = threading.Lock()
-        self._stages: list[Stage] = []
         self._metrics: StepMetrics | None = None
         self._ended = 0.0  # the newest step, in seconds since the epoch
         registry = CollectorRegistry()
@@ -30,21 +28,13 @@ class PrometheusEndpoint(StageListener, Collector):
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
-    def stage_started(self, stage: Stage) -> None:
-        with self._lock:
-            self._stages.append(stage)
-
-    def stage_finished(self, stage: Stage) -> None:
-        with self._lock:
-            self._stages = [other for other in self._stages if other is not stage]
-
     def step(self, metrics: StepMetrics) -> None:
         with self._lock:
             self._metrics, self._ended = metrics, time.time()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         with self._lock:
-            stages, metrics, ended = tuple(self._stages), self._metrics, self._ended
+            stages, metrics, ended = self._stages, self._metrics, self._ended
         seconds = self._gauge("nemorl_stage_seconds", "Seconds since a running stage began", "stage")
         done = self._gauge("nemorl_stage_done", "Units of progress of a running stage", "stage", "unit")
         for stage in stages:

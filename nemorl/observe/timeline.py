@@ -7,6 +7,7 @@ seconds = stages.finish_step(step)   # {"time/generation": 3.2, "time/step": 3.4
 
 import json
 import os
+import threading
 import time
 from asyncio import CancelledError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -85,6 +86,22 @@ class StageListener:
 
     def work_finished(self, work: "StepWork") -> None:
         """What the processes did in the step that has just finished."""
+
+
+class OpenStages(StageListener):
+    """The stages that run now, also for other threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stages: tuple[Stage, ...] = ()
+
+    def stage_started(self, stage: Stage) -> None:
+        with self._lock:
+            self._stages = (*self._stages, stage)
+
+    def stage_finished(self, stage: Stage) -> None:
+        with self._lock:
+            self._stages = tuple(other for other in self._stages if other is not stage)
 
 
 Span = tuple[float, float]  # begin and end, in seconds of `time.perf_counter`
