@@ -157,16 +157,17 @@ class IndexWriter:
 
     def keep_until(self, step: int) -> None:
         """Remove the rows of later steps, which a run takes again."""
-        if not self._size:
-            return
-        rows = _rows(self._folder / self._columns.file, self._columns.dtype)[: self._count]
+        rows = self._written()
         kept = rows[rows["step"] <= step]
         if len(kept) < len(rows):
             self._replace(self._columns, kept)
 
-    @property
-    def _count(self) -> int:
-        return self._size // self._columns.dtype.itemsize
+    def _written(self) -> Records:
+        """The rows of complete appends."""
+        dtype = self._columns.dtype
+        if not self._size:
+            return np.zeros(0, dtype)
+        return _rows(self._folder / self._columns.file, dtype)[: self._size // dtype.itemsize]
 
     def _widen(self, rows: Sequence[TrajectoryRow]) -> None:
         """Columns for rewards of new names, numbers for new texts."""
@@ -179,9 +180,7 @@ class IndexWriter:
             for name, known in old.texts.items()
         }
         if types != old.types or not self._size:
-            former = np.zeros(0, old.dtype)
-            if self._size:
-                former = _rows(self._folder / old.file, old.dtype)[: self._count]
+            former = self._written()
             wider = np.zeros(len(former), np.dtype(list(types.items())))
             for name in types:
                 wider[name] = former[name] if name in old.types else UNKNOWN
