@@ -18,7 +18,8 @@ import numpy as np
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.generation import GenerationBase
-from nemorl.data.losses import Trained, TrainStats
+from nemorl.data.losses import TrainStats
+from nemorl.data.trained import Trained
 from nemorl.errors import RunError
 from nemorl.observe.index import TrajectoryRow
 from nemorl.observe.metrics import Phase, Sample

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from nemorl.cluster.errors import ClusterError
 from nemorl.config.algorithm import OnlineBase
-from nemorl.data.losses import Loss, Trained, TrainStats
+from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.shards import Column, Field, SequencePlace
+from nemorl.data.trained import Trained
 from nemorl.errors import RunError
 from nemorl.observe.observer import Observer
 from nemorl.observe.timeline import Stage
@@ -305,10 +306,10 @@ class OnlineAlgorithm:
         """The updates by model."""
 
         async def train(name: str, loss: Loss) -> list[TrainStats]:
-            updates, seen = [], set[int]()
-            for minibatch in batch.schedule:
-                keep = self.trajectories is not None and name == "policy" and minibatch not in seen
-                seen.add(minibatch)
+            updates = []
+            for place, minibatch in enumerate(batch.schedule):
+                is_first = minibatch not in batch.schedule[:place]
+                keep = self.trajectories is not None and name == "policy" and is_first
                 updates.append(await self.session.models[name].train(loss, minibatch, keep=keep))
                 progress.advance(tokens=updates[-1].num_tokens if name == "policy" else 0)
             return updates

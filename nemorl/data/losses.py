@@ -77,15 +77,6 @@ class LogprobStats:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What was trained of a sequence: means over the tokens of its loss mask, NaN where they are unknown."""
-
-    advantage: float
-    logprob_gap: float  # |trainer - engine|
-    num_tokens: int  # of the loss mask, with a weight
-
-
-@dataclass(frozen=True)
 class ValueStats:
     """A critic's values of the tokens of the loss mask."""
 

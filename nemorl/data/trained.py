@@ -9,35 +9,42 @@ import itertools
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-
-from .losses import Trained
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .packed import PackedBatch
 
-_FIELDS = ("advantages", "reference_logprobs", "values", "returns")
+# Arrays of the file by their fields of the batch.
+_FIELDS = {name: name for name in ("advantages", "reference_logprobs", "values", "returns")}
+_FIELDS |= {"logprobs": "old_logprobs", "entropies": "old_entropies"}
 _NAMES = "sequences"  # in the metadata: [name, number of tokens] of each
 _MARK = "-trained-"
 
 
-def trained_of(batch: "PackedBatch", logprobs: "Tensor | None") -> list[Trained]:
-    """Of each sequence of a data-parallel rank; `logprobs` [N] are the trainer's."""
-    trains = batch.loss_mask & (batch.weights > 0)
-    gaps = None
-    if logprobs is not None and batch.logprobs is not None:
-        gaps = (logprobs - batch.logprobs).abs()
-    starts = batch.cu_seqlens.tolist()
+@dataclass(frozen=True)
+class Trained:
+    """What was trained of a sequence: means over the tokens of its loss mask, NaN where they are unknown."""
+
+    advantage: float
+    logprob_gap: float  # |trainer - engine|
+    num_tokens: int  # of the loss mask, with a weight
+
+
+def trained_of(batch: "PackedBatch") -> list[Trained]:
+    """Of each sequence of a data-parallel rank."""
+    trains, gaps = _trains(batch), None
+    if batch.old_logprobs is not None and batch.logprobs is not None:
+        gaps = (batch.old_logprobs - batch.logprobs).abs()
     found = []
-    for start, end in itertools.pairwise(starts):
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
         mask = trains[start:end]
         advantage, gap = (
             float("nan") if values is None else float(values[start:end][mask].double().mean())
@@ -47,31 +54,25 @@ def trained_of(batch: "PackedBatch", logprobs: "Tensor | None") -> list[Trained]
     return found
 
 
-def write_trained(
-    folder: Path,
-    step: int,
-    rank: int,
-    batch: "PackedBatch",
-    logprobs: "Tensor | None",
-    names: Mapping[int, str],
-) -> None:
+def _trains(batch: "PackedBatch") -> "Tensor":
+    return batch.loss_mask & (batch.weights > 0)
+
+
+def write_trained(folder: Path, step: int, rank: int, batch: "PackedBatch", names: Mapping[int, str]) -> None:
     """Write the arrays of the sequences of `names`, by their number. Raises OSError."""
     chosen = batch.select(list(names))
-    tensors = {name: getattr(chosen, name) for name in _FIELDS}
-    tensors |= {"mask": chosen.loss_mask & (chosen.weights > 0), "entropies": chosen.old_entropies}
-    if logprobs is not None:
-        starts = batch.cu_seqlens.tolist()
-        parts = [logprobs[starts[number] : starts[number + 1]].numpy() for number in names]
-    arrays: dict[str, NDArray[Any]] = {
-        name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None
-    }
-    if logprobs is not None:
-        arrays["logprobs"] = np.concatenate(parts)
+    tensors = {name: getattr(chosen, held) for name, held in _FIELDS.items()} | {"mask": _trains(chosen)}
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
     lengths = list(zip(names.values(), chosen.lengths, strict=True))
     path = folder / f"step_{step:06d}{_MARK}{rank}.safetensors"
+    save_arrays(path, arrays, {_NAMES: json.dumps(lengths)})
+
+
+def save_arrays(path: Path, arrays: dict[str, NDArray[Any]], metadata: dict[str, str] | None = None) -> None:
+    """Replace a safetensors file. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        save_file(arrays, temporary, {_NAMES: json.dumps(lengths)})
+        save_file(arrays, temporary, metadata)
         os.replace(temporary, path)
     except SafetensorError as error:
         temporary.unlink(missing_ok=True)

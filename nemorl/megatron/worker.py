@@ -28,7 +28,7 @@ from nemorl.data.shards import (
     rows_of,
     with_rows,
 )
-from nemorl.data.trained import trained_of, write_trained
+from nemorl.data.trained import Trained, trained_of, write_trained
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_slices
@@ -441,20 +441,21 @@ class PolicyWorker:
             values = self._pipeline.lay_out(self.batch.num_tokens, made, scored, torch.empty(0))
             self._scored = values if self._scored is None else self._scored + values
 
-    def record(self, names: dict[int, str], folder: Path, step: int) -> tuple[list[losses.Trained], str]:
+    def record(self, names: dict[int, str], folder: Path, step: int) -> tuple[list[Trained], str]:
         """What was trained of this rank's sequences, and why the file is missing, if it could not be written.
 
         The arrays of the sequences of `names`, by their row, are written. Not collective.
         """
-        logprobs = self.batch.old_logprobs if self.batch.old_logprobs is not None else self._scored
-        trained, problem = trained_of(self.batch, logprobs), ""
+        batch, problem = self.batch, ""
+        if batch.old_logprobs is None:
+            batch = replace(batch, old_logprobs=self._scored)
         if names:
             rank = parallel_state.get_data_parallel_rank()
             try:
-                write_trained(folder, step, rank, self.batch, logprobs, names)
+                write_trained(folder, step, rank, batch, names)
             except OSError as error:
                 problem = str(error)
-        return trained, problem
+        return trained_of(batch), problem
 
     def evaluate(self, micro_batches: list[list[int]], loss: losses.Loss) -> losses.Evaluation:
         """The loss of these sequences under the current weights, which do not change."""

@@ -12,7 +12,6 @@ of a part is written last: without it there is nothing. Those of a validation be
 import asyncio
 import json
 import logging
-import os
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -23,14 +22,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from nemorl.cluster.errors import ClusterError
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import reward_weights
+from nemorl.data.trained import save_arrays
 from nemorl.errors import RunError
 from nemorl.observe.files import WriteError, write_atomically, write_failed
 from nemorl.trajectories import Float32Array, StopReason, Trajectory, Turn
@@ -180,7 +178,11 @@ class RolloutFiles:
             "sequences": [[asdict(_Sequence.of(t)) for t in group.sequences] for group in groups],
         }
         path = self.folder / f"{self.series}_{step:06d}-{part}.json"
-        save_arrays(path.with_suffix(".safetensors"), arrays)
+        of_arrays = path.with_suffix(".safetensors")
+        try:
+            save_arrays(of_arrays, arrays)
+        except OSError as error:
+            raise write_failed(of_arrays, error) from error
         write_atomically(path, json.dumps(content, default=float) + "\n", durable=False)
 
     def steps(self) -> list[int]:
@@ -237,18 +239,6 @@ class RolloutFiles:
 
 def validation_series(validation_set: str) -> str:
     return f"validation.{validation_set}" if validation_set else "validation"
-
-
-def save_arrays(path: Path, arrays: dict[str, NDArray[Any]], metadata: dict[str, str] | None = None) -> None:
-    """Replace a safetensors file. Raises WriteError."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        save_file(arrays, temporary, metadata)
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        failure = error if isinstance(error, OSError) else OSError(str(error))
-        raise write_failed(path, failure) from error
 
 
 def _read(path: Path, kind: TypeAdapter[Any]) -> Any:
@@ -340,40 +330,27 @@ class TrajectoryLog:
         series: str = TRAINING,
     ) -> bool:
         """False, after a warning, where that fails. `advantages`: of sequences, as far as they are known."""
+        folder = self.files.folder.absolute()  # other processes may have another current folder
+        writers = self.writers()
+        of_groups = [[advantages.get((g.reference, row)) for row in sequence_rows(g)] for g in kept]
+        work = []
+        for number, (writer, places) in enumerate(zip(writers, _shares(kept, writers), strict=True)):
+            groups, known = [kept[place] for place in places], [of_groups[place] for place in places]
+            if places:
+                work.append(writer.write_part(folder, StepPart(step, series, number, places, groups, known)))
         try:
-            await self._write(step, kept, advantages, series)
+            await asyncio.gather(*work)
         except (ClusterError, WriteError) as error:
             what = "Trajectories" if series == TRAINING else f"Trajectories of the {series}"
             logger.warning("%s of step %d were not stored: %s", what, step, error)
             return False
         return True
 
-    async def _write(
-        self,
-        step: int,
-        kept: Sequence[GroupSummary],
-        advantages: Mapping[SequenceKey, Advantage],
-        series: str,
-    ) -> None:
-        writers = self.writers()
-        shares: list[list[int]] = [[] for _ in writers]
-        for place, group in enumerate(kept):
-            near = [number for number, writer in enumerate(writers) if writer.node == group.node]
-            shares[min(near or range(len(writers)), key=lambda number: len(shares[number]))].append(place)
-        parts = [
-            StepPart(
-                step,
-                series,
-                number,
-                share,
-                [kept[place] for place in share],
-                [
-                    [advantages.get((kept[place].reference, row)) for row in sequence_rows(kept[place])]
-                    for place in share
-                ],
-            )
-            for number, share in enumerate(shares)
-        ]
-        work = [(writer, part) for writer, part in zip(writers, parts, strict=True) if part.groups]
-        folder = self.files.folder.absolute()  # other processes may have another current folder
-        await asyncio.gather(*(writer.write_part(folder, part) for writer, part in work))
+
+def _shares(groups: Sequence[GroupSummary], writers: Sequence[PartWriter]) -> list[list[int]]:
+    """The places of the groups that each writer writes: equally many, those of its node first."""
+    shares: list[list[int]] = [[] for _ in writers]
+    for place, group in enumerate(groups):
+        near = [number for number, writer in enumerate(writers) if writer.node == group.node]
+        shares[min(near or range(len(writers)), key=lambda number: len(shares[number]))].append(place)
+    return shares

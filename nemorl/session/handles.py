@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nemorl.data import losses, shards
+    from nemorl.data.trained import Trained
     from nemorl.megatron.checkpoint_store import FileRecord
     from nemorl.rollout.stored import StepPart
     from nemorl.serve.app import Listening
@@ -348,9 +349,7 @@ class ModelHandle:
         await self.onload()
         return await self._call(method, *args, shards=self.batch.micro_batches, **options)
 
-    async def record(
-        self, kept: Mapping[int, str], folder: Path, step: int
-    ) -> "tuple[list[losses.Trained], str]":
+    async def record(self, kept: Mapping[int, str], folder: Path, step: int) -> "tuple[list[Trained], str]":
         """What was trained of each loaded sequence, in the order of `load`, and why files are missing, if so.
 
         The output ranks write the arrays of the sequences of `kept`, by the names that it gives them.

@@ -15,8 +15,9 @@ from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
-from nemorl.data.losses import LogprobStats, Trained, TrainStats
+from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import PackedBatch
+from nemorl.data.trained import Trained
 from nemorl.megatron import model, parallel
 from nemorl.megatron.device import select_device
 from nemorl.megatron.worker import PolicyWorker
