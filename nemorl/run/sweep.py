@@ -21,7 +21,7 @@ from typing import Protocol
 
 from nemorl.config.experiment import Experiment
 from nemorl.errors import UsageError
-from nemorl.observe.run_folder import RunPaths, holder, read_header
+from nemorl.observe.run_folder import RunPaths, holder
 from nemorl.observe.sweep import Outcome, State, state_of, write_states
 from nemorl.plan.machine import Machine
 from nemorl.plan.memory import ProcessMemory
@@ -251,12 +251,10 @@ def ended(run_dir: Path, status: int) -> Outcome:
         return Outcome(State.COMPLETE)
     if status == _STOPPED:
         return Outcome(State.STOPPED)
-    starts = read_header(RunPaths(run_dir).header)
-    reason = starts[-1].get("end", {}).get("error", "") if starts and status > 0 else ""
-    reason = next((line.strip() for line in reason.splitlines() if line.strip()), "")
     if status < 0:
-        reason = f"killed by {signal.Signals(-status).name}"
-    return Outcome(State.FAILED, reason or f"exit status {status}: {_last_words(run_dir / LOG)}")
+        return Outcome(State.FAILED, f"killed by {signal.Signals(-status).name}")
+    reason = state_of(run_dir).reason or f"exit status {status}: {_last_words(run_dir / LOG)}"
+    return Outcome(State.FAILED, reason)
 
 
 def _last_words(log: Path) -> str:
