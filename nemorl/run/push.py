@@ -10,8 +10,6 @@ from nemorl.models.hf_folder import HfFolder
 
 from .checkpoints import ORIGIN_FILE
 
-# The first names the run's folder on this machine; names that begin with a dot are of this machine, too.
-_LEFT_OUT = (ORIGIN_FILE, ".*", "*/.*")
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -56,8 +54,7 @@ def plan_push(place: Path, repository: str) -> Push:
             names = ", ".join(sorted(path.name for path in absent))
             raise UsageError(f"{folder} lacks {names}, which its index names: export it again")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    left_out = [path for path in files if path.name == ORIGIN_FILE or _is_hidden(path.relative_to(folder))]
-    return Push(folder, repository, [path for path in files if path not in left_out])
+    return Push(folder, repository, [path for path in files if not _is_local(path.relative_to(folder))])
 
 
 def push(plan: Push, *, private: bool = False, revision: str | None = None) -> str:
@@ -84,7 +81,7 @@ def push(plan: Push, *, private: bool = False, revision: str | None = None) -> s
             folder_path=plan.folder,
             revision=revision,
             commit_message="Upload a model exported by nemorl",
-            ignore_patterns=list(_LEFT_OUT),
+            allow_patterns=[str(path.relative_to(plan.folder)) for path in plan.files],
         )
     except errors.HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
@@ -106,8 +103,9 @@ def _holds_model(folder: Path) -> bool:
     return (folder / "config.json").exists() or (folder / _ADAPTER[0]).exists()
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _is_local(path: Path) -> bool:
+    """True for what is of this machine: hidden names, and the file that names the run's folder."""
+    return path.name == ORIGIN_FILE or any(part.startswith(".") for part in path.parts)
 
 
 def _without(token: str, text: str) -> str:
