@@ -8,13 +8,11 @@ reward models are not rehearsed. Not run on hardware. Results are written after 
 and long sequences a rank takes more than 20 GB of memory, since the places of tokens are real.
 """
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from common import OUT, publish, table_of
-from rehearsal import rehearsed_rows
+from common import publish, table_of
+from rehearsal import begun, rehearsed_rows
 
 from nemorl.config.load import load_experiment
 
@@ -36,15 +34,7 @@ def _shown(row: dict[str, Any]) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES), metavar="NAME")
-    parser.add_argument("--processes", type=int, default=1, help="ranks at a time")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file")
-    arguments = parser.parse_args()
-    file, rows = arguments.out / "recipes.json", []
-    if file.exists():  # those of other recipes are kept
-        earlier = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in earlier if row["recipe"] in RECIPES.keys() - set(arguments.only)]
+    arguments, rows = begun(__doc__.splitlines()[0], list(RECIPES), "recipes", "recipe")
     for name in arguments.only:
         for row in rehearsed_rows(load_experiment(RECIPES[name]), arguments.processes):
             rows = sorted([*rows, {"recipe": name, **row}], key=lambda one: (one["recipe"], one["rank"]))

@@ -12,7 +12,7 @@ says neither how activations are recomputed nor how many of the GPUs of an async
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -150,17 +150,24 @@ def _shown(row: dict[str, Any]) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = [published.name for published in PUBLISHED]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+def begun(
+    title: str, names: Sequence[str], result: str, key: str
+) -> tuple[argparse.Namespace, list[dict[str, Any]]]:
+    """Arguments of a rehearsal of all names or some, and the rows of the others from the earlier result."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
     parser.add_argument("--processes", type=int, default=1, help="ranks at a time")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file")
     arguments = parser.parse_args()
-    file, rows = arguments.out / "rehearsal.json", []
-    if file.exists():  # those of other layouts are kept
-        earlier = json.loads(file.read_text(encoding="utf-8"))["rows"]
-        rows = [row for row in earlier if row["name"] not in arguments.only]
+    file = arguments.out / f"{result}.json"
+    earlier = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+    others = set(names) - set(arguments.only)
+    return arguments, [row for row in earlier if row[key] in others]
+
+
+def main() -> None:
+    names = [published.name for published in PUBLISHED]
+    arguments, rows = begun(__doc__.splitlines()[0], names, "rehearsal", "name")
     for published in PUBLISHED:
         if published.name in arguments.only:
             for row in rows_of(published, arguments.processes):

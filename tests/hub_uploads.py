@@ -6,40 +6,29 @@ Not the hub's xet storage: clients set HF_HUB_DISABLE_XET, or lack the package h
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
+
+from tests.hub import Handler, LocalServer
 
 TOKEN = "hf_stand_in_token_of_the_tests"
 LFS = (".safetensors",)
 
 
-class UploadHub(ThreadingHTTPServer):
+class UploadHub(LocalServer):
     """Keeps what is committed. With `read_only` the token may not write."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.private: dict[str, bool] = {}  # by repository
         self.branches: dict[tuple[str, str], dict[str, bytes]] = {}  # files by repository and branch
         self.objects: dict[str, bytes] = {}  # large files by SHA-256
-        self.requests: list[str] = []
         self.read_only = False
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: UploadHub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        return
 
     def do_PUT(self) -> None:
         """A large file, at an address of its own to which no token is sent."""
@@ -62,27 +51,27 @@ class _Handler(BaseHTTPRequestHandler):
             digest = path.removeprefix("/lfs/")
             assert hashlib.sha256(body).hexdigest() == digest
             hub.objects[digest] = body
-            return self._json({})
+            return self.json({})
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return self._json({"error": "Invalid credentials"}, 401)
+            return self.json({"error": "Invalid credentials"}, 401)
         if hub.read_only and self.command == "POST":
-            return self._json({"error": "You don't have the rights to create a model"}, 403)
+            return self.json({"error": "You don't have the rights to create a model"}, 403)
         parts = path.strip("/").split("/")
         if path == "/api/repos/create":
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":
-            return self._json({"errors": [], "warnings": []})
+            return self.json({"errors": [], "warnings": []})
         if path.endswith(".git/info/lfs/objects/batch"):
             return self._batch(json.loads(body))
         if path == "/verify":
-            return self._json({}, 200 if json.loads(body)["oid"] in hub.objects else 404)
+            return self.json({}, 200 if json.loads(body)["oid"] in hub.objects else 404)
         if len(parts) < 5:
-            return self._json({"error": "Repository not found"}, 404)
+            return self.json({"error": "Repository not found"}, 404)
         repository, action = "/".join(parts[2:4]), parts[4]
         branch = "/".join(parts[5:])
         if action == "branch":
             hub.branches.setdefault((repository, branch), dict(hub.branches[repository, "main"]))
-            return self._json({})
+            return self.json({})
         if action == "preupload":
             files = [
                 {
@@ -92,18 +81,18 @@ class _Handler(BaseHTTPRequestHandler):
                 }
                 for file in json.loads(body)["files"]
             ]
-            return self._json({"files": files})
+            return self.json({"files": files})
         if action == "commit":
             return self._commit(repository, branch, body)
-        return self._json({"error": f"{self.command} {path} is not in the stand-in"}, 404)
+        return self.json({"error": f"{self.command} {path} is not in the stand-in"}, 404)
 
     def _create(self, asked: dict[str, object]) -> None:
         name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else str(asked["name"])
         if name in self.server.private:
-            return self._json({"error": "You already created this model repo", "url": self._url(name)}, 409)
+            return self.json({"error": "You already created this model repo", "url": self._url(name)}, 409)
         self.server.private[name] = bool(asked.get("private") or asked.get("visibility") == "private")
         self.server.branches[name, "main"] = {}
-        return self._json({"url": self._url(name), "id": name})
+        return self.json({"url": self._url(name), "id": name})
 
     def _url(self, name: str) -> str:
         return f"{self.server.url}/{name}"
@@ -116,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
                 upload, verify = f"{self.server.url}/lfs/{each['oid']}", f"{self.server.url}/verify"
                 entry["actions"] = {"upload": {"href": upload}, "verify": {"href": verify}}
             objects.append(entry)
-        self._json({"transfer": "basic", "objects": objects})
+        self.json({"transfer": "basic", "objects": objects})
 
     def _commit(self, repository: str, branch: str, body: bytes) -> None:
         files = self.server.branches[repository, branch]
@@ -128,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.server.objects[value["oid"]]
         commit = hashlib.sha1(body).hexdigest()
         url = f"{self._url(repository)}/commit/{commit}"
-        self._json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
+        self.json({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
 
     def _chunks(self) -> bytes:
         parts = []
@@ -138,23 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _json(self, content: object, status: int = 200) -> None:
-        encoded = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(encoded)))
-        self.end_headers()
-        self.wfile.write(encoded)
-
 
 @contextmanager
 def taking_uploads() -> Iterator[UploadHub]:
-    hub = UploadHub()
-    thread = threading.Thread(target=hub.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with UploadHub().serving() as hub:
         yield hub
-    finally:
-        hub.shutdown()
-        hub.server_close()
-        thread.join()
