@@ -5,7 +5,6 @@
 Sequences lie end to end; the metadata has their names and lengths. Nothing is unpickled.
 """
 
-import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -40,18 +40,20 @@ class Trained:
 
 def trained_of(batch: "PackedBatch") -> list[Trained]:
     """Of each sequence of a data-parallel rank."""
-    trains, gaps = _trains(batch), None
+    trains, num_sequences = _trains(batch).numpy(), batch.num_sequences
+    numbers = np.repeat(np.arange(num_sequences), batch.lengths)[trains]  # of the trained tokens' sequences
+    counts = np.bincount(numbers, minlength=num_sequences).tolist()
+
+    def means(values: "Tensor | None") -> list[float]:
+        if values is None:
+            return [float("nan")] * num_sequences
+        sums = np.bincount(numbers, values.numpy()[trains], num_sequences).tolist()
+        return [total / count if count else float("nan") for total, count in zip(sums, counts, strict=True)]
+
+    gaps = None
     if batch.old_logprobs is not None and batch.logprobs is not None:
         gaps = (batch.old_logprobs - batch.logprobs).abs()
-    found = []
-    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
-        mask = trains[start:end]
-        advantage, gap = (
-            float("nan") if values is None else float(values[start:end][mask].double().mean())
-            for values in (batch.advantages, gaps)
-        )
-        found.append(Trained(advantage, gap, int(mask.sum())))
-    return found
+    return list(map(Trained, means(batch.advantages), means(gaps), counts))
 
 
 def _trains(batch: "PackedBatch") -> "Tensor":
