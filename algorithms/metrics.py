@@ -281,7 +281,10 @@ def rows_of(
     trained: Mapping[SequenceKey, Trained] | None = None,
     stored: Collection[int] = (),
 ) -> Iterator[TrajectoryRow]:
-    """Rows of the index. `stored` are the groups whose tokens are in files."""
+    """Rows of the index. `stored` are the groups whose tokens are in files.
+
+    Without `trained` a sample of training counts as one that trains unless it failed.
+    """
     for group in groups:
         for sample, t in enumerate(group.trajectories):
             of_sequences = [trained.get((group.reference, s.row)) for s in t.sequences] if trained else []
@@ -305,7 +308,7 @@ def rows_of(
                 rewards=t.rewards,
                 stop=str(t.stop),
                 failed=t.error is not None,
-                trains=total > 0,
+                trains=phase == "training" and t.trains if trained is None else total > 0,
                 stored=group.group in stored,
                 min_version=t.min_version,
                 max_version=t.max_version,

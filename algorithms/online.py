@@ -154,7 +154,7 @@ class OnlineAlgorithm:
     async def _record(self, number: int, groups: Groups, batch: Batch) -> None:
         """Write trajectories and their index, after the step. What cannot be written costs a warning."""
         log, stored = self.trajectories, Groups()
-        trained: dict[SequenceKey, Trained] = {}
+        trained: dict[SequenceKey, Trained] | None = None
         if log is not None:
             stored = log.kept(groups)
             estimated = batch.sequences if batch.token_estimator is None else ()

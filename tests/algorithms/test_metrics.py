@@ -1,15 +1,23 @@
 """Metrics of sampling against values worked out by hand or by enumeration."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from nemorl.algorithms.metrics import Sources, dropped_metrics, environment_share, rollout_metrics
+from nemorl.algorithms.metrics import (
+    Sources,
+    dropped_metrics,
+    environment_share,
+    rollout_metrics,
+    rows_of,
+)
 from nemorl.config.algorithm import OnlineConfig, ValidationConfig
 from nemorl.config.environment import FunctionRewardConfig, ModelRewardConfig, SingleTurnEnvConfig
 from nemorl.config.facts import metric_names as known_figures
+from nemorl.data.trained import Trained
 from nemorl.rewards.scored import ScoringMetrics
-from nemorl.rollout.groups import Dropped
+from nemorl.rollout.groups import Branch, Dropped
 from nemorl.run.validation import validation_metrics
 from nemorl.trajectories import StopReason
 from tests.algorithms.groups import failed, group, score, trajectory
@@ -28,6 +36,27 @@ def test_rollout_metrics() -> None:
     assert metrics["stop/length"] == 0.25
     assert metrics["tokens/generated"] == 14
     assert environment_share(groups) == 0.25
+
+
+def test_rows_of_the_index_have_the_means_over_trained_tokens_of_all_branches() -> None:
+    branches = (Branch(0, 5, 2), Branch(1, 9, 6))
+    one = group(3, replace(trajectory(1.0, 1), branches=branches), trajectory(0.0, 2), failed(3))
+    trained = {
+        (one.reference, 0): Trained(0.5, 0.1, 2),
+        (one.reference, 1): Trained(1.5, 0.5, 6),
+        (one.reference, 2): Trained(math.nan, math.nan, 0),  # by a filter
+    }
+    first, second, third = rows_of(4, [one], "training", trained=trained, stored=[3])
+    assert (first.step, first.group, first.sample, first.stored, first.trains) == (4, 3, 0, True, True)
+    assert first.advantage == pytest.approx((2 * 0.5 + 6 * 1.5) / 8)
+    assert first.logprob_gap == pytest.approx((2 * 0.1 + 6 * 0.5) / 8)
+    assert not second.trains
+    assert math.isnan(second.advantage)
+    assert (third.trains, third.failed) == (False, True)
+    unknown = list(rows_of(4, [one], "training"))
+    assert [row.trains for row in unknown] == [True, True, False]
+    assert [row.stored for row in unknown] == [False] * 3
+    assert not any(row.trains for row in rows_of(4, [one], "validation", "easy"))
 
 
 def test_the_samples_of_each_source_are_counted() -> None:
