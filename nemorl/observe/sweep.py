@@ -16,6 +16,7 @@ from typing import Self
 
 from pydantic import TypeAdapter
 
+from nemorl.config.base import suggestion
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import metric_names
 from nemorl.config.sweep import Mode, SweepPoint
@@ -81,9 +82,7 @@ def metric_of(experiment: Experiment, metric: str | None, mode: Mode | None) -> 
     elif metric is None:
         metric = next((name for name in _USUAL_METRICS if name in known), min(known))
     if metric not in known:
-        similar = [name for name in sorted(known) if metric.rpartition("/")[2] in name][:4]
-        hint = f"; did you mean {', '.join(similar)}?" if similar else ""
-        raise UsageError(f"--metric {metric}: the runs do not have it{hint}")
+        raise UsageError(f"--metric {metric}: the runs do not have it; {suggestion(metric, sorted(known))}")
     if higher is None:
         higher = "loss" not in metric
     return metric, mode or ("max" if higher else "min")
