@@ -100,28 +100,32 @@ class RunPlan:
     @cached_property
     def _policy_device(self) -> Hardware:
         """What a process of the policy computes with."""
-        return self._device(
-            "policy", self.experiment.policy.precision, self.experiment.cluster.policy_threads
-        )
+        policy, world = self.experiment.policy, self.experiment.policy.layout.world_size
+        return self._device("policy", policy.precision, world, self.experiment.cluster.policy_threads)
 
     @cached_property
     def _engine_device(self) -> Hardware:
         generation, policy = self.experiment.generation, self.experiment.policy
         if not generation.has_engines:
             return self._policy_device
+        section = "policy" if generation.precision is None else "generation"
         precision = generation.precision or policy.precision
-        return self._device("generation", precision, generation.threads)
+        return self._device(section, precision, self._num_engines, generation.threads)
 
-    def _device(self, section: str, precision: str, threads: int | None) -> Hardware:
+    @property
+    def _num_engines(self) -> int:
+        """Processes of engines."""
+        generation = self.experiment.generation
+        return self.replicas * generation.ranks_per_replica if generation.has_engines else 0
+
+    def _device(self, section: str, precision: str, at_once: int, threads: int | None) -> Hardware:
+        """`section` is the one that sets the precision; `at_once` processes of a kind work together."""
         if precision == "float32" and not self.hardware.operations_float32:
             fix = f"the rates of {self.hardware.name} are of bfloat16 and FP8; set it to bfloat16, or give a"
             fix += " file of hardware with operations_float32"
             raise UnplannedRun(f"{section}.precision = {precision}: {fix}")
-        generation, world = self.experiment.generation, self.experiment.policy.layout.world_size
-        engines = self.replicas * generation.ranks_per_replica if generation.has_engines else 0
-        at_once = engines if section == "generation" else world
         if self.experiment.algorithm.allows_staleness:
-            at_once = world + engines
+            at_once = self.experiment.policy.layout.world_size + self._num_engines
         return self.hardware.shared_by(at_once, threads).in_precision(precision)
 
     @property
