@@ -2,9 +2,10 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from nemorl.errors import Problem, Problems
 
@@ -130,6 +131,15 @@ class PrometheusConfig(Config):
     """The port; 0 is a free one, which the header of the run names."""
 
 
+def _as_selection(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """One error for a value that is none of the kinds, in place of one for each."""
+    try:
+        return validate(value)
+    except ValidationError as error:
+        expected = "expected `none`, `sampled`, `all` or an integer of at least 0"
+        raise PydanticCustomError("selection", expected) from error
+
+
 class LoggerConfig(Config):
     console: Literal["auto", "rich", "plain"] = "auto"
     """Bars and tables, or plain lines; `auto` shows bars on a terminal."""
@@ -139,7 +149,9 @@ class LoggerConfig(Config):
     """Serve the newest metrics and the running stages to Prometheus; null listens nowhere."""
     samples_per_step: int = Field(4, ge=0)
     """Trajectories of each step written to samples.jsonl with their text."""
-    trajectories: Literal["none", "sampled", "all"] | Annotated[int, Field(ge=0)] = "sampled"
+    trajectories: Annotated[
+        Literal["none", "sampled", "all"] | Annotated[int, Field(ge=0)], WrapValidator(_as_selection)
+    ] = "sampled"
     """Trajectories of each step written to trajectories/ with all of their tokens, as complete groups until
     there are as many: a number, all, none, or as many as `samples_per_step`."""
 

@@ -975,6 +975,18 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         99,
         "training uses the tasks of seeds 0 to 99",
     ),
+    "trajectories by another word": (
+        ["logger.trajectories=some"],
+        "logger.trajectories",
+        "some",
+        "expected `none`, `sampled`, `all` or an integer of at least 0",
+    ),
+    "fewer trajectories than none": (
+        ["logger.trajectories=-1"],
+        "logger.trajectories",
+        -1,
+        "expected `none`, `sampled`, `all` or an integer of at least 0",
+    ),
     "trajectories of SFT": (
         [*SFT, "logger.trajectories=4"],
         "logger.trajectories",
