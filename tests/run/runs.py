@@ -15,11 +15,7 @@ from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
 from nemorl.models.create import create_tiny_model
 from nemorl.observe.metrics import StepMetrics, read_metrics
-
-# Time differs from run to run, and so do restarts; everything else must not.
-CLOCKS = ("time/", "throughput/", "tflops/", "mfu/", "refit/gigabytes_per_second", "refit/seconds/")
-CLOCKS += ("reward_seconds/", "reward_waiting/", "trajectory_seconds/", "idle/", "critical/")
-CLOCKS += ("models/restarts",)
+from tests.clocks import without_clocks
 
 
 def tiny_model(folder: Path, layers: int = 2, seed: int = 0) -> Path:
@@ -116,7 +112,8 @@ def timeless(metrics: StepMetrics) -> dict[str, float]:
     The gap between engine and trainer is rounding, which depends on the requests that the engine happened to
     batch together: it has a limit of its own.
     """
-    return {k: v for k, v in metrics.values.items() if not k.startswith((*CLOCKS, "logprob_gap/"))}
+    repeated = without_clocks(metrics.values)
+    return {k: v for k, v in repeated.items() if not k.startswith(("logprob_gap/", "models/restarts"))}
 
 
 def assert_same_run(ours: Sequence[StepMetrics], theirs: Sequence[StepMetrics]) -> None:

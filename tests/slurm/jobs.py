@@ -11,8 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemorl.observe.metrics import StepMetrics, read_metrics
+from nemorl.observe.metrics import read_metrics
 from nemorl.slurm.start import ExitRecord, newest_step
+from tests.clocks import without_clocks
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.keeper import descendants
 
@@ -21,8 +22,6 @@ TIMEOUT_SECONDS = 400.0  # of a busy machine; nothing here waits for as long whe
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
 # What a job says at its end of a node that Slurm has lost.
 NODE_LOST = re.compile(r"stopped by SIGTERM \(node n2 \(down\*?: .*\) is lost\).*\(exit status 143\)")
-# Metrics that are clocks, or divided by one.
-CLOCKS = re.compile(r"^time/|^throughput/|^idle/|^critical/|seconds|waiting|per_second")
 
 # Step, version and metrics by name, of each line of metrics.jsonl.
 Metrics = list[tuple[int, int, dict[str, float]]]
@@ -43,13 +42,8 @@ def within(seconds: float, reached: Callable[[], bool]) -> bool:
 
 def metrics(run_dir: Path) -> Metrics:
     """Those of a run, without clocks."""
-    return [
-        (line.step, line.version, _without_clocks(line)) for line in read_metrics(run_dir / "metrics.jsonl")
-    ]
-
-
-def _without_clocks(line: StepMetrics) -> dict[str, float]:
-    return {name: value for name, value in line.values.items() if not CLOCKS.search(name)}
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    return [(line.step, line.version, without_clocks(line.values)) for line in lines]
 
 
 @dataclass(frozen=True)
