@@ -200,7 +200,11 @@ class RolloutFiles:
         """All groups in their order, with their step. Raises StoredRolloutError."""
         self._parsed = None
         for step in self.steps():
-            yield from ((step, place.part.groups[place.number]) for place in self._places(step))
+            yield from ((step, group) for group in self.groups(step))
+
+    def groups(self, step: int) -> list[GroupSummary]:
+        """The groups of a step in their order. Raises StoredRolloutError."""
+        return [place.part.groups[place.number] for place in self._places(step)]
 
     def group(self, step: int, place: int) -> StoredGroup:
         """A group of a step, by its place there. Raises StoredRolloutError."""
