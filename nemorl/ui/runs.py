@@ -7,6 +7,7 @@ for that moment a run that starts there would be refused.
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -128,8 +129,6 @@ def _driver(folder: Path, start: Mapping[str, Any]) -> Driver | None:
 
 def _runs(arguments: list[str], command: str) -> bool:
     """Whether a process was started with the command of a header, which is without the interpreter."""
-    import shlex
-
     expected = shlex.split(command)[1:]
     return not expected or arguments[-len(expected) :] == expected
 
