@@ -5,10 +5,10 @@
     operator   = < | <= | > | >= | == | != | [ "not" ] "in" ( "(" | "[" ) constants ( ")" | "]" )
     operand    = constant | column | "(" filter ")"
 
-Operators compare in a chain as in Python (`0 < reward < 1`). A column of numbers is compared with numbers, one of
-texts by `==`, `!=` and `in` with texts, and one of booleans is a condition. A reward whose name is no identifier
-is `rewards["its name"]`. Numbers have the precision of their column, so `reward == 0.1` finds what was written as
-0.1; an unknown number (NaN) is equal to none, not even to itself.
+Operators compare in a chain as in Python (`0 < reward < 1`). A column of numbers is compared with numbers,
+one of texts by `==`, `!=` and `in` with texts, and one of booleans is a condition. A reward whose name is no
+identifier is `rewards["its name"]`. Numbers have the precision of their column, so `reward == 0.1` finds what
+was written as 0.1; an unknown number (NaN) is equal to none, not even to itself.
 """
 
 import re
@@ -226,6 +226,7 @@ class _Parser:
     def _constant(self, expected: str) -> _Value:
         token = self._peek
         kind: Kind
+        constant: Any
         if token.kind == "number":
             kind, constant = "number", _number(token.text)
         elif token.kind == "string":

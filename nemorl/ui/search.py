@@ -28,7 +28,7 @@ _AROUND = 60  # characters on each side of what was found
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy and the environment wrote after the prompt; None, with the reason, if it is not stored."""
+    """What follows the prompt in a trajectory; None, with the reason, if it is not stored."""
 
     row: Row
     text: str | None
@@ -131,7 +131,8 @@ def search(
 
 def _search_samples(table: TrajectoryTable, query: Query, text: str, start: int, deadline: float) -> Found:
     numbers = np.flatnonzero(table.matching(query.filter)[1])[::-1]
-    pattern, matches, place = re.compile(re.escape(text), re.IGNORECASE), [], start
+    pattern, place = re.compile(re.escape(text), re.IGNORECASE), start
+    matches: list[Match] = []
     while place < len(numbers) and len(matches) < MAX_FOUND and time.monotonic() <= deadline:
         number = int(numbers[place])
         completion = str(table.sample(number).get("completion", ""))
@@ -190,7 +191,8 @@ class _Sought:
                     break
 
     def _text_in(self, sequences: Sequence[tuple[Row, Trajectory]]) -> Iterator[Match]:
-        assert self.texts is not None and self.pattern is not None
+        assert self.texts is not None
+        assert self.pattern is not None
         decoded = self.texts.decode_all([trajectory.tokens.tolist() for _, trajectory in sequences])
         for (row, trajectory), text in zip(sequences, decoded, strict=True):
             if (match := self.pattern.search(text)) is None:

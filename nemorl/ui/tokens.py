@@ -1,12 +1,13 @@
-"""One stored trajectory: its turns, the text of each token, what engine and trainer computed for it, its rewards.
+"""One stored trajectory: turns, the text of each token, what engine and trainer computed for it, and rewards.
 
-Texts come from the tokenizer of the run, if a folder still has the one with the checksum of the run. What cannot
-be read is a note, and the rest is shown.
+Texts come from the tokenizer of the run, if a folder still has the one with the checksum of the run. What
+cannot be read is a note, and the rest is shown.
 """
 
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class TokenTexts:
         return list(self._tokenizer.decode_batch(list(map(list, sequences)), skip_special_tokens=False))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token. Of the tokens of one character the first has it, and the others are empty."""
+        """The text of each token; of the tokens of one character the first has it, the others are empty."""
         found = [self._piece(number) for number in ids]
         place = 0
         while place < len(found):
@@ -128,16 +129,12 @@ class Tokenizers:
 def _tokenizer_files(run: Path) -> Iterator[Path]:
     """Where the tokenizer of a run may be; relative paths are of the folder in which the run was started."""
     named: list[Path] = []
-    try:
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError, AttributeError):
         policy = yaml.safe_load(RunPaths(run).config.read_text(encoding="utf-8"))["policy"]
         of_tokenizer = (policy.get("tokenizer") or {}).get("path")
         named = [Path(str(of_tokenizer or policy["model_path"]))]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, LookupError, TypeError, AttributeError):
-        pass
-    try:
+    with suppress(StoredRolloutError):
         named.append(Path(RolloutFiles(RunPaths(run).trajectories).origin().model))
-    except StoredRolloutError:
-        pass
     folders = [base / path for path in dict.fromkeys(named) for base in (Path.cwd(), *run.resolve().parents)]
     for folder in dict.fromkeys([*folders, run / "hf"]):
         yield folder / "tokenizer.json"

@@ -1,9 +1,9 @@
 """The trajectories of a run as a table: filtered, sorted, counted and read by pages, for a million rows.
 
 The rows are those of the run's index (`nemorl.observe.index`), or, of a run without one, the conversations of
-its samples.jsonl. A table does not change: a run that continues has another one, of more rows, so the pages of a
-table fit together while the run appends. Columns are copied from the records when they are first used, and masks
-and orders are kept for the next page.
+its samples.jsonl. A table does not change: a run that continues has another one, of more rows, so the pages
+of a table fit together while the run appends. Columns are copied from the records when they are first used, and
+masks and orders are kept for the next page.
 """
 
 import json
@@ -145,7 +145,7 @@ class TrajectoryTable:
         rows = self.rows(order[offset : offset + count])
         return Page(rows, offset, len(order), len(self), filtered.remarks)
 
-    def rows(self, numbers: Sequence[int] | Order) -> list[Row]:
+    def rows(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> list[Row]:
         """Rows by their numbers: values of the columns by name, with texts in place of their numbers."""
         names = self.records.dtype.names or ()
         chosen = self.records[np.asarray(numbers, np.intp)].tolist()
@@ -208,12 +208,33 @@ class TrajectoryTable:
         found = np.flatnonzero(mask & (self.column(of) == row[of]))
         return self.rows(found[np.argsort(self.column("sample")[found], kind="stable")])
 
-    def of_task(self, task: int, series: "Series", offset: int, count: int) -> Page:
-        """The trajectories of a task, from the first step to the last."""
-        found = np.flatnonzero(self._of_series(series) & (self.column("task") == task))
-        found = found[np.argsort(self.column("step")[found], kind="stable")]
+    def of_task(self, task: int, series: "Series", offset: int, count: int, *, stored: bool = False) -> Page:
+        """The trajectories of a task, from the first step to the last; `stored`: those with tokens only."""
+        found = self._of_task(task, series)
+        if stored and "stored" in self.kinds:
+            found = found[self.column("stored")[found]]
         offset, count = max(0, offset), min(max(0, count), MAX_PAGE)
         return Page(self.rows(found[offset : offset + count]), offset, len(found), len(self))
+
+    def trend(self, task: int, series: "Series") -> dict[str, list[float]]:
+        """Mean reward of a task in each of its steps."""
+        found = self._of_task(task, series)
+        found = found[np.isfinite(self.column("reward")[found])]
+        steps, places = np.unique(self.column("step")[found], return_inverse=True)
+        counts = np.bincount(places, minlength=len(steps))
+        sums = np.bincount(places, self.column("reward")[found], len(steps))
+        return {"steps": steps.tolist(), "rewards": (sums / np.maximum(counts, 1)).tolist()}
+
+    def last_of_task(self, task: int, validation_set: str, text: str) -> list[Row]:
+        """The trajectories of a task among the rows of a filter, of its last step there."""
+        mask = self.matching(text)[1] & (self.column("task") == task)
+        found = np.flatnonzero(mask & self._has_text("validation_set", validation_set))
+        steps = self.column("step")[found]
+        return self.rows(found[steps == steps.max()]) if len(found) else []
+
+    def _of_task(self, task: int, series: "Series") -> Order:
+        found = np.flatnonzero(self._of_series(series) & (self.column("task") == task)).astype(np.int32)
+        return found[np.argsort(self.column("step")[found], kind="stable")]
 
     def _of_series(self, series: "Series") -> Mask:
         return self._has_text("phase", series.phase) & self._has_text("validation_set", series.validation_set)
