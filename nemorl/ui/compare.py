@@ -25,7 +25,7 @@ from .errors import UiError
 from .filters import Mask
 from .trajectories import TrajectoryTable
 
-MAX_RUNS, MAX_TASKS = 10, 500
+MAX_RUNS, MAX_TASKS = 10, 200
 _NORMAL = 1.959963984540054  # of the normal distribution at 97.5 %
 Float64Array = NDArray[np.float64]
 
@@ -118,7 +118,7 @@ class ConfigDifferences:
 
 
 def config_differences(runs: Mapping[str, Path]) -> ConfigDifferences:
-    """Fields of the resolved configurations that differ, but for `run_dir`."""
+    """Fields of the resolved configurations that differ, but for `run_dir`; those that all have come first."""
     configs: list[dict[str, Any]] = []
     notes, readable = [], []
     for name, run in runs.items():
@@ -140,7 +140,7 @@ def config_differences(runs: Mapping[str, Path]) -> ConfigDifferences:
         if len(seen) > 1 and name != "run_dir":
             values = [config.get(name) for config in configs]
             found.append(FieldDifference(name, values, [name in config for config in configs]))
-    return ConfigDifferences(found, notes)
+    return ConfigDifferences(sorted(found, key=lambda each: not all(each.given)), notes)
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -62,11 +62,17 @@ def _series(request: web.Request) -> Series:
 
 
 async def _table(request: web.Request) -> web.Response:
-    """What the table has, and the counts of its texts over the rows of a filter."""
+    """What the table has, and the counts of its texts over the rows of a filter; all rows if that is wrong."""
 
     def ask(run: Path, table: TrajectoryTable) -> object:
-        parsed, mask = table.matching(request.query.get("filter", ""))
+        problem = None
+        try:
+            parsed, mask = table.matching(request.query.get("filter", ""))
+        except UiError as error:
+            problem = error.body()
+            parsed, mask = table.matching("")
         return {
+            "problem": problem,
             "rows": len(table),
             "matching": int(mask.sum()),
             "columns": table.kinds,

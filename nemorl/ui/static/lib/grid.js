@@ -89,7 +89,7 @@ export function Grid({ count, columns, rowAt, at, onMove, onOpen, sort, onSort, 
     setFirst(Math.round((last * scrollTop) / Math.max(1, scrollHeight - clientHeight)));
   };
   const onWheel = (event) => {
-    if (!event.deltaY || event.shiftKey) return;
+    if (!event.deltaY || event.shiftKey || !last) return;
     event.preventDefault();
     const rows = event.deltaMode ? event.deltaY : event.deltaY / HEIGHT;
     scroll(start + (Math.abs(rows) < 1 ? Math.sign(rows) : rows));
@@ -110,7 +110,9 @@ export function Grid({ count, columns, rowAt, at, onMove, onOpen, sort, onSort, 
     event.preventDefault();
   };
 
-  const template = columns.map(({ width }) => `minmax(${width || 76}px, ${width || 76}fr)`).join(" ");
+  const widths = columns.map(({ width }) => width || 76);
+  const template = widths.map((width) => `minmax(0, ${width}fr)`).join(" ");
+  const least = `${widths.reduce((sum, width) => sum + width, 0)}px`;
   const rows = [];
   for (let n = start; n < Math.min(count, start + visible); n += 1) {
     const row = rowAt(n, settled !== start);
@@ -139,7 +141,7 @@ export function Grid({ count, columns, rowAt, at, onMove, onOpen, sort, onSort, 
       aria-rowcount=${count + 1}
       aria-activedescendant=${at !== null && at !== undefined ? `row${at}` : undefined}
       onKeyDown=${onKey}
-      style=${{ "--columns": template }}
+      style=${{ "--columns": template, "--least": least }}
     >
       <div class="grid-row head" role="row" aria-rowindex="1">
         ${columns.map(

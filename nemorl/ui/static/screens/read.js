@@ -12,7 +12,7 @@ import { Trajectory } from "./trajectory.js";
 const NEW_ROWS_PERIOD = 5000; // milliseconds between two looks for rows that a run has added
 const ALWAYS = ["step", "group", "sample", "task", "turns", "tokens", "reward", "advantage", "logprob_gap", "stop"];
 const TITLES = { logprob_gap: "logprob gap", validation_set: "set", seconds_generation: "generation", seconds_environment: "environment s" };
-const WIDTHS = { phase: 92, stop: 84, validation_set: 92, environment: 110, group: 84, task: 84 };
+const WIDTHS = { phase: 92, stop: 76, validation_set: 92, environment: 110, step: 60, sample: 68, turns: 60, tokens: 68, logprob_gap: 96, trains: 60, stored: 66, failed: 60 };
 
 // Parts of a filter that are joined by "and" on the outermost level; null if it has an "or" there.
 function parts(text) {
@@ -56,7 +56,7 @@ function show(column, kind) {
   return (row) => (row[column] === "NaN" ? "" : number(row[column]));
 }
 
-function FilterBox({ text, error, remarks }) {
+function FilterBox({ text, problem, remarks }) {
   const [draft, setDraft] = useState(text);
   useEffect(() => setDraft(text), [text]);
   useEffect(() => {
@@ -64,7 +64,7 @@ function FilterBox({ text, error, remarks }) {
     const timer = setTimeout(() => change({ filter: draft, rows: null }), 350);
     return () => clearTimeout(timer);
   }, [draft, text]);
-  const place = draft === text && /columns (\d+) to (\d+)/.exec(error?.place || "");
+  const place = draft === text && /columns (\d+) to (\d+)/.exec(problem?.place || "");
   const [from, to] = place ? [Number(place[1]) - 1, Number(place[2])] : [0, 0];
   return html`<div class="filter grow">
     <label for="filter">Filter</label>
@@ -83,7 +83,7 @@ function FilterBox({ text, error, remarks }) {
     <div id="filter-says" aria-live="polite">
       ${place &&
       html`<pre class="wrong">${text.slice(0, from)}<mark>${text.slice(from, Math.max(to, from + 1)) || " "}</mark>${text.slice(Math.max(to, from + 1))}</pre>
-        <div class="bad">${error.message} <span class="muted">at ${error.place}</span>${error.fix && html`: <b>${error.fix}</b>`}</div>`}
+        <div class="bad">${problem.error} <span class="muted">at ${problem.place}</span>${problem.fix && html`: <b>${problem.fix}</b>`}</div>`}
       ${!place && (remarks || []).map((remark) => html`<div class="warn">${remark}</div>`)}
     </div>
   </div>`;
@@ -244,7 +244,7 @@ function TableOf({ run, table, filter, rows }) {
     (column) => ALWAYS.includes(column) || column.startsWith("rewards.") || column in table.counts,
   );
   const chosen = params.columns ? params.columns.split(",").filter((column) => column in kinds) : first;
-  const sort = params.sort || "";
+  const sort = params.sort || "-"; // the newest first
   const key = JSON.stringify([run, rows, filter, sort]);
   const load = async (offset, count, signal) => (await get("/api/read/page", { run, rows, filter, sort, offset, count }, signal)).rows;
   const [rowAt, error] = usePages(load, key);
@@ -267,7 +267,7 @@ function TableOf({ run, table, filter, rows }) {
         title: TITLES[column] || column.replace("rewards.", ""),
         help: column,
         align: kinds[column] === "number" ? "right" : "",
-        width: WIDTHS[column],
+        width: WIDTHS[column] || Math.max(76, 24 + 8 * (TITLES[column] || column.replace("rewards.", "")).length),
         show: show(column, kinds[column]),
       })),
     [chosen.join(), key],
@@ -285,12 +285,12 @@ function TableOf({ run, table, filter, rows }) {
           onMove=${move}
           onOpen=${open}
           sort=${sort}
-          onSort=${(next) => change({ sort: next })}
+          onSort=${(next) => change({ sort: next || null })}
           rowClass=${(row) => (isOpen(row) ? "open" : "")}
         />`
       : html`<${Empty}>${table.rows ? "No trajectory matches the filter." : "No trajectory was recorded yet."}<//>`}
     <div class="row tight foot">
-      <span class="muted">${sort ? "" : "In the order in which they were written. "}Arrow keys move, Enter opens.</span>
+      <span class="muted">${params.sort ? "" : "Newest first. "}Arrow keys move, Enter opens.</span>
       <span class="grow"></span>
       <${Columns} kinds=${kinds} chosen=${chosen} />
     </div>
@@ -307,7 +307,12 @@ export default function Read() {
     if (!run) return undefined;
     const control = new AbortController();
     get("/api/read/table", { run, rows, filter }, control.signal).then(
-      (table) => setState({ table, error: null, run, filter, rows }),
+      // A wrong filter leaves the rows of the one before.
+      (table) =>
+        setState((old) => {
+          const left = table.problem ? (old.run === run ? old.filter : "") : filter;
+          return { table: table.problem && old.run === run ? { ...old.table, problem: table.problem } : table, error: null, run, filter: left, rows };
+        }),
       (error) => control.signal.aborted || setState((old) => ({ ...old, table: old.run === run ? old.table : null, error })),
     );
     return () => control.abort();
@@ -317,7 +322,6 @@ export default function Read() {
   if (!run) return html`<main><${Empty}>Choose a run in <a href="/runs">Runs</a>.<//></main>`;
   if (!table) return html`<main>${error ? html`<${Problem} error=${error} />` : html`<${Loading} />`}</main>`;
   const shown = rows || table.rows;
-  const isFilter = /^columns \d+ to/.test(error?.place || "");
   const numbers = Object.keys(table.columns).filter((column) => table.columns[column] === "number");
   return html`<main class=${params.at ? "read with-one" : "read"}>
     <div class="row tight">
@@ -326,10 +330,10 @@ export default function Read() {
       ${now > table.rows && html`<button onClick=${() => change({ rows: now })}>Show ${number(now - table.rows)} new</button>`}
     </div>
     ${table.notes.map((note) => html`<div class="notice">${note}</div>`)}
-    ${!isFilter && html`<${Problem} error=${error} />`}
+    <${Problem} error=${error} />
     <div class="controls">
       <div class="column">
-        <${FilterBox} text=${filter} error=${error} remarks=${table.remarks} />
+        <${FilterBox} text=${filter} problem=${table.problem} remarks=${table.remarks} />
         <div class="chip-rows"><${Chips} counts=${table.counts} filter=${filter} /></div>
       </div>
       <${Distribution} run=${run} rows=${shown} filter=${state.filter} columns=${numbers} />

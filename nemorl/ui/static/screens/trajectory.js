@@ -47,7 +47,7 @@ function Legend({ quantity, low, high }) {
   const levels = Array.from({ length: SHADES + 1 }, (_, level) => level);
   const sign = shade && shade(1) < 0 ? -1 : 1;
   return html`<span class="legend" aria-hidden="true">
-    <span class="muted">${center === undefined ? number(sign * low, 3) : number(center - high, 3)}</span>
+    <span class="muted">${center === undefined ? number(sign * low || 0, 3) : number(center - high, 3)}</span>
     ${center === undefined ? bar("s", levels) : [...bar("n", [...levels].reverse()), ...bar("p", levels.slice(1))]}
     <span class="muted">${center === undefined ? number(sign * high, 3) : number(center + high, 3)}</span>
   </span>`;
