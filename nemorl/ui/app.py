@@ -13,7 +13,7 @@ from aiohttp import web
 from nemorl.errors import RunError
 from nemorl.serve.app import listening_at
 
-from . import run_routes, watch_routes
+from . import control_routes, run_routes, watch_routes
 from .access import (
     MAX_BODY_BYTES,
     STYLE_NONCE,
@@ -27,7 +27,7 @@ from .folders import Folders
 
 SCREENS = ("runs", "compose", "watch", "read", "compare")
 STATIC = Path(str(files("nemorl.ui"))) / "static"
-_ROUTES = (run_routes, watch_routes)
+_ROUTES = (run_routes, watch_routes, control_routes)
 
 
 def application(folders: Folders, token: str, *, read_only: bool = False) -> web.Application:
