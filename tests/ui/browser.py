@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.required import missing, require_module
+from tests.required import require_chromium, require_module
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT_MS = 60_000  # of a busy machine
 
 
@@ -31,13 +29,6 @@ class Page:
 
     def has_no_problem(self) -> None:
         assert self.problems == []
-
-
-def chromium() -> str:
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        missing("chromium", f"none of {', '.join(NAMES)} is installed")
-    return found
 
 
 @contextmanager
@@ -61,7 +52,7 @@ def browser_of(url: str, token: str, *, width: int = 1400, theme: str = "light")
     """A browser that reports what goes wrong in it."""
     sync_api = require_module("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
-        options = {"executable_path": chromium(), "args": ["--no-sandbox"]}
+        options = {"executable_path": require_chromium(), "args": ["--no-sandbox"]}
         browser = playwright.chromium.launch(**options)
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme)
         context.set_default_timeout(TIMEOUT_MS)
@@ -80,7 +71,7 @@ def browser_of(url: str, token: str, *, width: int = 1400, theme: str = "light")
 @contextmanager
 def page_of(folder: Path, *words: str, **options: Any) -> Iterator[Page]:
     """`nemorl ui` in a folder and a browser on it."""
-    chromium()
+    require_chromium()
     with served(folder, *words) as (url, token, _), browser_of(url, token, **options) as page:
         yield page
 
