@@ -7,6 +7,7 @@ t(0.975, n - 1) · s / √n over the n tasks, of whose rewards each run's mean i
 import json
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,94 +15,62 @@ from typing import Any
 
 import numpy as np
 import yaml
-from numpy.typing import NDArray
 
-from nemorl.config.base import did_you_mean
-from nemorl.observe.metrics import RESERVED_KEYS
 from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.stored import RolloutFiles, StoredRolloutError
 
-from .errors import UiError
 from .filters import Mask
+from .series import Axis, Floats, MetricsFiles, shown_series
 from .trajectories import TrajectoryTable
 
 MAX_RUNS, MAX_TASKS = 10, 200
 _NORMAL = 1.959963984540054  # of the normal distribution at 97.5 %
-Float64Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class History:
-    """The metrics of a run: [S] steps, and of each metric its values, NaN where a step has none."""
-
-    steps: NDArray[np.int64]
-    metrics: Mapping[str, Float64Array]
-    notes: Sequence[str] = ()
-
-    @property
-    def seconds(self) -> Float64Array:
-        """[S] Training time up to the end of each step."""
-        return np.cumsum(np.nan_to_num(self.metrics.get("time/step", np.zeros(len(self.steps)))))
+class MetricNames:
+    metrics: Mapping[str, int]  # the number of runs that have each
+    notes: Sequence[str]  # on files that cannot be read
 
 
-class Histories:
-    """Reads metrics.jsonl of runs, again once it has changed."""
+class Curves:
+    """Metrics of runs as lines. The files are read further as they grow."""
 
     def __init__(self) -> None:
-        self._read: dict[Path, tuple[tuple[int, int], History]] = {}
-        self._lock = threading.Lock()
+        self._files, self._lock = MetricsFiles(), threading.Lock()
 
-    def of(self, run: Path) -> History:
-        """Raises UiError. Lines that cannot be read are notes; a line that is being written is left out."""
-        path = RunPaths(run).metrics
-        try:
-            stat = path.stat()
-            version = stat.st_size, stat.st_mtime_ns
-            with self._lock:
-                if (known := self._read.get(path)) is not None and known[0] == version:
-                    return known[1]
-            history = _history(path)
-        except OSError as error:
-            fix = "choose a run that has finished a step"
-            raise UiError(404, f"{path} cannot be read: {error.strerror}", str(path), fix) from error
+    def names(self, runs: Mapping[str, Path]) -> MetricNames:
+        found: Counter[str] = Counter()
+        notes = []
         with self._lock:
-            self._read[path] = version, history
-            while len(self._read) > 2 * MAX_RUNS:
-                del self._read[next(iter(self._read))]
-        return history
+            for name, run in runs.items():
+                try:
+                    metrics = self._files.of(RunPaths(run).metrics)
+                except OSError as error:
+                    notes.append(f"{name}: metrics.jsonl cannot be read: {error.strerror or error}")
+                    continue
+                notes += [f"{name}: {problem}" for problem in metrics.problems]
+                found.update(metrics.names)
+        return MetricNames(found, notes)
 
-
-def _history(path: Path) -> History:
-    lines, notes = [], []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                parsed = json.loads(line)
-                parsed["step"] = int(parsed["step"])
-                lines.append(parsed)
-            except (ValueError, TypeError, KeyError):
-                notes.append(f"{path.name}, line {number} is no step: it is left out")
-    names = dict.fromkeys(name for line in lines for name in line if name not in RESERVED_KEYS)
-    values = {name: np.full(len(lines), np.nan) for name in names}
-    for place, line in enumerate(lines):
-        for name, value in line.items():
-            if name in values and isinstance(value, int | float):
-                values[name][place] = value
-        nonfinite = line.get("nonfinite")
-        for name, kind in nonfinite.items() if isinstance(nonfinite, dict) else ():
-            if name in values and kind in ("inf", "-inf"):
-                values[name][place] = float(kind)
-    return History(np.array([line["step"] for line in lines], np.int64), values, notes[:5])
-
-
-def metric_of(history: History, name: str) -> Float64Array:
-    """[S] Raises UiError."""
-    if name not in history.metrics:
-        fix = did_you_mean(name, list(history.metrics)) or "choose another metric"
-        raise UiError(404, f"the run has no metric {name}", name, fix.rstrip())
-    return history.metrics[name]
+    def of(
+        self, runs: Mapping[str, Path], metric: str, axis: Axis = "step", smoothing: float = 0.0
+    ) -> tuple[dict[str, Floats], dict[str, Any]]:
+        """`x0`, `y0` of the first run and so on, smoothed `s0` at `t0`; and the runs that lack the metric."""
+        arrays, missing = {}, []
+        with self._lock:
+            for number, (name, run) in enumerate(runs.items()):
+                try:
+                    metrics = self._files.of(RunPaths(run).metrics)
+                except OSError:
+                    missing.append(name)
+                    continue
+                if metric not in metrics.names:
+                    missing.append(name)
+                    continue
+                lines = shown_series(metrics, [metric], axis=axis, smoothing=smoothing)
+                arrays |= {f"{key[0]}{number}": line for key, line in lines.items()}
+        return arrays, {"missing": missing}
 
 
 @dataclass(frozen=True)
@@ -251,7 +220,7 @@ def _means(table: TrajectoryTable, mask: Mask, *, last: bool) -> dict[tuple[str,
     }
 
 
-def paired_interval(differences: Float64Array) -> tuple[float, float, float]:
+def paired_interval(differences: Floats) -> tuple[float, float, float]:
     """Mean, and the bounds of its 95 % interval by a paired t test; NaN where it is unknown."""
     count = len(differences)
     if not count:

@@ -2,24 +2,24 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import cast, get_args
 
-import numpy as np
 from aiohttp import web
-from numpy.typing import NDArray
 
 from .answers import arrays_answer, json_answer
-from .compare import MAX_RUNS, Histories, config_differences, metric_of, pair_tasks, same_data
+from .compare import MAX_RUNS, Curves, config_differences, pair_tasks, same_data
 from .context import FOLDERS
 from .errors import UiError
 from .read_routes import MAX_ANSWERS, TABLES, TOKENIZERS, integer
 from .search import answers
+from .series import Axis
+from .watch_routes import query_number
 
-HISTORIES = web.AppKey("histories", Histories)
+CURVES = web.AppKey("curves", Curves)
 
 
 def add_routes(app: web.Application) -> None:
-    app[HISTORIES] = Histories()
+    app[CURVES] = Curves()
     app.router.add_get("/api/compare/metrics", _metrics)
     app.router.add_get("/api/compare/curves", _curves)
     app.router.add_get("/api/compare/configs", _configs)
@@ -45,44 +45,21 @@ def _two(request: web.Request) -> dict[str, Path]:
 
 async def _metrics(request: web.Request) -> web.Response:
     """Names of the metrics of all runs, and what is wrong with their files."""
-    histories, runs = request.app[HISTORIES], _runs(request)
-
-    def ask() -> object:
-        names: dict[str, int] = {}
-        notes = []
-        for name, run in runs.items():
-            try:
-                history = histories.of(run)
-            except UiError as error:
-                notes.append(f"{name}: {error.message}")
-                continue
-            notes += [f"{name}: {note}" for note in history.notes]
-            for metric in history.metrics:
-                names[metric] = names.get(metric, 0) + 1
-        return {"metrics": names, "notes": notes}
-
-    return json_answer(await asyncio.to_thread(ask))
+    curves, runs = request.app[CURVES], _runs(request)
+    return json_answer(await asyncio.to_thread(curves.names, runs))
 
 
 async def _curves(request: web.Request) -> web.Response:
-    """Steps, seconds and values of a metric in each run that has it, by the run's place in the request."""
-    histories, runs, metric = request.app[HISTORIES], _runs(request), request.query.get("metric", "")
+    """A metric in each run that has it: `x`, `y`, and smoothed `t`, `s`, by the run's place in the request."""
+    curves, runs, metric = request.app[CURVES], _runs(request), request.query.get("metric", "")
+    axis, smoothing = request.query.get("axis", "step"), query_number(request, "smoothing", 0.0) or 0.0
+    if axis not in get_args(Axis):
+        raise UiError(400, f"axis={axis!r} is none", "axis", f"choose one of {', '.join(get_args(Axis))}")
+    if not 0 <= smoothing < 1:
+        raise UiError(400, f"smoothing={smoothing:g} is not in [0, 1)", "smoothing")
 
     def ask() -> web.Response:
-        arrays: dict[str, NDArray[Any]] = {}
-        problems = {}
-        for place, (name, run) in enumerate(runs.items()):
-            try:
-                history = histories.of(run)
-                values = metric_of(history, metric)
-            except UiError as error:
-                problems[name] = error.message
-                continue
-            known = ~np.isnan(values)
-            arrays[f"step{place}"] = history.steps[known].astype(np.float64)
-            arrays[f"seconds{place}"] = history.seconds[known]
-            arrays[f"value{place}"] = values[known]
-        return arrays_answer(arrays, {"runs": list(runs), "problems": problems})
+        return arrays_answer(*curves.of(runs, metric, cast(Axis, axis), smoothing))
 
     return await asyncio.to_thread(ask)
 

@@ -1,5 +1,6 @@
 """Compared runs: intervals of scipy's paired t test, tasks paired by plain Python, fields that differ."""
 
+import json
 import math
 from pathlib import Path
 
@@ -9,15 +10,13 @@ import yaml
 
 from nemorl.observe.index import IndexWriter, TrajectoryRow
 from nemorl.ui.compare import (
-    Histories,
+    Curves,
     config_differences,
-    metric_of,
     pair_tasks,
     paired_interval,
     same_data,
     t_quantile,
 )
-from nemorl.ui.errors import UiError
 from nemorl.ui.trajectories import Tables, TrajectoryTable
 from tests.ui.stored_runs import make_run
 
@@ -130,27 +129,22 @@ def test_fields_that_differ(tmp_path: Path) -> None:
     assert "line 2" in broken.notes[0]
 
 
-def test_histories_keep_what_can_be_read(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [
-        '{"step": 1, "version": 1, "loss": 0.5, "time/step": 2.0}',
-        "{torn",
-        '{"step": 2, "version": 2, "loss": null, "time/step": 3.0, "nonfinite": {"loss": "inf"}}',
-        '{"step": 3, "version": 3, "time/step": 1.0, "other": 1}',
-    ]
-    path.write_text("\n".join([*lines, '{"step": 4']))
-    histories = Histories()
-    history = histories.of(tmp_path)
-    assert history.steps.tolist() == [1, 2, 3]
-    np.testing.assert_equal(metric_of(history, "loss"), [0.5, math.inf, math.nan])
-    assert history.seconds.tolist() == [2, 5, 6]
-    assert history.notes == ["metrics.jsonl, line 2 is no step: it is left out"]
-    assert histories.of(tmp_path) is history
-    with path.open("a") as file:
-        file.write(', "loss": 1}\n')
-    assert histories.of(tmp_path).steps.tolist() == [1, 2, 3, 4]
-    with pytest.raises(UiError, match="no metric los") as caught:
-        metric_of(history, "los")
-    assert "loss" in caught.value.fix
-    with pytest.raises(UiError, match="cannot be read"):
-        histories.of(tmp_path / "none")
+def test_curves_are_of_the_runs_that_have_the_metric(tmp_path: Path) -> None:
+    runs = {name: tmp_path / name for name in ("a", "b", "c")}
+    for name, losses in {"a": [0.5, 0.25], "b": [1.0]}.items():
+        runs[name].mkdir()
+        lines = [
+            {"step": n, "version": n, "loss": loss, "time/step": 2.0} for n, loss in enumerate(losses, 1)
+        ]
+        of_run = {"a": [*lines, "no line"], "b": lines}[name]
+        (runs[name] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_run))
+    curves = Curves()
+    arrays, facts = curves.of(runs, "loss", "time", smoothing=0.5)
+    assert {name: line.tolist() for name, line in arrays.items()} == {
+        **{"x0": [2, 4], "y0": [0.5, 0.25], "t0": [2, 4], "s0": pytest.approx([0.5, 1 / 3])},
+        **{"x1": [2], "y1": [1.0], "t1": [2], "s1": [1.0]},
+    }
+    assert facts == {"missing": ["c"]}
+    names = curves.names(runs)
+    assert names.metrics == {"loss": 2, "time/step": 2}
+    assert names.notes == ["a: line 3 of metrics.jsonl is no step's metrics and is left out"]

@@ -8,7 +8,7 @@ import { visible } from "../lib/visible.js";
 import { Empty, Loading, Problem, Table, Tabs, number, useLoaded } from "../lib/widgets.js";
 
 const FIRST_METRICS = ["reward/mean", "validation/reward", "loss/policy", "loss/sft", "entropy", "length/mean", "grad_norm", "logprob_gap/mean"];
-const AXES = { step: "step", seconds: "hours of training" };
+const AXES = { step: "step", tokens: "tokens", time: "hours" };
 const MAX_CHARTS = 12;
 
 const color = (at) => PALETTE[at % PALETTE.length];
@@ -20,31 +20,21 @@ const short = (runs) => {
   return parts.map((each) => each.slice(common).join("/"));
 };
 
-// An exponential mean that weighs the first values equally, as its weights add up to 1 at each step.
-function smoothed(y, share) {
-  const made = new Float64Array(y.length);
-  let [sum, weight] = [0, 0];
-  y.forEach((value, at) => {
-    if (Number.isFinite(value)) [sum, weight] = [share * sum + value, share * weight + 1];
-    made[at] = weight ? sum / weight : NaN;
-  });
-  return made;
-}
-
 function Chart({ runs, names, metric, axis, smoothing, onRemove }) {
-  const [found, error] = useLoaded((signal) => arrays("/api/compare/curves", { runs: runs.join(","), metric }, signal), [runs.join(), metric]);
+  const [found, error] = useLoaded((signal) => arrays("/api/compare/curves", { runs: runs.join(","), metric, axis, smoothing }, signal), [runs.join(), metric, axis, smoothing]);
   const series = useMemo(() => {
     const made = [];
+    const axisOf = (x) => (axis === "time" ? x.map((seconds) => seconds / 3600) : x);
     runs.forEach((_, at) => {
-      const y = found?.arrays[`value${at}`];
-      if (!y?.length) return;
-      const x = axis === "step" ? found.arrays[`step${at}`] : found.arrays[`seconds${at}`].map((s) => s / 3600);
-      if (smoothing) made.push({ name: `${names[at]} (raw)`, x, y, color: color(at), raw: true });
-      made.push({ name: names[at], x, y: smoothing ? smoothed(y, smoothing) : y, color: color(at) });
+      const of = (letter) => found?.arrays[`${letter}${at}`];
+      if (!of("y")?.length) return;
+      const raw = { name: names[at], x: axisOf(of("x")), y: of("y"), color: color(at) };
+      if (!of("s")) made.push(raw);
+      else made.push({ ...raw, name: `${names[at]} raw`, raw: true }, { ...raw, x: axisOf(of("t")), y: of("s") });
     });
     return made;
-  }, [found, axis, smoothing]);
-  const missing = Object.keys(found?.facts.problems || {});
+  }, [found]);
+  const missing = found?.facts.missing || [];
   return html`<section class="panel" aria-label=${metric}>
     <div class="row tight">
       <h2>${metric}</h2>
