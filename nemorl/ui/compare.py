@@ -57,7 +57,8 @@ class Curves:
         self, runs: Mapping[str, Path], metric: str, axis: Axis = "step", smoothing: float = 0.0
     ) -> tuple[dict[str, Floats], dict[str, Any]]:
         """`x0`, `y0` of the first run and so on, smoothed `s0` at `t0`; and the runs that lack the metric."""
-        arrays, missing = {}, []
+        arrays: dict[str, Floats] = {}
+        missing: list[str] = []
         with self._lock:
             for number, (name, run) in enumerate(runs.items()):
                 try:
@@ -87,7 +88,7 @@ class ConfigDifferences:
 
 
 def config_differences(runs: Mapping[str, Path]) -> ConfigDifferences:
-    """Fields of the resolved configurations that differ, but for `run_dir`; those that all have come first."""
+    """Fields of the resolved configurations that differ, but for `run_dir`; those of all come first."""
     configs: list[dict[str, Any]] = []
     notes, readable = [], []
     for name, run in runs.items():

@@ -50,7 +50,7 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 async def _curves(request: web.Request) -> web.Response:
-    """A metric in each run that has it: `x`, `y`, and smoothed `t`, `s`, by the run's place in the request."""
+    """A metric in the runs that have it, as `Curves.of` gives it."""
     curves, runs, metric = request.app[CURVES], _runs(request), request.query.get("metric", "")
     axis, smoothing = request.query.get("axis", "step"), query_number(request, "smoothing", 0.0) or 0.0
     if axis not in get_args(Axis):

@@ -62,7 +62,7 @@ def _series(request: web.Request) -> Series:
 
 
 async def _table(request: web.Request) -> web.Response:
-    """What the table has, and the counts of its texts over the rows of a filter; all rows if that is wrong."""
+    """What the table has, and the counts of its texts over its rows; a wrong filter leaves all."""
 
     def ask(run: Path, table: TrajectoryTable) -> object:
         problem = None

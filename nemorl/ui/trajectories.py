@@ -2,8 +2,8 @@
 
 The rows are those of the run's index (`nemorl.observe.index`), or, of a run without one, the conversations of
 its samples.jsonl. A table does not change: a run that continues has another one, of more rows, so the pages
-of a table fit together while the run appends. Columns are copied from the records when they are first used, and
-masks and orders are kept for the next page.
+of a table fit together while the run appends. Columns are copied from the records when they are first used,
+and masks and orders are kept for the next page.
 """
 
 import json

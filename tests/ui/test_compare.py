@@ -133,9 +133,7 @@ def test_curves_are_of_the_runs_that_have_the_metric(tmp_path: Path) -> None:
     runs = {name: tmp_path / name for name in ("a", "b", "c")}
     for name, losses in {"a": [0.5, 0.25], "b": [1.0]}.items():
         runs[name].mkdir()
-        lines = [
-            {"step": n, "version": n, "loss": loss, "time/step": 2.0} for n, loss in enumerate(losses, 1)
-        ]
+        lines = [{"step": n, "loss": loss, "time/step": 2.0} for n, loss in enumerate(losses, 1)]
         of_run = {"a": [*lines, "no line"], "b": lines}[name]
         (runs[name] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_run))
     curves = Curves()

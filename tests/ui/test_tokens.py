@@ -12,6 +12,8 @@ from nemorl.ui.trajectories import Query, Row, Series, Tables, TrajectoryTable
 from tests.data.tokenizers import save_tokenizer
 from tests.ui.stored_runs import END, ids, make_run, save_byte_tokenizer
 
+TRAINING = Series()
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -19,13 +21,13 @@ def run(tmp_path: Path) -> Path:
 
 
 def row_of(
-    run: Path, step: int, group: int, sample: int, series: Series = Series()
+    run: Path, step: int, group: int, sample: int, series: Series = TRAINING
 ) -> tuple[TrajectoryTable, Row]:
     table = Tables().open(run)
     return table, table.rows([table.find(step, group, sample, series)])[0]
 
 
-def view(run: Path, step: int, group: int, sample: int, series: Series = Series()) -> TrajectoryView:
+def view(run: Path, step: int, group: int, sample: int, series: Series = TRAINING) -> TrajectoryView:
     return view_trajectory(run, row_of(run, step, group, sample, series)[1], Tokenizers())
 
 
