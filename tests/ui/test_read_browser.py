@@ -1,4 +1,4 @@
-"""Read and Compare in a browser: by keyboard and mouse, with numbers of the files; hostile text runs nothing."""
+"""Read and Compare in a browser: by keyboard and mouse, with numbers of the files; text runs nothing."""
 
 import re
 from typing import Any
@@ -106,7 +106,9 @@ def test_text_of_models_runs_nothing_and_is_visible(page: Page, view: str) -> No
     p.locator(".t, .answer pre, .segment pre").first.wait_for()
     shown = "".join(p.locator(".t, .answer pre, .segment pre").all_inner_texts())
     assert '<img src=x onerror="document.title=1">' in shown
-    assert "␛[31m‹U+202E›evil‹U+202C›‹U+200B›" in shown
+    # A token that is part of the character before is an ellipsis.
+    named = ("\u241b[31m", "U+202E", "evil", "U+202C", "U+200B")
+    assert re.search("\\W+".join(map(re.escape, named)), shown)
     assert p.locator("#main img, #main script").count() == 0
     assert "nemorl" in p.title()
 

@@ -1,4 +1,4 @@
-"""The table of trajectories, against rows that plain Python filters, sorts and counts, and on corrupt files."""
+"""The table of trajectories, against rows that plain Python filters and sorts, and on corrupt files."""
 
 import json
 import math
