@@ -52,6 +52,7 @@ const name = (column) => {
 function show(column, kind) {
   if (kind === "boolean") return (row) => (row[column] ? "✓" : "");
   if (kind === "text") return (row) => visible(row[column]);
+  if (["step", "group", "sample", "task"].includes(column)) return (row) => String(row[column]);
   if (column.startsWith("seconds_")) return (row) => seconds(row[column]);
   return (row) => (row[column] === "NaN" ? "" : number(row[column]));
 }

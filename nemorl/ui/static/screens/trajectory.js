@@ -22,6 +22,7 @@ const QUANTITIES = {
   version: { title: "version of the weights", shade: (x) => x, spread: true },
 };
 const SHADES = 9;
+const MAX_POINTS = 4000; // of the chart by position
 
 // Of [T] values the class of each token, and what the strongest shade stands for. The 2 % that are largest share it.
 function shades(quantity, values) {
@@ -39,6 +40,25 @@ function shades(quantity, values) {
     return level ? `${kind}${level}` : "";
   });
   return { classes, low, high };
+}
+
+// Points of a chart: all known values, or of each of many parts the least and the most.
+function thinned(values, known) {
+  const part = Math.max(1, Math.ceil((2 * values.length) / MAX_POINTS));
+  const [x, y] = [[], []];
+  for (let start = 0; start < values.length; start += part) {
+    let [least, most] = [-1, -1];
+    for (let at = start; at < Math.min(start + part, values.length); at += 1) {
+      if (!known(values[at])) continue;
+      if (least < 0 || values[at] < values[least]) least = at;
+      if (most < 0 || values[at] > values[most]) most = at;
+    }
+    for (const at of least === most ? [least] : [Math.min(least, most), Math.max(least, most)]) {
+      x.push(at < 0 ? start : at);
+      y.push(at < 0 ? null : values[at]);
+    }
+  }
+  return { x, y };
 }
 
 function Legend({ quantity, low, high }) {
@@ -74,7 +94,7 @@ function TokenText({ data, start, end, asIds, whitespace, into }) {
     }
     box.current.replaceChildren(made);
   }, [data, start, end, asIds, whitespace, into]);
-  return html`<div class="tokens mono" dir="auto" ref=${box}></div>`;
+  return html`<div class="tokens mono" ref=${box}></div>`; // dir="auto" would look through all of them for each
 }
 
 function Tokens({ data, params }) {
@@ -110,7 +130,7 @@ function Tokens({ data, params }) {
   const series = useMemo(
     () =>
       quantity
-        ? [{ name: QUANTITIES[quantity].title, x: Float64Array.from(of.tokens, (_, place) => place), y: Array.from(of[quantity], (x) => (quantity === "version" && x < 0 ? null : x)) }]
+        ? [{ name: QUANTITIES[quantity].title, ...thinned(of[quantity], (x) => Number.isFinite(x) && !(quantity === "version" && x < 0)) }]
         : [],
     [data, quantity],
   );
