@@ -126,10 +126,10 @@ function Interval({ paired }) {
   const known = Number.isFinite(low);
   const clear = known && (low > 0 || high < 0);
   const sign = difference > 0 ? "+" : "";
-  return html`<span class=${clear ? (difference > 0 ? "good" : "bad") : ""} data-interval>
-    ${sign}${number(difference)} ${known ? `[${number(low, 3)}, ${number(high, 3)}]` : ""}
-  </span>
-  <span class="muted">${known ? (clear ? "95 % interval of the mean difference, by a paired t test" : "95 % interval, by a paired t test: it includes 0") : "an interval takes two tasks"}</span>`;
+  return html`<b class=${clear ? (difference > 0 ? "good" : "bad") : ""} data-interval>
+      ${sign}${number(difference)} ${known ? `[${number(low, 3)}, ${number(high, 3)}]` : ""}
+    </b>
+    <span class="muted"> ${known ? (clear ? "95 % interval of the mean difference, by a paired t test" : "95 % interval, by a paired t test: it includes 0") : "an interval takes two tasks"}</span>`;
 }
 
 function SideBySide({ names, query }) {
@@ -196,7 +196,7 @@ function Tasks({ runs, names }) {
       ${paired.count
         ? html`<div class="panel summary">
             <div><b>${number(paired.count)} tasks in both</b> <span class="muted">${number(paired.only_first)} only in ${of[0]}, ${number(paired.only_second)} only in ${of[1]}</span></div>
-            <div>Mean reward ${number(paired.first_mean)} → ${number(paired.second_mean)}: <b><${Interval} paired=${paired} /></b></div>
+            <div>Mean reward ${number(paired.first_mean)} → ${number(paired.second_mean)}: <${Interval} paired=${paired} /></div>
             <div class="muted">${number(paired.improved)} tasks better, ${number(paired.worse)} worse, ${number(paired.count - paired.improved - paired.worse)} equal</div>
           </div>`
         : html`<${Empty}>No task is in both runs under this filter: ${number(paired.only_first)} only in ${of[0]}, ${number(paired.only_second)} only in ${of[1]}.<//>`}
