@@ -134,10 +134,11 @@ async def _task(request: web.Request) -> web.Response:
     """The answers to a task from the first step to the last."""
     task, series = integer(request, "task"), _series(request)
     offset, count = integer(request, "offset", 0), min(integer(request, "count", 20), MAX_ANSWERS)
-    tokenizers, stored = request.app[TOKENIZERS], request.query.get("stored") == "1"
+    tokenizers = request.app[TOKENIZERS]
+    kept = {"stored": request.query.get("stored") == "1", "each": request.query.get("each") == "1"}
 
     def ask(run: Path, table: TrajectoryTable) -> object:
-        page = table.of_task(task, series, offset, count, stored=stored)
+        page = table.of_task(task, series, offset, count, **kept)
         return {
             "answers": answers(run, table, page.rows, tokenizers),
             "count": page.matching,

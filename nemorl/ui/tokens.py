@@ -217,6 +217,8 @@ def view_trajectory(run: Path, row: Row, tokenizers: Tokenizers, branch: int = 0
             trained = {}
     texts, note = tokenizers.of(run)
     ids = trajectory.tokens.tolist()
+    if min(ids, default=0) < 0:
+        texts, note = None, "Tokens are shown as numbers: some are negative"
     return TrajectoryView(
         row,
         parts,

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nemorl.config.base import suggestion
 from nemorl.observe.files import RunFolderError
-from nemorl.observe.index import REWARD, Records, TrajectoryIndex
+from nemorl.observe.index import COLUMNS, REWARD, Records, TrajectoryIndex
 from nemorl.observe.run_folder import RunPaths
 
 from .errors import UiError
@@ -29,6 +29,7 @@ from .filters import Filter, FilterError, Kind, Mask, parse_filter
 MAX_PAGE, MAX_BINS, MAX_NOTES = 1000, 200, 5
 NUM_TABLES, NUM_ORDERS, NUM_MASKS = 3, 4, 8  # kept: a table of a million rows has up to 150 MB
 REWARDS = "rewards."  # begins the name of a reward's column in filters, as `reward.` does in the index
+_REQUIRED = ("step", "phase", "validation_set", "group", "sample", "task", "reward")
 Source = Literal["index", "samples"]
 Order = NDArray[np.int32]
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class _Key:
     file: Path
     identity: int  # of the file: a resumed run may replace it by one of the same name
     rows: int
+    note: str = ""
 
 
 class TrajectoryTable:
@@ -90,6 +92,14 @@ class TrajectoryTable:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def checked(self, file: Path) -> Self:
+        """Raises UiError where rows refer to texts that are not there, as while the run writes new ones."""
+        for name, known in self.texts.items():
+            if len(self) and int(self.column(name).max()) >= len(known):
+                fix = f"load the page again; if that does not help, {COLUMNS} is of another run"
+                raise UiError(409, f"rows have a {name} that {COLUMNS} lacks", str(file), fix)
+        return self
 
     @cached_property
     def kinds(self) -> dict[str, Kind]:
@@ -208,11 +218,18 @@ class TrajectoryTable:
         found = np.flatnonzero(mask & (self.column(of) == row[of]))
         return self.rows(found[np.argsort(self.column("sample")[found], kind="stable")])
 
-    def of_task(self, task: int, series: "Series", offset: int, count: int, *, stored: bool = False) -> Page:
-        """The trajectories of a task, from the first step to the last; `stored`: those with tokens only."""
+    def of_task(
+        self, task: int, series: "Series", offset: int, count: int, *, stored: bool = False, each: bool = True
+    ) -> Page:
+        """The trajectories of a task, from the first step to the last.
+
+        `stored`: those with tokens only. Without `each` only the first one of each step.
+        """
         found = self._of_task(task, series)
         if stored and "stored" in self.kinds:
             found = found[self.column("stored")[found]]
+        if not each:
+            found = found[np.unique(self.column("step")[found], return_index=True)[1]]
         offset, count = max(0, offset), min(max(0, count), MAX_PAGE)
         return Page(self.rows(found[offset : offset + count]), offset, len(found), len(self))
 
@@ -284,6 +301,11 @@ class Tables:
             columns, records = TrajectoryIndex(paths.trajectories).read()
         except (RunFolderError, OSError) as error:
             return self._samples(paths, str(error))
+        except (TypeError, ValueError, AttributeError) as error:  # types that numpy does not know
+            return self._samples(paths, f"{paths.trajectories / COLUMNS} cannot be read: {error}")
+        if missing := [name for name in _REQUIRED if name not in columns.types]:
+            problem = f"{paths.trajectories / COLUMNS} lacks the columns {', '.join(missing)}"
+            return self._samples(paths, problem)
         if rows is not None:
             records = records[: max(0, rows)]
         file = paths.trajectories / columns.file
@@ -291,7 +313,7 @@ class Tables:
             key = _Key(file, file.stat().st_ino, len(records))
         except OSError as error:  # replaced meanwhile
             raise UiError(409, f"{file} was replaced", str(file), "load the page again") from error
-        table = self._tables.get(key, lambda: TrajectoryTable(records, columns.texts))
+        table = self._tables.get(key, lambda: TrajectoryTable(records, columns.texts).checked(file))
         if table.texts != columns.texts:  # new texts come with new rows; a table has those of its rows
             table.texts = columns.texts
         return table
@@ -304,7 +326,7 @@ class Tables:
         except OSError:
             fix = "runs write them with logger.trajectories: sampled or all, and `nemorl rollout` always"
             raise UiError(404, problem, str(paths.trajectories), fix) from None
-        key = _Key(path, stat.st_ino, stat.st_size)
+        key = _Key(path, stat.st_ino, stat.st_size, problem)
         return self._tables.get(key, lambda: _read_samples(path, problem))
 
 
@@ -369,6 +391,8 @@ class _Sample:
             **{"reward": float(line["reward"]), "failed": line.get("error") is not None, "line": start},
             "seconds_environment": float(line.get("seconds_environment") or 0.0),
         }
+        if any(abs(numbers[name]) >= 2**31 for name in ("step", "task", "tokens", "sampled")):
+            raise ValueError("a number is too large")
         texts = {"phase": str(line.get("phase", "training")), "stop": str(line.get("stop", ""))}
         return cls(numbers, texts, {str(k): float(v) for k, v in (line.get("rewards") or {}).items()})
 

@@ -81,6 +81,8 @@ def test_a_token_has_the_numbers_of_the_file(page: Page) -> None:
     p.get_by_role("tab", name="Group").click()
     p.get_by_text("no<end>?né 💡<end>").wait_for()
     p.get_by_role("tab", name="Task over the steps").click()
+    p.get_by_text("step 3 · sample 0").wait_for()
+    p.get_by_label("every sample of a step").check()
     p.get_by_text("step 3 · sample 1").wait_for()
     p.reload()
     p.get_by_text("step 3 · sample 1").wait_for()  # the address holds the view

@@ -78,7 +78,7 @@ def test_a_trajectory_in_raw_arrays(root: Path) -> None:
 def test_groups_tasks_and_searches(root: Path) -> None:
     _, group = get(root, "/api/read/group", run="one", step="2", group="2", sample="0")
     assert [answer["text"] for answer in group["answers"]] == ["2<end>", "no<end>?né 💡<end>"]
-    _, task = get(root, "/api/read/task", run="one", task="7", stored="1")
+    _, task = get(root, "/api/read/task", run="one", task="7", stored="1", each="1")
     assert [answer["row"]["step"] for answer in task["answers"]] == [1, 1, 2, 2, 3, 3]
     assert task["trend"]["steps"] == [1, 2, 3]
     _, found = get(root, "/api/read/search", run="one", text="né")

@@ -5,12 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemorl.algorithms.metrics import rows_of
+from nemorl.observe.index import IndexWriter
+from nemorl.rollout.groups import GroupSummary, summarize
+from nemorl.rollout.stored import RolloutFiles, StoredGroup, spread
 from nemorl.ui.errors import UiError
 from nemorl.ui.search import answers, search
 from nemorl.ui.tokens import Tokenizers, TokenTexts, TrajectoryView, view_trajectory
 from nemorl.ui.trajectories import Query, Row, Series, Tables, TrajectoryTable
 from tests.data.tokenizers import save_tokenizer
-from tests.ui.stored_runs import END, ids, make_run, save_byte_tokenizer
+from tests.ui.stored_runs import END, ids, make_run, sampled, save_byte_tokenizer
 
 TRAINING = Series()
 
@@ -63,6 +67,23 @@ def test_the_arrays_are_those_of_the_files(run: Path) -> None:
     np.testing.assert_allclose(arrays["value"], [*nothing, -0.08, -0.10], rtol=1e-6)
     np.testing.assert_allclose(arrays["advantage"], [*nothing, 3.0, 3.0])  # as trained: 3 x (2.5 - 1.5)
     assert "entropy" not in arrays
+
+
+def test_a_sample_of_several_branches_is_shown_by_one(run: Path) -> None:
+    folder = run / "trajectories"
+    branches = [sampled("2+2=", [text], {"exact": 1.0}, 90, 5) for text in ("4", "four")]
+    group = GroupSummary(90, 5, None, (summarize(branches, 0),))
+    RolloutFiles(folder).write(
+        9, [StoredGroup(9, group, tuple(branches), tuple(spread(b, 0.5) for b in branches))]
+    )
+    IndexWriter(folder).append(rows_of(9, [group], "training", stored=[90]))
+    row = row_of(run, 9, 90, 0)[1]
+    first, second = (view_trajectory(run, row, Tokenizers(), branch) for branch in (0, 1))
+    assert (first.texts, second.texts) == ([*"2+2=4", "<end>"], [*"2+2=four", "<end>"])
+    assert (second.branch, second.branches) == (1, 2)
+    assert second.arrays["advantage"][-1] == 0.5
+    table = Tables().open(run)
+    assert answers(run, table, [row], Tokenizers())[0].text == "4<end>\n\nfour<end>"
 
 
 def test_a_validation_has_what_the_engine_wrote(run: Path) -> None:

@@ -145,6 +145,8 @@ def test_groups_and_tasks(tmp_path: Path) -> None:
     steps = [row["step"] for row in table.of_task(7, Series(), 0, 100).rows]
     assert steps == [1, 1, 2, 2, 3, 3]
     assert table.trend(7, Series()) == {"steps": [1, 2, 3], "rewards": [1.5, 1.5, 1.5]}
+    first_ones = table.of_task(7, Series(), 0, 100, each=False).rows
+    assert [(row["step"], row["sample"]) for row in first_ones] == [(1, 0), (2, 0), (3, 0)]
     page = table.of_task(2, Series("validation", "easy"), 0, 100, stored=True)
     assert page.matching == 0  # tasks 0 and 1 are
     assert table.of_task(2, Series("validation", "easy"), 0, 100).matching == 1
@@ -155,13 +157,14 @@ def test_groups_and_tasks(tmp_path: Path) -> None:
 def test_a_run_without_an_index_is_shown_by_its_samples(tmp_path: Path) -> None:
     samples = [make_sample(1), make_sample(2, reward=-1.0, stop="length", error="x", rewards={"a": 2.0})]
     old = '{"step": 3, "reward": 0.5, "prompt": "p", "completion": "é"}'  # without later fields
-    write_samples(tmp_path, samples, "{torn", old)
+    write_samples(tmp_path, samples, "{torn", '{"step": 1e30, "reward": 0}', old)
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write('{"step": 4')  # being written
     table = Tables().open(tmp_path)
     assert table.source == "samples"
     assert "has no index of trajectories" in table.notes[0]
     assert "line 3 is left out" in table.notes[1]
+    assert "line 4 is left out: ValueError('a number is too large')" in table.notes[2]
     page = table.page(Query("reward < 1", "step"), 0, 10)
     assert [(row["step"], row["stop"], row["failed"]) for row in page.rows] == [
         (2, "length", True),
@@ -182,6 +185,13 @@ def test_indexes_that_cannot_be_read_are_named(run: Path, tmp_path: Path) -> Non
         Tables().open(run)
     write_samples(run, [make_sample(1)])
     assert "format 99 is not 1" in Tables().open(run).notes[0]
+    (folder / COLUMNS).write_text(json.dumps(columns | {"types": {"step": "a type"}}))
+    assert "columns.json cannot be read" in Tables().open(run).notes[0]
+    (folder / COLUMNS).write_text(json.dumps(columns | {"types": {"step": "<i4"}}))
+    assert "columns.json lacks the columns phase" in Tables().open(run).notes[0]
+    (folder / COLUMNS).write_text(json.dumps(columns | {"texts": columns["texts"] | {"stop": ["stop"]}}))
+    with pytest.raises(UiError, match=r"rows have a stop that columns.json lacks"):
+        Tables().open(run)
     (folder / COLUMNS).write_text(json.dumps(columns))
     (folder / columns["file"]).unlink()
     assert "index.bin is missing" in Tables().open(run).notes[0]

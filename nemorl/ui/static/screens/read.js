@@ -57,7 +57,7 @@ function show(column, kind) {
   return (row) => (row[column] === "NaN" ? "" : number(row[column]));
 }
 
-function FilterBox({ text, problem, remarks }) {
+function FilterBox({ text, problem, remarks, kinds }) {
   const [draft, setDraft] = useState(text);
   useEffect(() => setDraft(text), [text]);
   useEffect(() => {
@@ -68,7 +68,16 @@ function FilterBox({ text, problem, remarks }) {
   const place = draft === text && /columns (\d+) to (\d+)/.exec(problem?.place || "");
   const [from, to] = place ? [Number(place[1]) - 1, Number(place[2])] : [0, 0];
   return html`<div class="filter grow">
-    <label for="filter">Filter</label>
+    <div class="row tight">
+      <label for="filter">Filter</label>
+      <details class="menu below">
+        <summary>Columns to filter by</summary>
+        <div class="panel">
+          <p class="muted">${"< <= > >= == != in not and or ( )"}</p>
+          ${Object.entries(kinds).map(([column, kind]) => html`<div><code>${name(column)}</code> <span class="muted">${kind}</span></div>`)}
+        </div>
+      </details>
+    </div>
     <input
       id="filter"
       class="mono"
@@ -334,7 +343,7 @@ export default function Read() {
     <${Problem} error=${error} />
     <div class="controls">
       <div class="column">
-        <${FilterBox} text=${filter} problem=${table.problem} remarks=${table.remarks} />
+        <${FilterBox} text=${filter} problem=${table.problem} remarks=${table.remarks} kinds=${table.columns} />
         <div class="chip-rows"><${Chips} counts=${table.counts} filter=${filter} /></div>
       </div>
       <${Distribution} run=${run} rows=${shown} filter=${state.filter} columns=${numbers} />

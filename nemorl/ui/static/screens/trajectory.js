@@ -258,10 +258,11 @@ function Group({ query, of }) {
   </div>`;
 }
 
-function TaskOverSteps({ query, of }) {
+function TaskOverSteps({ query, of, params }) {
   const [count, setCount] = useState(ANSWERS);
-  const [stored, setStored] = useState(true);
-  const asked = { run: query.run, rows: query.rows, task: of.task, phase: of.phase, set: of.validation_set, count, stored: stored ? 1 : 0 };
+  const stored = params.unstored !== "1";
+  const each = params.every === "1";
+  const asked = { run: query.run, rows: query.rows, task: of.task, phase: of.phase, set: of.validation_set, count, stored: stored ? 1 : 0, each: each ? 1 : 0 };
   const [found, error] = useLoaded((signal) => get("/api/read/task", asked, signal), [JSON.stringify(asked)]);
   const series = useMemo(() => (found ? [{ name: "mean reward", x: found.trend.steps, y: found.trend.rewards, points: true }] : []), [found]);
   if (error) return html`<${Problem} error=${error} />`;
@@ -270,7 +271,8 @@ function TaskOverSteps({ query, of }) {
     <div class="row tight">
       <b>Task ${of.task}</b>
       <span class="muted">${number(found.trend.steps.length)} steps</span>
-      <label><input type="checkbox" checked=${stored} onChange=${(event) => setStored(event.target.checked)} /> only stored answers</label>
+      <label><input type="checkbox" checked=${stored} onChange=${(event) => change({ unstored: event.target.checked ? null : "1" })} /> only stored answers</label>
+      <label><input type="checkbox" checked=${each} onChange=${(event) => change({ every: event.target.checked ? "1" : null })} /> every sample of a step</label>
     </div>
     <${Lines} series=${series} height=${120} xLabel="step" label="Mean reward of the task by step" />
     <${Prompt} answers=${found.answers} />
@@ -325,6 +327,6 @@ export function Trajectory({ run, rows, params, source }) {
       html`<${Rewards} rewards=${facts.rewards} row=${row} />
         ${facts.conversation ? html`<${Conversation} line=${facts.conversation} />` : data.arrays.tokens && html`<${Tokens} data=${data} params=${params} />`}`}
       ${tab === "group" && html`<${Group} query=${query} of=${row} />`}
-      ${tab === "task" && html`<${TaskOverSteps} key=${row.task} query=${query} of=${row} />`}`}
+      ${tab === "task" && html`<${TaskOverSteps} key=${row.task} query=${query} of=${row} params=${params} />`}`}
   </section>`;
 }
