@@ -23,6 +23,7 @@ T = TypeVar("T")
 def add_routes(app: web.Application) -> None:
     app[TABLES], app[TOKENIZERS] = Tables(), Tokenizers()
     app.router.add_get("/api/read/table", _table)
+    app.router.add_get("/api/read/rows", _rows)
     app.router.add_get("/api/read/page", _page)
     app.router.add_get("/api/read/histogram", _histogram)
     app.router.add_get("/api/read/trajectory", _trajectory)
@@ -83,6 +84,12 @@ async def _table(request: web.Request) -> web.Response:
         }
 
     return json_answer(await _of_table(request, ask))
+
+
+async def _rows(request: web.Request) -> web.Response:
+    """The number of rows that the run has now."""
+    run = request.app[FOLDERS].run(request.query.get("run", ""))
+    return json_answer({"rows": await asyncio.to_thread(request.app[TABLES].count, run)})
 
 
 async def _page(request: web.Request) -> web.Response:

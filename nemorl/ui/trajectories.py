@@ -318,6 +318,13 @@ class Tables:
             table.texts = columns.texts
         return table
 
+    def count(self, run: Path) -> int:
+        """Rows that the run has now, without a table of them. Raises UiError."""
+        try:
+            return len(TrajectoryIndex(RunPaths(run).trajectories).read()[1])
+        except (RunFolderError, OSError, TypeError, ValueError, AttributeError):
+            return len(self.open(run))
+
     def _samples(self, paths: RunPaths, problem: str) -> TrajectoryTable:
         """Those of samples.jsonl, with a note why."""
         path = paths.samples

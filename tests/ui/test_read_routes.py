@@ -44,6 +44,7 @@ def arrays(root: Path, path: str, **params: str) -> tuple[Any, dict[str, np.ndar
 
 
 def test_the_table_with_its_counts(root: Path) -> None:
+    assert get(root, "/api/read/rows", run="one") == (200, {"rows": 16})
     status, table = get(root, "/api/read/table", run="one", filter="reward > 1")
     assert (status, table["rows"], table["matching"], table["source"]) == (200, 16, 7, "index")
     assert table["counts"]["phase"] == {"training": 6, "validation": 1}

@@ -136,6 +136,7 @@ def test_a_table_stays_while_the_run_adds_rows(run: Path) -> None:
     assert len(tables.open(run)) == 61
     assert len(tables.open(run, 60)) == len(before) == 60
     assert tables.open(run) is tables.open(run)
+    assert tables.count(run) == 61
 
 
 def test_groups_and_tasks(tmp_path: Path) -> None:

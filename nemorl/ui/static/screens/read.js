@@ -57,6 +57,10 @@ function show(column, kind) {
   return (row) => (row[column] === "NaN" ? "" : number(row[column]));
 }
 
+const closed = (event) => {
+  if (event.key === "Escape") event.currentTarget.open = false;
+};
+
 function FilterBox({ text, problem, remarks, kinds }) {
   const [draft, setDraft] = useState(text);
   useEffect(() => setDraft(text), [text]);
@@ -70,7 +74,7 @@ function FilterBox({ text, problem, remarks, kinds }) {
   return html`<div class="filter grow">
     <div class="row tight">
       <label for="filter">Filter</label>
-      <details class="menu below">
+      <details class="menu below" onKeyDown=${closed}>
         <summary>Columns to filter by</summary>
         <div class="panel">
           <p class="muted">${"< <= > >= == != in not and or ( )"}</p>
@@ -222,7 +226,7 @@ function useRowsNow(run, shown) {
   useEffect(() => {
     setNow(null);
     const look = () => {
-      if (!document.hidden) get("/api/read/page", { run, count: 0 }).then((page) => setNow(page.total), () => {});
+      if (!document.hidden) get("/api/read/rows", { run }).then((found) => setNow(found.rows), () => {});
     };
     const timer = setInterval(look, NEW_ROWS_PERIOD);
     return () => clearInterval(timer);
@@ -235,7 +239,7 @@ function Columns({ kinds, chosen }) {
     const next = Object.keys(kinds).filter((each) => (each === column ? on : chosen.includes(each)));
     change({ columns: next.join(",") });
   };
-  return html`<details class="menu">
+  return html`<details class="menu" onKeyDown=${closed}>
     <summary>Columns</summary>
     <div class="panel">
       ${Object.keys(kinds).map(

@@ -250,7 +250,7 @@ function Group({ query, of }) {
   const rewards = found.answers.map(({ row }) => row.reward);
   const spread = rewards.every((reward) => reward === rewards[0]) ? "all rewards are equal: nothing is learned from it" : "";
   return html`<div class="column">
-    <div class="row tight"><b>${number(found.count)} answers</b><span class="warn">${rewards.length > 1 && spread}</span></div>
+    <div class="row tight"><b>${number(found.count)} ${found.count === 1 ? "answer" : "answers"}</b><span class="warn">${rewards.length > 1 && spread}</span></div>
     <${Prompt} answers=${found.answers} />
     <div class="answers side">
       ${found.answers.map((answer) => html`<${Answer} key=${answer.row.row} answer=${answer} here=${answer.row.row === of.row} onOpen=${open} />`)}
