@@ -202,9 +202,12 @@ def _means(table: TrajectoryTable, mask: Mask, *, last: bool) -> dict[tuple[str,
     rewards = table.column("reward")
     rows = np.flatnonzero(mask & np.isfinite(rewards))
     rewards, steps = rewards[rows].astype(np.float64), table.column("step")[rows].astype(np.int64)
-    sets, tasks = table.column("validation_set")[rows], table.column("task")[rows]
-    keys, places = np.unique(np.stack([sets.astype(np.int64), tasks], axis=1), axis=0, return_inverse=True)
-    places = places.reshape(-1)
+    # By number within both: sorting one column of integers is ten times as fast as sorting pairs.
+    (sets, of_set), (tasks, of_task) = (
+        np.unique(table.column(name)[rows], return_inverse=True) for name in ("validation_set", "task")
+    )
+    pairs, places = np.unique(of_set * max(1, len(tasks)) + of_task, return_inverse=True)
+    keys = np.stack([sets[pairs // max(1, len(tasks))], tasks[pairs % max(1, len(tasks))]], axis=1)
     latest = np.full(len(keys), -1, np.int64)
     np.maximum.at(latest, places, steps)
     if last:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nemorl.algorithms.metrics import rows_of
 from nemorl.observe.index import IndexWriter
@@ -139,6 +140,17 @@ def test_texts_of_tokens_add_up(tmp_path: Path, text: str) -> None:
     words = TokenTexts(tmp_path / "words" / "tokenizer.json")
     encoded = words._tokenizer.encode(text, add_special_tokens=False).ids
     assert "".join(words.pieces(encoded)) == words.decode(encoded)
+
+
+def test_a_token_keeps_the_space_that_begins_it(tmp_path: Path) -> None:
+    """Decoders of SentencePiece's vocabularies drop it at the beginning of a text."""
+    words = {"<unk>": 0, "a": 1, "▁two": 2, "▁words": 3}
+    made = Tokenizer(models.WordLevel(words, "<unk>"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(prepend_scheme="never"), decoders.Metaspace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    texts = TokenTexts(tmp_path / "tokenizer.json")
+    assert texts.decode([2, 3]) == "two words"
+    assert texts.pieces([2, 3]) == [" two", " words"]
 
 
 def test_bytes_that_are_no_character_are_shown_as_such(tmp_path: Path) -> None:
