@@ -1,10 +1,11 @@
-"""How long does the web app take with a long run: the table of its trajectories, and one of 32k tokens?
+"""How long does the web app take with a long run: charts, the table of trajectories, one of 32k tokens?
 
-    python benchmarks/ui.py [--trajectories 1000000] [--steps 10000] [--tokens 32000] [--rounds 5]
+    python benchmarks/ui.py [--trajectories 1000000] [--steps 10000] [--tokens 32000] [--runs 1000]
 
-Writes a run folder (about 140 MB of index and metrics for the defaults), starts `nemorl ui` on it, and
-measures requests from outside, each with a filter or an order that it has not had, and with Chromium the time
-from a click to what is painted. Without playwright or Chromium only the requests are measured.
+Writes a run folder (about 140 MB of index and metrics for the defaults) and many short ones, starts
+`nemorl ui` on them, and measures requests from outside, each with a filter or an order that it has not had,
+and with Chromium the time from a click to what is painted. Without playwright or Chromium only the requests
+are measured.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,12 +34,14 @@ from rich.console import Console
 
 from nemorl.data.trained import save_arrays
 from nemorl.observe.index import COLUMNS, IndexWriter, TrajectoryIndex, TrajectoryRow
+from nemorl.observe.live import Live, LiveEnd
 from nemorl.observe.metrics import StepMetrics
+from nemorl.observe.run_folder import RunPaths
 from nemorl.rollout.groups import GroupSummary, summarize
 from nemorl.rollout.stored import RolloutFiles, SampledBy, StoredGroup
 from nemorl.trajectories import StopReason, Trajectory, Turn
 
-RUN = "run"
+RUN, SHORT = "run", "short"
 NUM_METRICS, GROUP_SIZE = 60, 8
 
 
@@ -104,6 +107,26 @@ def write_metrics(path: Path, steps: int) -> None:
         for step, values in enumerate(rng.random((steps, NUM_METRICS)), start=1):
             metrics = StepMetrics(step, step, dict(zip(names, values.tolist(), strict=True)))
             file.write(json.dumps(metrics.to_json()) + "\n")
+
+
+def write_short_runs(folder: Path, count: int) -> None:
+    """Complete runs of a few steps, for the list."""
+    end = {"outcome": "complete", "error": "", "time": "2026-01-01T00:10:00+00:00"}
+    facts = {"algorithm": "grpo", "model": "model", "policy device": "cpu", "steps": "3"}
+    start = {
+        "started": "2026-01-01T00:00:00+00:00",
+        "command": "nemorl train a.yaml",
+        "run": facts,
+        "end": end,
+    }
+    live = Live(1, "host", 0.0, 3, 3, 0.0, end=LiveEnd("complete"))
+    for number in range(count):
+        run = folder / f"{number:04}"
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("seed: 1\n", encoding="utf-8")
+        (run / "header.json").write_text(json.dumps([start]), encoding="utf-8")
+        (run / "live.json").write_text(json.dumps(asdict(live)), encoding="utf-8")
+        write_metrics(run / "metrics.jsonl", 3)
 
 
 def write_long_group(folder: Path, step: int, num_tokens: int, origin: SampledBy) -> None:
@@ -186,6 +209,28 @@ def seconds_of(work: Callable[[int], object], rounds: int) -> list[float]:
     return seconds
 
 
+def measure_watch(server: Server, rounds: int) -> dict[str, list[float]]:
+    """The first state of a run reads all of its metrics; the first list reads every run."""
+
+    def state(_: int) -> None:
+        server.get("/api/watch/state", run=RUN)
+
+    def chart(number: int) -> None:
+        names = json.dumps(["reward/mean", "loss/policy", f"other/metric_{number}"])
+        server.get("/api/watch/series", run=RUN, names=names, pixels=800, smoothing=0.9)
+
+    def runs(_: int) -> None:
+        server.get("/api/runs/list")
+
+    return {
+        "first state of a run": seconds_of(state, 1),
+        "state of a run": seconds_of(state, rounds),
+        "chart of three metrics": seconds_of(chart, rounds),
+        "first list of runs": seconds_of(runs, 1),
+        "list of runs": seconds_of(runs, rounds),
+    }
+
+
 def measure_requests(server: Server, trajectories: int, steps: int, rounds: int) -> dict[str, list[float]]:
     rng = np.random.default_rng(2)
     last = (trajectories - 1) // GROUP_SIZE
@@ -219,7 +264,9 @@ def measure_requests(server: Server, trajectories: int, steps: int, rounds: int)
     }
 
 
-def measure_page(server: Server, trajectories: int, steps: int, tokens: int) -> dict[str, list[float]]:
+def measure_page(
+    server: Server, metrics: Path, trajectories: int, steps: int, tokens: int
+) -> dict[str, list[float]]:
     """From a click, or from a new address, to what is painted. Empty without a browser."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     try:
@@ -240,6 +287,20 @@ def measure_page(server: Server, trajectories: int, steps: int, tokens: int) -> 
             page.goto("about:blank")
             page.goto(f"{server.url}/read?run={RUN}#{server.token}")
             page.locator(".grid-row:not(.head)").nth(5).get_by_text(str(steps)).wait_for()
+            painted()
+
+        def charted(_: int) -> None:
+            page.goto("about:blank")
+            page.goto(f"{server.url}/watch?run={RUN}#{server.token}")
+            page.locator("[data-plot=Reward] canvas").wait_for()
+            painted()
+
+        def appended(number: int) -> None:
+            step = steps + number + 1
+            line = StepMetrics(step, step, {"reward/mean": 0.5, "time/step": 1.0}).to_json()
+            with metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            page.locator(".facts").get_by_text(f"{step:,}").wait_for()
             painted()
 
         def scrolled(number: int) -> None:
@@ -281,6 +342,8 @@ def measure_page(server: Server, trajectories: int, steps: int, tokens: int) -> 
             page.get_by_text(f"{GROUP_SIZE} of ").first.wait_for()
 
         seconds = {
+            "page: first chart": seconds_of(charted, 3),
+            "page: a step that was written": seconds_of(appended, 5),
             "page: first table": seconds_of(opened, 3),
             "page: scroll to any row": seconds_of(scrolled, 6),
             "page: filter": seconds_of(filtered, 3),
@@ -299,6 +362,7 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--tokens", type=int, default=32_000)
+    parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="an empty or new folder for the run, which is kept")
     arguments = parser.parse_args()
@@ -308,9 +372,12 @@ def main() -> None:
         if not (root / RUN).exists():
             make_run(root, arguments.trajectories, arguments.steps, arguments.tokens)
         sizes = (arguments.trajectories, arguments.steps)
+        if not (root / SHORT).exists():
+            write_short_runs(root / SHORT, arguments.runs)
         with serving(root) as server:
-            seconds = measure_requests(server, *sizes, arguments.rounds)
-            seconds |= measure_page(server, *sizes, arguments.tokens)
+            seconds = measure_watch(server, arguments.rounds)
+            seconds |= measure_requests(server, *sizes, arguments.rounds)
+            seconds |= measure_page(server, RunPaths(root / RUN).metrics, *sizes, arguments.tokens)
             megabytes = server.megabytes
     rows: list[dict[str, Any]] = [
         {"what": name, "median_seconds": statistics.median(values), "max_seconds": max(values)}
@@ -318,7 +385,7 @@ def main() -> None:
     ]
     rows.append({"what": "memory of the server, MB", "median_seconds": "", "max_seconds": megabytes})
     title = f"Web app with {sizes[0]:,} trajectories of {sizes[1]:,} steps"
-    of_run = {"trajectories": sizes[0], "steps": sizes[1], "tokens": arguments.tokens}
+    of_run = {"trajectories": sizes[0], "steps": sizes[1], "tokens": arguments.tokens, "runs": arguments.runs}
     publish("ui", of_run | {"seconds": seconds, "server_megabytes": megabytes}, table_of(title, rows))
 
 

@@ -6,7 +6,6 @@ t(0.975, n - 1) · s / √n over the n tasks, of whose rewards each run's mean i
 
 import json
 import math
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,20 +36,18 @@ class Curves:
     """Metrics of runs as lines. The files are read further as they grow."""
 
     def __init__(self) -> None:
-        self._files, self._lock = MetricsFiles(), threading.Lock()
+        self._files = MetricsFiles()
 
     def names(self, runs: Mapping[str, Path]) -> MetricNames:
         found: Counter[str] = Counter()
         notes = []
-        with self._lock:
-            for name, run in runs.items():
-                try:
-                    metrics = self._files.of(RunPaths(run).metrics)
-                except OSError as error:
-                    notes.append(f"{name}: metrics.jsonl cannot be read: {error.strerror or error}")
-                    continue
-                notes += [f"{name}: {problem}" for problem in metrics.problems]
-                found.update(metrics.names)
+        for name, run in runs.items():
+            try:
+                with self._files.reading(RunPaths(run).metrics) as metrics:
+                    notes += [f"{name}: {problem}" for problem in metrics.problems]
+                    found.update(metrics.names)
+            except OSError as error:
+                notes.append(f"{name}: metrics.jsonl cannot be read: {error.strerror or error}")
         return MetricNames(found, notes)
 
     def of(
@@ -59,18 +56,17 @@ class Curves:
         """`x0`, `y0` of the first run and so on, smoothed `s0` at `t0`; and the runs that lack the metric."""
         arrays: dict[str, Floats] = {}
         missing: list[str] = []
-        with self._lock:
-            for number, (name, run) in enumerate(runs.items()):
-                try:
-                    metrics = self._files.of(RunPaths(run).metrics)
-                except OSError:
-                    missing.append(name)
-                    continue
-                if metric not in metrics.names:
-                    missing.append(name)
-                    continue
-                lines = shown_series(metrics, [metric], axis=axis, smoothing=smoothing)
-                arrays |= {f"{key[0]}{number}": line for key, line in lines.items()}
+        for number, (name, run) in enumerate(runs.items()):
+            try:
+                with self._files.reading(RunPaths(run).metrics) as metrics:
+                    if metric not in metrics.names:
+                        missing.append(name)
+                        continue
+                    lines = shown_series(metrics, [metric], axis=axis, smoothing=smoothing)
+            except OSError:
+                missing.append(name)
+                continue
+            arrays |= {f"{key[0]}{number}": line for key, line in lines.items()}
         return arrays, {"missing": missing}
 
 

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +37,7 @@ class MetricsFile:
     """Reads what was appended since the last look. A file that a resumed run has cut is read again."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.lock = path, threading.Lock()
         self._clear()
 
     def _clear(self) -> None:
@@ -121,19 +123,23 @@ class MetricsFile:
 
 
 class MetricsFiles:
-    """The files of the latest runs that were asked for."""
+    """The files of the latest runs that were asked for, for several threads."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, MetricsFile] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def of(self, path: Path) -> MetricsFile:
-        """The metrics of a file, up to date. Raises OSError."""
-        found = self._files.pop(path, None) or MetricsFile(path)
-        self._files[path] = found
-        while len(self._files) > MAX_OPEN:
-            self._files.popitem(last=False)
-        found.refresh()
-        return found
+    @contextmanager
+    def reading(self, path: Path) -> Iterator[MetricsFile]:
+        """The metrics of a file, up to date, which no other thread changes inside. Raises OSError."""
+        with self._lock:
+            found = self._files.pop(path, None) or MetricsFile(path)
+            self._files[path] = found
+            while len(self._files) > MAX_OPEN:
+                self._files.popitem(last=False)
+        with found.lock:
+            found.refresh()
+            yield found
 
 
 def smoothed(values: Floats, weight: float) -> Floats:

@@ -84,10 +84,10 @@ async def _series(request: web.Request) -> web.Response:
     files = request.app[WATCHER].metrics
 
     def series() -> web.Response:
-        metrics = files.of(RunPaths(folder).metrics)
-        options = {"pixels": pixels, "low": low, "high": high}
-        arrays = shown_series(metrics, names, axis=axis, smoothing=smoothing, **options)  # type: ignore[arg-type]
-        return arrays_answer(arrays, {"names": names, "axis": axis, "num_steps": len(metrics.steps)})
+        with files.reading(RunPaths(folder).metrics) as metrics:
+            options = {"pixels": pixels, "low": low, "high": high}
+            arrays = shown_series(metrics, names, axis=axis, smoothing=smoothing, **options)  # type: ignore[arg-type]
+            return arrays_answer(arrays, {"names": names, "axis": axis, "num_steps": len(metrics.steps)})
 
     return await asyncio.to_thread(series)
 
@@ -95,8 +95,14 @@ async def _series(request: web.Request) -> web.Response:
 async def _step(request: web.Request) -> web.Response:
     """The step at a place on an axis."""
     folder = request.app[FOLDERS].run(request.query.get("run", ""))
-    metrics = await asyncio.to_thread(request.app[WATCHER].metrics.of, RunPaths(folder).metrics)
-    return json_answer({"step": step_at(metrics, _axis(request), query_number(request, "at", 0.0) or 0.0)})
+    axis, place = _axis(request), query_number(request, "at", 0.0) or 0.0
+    files = request.app[WATCHER].metrics
+
+    def step() -> int | None:
+        with files.reading(RunPaths(folder).metrics) as metrics:
+            return step_at(metrics, axis, place)
+
+    return json_answer({"step": await asyncio.to_thread(step)})
 
 
 def _axis(request: web.Request) -> Axis:

@@ -117,19 +117,22 @@ class Watcher:
 
     def state(self, name: str, folder: Path) -> WatchState:
         """Raises OSError."""
-        paths, now, problems = RunPaths(folder), time.time(), []
-        metrics = self.metrics.of(paths.metrics)
+        with self.metrics.reading(RunPaths(folder).metrics) as metrics:
+            return self._state(name, RunPaths(folder), metrics)
+
+    def _state(self, name: str, paths: RunPaths, metrics: MetricsFile) -> WatchState:
+        now, problems = time.time(), []
         try:
             starts = read_header(paths.header)
         except NemorlError as error:
             starts = []
             problems.append(str(error))
-        status = run_status(folder, starts, now)
+        status = run_status(paths.root, starts, now)
         experiment, problem = self._experiment(paths.config)
         if problem:
             problems.append(problem)
         problems += metrics.problems
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(paths.root).free
         found = alarms(status, metrics, experiment, free, now)
         return WatchState(
             _head(name, paths, starts, status, metrics, free, now),

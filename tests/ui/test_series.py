@@ -2,6 +2,8 @@
 
 import json
 import math
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,11 @@ from nemorl.ui.answers import pack_arrays
 from nemorl.ui.series import MetricsFile, MetricsFiles, downsampled, shown_series, smoothed, step_at
 from tests.ui.folders import append_steps, make_run, step_metrics
 from tests.ui.requests import KEY, Client, asked, get
+
+
+def read(folder: Path) -> MetricsFile:
+    with MetricsFiles().reading(folder / "metrics.jsonl") as metrics:
+        return metrics
 
 
 def test_what_is_appended_is_read_once(tmp_path):
@@ -65,7 +72,7 @@ def test_corrupt_lines_are_named_and_the_others_shown(tmp_path):
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 3, \n[]\n{"step": "x"}\n\x00\x00\n')
     append_steps(folder, [step_metrics(4)])
-    metrics = MetricsFiles().of(folder / "metrics.jsonl")
+    metrics = read(folder)
     assert metrics.steps == [1, 2, 4]
     assert [words.split(" of ")[0] for words in metrics.problems] == ["line 3", "line 4", "line 5", "line 6"]
 
@@ -73,7 +80,7 @@ def test_corrupt_lines_are_named_and_the_others_shown(tmp_path):
 def test_values_that_are_not_finite_are_kept_with_their_kind(tmp_path):
     folder = make_run(tmp_path / "run", steps=1)
     append_steps(folder, [step_metrics(2, grad_norm=math.inf, entropy=math.nan)])
-    metrics = MetricsFiles().of(folder / "metrics.jsonl")
+    metrics = read(folder)
     assert metrics.column("grad_norm")[1] == math.inf
     assert {(bad.name, bad.kind) for bad in metrics.nonfinite} == {("grad_norm", "inf"), ("entropy", "nan")}
     arrays = shown_series(metrics, ["grad_norm", "entropy"])
@@ -117,7 +124,7 @@ def test_smoothing_is_a_moving_average_without_bias():
 
 
 def test_axes_add_up_tokens_and_seconds(tmp_path):
-    metrics = MetricsFiles().of(make_run(tmp_path / "run", steps=3) / "metrics.jsonl")
+    metrics = read(make_run(tmp_path / "run", steps=3))
     assert metrics.positions("tokens").tolist() == [100.0, 200.0, 300.0]
     assert metrics.positions("time").tolist() == [1.0, 2.0, 3.0]
     assert step_at(metrics, "tokens", 190.0) == 2
@@ -147,3 +154,26 @@ def test_wrong_parameters_are_named(tmp_path, name, value):
     make_run(tmp_path / "run")
     status, body = get(tmp_path, "/api/watch/series", run="run", **{name: value})
     assert (status, body["place"]) == (400, name)
+
+
+def test_charts_and_appended_steps_do_not_disturb_each_other(tmp_path):
+    """The server reads for several requests at once."""
+    folder, files, errors = make_run(tmp_path / "run", steps=5), MetricsFiles(), []
+
+    def draw() -> None:
+        try:
+            for _ in range(100):
+                with files.reading(folder / "metrics.jsonl") as metrics:
+                    arrays = shown_series(metrics, ["reward/mean", "entropy"], smoothing=0.5)
+                    assert len(arrays["x0"]) == len(metrics.steps)
+        except (IndexError, AssertionError) as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=draw) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for step in range(6, 106):
+        append_steps(folder, [step_metrics(step, entropy=1.0)])
+    for thread in threads:
+        thread.join()
+    assert errors == []

@@ -32,7 +32,7 @@ const Fact = ({ name, children, title }) =>
 const Fields = ({ run, names }) =>
   names.length > 0 &&
   html`<span class="fields">
-    ${names.map((field) => html`<a href=${address("compose", { file: `${run}/config.yaml`, field })}><code>${field}</code></a>`)}
+    ${names.map((field) => html`<a href=${address("compose", { file: `${run}/config.yaml`, find: field })}><code>${field}</code></a>`)}
   </span>`;
 
 function Head({ head }) {
