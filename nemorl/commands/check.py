@@ -1,6 +1,7 @@
 """`nemorl check`: all checks of an experiment before it starts, with a trial of the user's own functions."""
 
 import asyncio
+import json
 import os
 import tempfile
 import threading
@@ -11,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 
 import yaml
 
+from nemorl.config import shipped
 from nemorl.config.algorithm import OnlineBase, OnlineConfig
 from nemorl.config.algorithm.advantages import CustomAdvantageConfig
 from nemorl.config.algorithm.losses import CustomLossConfig
@@ -36,13 +38,14 @@ from nemorl.config.facts import acted_on, metric_names, models_of, reward_names
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.library_datasets import AviaryDataset, VerifiersDataset
 from nemorl.config.load import ORIGIN as COMMAND_LINE
-from nemorl.config.load import load_experiment
+from nemorl.config.load import Loaded, examine
 from nemorl.config.terminal_environment import TerminalEnvConfig
 from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem, Problems, UsageError
 from nemorl.models.hub import commits_in, with_local_models
 from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.addresses import address_problems, node_problems, server_problems
 from nemorl.plan.machine import Machine, gpu_problems, is_this_machine, read_machine
+from nemorl.plan.memory import MEMORY_PARTS
 from nemorl.plan.problems import Plan, has_weights, plan_run
 from nemorl.plan.recompute import with_recompute, with_settled_recompute
 from nemorl.rewards.find import GIVEN, RewardError, find_reward
@@ -69,6 +72,8 @@ def register(commands: Commands) -> None:
     check.add_argument("words", nargs="+", metavar="CONFIG|a.b=value", help=words_help)
     here_help = "treat missing GPUs, nodes and servers as errors, since the run will start on this machine"
     check.add_argument("--here", action="store_true", help=here_help)
+    json_help = "print problems, remarks and the memory plan of each file as JSON, with sizes in bytes"
+    check.add_argument("--json", action="store_true", help=json_help)
     weights_help = "plan from config.json: of models on the hub only that is downloaded, and weights, "
     weights_help += "tokenizers and data that are not on this machine are listed as not verified"
     check.add_argument("--no-weights", action="store_true", help=weights_help)
@@ -80,22 +85,68 @@ def _check(arguments: Namespace) -> int:
     if not paths:
         raise UsageError(f"{', '.join(overrides)}: name the experiment file in which to set these fields")
     machine, code = read_machine(), ExitCode.WELL
+    where: Where = "here" if arguments.here else "unknown"
+    weights: Weights = "absent" if arguments.no_weights else "required"
+    reports = []
     for path in paths:
         try:
-            where: Where = "here" if arguments.here else "unknown"
-            weights: Weights = "absent" if arguments.no_weights else "required"
-            ready = prepare(path, overrides, machine, where=where, weights=weights)
-        except ConfigError as error:
-            if error.source == COMMAND_LINE:  # which is the same for every file
+            found = inspect(path, overrides, machine, where=where, weights=weights)
+            error = ConfigError(str(path), found.loaded.problems) if found.loaded.problems else None
+        except ConfigError as refused:
+            if refused.source == COMMAND_LINE:  # which is the same for every file
                 raise
+            found, error = None, refused
+        code = code if error is None else ExitCode.REFUSED
+        if arguments.json:
+            reports.append({"file": str(path), **report_json(path, found, error)})
+        elif error is not None:
             complain(str(error))
-            code = ExitCode.REFUSED
-            continue
-        remarks = (f"  {p.field} = {p.value}: {p.fix}" for p in ready.remarks)
-        lines = (*describe_unverified(ready), *remarks, *_describe_staleness(ready.experiment))
-        say("\n".join([f"{path}: OK", *lines]))
-        notes().print(plan_table(ready.plan))
+        elif found is not None and found.plan is not None:
+            remarks = (f"  {p.field} = {p.value}: {p.fix}" for p in found.remarks)
+            lines = (*describe_unverified(found), *remarks, *_staleness_lines(found.loaded.experiment))
+            say("\n".join([f"{path}: OK", *lines]))
+            notes().print(plan_table(found.plan))
+    if arguments.json:
+        say(json.dumps(reports, indent=2, ensure_ascii=False))
     return code
+
+
+def report_json(file: Path, found: "Inspected | None", error: ConfigError | None) -> dict[str, Any]:
+    """What `nemorl check --json` prints of a file; `found` is None where it cannot be read.
+
+    Problems have `field`, `value` (null where it is not given), `fix`, `origin` (`file:line`, `command line`,
+    `default` or empty) and `line`, null unless it is one of the file that was named. Memory is in bytes.
+    """
+    problems = error.problems if error is not None else ()
+    report: dict[str, Any] = {"ok": error is None, "problems": [_as_json(p, file) for p in problems]}
+    if found is None:
+        return report | {"unverified": [], "remarks": [], "memory": []}
+    meant = () if error is not None else _staleness(found.loaded.experiment)
+    remarks = [*found.remarks, *(Problem(*line) for line in meant)]
+    report["unverified"] = [_as_json(p, file) for p in found.unverified]
+    report["remarks"] = [_as_json(p, file) for p in remarks]
+    report["memory"] = [
+        {
+            **{"group": p.group, "processes": p.count, "on_device": p.on_device, "total": p.total},
+            "parts": {part: size for part in MEMORY_PARTS if (size := getattr(p, part))},
+        }
+        for p in (found.plan.processes if found.plan else ())
+    ]
+    return report
+
+
+def _as_json(problem: Problem, file: Path) -> dict[str, Any]:
+    value = None if problem.value is ABSENT else problem.value
+    of_file, _, number = problem.origin.rpartition(":")
+    line = int(number) if of_file == str(shipped.locate(file)) and number.isdecimal() else None
+    plain = json.loads(json.dumps(value, default=str))
+    return {
+        "field": problem.field,
+        "value": plain,
+        "fix": problem.fix,
+        "origin": problem.origin,
+        "line": line,
+    }
 
 
 Where: TypeAlias = Literal["here", "unknown", "elsewhere"]
@@ -149,6 +200,17 @@ class Sampled:
 
 
 @dataclass(frozen=True)
+class Inspected:
+    """What the checks of an experiment found."""
+
+    loaded: Loaded
+    experiment: Experiment | None  # with local models; None where the checks of model and machine did not run
+    plan: Plan | None  # None with it
+    unverified: tuple[Problem, ...]  # as of `Ready`
+    remarks: tuple[Problem, ...]  # as of `Ready`
+
+
+@dataclass(frozen=True)
 class Ready:
     experiment: Experiment
     plan: Plan
@@ -156,25 +218,50 @@ class Ready:
     remarks: tuple[Problem, ...] = ()  # what was chosen, and of trials of the user's agents
 
 
-def describe_unverified(ready: Ready) -> list[str]:
+def describe_unverified(ready: "Ready | Inspected") -> list[str]:
     later = "will be verified on the target machine"
     return [f"  {p.field} = {p.value}: {later} ({p.fix.partition(';')[0]})" for p in ready.unverified]
 
 
-def _describe_staleness(experiment: Experiment) -> list[str]:
+def _staleness_lines(experiment: Experiment | None) -> list[str]:
+    return [f"  {field} = {value}: {fix}" for field, value, fix in _staleness(experiment)]
+
+
+def _staleness(experiment: Experiment | None) -> Iterator[tuple[str, int, str]]:
     """What is allowed, but hardly meant."""
-    algorithm = experiment.algorithm
+    algorithm = experiment.algorithm if experiment else None
     if not isinstance(algorithm, OnlineBase) or not (age := algorithm.max_staleness):
-        return []
+        return
     lines = []
     if age >= algorithm.num_steps:
         lines.append(f"its first weights may sample all {algorithm.num_steps} steps; 1 to 8 is usual")
     if isinstance(algorithm, OnlineConfig) and age > 1 and not algorithm.corrects_age:
         lines.append("nothing weights samples by their age; set algorithm.correction.name")
-    return [f"  algorithm.max_staleness = {age}: {line} (docs/asynchronous.md)" for line in lines]
+    yield from (("algorithm.max_staleness", age, f"{line} (docs/asynchronous.md)") for line in lines)
 
 
-def prepare(
+class Checks(TypedDict, total=False):
+    """Arguments of `inspect` by name."""
+
+    training: bool
+    serving: bool
+    sampling: bool
+    replay: Path | None
+    new_run: bool
+    resumes: bool
+    where: Where
+    weights: Weights
+
+
+def prepare(path: Path, overrides: Sequence[str], machine: Machine, **how: Unpack[Checks]) -> Ready:
+    """Load and check an experiment; of `how`, see `inspect`. Raises `ConfigError` with all problems."""
+    found = inspect(path, overrides, machine, **how)
+    if found.loaded.problems or found.experiment is None or found.plan is None:
+        raise ConfigError(str(path), found.loaded.problems)
+    return Ready(found.experiment, found.plan, found.unverified, found.remarks)
+
+
+def inspect(
     path: Path,
     overrides: Sequence[str],
     machine: Machine,
@@ -187,15 +274,17 @@ def prepare(
     resumes: bool = False,
     where: Where = "here",
     weights: Weights = "required",
-) -> Ready:
-    """Load and check an experiment. Raises `ConfigError` with all problems.
+    text: str | None = None,
+) -> Inspected:
+    """Load and check an experiment, and list its problems; `text` is checked in place of the file's.
 
     `new_run` requires a run folder without a run, `resumes` the algorithm of the run in it, `serving` an
     address to listen on and no tasks, `sampling` an algorithm that samples, `replay` stored groups in that
     run folder to train on. What this machine lacks is a problem where the run starts `here`, and
-    in `Ready.unverified` otherwise; rewards are not called `elsewhere`. Weights that are `absent`, or are
+    in `unverified` otherwise; rewards are not called `elsewhere`. Weights that are `absent`, or are
     `optional` and not there, are not downloaded; they, tokenizers and data that this machine lacks are in
-    `Ready.unverified`, and ids on the hub stay in the experiment.
+    `unverified`, and ids on the hub stay in the experiment. Raises `ConfigError` for a file that cannot be
+    read.
     """
     plans: list[Plan] = []
     located: list[Experiment] = []
@@ -258,8 +347,9 @@ def prepare(
             fix = "an evaluation samples, and a scalar head cannot; evaluate it with algorithm.validation"
             yield Problem("policy.head", "scalar", f"{fix} during training")
 
-    load_experiment(path, overrides, further_checks)
-    return Ready(located[0], plans[0], tuple(unverified), tuple(remarks))
+    loaded = examine(path, overrides, further_checks, text=text)
+    experiment, plan = (located[0], plans[0]) if plans else (None, None)
+    return Inspected(loaded, experiment, plan, tuple(unverified), tuple(remarks))
 
 
 def _have_weights(experiment: Experiment) -> bool:
