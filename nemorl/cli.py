@@ -26,6 +26,7 @@ from nemorl.commands import (
     slurm,
     sweep,
     train,
+    ui,
 )
 from nemorl.commands.terminal import ExitCode, complain, field_hint
 from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
@@ -37,6 +38,7 @@ COMMANDS = (
     check,
     env,
     show,
+    ui,
     scale,
     serve,
     models,

@@ -1,0 +1,117 @@
+"""Who may ask the web app, and what its pages may load.
+
+It listens on loopback only. A page of another site can still send requests there, under any name that its
+DNS gives to 127.0.0.1, so requests of other names, origins and sites are refused, and data requires a token
+that only the person who started the server has seen.
+"""
+
+import hmac
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from yarl import URL
+
+from .answers import json_answer
+from .errors import UiError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+API = "/api/"
+STYLE_NONCE = "style_nonce"  # of a request: that of the page which answers it
+MAX_BODY_BYTES = 4 * 2**20
+
+logger = logging.getLogger(__name__)
+
+
+def policy(nonce: str) -> str:
+    """The Content-Security-Policy of a page. Only the editor writes style elements, with the nonce."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            "script-src 'self'",
+            f"style-src 'self' 'nonce-{nonce}'",
+            "connect-src 'self'",
+            "img-src 'self' data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer with the sentence of a refusal; defects of the server go to its log."""
+    try:
+        return await handler(request)
+    except UiError as error:
+        refusal = error
+    except web.HTTPRequestEntityTooLarge:
+        refusal = UiError(413, f"the request is larger than {MAX_BODY_BYTES // 2**20} MB")
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        refusal = UiError(error.status, f"{request.method} {request.path}: {error.reason}")
+    except ConnectionResetError:  # the page is gone
+        raise
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        refusal = UiError(500, "the server failed", "", "the terminal of nemorl ui says how")
+    return json_answer(refusal.body(), refusal.status)
+
+
+@web.middleware
+async def same_site_only(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse other hosts (DNS rebinding), origins and sites, whatever the method."""
+    host = request.headers.get("Host", "")
+    if not _is_loopback(host):
+        fix = "open the address that nemorl ui printed; through `ssh -L` any port of localhost works"
+        raise UiError(403, f"the host {host!r} is not this machine's loopback address", "Host", fix)
+    origin = request.headers.get("Origin")
+    if origin is not None and origin != f"http://{host}":
+        raise UiError(403, f"the origin {origin!r} is another site", "Origin")
+    if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        fix = "copy the address that nemorl ui printed into a new tab"
+        raise UiError(403, "the request was made by another site", "Sec-Fetch-Site", fix)
+    return await handler(request)
+
+
+def require_token(token: str) -> Any:
+    """Refuse requests of data without `Authorization: Bearer <token>`."""
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path.startswith(API) and not hmac.compare_digest(given, expected):
+            fix = "open the whole address that nemorl ui printed, with what follows #"
+            raise UiError(401, "the token of this server is required", "Authorization", fix)
+        return await handler(request)
+
+    return check
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(
+        {
+            "Content-Security-Policy": policy(request.get(STYLE_NONCE, "")),
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-store" if request.path.startswith(API) else "no-cache",
+        }
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header, with any port, is a name of this machine for itself."""
+    try:
+        name = URL(f"http://{host}/").host or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

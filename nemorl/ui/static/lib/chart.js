@@ -1,0 +1,113 @@
+// Lines over steps and histograms, by uPlot, in the colors of the theme.
+
+import UPlot from "../vendor/uplot.js";
+import { html, useEffect, useRef } from "./preact.js";
+import { number } from "./widgets.js";
+
+export const PALETTE = ["#3b82d6", "#e07b39", "#3a9d5d", "#b5549c", "#8a6fd1", "#b59b2a", "#2fa3a3", "#c94f4f"];
+
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function axes(xLabel, log) {
+  const [stroke, grid] = [style("--muted"), { stroke: style("--line"), width: 1 }];
+  const axis = { stroke, grid, ticks: { ...grid, size: 4 }, font: "11px system-ui" };
+  const small = (_, values) => values.map((value) => (value === null ? "" : number(value, 3)));
+  return [
+    { ...axis, size: 32, label: xLabel, labelSize: 16, labelFont: "11px system-ui", values: small },
+    { ...axis, size: 56, values: small, ...(log ? { filter: undefined } : {}) },
+  ];
+}
+
+// `series` are [{name, x, y, color, dash, raw}] with typed arrays, or arrays of numbers with null where there is
+// none; those with `raw` are drawn thin and pale behind. `onPick(x)` is called for a click, `onZoom(min, max)` for
+// a selected range and with nulls for a double click.
+export function Lines({ series, height = 190, xLabel, log = false, onPick, onZoom, range, sync, label }) {
+  const box = useRef(null);
+  const calls = useRef({});
+  calls.current = { onPick, onZoom };
+  useEffect(() => {
+    if (!series.length) return undefined;
+    const data = joined(series);
+    const positive = log && series.every(({ y }) => y.every((value) => !(value <= 0)));
+    const options = {
+      width: Math.max(120, box.current.clientWidth),
+      height,
+      scales: {
+        x: { time: false, ...(range ? { range: () => range } : {}) },
+        y: positive ? { distr: 3 } : {},
+      },
+      axes: axes(xLabel, positive),
+      cursor: { drag: { x: Boolean(onZoom), y: false }, ...(sync ? { sync: { key: sync } } : {}), points: { size: 6 } },
+      legend: { show: true, live: true, markers: { width: 2 } },
+      series: [
+        { label: xLabel || "x", value: (_, value) => (value === null ? "" : number(value)) },
+        ...series.map(({ name, color, dash, raw, y, points }, at) => ({
+          label: name,
+          stroke: color || PALETTE[at % PALETTE.length],
+          width: raw ? 1 : 1.6,
+          alpha: raw ? 0.35 : 1,
+          dash,
+          spanGaps: true,
+          points: { show: points ?? y.filter((value) => value !== null).length < 3 },
+          value: (_, value) => (value === null || value === undefined ? "" : number(value)),
+        })),
+      ],
+      hooks: {
+        setSelect: [
+          (plot) => {
+            if (!plot.select.width) return;
+            const at = [plot.select.left, plot.select.left + plot.select.width].map((x) => plot.posToVal(x, "x"));
+            calls.current.onZoom?.(...at);
+          },
+        ],
+      },
+    };
+    const plot = new UPlot(options, data, box.current);
+    plot.over.addEventListener("click", () => {
+      const at = plot.cursor.idx;
+      if (at !== null && at !== undefined && !plot.select.width) calls.current.onPick?.(plot.data[0][at]);
+    });
+    plot.over.addEventListener("dblclick", () => calls.current.onZoom?.(null, null));
+    const watch = new ResizeObserver(() => {
+      const width = box.current?.clientWidth;
+      if (width && Math.abs(width - plot.width) > 1) plot.setSize({ width, height });
+    });
+    watch.observe(box.current);
+    const redraw = new MutationObserver(() => plot.redraw());
+    redraw.observe(document.documentElement, { attributeFilter: ["data-theme"] });
+    return () => {
+      watch.disconnect();
+      redraw.disconnect();
+      plot.destroy();
+    };
+  }, [series, height, xLabel, log, range?.[0], range?.[1]]);
+  return html`<div class="chart" ref=${box} role="img" aria-label=${label || series.map((each) => each.name).join(", ")}></div>`;
+}
+
+// One x for all series, as uPlot wants it. Infinities have no place in a chart: they are gaps.
+function joined(series) {
+  const tables = series.map(({ x, y }) => [Array.from(x), Array.from(y, (v) => (Number.isFinite(v) ? v : null))]);
+  if (tables.every(([x]) => x.length === tables[0][0].length && x.every((v, at) => v === tables[0][0][at]))) {
+    return [tables[0][0], ...tables.map(([, y]) => y)];
+  }
+  return UPlot.join(tables);
+}
+
+// Bars that are buttons: `bins` are [{low, high, count}], of which `chosen` says whether one is lit.
+export function Histogram({ bins, onPick, chosen = () => false, height = 72, label }) {
+  const most = Math.max(1, ...bins.map((bin) => bin.count));
+  return html`<div class="histogram" role="group" aria-label=${label} style=${{ height: `${height}px` }}>
+    ${bins.map((bin) => {
+      const text = `${number(bin.low, 3)} to ${number(bin.high, 3)}: ${number(bin.count)}`;
+      return html`<button
+        class=${chosen(bin) ? "lit" : ""}
+        title=${text}
+        aria-label=${text}
+        aria-pressed=${chosen(bin)}
+        disabled=${!onPick}
+        onClick=${() => onPick?.(bin)}
+        ><i style=${{ height: `${(100 * bin.count) / most}%` }}></i
+      ></button>`;
+    })}
+  </div>`;
+}

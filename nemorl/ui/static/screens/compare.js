@@ -1,0 +1,6 @@
+import { html } from "../lib/preact.js";
+import { Empty } from "../lib/widgets.js";
+
+export default function Screen() {
+  return html`<main><${Empty}>Not built yet.<//></main>`;
+}
