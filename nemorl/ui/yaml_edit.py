@@ -38,7 +38,7 @@ class _Node:
     end: int
     column: int
     is_flow: bool = False
-    is_block_scalar: bool = False
+    kept_end: int | None = None  # of a text in lines that keeps its blank lines, behind these
     anchor: str | None = None  # of itself, or, of an alias, to which it refers
     entries: "list[tuple[_Node, _Node]]" = field(default_factory=list)  # keys and values of a mapping
     items: "list[_Node]" = field(default_factory=list)
@@ -218,8 +218,11 @@ class _Editor:
         if isinstance(event, yaml.AliasEvent):
             return _Node("alias", start, end, column, anchor=event.anchor)
         if isinstance(event, yaml.ScalarEvent):
-            is_block = event.style in ("|", ">")
-            node = _Node("scalar", start, end, column, is_block_scalar=is_block, text=event.value)
+            node = _Node("scalar", start, end, column, text=event.value)
+            if event.style in ("|", ">"):  # which ends before the next value
+                node.end = start + len(self._text[start:end].rstrip())
+                header = self._text[start:end].partition("\n")[0]
+                node.kept_end = end if "+" in header.partition("#")[0] else None
         else:
             kind = "mapping" if isinstance(event, yaml.MappingStartEvent) else "sequence"
             node = _Node(kind, start, end, column, is_flow=bool(event.flow_style))
@@ -327,7 +330,7 @@ class _Editor:
         start = node.start
         if node.kind != "alias" and (found := _PROPERTIES.match(self._text, start)):
             start = min(found.end(), node.end)
-        end = self._line_end(node) if node.is_block_scalar else node.end
+        end = node.end
         column = 0
         if around is not None and around.kind == "mapping":
             column = around.column
@@ -338,7 +341,7 @@ class _Editor:
         own_lines = not in_flow and _has_lines(value) and around is not None and around.kind == "mapping"
         if own_lines and not _PROPERTIES.match(self._text, node.start).group():  # type: ignore[union-attr]
             # The comment behind the old value stays in the line of the key.
-            line_end = self._line_end(node)
+            line_end = end if node.kept_end else self._line_end(node)
             rest = self._text[end:line_end].rstrip()
             lines = self._newline.join(_block(value, column + _INDENT))
             return self._splice(self._colon(node), line_end, f"{rest}{self._newline}{lines}")
@@ -354,9 +357,10 @@ class _Editor:
         is_alone = not self._text[line_start:start].strip(" ")
         if around is not None and around.kind == "mapping" and is_alone:
             if _has_lines(value):
-                lines = self._newline.join(_block(value, node.column if node.kind == "mapping" else column))
-                if node.kind == "sequence":
-                    lines = self._newline.join(_block(value, self._column(start)))
+                # A list may have the column of its key, a section not.
+                indent = self._column(start)
+                indent = max(indent, column + _INDENT) if isinstance(value, dict) else indent
+                lines = self._newline.join(_block(value, indent))
                 return self._splice(line_start, node.end, lines)
             colon, new = self._colon(node), f" {dump_inline(value)}"
             kept = self._text[colon:line_start]  # comments between the key and its value
@@ -420,16 +424,11 @@ class _Editor:
 
     def _line_end(self, node: _Node, *, with_break: bool = False) -> int:
         """The end of the line in which a value ends: with its comment, and on request its line break."""
-        end = node.end
-        last = node
+        end, last = node.end, node
         while last.entries or last.items:
             last = last.items[-1] if last.items else last.entries[-1][1]
-        if last.is_block_scalar and not node.is_flow:
-            kept = self._text[last.start :].lstrip(">|")[:2]
-            if "+" not in kept:  # blank lines behind the text are not its own
-                end = last.start + len(self._text[last.start : end].rstrip())
-            elif self._text[end - 1 : end] == "\n":
-                return end
+        if last.kept_end is not None:
+            return last.kept_end
         found = self._text.find("\n", end)
         if found < 0:
             return len(self._text)
