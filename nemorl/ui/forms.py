@@ -1,7 +1,7 @@
 """The forms of an experiment, from the schema: its sections and fields, with their values and origins.
 
-A node is a field, a section (whose fields are nodes), a list of sections or a mapping of them, all as JSON. Of
-a union the fields of the chosen variant are there, and of a section that is null none until it is added.
+A node is a field, a section (whose fields are nodes), a list of sections or a mapping of them, all as JSON.
+Of a union the fields of the chosen variant are there, and of a section that is null none until it is added.
 """
 
 from collections.abc import Iterator, Mapping
@@ -164,8 +164,8 @@ def _variants(below: tuple[type[Config], ...]) -> list[Node]:
         first, *_ = (section.__doc__ or "").split("\n\n")
         words = help_text(section, tag(section)) or " ".join(first.split())
         required = [n for n, f in section.model_fields.items() if f.is_required() and n != tag(section)]
-        for name in names(section) or ("",):
-            found.append({"name": name, "help": words, "required": required, "fields": list(section.model_fields)})
+        about = {"help": words, "required": required, "fields": list(section.model_fields)}
+        found += [{"name": name, **about} for name in names(section) or ("",)]
     return found
 
 
@@ -189,7 +189,7 @@ def _field(about: Node, field: FieldInfo, written: Any, value: Any, source: _Sou
 
 
 def _kind(annotation: Any) -> Node:
-    """`kind` of the input of a field, with its `choices` and whether it is `nullable`; of a list its `item`."""
+    """`kind` of a field's input, with its `choices` and whether it is `nullable`; of a list its `item`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(arguments[0])
