@@ -170,6 +170,11 @@ def _scalar(value: object) -> str:
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
 
 
+def dump_block(value: object) -> list[str]:
+    """The lines of a mapping."""
+    return _block(value, 0)
+
+
 def _block(value: object, indent: int) -> list[str]:
     """The lines of a mapping, or of a list with mappings, indented."""
     space, lines = " " * indent, []
