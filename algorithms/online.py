@@ -184,8 +184,8 @@ class OnlineAlgorithm:
         trained: Sequence[Trained] = ()
         try:
             trained, problem = await self.session.learner.record(kept, log.files.folder.absolute(), number)
-        except ClusterError as error:  # the next call to them finds the cause
-            problem = str(error)
+        except ClusterError:  # the next call to them reports the cause
+            problem = "the policy's processes did not answer"
         if problem:
             logger.warning("What was trained in step %d was not stored: %s", number, problem)
         return dict(zip(keys, trained, strict=bool(trained)))

@@ -3,10 +3,13 @@
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
 from typing import Any, NoReturn
 
 import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def missing(name: str, reason: str) -> NoReturn:
@@ -22,6 +25,14 @@ def require_module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         missing(name.partition(".")[0], f"{name} cannot be imported ({error})")
+
+
+def require_chromium() -> str:
+    """Path of the browser."""
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        missing("chromium", f"none of {', '.join(BROWSERS)} is installed")
+    return found
 
 
 def require_vllm() -> None:

@@ -5,13 +5,16 @@ that computes a metric chooses its name. `SHOWN` is the only table of titles, co
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from .files import JsonObject, read_json_lines
 
+# Metrics between 0 and 1 of one of `data.validation_sets` share a plot.
+_SET_METRIC = re.compile(r"validation/(?!rewards/|distillation/)(\w+)/(reward|accuracy|pass@\d+|cons@\d+)")
 RESERVED_KEYS = frozenset({"step", "version", "nonfinite"})
 Phase = Literal["training", "validation"]
 
@@ -155,6 +158,30 @@ SHOWN = (
 
 def shown(name: str) -> Shown:
     return next((row for row in SHOWN if name.startswith(row.prefix)), Shown(name, title=name))
+
+
+@dataclass(frozen=True)
+class MetricGroup:
+    title: str
+    names: list[str]  # of metrics with one unit
+    is_main: bool  # of `SHOWN`, or a further validation set
+
+
+def metric_groups(names: Collection[str]) -> list[MetricGroup]:
+    """Metrics that share a plot: first those of `SHOWN` and of further validation sets, then the others.
+
+    Limits of intervals (`_low`, `_high`) of another metric are left out.
+    """
+    found = set(names)
+    keys = sorted(key for key in found if key.removesuffix("_low").removesuffix("_high") not in found - {key})
+    of_set = {key: f"Validation: {match[1]}" for key in keys if (match := _SET_METRIC.fullmatch(key))}
+    titles = dict.fromkeys([row.title for row in SHOWN if row.title] + list(of_set.values()))
+    grouped: dict[str, list[str]] = {title: [] for title in titles}
+    for key in sorted(keys, key=lambda key: SHOWN.index(shown(key)) if shown(key) in SHOWN else len(SHOWN)):
+        if title := of_set.get(key, shown(key).title):
+            grouped.setdefault(title, []).append(key)
+    filled = [MetricGroup(title, members, title in titles) for title, members in grouped.items() if members]
+    return sorted(filled, key=lambda group: not group.is_main)
 
 
 def format_number(value: float, digits: int = 4) -> str:

@@ -1,7 +1,6 @@
 """report.html: a run as one page that needs no network, with Plotly's script in it and escaped texts."""
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,16 @@ from plotly.offline import get_plotlyjs
 from nemorl.errors import UsageError
 
 from .files import write_atomically
-from .metrics import SHOWN, Sample, StepMetrics, format_number, read_metrics, read_samples, shown
+from .metrics import (
+    SHOWN,
+    Sample,
+    StepMetrics,
+    format_number,
+    metric_groups,
+    read_metrics,
+    read_samples,
+    shown,
+)
 from .run_folder import RunPaths, read_header
 from .timeline import format_seconds
 
@@ -25,8 +33,6 @@ MAX_CHARACTERS = 4000  # of one text
 REST_COLOR = "#8c8c94"
 PALETTE = ("#4a8bd0", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#d4a514", "#9d7660", REST_COLOR)
 MAX_BARS = 200  # more steps than this are averaged in groups
-# Metrics between 0 and 1 of one of `data.validation_sets` share a plot.
-_SET_METRIC = re.compile(r"validation/(?!rewards/|distillation/)(\w+)/(reward|accuracy|pass@\d+|cons@\d+)")
 Steps = Sequence[StepMetrics]
 
 
@@ -166,17 +172,10 @@ def reward_chart(steps: Steps) -> Chart | None:
 
 def metric_charts(steps: Steps) -> tuple[list[Chart], list[Chart]]:
     """Plots of all other metrics: first those of `SHOWN` and of further validation sets, then the rest."""
-    found = {key for step in steps for key in step.values}
-    keys = sorted(key for key in found if key.removesuffix("_low").removesuffix("_high") not in found - {key})
-    of_set = {key: f"Validation: {match[1]}" for key in keys if (match := _SET_METRIC.fullmatch(key))}
-    titles = dict.fromkeys([row.title for row in SHOWN if row.title] + list(of_set.values()))
-    grouped: dict[str, list[str]] = {title: [] for title in titles}
-    for key in sorted(keys, key=lambda key: SHOWN.index(shown(key)) if shown(key) in SHOWN else len(SHOWN)):
-        if title := of_set.get(key, shown(key).title):
-            grouped.setdefault(title, []).append(key)
-    charts = {title: _line_chart(title, steps, members) for title, members in grouped.items() if members}
-    main = [chart for title, chart in charts.items() if title in titles]
-    return main, [chart for title, chart in charts.items() if title not in titles]
+    charts: dict[bool, list[Chart]] = {True: [], False: []}
+    for group in metric_groups({key for step in steps for key in step.values}):
+        charts[group.is_main].append(_line_chart(group.title, steps, group.names))
+    return charts[True], charts[False]
 
 
 def stage_chart(steps: Steps, totals: Sequence[StageTotal]) -> Chart | None:

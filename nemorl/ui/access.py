@@ -20,19 +20,19 @@ from .errors import UiError
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 API = "/api/"
-STYLE_NONCE = "style_nonce"  # of a request: that of the page which answers it
+POLICY = "Content-Security-Policy"
 MAX_BODY_BYTES = 4 * 2**20
 
 logger = logging.getLogger(__name__)
 
 
-def policy(nonce: str) -> str:
-    """The Content-Security-Policy of a page. Only the editor writes style elements, with the nonce."""
+def policy(nonce: str | None = None) -> str:
+    """The Content-Security-Policy. Only the editor of a page writes style elements, with the page's nonce."""
     return "; ".join(
         [
             "default-src 'none'",
             "script-src 'self'",
-            f"style-src 'self' 'nonce-{nonce}'",
+            "style-src 'self'" + (f" 'nonce-{nonce}'" if nonce is not None else ""),
             "connect-src 'self'",
             "img-src 'self' data:",
             "base-uri 'none'",
@@ -57,6 +57,8 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         refusal = UiError(error.status, f"{request.method} {request.path}: {error.reason}")
     except ConnectionResetError:  # the page is gone
         raise
+    except OSError as error:  # of a folder of the user's
+        refusal = UiError(422, error.strerror or str(error), str(error.filename or ""))
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         refusal = UiError(500, "the server failed", "", "the terminal of nemorl ui says how")
@@ -95,17 +97,17 @@ def require_token(token: str) -> Any:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers.update(
-        {
-            "Content-Security-Policy": policy(request.get(STYLE_NONCE, "")),
-            "X-Content-Type-Options": "nosniff",
-            "X-Frame-Options": "DENY",
-            "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Opener-Policy": "same-origin",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Cache-Control": "no-store" if request.path.startswith(API) else "no-cache",
-        }
-    )
+    added = {
+        POLICY: policy(),
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cache-Control": "no-store" if request.path.startswith(API) else "no-cache",
+    }
+    for name, value in added.items():
+        response.headers.setdefault(name, value)
 
 
 def _is_loopback(host: str) -> bool:

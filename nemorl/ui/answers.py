@@ -1,8 +1,8 @@
 """Bodies of answers: JSON, and JSON with raw arrays behind it.
 
 A body of arrays is the length of its header (4 bytes, little-endian), the header as JSON (`facts`, and of
-each of `arrays` its `dtype`, `shape` and `offset` in what follows), zeros up to a multiple of 8 bytes, and the
-arrays, little-endian, each at a multiple of 8 bytes.
+each of `arrays` its `dtype`, `shape` and `offset` in what follows), zeros up to a multiple of 8 bytes, and
+the arrays, little-endian, each at a multiple of 8 bytes.
 """
 
 import json

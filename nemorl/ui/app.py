@@ -13,12 +13,13 @@ from aiohttp import web
 from nemorl.errors import RunError
 from nemorl.serve.app import listening_at
 
-from . import run_routes, watch_routes
+from . import control_routes, run_routes, watch_routes
 from .access import (
     MAX_BODY_BYTES,
-    STYLE_NONCE,
+    POLICY,
     add_headers,
     errors_as_json,
+    policy,
     require_token,
     same_site_only,
 )
@@ -27,7 +28,7 @@ from .folders import Folders
 
 SCREENS = ("runs", "compose", "watch", "read", "compare")
 STATIC = Path(str(files("nemorl.ui"))) / "static"
-_ROUTES = (run_routes, watch_routes)
+_ROUTES = (run_routes, watch_routes, control_routes)
 
 
 def application(folders: Folders, token: str, *, read_only: bool = False) -> web.Application:
@@ -58,8 +59,9 @@ async def serving(folders: Folders, port: int, *, read_only: bool) -> AsyncItera
 
 async def _page(request: web.Request) -> web.Response:
     """The one page of all screens, which shows what its address says."""
-    nonce = request[STYLE_NONCE] = secrets.token_urlsafe(16)
-    return web.Response(text=_index().replace("NONCE", nonce), content_type="text/html")
+    nonce = secrets.token_urlsafe(16)
+    text = _index().replace("NONCE", nonce)
+    return web.Response(text=text, content_type="text/html", headers={POLICY: policy(nonce)})
 
 
 @cache

@@ -191,7 +191,7 @@ def last_line(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # after the last line break there may be a torn line
+            lines = file.read().split(b"\n")[:-1]  # what follows the last line break is partial
     except OSError:
         return {}
     for line in reversed(lines):

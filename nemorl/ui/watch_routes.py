@@ -1,6 +1,124 @@
 """Routes of the screen that watches a run."""
 
+import asyncio
+import json
+from contextlib import suppress
+from typing import get_args
+
 from aiohttp import web
 
+from nemorl.observe.run_folder import RunPaths
 
-def add_routes(app: web.Application) -> None: ...
+from .answers import arrays_answer, json_answer, to_json
+from .context import FOLDERS
+from .errors import UiError
+from .lanes import lanes
+from .logs import read_logs
+from .series import Axis, shown_series, step_at
+from .watching import Watcher, marks
+
+WATCHER = web.AppKey("watcher", Watcher)
+PERIOD_SECONDS = 0.5  # between two looks at a run's files
+QUIET_SECONDS = 5.0  # after which a state is sent although nothing was written, as stages grow older
+MAX_PIXELS = 4000
+
+
+def add_routes(app: web.Application) -> None:
+    app[WATCHER] = Watcher()
+    app.router.add_get("/api/watch/state", _state)
+    app.router.add_get("/api/watch/follow", _follow)
+    app.router.add_get("/api/watch/series", _series)
+    app.router.add_get("/api/watch/step", _step)
+    app.router.add_get("/api/watch/lanes", _lanes)
+    app.router.add_get("/api/watch/logs", _logs)
+    app.router.add_get("/api/watch/timeline", _timeline)
+
+
+def query_number(request: web.Request, name: str, default: float | None = None) -> float | None:
+    """A number of the address. Raises UiError for other text."""
+    text = request.query.get(name)
+    if text is None:
+        return default
+    with suppress(ValueError):
+        return float(text)
+    raise UiError(400, f"{name}={text!r} is no number", name)
+
+
+async def _state(request: web.Request) -> web.Response:
+    name = request.query.get("run", "")
+    folder = request.app[FOLDERS].run(name)
+    return json_answer(await asyncio.to_thread(request.app[WATCHER].state, name, folder))
+
+
+async def _follow(request: web.Request) -> web.StreamResponse:
+    """The state as server-sent events: at once, and whenever the run writes."""
+    name = request.query.get("run", "")
+    folder = request.app[FOLDERS].run(name)
+    response = web.StreamResponse()
+    response.content_type = "text/event-stream"
+    await response.prepare(request)
+    seen, waited = None, 0.0
+    with suppress(ConnectionResetError):
+        while True:
+            mark = await asyncio.to_thread(marks, folder)
+            if mark != seen or waited >= QUIET_SECONDS:
+                seen, waited = mark, 0.0
+                state = await asyncio.to_thread(request.app[WATCHER].state, name, folder)
+                await response.write(f"data: {to_json(state)}\n\n".encode())
+            await asyncio.sleep(PERIOD_SECONDS)
+            waited += PERIOD_SECONDS
+    return response
+
+
+async def _series(request: web.Request) -> web.Response:
+    """Columns of metrics: `names` is a JSON list of them."""
+    folder = request.app[FOLDERS].run(request.query.get("run", ""))
+    axis = _axis(request)
+    try:
+        names = [str(name) for name in json.loads(request.query.get("names", "[]"))]
+    except (ValueError, TypeError):
+        raise UiError(400, "names is no list of metrics in JSON", "names") from None
+    pixels = int(min(MAX_PIXELS, max(10, query_number(request, "pixels", 800.0) or 800.0)))
+    smoothing = min(0.999, max(0.0, query_number(request, "smoothing", 0.0) or 0.0))
+    low, high = query_number(request, "low"), query_number(request, "high")
+    files = request.app[WATCHER].metrics
+
+    def series() -> web.Response:
+        metrics = files.of(RunPaths(folder).metrics)
+        options = {"pixels": pixels, "low": low, "high": high}
+        arrays = shown_series(metrics, names, axis=axis, smoothing=smoothing, **options)  # type: ignore[arg-type]
+        return arrays_answer(arrays, {"names": names, "axis": axis, "num_steps": len(metrics.steps)})
+
+    return await asyncio.to_thread(series)
+
+
+async def _step(request: web.Request) -> web.Response:
+    """The step at a place on an axis."""
+    folder = request.app[FOLDERS].run(request.query.get("run", ""))
+    metrics = await asyncio.to_thread(request.app[WATCHER].metrics.of, RunPaths(folder).metrics)
+    return json_answer({"step": step_at(metrics, _axis(request), query_number(request, "at", 0.0) or 0.0)})
+
+
+def _axis(request: web.Request) -> Axis:
+    axis = request.query.get("axis", "step")
+    if axis not in get_args(Axis):
+        raise UiError(400, f"axis={axis!r} is none of {', '.join(get_args(Axis))}", "axis")
+    return axis  # type: ignore[return-value]
+
+
+async def _lanes(request: web.Request) -> web.Response:
+    folder = request.app[FOLDERS].run(request.query.get("run", ""))
+    return json_answer(await asyncio.to_thread(lanes, RunPaths(folder).timeline))
+
+
+async def _logs(request: web.Request) -> web.Response:
+    folder = request.app[FOLDERS].run(request.query.get("run", ""))
+    source, find, level = (request.query.get(name, "") for name in ("source", "find", "level"))
+    return json_answer(await asyncio.to_thread(read_logs, RunPaths(folder).logs, source, find, level))
+
+
+async def _timeline(request: web.Request) -> web.StreamResponse:
+    path = RunPaths(request.app[FOLDERS].run(request.query.get("run", ""))).timeline
+    if not path.is_file():
+        raise UiError(404, "this run has no timeline", str(path))
+    return web.FileResponse(path, headers={"Content-Disposition": 'attachment; filename="timeline.json"'})

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from nemorl.observe.report import (
     write_report,
 )
 from tests.observe.examples import make_sample
+from tests.required import require_chromium
 
 ATTACK = (
     "</pre></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -196,20 +196,13 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         write_report(tmp_path)
 
 
-def browser() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if found := shutil.which(name):
-            return found
-    pytest.skip("no Chromium is installed, so the page cannot be rendered")
-
-
 def render(page: Path, profile: Path) -> str:
     """The page's elements after its scripts have run."""
     flags = (
         "--headless --no-sandbox --disable-gpu --disable-background-networking --no-first-run "
         f"--virtual-time-budget=5000 --user-data-dir={profile} --dump-dom"
     )
-    command = [browser(), *flags.split(), page.as_uri()]
+    command = [require_chromium(), *flags.split(), page.as_uri()]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 

@@ -1,7 +1,7 @@
 // The frame of every screen: the bar on top, the screen of the address, and the theme.
 
 import { html, render, signal, useEffect } from "./lib/preact.js";
-import { get } from "./lib/api.js";
+import { server } from "./lib/server.js";
 import { address, followLink, view } from "./lib/view.js";
 import { Loading, Problem } from "./lib/widgets.js";
 
@@ -10,7 +10,6 @@ const THEMES = ["auto", "light", "dark"];
 
 const screens = signal({}); // loaded components by name, or the error of loading them
 const theme = signal(localStorage.getItem("nemorl-theme") || "auto");
-const server = signal(null);
 
 function load(name) {
   if (name in screens.value) return;
@@ -77,9 +76,3 @@ function App() {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
 showTheme();
 render(html`<${App} />`, document.body);
-get("/api/server").then(
-  (facts) => {
-    server.value = facts;
-  },
-  () => {}, // the screen says it
-);

@@ -140,6 +140,7 @@ export function number(value, digits = 4) {
 export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(Number(value))) return "";
   const x = Number(value);
+  if (x > 0 && x < 0.0005) return "<1 ms";
   if (x < 0.0995) return `${Math.round(x * 1000)} ms`;
   if (x < 59.95) return `${x < 9.95 ? x.toFixed(1) : Math.round(x)} s`;
   const whole = Math.round(x);
