@@ -4,6 +4,7 @@ The functions of this module import the user's code where a config names some, s
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import takewhile
@@ -15,7 +16,7 @@ from nemorl.config.environment import EnvBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of, reward_weights
 from nemorl.config.load import DEFAULTS, examine, read_document
-from nemorl.config.yaml import field_path, parse_document, parse_value
+from nemorl.config.yaml import field_path, is_written, parse_document, parse_value
 from nemorl.errors import ConfigError, NemorlError
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.hub import with_local_models
@@ -55,20 +56,20 @@ def _gpus(number: int, name: str, mebibytes: int, cores: int, gib: int) -> Machi
     return Machine(cores, gib * _GIB, gib * _GIB // 2, gpus, nodes=1, same_packages=False)
 
 
-_H100, _H200 = HARDWARE["h100"], HARDWARE["h200"]
+def _of_hardware(number: int, name: str, cores: int, gib: int) -> Preset:
+    hardware = HARDWARE[name]
+    machine = _gpus(number, hardware.device_name, hardware.memory_bytes >> 20, cores, gib)
+    size = {"h100": 80, "h200": 141}[name]  # as it is sold
+    return Preset(f"{number} x {size} GB ({name.upper()})", machine, name)
+
+
 PRESETS = {
     "here": Preset("this machine", None),
     "cpu": Preset("CPU, 8 cores, 32 GiB", Machine(8, 32 * _GIB, 16 * _GIB, (), 1, same_packages=False)),
-    "1x24": Preset("1 × 24 GB", _gpus(1, "GPU of 24 GB", 24_564, 16, 64)),
-    "1x80": Preset(
-        "1 × 80 GB (H100)", _gpus(1, _H100.device_name, _H100.memory_bytes >> 20, 26, 200), "h100"
-    ),
-    "8x80": Preset(
-        "8 × 80 GB (H100)", _gpus(8, _H100.device_name, _H100.memory_bytes >> 20, 112, 2000), "h100"
-    ),
-    "8x141": Preset(
-        "8 × 141 GB (H200)", _gpus(8, _H200.device_name, _H200.memory_bytes >> 20, 112, 2000), "h200"
-    ),
+    "1x24": Preset("1 x 24 GB", _gpus(1, "GPU of 24 GB", 24_564, 16, 64)),
+    "1x80": _of_hardware(1, "h100", 26, 200),
+    "8x80": _of_hardware(8, "h100", 112, 2000),
+    "8x141": _of_hardware(8, "h200", 112, 2000),
 }
 
 
@@ -129,25 +130,25 @@ def picture(found: Inspected, machine: Machine) -> Json | None:
     processes = {p.group: p for p in (found.plan.processes if found.plan else ())}
     gpus = experiment.cluster.gpus_per_node > 0
     room = min((gpu.memory_bytes for gpu in machine.gpus), default=None) if gpus else machine.memory_bytes
-    blamed = _blamed(experiment, found.plan, machine)
+    refused = _refused(experiment, found.plan, machine)
     nodes = []
     for model in models_of(experiment):
         layout, path = model.config.layout, str(model.config.model_path)
         node = {"name": model.name, "section": model.section, "role": _role(model.name), "model": path}
         node |= {"layout": layout.name, "devices": layout.world_size, "shares": model.on_policy_devices}
-        nodes.append({**node, **_memory(processes.pop(model.name, None), room, gpus=gpus, blamed=blamed)})
+        nodes.append({**node, **_memory(processes.pop(model.name, None), room, gpus=gpus, refused=refused)})
     generation = experiment.generation
     if "generation" in processes or experiment.algorithm.generates:
         node = {"name": "generation", "section": "generation", "role": "engine", "model": generation.backend}
         devices = generation.replicas * generation.ranks_per_replica if generation.has_engines else 0
-        node |= {"layout": f"{generation.replicas} × {generation.backend}", "devices": devices}
+        node |= {"layout": f"{generation.replicas} x {generation.backend}", "devices": devices}
         node["shares"] = generation.shares_devices or not generation.has_engines
-        node |= _memory(processes.pop("generation", None), room, gpus=gpus, blamed=blamed)
+        node |= _memory(processes.pop("generation", None), room, gpus=gpus, refused=refused)
         nodes.append(node)
     for group, process in processes.items():
         node = {"name": group, "section": "cluster", "role": _role(group), "model": "", "layout": ""}
         node |= {"devices": 0, "shares": False}
-        nodes.append({**node, **_memory(process, machine.memory_bytes, gpus=False, blamed=blamed)})
+        nodes.append({**node, **_memory(process, machine.memory_bytes, gpus=False, refused=refused)})
     if experiment.algorithm.generates:
         env = {"name": "env", "section": "env", "role": "environment", "model": experiment.env.name}
         nodes.append({**env, "layout": "", "devices": 0, "processes": 0, "shares": False, "fits": True})
@@ -156,7 +157,6 @@ def picture(found: Inspected, machine: Machine) -> Json | None:
         nodes.append({**rewards, "layout": "", "devices": 0, "processes": 0, "shares": False, "fits": True})
     own = sum(node["devices"] for node in nodes if not node["shares"]) if gpus else 0
     cluster = experiment.cluster
-    fixes = [p for p in blamed.values() if p]
     return {
         "nodes": nodes,
         "edges": _edges(experiment, {node["name"] for node in nodes}),
@@ -164,25 +164,25 @@ def picture(found: Inspected, machine: Machine) -> Json | None:
         "gpus": cluster.num_nodes * cluster.gpus_per_node,
         "used_gpus": own,
         "parts": list(MEMORY_PARTS),
-        "problems": list(dict.fromkeys(fixes)),
+        "problems": list(dict.fromkeys(refused)),
         "known": found.plan is not None and bool(found.plan.processes),
     }
 
 
-def _blamed(experiment: Experiment, plan: Plan | None, machine: Machine) -> dict[str, str]:
-    """Sentences on what does not fit, by the group that they are of; empty keys for all of them."""
+def _refused(experiment: Experiment, plan: Plan | None, machine: Machine) -> list[str]:
+    """Sentences on what does not fit."""
     problems = [p.fix for p in gpu_problems(experiment, machine)]
     if plan is not None and plan.processes:
         problems += [p.fix for p in memory_problems(experiment, plan.processes, machine)]
-    return {str(number): text for number, text in enumerate(problems)}
+    return problems
 
 
-def _memory(process: ProcessMemory | None, room: int | None, *, gpus: bool, blamed: dict[str, str]) -> Json:
-    """Bytes of one process by part, and whether it fits into its device or, on a CPU, all into the machine."""
+def _memory(process: ProcessMemory | None, room: int | None, *, gpus: bool, refused: list[str]) -> Json:
+    """Bytes of one process by part, and whether it fits: into its device, or on a CPU with all others."""
     if process is None:
         return {"processes": 0, "memory": None, "total": None, "parts": {}, "fits": True}
     size = process.on_device if gpus else process.total
-    is_named = any(f"{process.group} process" in text for text in blamed.values())
+    is_named = any(f"{process.group} process" in text for text in refused)
     parts = {part: value for part in MEMORY_PARTS if (value := getattr(process, part))}
     fits = (room is None or size <= room) and not is_named
     total = process.total * process.count
@@ -258,7 +258,7 @@ def suggestions(text: str, file: str, preset: str, devices: int | None) -> Json:
             "reason": one.reason,
             "layout": one.plan.experiment.policy.layout.name,
             "placement": "shared" if one.plan.experiment.generation.shares_devices else "separate",
-            "engines": f"{one.plan.replicas} × TP{one.plan.engine.tensor}",
+            "engines": f"{one.plan.replicas} x TP{one.plan.engine.tensor}",
             "staleness": getattr(one.plan.experiment.algorithm, "max_staleness", 0),
             "memory": one.memory,
             "edits": [_override_edit(override) for override in one.overrides],
@@ -288,6 +288,30 @@ def _layout_edit(layout: Any) -> Json:
 def _override_edit(override: str) -> Json:
     field, _, text = override.partition("=")
     return {"path": list(field_path(field)), "value": parse_value(text, field, field_path(field))}
+
+
+def own_edits(text: str, file: str, edits: Sequence[Json]) -> list[Json]:
+    """Edits of the file itself: an item of a list that it inherits becomes a list of its own, and the fields
+    of another variant, which a section would refuse, leave with the change of its variant (`"drops": […]`).
+
+    Raises ConfigError.
+    """
+    result: list[Json] = []
+    for one in edits:
+        path = tuple(one["path"])
+        index = next((place for place, step in enumerate(path) if isinstance(step, int)), None)
+        around = path if one.get("append") else path[:index]
+        own = parse_document(text, file).tree
+        if (index is not None or one.get("append")) and not is_written(own, around):
+            inherited: Any = read_document(Path(file), text=text).tree
+            for step in around:
+                inherited = inherited.get(step, []) if isinstance(inherited, dict) else []
+            if inherited:
+                result.append({"path": list(around), "value": inherited})
+        dropped = [[*path[:-1], name] for name in one.get("drops", ())]
+        written = [other for other in dropped if is_written(own, tuple(other))]
+        result += [one, *({"path": other, "remove": True} for other in written)]
+    return result
 
 
 def starting_points() -> list[Json]:

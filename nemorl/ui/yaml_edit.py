@@ -39,7 +39,7 @@ class _Node:
     column: int
     is_flow: bool = False
     kept_end: int | None = None  # of a text in lines that keeps its blank lines, behind these
-    anchor: str | None = None  # of itself, or, of an alias, to which it refers
+    anchor: str | None = None  # its own, or, of an alias, that to which it refers
     entries: "list[tuple[_Node, _Node]]" = field(default_factory=list)  # keys and values of a mapping
     items: "list[_Node]" = field(default_factory=list)
     text: str = ""  # of a scalar

@@ -1,6 +1,8 @@
 """Forms of experiments against the schema, which `nemorl config` describes independently."""
 
+import json
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,6 @@ algorithm:
 
 
 def nodes_of(tree: dict[str, Any]) -> list[Node]:
-    import json
-
     text = json.dumps(tree)
     loaded = examine(Path("x.yaml"), text=text)
     return form(loaded, tree)
@@ -43,7 +43,7 @@ def by_path(text: str) -> dict[str, Node]:
 def put(tree: dict[str, Any], path: list[Any], value: Any) -> dict[str, Any]:
     result = deepcopy(tree)
     at: Any = result
-    for step, following in zip(path, path[1:], strict=False):
+    for step, following in pairwise(path):
         if isinstance(at, dict) and at.get(step) is None:
             at[step] = [] if isinstance(following, int) else {}
         if isinstance(at, list) and step == len(at):
@@ -57,7 +57,7 @@ def put(tree: dict[str, Any], path: list[Any], value: Any) -> dict[str, Any]:
 
 
 def test_every_field_of_the_schema_is_reachable() -> None:
-    """By choosing each variant of each section, adding those that are null, and items of lists and mappings."""
+    """By choosing each variant of each section, and adding those that are null and items of lists."""
     found: set[str] = set()
     waiting: list[dict[str, Any]] = [parse_document(BASE, "x").tree]
     visited: set[tuple[str, str]] = set()
@@ -82,7 +82,8 @@ def test_every_field_of_the_schema_is_reachable() -> None:
                     visited.add((place, choice))
                     if node.get("tag") and choice:
                         found.add(f"{place}.{node['tag']}")
-                    waiting.append(put(tree, path, {node["tag"]: choice} if choice and node.get("tag") else {}))
+                    chosen = {node["tag"]: choice} if choice and node.get("tag") else {}
+                    waiting.append(put(tree, path, chosen))
     described = {field.path for field in describe()}
     assert described - found == set()
 
@@ -130,7 +131,8 @@ def test_sft_uses_no_engine() -> None:
 
 
 def test_invalid_values_stay_in_the_form() -> None:
-    fields = by_path(BASE.replace("num_steps: 3", "num_steps: few").replace("arithmetic}\nalg", "nothing}\nalg"))
+    text = BASE.replace("num_steps: 3", "num_steps: few").replace("arithmetic}\nalg", "nothing}\nalg")
+    fields = by_path(text)
     assert fields["algorithm.num_steps"]["value"] == "few"
     assert fields["data.train"]["chosen"] == "nothing"
     assert fields["data.train"]["fields"] == []
