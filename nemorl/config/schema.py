@@ -95,7 +95,7 @@ def level_of(section: type[Config], name: str) -> FieldLevel:
     field = section.model_fields[name]
     extra = field.json_schema_extra
     if isinstance(extra, dict) and extra.get("level") in LEVELS:
-        return LEVELS[LEVELS.index(extra["level"])]  # type: ignore[arg-type]
+        return LEVELS[LEVELS.index(extra["level"])]
     if variants(field.annotation):  # of a section that is always there, its own fields say it
         return section.field_level if _may_be_absent(field) else "simple"
     is_choice = name == tag(section) and bool(names(section))

@@ -104,8 +104,8 @@ def check(text: str, file: str, preset: str = "here") -> Json:
     where: Where = "unknown" if preset == "here" else "elsewhere"
     try:
         found = inspect(path, [], machine, where=where, weights="optional", text=text)
-    except ConfigError as error:
-        report = report_json(path, None, error)
+    except ConfigError as unreadable:
+        report = report_json(path, None, unreadable)
         return {"report": report, "broken": report["problems"][0], "form": None, "picture": None}
     error = ConfigError(file, found.loaded.problems) if found.loaded.problems else None
     own = parse_document(text, file).tree
@@ -131,7 +131,8 @@ def picture(found: Inspected, machine: Machine) -> Json | None:
     gpus = experiment.cluster.gpus_per_node > 0
     room = min((gpu.memory_bytes for gpu in machine.gpus), default=None) if gpus else machine.memory_bytes
     refused = _refused(experiment, found.plan, machine)
-    nodes = []
+    nodes: list[Json] = []
+    node: Json
     for model in models_of(experiment):
         layout, path = model.config.layout, str(model.config.model_path)
         node = {"name": model.name, "section": model.section, "role": _role(model.name), "model": path}
@@ -150,10 +151,10 @@ def picture(found: Inspected, machine: Machine) -> Json | None:
         node |= {"devices": 0, "shares": False}
         nodes.append({**node, **_memory(process, machine.memory_bytes, gpus=False, refused=refused)})
     if experiment.algorithm.generates:
-        env = {"name": "env", "section": "env", "role": "environment", "model": experiment.env.name}
+        env: Json = {"name": "env", "section": "env", "role": "environment", "model": experiment.env.name}
         nodes.append({**env, "layout": "", "devices": 0, "processes": 0, "shares": False, "fits": True})
         names = ", ".join(reward_weights(experiment.env, experiment.rewards))
-        rewards = {"name": "rewards", "section": "rewards", "role": "rewards", "model": names}
+        rewards: Json = {"name": "rewards", "section": "rewards", "role": "rewards", "model": names}
         nodes.append({**rewards, "layout": "", "devices": 0, "processes": 0, "shares": False, "fits": True})
     own = sum(node["devices"] for node in nodes if not node["shares"]) if gpus else 0
     cluster = experiment.cluster

@@ -4,7 +4,7 @@ import asyncio
 import shlex
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -95,17 +95,22 @@ async def _recipe(request: web.Request) -> web.Response:
 
 
 async def _template(request: web.Request) -> web.Response:
-    signature, name = request.query.get("signature", "trl"), request.query.get("function", "reward")
-    if signature not in get_args(Signature) or not name.isidentifier():
-        fix = f"choose one of {', '.join(get_args(Signature))}, and a name of letters, digits and _"
-        raise UiError(400, f"no template for {signature} {name}", "signature", fix)
+    given, name = request.query.get("signature", "trl"), request.query.get("function", "reward")
+    signature: Signature | None = next((one for one in FORMS if one == given), None)
+    if signature is None or not name.isidentifier():
+        fix = f"choose one of {', '.join(FORMS)}, and a name of letters, digits and _"
+        raise UiError(400, f"no template for {given} {name}", "signature", fix)
     return json_answer({"text": reward_template(signature, name)})
 
 
 async def _check(request: web.Request) -> web.Response:
     body = await body_of(request)
     text, file, preset = _text(body), _path(request, body), _preset(body)
-    answer = await asyncio.to_thread(_in_checker, request, compose.check, text, file, preset, newest=True)
+
+    def checked() -> compose.Json | None:
+        return _in_checker(request, compose.check, text, file, preset, newest=True)
+
+    answer = await asyncio.to_thread(checked)
     if answer is None:
         return json_answer({"superseded": True})
     name = str(body.get("file") or _NEW)
@@ -147,8 +152,12 @@ async def _planned(request: web.Request, function: Callable[..., Any]) -> web.Re
     devices = body.get("devices")
     if devices is not None and not (isinstance(devices, int) and 1 <= devices <= 4096):
         raise UiError(400, f"devices = {devices}: expected an integer from 1 to 4096", "devices")
-    given = _text(body), _path(request, body), _preset(body), devices
-    return json_answer(await asyncio.to_thread(_in_checker, request, function, *given))
+    text, file, preset = _text(body), _path(request, body), _preset(body)
+
+    def planned() -> Any:
+        return _in_checker(request, function, text, file, preset, devices)
+
+    return json_answer(await asyncio.to_thread(planned))
 
 
 async def _score(request: web.Request) -> web.Response:
@@ -194,7 +203,8 @@ async def _save(request: web.Request) -> web.Response:
 async def _save_reward(request: web.Request) -> web.Response:
     body = await body_of(request)
     name, text, version = str(body.get("file", "")), _text(body), body.get("version")
-    saved, functions = await asyncio.to_thread(_written, save_reward, request, name, text, version)
+    written = await asyncio.to_thread(_written, save_reward, request, name, text, version)
+    saved, functions = written
     return json_answer({"version": saved.version, "functions": functions})
 
 

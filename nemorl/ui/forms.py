@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from nemorl.config.algorithm import AlgorithmConfig
+from nemorl.config.algorithm.base import AlgorithmBase
 from nemorl.config.base import Config, FieldLevel
 from nemorl.config.experiment import Experiment, derived_fields
 from nemorl.config.load import Loaded
@@ -53,12 +53,12 @@ def form(loaded: Loaded, own: Tree) -> list[Node]:
     preset = str(getattr(algorithm, "name", ""))
     derived = derived_fields(loaded.sections)
     source = _Source(loaded.document.tree, own, loaded.document.origins, derived, preset)
-    unused = unused_sections(algorithm) if isinstance(algorithm, Config) else {}
+    unused = unused_sections(algorithm) if isinstance(algorithm, AlgorithmBase) else {}
     nodes = list(_fields(Experiment, (), loaded.document.tree, loaded.sections, source, "simple"))
     return [{**node, "unused": unused.get(node["name"], "")} for node in nodes]
 
 
-def unused_sections(algorithm: AlgorithmConfig) -> dict[str, str]:
+def unused_sections(algorithm: AlgorithmBase) -> dict[str, str]:
     """The sections that an algorithm does not use, with the reason."""
     uses_reference = algorithm.reference_field is not None and algorithm.keeps_reference
     used = {
@@ -69,7 +69,11 @@ def unused_sections(algorithm: AlgorithmConfig) -> dict[str, str]:
         "reference": (uses_reference, "has no reference in processes of its own"),
         "teachers": (algorithm.keeps_teachers, "has no teachers"),
     }
-    return {name: f"{algorithm.name} {why}" for name, (is_used, why) in used.items() if not is_used}
+    return {
+        name: f"{getattr(algorithm, 'name', '')} {why}"
+        for name, (is_used, why) in used.items()
+        if not is_used
+    }
 
 
 def _fields(

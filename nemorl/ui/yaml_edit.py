@@ -200,6 +200,11 @@ def _has_lines(value: object) -> bool:
     return isinstance(value, list | tuple) and any(isinstance(item, dict) and item for item in value)
 
 
+def _position(mark: Any) -> tuple[int, int]:
+    """The index and the column of a mark."""
+    return mark.index, mark.column
+
+
 class _Editor:
     """One edit of one text, which is valid."""
 
@@ -207,8 +212,8 @@ class _Editor:
         self._text = text
         self._newline = "\r\n" if "\r\n" in text else "\n"
         tokens = list(yaml.scan(text, Loader=yaml.SafeLoader))
-        self._dashes = [t.start_mark.index for t in tokens if isinstance(t, yaml.BlockEntryToken)]
-        self._colons = [t.end_mark.index for t in tokens if isinstance(t, yaml.ValueToken)]
+        self._dashes: list[int] = [t.start_mark.index for t in tokens if isinstance(t, yaml.BlockEntryToken)]
+        self._colons: list[int] = [t.end_mark.index for t in tokens if isinstance(t, yaml.ValueToken)]
         events = iter(list(yaml.parse(text, Loader=yaml.SafeLoader)))
         self._root: _Node | None = None
         for event in events:
@@ -219,7 +224,7 @@ class _Editor:
         self._referenced = {node.anchor: node for node in nodes if node.kind == "alias"}
 
     def _read(self, event: yaml.NodeEvent, events: Iterator[yaml.Event]) -> _Node:
-        start, end, column = event.start_mark.index, event.end_mark.index, event.start_mark.column
+        (start, column), (end, _) = _position(event.start_mark), _position(event.end_mark)
         if isinstance(event, yaml.AliasEvent):
             return _Node("alias", start, end, column, anchor=event.anchor)
         if isinstance(event, yaml.ScalarEvent):
@@ -230,10 +235,10 @@ class _Editor:
                 node.kept_end = end if "+" in header.partition("#")[0] else None
         else:
             kind = "mapping" if isinstance(event, yaml.MappingStartEvent) else "sequence"
-            node = _Node(kind, start, end, column, is_flow=bool(event.flow_style))
+            node = _Node(kind, start, end, column, is_flow=bool(getattr(event, "flow_style", False)))
             for following in events:
                 if isinstance(following, yaml.CollectionEndEvent):
-                    end = following.end_mark.index
+                    end = _position(following.end_mark)[0]
                     break
                 assert isinstance(following, yaml.NodeEvent)
                 child = self._read(following, events)
@@ -445,11 +450,9 @@ class _Editor:
         return self._text[:start] + new + self._text[end:]
 
 
-def edit(
-    text: str, edits: Sequence[Mapping[str, Any]], order: Mapping[str, Sequence[str]] | None = None
-) -> str:
-    """Apply edits in order: `{"path": […], "value": …}` sets, with `"append": true` appends, and with
-    `"remove": true` removes. `order` has the fields of a section by its dotted path.
+def edit(text: str, edits: Sequence[Mapping[str, Any]], order: Sequence[str] = ()) -> str:
+    """Apply edits in sequence: `{"path": […], "value": …}` sets, with `"append": true` appends, and with
+    `"remove": true` removes. `order` is that of new sections.
 
     Raises `ConfigError` and `EditError`.
     """
@@ -460,5 +463,5 @@ def edit(
         elif one.get("append"):
             text = append(text, path, one.get("value"))
         else:
-            text = set_value(text, path, one.get("value"), (order or {}).get(dotted(path[:-1]), ()))
+            text = set_value(text, path, one.get("value"), order)
     return text
