@@ -259,8 +259,9 @@ def _preset(body: dict[str, Any]) -> str:
 
 def _is_edit(one: Any) -> bool:
     path = one.get("path") if isinstance(one, dict) else None
-    is_path = isinstance(path, list) and bool(path)
-    return is_path and all(isinstance(step, str | int) and not isinstance(step, bool) for step in path)
+    if not isinstance(path, list) or not path:
+        return False
+    return all(isinstance(step, str | int) and not isinstance(step, bool) for step in path)
 
 
 def _dotted(edits: list[dict[str, Any]]) -> str:
