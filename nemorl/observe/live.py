@@ -10,10 +10,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .files import WriteError, write_atomically
 from .timeline import OpenStages, Stage
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 PERIOD_SECONDS = 1.0
 
@@ -141,9 +146,16 @@ class LiveFile(OpenStages):
 
 def read_live(path: Path) -> Live | None:
     """None if there is no file, or one of another release. Raises OSError."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(Live).validate_json(path.read_bytes())
+        return _adapter().validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
+
+
+@cache
+def _adapter() -> "TypeAdapter[Live]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Live)

@@ -136,7 +136,7 @@ def _of_metrics(metrics: MetricsFile, experiment: Experiment | None) -> Iterator
         yield Alarm("groups have no spread of rewards", f"{share:.0%}, {steps}", "50 %", fields, recent)
     share = _mean(metrics, "stop/length")
     if share >= MAX_TRUNCATED:
-        fields = ("generation.sampling.max_new_tokens", "policy.max_sequence_length")
+        fields = ("generation.max_new_tokens", "policy.max_sequence_length")
         only = f'{recent} and stop == "length"'
         yield Alarm("answers are truncated", f"{share:.0%}, {steps}", "25 %", fields, only)
     limit = getattr(experiment.algorithm, "max_logprob_gap", None) if experiment is not None else None
@@ -150,7 +150,7 @@ def _of_metrics(metrics: MetricsFile, experiment: Experiment | None) -> Iterator
         )
     skipped = _mean(metrics, "updates/skipped")
     if skipped > 0:
-        fields = ("policy.optimizer.lr", "policy.optimizer.max_grad_norm", "policy.guards")
+        fields = ("policy.optimizer.lr", "policy.max_grad_norm", "policy.guards")
         yield Alarm("updates were skipped", f"{skipped:.0%}, {steps}", "none", fields)
     for name in metrics.names:
         if name.startswith("reward_errors/") and (errors := _mean(metrics, name)) > 0:
@@ -161,7 +161,7 @@ def _of_metrics(metrics: MetricsFile, experiment: Experiment | None) -> Iterator
     failed = _mean(metrics, "environment/errors")
     if failed > 0:
         only = f"{recent} and failed"
-        yield Alarm("environments failed", f"{failed:.2g}, {steps}", "none", ("environment",), only)
+        yield Alarm("environments failed", f"{failed:.2g}, {steps}", "none", ("env",), only)
     lost = metrics.last("generation/replicas_lost", RECENT + 1)
     if len(lost) and lost[-1] > lost[0]:
         yield Alarm("engines were lost", f"{lost[-1] - lost[0]:g} in the last {len(lost) - 1} steps", "none")

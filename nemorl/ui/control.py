@@ -27,10 +27,11 @@ from nemorl.slurm.submission import latest_submission
 
 from .errors import UiError
 from .folders import Folders
-from .runs import RunStatus, run_status
+from .runs import LIVING, RunStatus, run_status
 
 OUTPUT = "output.log"  # in the folder of logs: what the command printed
 CHECK_SECONDS = 120.0
+END_SECONDS = 60.0  # of a process whose run has ended, until it is gone
 BEGIN_SECONDS = 120.0  # until the run folder holds a run
 POLL_SECONDS = 0.1
 WORDS_BYTES = 4000  # of the output, if a start fails
@@ -56,9 +57,6 @@ class Control:
 
     async def resume(self, run: str, folder: Path, request_id: str) -> Started:
         """Continue a run from its newest checkpoint."""
-        status = status_of(folder)
-        if status.driver is not None and status.driver.pid is not None:
-            raise UiError(409, f"the run is {status.state}: process {status.driver.pid}", run)
         return await self._once(request_id, lambda: self._resume(run, folder))
 
     async def _once(self, request_id: str, begin: Callable[[], Awaitable[Started]]) -> Started:
@@ -87,6 +85,11 @@ class Control:
         return await self._begin(run, folder, [str(config)])
 
     async def _resume(self, run: str, folder: Path) -> Started:
+        deadline = time.monotonic() + END_SECONDS
+        while (driver := (status := status_of(folder)).driver) is not None and driver.pid is not None:
+            if status.state in LIVING or time.monotonic() > deadline:
+                raise UiError(409, f"the run is {status.state}: process {driver.pid} has not ended", run)
+            await asyncio.sleep(POLL_SECONDS)
         words = [str(RunPaths(folder).config), f"run_dir={folder}", "--resume"]
         return await self._begin(run, folder, words)
 

@@ -30,14 +30,14 @@ WORDS = 12  # last lines of the driver's log that a failed run shows
 # Fields of the config that move the seconds of a stage.
 FIELDS_OF_STAGES: Mapping[str, tuple[str, ...]] = {
     "generation": ("generation.replicas", "generation.backend", "algorithm.max_staleness"),
-    "environment": ("environment", "cluster.rollout_workers", "rewards"),
+    "environment": ("env", "cluster.rollout_workers", "rewards"),
     "training": ("policy.layout", "policy.micro_batch_tokens", "policy.recompute"),
     "logprobs": ("policy.layout", "policy.micro_batch_tokens"),
     "reference": ("policy.layout", "algorithm.kl"),
     "values": ("critic",),
-    "teachers": ("algorithm",),
+    "teachers": ("teachers",),
     "refit": ("generation.transport",),
-    "validation": ("validation",),
+    "validation": ("algorithm.validation",),
     "checkpoint": ("checkpointing",),
     "recording": ("logger.trajectories",),
 }
