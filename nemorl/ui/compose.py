@@ -26,8 +26,8 @@ from nemorl.plan.generation_time import default_lengths
 from nemorl.plan.hardware import HARDWARE
 from nemorl.plan.layouts import list_layouts
 from nemorl.plan.machine import Gpu, Machine, gpu_problems, memory_problems, read_machine
-from nemorl.plan.memory import MEMORY_PARTS, ProcessMemory
-from nemorl.plan.problems import Plan
+from nemorl.plan.memory import MEMORY_PARTS, ON_HOST, ProcessMemory
+from nemorl.plan.problems import Plan, model_problem
 from nemorl.plan.step_time import UnplannedRun
 from nemorl.plan.suggest import suggest
 from nemorl.run.inspection import Inspected, Where, inspect
@@ -164,6 +164,7 @@ def picture(found: Inspected, machine: Machine) -> Json | None:
         "room": room,
         "gpus": cluster.num_nodes * cluster.gpus_per_node,
         "used_gpus": own,
+        "on_host": sum(node.get("on_host", 0) for node in nodes),
         "parts": list(MEMORY_PARTS),
         "problems": list(dict.fromkeys(refused)),
         "known": found.plan is not None and bool(found.plan.processes),
@@ -184,10 +185,13 @@ def _memory(process: ProcessMemory | None, room: int | None, *, gpus: bool, refu
         return {"processes": 0, "memory": None, "total": None, "parts": {}, "fits": True}
     size = process.on_device if gpus else process.total
     is_named = any(f"{process.group} process" in text for text in refused)
-    parts = {part: value for part in MEMORY_PARTS if (value := getattr(process, part))}
+    held = (part for part in MEMORY_PARTS if not (gpus and part in ON_HOST))
+    parts = {part: value for part in held if (value := getattr(process, part))}
     fits = (room is None or size <= room) and not is_named
     total = process.total * process.count
-    return {"processes": process.count, "memory": size, "total": total, "parts": parts, "fits": fits}
+    on_host = (process.total - process.on_device if gpus else process.total) * process.count
+    found = {"processes": process.count, "memory": size, "total": total, "parts": parts, "fits": fits}
+    return {**found, "room": room if gpus else None, "on_host": on_host}
 
 
 def _role(group: str) -> str:
@@ -279,7 +283,8 @@ def _planned(text: str, file: str) -> tuple[Experiment, ModelShape]:
     try:
         return experiment, load_shape(experiment.policy.model_path, experiment.policy.head)
     except (BrokenModelFolder, UnsupportedModel) as error:
-        raise NemorlError(f"{experiment.policy.model_path}: {error}") from error
+        problem = model_problem("policy", experiment.policy.model_path, str(error))
+        raise ConfigError(file, [problem]) from error
 
 
 def _layout_edit(layout: Any) -> Json:

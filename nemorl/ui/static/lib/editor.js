@@ -58,11 +58,15 @@ export function Editor({ value, onChange, language = "yaml", marks = [], goto, l
   const box = useRef(null);
   const view = useRef(null);
   const calls = useRef({});
+  const typed = useRef([]); // texts that were reported and have not come back as `value`
   calls.current = { onChange };
   useEffect(() => {
     const changed = EditorView.updateListener.of((update) => {
       const own = update.transactions.some((one) => one.annotation(Transaction.userEvent) !== "outside");
-      if (update.docChanged && own) calls.current.onChange?.(update.state.doc.toString());
+      if (!update.docChanged || !own) return;
+      const text = update.state.doc.toString();
+      typed.current.push(text);
+      calls.current.onChange?.(text);
     });
     const state = EditorState.create({
       doc: value,
@@ -90,7 +94,11 @@ export function Editor({ value, onChange, language = "yaml", marks = [], goto, l
   }, []);
   useEffect(() => {
     const old = view.current.state.doc.toString();
-    if (old === value) return;
+    // A page that is behind fast typing shows what was typed before: no change from outside.
+    const place = typed.current.lastIndexOf(value);
+    typed.current = typed.current.slice(place + 1);
+    if (place >= 0 || old === value) return;
+    typed.current = [];
     let start = 0;
     while (start < Math.min(old.length, value.length) && old[start] === value[start]) start += 1;
     let end = 0;

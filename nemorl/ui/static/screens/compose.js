@@ -28,7 +28,8 @@ function Start({ facts, files, error }) {
   const [find, setFind] = useState("");
   const words = find.toLowerCase().split(/\s+/);
   const has = (text) => words.every((word) => text.toLowerCase().includes(word));
-  const recipes = facts.recipes.filter((one) => has(`${one.name} ${one.algorithm} ${one.model} ${one.devices} ${one.description}`));
+  const first = (one) => (one.name.startsWith("quickstart/") ? 0 : one.name.startsWith("recipes/") ? 2 : 1);
+  const recipes = [...facts.recipes].sort((a, b) => first(a) - first(b)).filter((one) => has(`${one.name} ${one.algorithm} ${one.model} ${one.devices} ${one.description}`));
   const own = files.filter(has);
   const open = (params) => (event) => {
     event.preventDefault();
@@ -44,10 +45,11 @@ function Start({ facts, files, error }) {
         ${own.length ? html`<ul>${own.map((name) => html`<li><a href=${`/compose?file=${encodeURIComponent(name)}`} onClick=${open({ file: name })}>${name}</a></li>`)}</ul>` : html`<${Empty}>No experiment file in this folder: start with a recipe.<//>`}
       </section>
       <section class="panel"><h2>Recipes</h2>
-        <div class="scroll"><table class="table" aria-label="Recipes"><thead><tr><th>name</th><th>algorithm</th><th>model</th><th>devices</th><th>what it is</th></tr></thead>
+        <div class="scroll"><table class="table" aria-label="Recipes"><thead><tr><th>name</th><th>algorithm</th><th>model</th><th>devices</th></tr></thead>
           <tbody>${recipes.map((one) => html`<tr>
-            <td><a href=${`/compose?recipe=${encodeURIComponent(one.name)}`} onClick=${open({ recipe: one.name, file: `${one.name.split("/").at(-1)}.yaml` })}>${one.name}</a></td>
-            <td>${one.algorithm}</td><td>${one.model}</td><td>${one.devices}</td><td class="muted">${one.description}</td></tr>`)}</tbody>
+            <td><a href=${`/compose?recipe=${encodeURIComponent(one.name)}`} onClick=${open({ recipe: one.name, file: `${one.name.split("/").at(-1)}.yaml` })}>${one.name}</a>
+              <div class="muted">${one.description}</div></td>
+            <td>${one.algorithm}</td><td>${one.model}</td><td>${one.devices}</td></tr>`)}</tbody>
         </table></div>
       </section>
     </div>
@@ -64,8 +66,11 @@ function useCheck(text, file, preset) {
     const timer = setTimeout(async () => {
       setState(([check, error]) => [check, error, true]);
       try {
-        const check = await post("/api/compose/check", { text, file, preset }, control.signal);
-        if (check.superseded || control.signal.aborted) return;
+        let check;
+        do {
+          check = await post("/api/compose/check", { text, file, preset }, control.signal);
+        } while (check.superseded && !control.signal.aborted); // by a request that the page has dropped
+        if (control.signal.aborted) return;
         if (check.form) form.current = check.form;
         setState([{ ...check, form: check.form || form.current, text }, null, false]);
       } catch (error) {
@@ -120,7 +125,10 @@ function Composer({ facts, readOnly }) {
   const [busy, setBusy] = useState("");
   const latest = useRef("");
   const queue = useRef(Promise.resolve());
-  latest.current = text;
+  const put = (changed) => {
+    latest.current = changed;
+    setText(changed);
+  };
 
   useEffect(() => {
     let ended = false;
@@ -132,13 +140,13 @@ function Composer({ facts, readOnly }) {
       const found = await get("/api/compose/file", { file });
       return { text: found.text, version: found.version, saved: found.text };
     };
-    setText(null);
+    put(null);
     setError(null);
     setConflict(null);
     setName(file);
     load().then((found) => {
       if (ended) return;
-      setText(found.text);
+      put(found.text);
       setVersion(found.version);
       setSaved(found.saved);
     }, (problem) => ended || setError(problem));
@@ -154,7 +162,6 @@ function Composer({ facts, readOnly }) {
   const problems = useMemo(() => {
     const found = new Map();
     for (const one of check?.report.problems || []) found.set(one.field, [...(found.get(one.field) || []), one]);
-    // A problem of an absent field is shown at the nearest section that is there.
     return found;
   }, [check]);
   const marks = useMemo(() => (check?.report.problems || []).filter((one) => one.line).map((one) => ({ line: one.line, message: `${one.field ? `${one.field}: ` : ""}${one.fix}` })), [check]);
@@ -164,12 +171,13 @@ function Composer({ facts, readOnly }) {
   // Edits run in sequence, each on the text that the one before has made.
   const edit = (edits) => {
     queue.current = queue.current.then(async () => {
-      const before = latest.current;
       try {
-        const changed = await post("/api/compose/edit", { text: before, file: name, edits });
-        if (latest.current === before) {
-          latest.current = changed.text;
-          setText(changed.text);
+        for (;;) {
+          const before = latest.current;
+          const changed = await post("/api/compose/edit", { text: before, file: name, edits });
+          if (latest.current !== before) continue; // typed meanwhile
+          put(changed.text);
+          break;
         }
         setError(null);
       } catch (problem) {
@@ -209,7 +217,7 @@ function Composer({ facts, readOnly }) {
     setBusy("");
   };
   const take = () => {
-    setText(conflict.body.text);
+    put(conflict.body.text);
     setVersion(conflict.body.version);
     setSaved(conflict.body.text);
     setConflict(null);
@@ -256,8 +264,8 @@ function Composer({ facts, readOnly }) {
           </div>`}
         ${tab === "rewards" && html`<${Rewards} node=${check?.form?.find((node) => node.name === "rewards")} facts=${facts} text=${text} file=${name} onEdit=${edit} readOnly=${readOnly} />`}
       </section>
-      <section class="right" aria-label="YAML">
-        <${Editor} value=${text} onChange=${setText} marks=${marks} goto=${line} label="Experiment file" readOnly=${false} />
+      <section class="source" aria-label="YAML">
+        <${Editor} value=${text} onChange=${put} marks=${marks} goto=${line} label="Experiment file" />
         ${report && html`<${Problems} report=${report} onLine=${goto} />`}
       </section>
     </div>

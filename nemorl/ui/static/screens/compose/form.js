@@ -11,14 +11,14 @@ export function makeFilter({ levels, level, find, problems }) {
   const shown = levels.slice(0, levels.indexOf(level) + 1);
   const words = find.toLowerCase().split(/\s+/).filter(Boolean);
   const says = (node) => words.every((word) => `${key(node.path)} ${node.help}`.toLowerCase().includes(word));
-  const test = (node, inFound = false) => {
-    const found = inFound || !words.length || says(node);
+  const test = (node) => {
     if (isGroup(node)) {
       const below = [...(node.fields || []), ...(node.items || [])];
-      const own = found && (shown.includes(node.level) || words.length > 0) && (node.nullable || node.variants || node.items);
-      return Boolean(own) || node.is_own || problems.has(key(node.path)) || below.some((one) => test(one, words.length > 0 && says(node)));
+      const chooses = Boolean(node.nullable || node.variants || node.items);
+      if (words.length) return below.some(test) || (chooses && says(node));
+      return (shown.includes(node.level) && chooses) || node.is_own || problems.has(key(node.path)) || below.some(test);
     }
-    if (words.length) return found;
+    if (words.length) return says(node);
     return shown.includes(node.level) || node.is_own || problems.has(key(node.path));
   };
   return test;

@@ -7,6 +7,7 @@ import { Loading, Problem, bytes, number, percent, useLoaded } from "../../lib/w
 
 const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [164, 104, 36, 48];
 const FIRST = ["rollout workers", "engine", "environment", "rewards"];
+const COLORS = [...PALETTE, "#7d8894", "#c79ad6", "#7fb8a0", "#d9b08c", "#5d6fa8", "#a8865d"];
 const short = (text, length = 24) => (text.length > length ? `…${text.slice(1 - length)}` : text);
 
 // Places of the boxes: the way of a trajectory in the first row, models in the second, the rest in the third.
@@ -16,9 +17,18 @@ function places(nodes) {
   const models = ["actor", "critic", "reference", "teacher", "reward model"];
   for (const role of models) rows[1].push(...nodes.filter((node) => node.role === role));
   rows[2] = nodes.filter((node) => !rows[0].includes(node) && !rows[1].includes(node));
+  // The actor is between the rewards, which it gets, and the engine, which gets its weights.
+  const columns = [[], rows[0].length > 2 ? [2, 3, 1, 0] : [], []];
+  if (rows[0].length > 2 && rows[1].length + rows[2].length <= 4) {
+    const free = [0, 1, 3, 2].filter((x) => !columns[1].slice(0, rows[1].length).includes(x));
+    columns[1] = [...columns[1].slice(0, rows[1].length), ...free];
+    rows[1].push(...rows[2].splice(0));
+  }
   const found = new Map();
-  rows.filter((row) => row.length).forEach((row, y) => {
-    row.forEach((node, x) => found.set(node.name, { x: x * (WIDTH + GAP_X), y: y * (HEIGHT + GAP_Y) }));
+  let y = 0;
+  rows.forEach((row, at) => {
+    row.forEach((node, x) => found.set(node.name, { x: (columns[at][x] ?? x) * (WIDTH + GAP_X), y: y * (HEIGHT + GAP_Y) }));
+    if (row.length) y += 1;
   });
   return found;
 }
@@ -28,7 +38,7 @@ function Box({ node, at, room, parts, onSection }) {
   let left = 10;
   const bars = Object.entries(node.parts || {}).map(([part, size]) => {
     const width = ((WIDTH - 20) * size) / scale;
-    const bar = html`<rect x=${left} y="72" width=${Math.min(width, WIDTH - left)} height="9" fill=${PALETTE[parts.indexOf(part) % PALETTE.length]}>
+    const bar = html`<rect x=${left} y="72" width=${Math.min(width, WIDTH - left)} height="9" fill=${COLORS[parts.indexOf(part) % COLORS.length]}>
       <title>${part.replaceAll("_", " ")}: ${bytes(size)}</title>
     </rect>`;
     left += width;
@@ -36,7 +46,7 @@ function Box({ node, at, room, parts, onSection }) {
   });
   const open = () => onSection(node.section);
   const count = node.processes ? `${node.processes} process${node.processes > 1 ? "es" : ""}` : "";
-  const fits = node.memory ? `${bytes(node.memory)}${room && node.role !== "driver" ? ` of ${bytes(room)}` : ""}` : "";
+  const fits = node.memory ? `${bytes(node.memory)}${node.room ? ` of ${bytes(node.room)}` : ""}` : "";
   const said = [node.role, node.model, node.layout, count, fits, node.fits ? "" : "does not fit"].filter(Boolean).join(", ");
   return html`<g
     class=${`box ${node.fits ? "" : "full"}`}
@@ -89,12 +99,14 @@ export function Picture({ picture, onSection }) {
         </marker>
       </defs>
       ${picture.edges.map((edge) => html`<${Edge} ...${edge} at=${at} />`)}
-      ${picture.nodes.map((node) => html`<${Box} key=${node.name} node=${node} at=${at.get(node.name)} room=${picture.room} parts=${picture.parts} onSection=${onSection} />`)}
+      ${picture.nodes.map((node) => html`<${Box} key=${node.name} node=${node} at=${at.get(node.name)} room=${node.room || picture.room} parts=${used} onSection=${onSection} />`)}
     </svg>
     <p class="legend">
-      ${used.map((part) => html`<span><i style=${{ background: PALETTE[picture.parts.indexOf(part) % PALETTE.length] }}></i>${part.replaceAll("_", " ")}</span>`)}
+      ${used.map((part) => html`<span><i style=${{ background: COLORS[used.indexOf(part) % COLORS.length] }}></i>${part.replaceAll("_", " ")}</span>`)}
     </p>
-    ${gpus > 0 && html`<p class=${taken > gpus ? "bad" : "muted"}>${taken} of ${gpus} GPUs are used.</p>`}
+    ${gpus > 0
+      ? html`<p class=${taken > gpus ? "bad" : "muted"}>${taken} of ${gpus} GPUs are used. The bars are of one process; ${bytes(picture.on_host)} in all are in host memory.</p>`
+      : html`<p class=${picture.on_host > picture.room ? "bad" : "muted"}>All processes need ${bytes(picture.on_host)} of ${bytes(picture.room)}; the bars are of one process.</p>`}
   </div>`;
 }
 
@@ -117,7 +129,7 @@ export function Layouts({ text, file, preset, world, canRank, onEdit }) {
   return html`<section class="column" aria-label="Layouts">
     <div class="row">
       <h2>Layouts</h2>
-      <label>on <input class="short" type="number" min="1" max="4096" value=${found?.devices || count || ""} onChange=${(event) => setDevices(Number(event.target.value) || null)} /> devices</label>
+      <label>on <input class="short" type="number" min="1" max="4096" aria-label="Number of devices" value=${found?.devices || count || ""} onChange=${(event) => setDevices(Number(event.target.value) || null)} /> devices</label>
       ${canRank && html`<label><input type="checkbox" checked=${ranked} onChange=${(event) => setRanked(event.target.checked)} /> whole runs by seconds of a step</label>`}
       <span class="muted" role="status">${loading ? "planning…" : found ? `${found.count} found` : ""}</span>
     </div>

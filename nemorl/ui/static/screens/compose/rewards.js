@@ -161,7 +161,7 @@ function Scored({ scored, weights }) {
     </table></div>
     <p role="status" class=${groups && equal / groups >= 0.5 ? "notice" : ""}>
       ${scored.answers.length} answers; ${groups
-        ? `${equal} of ${groups} groups (${percent(equal / groups)}) have no spread, so they train nothing`
+        ? `${equal} of ${groups} groups (${percent(equal / groups)}) without spread${equal ? ": they train nothing" : ""}`
         : "no group has several answers, so spread is unknown"}.
     </p>
     ${failed.map((part) => html`<div class="problem" role="alert">
