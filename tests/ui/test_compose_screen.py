@@ -104,7 +104,7 @@ def test_compose_break_fix_score_and_save(tmp_path: Path, theme: str, width: int
         at.locator(".cm-line:has-text('my_rewards:raises')").click()
         at.keyboard.press("End")
         at.keyboard.press("Shift+Home")
-        at.keyboard.type(own.replace("raises", "right"))
+        at.keyboard.type(own.replace("raises", "right").lstrip())
         verdict(page, "OK")
         at.get_by_role("button", name="Score").click()
         sums = at.locator("tr:has(b:text-is('sum')) td").nth(5)

@@ -1,6 +1,6 @@
 // The form of an experiment: sections and fields from the schema, filtered by level and search.
 
-import { html, useState } from "../../lib/preact.js";
+import { html, useEffect, useState } from "../../lib/preact.js";
 
 const key = (path) => path.join(".");
 const isGroup = (node) => ["section", "sections", "mapping"].includes(node.kind);
@@ -46,6 +46,20 @@ function parsed(node, text) {
   return text;
 }
 
+// What is being typed stays while checks make the form again; Escape takes it back.
+function Text({ value, onCommit, ...rest }) {
+  const [draft, setDraft] = useState(null);
+  useEffect(() => setDraft(null), [value]);
+  return html`<input
+    type="text"
+    ...${rest}
+    value=${draft ?? value}
+    onInput=${(event) => setDraft(event.target.value)}
+    onKeyDown=${(event) => event.key === "Escape" && setDraft(null)}
+    onChange=${(event) => event.target.value !== value && onCommit(event.target.value.trim())}
+  />`;
+}
+
 function Input({ node, id, onSet }) {
   const common = { id, "aria-describedby": `${id}-help`, class: node.kind };
   const set = (value) => onSet(value === undefined ? { path: node.path, remove: true } : { path: node.path, value });
@@ -68,15 +82,7 @@ function Input({ node, id, onSet }) {
   const text = node.kind === "list" && Array.isArray(node.value) ? node.value.map(shownValue).join(", ") : shownValue(node.value);
   const limits = node.kind === "integer" || node.kind === "number" ? { inputmode: "decimal" } : {};
   const hint = node.required ? "required" : node.nullable ? "none" : "";
-  return html`<input
-    type="text"
-    ...${common}
-    ...${limits}
-    value=${text}
-    placeholder=${hint}
-    spellcheck="false"
-    onChange=${(event) => event.target.value !== text && set(parsed(node, event.target.value.trim()))}
-  />`;
+  return html`<${Text} ...${common} ...${limits} value=${text} placeholder=${hint} spellcheck="false" onCommit=${(given) => set(parsed(node, given))} />`;
 }
 
 function Origin({ node, onLine }) {

@@ -129,7 +129,7 @@ export function Layouts({ text, file, preset, world, canRank, onEdit }) {
   return html`<section class="column" aria-label="Layouts">
     <div class="row">
       <h2>Layouts</h2>
-      <label>on <input class="short" type="number" min="1" max="4096" aria-label="Number of devices" value=${found?.devices || count || ""} onChange=${(event) => setDevices(Number(event.target.value) || null)} /> devices</label>
+      <label>on <input class="short" type="number" min="1" max="4096" aria-label="Number of devices" value=${count || found?.devices || ""} onInput=${(event) => setDevices(Number(event.target.value) || null)} /> devices</label>
       ${canRank && html`<label><input type="checkbox" checked=${ranked} onChange=${(event) => setRanked(event.target.checked)} /> whole runs by seconds of a step</label>`}
       <span class="muted" role="status">${loading ? "planning…" : found ? `${found.count} found` : ""}</span>
     </div>

@@ -27,7 +27,7 @@ function Weight({ node, weight, onWeigh, onEdit }) {
       onInput=${(event) => onWeigh(name, Number(event.target.value))}
       onChange=${commit}
     />
-    <input class="short" type="number" step="any" value=${weight} aria-label=${`Weight of ${name} as a number`} onChange=${commit} />
+    <input class="short" type="number" step="any" value=${weight} aria-label=${`Weight of ${name} as a number`} onInput=${(event) => event.target.value !== "" && onWeigh(name, Number(event.target.value))} onChange=${commit} />
     <button class="quiet reset" aria-label=${`Remove ${name}`} title="Remove this reward" onClick=${() => onEdit([{ path: node.path, remove: true }])}>×</button>
   </div>`;
 }
