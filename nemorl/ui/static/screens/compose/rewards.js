@@ -235,7 +235,7 @@ function Preview({ text, file, weights }) {
 
 export function Rewards({ node, facts, text, file, onEdit, readOnly }) {
   const [moved, setMoved] = useState({});
-  useEffect(() => setMoved({}), [text]);
+  useEffect(() => setMoved({}), [node]);
   const items = node?.items || [];
   const weights = useMemo(() => ({ ...Object.fromEntries(items.map((item) => [nameOf(item), weightOf(item)])), ...moved }), [items, moved]);
   if (!node) return html`<p class="empty muted">The form waits until the text is right.</p>`;
