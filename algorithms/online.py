@@ -12,10 +12,11 @@ without processes of its own is the policy with its first weights.
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from nemorl.cluster.errors import ClusterError
 from nemorl.config.algorithm import OnlineBase
@@ -50,6 +51,7 @@ from .token_advantages import SequenceKL, TokenEstimator
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Groups = list[GroupSummary]
 Fields = list[tuple[Field, Column]]  # of other models, for the policy's batch
 
@@ -132,12 +134,15 @@ class OnlineAlgorithm:
             sampled = [[(t.num_tokens, t.num_sampled) for t in g.sequences] for g in groups]
             metrics["flops/generation"] = self.work.generation(sampled)
         metrics |= await self.train(batch, number)
-        if self.session.pinned.locked():
-            with self.observer.stage("validation_wait", waits_for="validation"):
-                async with self.session.pinned:
-                    pass  # a validation samples with the version before
-        with self.observer.stage("refit"):
-            metrics |= await self.session.update_weights(number)
+        async with _while_running(self._store(number, groups, batch)) as storing:
+            if self.session.pinned.locked():
+                with self.observer.stage("validation_wait", waits_for="validation"):
+                    async with self.session.pinned:
+                        pass  # a validation samples with the version before
+            with self.observer.stage("refit"):
+                metrics |= await self.session.update_weights(number)
+            with self.observer.stage("recording"):
+                stored, trained = await storing
         metrics |= await self.session.generation_metrics()
         # Last, so that a step that fails leaves them to its repetition.
         metrics |= self.collector.take_order_metrics()
@@ -147,26 +152,26 @@ class OnlineAlgorithm:
         if self.config.max_staleness or self.config.oversampling > 1 or self.config.group_seconds or dropped:
             metrics |= dropped_metrics(dropped, num_given_up, groups)
         self.observer.samples(list(samples_of(number, groups, "training")))
-        with self.observer.stage("recording"):
-            await self._record(number, groups, batch)
+        rows = rows_of(number, groups, "training", trained=trained, stored=stored)
+        self.observer.trajectories(list(rows))
         return metrics
 
-    async def _record(self, number: int, groups: Groups, batch: Batch) -> None:
-        """Write trajectories and their index, after the step. What cannot be written costs a warning."""
-        log, stored = self.trajectories, Groups()
-        trained: dict[SequenceKey, Trained] | None = None
-        if log is not None:
-            stored = log.kept(groups)
-            estimated = batch.sequences if batch.token_estimator is None else ()
-            advantages = {(s.store, s.row): s.advantage for s in estimated}
-            written, trained = await asyncio.gather(
-                log.write(number, stored, advantages),
-                self._record_trained(number, stored, batch, log),
-            )
-            stored = stored if written else []
-        numbers = {group.group for group in stored}
-        rows = rows_of(number, groups, "training", trained=trained, stored=numbers)
-        self.observer.trajectories(list(rows))
+    async def _store(
+        self, number: int, groups: Groups, batch: Batch
+    ) -> tuple[set[int], dict[SequenceKey, Trained] | None]:
+        """Write a step's trajectories; numbers of the groups that are stored, and what was trained.
+
+        What cannot be written costs a warning.
+        """
+        if (log := self.trajectories) is None:
+            return set(), None
+        kept = log.kept(groups)
+        estimated = batch.sequences if batch.token_estimator is None else ()
+        advantages = {(s.store, s.row): s.advantage for s in estimated}
+        written, trained = await asyncio.gather(
+            log.write(number, kept, advantages), self._record_trained(number, kept, batch, log)
+        )
+        return {group.group for group in kept} if written else set(), trained
 
     async def _record_trained(
         self, number: int, stored: Groups, batch: Batch, log: TrajectoryLog
@@ -317,3 +322,14 @@ class OnlineAlgorithm:
         work = [(name, partial(train, name, loss)) for name, loss in batch.losses.items()]
         updates = await self.session.run_models(work)
         return dict(zip(batch.losses, updates, strict=True))
+
+
+@asynccontextmanager
+async def _while_running(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.Task[T]]:
+    """Do this work at the same time; it is cancelled if the block fails."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

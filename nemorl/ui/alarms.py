@@ -1,4 +1,4 @@
-"""What is wrong in a run, with the figure, its limit and where to look; advice where nothing is wrong."""
+"""What is wrong in a run, with the value, its limit and where to look; advice where nothing is wrong."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ IDLE = 0.5
 @dataclass(frozen=True)
 class Alarm:
     title: str
-    figure: str  # what was measured
+    value: str  # what was measured
     limit: str  # what it is compared with
     fields: tuple[str, ...] = ()  # of the config, that move it
     filter: str = ""  # of the trajectories concerned
@@ -119,8 +119,8 @@ def _of_engines(live: Live) -> Iterator[Alarm]:
             yield Alarm(f"{engine.name} does not answer", "its process hangs, is suspended or very busy", "")
         elif engine.running and (engine.seconds_since_step or 0.0) > SILENT_ENGINE_SECONDS:
             seconds = format_seconds(engine.seconds_since_step or 0.0)
-            figure = f"{engine.running:,} requests, and no step for {seconds}"
-            yield Alarm(f"{engine.name} makes no progress", figure, format_seconds(SILENT_ENGINE_SECONDS))
+            value = f"{engine.running:,} requests, and no step for {seconds}"
+            yield Alarm(f"{engine.name} makes no progress", value, format_seconds(SILENT_ENGINE_SECONDS))
 
 
 def _of_metrics(metrics: MetricsFile, experiment: Experiment | None) -> Iterator[Alarm]:
@@ -143,10 +143,10 @@ def _of_metrics(metrics: MetricsFile, experiment: Experiment | None) -> Iterator
     gap = _mean(metrics, "logprob_gap/mean")
     if limit is not None and gap > MAX_OF_GAP * limit:
         only = f"{recent} and logprob_gap > {MAX_OF_GAP * limit:g}"
-        figure = f"{gap:.3g}, {steps}"
+        value = f"{gap:.3g}, {steps}"
         words = f"half of algorithm.max_logprob_gap, {limit:g}"
         yield Alarm(
-            "engine and trainer differ in logprobs", figure, words, ("algorithm.max_logprob_gap",), only
+            "engine and trainer differ in logprobs", value, words, ("algorithm.max_logprob_gap",), only
         )
     skipped = _mean(metrics, "updates/skipped")
     if skipped > 0:

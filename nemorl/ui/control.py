@@ -118,7 +118,7 @@ class Control:
         try:
             logs.mkdir(parents=True, exist_ok=True)
             with (logs / OUTPUT).open("ab") as output:
-                offset = output.tell()
+                offset = output.seek(0, os.SEEK_END)
                 process = subprocess.Popen(
                     [sys.executable, "-m", "nemorl.cli", "train", *words],
                     cwd=self._folders.root,
@@ -175,7 +175,7 @@ def cancel_job(run: str, folder: Path) -> list[str]:
 
 
 def status_of(folder: Path) -> RunStatus:
-    """Raises UiError for a damaged header, which cannot prove a process to be the run's."""
+    """Raises UiError for a corrupt header, which cannot prove a process to be the run's."""
     try:
         return run_status(folder, read_header(RunPaths(folder).header))
     except RunFolderError as error:

@@ -121,7 +121,7 @@ class MetricsFile:
 
 
 class MetricsFiles:
-    """The files of the runs that were looked at last."""
+    """The files of the latest runs that were asked for."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, MetricsFile] = OrderedDict()

@@ -102,7 +102,7 @@ def test_the_last_complete_line_counts(tmp_path):
     assert last_line(path) == {"step": 2}
 
 
-def test_a_damaged_header_is_a_remark_in_the_list(tmp_path):
+def test_a_corrupt_header_is_a_remark_in_the_list(tmp_path):
     folder = make_run(tmp_path / "run")
     (folder / "header.json").write_text("{", encoding="utf-8")
     code, (run,) = get(tmp_path, "/api/runs/list")

@@ -1,4 +1,4 @@
-"""Metrics as columns: what is appended, cut or damaged, and what of them is drawn."""
+"""Metrics as columns: what is appended, cut or corrupt, and what of them is drawn."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def test_a_file_that_was_cut_is_read_again(tmp_path):
     assert metrics.steps == []
 
 
-def test_damaged_lines_are_named_and_the_others_shown(tmp_path):
+def test_corrupt_lines_are_named_and_the_others_shown(tmp_path):
     folder = make_run(tmp_path / "run", steps=2)
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 3, \n[]\n{"step": "x"}\n\x00\x00\n')

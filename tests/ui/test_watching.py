@@ -65,7 +65,7 @@ def test_a_healthy_run_has_no_alarm(tmp_path):
 def test_each_metric_has_its_limit(tmp_path, values, title, part_of_filter):
     (alarm,) = found(metrics_of(tmp_path, steps=7, **values))
     assert alarm.title == title
-    assert alarm.figure
+    assert alarm.value
     assert part_of_filter in alarm.filter
     below = {name: value * 0.9 if value >= 0.25 and value < 1 else 0.0 for name, value in values.items()}
     assert found(metrics_of(tmp_path / "below", steps=7, **below)) == []
@@ -78,7 +78,7 @@ def test_a_stage_is_slow_beyond_six_medians_of_at_least_three(tmp_path):
     assert found(few, long) == []
     (alarm,) = found(enough, long)
     assert alarm.title == "generation takes longer than usual"
-    assert "3 of 8 trajectories" in alarm.figure
+    assert "3 of 8 trajectories" in alarm.value
     assert "0.6 s" in alarm.limit
     assert found(enough, live_of(stage("generation", 3.5))) == []
     assert found(enough, live_of(stage("other", 1000.0))) == []
@@ -109,7 +109,7 @@ def test_a_full_disk_and_an_end_are_alarms(tmp_path):
     (alarm,) = found(metrics, free=LOW_DISK_BYTES - 1)
     assert alarm.title == "the disk is nearly full"
     (alarm,) = alarms(RunStatus("failed", "of memory"), metrics, None, 0, NOW)
-    assert (alarm.title, alarm.figure, alarm.is_fatal) == ("the run is failed", "of memory", True)
+    assert (alarm.title, alarm.value, alarm.is_fatal) == ("the run is failed", "of memory", True)
 
 
 def test_a_loss_of_engines_is_an_alarm_while_it_is_recent(tmp_path):

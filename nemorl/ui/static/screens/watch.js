@@ -28,7 +28,7 @@ function useNow(serverNow) {
 const Fact = ({ name, children, title }) =>
   html`<div class="fact" title=${title}><span class="muted">${name}</span><b>${children}</b></div>`;
 
-// Links to the fields of the config that move a figure.
+// Links to the fields of the config that move a value.
 const Fields = ({ run, names }) =>
   names.length > 0 &&
   html`<span class="fields">
@@ -65,7 +65,7 @@ function Alarms({ run, alarms, advice }) {
     ${alarms.map(
       (alarm) =>
         html`<div class=${alarm.is_fatal ? "problem alarm" : "notice alarm"} role="alert" key=${alarm.title}>
-          <div><b>${alarm.title}</b>: ${alarm.figure}${alarm.limit && html` <span class="muted">(limit: ${alarm.limit})</span>`}</div>
+          <div><b>${alarm.title}</b>: ${alarm.value}${alarm.limit && html` <span class="muted">(limit: ${alarm.limit})</span>`}</div>
           <div class="row">
             <${Fields} run=${run} names=${alarm.fields} />
             ${alarm.filter && html`<a href=${address("read", { run, filter: alarm.filter })}>the trajectories</a>`}
