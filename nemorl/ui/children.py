@@ -28,9 +28,9 @@ class ChildError(Exception):
 class Child:
     """Calls functions of nemorl in one child process. A call waits for the one before it."""
 
-    def __init__(self, seconds: float, memory_bytes: int = MEMORY_BYTES) -> None:
-        """`seconds` is the deadline of a call."""
-        self._seconds, self._memory_bytes = seconds, memory_bytes
+    def __init__(self, folder: Path, seconds: float, memory_bytes: int = MEMORY_BYTES) -> None:
+        """`folder` is that in which runs start, `seconds` the deadline of a call."""
+        self._folder, self._seconds, self._memory_bytes = folder, seconds, memory_bytes
         self._pool: ProcessPool | None = None
         self._imported: dict[
             str, float
@@ -56,7 +56,7 @@ class Child:
         if self._pool is None:
             # spawn: a fork would copy the locks of the server's threads in any state.
             spawn = multiprocessing.get_context("spawn")
-            start = (os.getcwd(), self._memory_bytes)
+            start = (str(self._folder), self._memory_bytes)
             self._pool = ProcessPool(1, initializer=_enter, initargs=start, context=spawn)
         try:
             future = self._pool.schedule(_answer, args=(function, *arguments), timeout=self._seconds)
@@ -123,9 +123,9 @@ def _changed(file: str) -> float:
         return 0
 
 
-def call_once(function: Callable[..., T], *arguments: Any, seconds: float) -> T:
+def call_once(function: Callable[..., T], *arguments: Any, folder: Path, seconds: float) -> T:
     """`function(*arguments)` in a child for this call alone. Raises what it raises, and ChildError."""
-    child = Child(seconds)
+    child = Child(folder, seconds)
     try:
         value = child.call(function, *arguments)
         assert value is not None

@@ -39,7 +39,7 @@ _ORDER = tuple(Experiment.model_fields)
 
 
 def add_routes(app: web.Application) -> None:
-    app[CHECKER] = Child(compose.CHECK_SECONDS)
+    app[CHECKER] = Child(app[FOLDERS].root, compose.CHECK_SECONDS)
     app.cleanup_ctx.append(_close_checker)
     get, post = app.router.add_get, app.router.add_post
     get("/api/compose/facts", _facts)
@@ -74,7 +74,7 @@ async def _facts(request: web.Request) -> web.Response:
             "rewards": words,
             "signatures": FORMS,
             "algorithms": {name: preset.title for name, preset in ALGORITHMS.items()},
-            "folder": str(Path.cwd()),
+            "folder": str(request.app[FOLDERS].root),
         }
     )
 
@@ -128,7 +128,7 @@ async def _edit(request: web.Request) -> web.Response:
     edits = body.get("edits")
     if not isinstance(edits, list) or not all(_is_edit(one) for one in edits):
         raise UiError(400, "expected a list of edits, each with a path", "edits")
-    text, file = _text(body), _path(request, body)
+    text, file = _text(body), str(request.app[FOLDERS].root / _path(request, body))
 
     def changed() -> str:
         try:
@@ -175,7 +175,8 @@ async def _score(request: web.Request) -> web.Response:
         source = await asyncio.to_thread(_newest_lines, folders.file(name), name, limit)
 
     def scored() -> Any:
-        return call_once(compose.score, text, file, source, limit, seconds=compose.PREVIEW_SECONDS)
+        given = text, file, source, limit
+        return call_once(compose.score, *given, folder=folders.root, seconds=compose.PREVIEW_SECONDS)
 
     return json_answer(await asyncio.to_thread(_refusals, scored))
 
@@ -244,10 +245,9 @@ def _text(body: dict[str, Any]) -> str:
 
 
 def _path(request: web.Request, body: dict[str, Any]) -> str:
-    """The file in whose place a text is checked, as `nemorl check` would name it."""
-    path = request.app[FOLDERS].file(str(body.get("file") or _NEW))
-    here = Path.cwd().resolve()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    """The file in whose place a text is checked, as `nemorl check` in the folder of the app would name it."""
+    folders = request.app[FOLDERS]
+    return str(folders.file(str(body.get("file") or _NEW)).relative_to(folders.root))
 
 
 def _preset(body: dict[str, Any]) -> str:

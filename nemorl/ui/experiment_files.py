@@ -144,16 +144,13 @@ def reward_template(signature: Signature, function: str) -> str:
 def save_reward(folders: Folders, name: str, text: str, version: str | None) -> tuple[Saved, list[str]]:
     """Save a file of rewards, and return the paths of its functions as `rewards.N.function` takes them.
 
-    The text is parsed and not run. Raises UiError with the line of a syntax error, or for a place from which
-    a run could not import it.
+    The text is parsed and not run. Raises UiError with the line of a syntax error, or for a name that Python
+    could not import.
     """
     if not name.endswith(".py"):
         raise UiError(400, f"{name} is no name of a Python file", name, "let it end with .py")
     path = folders.file(name)
-    if not path.is_relative_to(Path.cwd().resolve()):
-        fix = "start nemorl ui in a folder above it, from which runs are started"
-        raise UiError(400, f"{name} is not below the current folder, so a run cannot import it", name, fix)
-    relative = path.relative_to(Path.cwd().resolve()).with_suffix("")
+    relative = path.relative_to(folders.root).with_suffix("")
     if wrong := [part for part in relative.parts if not part.isidentifier()]:
         fix = "use letters, digits and _ in its name and in those of its folders"
         raise UiError(400, f"Python cannot import {name}: {wrong[0]!r} is no name of a module", name, fix)

@@ -14,15 +14,14 @@ from tests.ui.user_rewards import LINES, REWARDS, TEXT
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "my_rewards.py").write_text(REWARDS, encoding="utf-8")
     return tmp_path
 
 
 @pytest.fixture
 def child(folder: Path) -> Iterator[Child]:
-    child = Child(seconds=20, memory_bytes=2**31)
+    child = Child(folder, seconds=20, memory_bytes=2**31)
     yield child
     child.close()
 
@@ -55,7 +54,7 @@ def test_what_the_users_code_does_ends_the_child_only(child: Child) -> None:
 
 @pytest.mark.ci
 def test_a_hanging_child_is_ended_at_its_deadline(folder: Path) -> None:
-    child = Child(seconds=4)
+    child = Child(folder, seconds=4)
     began = time.monotonic()
     with pytest.raises(ChildError, match="no answer within 4 s, and the process that ran the code was ended"):
         child.call(time.sleep, 100)

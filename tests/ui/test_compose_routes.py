@@ -23,8 +23,7 @@ from tests.ui.user_rewards import LINES, REWARDS, TEXT
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def folder(tmp_path: Path) -> Path:
     (tmp_path / "x.yaml").write_text(TEXT.replace("my_rewards:REWARD", "format_tags"), encoding="utf-8")
     (tmp_path / "other.yaml").write_text("name: no experiment\n", encoding="utf-8")
     (tmp_path / "my_rewards.py").write_text(REWARDS, encoding="utf-8")
