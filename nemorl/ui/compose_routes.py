@@ -3,6 +3,7 @@
 import asyncio
 import shlex
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,12 +34,15 @@ from .experiment_files import (
 from .yaml_edit import EditError, edit
 
 CHECKER = web.AppKey("checker", Child)
+STARTED = web.AppKey("started", list[asyncio.Future[None]])
 T = TypeVar("T")
+_MAX_SAMPLE_BYTES = 64 * 2**20
 _NEW = "experiment.yaml"  # in whose place a text without a name is checked
 _ORDER = tuple(Experiment.model_fields)
 
 
 def add_routes(app: web.Application) -> None:
+    app[STARTED] = []
     app[CHECKER] = Child(app[FOLDERS].root, compose.CHECK_SECONDS)
     app.cleanup_ctx.append(_close_checker)
     get, post = app.router.add_get, app.router.add_post
@@ -57,13 +61,25 @@ def add_routes(app: web.Application) -> None:
         post("/api/compose/reward", _save_reward)
 
 
+def _start_checker(child: Child) -> None:
+    with suppress(ChildError):
+        child.call(compose.preset_facts)
+
+
 async def _close_checker(app: web.Application) -> AsyncIterator[None]:
     yield
+    await asyncio.gather(*app[STARTED])
     await asyncio.to_thread(app[CHECKER].close)
 
 
 async def _facts(request: web.Request) -> web.Response:
-    """What does not depend on the text: levels, presets of hardware, recipes, kinds of rewards."""
+    """What does not depend on the text: levels, presets of hardware, recipes, kinds of rewards.
+
+    A page that asks for it will soon have a text checked, so the checker starts meanwhile.
+    """
+    if not request.app[STARTED]:
+        starting = asyncio.to_thread(_start_checker, request.app[CHECKER])
+        request.app[STARTED].append(asyncio.ensure_future(starting))
     presets, recipes = await asyncio.to_thread(lambda: (compose.preset_facts(), compose.starting_points()))
     words = {name: (function.__doc__ or "").split("\n\n")[0] for name, function in sorted(BUILT_IN.items())}
     return json_answer(
@@ -182,11 +198,10 @@ async def _score(request: web.Request) -> web.Response:
 
 
 def _newest_lines(path: Path, name: str, limit: int) -> str:
-    """The last lines of a file, within the last 64 MB of it."""
+    """The last lines of a file, within the last part of it that is read."""
     try:
         with path.open("rb") as file:
-            file.seek(0, 2)
-            start = max(0, file.tell() - 64 * 2**20)
+            start = max(0, path.stat().st_size - _MAX_SAMPLE_BYTES)
             file.seek(start)
             lines = file.read().decode("utf-8", "replace").splitlines()
     except OSError as error:

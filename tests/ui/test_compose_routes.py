@@ -18,6 +18,7 @@ from nemorl.ui.experiment_files import (
     version_of,
 )
 from nemorl.ui.folders import Folders
+from tests.ui.folders import make_run
 from tests.ui.requests import KEY, Client, asked, get
 from tests.ui.user_rewards import LINES, REWARDS, TEXT
 
@@ -46,14 +47,16 @@ def post(root: Path, *requests: tuple[str, dict[str, Any]], **options: Any) -> l
 def test_check_layouts_and_scores_of_a_text(folder: Path) -> None:
     text = (folder / "x.yaml").read_text(encoding="utf-8")
     of_file = {"text": text, "file": "x.yaml"}
-    hanging = {**of_file, "text": TEXT.replace("REWARD", "leaves"), "lines": "lines.jsonl"}
-    (check, broken, layouts, scored, left, unknown) = post(
+    leaving = {**of_file, "text": TEXT.replace("REWARD", "leaves"), "lines": "lines.jsonl"}
+    (make_run(folder / "run") / "samples.jsonl").write_text(LINES, encoding="utf-8")
+    (check, broken, layouts, scored, of_run, left, unknown) = post(
         folder,
         ("check", of_file),
         ("check", {"text": "a: [", "file": "x.yaml"}),
         ("layouts", {**of_file, "preset": "8x80"}),
         ("score", {**of_file, "lines": "lines.jsonl"}),
-        ("score", hanging),
+        ("score", {**of_file, "run": "run"}),
+        ("score", leaving),
         ("check", {**of_file, "preset": "9x9"}),
     )
     assert check[0] == 200
@@ -65,6 +68,7 @@ def test_check_layouts_and_scores_of_a_text(folder: Path) -> None:
     assert (layouts[0], layouts[1]["place"]) == (422, "policy.model_path")
     assert layouts[1]["error"].startswith("there is no such folder")
     assert scored[1]["parts"][0]["values"] == [1.0, 0.0, 1.0, 1.0]
+    assert of_run[1]["totals"] == scored[1]["totals"]
     assert left[0] == 422
     assert "exit code 7" in left[1]["error"]
     assert (unknown[0], unknown[1]["error"]) == (400, "unknown preset 9x9")
