@@ -90,6 +90,7 @@ function Origin({ node, onLine }) {
   if (node.is_own && line) {
     return html`<button class="quiet origin" title=${`Go to ${node.origin}`} onClick=${() => onLine(Number(line[1]))}>line ${line[1]}</button>`;
   }
+  if (node.required && (node.value === null || node.value === undefined)) return html`<span class="muted origin">not set</span>`;
   return html`<span class="muted origin" title=${node.origin}>${node.origin === "default" ? "default" : node.origin.replace(/^.*\//, "")}</span>`;
 }
 
