@@ -91,7 +91,7 @@ def _found(files: "RolloutFiles", name: str) -> tuple["StoredGroup", int]:
     step, number, sample = map(int, parts)
     if step not in (steps := files.steps()):
         raise UsageError(f"{name}: no trajectory of step {step} is stored; there are steps {_spans(steps)}")
-    stored = [group for at, group in files.summaries() if at == step]
+    stored = files.groups(step)
     for place, group in enumerate(stored):
         if group.group == number and sample < len(group.trajectories):
             return files.group(step, place), sample

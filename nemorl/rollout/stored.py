@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from glob import escape
 from hashlib import sha256
 from itertools import accumulate
@@ -200,7 +201,11 @@ class RolloutFiles:
         """All groups in their order, with their step. Raises StoredRolloutError."""
         self._parsed = None
         for step in self.steps():
-            yield from ((step, place.part.groups[place.number]) for place in self._places(step))
+            yield from ((step, group) for group in self.groups(step))
+
+    def groups(self, step: int) -> list[GroupSummary]:
+        """The groups of a step in their order. Raises StoredRolloutError."""
+        return [place.part.groups[place.number] for place in self._places(step)]
 
     def group(self, step: int, place: int) -> StoredGroup:
         """A group of a step, by its place there. Raises StoredRolloutError."""
@@ -231,10 +236,16 @@ class RolloutFiles:
         if self._parsed is None or self._parsed[0] != step:
             found: dict[int, _Place] = {}
             for path in sorted(self.folder.glob(f"{escape(self.series)}_{step:06d}-*.json")):
-                part: _Part = _read(path, TypeAdapter(_Part))
+                part: _Part = _read(path, _part())
                 found |= {place: _Place(path, part, number) for number, place in enumerate(part.places)}
             self._parsed = step, [found[place] for place in sorted(found)]
         return self._parsed[1]
+
+
+@cache
+def _part() -> TypeAdapter[_Part]:
+    """Built once: that takes longer than to read a small file."""
+    return TypeAdapter(_Part)
 
 
 def validation_series(validation_set: str) -> str:
