@@ -53,7 +53,8 @@ ALLOWED["algorithms"] = LIBRARY | {"session"}
 ALLOWED["run"] = LIBRARY | {"session", "algorithms"}
 ALLOWED["simulate"] = LIBRARY | {"session", "algorithms"}
 ALLOWED["rehearsal"] = LIBRARY | {"algorithms"}
-ALLOWED["commands"] = LIBRARY | {"session", "algorithms", "run", "simulate", "rehearsal"}
+ALLOWED["ui"] = LIBRARY | {"session", "algorithms", "run"}
+ALLOWED["commands"] = LIBRARY | {"session", "algorithms", "run", "simulate", "rehearsal", "ui"}
 ALLOWED["cli"] = {"commands", "errors"}
 
 TORCH = {"torch", "megatron", "ray", "transformers"}

@@ -6,7 +6,7 @@ from textwrap import fill
 
 from rich.text import Text
 
-from nemorl.config.base import suggestion
+from nemorl.config.base import LEVELS, suggestion
 from nemorl.config.schema import FieldHelp, describe, section_help
 from nemorl.errors import ABSENT, UsageError
 
@@ -19,6 +19,8 @@ def register(commands: Commands) -> None:
     config = add_command(commands, "config", _config, "describe the fields of an experiment file")
     help_text = "show only the fields of this section, such as `policy.optimizer`"
     config.add_argument("section", nargs="?", default="", metavar="SECTION", help=help_text)
+    level_help = "show only fields of this level and those below it (default: expert, which are all)"
+    config.add_argument("--level", choices=LEVELS, default=LEVELS[-1], help=level_help)
 
 
 def _config(arguments: Namespace) -> int:
@@ -26,6 +28,9 @@ def _config(arguments: Namespace) -> int:
     if not (fields := describe(asked)):
         known = sorted({field.path.rpartition(".")[0] or field.path for field in describe()})
         raise UsageError(f"unknown section `{asked}`; {suggestion(asked, known)}")
+    shown = LEVELS[: LEVELS.index(arguments.level) + 1]
+    if not (fields := [field for field in fields if field.level in shown]):
+        raise UsageError(f"`{asked}` has no {arguments.level} fields; use a higher --level")
     if not output().is_terminal:  # a line each, for grep
         for field in fields:
             say(f"{_head(field, field.path)}. {field.help}".strip())

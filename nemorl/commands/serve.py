@@ -20,9 +20,9 @@ from nemorl.errors import ConfigError, Problem
 from nemorl.models.hub import HubError, fetch_model, is_hub_id
 from nemorl.plan.machine import read_machine
 from nemorl.plan.problems import has_chat_template, head_problems
+from nemorl.run.inspection import prepare
 from nemorl.run.stop import run_to_end
 
-from .check import prepare
 from .env import experiment_of, factory_of
 from .terminal import (
     EXPERIMENT_HELP,

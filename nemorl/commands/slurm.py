@@ -16,9 +16,9 @@ from nemorl.config.sweep import SweepPoint, is_sweep_file
 from nemorl.errors import ConfigError, UsageError
 from nemorl.observe.sweep import RECORD, SweepRecord, metric_of
 from nemorl.plan.machine import Machine
+from nemorl.run.inspection import prepare
 
 from . import terminal
-from .check import prepare
 from .terminal import (
     Commands,
     ExitCode,

@@ -26,9 +26,9 @@ from nemorl.observe.run_folder import RunPaths, lock_folder
 from nemorl.observe.sweep import RECORD, Outcome, SweepRecord, metric_of, read_states
 from nemorl.observe.timeline import format_seconds
 from nemorl.plan.machine import Machine, read_machine
+from nemorl.run.inspection import Ready, prepare
 from nemorl.run.sweep import PlannedRun, Resources, SweepDriver, needs_of, to_continue
 
-from .check import Ready, prepare
 from .terminal import Commands, ExitCode, add_command, natural_number, output, positive_integer, say, table
 
 POINTS = "points"  # folder of the runs' experiment files

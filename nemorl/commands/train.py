@@ -11,9 +11,10 @@ from nemorl.errors import ConfigError, NemorlError, RunStopped, UsageError
 from nemorl.observe.run_folder import RunPaths
 from nemorl.observe.sweep import RECORD
 from nemorl.plan.machine import read_machine
+from nemorl.run.inspection import prepare
 from nemorl.slurm.start import newest_step
 
-from .check import describe_unverified, prepare
+from .check import describe_unverified
 from .supervise import Supervisor
 from .terminal import (
     Commands,

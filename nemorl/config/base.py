@@ -18,12 +18,18 @@ from pydantic import (
     GetCoreSchemaHandler,
     model_validator,
 )
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 from nemorl.errors import NemorlError, Problem, Problems
 
 Check = TypeVar("Check", bound=Callable[..., Problems])
+FieldLevel = Literal["simple", "advanced", "expert"]  # from which on forms show a field
+LEVELS: tuple[FieldLevel, ...] = get_args(FieldLevel)
+ADVANCED: JsonDict = {"level": "advanced"}
+SIMPLE: JsonDict = {"level": "simple"}
+EXPERT: JsonDict = {"level": "expert"}
 Key = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # a name that the user chooses
 
 
@@ -55,6 +61,7 @@ class Config(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+    field_level: ClassVar[FieldLevel] = "advanced"  # of its fields that have a default and name no other
     replaced_fields: ClassVar[Mapping[str, str]] = {}  # what to set instead of a field of earlier versions
 
     @model_validator(mode="before")

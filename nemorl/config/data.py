@@ -8,13 +8,14 @@ from pydantic import Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, Key, check, counted
+from .base import EXPERT, SIMPLE, Config, FieldLevel, Key, check, counted
 from .library_datasets import AviaryDataset, LibraryDataset, VerifiersDataset
 
 
 class StreamConfig(Config):
     """Rows are read when they are needed, in every process that samples, and are not kept."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     size: int = Field(ge=1)
     """Rows of an epoch, which starts over after them; at most those that there are."""
     window: int = Field(1000, ge=1)
@@ -41,7 +42,7 @@ class FileDataset(RowsDataset):
     path: Path
     """A file with one JSON object per line, a Parquet file (`….parquet`) or a folder of them; with `split` a
     Hugging Face dataset: a folder, or an id on the hub such as `openai/gsm8k`."""
-    split: str | None = None
+    split: str | None = Field(None, json_schema_extra=SIMPLE)
     """Split of a Hugging Face dataset, such as `train` or `train[:500]`; null if the path is of files."""
     subset: str | None = None
     """Configuration of a Hugging Face dataset that has several, such as `main`."""
@@ -56,9 +57,9 @@ class FileDataset(RowsDataset):
 
 
 class TaskRows(RowsDataset):
-    prompt_key: str = "prompt"
+    prompt_key: str = Field("prompt", json_schema_extra=SIMPLE)
     """Key of the prompt: a text, or a list of messages."""
-    answer_key: str | None = "answer"
+    answer_key: str | None = Field("answer", json_schema_extra=SIMPLE)
     """Key of the expected answer (for SFT: the target); null if there is none."""
 
 
@@ -94,7 +95,7 @@ class ReasoningGymDataset(Config):
     name: Literal["reasoning_gym"]
     task: str
     """Name of a reasoning-gym dataset, such as `chain_sum`."""
-    size: int = Field(1000, ge=1)
+    size: int = Field(1000, ge=1, json_schema_extra=SIMPLE)
     """Number of tasks made."""
     seed: int = 0
     """Seed of the tasks; take another for validation."""
@@ -109,17 +110,17 @@ class ArithmeticDataset(Config):
     """
 
     name: Literal["arithmetic"]
-    digits: int = Field(2, ge=1, le=6)
+    digits: int = Field(2, ge=1, le=6, json_schema_extra=SIMPLE)
     """Digits of each summand."""
-    size: int = Field(2000, ge=1)
+    size: int = Field(2000, ge=1, json_schema_extra=SIMPLE)
     """Number of tasks drawn without replacement from all pairs."""
     seed: int = 0
     """Seed of the order of all pairs."""
-    offset: int = Field(0, ge=0)
+    offset: int = Field(0, ge=0, json_schema_extra=EXPERT)
     """Tasks of that order to leave out at its start, so that training and validation do not share any."""
     wrong_answers: float = Field(0.0, ge=0, le=1)
     """Share of the tasks whose recorded answer is slightly wrong, for learning from a noisy teacher."""
-    slips: tuple[int, ...] = Field((-10, -2, -1, 1, 2, 10), min_length=1)
+    slips: tuple[int, ...] = Field((-10, -2, -1, 1, 2, 10), min_length=1, json_schema_extra=EXPERT)
     """Errors of wrong answers, drawn with equal probability: a unit or two, or the carry."""
 
     @check
@@ -143,7 +144,7 @@ class SeedsDataset(Config):
     """Tasks without a text, for environments that make one from a seed, such as games."""
 
     name: Literal["seeds"]
-    size: int = Field(1000, ge=1)
+    size: int = Field(1000, ge=1, json_schema_extra=SIMPLE)
     """Number of tasks; task i has the seed `seed + i` in the column `seed`."""
     seed: int = 0
     """Seed of the first task; start validation where training ends."""
@@ -155,7 +156,7 @@ class ConversationsDataset(FileDataset):
     """Conversations, one a row: SFT trains on every turn of the assistant."""
 
     name: Literal["conversations"]
-    messages_key: str = "messages"
+    messages_key: str = Field("messages", json_schema_extra=SIMPLE)
     """Key of the messages; the last one is the assistant's."""
 
 
@@ -163,11 +164,11 @@ class PreferenceDataset(FileDataset):
     """Two answers to a prompt, of which one is better."""
 
     name: Literal["preference"]
-    prompt_key: str | None = "prompt"
+    prompt_key: str | None = Field("prompt", json_schema_extra=SIMPLE)
     """Key of the prompt; null if both answers repeat it, as conversations with a common prefix."""
-    chosen_key: str = "chosen"
+    chosen_key: str = Field("chosen", json_schema_extra=SIMPLE)
     """Key of the better answer: a text, or a list of messages."""
-    rejected_key: str = "rejected"
+    rejected_key: str = Field("rejected", json_schema_extra=SIMPLE)
     """Key of the worse answer."""
     margin_key: str | None = None
     """Key of the difference in quality, a number; null if there is none."""
@@ -307,17 +308,17 @@ class DataConfig(Config):
     """Tasks that are trained on."""
     sampling: TaskSamplingConfig = TaskSamplingConfig()
     """Which of these tasks are sampled, and when."""
-    validation: DatasetConfig | None = None
+    validation: DatasetConfig | None = Field(None, json_schema_extra=SIMPLE)
     """Tasks that are only measured."""
     validation_sets: dict[Key, DatasetConfig] = Field(default_factory=dict)
     """Further sets that are only measured, by names of your choice: metrics `validation/NAME/…`."""
     shuffle: bool = True
     """Draw the training tasks in an order that depends on the seed and the epoch."""
-    system_prompt: str | None = None
+    system_prompt: str | None = Field(None, json_schema_extra=SIMPLE)
     """Put before each prompt as a system message."""
     prompt_template: str = "{prompt}"
     """The user's message; `{prompt}` is replaced by the task's text."""
-    chat: bool = True
+    chat: bool = Field(True, json_schema_extra=SIMPLE)
     """Apply the tokenizer's chat template; false takes the prompt as plain text (base models)."""
 
     @property

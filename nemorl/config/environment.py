@@ -14,7 +14,18 @@ from pydantic import Field
 from nemorl.errors import Problem, Problems
 
 from .auxiliary import ModelGroupConfig
-from .base import Config, Key, NotImported, Variants, call_within, check, function_at
+from .base import (
+    EXPERT,
+    SIMPLE,
+    Config,
+    FieldLevel,
+    Key,
+    NotImported,
+    Variants,
+    call_within,
+    check,
+    function_at,
+)
 from .environment_base import ActorPlacement as ActorPlacement
 from .environment_base import EnvBase as EnvBase
 from .environment_base import EpisodeLimits as EpisodeLimits
@@ -76,7 +87,7 @@ class CalculatorEnvConfig(EnvBase):
     needs_answer: ClassVar[bool] = True
     needs_chat: ClassVar[bool] = True
     name: Literal["calculator"]
-    max_turns: int = Field(4, ge=1)
+    max_turns: int = Field(4, ge=1, json_schema_extra=SIMPLE)
     """Turns of the policy before the conversation ends without an answer."""
     weight: float = 1.0
     """Weight of the reward `calculator` in the sum."""
@@ -111,7 +122,7 @@ class GameEnvBase(EnvBase):
     """A game that the seed of a task begins; a move a turn."""
 
     dataset: ClassVar[str | None] = "seeds"
-    max_moves: int = Field(10, ge=1)
+    max_moves: int = Field(10, ge=1, json_schema_extra=SIMPLE)
     """Turns of the policy before the game ends."""
     move_tag: str | None = "move"
     """Take the text in `<move>...</move>` as the move; null takes the complete text."""
@@ -122,6 +133,7 @@ class GameEnvBase(EnvBase):
 class GuessNumberTexts(Config):
     """What the game says. Other texts are for models with few tokens."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     opening: str = (
         "Find the number from {low} to {high} in {guesses} guesses, such as <move>{low}</move>. "
         "I answer `higher` or `lower`."
@@ -275,7 +287,7 @@ class ToolsEnvConfig(EnvBase):
     needs_chat: ClassVar[bool] = True
     has_tools: ClassVar[bool] = True
     name: Literal["tools"]
-    tools: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
+    tools: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = Field((), json_schema_extra=SIMPLE)
     """`package.module:function` of typed Python functions with docstrings, sync or async."""
     mcp: tuple[McpServerConfig, ...] = ()
     """MCP servers whose tools are offered. The conversations of a rollout worker share their sessions."""
@@ -283,7 +295,7 @@ class ToolsEnvConfig(EnvBase):
     """The tool `python`: code in a sandbox with these limits; null offers none."""
     retrieval: RetrievalConfig | None = None
     """The tool `search` over local documents; null offers none."""
-    max_turns: int = Field(8, ge=1)
+    max_turns: int = Field(8, ge=1, json_schema_extra=SIMPLE)
     """Turns of the policy; the last one answers."""
     call_seconds: float = Field(30.0, gt=0)
     """Time of a call, except of `python`, whose sandbox has its own limits."""
@@ -572,13 +584,13 @@ class RewardBase(Config):
     named_by: ClassVar[str] = "kind"  # the field that it is called by where it has no name
     kind: str
     """The kind of reward."""
-    name: str | None = Field(None, min_length=1)
+    name: str | None = Field(None, min_length=1, json_schema_extra=SIMPLE)
     """Its name in metrics and filters; the kind, or the function's name, when not given."""
-    weight: float = 1.0
+    weight: float = Field(1.0, json_schema_extra=SIMPLE)
     """Factor of this reward in the sum."""
     deadline: float | None = Field(None, gt=0)
     """Seconds of one call, including retries but not waiting; null is `cluster.deadlines.environment`."""
-    max_concurrent: int = Field(8, ge=1)
+    max_concurrent: int = Field(8, ge=1, json_schema_extra=EXPERT)
     """Concurrent calls of each rollout worker; more wait."""
     on_error: OnError = "skip"
     """`skip`: leave a trajectory that cannot be scored out of training and count it. `drop_group`: drop its
@@ -604,7 +616,7 @@ class FunctionRewardConfig(RewardBase):
     """A built-in reward's name, or `package.module:function`."""
     signature: Signature | None = None
     """How the function is called: as TRL, verl or OpenRLHF do; by its parameters when not given."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] = Field(default_factory=dict, json_schema_extra=SIMPLE)
     """Keyword arguments bound to the function."""
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, Variants, check, function_at
+from .base import EXPERT, Config, FieldLevel, Variants, check, function_at
 from .generation import ADDRESS, LOOPBACK, is_address
 
 # Of a reward that cannot be computed or an environment that fails; all but `fail` are counted.
@@ -37,6 +37,7 @@ class WorkerPlacement(Config):
 class ActorPlacement(Config):
     """In processes of the run for them alone, which Ray places. One that is lost is started again."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     name: Literal["actors"]
     num_actors: int = Field(1, ge=1)
     """Processes."""
@@ -73,17 +74,17 @@ class EnvBase(Config):
     example: ClassVar[Mapping[str, Any]] = {}  # of its required fields, for `nemorl env NAME`
 
     name: str
-    max_retries: int = Field(1, ge=0)
+    max_retries: int = Field(1, ge=0, json_schema_extra=EXPERT)
     """Times a trajectory whose environment fails or hangs is sampled again, in a new environment."""
-    on_error: OnError = "skip"
+    on_error: OnError = Field("skip", json_schema_extra=EXPERT)
     """After that, `skip`: leave the trajectory out of training and count it. `drop_group`: drop its group,
     which is sampled again. `zero`: train on it as far as it came, with no reward of the environment. `fail`:
     end the run."""
     limits: EpisodeLimits = EpisodeLimits()
     """Limits of each episode (docs/agents.md)."""
-    placement: PlacementConfig = WorkerPlacement()
+    placement: PlacementConfig = Field(WorkerPlacement(), json_schema_extra=EXPERT)
     """Where it runs."""
-    endpoint_host: str = LOOPBACK
+    endpoint_host: str = Field(LOOPBACK, json_schema_extra=EXPERT)
     """Address at which rollout workers listen for agents that call the model over HTTP. `0.0.0.0`, or another
     that other machines reach, is for agents in containers and on other nodes. Each request requires the key
     of its episode."""

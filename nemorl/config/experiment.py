@@ -8,7 +8,7 @@ from pydantic import Field
 
 from .algorithm import AlgorithmConfig
 from .auxiliary import CriticConfig, ReferenceConfig, TeacherConfig, auxiliary_models
-from .base import Config, Key
+from .base import SIMPLE, Config, Key
 from .data import DataConfig
 from .environment import EnvConfig, RewardConfig, SingleTurnEnvConfig
 from .generation import GenerationConfig, TorchGenerationConfig
@@ -31,7 +31,7 @@ class Experiment(Config):
     """Where tasks come from."""
     env: EnvConfig = SingleTurnEnvConfig()
     """The environment that the policy acts in."""
-    rewards: tuple[RewardConfig, ...] = ()
+    rewards: tuple[RewardConfig, ...] = Field((), json_schema_extra=SIMPLE)
     """Functions, reward models and judges, in addition to the environment's reward."""
     algorithm: AlgorithmConfig
     """What is optimized."""
@@ -39,7 +39,7 @@ class Experiment(Config):
     """The critic, if `algorithm.critic` is set; null is the policy's model, in separate processes."""
     reference: ReferenceConfig | None = None
     """The reference policy in separate processes; null keeps its weights in the policy's."""
-    teachers: dict[Key, TeacherConfig] = Field(default_factory=dict)
+    teachers: dict[Key, TeacherConfig] = Field(default_factory=dict, json_schema_extra=SIMPLE)
     """Models that distillation learns from, by names of your choice."""
     cluster: ClusterConfig = ClusterConfig()
     """Where processes run."""

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, Variants, check, counted
+from .base import EXPERT, SIMPLE, Config, Variants, check, counted
 from .policy import PolicyConfig
 from .run import ClusterConfig
 
@@ -35,11 +35,11 @@ class EndpointConfig(Config):
     """Environment variable that holds the key; a key is made and printed when not given."""
     model_name: str | None = None
     """What requests call the model; the name of its folder when not given."""
-    max_concurrent_requests: int = Field(256, ge=1)
+    max_concurrent_requests: int = Field(256, ge=1, json_schema_extra=EXPERT)
     """Requests answered at a time; further ones get status 429."""
-    max_body_megabytes: int = Field(16, ge=1)
+    max_body_megabytes: int = Field(16, ge=1, json_schema_extra=EXPERT)
     """Size of a request."""
-    timeout: float = Field(600.0, gt=0)
+    timeout: float = Field(600.0, gt=0, json_schema_extra=EXPERT)
     """Seconds for an answer."""
 
     @check
@@ -60,7 +60,7 @@ def is_loopback(host: str) -> bool:
 class SamplingConfig(Config):
     """The distribution that is sampled: temperature, then top-k, top-p and min-p, in this order."""
 
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, json_schema_extra=SIMPLE)
     """Divides the logits; 0 is greedy (for validation; training requires more than 0). With 1 the policy is
     trained on its own distribution."""
     top_k: int | None = Field(None, ge=1)
@@ -136,12 +136,12 @@ class GenerationBase(Config):
         "in_flight_updates": "`on_update` to finish (nothing is in flight), restart or continue",
     }
 
-    replicas: int = Field(1, ge=1)
+    replicas: int = Field(1, ge=1, json_schema_extra=SIMPLE)
     """Engines, each in a separate process."""
-    max_replicas: int | None = Field(None, ge=1, le=MOST_REPLICAS)
+    max_replicas: int | None = Field(None, ge=1, le=MOST_REPLICAS, json_schema_extra=EXPERT)
     """Engines that a training run strives for: more than `replicas` join while it is going, when the cluster
     has places for them. null: as many as `replicas`, unless `nemorl scale` changes that."""
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(256, ge=1, json_schema_extra=SIMPLE)
     """Most tokens sampled in one turn."""
     sampling: SamplingConfig = SamplingConfig()
     """The distribution that is sampled in training."""
@@ -155,31 +155,33 @@ class GenerationBase(Config):
     """What becomes of the sequences that run when new weights are ready. `continue`: they keep their tokens
     and KV cache. `restart`: they keep their tokens, and their KV cache is recomputed by the new weights.
     `finish`: they end first; those that take longer than half of `cluster.deadlines.refit` restart."""
-    bucket_megabytes: int = Field(64, ge=1)
+    bucket_megabytes: int = Field(64, ge=1, json_schema_extra=EXPERT)
     """Size of one of the two buckets through which weights travel; at most 8 through shared memory."""
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "gloo", "nccl", "nixl", "files"] = "auto"
+    transport: Literal["auto", "shared_memory", "cuda_ipc", "gloo", "nccl", "nixl", "files"] = Field(
+        "auto", json_schema_extra=EXPERT
+    )
     """How weights travel: through shared memory or a GPU's memory (CUDA IPC) on one machine, by gloo, NCCL or
     NIXL (extra `nixl`), or as files in a folder or an object store (`files_url`). Between GPUs `auto` is
     NCCL, or CUDA IPC if engines are on the policy's; else it is shared memory on one machine and gloo
     between several."""
-    files_url: str | None = Field(None, min_length=1)
+    files_url: str | None = Field(None, min_length=1, json_schema_extra=EXPERT)
     """Where `transport: files` writes versions, for this run only: a folder that all machines share, or a URL
     of fsspec such as s3://bucket/run (extras `s3` and `gs`). `weights` in the run folder when not given."""
-    delta: bool = False
+    delta: bool = Field(False, json_schema_extra=EXPERT)
     """Send only the weights that changed since the last refit, exactly; the policy keeps a copy of what it
     sent in host memory. Useful in bfloat16, where a step changes a few weights in a hundred."""
-    full_version_every: int = Field(10, ge=1)
+    full_version_every: int = Field(10, ge=1, json_schema_extra=EXPERT)
     """With `delta` and `transport: files`, one version in this number has all weights. An engine that joins
     reads the newest of these and the changes since."""
-    check_one_in: int | None = Field(None, ge=1)
+    check_one_in: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """Check one in this number of tensors in each refit, on both sides, and all in turn; 1 on a CPU and 16 on
     GPUs when not given."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """CPU threads of one engine; the cores divided by the engines when not given."""
-    concurrency: int | None = Field(None, ge=1)
+    concurrency: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """Trajectories of training per engine that are sampled at a time; more wait in rollout workers, not in
     engines. null sets no limit."""
-    adaptive_concurrency: bool = False
+    adaptive_concurrency: bool = Field(False, json_schema_extra=EXPERT)
     """Let this limit follow the queues of engines and the age of samples; it begins with `concurrency`, or
     with what an engine decodes together."""
     endpoint: EndpointConfig | None = None
@@ -282,7 +284,7 @@ class BatchingConfig(GenerationBase):
     """Sequences decoded together, by an engine or a data-parallel copy of the policy; more wait."""
     max_kv_tokens: int = Field(65536, ge=1)
     """Tokens its KV cache holds; requests wait for room."""
-    max_cached_tokens: int = Field(16384, ge=0)
+    max_cached_tokens: int = Field(16384, ge=0, json_schema_extra=EXPERT)
     """Tokens of prompts and past turns whose keys and values are kept for sequences that begin with them."""
     speculation: SpeculationConfig | None = None
     """Drafts that a step checks together; what is sampled stays the same."""
@@ -408,13 +410,13 @@ class TrtllmGenerationConfig(GenerationBase):
     package = "tensorrt_llm"
     workers_hold_gpus = True
     backend: Literal["trtllm"]
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, json_schema_extra=SIMPLE)
     """GPUs that share every layer of one engine."""
     pipeline_parallel_size: int = Field(1, ge=1)
     """Stages of one engine's layers."""
-    moe_tensor_parallel_size: int | None = Field(None, ge=1)
+    moe_tensor_parallel_size: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """Tensor parallelism of experts; times `moe_expert_parallel_size` it is `tensor_parallel_size`."""
-    moe_expert_parallel_size: int | None = Field(None, ge=1)
+    moe_expert_parallel_size: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """Groups over which experts are spread."""
     max_batch_size: int = Field(256, ge=1)
     """Sequences decoded together; more wait."""
@@ -427,14 +429,14 @@ class TrtllmGenerationConfig(GenerationBase):
     as many tokens, and the gap to the trainer grows."""
     prefix_caching: bool = True
     """Reuse the KV cache of equal beginnings."""
-    weight_delivery: Literal["handles", "workers"] = "handles"
+    weight_delivery: Literal["handles", "workers"] = Field("handles", json_schema_extra=EXPERT)
     """`handles`: the replica's process gathers weights in host memory, while sampling continues, and passes
     them to its workers by CUDA IPC; all on one machine. `workers`: each worker receives its part, with no
     memory but buckets, while the engine is paused."""
     on_update: OnUpdate = "finish"
     speculation: SpeculationConfig | None = None
     """Drafts that TensorRT-LLM checks; not run on hardware."""
-    trtllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    trtllm_kwargs: dict[str, Any] = Field(default_factory=dict, json_schema_extra=EXPERT)
     """Further arguments of `tensorrt_llm.AsyncLLM`, by its names."""
 
     @check
@@ -526,13 +528,13 @@ class VllmGenerationConfig(GenerationBase):
     batch_field: ClassVar[str] = "max_num_seqs"
     returns_experts: ClassVar[bool] = True
     backend: Literal["vllm"]
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, json_schema_extra=SIMPLE)
     """Processes over which each layer of an engine is split."""
     pipeline_parallel_size: int = Field(1, ge=1)
     """Processes over which the layers of an engine are spread."""
     max_num_seqs: int = Field(64, ge=1)
     """Sequences decoded together; more wait."""
-    max_num_batched_tokens: int | None = Field(None, ge=1)
+    max_num_batched_tokens: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """Most tokens of one step of the engine; vLLM's choice when not given."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory for weights and the KV cache; a CPU goes by `kv_cache_gigabytes`."""
@@ -541,16 +543,16 @@ class VllmGenerationConfig(GenerationBase):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """Type of the KV cache: `auto` is the engine's precision. `fp8` (e4m3, not run on hardware) holds twice
     as many tokens, and the gap to the trainer grows."""
-    enforce_eager: bool | None = None
+    enforce_eager: bool | None = Field(None, json_schema_extra=EXPERT)
     """Compile nothing and capture no CUDA graphs; when not given, on a CPU only."""
     enable_prefix_caching: bool = True
     """Reuse keys and values for prompts with equal prefixes; emptied by new weights."""
-    update: Literal["auto", "staged", "in_place", "reload"] = "auto"
+    update: Literal["auto", "staged", "in_place", "reload"] = Field("auto", json_schema_extra=EXPERT)
     """How new weights are loaded: as a second copy, in place, or as complete tensors by vLLM's loader."""
-    adapters: Literal["merged", "separate"] = "merged"
+    adapters: Literal["merged", "separate"] = Field("merged", json_schema_extra=EXPERT)
     """What engines receive of a policy with `policy.lora`: weights with its adapters merged, or the adapters,
     which vLLM computes in addition to the weights of `policy.model_path`."""
-    colocated: bool = False
+    colocated: bool = Field(False, json_schema_extra=SIMPLE)
     """Share the policy's processors or GPUs: the engines sleep while it trains. false is the default, since
     only engines with devices of their own can sample while the policy trains."""
     on_update: OnUpdate = "restart"
@@ -559,7 +561,7 @@ class VllmGenerationConfig(GenerationBase):
     quantization: str | None = None
     """Quantize weights as they are loaded, by vLLM's name, such as `fp8`; then they are sent by
     `update: reload`, or not at all with `adapters: separate`."""
-    vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
+    vllm_kwargs: dict[str, Any] = Field(default_factory=dict, json_schema_extra=EXPERT)
     """Further arguments of vLLM's `AsyncEngineArgs`, passed as they are where it has them."""
 
     def update_on(self, device: Literal["cpu", "cuda"], *, quantizes: bool = False) -> Update:

@@ -4,8 +4,8 @@ file and its `defaults:`  ->  overrides  ->  types  ->  derived fields  ->  chec
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -177,13 +177,14 @@ def _refuse_unknown_indexes(base: object, over: object, path: FieldPath) -> None
             _refuse_unknown_indexes(base.get(key), value, (*path, key))
 
 
-def read_document(file: Path, heirs: tuple[Path, ...] = ()) -> Document:
+def read_document(file: Path, heirs: tuple[Path, ...] = (), text: str | None = None) -> Document:
     """A file with everything it inherits; `heirs` are the files that led to it, the requested one first.
 
-    `defaults:` are read depth-first; later ones win over earlier ones, and the file itself over all. Raises
-    `ConfigError`: a file that is missing or unreadable, invalid YAML, circular inheritance.
+    `text` is read in place of the file's. `defaults:` are read depth-first; later ones win over earlier ones,
+    and the file itself over all. Raises `ConfigError`: a file that is missing or unreadable, invalid YAML,
+    circular inheritance.
     """
-    own = parse_document(_text(file, heirs), str(file))
+    own = parse_document(_text(file, heirs) if text is None else text, str(file))
     named = own.tree.pop(DEFAULTS, [])
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -227,17 +228,28 @@ def _text(file: Path, heirs: tuple[Path, ...]) -> str:
     raise ConfigError(str(heirs[0]), [Problem(DEFAULTS, str(file), fix, str(file))])
 
 
-def load_experiment(
+@dataclass(frozen=True)
+class Loaded:
+    """An experiment file as far as it is valid."""
+
+    document: Document  # with what it inherits, and overrides
+    sections: Mapping[str, object]  # the valid ones, with derived fields
+    experiment: Experiment | None  # None where a type is wrong
+    problems: tuple[Problem, ...]  # with their lines
+
+
+def examine(
     path: Path,
     overrides: Sequence[str] = (),
     further_checks: Callable[[Experiment], Iterable[Problem]] | None = None,
-) -> Experiment:
-    """Read and check an experiment file, with `a.b=value` overrides from the command line.
+    *,
+    text: str | None = None,
+) -> Loaded:
+    """Read and check an experiment file as `load_experiment` does, and list its problems.
 
-    `path` may also be the name of a shipped experiment, such as `quickstart/grpo`. Raises `ConfigError` with
-    all problems at once; `further_checks`, of model and machine, need valid types.
+    `text` is checked in place of the file's. Raises `ConfigError` only for what cannot be read.
     """
-    document = apply_overrides(read_document(shipped.locate(path)), overrides)
+    document = apply_overrides(read_document(shipped.locate(path), text=text), overrides)
     problems = list(document.problems)
     experiment: Experiment | None = None
     try:
@@ -254,9 +266,24 @@ def load_experiment(
         invalid = {problem.field.partition(".")[0] for problem in problems}
         sections = with_derived_fields(_valid_sections(document.tree, invalid))
     problems += check_sections(sections)
-    if problems or experiment is None:
-        raise ConfigError(str(path), [_with_origin(problem, document) for problem in problems])
-    return experiment
+    located = tuple(_with_origin(problem, document) for problem in problems)
+    return Loaded(document, sections, experiment, located)
+
+
+def load_experiment(
+    path: Path,
+    overrides: Sequence[str] = (),
+    further_checks: Callable[[Experiment], Iterable[Problem]] | None = None,
+) -> Experiment:
+    """Read and check an experiment file, with `a.b=value` overrides from the command line.
+
+    `path` may also be the name of a shipped experiment, such as `quickstart/grpo`. Raises `ConfigError` with
+    all problems at once; `further_checks`, of model and machine, need valid types.
+    """
+    loaded = examine(path, overrides, further_checks)
+    if loaded.problems or loaded.experiment is None:
+        raise ConfigError(str(path), loaded.problems)
+    return loaded.experiment
 
 
 class _Dumper(yaml.SafeDumper):

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, Variants, check, counted
+from .base import ADVANCED, EXPERT, SIMPLE, Config, FieldLevel, Variants, check, counted
 from .quantization import STATIC_INPUTS, QuantizationConfig
 from .run import CheckpointingConfig, ClusterConfig
 
@@ -63,26 +63,26 @@ class AdamConfig(OptimizerBase):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     name: Literal["adam"] = "adam"
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, json_schema_extra=SIMPLE)
     """Peak learning rate. 1e-6 is for all weights of a large model; adapters and small models need more."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay (AdamW); norms and biases are left out."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(0.9, ge=0, lt=1, json_schema_extra=EXPERT)
     """Decay of the first moment."""
-    beta2: float = Field(0.999, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1, json_schema_extra=EXPERT)
     """Decay of the second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, gt=0, json_schema_extra=EXPERT)
     """Added to the root of the second moment."""
     on_host: bool = False
     """Keep the moments and the float32 weights in host memory and compute the step on the CPU: slower, and
     needs less memory of the device."""
-    exp_avg_dtype: MomentType = "float32"
+    exp_avg_dtype: MomentType = Field("float32", json_schema_extra=EXPERT)
     """Type of the first moment."""
-    exp_avg_sq_dtype: MomentType = "float32"
+    exp_avg_sq_dtype: MomentType = Field("float32", json_schema_extra=EXPERT)
     """Type of the second moment."""
-    main_params_dtype: Literal["float32", "float16"] = "float32"
+    main_params_dtype: Literal["float32", "float16"] = Field("float32", json_schema_extra=EXPERT)
     """Type of the optimizer's copy of bfloat16 weights."""
-    main_grads_dtype: Literal["float32", "bfloat16"] = "float32"
+    main_grads_dtype: Literal["float32", "bfloat16"] = Field("float32", json_schema_extra=EXPERT)
     """Type in which gradients are summed over micro-batches and data-parallel copies."""
 
     @property
@@ -123,13 +123,13 @@ class MuonConfig(OptimizerBase):
     """Decoupled weight decay; norms and biases are left out."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum of the matrices (Nesterov's)."""
-    iterations: int = Field(5, ge=1)
+    iterations: int = Field(5, ge=1, json_schema_extra=EXPERT)
     """Newton-Schulz iterations that orthogonalize it."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(0.9, ge=0, lt=1, json_schema_extra=EXPERT)
     """Decay of the first moment, of parameters that are not matrices."""
-    beta2: float = Field(0.999, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1, json_schema_extra=EXPERT)
     """Decay of the second moment, of parameters that are not matrices."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, gt=0, json_schema_extra=EXPERT)
     """Added to the root of the second moment."""
 
 
@@ -137,9 +137,9 @@ OptimizerConfig = Annotated[AdamConfig | SgdConfig | MuonConfig, Variants(AdamCo
 
 
 class ScheduleBase(Config):
-    warmup_start: float = Field(0.0, ge=0, le=1)
+    warmup_start: float = Field(0.0, ge=0, le=1, json_schema_extra=EXPERT)
     """The rate from which the warm-up rises, as a share of the peak."""
-    first_step: Literal[0, 1] = 1
+    first_step: Literal[0, 1] = Field(1, json_schema_extra=EXPERT)
     """Number of the first optimizer step. 0: it has the rate from which the warm-up rises, as schedulers of
     PyTorch and Megatron do; 1: it is one step above that."""
 
@@ -203,32 +203,32 @@ class TokenizerConfig(Config):
     """A Jinja file that replaces the tokenizer's chat template."""
     tool_format: Literal[
         "auto", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "harmony", "pythonic"
-    ] = "auto"
+    ] = Field("auto", json_schema_extra=EXPERT)
     """How the model writes tool calls (docs/tools.md); `auto`: as its chat template does."""
 
 
 class LayoutConfig(Config):
     """How the policy is spread over processes; `world_size` is their number."""
 
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1, json_schema_extra=SIMPLE)
     """Processes that share every matrix (TP). Divides the attention heads."""
     sequence_parallel: bool = False
     """Split the activations between the tensor-parallel regions by tokens (SP). Requires TP of 2 or more."""
     pipeline_parallel_size: int = Field(1, ge=1)
     """Stages that share the layers (PP)."""
-    virtual_pipeline_parallel_size: int = Field(1, ge=1)
+    virtual_pipeline_parallel_size: int = Field(1, ge=1, json_schema_extra=EXPERT)
     """Runs of layers that every stage holds, interleaved with the others' (VPP); 1 does not interleave."""
-    layers_in_first_stage: int | None = Field(None, ge=1)
+    layers_in_first_stage: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """Layers of the first stage, if it should hold fewer because of the embedding; null: even split."""
-    layers_in_last_stage: int | None = Field(None, ge=1)
+    layers_in_last_stage: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """Layers of the last stage, if it should hold fewer because of the head; null: even split."""
     context_parallel_size: int = Field(1, ge=1)
     """Processes that share the tokens of every sequence (CP)."""
-    data_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: int = Field(1, ge=1, json_schema_extra=SIMPLE)
     """Copies that share the batch (DP); the optimizer state is spread over them."""
     expert_parallel_size: int = Field(1, ge=1)
     """Processes that share the experts (EP), out of those of TP, CP and DP."""
-    expert_tensor_parallel_size: int = Field(1, ge=1)
+    expert_tensor_parallel_size: int = Field(1, ge=1, json_schema_extra=EXPERT)
     """Processes that share every expert's matrices (ETP), out of those of TP, CP and DP."""
 
     @property
@@ -334,6 +334,7 @@ class Fp8Config(Config):
     """Matrix products of forward and backward in FP8 by Transformer Engine; weights stay in bfloat16. Passed
     to Megatron as they are, and not run on hardware."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """`hybrid`: e4m3 forward and e5m2 for gradients."""
     recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
@@ -348,6 +349,7 @@ class Fp8Config(Config):
 class OffloadConfig(Config):
     """What leaves the device while generation has it; both follow from `generation.colocated` on GPUs."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     weights: bool = False
     """Move the weights (and the reference's) to host memory while generation has its copy."""
     optimizer: bool = False
@@ -357,6 +359,7 @@ class OffloadConfig(Config):
 class MoeConfig(Config):
     """Training of models with experts; DeepSeek-V3's bias that balances them has no gradient."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     freeze_router: bool = False
     """Freeze the router's weights; everything else is trained."""
     load_balancing_loss_coefficient: float = Field(0.0, ge=0)
@@ -370,6 +373,7 @@ class MoeConfig(Config):
 class LimitsConfig(Config):
     """Limits of one quantity of an update; docs/faults.md has the formula of a spike."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     min_value: float | None = None
     """Smallest value of an update."""
     max_value: float | None = None
@@ -402,6 +406,7 @@ class LimitsConfig(Config):
 class UpdateGuardsConfig(Config):
     """Limits of updates, checked before the weights change."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     loss: LimitsConfig = LimitsConfig()
     """Limits of the loss."""
     grad_norm: LimitsConfig = LimitsConfig()
@@ -456,6 +461,7 @@ class GuardsConfig(UpdateGuardsConfig):
 class ProfileConfig(Config):
     """Record steps of the policy's processes with torch's profiler."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     step_numbers: tuple[int, ...] = Field(min_length=1)
     """Which steps, from 1. The first one of a start does work that later ones do not."""
     ranks: tuple[int, ...] = Field((0,), min_length=1)
@@ -486,26 +492,26 @@ class PolicyConfig(Config):
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the weights in forward and backward; the optimizer keeps float32 copies. bfloat16 needs half of
     the memory of float32, which is for CPUs and comparisons."""
-    max_sequence_length: int = Field(2048, ge=2)
+    max_sequence_length: int = Field(2048, ge=2, json_schema_extra=SIMPLE)
     """Tokens of a conversation, prompt included; longer ones are cut off with stop reason `length`."""
     layout: LayoutConfig = LayoutConfig()
     """How the policy is spread over processes."""
     head: Literal["lm", "scalar"] = "lm"
     """`lm`: the vocabulary. `scalar`: one number after each token, as critics and reward models have it."""
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = Field(None, json_schema_extra=SIMPLE)
     """Train adapters and freeze the weights; null trains the weights."""
     moe: MoeConfig = MoeConfig()
     """What is done with routers and experts."""
     quantization: QuantizationConfig | None = None
     """Numbers of fewer bits in which engines sample; null samples in `generation.precision`."""
-    recompute: RecomputeConfig = NoRecompute()
+    recompute: RecomputeConfig = Field(NoRecompute(), json_schema_extra=ADVANCED)
     """Which activations are computed again in the backward pass instead of kept."""
     micro_batch_tokens: int = Field(4096, ge=1)
     """Most tokens of one forward and backward pass; at least `max_sequence_length`."""
-    share_prefixes: bool = True
+    share_prefixes: bool = Field(True, json_schema_extra=EXPERT)
     """Compute tokens that sequences of a micro-batch begin with in common once, such as the prompt of a
     group. In float32 on a GPU they are always computed for each sequence."""
-    logprob_chunk_tokens: int = Field(1024, ge=1)
+    logprob_chunk_tokens: int = Field(1024, ge=1, json_schema_extra=EXPERT)
     """Tokens whose logits exist at one time; bounds the memory of the vocabulary."""
     optimizer: OptimizerConfig = AdamConfig()
     """The optimizer."""
@@ -514,22 +520,22 @@ class PolicyConfig(Config):
     max_grad_norm: float | None = Field(1.0, gt=0)
     """Gradients of a larger norm are scaled down to it; null clips nothing. 1 is also the default of
     NeMo-RL."""
-    max_skipped_steps: int = Field(10, ge=0)
+    max_skipped_steps: int = Field(10, ge=0, json_schema_extra=EXPERT)
     """Optimizer steps in a row that may be skipped, for values that are not finite or by `guards`, before the
     run stops or returns to a checkpoint."""
     guards: GuardsConfig = GuardsConfig()
     """Limits beyond which an optimizer step is skipped."""
-    kernels: Literal["auto", "local", "transformer_engine"] = "auto"
+    kernels: Literal["auto", "local", "transformer_engine"] = Field("auto", json_schema_extra=EXPERT)
     """Matrices and norms on a GPU: `local` are Megatron's, `auto` is Transformer Engine's if it is installed.
     The run's header shows which."""
-    fp8: Fp8Config | None = None
+    fp8: Fp8Config | None = Field(None, json_schema_extra=EXPERT)
     """Train in FP8; null trains in `precision`. Requires Transformer Engine."""
     offload: OffloadConfig = OffloadConfig()
     """What leaves the device while generation has it."""
-    peak_tflops: float | None = Field(None, gt=0)
+    peak_tflops: float | None = Field(None, gt=0, json_schema_extra=EXPERT)
     """Operations of a device in 10^12 per second, for MFU; null takes that of a known GPU, and shows none of
     other devices."""
-    profile: ProfileConfig | None = None
+    profile: ProfileConfig | None = Field(None, json_schema_extra=EXPERT)
     """Traces of these steps, written into `profiles/` of the run folder; null records none."""
 
     @property

@@ -2,14 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, check
+from .base import EXPERT, SIMPLE, Config, FieldLevel, check
 from .trackers import TrackerConfig
 
 _MOVE_SECONDS = 15.0  # for Ray to find room on nodes that are there
@@ -19,6 +19,7 @@ _REPLACE_SECONDS = 1800.0
 class DeadlineConfig(Config):
     """Seconds a stage may take before the run stops and names the process it waits for."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     start: float = Field(600.0, gt=0)
     """Starting worker processes and loading weights."""
     generation: float = Field(1800.0, gt=0)
@@ -63,31 +64,33 @@ class DeadlineConfig(Config):
 
 
 class ClusterConfig(Config):
-    num_nodes: int = Field(1, ge=1)
+    num_nodes: int = Field(1, ge=1, json_schema_extra=SIMPLE)
     """Machines; more than one are those of the Ray cluster that RAY_ADDRESS names."""
-    gpus_per_node: int = Field(0, ge=0)
+    gpus_per_node: int = Field(0, ge=0, json_schema_extra=SIMPLE)
     """GPUs of each machine; 0 runs everything on the CPU."""
-    placement: Literal["auto", "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "auto"
+    placement: Literal["auto", "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "auto", json_schema_extra=EXPERT
+    )
     """Ray's strategy for placing workers over machines; `auto`: STRICT_PACK on one, PACK on several."""
-    labels: dict[str, dict[str, str]] = Field({})
+    labels: dict[str, dict[str, str]] = Field({}, json_schema_extra=EXPERT)
     """Labels that Ray's nodes must have, by group of workers (`policy`, `rollout`, …)."""
-    topology: dict[str, str] = Field({})
+    topology: dict[str, str] = Field({}, json_schema_extra=EXPERT)
     """By group of workers, a label with the same value on all its nodes, such as ray.io/gpu-domain."""
     rollout_workers: int = Field(1, ge=1)
     """Processes that run turn loops, environments and rewards."""
-    policy_threads: int | None = Field(None, ge=1)
+    policy_threads: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """CPU threads of each policy process; the cores divided by the processes when not given."""
-    object_store_megabytes: int = Field(512, ge=100)
+    object_store_megabytes: int = Field(512, ge=100, json_schema_extra=EXPERT)
     """Shared memory that a local Ray sets aside for objects."""
-    max_model_restarts: int = Field(3, ge=0)
+    max_model_restarts: int = Field(3, ge=0, json_schema_extra=EXPERT)
     """Restarts in a row, without a further step, of models that lost a process; then the run stops. They
     continue from the newest checkpoint. Models that do not train repeat the batch in which they were lost,
     and the limit is for a batch."""
-    on_lost_node: Literal["wait", "shrink", "fail"] = "wait"
+    on_lost_node: Literal["wait", "shrink", "fail"] = Field("wait", json_schema_extra=EXPERT)
     """What a model does whose ranks were on a lost node: `wait` until other nodes have room for them, such as
     one that replaces it, and restart there; `shrink`, if there is no room in time, to a smaller data-parallel
     size on the nodes that are left; or `fail`, by which the run ends."""
-    max_worker_restarts: int = Field(3, ge=0)
+    max_worker_restarts: int = Field(3, ge=0, json_schema_extra=EXPERT)
     """Restarts in a row, without work in between, of an engine or rollout worker; then it stays lost."""
     deadlines: DeadlineConfig = DeadlineConfig()
     """Seconds each stage may take."""
@@ -125,6 +128,7 @@ class ClusterConfig(Config):
 class PrometheusConfig(Config):
     """Metrics for a Prometheus server, at `http://HOST:PORT/metrics`."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     host: str = "127.0.0.1"
     """Where the driver listens. Nothing asks for a key: any process that reaches it reads the metrics."""
     port: int = Field(9400, ge=0, le=65535)
@@ -176,21 +180,21 @@ class LoggerConfig(Config):
 class CheckpointingConfig(Config):
     enabled: bool = True
     """Write checkpoints."""
-    period: int = Field(10, ge=1)
+    period: int = Field(10, ge=1, json_schema_extra=SIMPLE)
     """Steps between checkpoints; the last step is always saved. A run that is killed loses at most these
     steps."""
-    asynchronous: bool = True
+    asynchronous: bool = Field(True, json_schema_extra=EXPERT)
     """Write from a copy in host memory while training continues; false waits until the files are written."""
-    memory_period: int | None = Field(None, ge=1)
+    memory_period: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """Steps between checkpoints in the nodes' memory, for lost processes; null keeps none there."""
-    memory_dir: Path = Path("/dev/shm")
+    memory_dir: Path = Field(Path("/dev/shm"), json_schema_extra=EXPERT)
     """Folder in memory (tmpfs) of each node for these checkpoints."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that are kept; with two, a corrupt one leaves another."""
-    stop_seconds: float | None = Field(None, gt=0)
+    stop_seconds: float | None = Field(None, gt=0, json_schema_extra=EXPERT)
     """Seconds from SIGTERM or SIGUSR1 to the end of the run. A step that has not ended after half of them is
     dropped, and the checkpoint is of the step before, whose state is copied for this. null: without limit."""
-    max_failures: int = Field(3, ge=0)
+    max_failures: int = Field(3, ge=0, json_schema_extra=EXPERT)
     """Checkpoints in a row that the disk may refuse, as when it is full, before the run ends."""
     metric: str | None = None
     """Also keep the checkpoint with the best value of this metric, such as `validation/reward`."""
@@ -198,9 +202,9 @@ class CheckpointingConfig(Config):
     """Whether the best value is the highest."""
     export_hf: bool = False
     """Also write the weights into every checkpoint as a Hugging Face folder, `hf/`."""
-    save_hf: bool = False
+    save_hf: bool = Field(False, json_schema_extra=SIMPLE)
     """Write the last checkpoint's weights as a Hugging Face folder `hf/` into the run folder."""
-    max_shard_gigabytes: float = Field(5.0, gt=0)
+    max_shard_gigabytes: float = Field(5.0, gt=0, json_schema_extra=EXPERT)
     """Largest file of weights in these folders, in 10^9 bytes; a tensor is never divided."""
 
     @property

@@ -14,7 +14,7 @@ from nemorl.errors import ABSENT
 
 from .algorithm.online import PRESETS
 from .algorithm.pair_losses import PREFERENCE_PRESETS
-from .base import Config
+from .base import LEVELS, Config, FieldLevel
 from .experiment import Experiment
 from .yaml import VARIANT_KEYS, FieldPath, Tree, dotted
 
@@ -31,6 +31,7 @@ class FieldHelp:
     type: str
     default: object  # ABSENT where the field is required
     help: str
+    level: FieldLevel
 
 
 def variants(annotation: Any) -> tuple[type[Config], ...]:
@@ -89,27 +90,52 @@ def section_help(section: str) -> str:
     return ""
 
 
+def level_of(section: type[Config], name: str) -> FieldLevel:
+    """The level of a field alone: of one that must be given, and of one that selects a variant, `simple`."""
+    field = section.model_fields[name]
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and extra.get("level") in LEVELS:
+        return LEVELS[LEVELS.index(extra["level"])]
+    if variants(field.annotation):  # of a section that is always there, its own fields say it
+        return section.field_level if _may_be_absent(field) else "simple"
+    is_choice = name == tag(section) and bool(names(section))
+    return "simple" if field.is_required() or is_choice else section.field_level
+
+
+def highest(*levels: FieldLevel) -> FieldLevel:
+    return max(levels, key=LEVELS.index)
+
+
+def _may_be_absent(field: FieldInfo) -> bool:
+    """True of null, of a list and of a mapping of sections."""
+    return type(None) in get_args(field.annotation) or get_origin(field.annotation) in (tuple, dict)
+
+
 @cache
 def _everything() -> tuple[FieldHelp, ...]:
-    return tuple(_fields(Experiment, ()))
+    return tuple(_fields(Experiment, (), "simple"))
 
 
-def _fields(section: type[Config], path: FieldPath) -> Iterator[FieldHelp]:
+def _fields(section: type[Config], path: FieldPath, around: FieldLevel) -> Iterator[FieldHelp]:
     for name, field in section.model_fields.items():
         below = variants(field.annotation)
         here = (*path, name)
+        level = highest(around, level_of(section, name))
         if not below:
             default = ABSENT if field.is_required() else field.get_default(call_default_factory=True)
-            yield FieldHelp(dotted(here), "", type_text(field), default, help_text(section, name))
+            yield FieldHelp(dotted(here), "", type_text(field), default, help_text(section, name), level)
             continue
         if get_origin(field.annotation) is tuple:
             here = (*here, 0)
         if get_origin(field.annotation) is dict:
             here = (*here, "NAME")  # which the user chooses
-        yield from _fields(below[0], here) if len(below) == 1 else _fields_of_union(below, here)
+        is_one = len(below) == 1
+        yield from _fields(below[0], here, level) if is_one else _fields_of_union(below, here, level)
 
 
-def _fields_of_union(sections: tuple[type[Config], ...], path: FieldPath) -> Iterator[FieldHelp]:
+def _fields_of_union(
+    sections: tuple[type[Config], ...], path: FieldPath, level: FieldLevel
+) -> Iterator[FieldHelp]:
     """The field that selects the variant, the fields of all variants, and those of some, each once."""
     key = tag(sections[0])
     kinds = " | ".join(name for section in sections for name in names(section))
@@ -119,11 +145,11 @@ def _fields_of_union(sections: tuple[type[Config], ...], path: FieldPath) -> Ite
         first, *_ = (section.__doc__ or "").split("\n\n")
         if words := help_text(section, key) or " ".join(first.split()):
             described.append(f"`{_label(section)}`: {words}")
-    choice = FieldHelp(dotted((*path, key)), "", kinds, default, " ".join(described))
+    choice = FieldHelp(dotted((*path, key)), "", kinds, default, " ".join(described), level)
 
     owners: dict[str, tuple[FieldHelp, list[type[Config]]]] = {}  # by all that is shown of a field
     for section in sections:
-        for field in _fields(section, path):
+        for field in _fields(section, path, level):
             if field.path != choice.path:
                 owners.setdefault(repr(field), (field, []))[1].append(section)
     yield choice

@@ -59,6 +59,11 @@ class FunctionReward(Scorer):
         self._found = find_reward(config)
         self._one_by_one = self._found.signature == "verl"
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of its parameters."""
+        return self._found.takes
+
     async def score(self, answers: Answers) -> Scored:
         """Raises RewardError for a column that the function requires and the task lacks."""
         columns = given_columns(self._found.signature, answers)
@@ -213,7 +218,7 @@ class Rewards:
                 raise RewardError(f"two rewards are named `{config.metric}`; a metric can hold only one")
             self._weights[config.metric] = config.weight
         self._on_error = {config.metric: config.on_error for config in rewards}
-        self._scorers = [_scorer(config, seconds, outage_seconds) for config in rewards]
+        self._scorers = [scorer_of(config, seconds, outage_seconds) for config in rewards]
         self.services: list[Service] = [s.service for s in self._scorers if s.service is not None]
 
     async def apply(self, task: Task, conversations: Sequence[Conversation]) -> ScoredGroup:
@@ -286,7 +291,8 @@ class Rewards:
         return sum(self._weights[name] * value for name, value in rewards.items())
 
 
-def _scorer(config: configs.RewardConfig, seconds: float, outage_seconds: float) -> Scorer:
+def scorer_of(config: configs.RewardConfig, seconds: float, outage_seconds: float) -> Scorer:
+    """The scorer of a reward, with the bounds of `Rewards`. Raises RewardError."""
     if isinstance(config, configs.FunctionRewardConfig):
         return FunctionReward(config, seconds)
     from .services import JudgeReward, ModelServiceReward  # with aiohttp

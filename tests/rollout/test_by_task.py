@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from nemorl.algorithms.metrics import rollout_metrics
-from nemorl.commands.check import prepare
 from nemorl.config.environment import CustomEnvConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
@@ -17,6 +16,7 @@ from nemorl.generation.router import Replica, Router
 from nemorl.plan.machine import read_machine
 from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary
 from nemorl.rollout.worker import RolloutWorker
+from nemorl.run.inspection import prepare
 from nemorl.trajectories import Action, Step, Task
 from tests.config.experiments import GRPO, refuses, write
 from tests.data.tokenizers import ENDOFTEXT

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from nemorl.config.base import Config, check
+from nemorl.config.base import EXPERT, SIMPLE, Config, check
 from nemorl.config.generation import GenerationConfig, SamplingConfig
 from nemorl.config.yaml import merged
 from nemorl.errors import Problem, Problems
@@ -48,11 +48,11 @@ def online_preset(
 
 
 class ValidationConfig(Config):
-    period: int | None = Field(None, ge=1)
+    period: int | None = Field(None, ge=1, json_schema_extra=SIMPLE)
     """Steps between validations; null validates only as `at_start` and `at_end` configure."""
     at_start: bool = False
     """Validate before the first step."""
-    at_end: bool = False
+    at_end: bool = Field(False, json_schema_extra=SIMPLE)
     """Validate after the last step."""
     num_prompts: int | None = Field(None, ge=1)
     """Tasks of one validation; all of them when not given."""
@@ -62,7 +62,7 @@ class ValidationConfig(Config):
     """The k of pass@k (Chen et al. 2021, unbiased); each at most `num_generations_per_prompt`."""
     cons_at_k: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """The k of cons@k: whether the majority answer of a task's first k samples is right."""
-    pass_reward: float = 1.0
+    pass_reward: float = Field(1.0, json_schema_extra=EXPERT)
     """A sample passes when its reward is at least this."""
     sampling: SamplingConfig | None = None
     """Sampling of the validation; the training's when not given."""

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.config.base import Config, Variants, check
+from nemorl.config.base import ADVANCED, EXPERT, SIMPLE, Config, FieldLevel, Variants, check
 from nemorl.config.run import ClusterConfig
 from nemorl.errors import Problem, Problems
 
@@ -69,6 +69,7 @@ EntropyConfig = Annotated[EntropyBonusConfig | AdaptiveEntropyConfig, Variants(E
 class RefillConfig(Config):
     """Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476): replace dropped groups by new ones."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     max_batches: int = Field(10, ge=2)
     """A step samples at most this many times `num_prompts_per_step` groups."""
     at_cap: Literal["fewer", "stop"] = "fewer"
@@ -139,20 +140,20 @@ class OnlineBase(AlgorithmBase):
     """Steps by which the weights that sampled may be older than those that train: 0 samples and trains by
     turns, 1 samples one step ahead, more is fully asynchronous. With 0, the default, a resumed run gives the
     results of the uninterrupted one."""
-    oversampling: float = Field(1.0, ge=1)
+    oversampling: float = Field(1.0, ge=1, json_schema_extra=EXPERT)
     """Groups that are started for a step, as a multiple of `num_prompts_per_step`; it trains on the first to
     finish (docs/asynchronous.md)."""
-    group_seconds: float | None = Field(None, gt=0)
+    group_seconds: float | None = Field(None, gt=0, json_schema_extra=EXPERT)
     """Seconds for the trajectories of a group; those that take longer end without being trained on, and so
     does the group if too few of it are left for the algorithm. null sets no limit."""
     filters: FiltersConfig = FiltersConfig()
     """Samples that are left out of training."""
-    max_logprob_gap: float = Field(0.2, gt=0)
+    max_logprob_gap: float = Field(0.2, gt=0, json_schema_extra=EXPERT)
     """Stop if the mean absolute difference between the engine's and the trainer's logprobs is larger. Each
     update since the tokens were sampled allows as much again."""
-    max_token_logprob_gap: float | None = Field(None, gt=0)
+    max_token_logprob_gap: float | None = Field(None, gt=0, json_schema_extra=EXPERT)
     """Stop if that difference is larger at any token; null does not check it."""
-    logprob_gap_period: int | None = Field(None, ge=1)
+    logprob_gap_period: int | None = Field(None, ge=1, json_schema_extra=EXPERT)
     """Steps between comparisons before an update, each a forward pass; the first batch always has one."""
 
     @property
@@ -226,6 +227,7 @@ class OnlineBase(AlgorithmBase):
 class SequenceMaskConfig(Config):
     """Leave sequences out by the geometric mean of their tokens' ratios, trainer over engine."""
 
+    field_level: ClassVar[FieldLevel] = "expert"
     low: float = Field(gt=0, lt=1)
     """A sequence counts when the mean ratio is at least this."""
     high: float = Field(gt=1)
@@ -237,13 +239,13 @@ class CorrectionBase(Config):  # docs/off_policy.md has the formulas
     bounds_leave_out: ClassVar[bool] = False  # weights out of bounds become 0
     weight_metric: ClassVar[str] = "correction/masked"  # share of weights out of bounds
 
-    form: Literal["decoupled", "bypass"] = "decoupled"
+    form: Literal["decoupled", "bypass"] = Field("decoupled", json_schema_extra=EXPERT)
     """Three policies, whose old one the trainer computes, or two: the engine's logprobs are the old ones."""
     sequence_mask: SequenceMaskConfig | None = None
     """Leave out sequences that engine and trainer see too differently."""
-    off_policy_threshold: float | None = Field(None, gt=0)
+    off_policy_threshold: float | None = Field(None, gt=0, json_schema_extra=EXPERT)
     """Leave out sequences of negative advantage that became unlikelier by more nats per token than this."""
-    divisor: Literal["all", "kept"] = "all"
+    divisor: Literal["all", "kept"] = Field("all", json_schema_extra=EXPERT)
     """What divides the loss: all sampled tokens, also those left out, which keep divergence and entropy; or,
     as in verl, those that the bounds of `mis` and `icepop` and `sequence_mask` keep: others have no term."""
 
@@ -349,22 +351,22 @@ CorrectionConfig = Annotated[
 class KLConfig(Config):
     """docs/off_policy.md says which estimator gives which gradient."""
 
-    coefficient: float = Field(0.0, ge=0)
+    coefficient: float = Field(0.0, ge=0, json_schema_extra=SIMPLE)
     """Weight of the divergence from the reference policy; 0 keeps no reference at all, and saves its memory
     and its pass."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence per token (Schulman, "Approximating KL divergence", 2020)."""
     placement: Literal["loss", "reward"] = "loss"
     """Add it to the loss, with its gradient, or subtract it from each token's reward."""
-    straight_through: bool = False
+    straight_through: bool = Field(False, json_schema_extra=EXPERT)
     """In the loss: the value is the estimator's and the gradient k2's, which is that of the divergence."""
-    importance_weighted: bool = False
+    importance_weighted: bool = Field(False, json_schema_extra=EXPERT)
     """In the loss: multiply by the ratio to the policy that sampled, so that stale samples do not bias it."""
-    sampled_by: Literal["old", "engine", "current"] = "old"
+    sampled_by: Literal["old", "engine", "current"] = Field("old", json_schema_extra=EXPERT)
     """The policy that this ratio takes for the one that sampled: the trainer's before the step, the engine's,
     or the current one, of which the ratio is 1 and only its gradient is left. NeMo-RL: `current`, and
     `engine` with its on-policy approximation."""
-    max_value: float | None = Field(None, gt=0)
+    max_value: float | None = Field(None, gt=0, json_schema_extra=EXPERT)
     """Clamp each token's estimate to ± this, without gradient beyond, also of k2's in `straight_through`;
     verl and OpenRLHF: 10."""
 
@@ -425,18 +427,18 @@ class OnlineConfig(OnlineBase):
     """Passes over the batch of a step, in the same minibatches."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
     """How rewards become advantages."""
-    compares: Literal["samples", "branches"] = "samples"
+    compares: Literal["samples", "branches"] = Field("samples", json_schema_extra=EXPERT)
     """What has an advantage of its own. `branches`: each branch of a sample, such as a step of an agent that
     begins with a new prompt, by the rewards of its answers (docs/agents.md)."""
     loss: PolicyLossConfig = ClipLossConfig()
     """The policy's loss."""
     kl: KLConfig = KLConfig()
     """Divergence from the reference policy."""
-    entropy: EntropyConfig = EntropyBonusConfig()
+    entropy: EntropyConfig = Field(EntropyBonusConfig(), json_schema_extra=ADVANCED)
     """The bonus for entropy."""
     likelihood: LikelihoodConfig = LikelihoodConfig()
     """The loss that imitates samples with a high reward."""
-    correction: CorrectionConfig = NoCorrectionConfig()
+    correction: CorrectionConfig = Field(NoCorrectionConfig(), json_schema_extra=ADVANCED)
     """How samples of another policy than the trained one are weighed or left out."""
     critic: CriticLearningConfig | None = None
     """Training of a critic, for advantages that need one; the section `critic` says which model it is."""

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -165,6 +165,7 @@ def _unread(quantization: QuantizationConfig, shape: ModelShape, *, on_cpu: bool
     return ""
 
 
+@lru_cache(maxsize=8)
 def _largest_layer(shape: ModelShape) -> int:
     """Elements of its tensors in a checkpoint, which the loader holds until all have come and then copies."""
     sizes: Counter[str] = Counter()

@@ -1,6 +1,284 @@
-import { html } from "../lib/preact.js";
-import { Empty } from "../lib/widgets.js";
+// Compose an experiment: forms on the left, its YAML on the right, checked at each pause in typing. The file is the
+// only state: a form changes lines of the text, and the text makes the form.
 
-export default function Screen() {
-  return html`<main><${Empty}>Not built yet.<//></main>`;
+import { html, useEffect, useMemo, useRef, useState } from "../lib/preact.js";
+import { get, isAbort, post } from "../lib/api.js";
+import { Editor } from "../lib/editor.js";
+import { change, go, view } from "../lib/view.js";
+import { Empty, Loading, Problem, Tabs, seconds, useLoaded } from "../lib/widgets.js";
+import { Form, makeFilter } from "./compose/form.js";
+import { Layouts, Picture } from "./compose/plan.js";
+import { Rewards } from "./compose/rewards.js";
+
+const PAUSE = 200; // milliseconds without a change before a check
+const TABS = { form: "Form", plan: "Devices", rewards: "Rewards" };
+const KEY = "nemorl-compose"; // unsaved text of this tab, so that a reload keeps it
+
+function keep(file, draft) {
+  try {
+    sessionStorage.setItem(`${KEY}:${file}`, JSON.stringify(draft));
+  } catch {
+    // no room: the text is not kept over a reload
+  }
+}
+
+const kept = (file) => JSON.parse(sessionStorage.getItem(`${KEY}:${file}`) || "null");
+
+function Start({ facts, files, error }) {
+  const [find, setFind] = useState("");
+  const words = find.toLowerCase().split(/\s+/);
+  const has = (text) => words.every((word) => text.toLowerCase().includes(word));
+  const first = (one) => (one.name.startsWith("quickstart/") ? 0 : one.name.startsWith("recipes/") ? 2 : 1);
+  const recipes = [...facts.recipes].sort((a, b) => first(a) - first(b)).filter((one) => has(`${one.name} ${one.algorithm} ${one.model} ${one.devices} ${one.description}`));
+  const own = files.filter(has);
+  const open = (params) => (event) => {
+    event.preventDefault();
+    go("compose", params);
+  };
+  return html`<main>
+    <div class="row"><h1>Compose</h1>
+      <label><span class="muted">Find </span><input type="search" value=${find} onInput=${(event) => setFind(event.target.value)} /></label>
+      <span class="grow"></span><button onClick=${open({ file: "experiment.yaml", new: 1 })}>Empty experiment</button></div>
+    <${Problem} error=${error} />
+    <div class="start">
+      <section class="panel"><h2>Experiments here</h2>
+        ${own.length ? html`<ul>${own.map((name) => html`<li><a href=${`/compose?file=${encodeURIComponent(name)}`} onClick=${open({ file: name })}>${name}</a></li>`)}</ul>` : html`<${Empty}>No experiment file in this folder: start with a recipe.<//>`}
+      </section>
+      <section class="panel"><h2>Recipes</h2>
+        <div class="scroll"><table class="table" aria-label="Recipes"><thead><tr><th>name</th><th>algorithm</th><th>model</th><th>devices</th></tr></thead>
+          <tbody>${recipes.map((one) => html`<tr>
+            <td><a href=${`/compose?recipe=${encodeURIComponent(one.name)}`} onClick=${open({ recipe: one.name, file: `${one.name.split("/").at(-1)}.yaml` })}>${one.name}</a>
+              <div class="muted">${one.description}</div></td>
+            <td>${one.algorithm}</td><td>${one.model}</td><td>${one.devices}</td></tr>`)}</tbody>
+        </table></div>
+      </section>
+    </div>
+  </main>`;
+}
+
+// [check, problem, busy] of a text, after a pause; the last good form stays while a text is broken.
+function useCheck(text, file, preset) {
+  const [state, setState] = useState([null, null, false]);
+  const form = useRef(null);
+  useEffect(() => {
+    if (text === null) return undefined;
+    const control = new AbortController();
+    const timer = setTimeout(async () => {
+      setState(([check, error]) => [check, error, true]);
+      try {
+        let check;
+        do {
+          check = await post("/api/compose/check", { text, file, preset }, control.signal);
+        } while (check.superseded && !control.signal.aborted); // by a request that the page has dropped
+        if (control.signal.aborted) return;
+        if (check.form) form.current = check.form;
+        setState([{ ...check, form: check.form || form.current, text }, null, false]);
+      } catch (error) {
+        if (!isAbort(error)) setState(([check]) => [check, error, false]);
+      }
+    }, PAUSE);
+    return () => {
+      clearTimeout(timer);
+      control.abort();
+    };
+  }, [text, file, preset]);
+  return state;
+}
+
+function Conflict({ conflict, text, onTake, onKeep }) {
+  return html`<div class="problem" role="alertdialog" aria-label="The file changed on disk">
+    <b>${conflict.message}</b><div>${conflict.fix}</div>
+    <div class="conflict"><section><h3>On disk</h3><pre tabindex="0">${conflict.body.text}</pre><button onClick=${onTake}>Take this</button></section>
+      <section><h3>Here</h3><pre tabindex="0">${text}</pre><button class="danger" onClick=${onKeep}>Overwrite with this</button></section></div>
+  </div>`;
+}
+
+function Command({ command, title }) {
+  const [copied, setCopied] = useState(false);
+  const copy = () => navigator.clipboard.writeText(command).then(() => {
+    setCopied(true);
+    setTimeout(() => setCopied(false), 1500);
+  });
+  return html`<button class="command" title=${`${title}: ${command}`} onClick=${copy}><code>${command}</code> <span class="muted">${copied ? "copied" : "copy"}</span></button>`;
+}
+
+function Problems({ report, onLine }) {
+  const all = [...report.problems.map((one) => ["bad", one]), ...report.remarks.map((one) => ["warn", one]), ...report.unverified.map((one) => ["muted", one])];
+  if (!all.length) return null;
+  return html`<ul class="problems" aria-label="Problems">
+    ${all.map(([color, one]) => html`<li>
+      ${one.line ? html`<button class="quiet" onClick=${() => onLine(one.line)}>line ${one.line}</button>` : html`<span class="muted">${one.origin || "file"}</span>`}
+      <div><b class=${color}>${one.field || "the file"}</b> ${one.fix}${color === "muted" ? " (not verified here)" : ""}</div></li>`)}
+  </ul>`;
+}
+
+function Composer({ facts, readOnly }) {
+  const { params } = view.value;
+  const { file = "experiment.yaml", recipe, preset = "here", level = "simple", find = "", tab = "form" } = params;
+  const [text, setText] = useState(null);
+  const [version, setVersion] = useState(null);
+  const [saved, setSaved] = useState(null); // the text on disk
+  const [name, setName] = useState(file);
+  const [error, setError] = useState(null);
+  const [conflict, setConflict] = useState(null);
+  const [line, setLine] = useState(null);
+  const [busy, setBusy] = useState("");
+  const latest = useRef("");
+  const queue = useRef(Promise.resolve());
+  const put = (changed) => {
+    latest.current = changed;
+    setText(changed);
+  };
+
+  useEffect(() => {
+    let ended = false;
+    const load = async () => {
+      const draft = kept(`${file}|${recipe || ""}`);
+      if (draft) return draft;
+      if (recipe) return { text: (await get("/api/compose/recipe", { name: recipe })).text, version: null, saved: null };
+      if (params.new) return { text: "", version: null, saved: null };
+      const found = await get("/api/compose/file", { file });
+      return { text: found.text, version: found.version, saved: found.text };
+    };
+    put(null);
+    setError(null);
+    setConflict(null);
+    setName(file);
+    load().then((found) => {
+      if (ended) return;
+      put(found.text);
+      setVersion(found.version);
+      setSaved(found.saved);
+    }, (problem) => ended || setError(problem));
+    return () => {
+      ended = true;
+    };
+  }, [file, recipe]);
+  useEffect(() => {
+    if (text !== null) keep(`${file}|${recipe || ""}`, { text, version, saved });
+  }, [text, version, saved]);
+
+  const [check, failure, checking] = useCheck(text, name, preset);
+  const problems = useMemo(() => {
+    const found = new Map();
+    for (const one of check?.report.problems || []) found.set(one.field, [...(found.get(one.field) || []), one]);
+    return found;
+  }, [check]);
+  const marks = useMemo(() => (check?.report.problems || []).filter((one) => one.line).map((one) => ({ line: one.line, message: `${one.field ? `${one.field}: ` : ""}${one.fix}` })), [check]);
+  const filter = useMemo(() => makeFilter({ levels: facts.levels, level, find, problems }), [level, find, problems]);
+  const broken = check?.broken && check.text === text;
+
+  // Edits run in sequence, each on the text that the one before has made.
+  const edit = (edits) => {
+    queue.current = queue.current.then(async () => {
+      try {
+        for (;;) {
+          const before = latest.current;
+          const changed = await post("/api/compose/edit", { text: before, file: name, edits });
+          if (latest.current !== before) continue; // typed meanwhile
+          put(changed.text);
+          break;
+        }
+        setError(null);
+      } catch (problem) {
+        setError(problem);
+      }
+    });
+  };
+  const save = async (over = version) => {
+    try {
+      const done = await post("/api/compose/save", { file: name, text, version: over });
+      setVersion(done.version);
+      setSaved(done.text);
+      setConflict(null);
+      setError(null);
+      if (name !== file || recipe || params.new) {
+        keep(`${name}|`, { text, version: done.version, saved: done.text });
+        sessionStorage.removeItem(`${KEY}:${file}|${recipe || ""}`);
+        change({ file: name, recipe: null, new: null });
+      }
+      return true;
+    } catch (problem) {
+      if (problem.status === 409 && problem.body.text !== undefined) setConflict(problem);
+      else setError(problem);
+      return false;
+    }
+  };
+  const start = async () => {
+    setBusy("starting");
+    if (text === saved || (await save())) {
+      try {
+        const { run } = await post("/api/control/start", { file: name, id: crypto.randomUUID() });
+        go("watch", { run });
+      } catch (problem) {
+        setError(problem);
+      }
+    }
+    setBusy("");
+  };
+  const take = () => {
+    put(conflict.body.text);
+    setVersion(conflict.body.version);
+    setSaved(conflict.body.text);
+    setConflict(null);
+  };
+  const goto = (number) => setLine({ line: number });
+
+  if (text === null) return html`<main><${Problem} error=${error} />${!error && html`<${Loading} />`}</main>`;
+  const of = facts.presets.find((one) => one.name === preset);
+  const report = check?.report;
+  const verdict = !check || checking ? "checking…" : broken ? "the text is broken; the form waits" : report.ok ? "OK" : `${report.problems.length} problem${report.problems.length > 1 ? "s" : ""}`;
+  const color = !check || checking ? "muted" : report.ok ? "good" : "bad";
+  const gpus = check?.picture?.gpus;
+  const policy = check?.picture?.nodes.find((node) => node.name === "policy");
+  return html`<div class="compose">
+    <div class="tools row">
+      <input class="file" aria-label="File name" value=${name} spellcheck="false" disabled=${readOnly} onInput=${(event) => setName(event.target.value)} />
+      ${text !== saved && html`<span class="tag warn">not saved</span>`}
+      <b class=${color} role="status" id="verdict">${verdict}</b>
+      <span class="muted">${check?.seconds ? seconds(check.seconds) : ""}</span>
+      <span class="grow"></span>
+      ${!readOnly && html`<button onClick=${() => save()} disabled=${text === saved}>Save</button>
+        <button class="primary" onClick=${start} disabled=${busy !== "" || !report?.ok}>${busy ? "Starting…" : "Start"}</button>`}
+      ${check?.command && html`<${Command} command=${check.command} title="In a terminal" /><${Command} command=${check.slurm} title="On a Slurm cluster" />`}
+      <button class="quiet" onClick=${() => go("compose")}>Other file</button>
+    </div>
+    <${Problem} error=${error || failure} />
+    ${conflict && html`<${Conflict} conflict=${conflict} text=${text} onTake=${take} onKeep=${() => save(conflict.body.version)} />`}
+    <div class="halves">
+      <section class="left" aria-label="Form">
+        <${Tabs} of=${TABS} at=${tab} onChange=${(one) => change({ tab: one === "form" ? null : one })} label="Parts of the experiment" />
+        ${tab === "form" && html`<div class="row filters">
+            <label>Level <select value=${level} onChange=${(event) => change({ level: event.target.value === "simple" ? null : event.target.value })}>${facts.levels.map((one) => html`<option>${one}</option>`)}</select></label>
+            <label>Find <input type="search" value=${find} placeholder="name or help" onInput=${(event) => change({ find: event.target.value })} /></label>
+          </div>
+          <fieldset class="waits" disabled=${broken || readOnly}>
+            ${check?.form ? html`<${Form} nodes=${check.form} filter=${filter} problems=${problems} onEdit=${edit} onLine=${goto} searching=${find !== ""} />` : html`<p class="empty muted">${check?.broken ? "The form waits until the text is right." : "Checking…"}</p>`}
+          </fieldset>`}
+        ${tab === "plan" && html`<div class="column">
+            <div class="row"><label>Machine <select value=${preset} onChange=${(event) => change({ preset: event.target.value === "here" ? null : event.target.value })}>${facts.presets.map((one) => html`<option value=${one.name}>${one.title}</option>`)}</select></label>
+              ${of && gpus !== undefined && preset !== "here" && gpus !== of.gpus && html`<button onClick=${() => edit([{ path: ["cluster", "gpus_per_node"], value: of.gpus }])}>Set cluster.gpus_per_node to ${of.gpus}</button>`}
+              ${preset !== "here" && html`<span class="muted">Own functions are not called for another machine.</span>`}</div>
+            <${Picture} picture=${check?.picture} onSection=${(section) => change({ tab: null, find: section })} />
+            ${check?.picture && !broken && html`<${Layouts} text=${check.text} file=${name} preset=${preset} world=${policy?.devices} canRank=${["1x80", "8x80", "8x141"].includes(preset)} onEdit=${edit} />`}
+          </div>`}
+        ${tab === "rewards" && html`<${Rewards} node=${check?.form?.find((node) => node.name === "rewards")} facts=${facts} text=${text} file=${name} onEdit=${edit} readOnly=${readOnly} />`}
+      </section>
+      <section class="source" aria-label="YAML">
+        <${Editor} value=${text} onChange=${put} marks=${marks} goto=${line} label="Experiment file" />
+        ${report && html`<${Problems} report=${report} onLine=${goto} />`}
+      </section>
+    </div>
+  </div>`;
+}
+
+export default function Compose() {
+  const { params } = view.value;
+  const isOpen = Boolean(params.file || params.recipe);
+  const [facts, error] = useLoaded((signal) => Promise.all([get("/api/compose/facts", {}, signal), get("/api/server", {}, signal)]), []);
+  const [files, fileError] = useLoaded((signal) => get("/api/compose/files", {}, signal), [isOpen]);
+  if (error) return html`<main><${Problem} error=${error} /></main>`;
+  if (!facts) return html`<${Loading} />`;
+  if (isOpen) return html`<${Composer} facts=${facts[0]} readOnly=${facts[1].read_only} />`;
+  return html`<${Start} facts=${facts[0]} files=${files || []} error=${fileError} />`;
 }

@@ -1,0 +1,136 @@
+"""The verdict, picture and layouts of an unsaved experiment."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nemorl.cli import main
+from nemorl.config import shipped
+from nemorl.config.yaml import parse_document
+from nemorl.ui import compose
+from nemorl.ui.yaml_edit import edit, set_value
+
+ROOT = Path(__file__).parents[2]
+NAMES = [recipe.name for recipe in shipped.recipes()]
+# Edits that break an experiment in its syntax, its types, between sections and at the machine.
+BREAKS = [
+    [],
+    [{"path": ["seed"], "value": -1}],
+    [{"path": ["policy", "layout", "tensor_parallel_size"], "value": 7}],
+    [{"path": ["algorithm", "num_step"], "value": 3}, {"path": ["run_dir"], "value": None}],
+    [{"path": ["rewards"], "value": {"function": "exact_mach"}, "append": True}],
+]
+
+
+@pytest.fixture
+def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def verdict(text: str, file: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    """What `nemorl check --json` prints of a file with this text."""
+    file.write_text(text, encoding="utf-8")
+    main(["check", "--json", str(file)])
+    report = json.loads(capsys.readouterr().out)[0]
+    assert report.pop("file") == str(file)
+    return report  # type: ignore[no-any-return]
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("in_root")
+def test_the_verdict_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of every shipped experiment without models of the hub, and of broken variants of them."""
+    copies = tmp_path / "configs"
+    shutil.copytree(shipped.FOLDER, copies)
+    known = set()
+    for number, name in enumerate(NAMES):
+        text = shipped.file_of(name).read_text(encoding="utf-8")
+        model = shipped.describe(name)
+        assert model is not None
+        if "/" in model.model and not model.model.startswith(("models/", "runs/")):
+            continue  # `nemorl check` downloads it
+        file = copies / f"{name}.yaml"
+        for broken in (BREAKS[0], BREAKS[1 + number % (len(BREAKS) - 1)])[: 1 + (number % 3 == 0)]:
+            changed = edit(text, compose.own_edits(text, str(file), broken))
+            ours = compose.check(changed, str(file))["report"]
+            assert ours == verdict(changed, file, capsys), name
+            known |= {bool(ours["ok"]), *(problem["field"] for problem in ours["problems"])}
+    assert {True, False, "seed", "algorithm.num_step", "run_dir"} <= known
+
+
+@pytest.mark.usefixtures("in_root")
+def test_problems_have_their_line_and_a_broken_text_has_no_form() -> None:
+    text = "run_dir: runs/x\nseed: -1   # negative\n"
+    report = compose.check(text, "x.yaml")["report"]
+    seed = next(problem for problem in report["problems"] if problem["field"] == "seed")
+    assert (seed["line"], seed["value"], seed["origin"]) == (2, -1, "x.yaml:2")
+    broken = compose.check("a: [}", "x.yaml")
+    assert (broken["form"], broken["picture"]) == (None, None)
+    assert broken["broken"]["fix"].startswith("invalid YAML")
+    assert broken["broken"]["line"] == 1
+
+
+@pytest.mark.usefixtures("in_root")
+def test_the_picture_has_models_engines_and_what_does_not_fit() -> None:
+    name = "recipes/grpo-qwen3-30b-a3b-4n8g-ep8dp32"
+    text, file = shipped.file_of(name).read_text(encoding="utf-8"), str(shipped.file_of(name))
+    picture = compose.check(text, file, "8x80")["picture"]
+    nodes = {node["name"]: node for node in picture["nodes"]}
+    assert (nodes["policy"]["devices"], nodes["policy"]["processes"]) == (32, 32)
+    assert nodes["policy"]["parts"]["weights"] > 1e9
+    assert nodes["generation"]["shares"] is True
+    assert {"from": "policy", "to": "generation", "what": "weights"} in picture["edges"]
+    small = compose.check(text, file, "1x24")["picture"]
+    policy = next(node for node in small["nodes"] if node["name"] == "policy")
+    assert policy["fits"] is False
+    assert any("24 GB" in problem for problem in small["problems"])
+
+
+@pytest.mark.usefixtures("in_root")
+def test_layouts_are_those_of_the_planner_and_can_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "recipes/grpo-qwen3-30b-a3b-4n8g-ep8dp32"
+    text, file = shipped.file_of(name).read_text(encoding="utf-8"), str(shipped.file_of(name))
+    found = compose.layouts(text, file, "8x80", 8)
+    gigabytes = str(found["room"] / 1e9)
+    main(["plan", "layouts", file, "--gpus", "8", "--memory-gb", gigabytes, "--json"])
+    theirs = json.loads(capsys.readouterr().out)
+    assert found["count"] == len(theirs)
+    assert [row["memory"] for row in found["rows"][:9]] == [row["memory_on_device"] for row in theirs[:9]]
+    changed = edit(text, found["rows"][0]["edits"])
+    again = compose.layouts(changed, file, "8x80", 8)
+    assert [row["is_current"] for row in again["rows"]].index(True) == 0
+    suggested = compose.suggestions(text, file, "8x80", 8)["rows"][0]
+    assert parse_document(edit(text, suggested["edits"]), "x").tree["generation"]["replicas"] >= 1  # type: ignore[index]
+
+
+def test_an_item_of_an_inherited_list_becomes_an_own_list(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("rewards:\n  - {function: exact_match}\n", encoding="utf-8")
+    file, text = str(tmp_path / "x.yaml"), "defaults: base.yaml\n"
+    change = {"path": ["rewards", 0, "weight"], "value": 2}
+    expected = "defaults: base.yaml\nrewards:\n  - function: exact_match\n    weight: 2\n"
+    assert edit(text, compose.own_edits(text, file, [change])) == expected
+    added = {"path": ["rewards"], "value": {"function": "format_tags"}, "append": True}
+    assert "exact_match" in edit(text, compose.own_edits(text, file, [added]))
+
+
+def test_a_new_variant_drops_the_fields_of_the_old() -> None:
+    text = "generation:\n  backend: torch\n  max_kv_tokens: 5   # of torch\n  replicas: 2\n"
+    dropped = ["max_kv_tokens", "max_batch_size"]
+    change = {"path": ["generation", "backend"], "value": "vllm", "drops": dropped}
+    assert edit(text, compose.own_edits(text, "x.yaml", [change])) == (
+        "generation:\n  backend: vllm\n  replicas: 2\n"
+    )
+
+
+def test_a_recipe_is_one_complete_file() -> None:
+    text = compose.recipe_text("quickstart/grpo")
+    tree = parse_document(text, "x").tree
+    assert "defaults" not in tree
+    assert tree["policy"]["layout"] == {"tensor_parallel_size": 2}  # type: ignore[index]
+    assert text.startswith("# Second half of `nemorl quickstart`")
+    sft = shipped.file_of("quickstart/sft").read_text(encoding="utf-8")
+    assert compose.recipe_text("quickstart/sft") == sft
+    assert set_value(text, ("seed",), 3) != text
