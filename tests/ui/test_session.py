@@ -64,7 +64,7 @@ def test_from_an_experiment_to_a_resumed_run(tmp_path: Path) -> None:
             for name in ("short", "long"):  # started from Compose, one after the other
                 shown.open(f"compose?file={name}.yaml")
                 page.locator("#verdict", has_text=re.compile("^OK")).wait_for()
-                page.get_by_role("button", name="Start").dblclick()
+                page.get_by_role("button", name="Start", exact=True).dblclick()
                 page.wait_for_url(f"**/watch?run=runs%2F{name}")
                 if name == "short":
                     page.locator("[data-state=complete]").wait_for()
