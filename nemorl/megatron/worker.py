@@ -417,6 +417,9 @@ class PolicyWorker:
             self._keep(made, scored)
         with stage_range("nemorl: optimizer step"):
             step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
+        experts = None
+        if self._routers is not None:
+            experts = self._routers.end_step(self.device, updated=not (step.skipped or step.empty))
         if self._rounding is not None and self._adapters is None:
             self._rounding.measure()
         counts = [(m.batch.num_tokens, m.num_distinct, m.num_computed, m.flops) for m in made]
@@ -432,7 +435,7 @@ class PolicyWorker:
             num_computed=num_computed,
             flops=flops,
             peak_tflops=self._peak,
-            experts=None if self._routers is None else self._routers.metrics(self.device),
+            experts=experts,
         )
 
     def _keep(self, made: list[MicroBatch], scored: list[Tensor]) -> None:

@@ -141,6 +141,7 @@ class AlgorithmBase(Config):
                 *(f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "shared", "padding")),
                 # Of models with experts; checks of a config do not open the folder of the model.
                 *("experts/load_max", "experts/load_max_of_a_layer", "experts/idle", "loss/balance"),
+                "loss/router_z",
                 *("time/step", "time/training", "time/checkpoint"),
                 *(f"idle/{kind}" for kind in PROCESSES),
                 *(f"critical/{what}" for what in (*PROCESSES, *WAITS)),
