@@ -137,6 +137,7 @@ def objective_of(config: configs.OfflineBase) -> Objective:
             return Objective(
                 lambda pairs, _: PreferenceLoss(config.loss, pairs, config.sft_coefficient),
                 lambda sums, _: means_over("pairs", sums),
+                config.sft_aggregation,
             )
         case configs.KtoConfig():
             loss_of, metrics = partial(KtoLoss, config), lambda sums, _: kto_metrics(sums)

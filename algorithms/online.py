@@ -33,7 +33,7 @@ from nemorl.rollout.stored import SequenceKey, TrajectoryLog, sequence_rows
 from nemorl.rollout.versions import Lineage
 from nemorl.session.session import Session
 
-from .filters import filter_groups
+from .filters import filter_groups, with_truncated_rewards
 from .metrics import (
     LogprobGate,
     Sources,
@@ -126,7 +126,8 @@ class OnlineAlgorithm:
             groups = await self.cancellable(self._sample())
         filtered = filter_groups(groups, self.config.filters, self.config.num_prompts_per_step)
         lineage = self.session.lineage
-        batch = self.update.prepare(filtered.groups, number, lineage)
+        trained = with_truncated_rewards(filtered.groups, self.config.truncated_reward)
+        batch = self.update.prepare(trained, number, lineage)
         metrics = rollout_metrics(groups, lineage.version(number - 1), lineage) | filtered.metrics
         if self.work is not None:
             sampled = [[(t.num_tokens, t.num_sampled) for t in g.sequences] for g in groups]

@@ -128,6 +128,22 @@ class FiltersConfig(Config):
             yield Problem("min_mean_reward", low, fix)
 
 
+class TruncatedRewardConfig(Config):
+    """ProRL's penalty for answers that do not stop (arXiv 2507.12507)."""
+
+    scale: float | None = Field(None, ge=0, le=1)
+    """Factor of the reward."""
+    value: float | None = None
+    """The reward instead of what it was."""
+
+    @check
+    def _one_is_given(self) -> Problems:
+        if self.scale is None and self.value is None:
+            yield Problem("scale", None, "nothing changes without it; set it, such as to 0, or set value")
+        elif self.scale is not None and self.value is not None:
+            yield Problem("value", self.value, "scale is set too; remove one of the two")
+
+
 class OnlineBase(AlgorithmBase):
     online: ClassVar[bool] = True
     needs_unfiltered_samples: ClassVar[bool] = True  # the engine's logprobs of sampled tokens are used
@@ -147,6 +163,9 @@ class OnlineBase(AlgorithmBase):
     does the group if too few of it are left for the algorithm. null sets no limit."""
     filters: FiltersConfig = FiltersConfig()
     """Samples that are left out of training."""
+    truncated_reward: TruncatedRewardConfig | None = None
+    """The reward with which trajectories train that a token limit ended; null leaves it as it is. Filters and
+    metrics use the reward as it was given."""
     max_logprob_gap: float = Field(0.2, gt=0)
     """Stop if the mean absolute difference between the engine's and the trainer's logprobs is larger. Each
     update since the tokens were sampled allows as much again."""
