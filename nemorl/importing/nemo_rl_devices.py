@@ -1,11 +1,12 @@
 """NeMo-RL's keys of devices: layout, memory, optimizer, adapters, engines and checkpoints."""
 
+import json
 from typing import Any
 
 from . import shared
 from .nemo_rl_learning import GENERATION, colocated, kind
 from .rules import CannotImport, Fields, Origin
-from .shared import layout, lora_targets, replicas, sampling
+from .shared import layout, lora_targets, replicas, sampling, without_excluded
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 VLLM = "policy.generation.vllm_cfg"
@@ -90,9 +91,6 @@ def micro_batches(x: Origin) -> Fields:
     for name in ("sequence_packing", "dynamic_batching"):
         if x.get(f"policy.{name}.enabled", False):
             tokens = int(x.get(f"policy.{name}.train_mb_tokens", tokens))
-    if (longest := x.get("data.max_input_seq_length")) is not None:
-        why = "prompts are bounded by policy.max_sequence_length; there longer ones are left out"
-        x.lost("data.max_input_seq_length", why, changes_result=longest < length)
     least = 2 * length if kind(x) in ("dpo", "rm") else length  # a pass holds both answers of a pair
     return {"policy.max_sequence_length": length, "policy.micro_batch_tokens": max(tokens, least)}
 
@@ -206,6 +204,7 @@ def lora(x: Origin) -> Fields:
     if x.get(f"{section}.match_all_linear", False):
         names = []
     targets = lora_targets(x, f"{section}.target_modules", names)
+    targets = without_excluded(targets, x.get(f"{section}.exclude_modules", []))
     rank, alpha = x.get(f"{section}.dim", 8), x.get(f"{section}.alpha", 32)
     return {"policy.lora": {"rank": rank, "alpha": alpha, "targets": targets}}
 
@@ -213,6 +212,7 @@ def lora(x: Origin) -> Fields:
 LORA = (
     *(f"{MEGATRON}.peft.{name}" for name in ("enabled", "dim", "alpha", "target_modules")),
     *(f"{DTENSOR}.lora_cfg.{name}" for name in ("enabled", "dim", "alpha", "target_modules")),
+    *(f"{section}.exclude_modules" for section in (f"{MEGATRON}.peft", f"{DTENSOR}.lora_cfg")),
     f"{DTENSOR}.lora_cfg.match_all_linear",
 )
 
@@ -239,13 +239,29 @@ def router(x: Origin) -> Fields:
     x.lost(
         f"{MEGATRON}.moe_router_load_balancing_type", why, changes_result=has_experts and balance != "none"
     )
-    rate = x.get(f"{MEGATRON}.moe_router_bias_update_rate", 0.0)
-    why = "the bias of routers, in models that have one, is not updated"
-    x.lost(f"{MEGATRON}.moe_router_bias_update_rate", why, changes_result=has_experts and rate > 0)
+    if (rate := x.get(f"{MEGATRON}.moe_router_bias_update_rate", 0.0)) > 0 and has_experts:
+        fields["policy.moe.bias_update_rate"] = rate
     if (coefficient := x.get(f"{MEGATRON}.moe_aux_loss_coeff", 0.0)) > 0:
         fields["policy.moe.load_balancing_loss_coefficient"] = coefficient
         x.changed(f"{MEGATRON}.moe_aux_loss_coeff", "the balance loss is of each sequence here")
     return fields
+
+
+def model_folder(x: Origin) -> Fields:
+    """What the folder of the model has to hold, as a comment on its path."""
+    model, asks = x.get("policy.model_name"), []
+    if rope := x.below("policy.hf_config_overrides.rope_scaling"):
+        asks.append(f"set rope_scaling in config.json of a copy of this folder to {json.dumps(rope)}")
+        for key in x.values:
+            if key.startswith("policy.hf_config_overrides.rope_scaling."):
+                x.changed(key, "a comment: config.json of the model's folder has it", changes_result=False)
+    if x.get("policy.dequantize_base_checkpoint", False):
+        asks.append("name a copy of this folder with weights in bfloat16")
+        how = "a comment: the model's folder has weights that are not quantized"
+        x.changed("policy.dequantize_base_checkpoint", how, changes_result=False)
+    if asks:
+        x.note(str(model), "; ".join(asks))
+    return {}
 
 
 # Generation.
@@ -337,8 +353,10 @@ def vllm(x: Origin, gpus: int) -> dict[str, Any]:
         section["enforce_eager"] = True
     if x.values.get(f"{VLLM}.enable_prefix_caching") is False:
         section["enable_prefix_caching"] = False
-    if x.get(f"{VLLM}.precision") == "fp8":
-        section |= {"quantization": "fp8"}
+    if x.get(f"{VLLM}.precision") == "fp8":  # blocks of 128, or of 32 with a power of two as their scale
+        section |= {"quantization": "mxfp8" if x.get(f"{VLLM}.is_mx", False) else "fp8_per_block"}
+        if words := x.get(f"{VLLM}.quantization_ignored_layer_kws", []):
+            arguments["quantization_config"] = {"ignore": [f"*{word}*" for word in words]}
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if name in arguments:
             section[name] = arguments.pop(name)
@@ -360,6 +378,7 @@ ENGINE_KEYS = (
         for name in ("gpu_memory_utilization", "kv_cache_dtype", "enforce_eager", "precision")
     ),
     *(f"{VLLM}.{name}" for name in ("enable_prefix_caching", "enable_expert_parallel")),
+    *(f"{VLLM}.{name}" for name in ("is_mx", "quantization_ignored_layer_kws")),
     f"{GENERATION}.vllm_kwargs.*",
     *(
         f"{GENERATION}.trtllm_cfg.{name}"

@@ -169,10 +169,7 @@ def _dpo(x: Origin) -> Fields:
         section["label_smoothing"] = smoothing
     fields: dict[str, Any] = {"algorithm.loss": section}
     if weight := x.get("model.nll_loss_coef"):
-        fields["algorithm.sft_coefficient"] = weight
-        x.changed(
-            "model.nll_loss_coef", "of the mean over the batch's tokens; there over answers of their means"
-        )
+        fields |= {"algorithm.sft_coefficient": weight, "algorithm.sft_aggregation": "seq-mean-token-mean"}
     return fields
 
 
@@ -253,6 +250,15 @@ def rewards(x: Origin) -> Fields:
         arguments = {"max_length": longest, "buffer": int(buffer)}
         found.append({"function": "overlong_penalty", "weight": weight, "arguments": arguments})
     return {"env": {"name": "single_turn"}, "rewards": found}
+
+
+def truncated_reward(x: Origin) -> Fields:
+    """A coefficient from 0 on scales the reward; a negative one replaces it."""
+    given = x.get("reward.stop_properly_penalty_coef")
+    if not is_online(x) or given is None:
+        return {}
+    given = float(given)
+    return {"algorithm.truncated_reward": {"value": given} if given < 0 else {"scale": given}}
 
 
 def _split(given: object) -> list[str]:

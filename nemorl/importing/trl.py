@@ -312,7 +312,8 @@ RULES: tuple[Rule, ...] = (
     take_given("chat_template_path", "policy.tokenizer.chat_template"),
     Lost(("sync_ref_model",), "the reference is the model at the start"),
     Lost(("repetition_penalty",), "the loss would need the penalized distribution", (1.0, None)),
-    Lost(("generation_kwargs", "chat_template_kwargs"), "no such arguments", (None, {})),
+    take_given("chat_template_kwargs", "policy.tokenizer.template_arguments"),
+    Lost(("generation_kwargs",), "no such arguments", (None, {})),
     Lost(("eval_strategy",), "set algorithm.validation and data.validation", ("no", None)),
     Lost(
         ("environment_factory", "rollout_func", "tools"),

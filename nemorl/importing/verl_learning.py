@@ -302,7 +302,12 @@ def lengths(x: Origin) -> Fields:
         tokens = x.get(f"{ACTOR}.ppo_max_token_len_per_gpu")
     else:
         tokens = length * x.get(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 1)
-    return {
+    filtered: dict[str, Any] = {}
+    if x.get("data.filter_overlong_prompts", False):
+        filtered = {"data.max_prompt_tokens": prompt}
+        how = "longer ones are drawn and train nothing; there they leave the dataset before the run"
+        x.changed("data.filter_overlong_prompts", how)
+    return filtered | {
         "policy.max_sequence_length": length,
         "policy.micro_batch_tokens": max(int(tokens), length),
         "generation.max_new_tokens": response,

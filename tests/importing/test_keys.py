@@ -97,6 +97,7 @@ _PEFT = MEGATRON | {"policy.megatron_cfg.peft.enabled": True}
 _LORA = GRPO | {"policy.dtensor_cfg.lora_cfg.enabled": True}
 _PUZZLE = GRPO | {"data.default.env_name": "sliding_puzzle_game"}
 _GAME = "env.sliding_puzzle_game.cfg"
+_FP8 = GRPO | {"policy.generation.vllm_cfg.precision": "fp8"}
 _VALIDATED = {
     name: base | {f"{name}.val_period": 5, f"{name}.val_batches": 2}
     for name, base in (("dpo", DPO), ("rm", RM))
@@ -144,6 +145,19 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "dpo.reference_policy_kl_penalty": (DPO, 0.1, 0.2),
         "dpo.preference_average_log_probs": (DPO, True, False),
         "dpo.sft_loss_weight": (DPO, 0.1, 0.2),
+        "dpo.sft_average_log_probs": (DPO | {"dpo.sft_loss_weight": 0.1}, True, False),
+        "grpo.reward_shaping.stop_properly_penalty_coef": (_SHAPED, 0.5, 0.0),
+        "grpo.max_rollout_turns": (_PUZZLE, 5, 6),
+        "data.add_system_prompt": (_PUZZLE, True, False),
+        "env.dapo.math_verify_impl": (
+            GRPO | {"data.default.env_name": "dapo"},
+            "hf_math_verify",
+            "dapo_math_verify",
+        ),
+        "policy.generation.vllm_cfg.is_mx": (_FP8, True, False),
+        "policy.generation.vllm_cfg.quantization_ignored_layer_kws": (_FP8, [], ["q_proj"]),
+        "policy.megatron_cfg.peft.exclude_modules": (_PEFT, [], ["*linear_proj"]),
+        "policy.dtensor_cfg.lora_cfg.exclude_modules": (_LORA, [], ["*o_proj"]),
         "grpo.dynamic_sampling_max_gen_batches": (GRPO | {"grpo.use_dynamic_sampling": True}, 5, 6),
         "grpo.reward_shaping.max_response_length": (_SHAPED, 100, 90),
         "grpo.reward_shaping.overlong_buffer_length": (_SHAPED, 10, 20),
@@ -239,6 +253,16 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "critic.optim.lr": (GAE, 1e-5, 2e-5),
         "critic.optim.weight_decay": (GAE, 0.0, 0.1),
         "critic.model.path": (GAE, "org/model", "org/critic"),
+        "actor_rollout_ref.model.lora_adapter_path": (
+            VERL | {"actor_rollout_ref.model.lora_rank": 8},
+            "one",
+            "two",
+        ),
+        "actor_rollout_ref.model.lora.adapter_path": (
+            VERL | {"actor_rollout_ref.model.lora.rank": 8},
+            "one",
+            "two",
+        ),
         f"{_A}.clip_ratio": (VERL | {f"{_A}.clip_ratio_low": None}, 0.2, 0.3),
         f"{_A}.loss_scale_factor": (VERL | {f"{_A}.loss_agg_mode": "seq-mean-token-sum-norm"}, 100, 200),
         **{f"{_A}.{name}": (_of_loss("sapo"), 1.0, 1.1) for name in ("tau_pos", "tau_neg")},
@@ -437,6 +461,7 @@ REFUSED = {
     "trl": {},
 }
 REMARKED = {
+    "nemo-rl": {"async_rl.sampler.name": "windowed"},
     "verl": {
         "algorithm.kl_penalty": "low_var_kl",
         "actor_rollout_ref.rollout.top_p": 0.9,
@@ -522,7 +547,7 @@ def test_every_mapped_key_changes_the_experiment(project: str) -> None:
 _TEXT = (
     *("name", "path", "split", "project", "entity", "uri", "dir", "files", "file", "funcs", "modules"),
     *("key", "model", "train", "validation", "template", "metric", "space_id", "config", "to", "logger"),
-    *("rollout_rs", "*", "report_to", "url", "dataset", "optim", "key", "org", "group"),
+    *("adapter_path", "rollout_rs", "*", "report_to", "url", "dataset", "optim", "key", "org", "group"),
 )
 
 
