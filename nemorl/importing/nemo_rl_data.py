@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule
+from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, not_imported
 from .shared import PUBLIC, PublicData
 
 _PREPARED = "write it into this file with the keys of the section; NeMo-RL formats the dataset in its code"
 # Rows of training data that NeMo-RL formats in its code, from the datasets' cards.
 _ROWS = {"HelpSteer3": 38_459, "gsm8k": 7_473, "squad": 87_599, "tulu3_sft_mixture": 939_343}
 _MATH = ("math", "dapo")
+_ENVIRONMENTS = (*_MATH, "sliding_puzzle_game", "reward_model")
 _GENERATION = "policy.generation.max_new_tokens"
 
 
@@ -176,7 +177,7 @@ def _environment(x: Origin) -> Fields:
     if name == "reward_model":
         model = {"kind": "local_model", "model_path": x.get("env.reward_model.model_name")}
         return {"env.name": "single_turn", "rewards": [model | {"devices": "policy"}]}
-    raise CannotImport(f"data.default.env_name = {name}: this environment is not imported")
+    raise not_imported("data.default.env_name", name, "environment", _ENVIRONMENTS)
 
 
 def _longest_prompt(x: Origin) -> Fields:

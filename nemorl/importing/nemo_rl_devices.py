@@ -5,11 +5,12 @@ from typing import Any
 
 from . import shared
 from .nemo_rl_learning import GENERATION, colocated, kind
-from .rules import CannotImport, Fields, Origin
+from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import layout, lora_targets, replicas, sampling, without_excluded
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 VLLM = "policy.generation.vllm_cfg"
+_BACKENDS = ("vllm", "megatron", "trtllm", "sglang", "dynamo")
 # Devices.
 
 
@@ -123,7 +124,7 @@ def megatron_optimizer(x: Origin) -> Fields:
     elif name == "sgd":
         section |= {"name": "sgd", "momentum": x.get(f"{o}.sgd_momentum", 0.9)}
     else:
-        raise CannotImport(f"{o}.optimizer = {name}: this optimizer is not imported")
+        raise not_imported(f"{o}.optimizer", name, "optimizer", ("adam", "sgd"))
     schedule: dict[str, Any] = {}
     if warmup := x.get(f"{s}.lr_warmup_iters", 0):
         start = min(float(x.get(f"{s}.lr_warmup_init", 0.0)) / lr, 1.0)
@@ -133,7 +134,7 @@ def megatron_optimizer(x: Origin) -> Fields:
         schedule |= {"name": style, "decay_steps": x.get(f"{s}.lr_decay_iters", 1000), "first_step": 0}
         schedule |= {"min_lr": float(x.get(f"{o}.min_lr", 0.0))}
     elif style != "constant":
-        raise CannotImport(f"{s}.lr_decay_style = {style}: this schedule is not imported")
+        raise not_imported(f"{s}.lr_decay_style", style, "schedule", ("constant", "linear", "cosine"))
     fields: dict[str, Any] = {"policy.optimizer": section}
     return fields | ({"policy.schedule": schedule} if schedule else {})
 
@@ -142,7 +143,7 @@ def torch_optimizer(x: Origin) -> Fields:
     k = "policy.optimizer.kwargs"
     name = str(x.get("policy.optimizer.name", "AdamW")).rpartition(".")[2]
     if name not in ("AdamW", "FusedAdam", "Adam"):
-        raise CannotImport(f"policy.optimizer.name = {name}: this optimizer is not imported")
+        raise not_imported("policy.optimizer.name", name, "optimizer", ("AdamW", "FusedAdam", "Adam"))
     betas = x.get(f"{k}.betas", [0.9, 0.999])
     section: dict[str, Any] = {
         "lr": float(x.get(f"{k}.lr", 1e-3)),
@@ -311,7 +312,7 @@ def generation(x: Origin) -> Fields:
             memory = x.get(f"{engine}.mem_fraction_static", x.get(f"{VLLM}.gpu_memory_utilization"))
             section |= {"gpu_memory_utilization": memory} if memory is not None else {}
         case _:
-            raise CannotImport(f"{GENERATION}.backend = {backend}: this engine is not imported")
+            raise not_imported(f"{GENERATION}.backend", backend, "engine", _BACKENDS)
     for name in ("stop_token_ids", "stop_strings"):
         if values := x.get(f"{GENERATION}.{name}"):
             section[name] = values

@@ -4,7 +4,7 @@ from math import ceil
 from typing import Any
 
 from .nemo_rl_data import data_rows
-from .rules import CannotImport, Fields, Origin
+from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import UNBOUNDED, batch, run_length, sampling
 
 GENERATION = "policy.generation"
@@ -61,7 +61,7 @@ def advantage(x: Origin) -> Fields:
         case "reinforce_plus_plus":
             section = {"name": "reinforce", "over": "tokens", "variance": "biased"}
         case _:
-            raise CannotImport(f"{estimator}.name = {name}: this estimator is not imported")
+            raise not_imported(f"{estimator}.name", name, "estimator", ("grpo", "reinforce_plus_plus"))
     return {"algorithm.advantage": section}
 
 

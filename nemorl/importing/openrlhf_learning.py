@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .rules import CannotImport, Fields, Origin
+from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import UNBOUNDED, batch
 
 KINDS = {"ppo_ray": "ppo", "sft": "sft", "dpo": "dpo", "rm": "reward_model"}
@@ -81,6 +81,9 @@ def num_steps(x: Origin) -> Fields:
     return {"algorithm.num_steps": steps(x)}
 
 
+_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "group_norm", "dr_grpo", "rloo")
+
+
 def advantage(x: Origin) -> Fields:
     if not is_online(x):
         return {}
@@ -107,7 +110,7 @@ def advantage(x: Origin) -> Fields:
         case "rloo":
             section = {"name": "group", "normalize": False, "leave_one_out": True}
         case _:
-            raise CannotImport(f"algo.advantage.estimator = {name}: this estimator is not imported")
+            raise not_imported("algo.advantage.estimator", name, "estimator", _ESTIMATORS)
     if unscaled and section["name"] in ("gae", "token_returns"):
         x.lost("algo.advantage.no_std_norm", "advantages are scaled, or neither shifted nor scaled")
     if in_reward and section["name"] in ("group", "group_then_batch"):
@@ -138,7 +141,7 @@ def policy_loss(x: Origin) -> Fields:
                 how = "divergence and entropy are means over sequences, too; there over tokens"
                 x.changed("actor.policy_loss_type", how)
         case _:
-            raise CannotImport(f"actor.policy_loss_type = {name}: this loss is not imported")
+            raise not_imported("actor.policy_loss_type", name, "loss", ("ppo", "gspo"))
     return {"algorithm.loss": section}
 
 
@@ -149,7 +152,7 @@ def offline_loss(x: Origin) -> Fields:
         case "rm":
             name = x.get("model.loss_type")
             if name not in ("sigmoid", "logexp"):
-                raise CannotImport(f"model.loss_type = {name}: this loss is not imported")
+                raise not_imported("model.loss_type", name, "loss", ("sigmoid", "logexp"))
             if name == "logexp":
                 return {"algorithm.loss": {"name": "log_exp"}}
             margins = x.get("model.margin_loss_enable")

@@ -4,7 +4,7 @@ from typing import Any
 
 from . import shared
 from . import verl_learning as learning
-from .rules import CannotImport, Fields, Origin
+from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import layout, lora_targets, replicas
 from .sources import home
 from .verl_learning import ACTOR, ROLLOUT
@@ -90,7 +90,7 @@ def optimizer(x: Origin) -> Fields:
     o = f"{ACTOR}.optim"
     name = str(x.get(f"{o}.optimizer", "adam")).lower()
     if name not in ("adam", "adamw"):
-        raise CannotImport(f"{o}.optimizer = {name}: this optimizer is not imported")
+        raise not_imported(f"{o}.optimizer", name, "optimizer", ("adam", "adamw"))
     beta1, beta2 = x.get(f"{o}.betas")
     section = {
         "name": "adam",
@@ -130,7 +130,7 @@ def rate_schedule(x: Origin, o: str) -> dict[str, Any]:
         least = float(x.get(f"{o}.min_lr", peak * float(x.get(f"{o}.min_lr_ratio", 0.0))))
         schedule |= {"name": style, "decay_steps": end, "min_lr": least, "first_step": 0}
     elif style != "constant":
-        raise CannotImport(f"{key} = {style}: this schedule is not imported")
+        raise not_imported(key, style, "schedule", ("constant", "cosine", "linear"))
     return schedule
 
 
