@@ -74,6 +74,7 @@ class OfflineBase(AlgorithmBase):
     def metrics(self) -> frozenset[str]:
         trained = self.loss_metrics
         names = super().metrics | trained | {"epoch"}
+        names |= {"flops/reference"} if self.keeps_reference else set()
         if self.validation.scheduled:
             total = next(name for name in TOTAL_LOSSES if name in trained)
             measured = trained - {total, "kl/reference"}

@@ -12,7 +12,7 @@ from nemorl.errors import Problem, Problems
 
 from . import advantages, losses
 from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageConfig
-from .base import AlgorithmBase, Preset
+from .base import AlgorithmBase, Preset, of_stage
 from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
 DROPPED_METRICS = (
@@ -181,7 +181,9 @@ class OnlineBase(AlgorithmBase):
             *("environment/errors", "environment/retries", "environment/truncated"),
             *("trajectory_seconds/generation", "trajectory_seconds/environment"),
             *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
-            *("flops/generation", "tflops/generation", "mfu/generation"),
+            *of_stage("generation"),
+            *of_stage("logprobs"),
+            *(of_stage("reference") if self.keeps_reference else ()),
             *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "deadline", "error")),
             *("time/generation", "time/environment", "time/loading", "time/logprobs", "time/reference"),
             "time/recording",
@@ -480,7 +482,7 @@ class OnlineConfig(OnlineBase):
             *(("top_entropy_fraction",) if self.loss.selects_by_entropy else ()),
             *(("advantage/mean", "advantage/std") if per_token else ()),
             *(("kl/penalty", "time/advantages") if per_token or self.kl_in_reward else ()),
-            *(self.critic.metrics if self.critic is not None else ()),
+            *((*self.critic.metrics, *of_stage("values")) if self.critic is not None else ()),
         }
 
     @property
