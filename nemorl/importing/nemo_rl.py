@@ -54,6 +54,7 @@ LIKENESSES: dict[str, object] = {
     "grpo.reward_shaping.stop_properly_penalty_coef": 0.5,
     "dpo.sft_average_log_probs": False,
     "grpo.max_rollout_turns": 1,
+    "policy.quant_calib_size": 128,
     "data.add_system_prompt": True,
     "async_rl.sampler.name": ("windowed", "ready_first", "weight_fifo", "in_order", "custom"),
     f"{VLLM}.is_mx": True,
@@ -103,6 +104,11 @@ _SETUP: tuple[Rule, ...] = (
         "norms and biases have no weight decay here",
     ),
     Part(devices.LORA, ("policy.lora",), devices.lora),
+    Part(
+        (*devices.QUANTIZATION, "policy.quant_calib_size"),
+        ("policy.quantization", "policy.kernels"),
+        devices.quantization,
+    ),
     Part(
         tuple(f"{MEGATRON}.fp8_cfg.{name}" for name in ("enabled", "fp8", "fp8_recipe")),
         ("policy.fp8",),
@@ -343,8 +349,6 @@ _WITHOUT: tuple[Rule, ...] = (
         (f"{MEGATRON}.scheduler.start_weight_decay", f"{MEGATRON}.scheduler.end_weight_decay"),
         "the weight decay is that of the optimizer",
     ),
-    Lost(("policy.quant_cfg",), "give the format as policy.quantization", (None,)),
-    Lost((f"{GENERATION}.quant_cfg", f"{GENERATION}.real_quant"), "give the format as policy.quantization"),
     Lost(
         (f"{MEGATRON}.scheduler.override_opt_param_scheduler", f"{MEGATRON}.train_iters"),
         "of checkpoints",
@@ -360,10 +364,16 @@ _WITHOUT: tuple[Rule, ...] = (
         "how FP8 is stored and multiplied; the policy's weights stay in bfloat16",
     ),
     Ignored(
+        (f"{GENERATION}.real_quant",),
+        "weights of engines are rounded in both; rounded activations are computed in the format",
+    ),
+    Ignored(
         (f"{MEGATRON}.moe_router_dtype",),
         "router logits are computed in float32; higher precision rounds less",
     ),
-    Ignored(("policy.disable_modelopt_layer_spec",), "of the quantization, which is not imported"),
+    Ignored(
+        ("policy.disable_modelopt_layer_spec",), "which layers of Megatron compute; ours are policy.kernels"
+    ),
 )
 
 _HOW_FAST = "how it computes, and not what: kernels, memory, communication"
@@ -381,8 +391,8 @@ _WORKERS: tuple[Rule, ...] = (
         _HOW_FAST,
     ),
     Ignored(
-        ("policy.quant_calib_data", "policy.quant_calib_size", "policy.quant_sequence_length"),
-        "of the quantization, which is not imported",
+        ("policy.quant_calib_data", "policy.quant_sequence_length"),
+        "of the calibration, which measures prompts of data.train",
     ),
     Ignored(("logger.*",), "how often and where a tracker shows; its names of runs"),
     Ignored(("data_plane.*",), "how samples travel between processes"),

@@ -228,6 +228,41 @@ def fp8(x: Origin) -> Fields:
     return {"policy.fp8": {"format": number, "recipe": recipe}}
 
 
+# By the last name of ModelOpt's configs in recipes, the format, and if it is of experts alone, or of MLPs.
+_QUANTIZED = {
+    "NVFP4_MLP_WEIGHT_ONLY_CFG": ("nvfp4_w4a16", False),
+    "nvfp4_a16_mlp_only": ("nvfp4_w4a16", False),
+    "nano3_nvfp4_weightonly": ("nvfp4_w4a16", False),
+    "nvfp4_experts_weightonly": ("nvfp4_w4a16", True),
+    "nvfp4_experts": ("nvfp4", True),
+}
+_ATTENTION = ("*self_attn*",)
+_MIXERS = ("*.mixer.[qkvo]_proj*", "*.mixer.in_proj*", "*.mixer.out_proj*")  # of Nemotron's hybrid models
+_NANO_3 = ("*.[qkvo]_proj*", *(f"*.layers.{number}.*" for number in (4, 11, 18, 25, 32, 41)))
+QUANTIZATION = ("policy.quant_cfg", f"{GENERATION}.quant_cfg")
+
+
+def quantization(x: Origin) -> Fields:
+    """Training with rounded weights, which engines get as well: as they are, or in the format itself."""
+    trained, sampled = (x.get(key) for key in QUANTIZATION)
+    config = str(trained).rpartition("/")[2].removesuffix(".yaml")
+    if config not in _QUANTIZED or sampled not in (None, trained):
+        why = "no format of policy.quantization is known to be this; set one"
+        for key in (*QUANTIZATION, f"{GENERATION}.real_quant"):
+            x.lost(key, why, changes_result=x.values.get(key) not in (None, False))
+        return {}
+    name, of_experts = _QUANTIZED[config]
+    hybrid = "nemotron" in str(x.get("policy.model_name")).lower()
+    ignore = _NANO_3 if config.startswith("nano3") else _MIXERS if hybrid else _ATTENTION
+    ignore += ("*shared_expert*",) if of_experts and hybrid else ()
+    section: dict[str, Any] = {"format": name, "ignore": list(ignore), "train": "fake"}
+    if name == "nvfp4":
+        section |= {"activations": True, "calibration": {"prompts": x.get("policy.quant_calib_size", 128)}}
+        x.changed("policy.quant_cfg", "ranges of activations are measured on prompts of data.train")
+    # Layers of Transformer Engine do not round weights.
+    return {"policy.quantization": section, "policy.kernels": "local"}
+
+
 def router(x: Origin) -> Fields:
     if not x.get(f"{MEGATRON}.enabled", False):
         return {}

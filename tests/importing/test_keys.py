@@ -97,6 +97,7 @@ _PEFT = MEGATRON | {"policy.megatron_cfg.peft.enabled": True}
 _LORA = GRPO | {"policy.dtensor_cfg.lora_cfg.enabled": True}
 _PUZZLE = GRPO | {"data.default.env_name": "sliding_puzzle_game"}
 _GAME = "env.sliding_puzzle_game.cfg"
+_NVFP4 = GRPO | {"policy.quant_cfg": "quant_configs/nvfp4_experts.yaml"}
 _FP8 = GRPO | {"policy.generation.vllm_cfg.precision": "fp8"}
 _VALIDATED = {
     name: base | {f"{name}.val_period": 5, f"{name}.val_batches": 2}
@@ -154,6 +155,8 @@ CONTEXTS: dict[str, dict[str, Context]] = {
             "hf_math_verify",
             "dapo_math_verify",
         ),
+        "policy.quant_calib_size": (_NVFP4, 16, 32),
+        "policy.generation.quant_cfg": (_NVFP4, "quant_configs/nvfp4_experts.yaml", "another.yaml"),
         "policy.generation.vllm_cfg.is_mx": (_FP8, True, False),
         "policy.generation.vllm_cfg.quantization_ignored_layer_kws": (_FP8, [], ["q_proj"]),
         "policy.megatron_cfg.peft.exclude_modules": (_PEFT, [], ["*linear_proj"]),
@@ -547,7 +550,19 @@ def test_every_mapped_key_changes_the_experiment(project: str) -> None:
 _TEXT = (
     *("name", "path", "split", "project", "entity", "uri", "dir", "files", "file", "funcs", "modules"),
     *("key", "model", "train", "validation", "template", "metric", "space_id", "config", "to", "logger"),
-    *("adapter_path", "rollout_rs", "*", "report_to", "url", "dataset", "optim", "key", "org", "group"),
+    *(
+        "quant_cfg",
+        "adapter_path",
+        "rollout_rs",
+        "*",
+        "report_to",
+        "url",
+        "dataset",
+        "optim",
+        "key",
+        "org",
+        "group",
+    ),
 )
 
 
