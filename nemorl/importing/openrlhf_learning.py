@@ -235,6 +235,9 @@ def rewards(x: Origin) -> Fields:
         problem = "give the agent as an environment (docs/environments.md)"
         raise CannotImport(f"train.agent_func_path = {path}: {problem}")
     found: list[dict[str, Any]] = []
+    if x.get("reward.model_name_or_path") is None:
+        why = "only scores of reward models are shifted and scaled there, not those of functions"
+        x.lost("reward.normalize_enable", why, changes_result=False)
     for url in _split(x.get("reward.remote_url")):
         if not url.endswith(".py"):
             problem = "serve the model with `nemorl serve`, and give it as a reward (docs/reward_models.md)"

@@ -214,14 +214,14 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
 
 
 def _router_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
-    """Training of routers that the model does not have."""
-    z, rate = policy.moe.z_loss_coefficient, policy.moe.bias_update_rate
-    if z and shape.moe is None:
-        yield Problem("policy.moe.z_loss_coefficient", z, "the model has no experts; remove it")
-    if rate and (shape.moe is None or not shape.moe.expert_bias):
+    """A bias of routers that would not be trained."""
+    rate = policy.moe.bias_update_rate
+    if shape.moe is None or not rate:  # `moe_problems` says so of models without experts
+        return
+    if not shape.moe.expert_bias:
         fix = "the routers of the model have no bias that balances experts; remove it"
         yield Problem("policy.moe.bias_update_rate", rate, fix)
-    elif rate and policy.lora is not None:
+    elif policy.lora is not None:
         fix = "policy.lora freezes the weights, which this bias belongs to; remove it"
         yield Problem("policy.moe.bias_update_rate", rate, fix)
 

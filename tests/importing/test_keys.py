@@ -642,3 +642,24 @@ def test_the_output_of_a_command_is_no_value(value: str) -> None:
     why = tree("verl", VERL | {"actor_rollout_ref.model.path": value})
     assert isinstance(why, str)
     assert f"actor_rollout_ref.model.path = {value}: nothing is executed" in why
+
+
+def test_scores_of_functions_are_not_normalized() -> None:
+    """OpenRLHF's reward models subtract a mean of their config.json; a function's scores stay as they are."""
+    model = OPENRLHF | {"reward.remote_url": None, "reward.model_name_or_path": "org/rm"}
+    for base, changes in ((OPENRLHF, False), (model, True)):
+        found = import_values(PROJECTS["openrlhf"], base | {"reward.normalize_enable": True}, OPTIONS)
+        (row,) = [one for one in found.rows if one.key == "reward.normalize_enable"]
+        assert (row.outcome, row.changes_result) == ("none", changes)
+
+
+def test_what_the_folder_of_the_model_needs_is_a_comment() -> None:
+    """Rotary embeddings that a recipe changes, and weights that are not quantized."""
+    rope = "policy.hf_config_overrides.rope_scaling"
+    given = {f"{rope}.rope_type": "yarn", f"{rope}.factor": 2.0, "policy.dequantize_base_checkpoint": True}
+    found = import_values(PROJECTS["nemo-rl"], GRPO | given, OPTIONS)
+    text = to_text(found, PROJECTS["nemo-rl"], "test")
+    asked = 'set rope_scaling in config.json of a copy of this folder to {"rope_type": "yarn", "factor": 2.0}'
+    assert f"model_path: org/model  # {asked}; " in text
+    assert "name a copy of this folder with weights in bfloat16" in text
+    assert {row.outcome for row in found.rows if row.key in given} == {"changed"}
