@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nemorl.config.algorithm.online import FiltersConfig
+from nemorl.config.algorithm.online import FiltersConfig, TruncatedRewardConfig
 from nemorl.errors import RunError
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.rollout.schedule import Refill
@@ -101,3 +101,33 @@ def _deviation(group: GroupSummary, config: FiltersConfig) -> float:
 def _without(group: GroupSummary, leaves_out: Callable[[TrajectorySummary], bool]) -> GroupSummary:
     members = (replace(t, trains=t.trains and not leaves_out(t)) for t in group.trajectories)
     return replace(group, trajectories=tuple(members))
+
+
+def with_truncated_rewards(
+    groups: Sequence[GroupSummary], config: TruncatedRewardConfig | None
+) -> list[GroupSummary]:
+    """The groups with the rewards on which trajectories train that a token limit ended."""
+    if config is None:
+        return list(groups)
+
+    def member(one: TrajectorySummary) -> TrajectorySummary:
+        if one.stop is not StopReason.LENGTH:
+            return one
+        # A value replaces the sum; it is given at the end, and not to single turns.
+        scale = config.scale or 0.0
+        branches = tuple(
+            replace(branch, turn_rewards=tuple(scale * reward for reward in branch.turn_rewards))
+            for branch in one.branches
+        )
+        turns = tuple(scale * reward for reward in one.turn_rewards)
+        reward = scale * one.reward if config.value is None else config.value
+        return replace(one, reward=reward, turn_rewards=turns, branches=branches)
+
+    return [
+        replace(
+            group,
+            trajectories=tuple(map(member, group.trajectories)),
+            greedy=None if group.greedy is None else member(group.greedy),
+        )
+        for group in groups
+    ]

@@ -137,6 +137,7 @@ def objective_of(config: configs.OfflineBase) -> Objective:
             return Objective(
                 lambda pairs, _: PreferenceLoss(config.loss, pairs, config.sft_coefficient),
                 lambda sums, _: means_over("pairs", sums),
+                config.sft_aggregation,
             )
         case configs.KtoConfig():
             loss_of, metrics = partial(KtoLoss, config), lambda sums, _: kto_metrics(sums)
@@ -196,12 +197,12 @@ class OfflineAlgorithm:
         units = [self.data.units[self.order.task_index(position)] for position in positions]
         learner = self.session.learner
         with self.observer.stage("training"):
-            loss, divergence = await self._load(units)
+            loss, metrics = await self._load(units)
             self.place = DataPlace(positions.stop)
             update = await learner.train(loss)
         return {
             **self.objective.metrics(update.sums, update.maxima),
-            **divergence,
+            **metrics,
             **optimizer_metrics([update]),
             **learner.packing_metrics(),
             "epoch": self.place.position / len(self.data.units),
@@ -216,7 +217,7 @@ class OfflineAlgorithm:
         return {"validation/loss": loss_value, **{f"validation/{name}": v for name, v in metrics.items()}}
 
     async def _load(self, units: Sequence[Unit]) -> tuple[Loss, dict[str, float]]:
-        """Load the units with the reference and the teachers; returns their loss and `kl/reference`."""
+        """Load the units, the reference and the teachers; returns their loss and metrics of these passes."""
         learner = self.session.learner
         divergence = await self._divergence(self.objective.contrast(units))
         sequences = self._sequences(units)
@@ -225,9 +226,10 @@ class OfflineAlgorithm:
             names = [unit.teacher for unit in units]
             names += names[:1] * (len(sequences) - len(names))
             await self.teachers.fill(sequences, names, "examples")
-        if self.config.keeps_reference:
-            await learner.logprobs(old=False, reference=True)
         metrics = {} if divergence is None else {"kl/reference": divergence}
+        if self.config.keeps_reference:
+            scored = await learner.logprobs(old=False, reference=True)
+            metrics |= {"flops/reference": scored.reference_flops} if scored.reference_flops else {}
         return self.objective.loss(len(units), divergence or 0.0), metrics
 
     async def _divergence(self, examples: Sequence[Example]) -> float | None:

@@ -34,7 +34,7 @@ from nemorl.rollout.stored import SequenceKey, TrajectoryLog, sequence_rows
 from nemorl.rollout.versions import Lineage
 from nemorl.session.session import Session
 
-from .filters import filter_groups
+from .filters import filter_groups, with_truncated_rewards
 from .metrics import (
     LogprobGate,
     Sources,
@@ -128,7 +128,8 @@ class OnlineAlgorithm:
             groups = await self.cancellable(self._sample())
         filtered = filter_groups(groups, self.config.filters, self.config.num_prompts_per_step)
         lineage = self.session.lineage
-        batch = self.update.prepare(filtered.groups, number, lineage)
+        trained = with_truncated_rewards(filtered.groups, self.config.truncated_reward)
+        batch = self.update.prepare(trained, number, lineage)
         metrics = rollout_metrics(groups, lineage.version(number - 1), lineage) | filtered.metrics
         if self.work is not None:
             sampled = [[(t.num_tokens, t.num_sampled) for t in g.sequences] for g in groups]
@@ -231,11 +232,15 @@ class OnlineAlgorithm:
         return metrics | gap
 
     async def _compute_fields(self, batch: Batch, number: int) -> dict[str, float]:
-        """Logprobs and values before the update, of all models at the same time; the policy's logprob gap."""
+        """Logprobs and values before the update, of all models at the same time.
+
+        Returns the policy's logprob gap, and the operations of these passes.
+        """
         policy, models, stage = self.session.learner, self.session.models, self.observer.stage
         has_reference = batch.needs_reference and "reference" in models
         version = self.session.lineage.version(number - 1)
         gap: dict[str, float] = {}
+        flops = dict.fromkeys(("flops/logprobs", "flops/reference", "flops/values"), 0.0)
 
         async def logprobs() -> Fields:
             with stage("logprobs"):
@@ -243,17 +248,20 @@ class OnlineAlgorithm:
                     of_entropies = batch.needs_old_entropies
                     compared = await policy.logprobs(old=True, reference=False, entropy=of_entropies)
                     gap["logprob_gap/mean"], gap["logprob_gap/max"] = compared.gap_mean, compared.gap_max
+                    flops["flops/logprobs"] = compared.flops
                     if batch.sampled_by.start >= version:  # else the update shows the gap by age
                         self.gate.check(gap, batch.sampled_by, version)
                     if not batch.needs_old_logprobs:
                         await self._load("policy", batch)  # without the old logprobs, as in every other step
                 if batch.needs_reference and not has_reference:
-                    await policy.logprobs(old=False, reference=True)
+                    scored = await policy.logprobs(old=False, reference=True)
+                    flops["flops/reference"] = scored.reference_flops
             return []
 
         async def of_reference() -> Fields:
             await self._load("reference", batch)
-            await models["reference"].logprobs(old=True, reference=False)
+            scored = await models["reference"].logprobs(old=True, reference=False)
+            flops["flops/reference"] = scored.flops
             return [("reference_logprobs", await models["reference"].share("old_logprobs"))]
 
         async def reference_logprobs() -> Fields:
@@ -262,7 +270,7 @@ class OnlineAlgorithm:
 
         async def values() -> Fields:
             with stage("values"):
-                await models["critic"].values()
+                flops["flops/values"] = (await models["critic"].values()).flops
                 return [("values", await models["critic"].share("values"))]
 
         async def answer(call: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -283,7 +291,7 @@ class OnlineAlgorithm:
                 await policy.take(name, column)
 
         await self.session.run_and_take(work, take)
-        return gap
+        return gap | {name: count for name, count in flops.items() if count}
 
     async def _sample(self) -> Groups:
         count = self.config.num_prompts_per_step

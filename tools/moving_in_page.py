@@ -27,7 +27,7 @@ def outcome(project: str, name: str) -> tuple[Imported | None, str, bool]:
             options = Options(rows, str(FOLDER), "experiment.jinja")
             return import_values(PROJECTS[project], recipes(project)[name], options), "", rows is not None
         except CannotImport as error:
-            why = str(error)
+            why = error.problems[0]
             if "--rows" not in why:
                 break
     return None, why, False

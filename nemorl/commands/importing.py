@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemorl.config.base import counted
-from nemorl.errors import UsageError
+from nemorl.errors import ConfigError, UsageError
 from nemorl.importing.document import PROJECTS, checked, import_file, to_text
 from nemorl.importing.rules import Imported, Row
 from nemorl.importing.trl_trainers import IMPORTED
@@ -64,7 +64,13 @@ def _import(arguments: Namespace) -> int:
     if existing := [path for path in imported.files if Path(path).exists()]:
         raise UsageError(f"{existing[0]} exists; remove it, or give another name with -o")
     text = to_text(imported, project, file.name)
-    checked(text, Path.cwd() if out is None else out.parent, file, imported)
+    unknown = [row for row in imported.rows if row.outcome == "unknown"]
+    try:
+        checked(text, Path.cwd() if out is None else out.parent, file, imported)
+    except ConfigError:
+        for row in unknown:
+            complain(f"{row.key}: unknown key; {row.note}")
+        raise
     if out is not None:
         out.write_text(text, encoding="utf-8")
         for path, content in imported.files.items():
@@ -79,8 +85,9 @@ def _import(arguments: Namespace) -> int:
         if out is None:
             say(text.rstrip("\n"))
     notes().print(_summary(imported, out), markup=False)
-    if unknown := [row.key for row in imported.rows if row.outcome == "unknown"]:
-        complain(f"{counted(len(unknown), 'unknown key')}: {', '.join(unknown)}; check them by hand")
+    if unknown:
+        names = ", ".join(row.key for row in unknown)
+        complain(f"{counted(len(unknown), 'unknown key')}: {names}; check them by hand")
         return ExitCode.FAILED
     return ExitCode.WELL
 

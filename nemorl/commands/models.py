@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
+from nemorl.config.base import counted
 from nemorl.config.quantization import QuantizationFormat
 from nemorl.errors import UsageError
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 
-from .terminal import Commands, ExitCode, add_command, add_group, positive_number, say
+from .terminal import Commands, ExitCode, add_command, add_group, complain, positive_number, say
 
 
 def register(commands: Commands) -> None:
@@ -159,13 +160,16 @@ def _card(arguments: Namespace) -> int:
 def _push(arguments: Namespace) -> int:
     from nemorl.run.push import plan_push, push
 
-    plan = plan_push(arguments.place, arguments.repository)
+    plan = plan_push(arguments.place, arguments.repository, arguments.revision)
     for path in plan.files:
         say(f"{path.stat().st_size:>16,}  {path.relative_to(plan.folder)}")
-    total = f"{len(plan.files)} files, {plan.num_bytes / 1e9:.3f} GB, to {plan.repository}"
+    if not plan.has_card:
+        write = f"`nemorl models card {plan.folder}` writes one"
+        complain(f"{plan.folder} has no README.md, so the model has no card on the hub; {write}")
+    total = f"{counted(len(plan.files), 'file')}, {plan.num_bytes / 1e9:.3f} GB, to {plan.repository}"
     if arguments.dry_run:
         say(f"{total}; nothing was uploaded (--dry-run)")
         return ExitCode.WELL
     say(total)
-    say(f"pushed: {push(plan, private=arguments.private, revision=arguments.revision)}")
+    say(f"pushed: {push(plan, private=arguments.private)}")
     return ExitCode.WELL

@@ -103,8 +103,8 @@ def _add_lengths(parser: ArgumentParser) -> None:
     for name, what in (("prompt", "of a prompt"), ("response", "sampled for a prompt, all turns included")):
         help_text = f"mean tokens {what}; assumed when not given"
         parser.add_argument(f"--{name}-tokens", type=terminal.positive_number, metavar="N", help=help_text)
-    spread_help = "standard deviation of the logarithm of response lengths (default: 1)"
-    parser.add_argument("--spread", type=terminal.positive_number, metavar="S", help=spread_help)
+    spread_help = "standard deviation of the logarithm of response lengths; 0 makes them equal (default: 1)"
+    parser.add_argument("--spread", type=terminal.nonnegative_number, metavar="S", help=spread_help)
 
 
 def _register_suggest(group: Commands) -> None:
@@ -362,7 +362,7 @@ def _lengths(experiment: Experiment, arguments: Namespace) -> Lengths:
 def _stages(step: StepTime, plan: RunPlan) -> Table:
     staleness = getattr(plan.experiment.algorithm, "max_staleness", 0)
     ahead = f", max_staleness {staleness}" if staleness else ""
-    title = f"A step on {counted(step.devices, plan.hardware.name.upper())}{ahead}: {step.seconds:.3g} s"
+    title = f"A step on {counted(step.devices, plan.hardware.name.upper())}{ahead}: {_digits(step.seconds)} s"
     result = terminal.table(title, ["stage", "seconds", "bound by", "of which"])
     for name, cost in step.stages.items():
         parts = {part: seconds for part, seconds in asdict(cost).items() if seconds > 0.005 * cost.seconds}
@@ -377,14 +377,14 @@ def _stages(step: StepTime, plan: RunPlan) -> Table:
 def _totals(step: StepTime, plan: RunPlan, price: float | None) -> dict[str, str]:
     rows = {
         "longest stage": f"{step.longest}, bound by {step.stages[step.longest].bound}",
-        "trained tokens per second": f"{step.tokens_per_second:,.0f}",
-        "for each device": f"{step.tokens_per_second / step.devices:,.4g}",
+        "trained tokens per second": _rate(step.tokens_per_second),
+        "for each device": _rate(step.tokens_per_second / step.devices),
         "MFU of training": f"{step.training_utilization:.1%}",
         "MFU of the step": f"{step.utilization:.1%}",
     }
     rows |= {f"idle: {group}": f"{share:.0%}" for group, share in step.idle.items()}
     if price is not None:
-        rows["cost of a million trained tokens"] = f"{step.cost_per_million(price):.4g}"
+        rows["cost of a million trained tokens"] = _digits(step.cost_per_million(price))
     return rows
 
 
@@ -427,6 +427,11 @@ def _digits(number: float) -> str:
     """At least two significant digits, and one decimal: `1234.5`, `12.3`, `0.012`; `0` for none."""
     decimals = max(1, 1 - math.floor(math.log10(number))) if number > 0 else 0
     return f"{number:.{decimals}f}"
+
+
+def _rate(number: float) -> str:
+    """`1,234`, and below 100 as other numbers: `12.3`."""
+    return f"{number:,.0f}" if number >= 100 else _digits(number)
 
 
 def _numbers(text: str) -> list[int]:

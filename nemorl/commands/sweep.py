@@ -17,7 +17,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from nemorl.config.load import load_experiment, to_yaml
+from nemorl.config.base import counted
+from nemorl.config.load import ORIGIN, load_experiment, to_yaml
+from nemorl.config.shipped import is_name
 from nemorl.config.sweep import Sweep, SweepPoint, read_sweep
 from nemorl.errors import ConfigError, Problem, RunError, RunStopped, UsageError
 from nemorl.observe.files import JsonObject, write_atomically
@@ -29,7 +31,17 @@ from nemorl.plan.machine import Machine, read_machine
 from nemorl.run.inspection import Ready, prepare
 from nemorl.run.sweep import PlannedRun, Resources, SweepDriver, needs_of, to_continue
 
-from .terminal import Commands, ExitCode, add_command, natural_number, output, positive_integer, say, table
+from .terminal import (
+    Commands,
+    ExitCode,
+    add_command,
+    complain,
+    natural_number,
+    output,
+    positive_integer,
+    say,
+    table,
+)
 
 POINTS = "points"  # folder of the runs' experiment files
 ROWS = 30  # of the table while the sweep runs
@@ -88,11 +100,13 @@ def _sweep(arguments: Namespace) -> int:
         cores=frozenset(os.sched_getaffinity(0)),
         gpus=_visible_gpus(machine),
     )
-    summary = f"{len(runs)} runs, up to {resources.most} at the same time, compared by {metric} ({mode})"
+    summary = (
+        f"{counted(len(runs), 'run')}, up to {resources.most} at the same time, compared by {metric} ({mode})"
+    )
     if arguments.dry_run:
         for point, run in zip(sweep.points, runs, strict=True):
-            size = f"{run.needs.processes} processes, {run.needs.memory_bytes / 1e9:.1f} GB"
-            size += f", {run.needs.gpus} GPUs" if run.needs.gpus else ""
+            size = f"{counted(run.needs.processes, 'process')}, {run.needs.memory_bytes / 1e9:.1f} GB"
+            size += f", {counted(run.needs.gpus, 'GPU')}" if run.needs.gpus else ""
             say(f"{run.run_dir}: {' '.join(point.overrides)} ({size})")
         say(summary)
         return ExitCode.WELL
@@ -118,6 +132,8 @@ def _sweep(arguments: Namespace) -> int:
 def _described(arguments: Namespace) -> tuple[Path, Sweep, SweepRecord | None]:
     """Folder and description of a sweep, and its record if it continues. Raises `UsageError`."""
     path, words = arguments.config, arguments.overrides
+    if arguments.resume and not path.exists() and not is_name(path):
+        raise UsageError(f"{path} --resume: there is no such folder or file; name the folder of a sweep")
     if arguments.resume and path.is_dir():
         if words or arguments.random is not None or arguments.dir is not None:
             raise UsageError(
@@ -138,11 +154,17 @@ def _described(arguments: Namespace) -> tuple[Path, Sweep, SweepRecord | None]:
     earlier = SweepRecord.read(folder)
     if earlier is not None and not (arguments.resume or arguments.dry_run):
         raise UsageError(f"{folder} holds a sweep. Continue it with --resume, or set another --dir.")
+    problem = ""
     if RunPaths(folder).has_steps:
-        raise UsageError(f"{folder} holds a run. Set another --dir for the sweep.")
-    if earlier is not None and earlier.points != sweep.points:
+        problem = f"{folder} holds a run. Set another --dir for the sweep."
+    elif earlier is not None and earlier.points != sweep.points:
         fix = f"Continue it with `nemorl sweep {shlex.quote(str(folder))} --resume`, or set another --dir."
-        raise UsageError(f"{folder} holds a sweep of other points. {fix}")
+        problem = f"{folder} holds a sweep of other points. {fix}"
+    if problem and not arguments.dry_run:
+        raise UsageError(problem)
+    if problem:
+        complain(f"Before it starts: {problem}")
+        earlier = None
     return folder, sweep, earlier
 
 
@@ -170,7 +192,12 @@ def _check_points(sweep: Sweep, folder: Path, machine: Machine, *, resumes: bool
         problems = []
         for problem, points in found.values():
             where = "all points" if len(points) == len(sweep.points) else ", ".join(map(str, points))
-            origin = ", ".join(part for part in (problem.origin, where) if part)
+            at = (
+                sweep.origins.get(problem.field, problem.origin)
+                if problem.origin == ORIGIN
+                else problem.origin
+            )
+            origin = ", ".join(part for part in (at, where) if part)
             problems.append(replace(problem, origin=origin))
         raise ConfigError(str(sweep.experiment), problems)
     return checked

@@ -89,6 +89,16 @@ def positive_number(text: str) -> float:
     return number
 
 
+def nonnegative_number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise ArgumentTypeError(f"{text!r}: expected a number of at least 0")
+    return number
+
+
 def output() -> Console:
     """Console for results. Created for each use, so that it follows a redirected stream."""
     return Console(highlight=False, emoji=False, soft_wrap=True)

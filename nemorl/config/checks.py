@@ -148,9 +148,28 @@ def samples_can_be_learned_from(generation: GenerationConfig, algorithm: Algorit
 
 @check
 def chat_template_is_used(data: DataConfig, policy: PolicyConfig) -> Problems:
-    if not data.chat and policy.tokenizer.chat_template is not None:
+    if not data.chat:
         fix = "data.chat is false, so prompts are plain text; remove this, or set data.chat to true"
-        yield Problem("policy.tokenizer.chat_template", str(policy.tokenizer.chat_template), fix)
+        if policy.tokenizer.chat_template is not None:
+            yield Problem("policy.tokenizer.chat_template", str(policy.tokenizer.chat_template), fix)
+        yield from policy.tokenizer.without_effect(("template_arguments",), fix, "policy.tokenizer.")
+
+
+@check
+def prompts_have_a_limit_that_counts(
+    data: DataConfig, policy: PolicyConfig, algorithm: AlgorithmConfig, env: EnvConfig
+) -> Problems:
+    limit = data.max_prompt_tokens
+    if limit is None:
+        return
+    if limit >= policy.max_sequence_length:
+        fix = f"policy.max_sequence_length is {policy.max_sequence_length}, which longer prompts exceed"
+        yield Problem("data.max_prompt_tokens", limit, f"{fix}; lower it, or remove it")
+    elif not algorithm.generates:
+        yield Problem("data.max_prompt_tokens", limit, "this run samples nothing; remove it")
+    elif owners := [one.name for one in env.environments.values() if one.calls_model]:
+        fix = f"episodes of `{owners[0]}` write their own prompts; remove it"
+        yield Problem("data.max_prompt_tokens", limit, fix)
 
 
 @check

@@ -320,6 +320,9 @@ class DataConfig(Config):
     """The user's message; `{prompt}` is replaced by the task's text."""
     chat: bool = Field(True, json_schema_extra=SIMPLE)
     """Apply the tokenizer's chat template; false takes the prompt as plain text (base models)."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Do not sample tasks with longer prompts; their groups train nothing, and are counted as errors. null:
+    only `policy.max_sequence_length` limits prompts."""
 
     @property
     def sources(self) -> dict[str, SourceConfig]:

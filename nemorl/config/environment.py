@@ -57,12 +57,15 @@ class SingleTurnEnvConfig(EnvBase):
 
 
 class MathEnvConfig(EnvBase):
-    """One answer, compared with the task's by the math-verify library."""
+    """One answer, compared with the task's."""
 
     factory_path: ClassVar[str] = "nemorl.environments.math_answers:MathFactory"
     needs_answer: ClassVar[bool] = True
     has_one_turn: ClassVar[bool] = True
     name: Literal["math"]
+    comparison: Literal["math_verify", "text"] = "math_verify"
+    """`math_verify`: by what both mean, with the math-verify library. `text`: the text after the last
+    `Answer:`, with spaces, units and LaTeX's spellings normalized (arXiv 2206.14858, as in DAPO)."""
     weight: float = 1.0
     """Weight of the reward `math` in the sum."""
 

@@ -1,7 +1,7 @@
 """`policy`: the model that is trained, its layout over processes, and its optimizer."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -196,15 +196,30 @@ def decay_problems(section: str, optimizer: OptimizerConfig, schedule: ScheduleC
         yield Problem("schedule.min_lr", lowest, fix)
 
 
+# Arguments of a chat template that depend on the conversation.
+_RENDERED = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages"}
+    | {"return_dict", "tokenize", "tools"}
+)
+
+
 class TokenizerConfig(Config):
     path: Path | None = None
     """Folder of the tokenizer; the model's own folder when not given."""
     chat_template: Path | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, such as `{enable_thinking: false}`; the same for all conversations."""
     tool_format: Literal[
         "auto", "hermes", "qwen3_coder", "llama3", "mistral", "deepseek", "harmony", "pythonic"
     ] = Field("auto", json_schema_extra=EXPERT)
     """How the model writes tool calls (docs/tools.md); `auto`: as its chat template does."""
+
+    @check
+    def _arguments_are_free(self) -> Problems:
+        for name in sorted(_RENDERED & self.template_arguments.keys()):
+            fix = "conversations are rendered with a value of their own for it; remove it"
+            yield Problem(f"template_arguments.{name}", self.template_arguments[name], fix)
 
 
 class LayoutConfig(Config):
@@ -357,7 +372,7 @@ class OffloadConfig(Config):
 
 
 class MoeConfig(Config):
-    """Training of models with experts; DeepSeek-V3's bias that balances them has no gradient."""
+    """Training of models with experts."""
 
     field_level: ClassVar[FieldLevel] = "expert"
     freeze_router: bool = False
@@ -365,6 +380,12 @@ class MoeConfig(Config):
     load_balancing_loss_coefficient: float = Field(0.0, ge=0)
     """Coefficient of the sequence-wise balance loss of every layer (arXiv 2412.19437), averaged over the
     sequences of an optimizer step; 0 leaves it out."""
+    z_loss_coefficient: float = Field(0.0, ge=0)
+    """Coefficient of `logsumexp(router logits)^2` of every layer (ST-MoE, arXiv 2202.08906), averaged over
+    the tokens of an optimizer step; 0 leaves it out."""
+    bias_update_rate: float = Field(0.0, ge=0)
+    """Of DeepSeek-V3's bias that balances experts and has no gradient: what an update adds for experts with
+    fewer tokens than the mean, and subtracts for others (arXiv 2408.15664); 0 leaves it as it is."""
     router_replay: bool = False
     """Compute the policy's logprobs and gradients with the experts that were chosen when sampling, where the
     generation back end returns them."""

@@ -4,6 +4,7 @@ Grid search takes all combinations of listed values; random search draws points 
 are a function of the description alone, so that a sweep can be continued or repeated elsewhere.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -23,7 +24,8 @@ from .base import Config
 from .type_errors import expectation
 from .yaml import dotted, parse_document
 
-MAX_NAME_LENGTH = 80
+MAX_NAME_LENGTH = 64
+_MAX_PART_LENGTH = 16  # of a field and of a value in a name that would be longer
 MAX_DRAWS = 100  # of one random point, until it differs from all others
 _RANGE = re.compile(r"\s*(log|uniform|int)\(([^,()]+),([^,()]+)\)\s*")
 _CALL = re.compile(r"\s*(\w+)\([^()]*\)\s*")  # as ranges are written
@@ -62,15 +64,24 @@ class SweepPoint:
 
     @property
     def name(self) -> str:
-        """The name of its run folder, such as `03_lr=1e-4`."""
-        name = "_".join(f"{field.rpartition('.')[2]}={value}" for field, value in self.values)
-        return f"{self.index:02d}_{re.sub(r'[^A-Za-z0-9.=+_-]+', '-', name)[:MAX_NAME_LENGTH]}"
+        """The name of its run folder, such as `03_lr=1e-4`; a long one has the beginning of each value."""
+        parts = [(_plain(field.rpartition(".")[2]), _plain(value)) for field, value in self.values]
+        name = "_".join(f"{field}={value}" for field, value in parts)
+        if len(name) > MAX_NAME_LENGTH:
+            size = _MAX_PART_LENGTH
+            name = "_".join(f"{field[:size]}={value[:size]}" for field, value in parts)[:MAX_NAME_LENGTH]
+        return f"{self.index:02d}_{name}"
 
     def run_dir(self, sweep: Path) -> Path:
         return sweep / self.name
 
     def __str__(self) -> str:
         return f"point {self.index} ({', '.join(self.overrides)})"
+
+
+def _plain(text: str) -> str:
+    """Without what is special in a path or a shell."""
+    return re.sub(r"[^A-Za-z0-9.=+_-]+", "-", text).strip("-")
 
 
 class SweepConfig(Config):
@@ -105,6 +116,7 @@ class Sweep:
     mode: Mode | None = None
     max_concurrent: int | None = None
     dir: Path | None = None
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # file and line of a file's fields
 
 
 def read_sweep(
@@ -114,10 +126,11 @@ def read_sweep(
 
     Raises `UsageError` for the words, `ConfigError` for the file.
     """
-    described = _read_file(path)
+    read = _read_file(path)
     axes = {axis.field: axis for axis in parse_axes(words)}
-    if described is None:
+    if read is None:
         return Sweep(path, tuple(sweep_points(axes.values(), random=random, seed=seed or 0)))
+    described, origins = read
     of_file = {field: _axis_of_file(field, value) for field, value in described.parameters.items()}
     points = sweep_points(
         (of_file | axes).values(),
@@ -125,6 +138,7 @@ def read_sweep(
         seed=described.seed if seed is None else seed,
     )
     kept = {name: getattr(described, name) for name in ("metric", "mode", "max_concurrent", "dir")}
+    kept["origins"] = {name: origin for name, origin in origins.items() if name not in axes}
     return Sweep(path.parent / described.experiment, tuple(points), **kept)
 
 
@@ -136,13 +150,16 @@ def is_sweep_file(path: Path) -> bool:
         return False
 
 
-def _read_file(path: Path) -> SweepConfig | None:
-    """None for an experiment, whose problems are reported when it is checked."""
+def _read_file(path: Path) -> tuple[SweepConfig, dict[str, str]] | None:
+    """The file, and file and line of its parameters.
+
+    None for an experiment, whose problems are reported when it is checked.
+    """
     if not is_sweep_file(path):
         return None
     document = parse_document(path.read_text(encoding="utf-8"), str(path))
     try:
-        return SweepConfig.model_validate(document.tree)
+        config = SweepConfig.model_validate(document.tree)
     except ValidationError as error:
         known = ", ".join(SweepConfig.model_fields)
         problems = [
@@ -157,6 +174,8 @@ def _read_file(path: Path) -> SweepConfig | None:
             for details in error.errors()
         ]
         raise ConfigError(str(path), problems) from error
+    origins = {name: document.origins.get(("parameters", name), str(path)) for name in config.parameters}
+    return config, origins
 
 
 def parse_axes(words: Iterable[str]) -> list[Axis]:

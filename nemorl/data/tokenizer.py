@@ -42,13 +42,19 @@ class Tokenizer:
     """Text to token ids and back, and the chat template; any of `end_token_ids` ends a turn."""
 
     def __init__(
-        self, backend: Any, name: str, end_token_ids: frozenset[int], tool_format: ToolFormat | None = None
+        self,
+        backend: Any,
+        name: str,
+        end_token_ids: frozenset[int],
+        tool_format: ToolFormat | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         """`backend` is a transformers `PreTrainedTokenizerFast`; `name` says in errors where it came from.
 
         `tool_format` is that of the chat template where it is not given.
         """
         self._backend, self.name = backend, name
+        self._template_arguments = dict(template_arguments or {})
         self.tool_format = format_of(self.chat_template) if tool_format is None else tool_format
         self.template_end_token_id = self._template_end() if self.chat_template else None
         of_calls = () if self.tool_format is None else self.tool_format.end_tokens
@@ -143,6 +149,7 @@ class Tokenizer:
             raise TokenizerError(f"the tokenizer {self.name} has no chat template: {fix}")
         try:
             options = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
+            options |= self._template_arguments
             return str(self._backend.apply_chat_template(list(messages), **options))
         except (jinja2.TemplateError, TypeError) as error:  # a type that the template does not expect
             problem = f"refuses a conversation of {', '.join(m['role'] for m in messages)}"
@@ -177,7 +184,8 @@ def load_tokenizer(policy: PolicyConfig) -> Tokenizer:
         if file.is_file():
             value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")  # one or several
             ends.update([value] if isinstance(value, int) else value or [])
-    return Tokenizer(backend, str(folder), frozenset(ends), FORMATS.get(policy.tokenizer.tool_format))
+    own_format = FORMATS.get(policy.tokenizer.tool_format)
+    return Tokenizer(backend, str(folder), frozenset(ends), own_format, policy.tokenizer.template_arguments)
 
 
 class TemplateError(TokenizerError):

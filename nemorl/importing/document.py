@@ -82,6 +82,8 @@ def project_of(text: str) -> Project | None:
 def import_values(project: Project, values: Mapping[str, Any], options: Options | None = None) -> Imported:
     """Apply a project's rules to the values of a config by their dotted keys. Raises CannotImport."""
     options = options or Options()
+    if not values:
+        raise CannotImport(f"the file has no keys; name a config of {project.title}")
     if project.trainers:
         project = project.trainers[trainer_of(values, options.trainer)]
     elif options.trainer:
@@ -118,7 +120,11 @@ def import_file(
     try:
         return import_values(project, dict(leaves(project.read(file))), options)
     except CannotImport as error:
-        raise CannotImport(f"{file}: {str(error).removeprefix(f'{file}: ')}") from error
+        problems = [problem.removeprefix(f"{file}: ") for problem in error.problems]
+        if len(problems) == 1:
+            has_file = problems[0].startswith(f"{file}:")  # with a line
+            raise CannotImport(problems[0] if has_file else f"{file}: {problems[0]}") from error
+        raise CannotImport(f"{file}: {len(problems)} problems", *(f"  {one}" for one in problems)) from error
 
 
 def _require_origin(project: Project, file: Path) -> None:
@@ -181,4 +187,7 @@ def _keys_of(problem: Problem, imported: Imported | None) -> str:
     ]
     same = [row for row in given if problem.value is not None and row.value == problem.value]
     keys = [row.key for row in same or given][:_NAMED]
-    return f"from {', '.join(keys)}" if keys else ""
+    if keys:
+        return f"from {', '.join(keys)}"
+    absent = imported.keys_of_fields.get(problem.field, ())[:_NAMED]
+    return f"from {' or '.join(absent)}, which is not given" if absent else ""

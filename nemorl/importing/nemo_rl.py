@@ -9,6 +9,7 @@ from .nemo_rl_data import DATA_RULES
 from .nemo_rl_devices import DTENSOR, MEGATRON, VLLM
 from .nemo_rl_learning import GENERATION, KINDS, kind
 from .rules import Ignored, Lost, Part, Rule, take, take_given
+from .shared import template_arguments
 from .sources import read_inherited, resolved
 
 MARKS = (
@@ -46,6 +47,21 @@ LIKENESSES: dict[str, object] = {
     f"{MEGATRON}.fp8_cfg.fp8_recipe": ("tensorwise", "delayed", "blockwise", "mxfp8"),
     "policy.optimizer.kwargs.betas": [0.9, 0.999],
     "checkpointing.higher_is_better": True,
+    **{
+        f"env.{name}.math_verify_impl": ("hf_math_verify", "dapo_math_verify")
+        for name in ("math", "dapo", "math_multi_reward")
+    },
+    "grpo.reward_shaping.stop_properly_penalty_coef": 0.5,
+    "dpo.sft_average_log_probs": False,
+    "grpo.max_rollout_turns": 1,
+    "policy.quant_calib_size": 128,
+    "data.add_system_prompt": True,
+    "async_rl.sampler.name": ("windowed", "ready_first", "weight_fifo", "in_order", "custom"),
+    f"{VLLM}.is_mx": True,
+    f"{VLLM}.quantization_ignored_layer_kws": ["q_proj"],
+    f"{MEGATRON}.peft.exclude_modules": ["*out_proj*"],
+    f"{DTENSOR}.lora_cfg.exclude_modules": ["*out_proj*"],
+    f"{MEGATRON}.moe_router_bias_update_rate": 0.001,
 }
 
 
@@ -60,6 +76,11 @@ _SETUP: tuple[Rule, ...] = (
         ("policy.tokenizer.name", "policy.tokenizer.chat_template"),
         ("policy.tokenizer",),
         devices.tokenizer,
+    ),
+    Part(
+        ("policy.tokenizer.chat_template_kwargs.*",),
+        ("policy.tokenizer.template_arguments",),
+        lambda x: template_arguments(x, "policy.tokenizer.chat_template_kwargs"),
     ),
     take("policy.precision", "policy.precision"),
     take("policy.max_grad_norm", "policy.max_grad_norm"),
@@ -84,13 +105,24 @@ _SETUP: tuple[Rule, ...] = (
     ),
     Part(devices.LORA, ("policy.lora",), devices.lora),
     Part(
+        (*devices.QUANTIZATION, "policy.quant_calib_size"),
+        ("policy.quantization", "policy.kernels"),
+        devices.quantization,
+    ),
+    Part(
         tuple(f"{MEGATRON}.fp8_cfg.{name}" for name in ("enabled", "fp8", "fp8_recipe")),
         ("policy.fp8",),
         devices.fp8,
     ),
     Part(
-        (f"{MEGATRON}.freeze_moe_router", f"{MEGATRON}.moe_aux_loss_coeff"),
-        ("policy.moe.freeze_router", "policy.moe.load_balancing_loss_coefficient"),
+        tuple(
+            f"{MEGATRON}.{name}"
+            for name in ("freeze_moe_router", "moe_aux_loss_coeff", "moe_router_bias_update_rate")
+        ),
+        tuple(
+            f"policy.moe.{name}"
+            for name in ("freeze_router", "load_balancing_loss_coefficient", "bias_update_rate")
+        ),
         devices.router,
     ),
     take("policy.router_replay.enabled", "policy.moe.router_replay"),
@@ -132,9 +164,12 @@ _TRAINING: tuple[Rule, ...] = (
             *("loss_fn.token_level_loss", "loss_fn.disable_ppo_ratio", "loss_fn.use_cispo"),
             *("loss_fn.sequence_level_importance_ratios", "loss_fn.positive_example_nll_weight"),
             *("dpo.reference_policy_kl_penalty", "dpo.preference_average_log_probs"),
-            "dpo.sft_loss_weight",
+            *("dpo.sft_loss_weight", "dpo.sft_average_log_probs"),
         ),
-        ("algorithm.loss", "algorithm.likelihood", "algorithm.sft_coefficient"),
+        (
+            *("algorithm.loss", "algorithm.likelihood", "algorithm.sft_coefficient"),
+            "algorithm.sft_aggregation",
+        ),
         learning.loss,
     ),
     Part(
@@ -166,11 +201,12 @@ _TRAINING: tuple[Rule, ...] = (
     Part(
         (
             *(f"grpo.reward_shaping.{name}" for name in ("enabled", "max_response_length")),
+            "grpo.reward_shaping.stop_properly_penalty_coef",
             *(f"grpo.reward_shaping.overlong_buffer_{name}" for name in ("length", "penalty")),
             "grpo.reward_scaling.enabled",
             *(f"grpo.reward_scaling.{name}_{end}" for name in ("source", "target") for end in ("min", "max")),
         ),
-        ("rewards", "env.weight"),
+        ("rewards", "env.weight", "algorithm.truncated_reward"),
         learning.rewards,
     ),
     Part(
@@ -179,6 +215,7 @@ _TRAINING: tuple[Rule, ...] = (
             "grpo.async_grpo.in_flight_weight_updates",
             "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
             *("async_rl.sampler.max_staleness_versions", "async_rl.sampler.max_lookahead_versions"),
+            "async_rl.sampler.name",
             "async_rl.recompute_kv_cache_after_weight_updates",
         ),
         ("algorithm.max_staleness", "generation.on_update"),
@@ -203,7 +240,6 @@ _WITHOUT: tuple[Rule, ...] = (
         ("loss_fn.force_on_policy_ratio",),
         "off",
     ),
-    Lost(("grpo.reward_shaping.stop_properly_penalty_coef",), "rewards of truncated answers", (None, 1.0)),
     Lost(
         ("grpo.seq_logprob_error_threshold",),
         "sequences are not left out by the largest error; `algorithm.correction.sequence_mask` uses the mean",
@@ -215,7 +251,6 @@ _WITHOUT: tuple[Rule, ...] = (
     ),
     Lost(("reward_penalties.*",), "penalties of NeMo-Gym's rollouts; give them as rewards"),
     Lost(("grpo.adv_estimator.reward_weights",), "of GDPO"),
-    Lost(("grpo.max_rollout_turns",), "turns are a field of an environment", (1, None)),
     Lost(("grpo.stop_at_validation_metric",), "`algorithm.early_stop` watches for the lack of improvement"),
     Lost(("grpo.val_start_at",), "validation starts with the run", (-1, 0, None)),
     Ignored(("grpo.stop_at_validation_threshold",), "of grpo.stop_at_validation_metric"),
@@ -236,7 +271,6 @@ _WITHOUT: tuple[Rule, ...] = (
         "of its own workers",
     ),
     Lost(("loss_fn.kl_input_clamp_value",), "log ratios are clamped to 20", (20.0,)),
-    Ignored(("dpo.sft_average_log_probs",), "of dpo.sft_loss_weight"),
     Ignored((f"{DTENSOR}.enabled",), f"{MEGATRON}.enabled says which back end is used"),
     Ignored(("policy.optimizer",), "of the other back end"),
     Lost(("dpo.preference_loss_weight",), "the loss of pairs has the weight 1", (1, 1.0)),
@@ -245,8 +279,16 @@ _WITHOUT: tuple[Rule, ...] = (
         ("policy.hf_config_overrides.max_position_embeddings",),
         "the longest sequence is policy.max_sequence_length; rotary embeddings do not depend on it",
     ),
+    Part(
+        ("policy.hf_config_overrides.rope_scaling.*", "policy.dequantize_base_checkpoint"),
+        (),
+        devices.model_folder,
+    ),
     Lost(("policy.hf_config_overrides.*",), "edit the config.json of the model folder", _OFF),
-    Lost(("policy.draft.enabled",), "no draft model is trained"),
+    Lost(
+        ("policy.draft.enabled",),
+        "no draft model is trained; there its gradient is in the norm that is clipped",
+    ),
     Ignored(("policy.draft.*",), "of the draft model, which is not trained"),
     Lost(
         (f"{MEGATRON}.mtp_num_layers", f"{MEGATRON}.mtp_loss_scaling_factor"),
@@ -256,17 +298,13 @@ _WITHOUT: tuple[Rule, ...] = (
     Ignored(
         (f"{MEGATRON}.mtp_use_repeated_layer", f"{MEGATRON}.mtp_detach_heads"), "of multi-token prediction"
     ),
-    Lost(
-        (f"{MEGATRON}.moe_router_enable_expert_bias",), "the bias of routers is as in the model's config.json"
+    Ignored(
+        (f"{MEGATRON}.moe_router_enable_expert_bias",),
+        "the model's config.json says whether routers have a bias",
     ),
     Lost(
         (f"{MEGATRON}.peft.dropout", f"{DTENSOR}.lora_cfg.dropout"),
         "adapters have no dropout; nearly all recipes have 0",
-        _OFF,
-    ),
-    Lost(
-        (f"{MEGATRON}.peft.exclude_modules", f"{DTENSOR}.lora_cfg.exclude_modules"),
-        "matrices with adapters are named, not excluded",
         _OFF,
     ),
     Ignored(
@@ -298,7 +336,10 @@ _WITHOUT: tuple[Rule, ...] = (
     ),
     Lost((f"{MEGATRON}.model_overrides.*",), "not passed to Megatron", _OFF),
     Ignored((f"{MEGATRON}.moe_enable_deepep",), "how tokens travel to experts"),
-    Lost((f"{MEGATRON}.optimizer.params_dtype",), "weights are copied in float32", ("float32", None)),
+    Ignored(
+        (f"{MEGATRON}.optimizer.params_dtype",),
+        "Megatron's optimizer does not read it; master weights are float32 in both",
+    ),
     Lost((f"{MEGATRON}.optimizer.fp16",), "training is in bfloat16 or float32"),
     Lost((f"{MEGATRON}.optimizer.clip_grad",), "policy.max_grad_norm is used", (1.0, None, 0, 0.0)),
     Lost(
@@ -308,18 +349,13 @@ _WITHOUT: tuple[Rule, ...] = (
         (f"{MEGATRON}.scheduler.start_weight_decay", f"{MEGATRON}.scheduler.end_weight_decay"),
         "the weight decay is that of the optimizer",
     ),
-    Lost(("policy.quant_cfg",), "give the format as policy.quantization", (None,)),
-    Lost((f"{GENERATION}.quant_cfg", f"{GENERATION}.real_quant"), "give the format as policy.quantization"),
     Lost(
         (f"{MEGATRON}.scheduler.override_opt_param_scheduler", f"{MEGATRON}.train_iters"),
         "of checkpoints",
         (None, True),
     ),
-    Lost(("policy.tokenizer.chat_template_kwargs.*",), "chat templates get no arguments of the user's", _OFF),
     Ignored(("policy.tokenizer.*",), "of its tokenizer's implementation"),
     Lost((f"{VLLM}.num_first_layers_in_bf16", f"{VLLM}.num_last_layers_in_bf16"), "of FP8 in vLLM", _OFF),
-    Lost((f"{VLLM}.quantization_ignored_layer_kws",), "vLLM decides which layers stay in bfloat16", _OFF),
-    Lost((f"{VLLM}.is_mx",), "set policy.quantization.format to mxfp8"),
     Lost(
         (f"{VLLM}.logprobs_mode",), "logprobs are those of the sampled distribution", ("processed_logprobs",)
     ),
@@ -328,13 +364,15 @@ _WITHOUT: tuple[Rule, ...] = (
         "how FP8 is stored and multiplied; the policy's weights stay in bfloat16",
     ),
     Ignored(
+        (f"{GENERATION}.real_quant",),
+        "weights of engines are rounded in both; rounded activations are computed in the format",
+    ),
+    Ignored(
         (f"{MEGATRON}.moe_router_dtype",),
         "router logits are computed in float32; higher precision rounds less",
     ),
-    Lost(
-        ("policy.dequantize_base_checkpoint", "policy.disable_modelopt_layer_spec"),
-        "of its checkpoints",
-        _OFF,
+    Ignored(
+        ("policy.disable_modelopt_layer_spec",), "which layers of Megatron compute; ours are policy.kernels"
     ),
 )
 
@@ -353,16 +391,11 @@ _WORKERS: tuple[Rule, ...] = (
         _HOW_FAST,
     ),
     Ignored(
-        ("policy.quant_calib_data", "policy.quant_calib_size", "policy.quant_sequence_length"),
-        "of the quantization, which is not imported",
+        ("policy.quant_calib_data", "policy.quant_sequence_length"),
+        "of the calibration, which measures prompts of data.train",
     ),
     Ignored(("logger.*",), "how often and where a tracker shows; its names of runs"),
     Ignored(("data_plane.*",), "how samples travel between processes"),
-    Lost(
-        ("async_rl.sampler.name",),
-        "groups are trained in the order in which they finish",
-        ("in_order", "ready_first", None),
-    ),
     Ignored(("async_rl.*",), "queues, retries and health checks; docs/faults.md has ours"),
     Ignored(("checkpointing.*",), "format and time of checkpoints"),
     Ignored(("cluster.*",), "ports and the topology of nodes; cluster.topology places workers"),

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule
+from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, not_imported
 from .shared import PUBLIC, PublicData
 
 _PREPARED = "write it into this file with the keys of the section; NeMo-RL formats the dataset in its code"
 # Rows of training data that NeMo-RL formats in its code, from the datasets' cards.
 _ROWS = {"HelpSteer3": 38_459, "gsm8k": 7_473, "squad": 87_599, "tulu3_sft_mixture": 939_343}
 _MATH = ("math", "dapo")
+_ENVIRONMENTS = (*_MATH, "sliding_puzzle_game", "reward_model")
 _GENERATION = "policy.generation.max_new_tokens"
 
 
@@ -161,19 +162,34 @@ def _environment(x: Origin) -> Fields:
             "env.should_use_nemo_gym: connect the environment as a service (docs/environments.md)"
         )
     if name in _MATH:
-        return {"env.name": "math"}
+        by_text = x.get(f"env.{name}.math_verify_impl") == "dapo_math_verify"
+        return {"env.name": "math"} | ({"env.comparison": "text"} if by_text else {})
     if name == "sliding_puzzle_game":
-        game = f"env.{name}.cfg"
-        return {
+        game, template = f"env.{name}.cfg", "policy.tokenizer.template_arguments"
+        shown = x.get("data.add_system_prompt")
+        moves = [x.get(f"{game}.max_moves", 20), x.get("grpo.max_rollout_turns")]
+        return ({} if shown is None else {f"{template}.add_system_prompt": shown}) | {
             "env.name": "sliding_puzzle",
             "env.size": x.get(f"{game}.game_config.size", 3),
             "env.num_shuffles": x.get(f"{game}.game_config.shuffle_moves", 4),
-            "env.max_moves": x.get(f"{game}.max_moves", 20),
+            "env.max_moves": min(number for number in moves if number is not None),
         }
     if name == "reward_model":
         model = {"kind": "local_model", "model_path": x.get("env.reward_model.model_name")}
         return {"env.name": "single_turn", "rewards": [model | {"devices": "policy"}]}
-    raise CannotImport(f"data.default.env_name = {name}: this environment is not imported")
+    raise not_imported("data.default.env_name", name, "environment", _ENVIRONMENTS)
+
+
+def _longest_prompt(x: Origin) -> Fields:
+    """Longer prompts stay in the step there, and train nothing; of examples the limit is of all tokens."""
+    key = "data.max_input_seq_length"
+    longest, length = x.get(key), x.get("policy.max_total_sequence_length", 0)
+    if longest is None or longest >= length:
+        return {}
+    if _is_offline(x):
+        x.lost(key, "examples that are longer are an error; there they are left out")
+        return {}
+    return {"data.max_prompt_tokens": longest - 1}
 
 
 def _shuffle(x: Origin) -> Fields:
@@ -201,20 +217,19 @@ DATA_RULES: tuple[Rule, ...] = (
         _prompts,
     ),
     Part(("data.shuffle",), ("data.shuffle",), _shuffle),
+    Part(("data.max_input_seq_length",), ("data.max_prompt_tokens",), _longest_prompt),
     Part(
         (
             *("data.default.env_name", "env.should_use_nemo_gym", "env.reward_model.model_name"),
+            *(f"env.{name}.math_verify_impl" for name in _MATH),
+            *("grpo.max_rollout_turns", "data.add_system_prompt"),
             *(f"{_GAME}.game_config.size", f"{_GAME}.game_config.shuffle_moves", f"{_GAME}.max_moves"),
         ),
-        ("env", "rewards"),
+        ("env", "rewards", "policy.tokenizer.template_arguments"),
         _environment,
     ),
-    Lost(("env.math.math_verify_impl",), "answers are compared by math-verify", ("hf_math_verify", None)),
     Ignored(("data.train.seed",), "of the rows that are held out, which are the last ones"),
-    Ignored(("data.max_input_seq_length",), "no limit of prompts of its own"),
-    Lost(
-        ("data.add_bos", "data.add_eos", "data.add_system_prompt"), "as the chat template does", (None, True)
-    ),
+    Lost(("data.add_bos", "data.add_eos"), "as the chat template does", (None, True)),
     Ignored(("data.add_generation_prompt",), "as the chat template requires"),
     Ignored(
         (

@@ -1,14 +1,16 @@
 """NeMo-RL's keys of devices: layout, memory, optimizer, adapters, engines and checkpoints."""
 
+import json
 from typing import Any
 
 from . import shared
 from .nemo_rl_learning import GENERATION, colocated, kind
-from .rules import CannotImport, Fields, Origin
-from .shared import layout, lora_targets, replicas, sampling
+from .rules import CannotImport, Fields, Origin, not_imported
+from .shared import layout, lora_targets, replicas, sampling, without_excluded
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 VLLM = "policy.generation.vllm_cfg"
+_BACKENDS = ("vllm", "megatron", "trtllm", "sglang", "dynamo")
 # Devices.
 
 
@@ -90,9 +92,6 @@ def micro_batches(x: Origin) -> Fields:
     for name in ("sequence_packing", "dynamic_batching"):
         if x.get(f"policy.{name}.enabled", False):
             tokens = int(x.get(f"policy.{name}.train_mb_tokens", tokens))
-    if (longest := x.get("data.max_input_seq_length")) is not None:
-        why = "prompts are bounded by policy.max_sequence_length; there longer ones are left out"
-        x.lost("data.max_input_seq_length", why, changes_result=longest < length)
     least = 2 * length if kind(x) in ("dpo", "rm") else length  # a pass holds both answers of a pair
     return {"policy.max_sequence_length": length, "policy.micro_batch_tokens": max(tokens, least)}
 
@@ -125,7 +124,7 @@ def megatron_optimizer(x: Origin) -> Fields:
     elif name == "sgd":
         section |= {"name": "sgd", "momentum": x.get(f"{o}.sgd_momentum", 0.9)}
     else:
-        raise CannotImport(f"{o}.optimizer = {name}: this optimizer is not imported")
+        raise not_imported(f"{o}.optimizer", name, "optimizer", ("adam", "sgd"))
     schedule: dict[str, Any] = {}
     if warmup := x.get(f"{s}.lr_warmup_iters", 0):
         start = min(float(x.get(f"{s}.lr_warmup_init", 0.0)) / lr, 1.0)
@@ -135,7 +134,7 @@ def megatron_optimizer(x: Origin) -> Fields:
         schedule |= {"name": style, "decay_steps": x.get(f"{s}.lr_decay_iters", 1000), "first_step": 0}
         schedule |= {"min_lr": float(x.get(f"{o}.min_lr", 0.0))}
     elif style != "constant":
-        raise CannotImport(f"{s}.lr_decay_style = {style}: this schedule is not imported")
+        raise not_imported(f"{s}.lr_decay_style", style, "schedule", ("constant", "linear", "cosine"))
     fields: dict[str, Any] = {"policy.optimizer": section}
     return fields | ({"policy.schedule": schedule} if schedule else {})
 
@@ -144,7 +143,7 @@ def torch_optimizer(x: Origin) -> Fields:
     k = "policy.optimizer.kwargs"
     name = str(x.get("policy.optimizer.name", "AdamW")).rpartition(".")[2]
     if name not in ("AdamW", "FusedAdam", "Adam"):
-        raise CannotImport(f"policy.optimizer.name = {name}: this optimizer is not imported")
+        raise not_imported("policy.optimizer.name", name, "optimizer", ("AdamW", "FusedAdam", "Adam"))
     betas = x.get(f"{k}.betas", [0.9, 0.999])
     section: dict[str, Any] = {
         "lr": float(x.get(f"{k}.lr", 1e-3)),
@@ -206,6 +205,7 @@ def lora(x: Origin) -> Fields:
     if x.get(f"{section}.match_all_linear", False):
         names = []
     targets = lora_targets(x, f"{section}.target_modules", names)
+    targets = without_excluded(targets, x.get(f"{section}.exclude_modules", []))
     rank, alpha = x.get(f"{section}.dim", 8), x.get(f"{section}.alpha", 32)
     return {"policy.lora": {"rank": rank, "alpha": alpha, "targets": targets}}
 
@@ -213,6 +213,7 @@ def lora(x: Origin) -> Fields:
 LORA = (
     *(f"{MEGATRON}.peft.{name}" for name in ("enabled", "dim", "alpha", "target_modules")),
     *(f"{DTENSOR}.lora_cfg.{name}" for name in ("enabled", "dim", "alpha", "target_modules")),
+    *(f"{section}.exclude_modules" for section in (f"{MEGATRON}.peft", f"{DTENSOR}.lora_cfg")),
     f"{DTENSOR}.lora_cfg.match_all_linear",
 )
 
@@ -227,6 +228,41 @@ def fp8(x: Origin) -> Fields:
     return {"policy.fp8": {"format": number, "recipe": recipe}}
 
 
+# By the last name of ModelOpt's configs in recipes, the format, and if it is of experts alone, or of MLPs.
+_QUANTIZED = {
+    "NVFP4_MLP_WEIGHT_ONLY_CFG": ("nvfp4_w4a16", False),
+    "nvfp4_a16_mlp_only": ("nvfp4_w4a16", False),
+    "nano3_nvfp4_weightonly": ("nvfp4_w4a16", False),
+    "nvfp4_experts_weightonly": ("nvfp4_w4a16", True),
+    "nvfp4_experts": ("nvfp4", True),
+}
+_ATTENTION = ("*self_attn*",)
+_MIXERS = ("*.mixer.[qkvo]_proj*", "*.mixer.in_proj*", "*.mixer.out_proj*")  # of Nemotron's hybrid models
+_NANO_3 = ("*.[qkvo]_proj*", *(f"*.layers.{number}.*" for number in (4, 11, 18, 25, 32, 41)))
+QUANTIZATION = ("policy.quant_cfg", f"{GENERATION}.quant_cfg")
+
+
+def quantization(x: Origin) -> Fields:
+    """Training with rounded weights, which engines get as well: as they are, or in the format itself."""
+    trained, sampled = (x.get(key) for key in QUANTIZATION)
+    config = str(trained).rpartition("/")[2].removesuffix(".yaml")
+    if config not in _QUANTIZED or sampled not in (None, trained):
+        why = "no format of policy.quantization is known to be this; set one"
+        for key in (*QUANTIZATION, f"{GENERATION}.real_quant"):
+            x.lost(key, why, changes_result=x.values.get(key) not in (None, False))
+        return {}
+    name, of_experts = _QUANTIZED[config]
+    hybrid = "nemotron" in str(x.get("policy.model_name")).lower()
+    ignore = _NANO_3 if config.startswith("nano3") else _MIXERS if hybrid else _ATTENTION
+    ignore += ("*shared_expert*",) if of_experts and hybrid else ()
+    section: dict[str, Any] = {"format": name, "ignore": list(ignore), "train": "fake"}
+    if name == "nvfp4":
+        section |= {"activations": True, "calibration": {"prompts": x.get("policy.quant_calib_size", 128)}}
+        x.changed("policy.quant_cfg", "ranges of activations are measured on prompts of data.train")
+    # Layers of Transformer Engine do not round weights.
+    return {"policy.quantization": section, "policy.kernels": "local"}
+
+
 def router(x: Origin) -> Fields:
     if not x.get(f"{MEGATRON}.enabled", False):
         return {}
@@ -239,13 +275,29 @@ def router(x: Origin) -> Fields:
     x.lost(
         f"{MEGATRON}.moe_router_load_balancing_type", why, changes_result=has_experts and balance != "none"
     )
-    rate = x.get(f"{MEGATRON}.moe_router_bias_update_rate", 0.0)
-    why = "the bias of routers, in models that have one, is not updated"
-    x.lost(f"{MEGATRON}.moe_router_bias_update_rate", why, changes_result=has_experts and rate > 0)
+    if (rate := x.get(f"{MEGATRON}.moe_router_bias_update_rate", 0.0)) > 0 and has_experts:
+        fields["policy.moe.bias_update_rate"] = rate
     if (coefficient := x.get(f"{MEGATRON}.moe_aux_loss_coeff", 0.0)) > 0:
         fields["policy.moe.load_balancing_loss_coefficient"] = coefficient
         x.changed(f"{MEGATRON}.moe_aux_loss_coeff", "the balance loss is of each sequence here")
     return fields
+
+
+def model_folder(x: Origin) -> Fields:
+    """What the folder of the model has to hold, as a comment on its path."""
+    model, asks = x.get("policy.model_name"), []
+    if rope := x.below("policy.hf_config_overrides.rope_scaling"):
+        asks.append(f"set rope_scaling in config.json of a copy of this folder to {json.dumps(rope)}")
+        for key in x.values:
+            if key.startswith("policy.hf_config_overrides.rope_scaling."):
+                x.changed(key, "a comment: config.json of the model's folder has it", changes_result=False)
+    if x.get("policy.dequantize_base_checkpoint", False):
+        asks.append("name a copy of this folder with weights in bfloat16")
+        how = "a comment: the model's folder has weights that are not quantized"
+        x.changed("policy.dequantize_base_checkpoint", how, changes_result=False)
+    if asks:
+        x.note(str(model), "; ".join(asks))
+    return {}
 
 
 # Generation.
@@ -295,7 +347,7 @@ def generation(x: Origin) -> Fields:
             memory = x.get(f"{engine}.mem_fraction_static", x.get(f"{VLLM}.gpu_memory_utilization"))
             section |= {"gpu_memory_utilization": memory} if memory is not None else {}
         case _:
-            raise CannotImport(f"{GENERATION}.backend = {backend}: this engine is not imported")
+            raise not_imported(f"{GENERATION}.backend", backend, "engine", _BACKENDS)
     for name in ("stop_token_ids", "stop_strings"):
         if values := x.get(f"{GENERATION}.{name}"):
             section[name] = values
@@ -337,8 +389,10 @@ def vllm(x: Origin, gpus: int) -> dict[str, Any]:
         section["enforce_eager"] = True
     if x.values.get(f"{VLLM}.enable_prefix_caching") is False:
         section["enable_prefix_caching"] = False
-    if x.get(f"{VLLM}.precision") == "fp8":
-        section |= {"quantization": "fp8"}
+    if x.get(f"{VLLM}.precision") == "fp8":  # blocks of 128, or of 32 with a power of two as their scale
+        section |= {"quantization": "mxfp8" if x.get(f"{VLLM}.is_mx", False) else "fp8_per_block"}
+        if words := x.get(f"{VLLM}.quantization_ignored_layer_kws", []):
+            arguments["quantization_config"] = {"ignore": [f"*{word}*" for word in words]}
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if name in arguments:
             section[name] = arguments.pop(name)
@@ -360,6 +414,7 @@ ENGINE_KEYS = (
         for name in ("gpu_memory_utilization", "kv_cache_dtype", "enforce_eager", "precision")
     ),
     *(f"{VLLM}.{name}" for name in ("enable_prefix_caching", "enable_expert_parallel")),
+    *(f"{VLLM}.{name}" for name in ("is_mx", "quantization_ignored_layer_kws")),
     f"{GENERATION}.vllm_kwargs.*",
     *(
         f"{GENERATION}.trtllm_cfg.{name}"

@@ -4,7 +4,7 @@ from math import ceil
 from typing import Any
 
 from .nemo_rl_data import data_rows
-from .rules import CannotImport, Fields, Origin
+from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import UNBOUNDED, batch, run_length, sampling
 
 GENERATION = "policy.generation"
@@ -61,7 +61,7 @@ def advantage(x: Origin) -> Fields:
         case "reinforce_plus_plus":
             section = {"name": "reinforce", "over": "tokens", "variance": "biased"}
         case _:
-            raise CannotImport(f"{estimator}.name = {name}: this estimator is not imported")
+            raise not_imported(f"{estimator}.name", name, "estimator", ("grpo", "reinforce_plus_plus"))
     return {"algorithm.advantage": section}
 
 
@@ -133,13 +133,10 @@ def dpo(x: Origin) -> Fields:
         "logprobs": "mean" if average else "sum",
     }
     fields: dict[str, Any] = {"algorithm.loss": section}
-    weight = x.get("dpo.sft_loss_weight", 0.0)
-    mean = "their mean" if x.get("dpo.sft_average_log_probs", False) else "their sum"
-    how = f"the mean over the batch's tokens here; there the mean over answers of {mean}"
-    x.lost("dpo.sft_average_log_probs", how, changes_result=bool(weight))
-    if weight:
+    if weight := x.get("dpo.sft_loss_weight", 0.0):
+        of_answers = "mean" if x.get("dpo.sft_average_log_probs", False) else "sum"
         fields["algorithm.sft_coefficient"] = weight
-        x.changed("dpo.sft_loss_weight", how)
+        fields["algorithm.sft_aggregation"] = f"seq-mean-token-{of_answers}"
     return fields
 
 
@@ -215,7 +212,9 @@ def rewards(x: Origin) -> Fields:
     """DAPO's overlong penalty, and the scale of the environment's reward."""
     fields: dict[str, Any] = {}
     shaping, scaling = "grpo.reward_shaping", "grpo.reward_scaling"
-    if shaped(x) and x.get(f"{shaping}.stop_properly_penalty_coef") is None:
+    if (scale := x.get(f"{shaping}.stop_properly_penalty_coef")) is not None and shaped(x):
+        fields["algorithm.truncated_reward"] = {"scale": float(scale)}
+    elif shaped(x):
         longest, buffer = x.get(f"{shaping}.max_response_length"), x.get(f"{shaping}.overlong_buffer_length")
         fields["rewards"] = [
             {
@@ -240,6 +239,13 @@ def asynchronous(x: Origin) -> Fields:
     if x.has_section("async_rl"):
         age = x.get(f"{new}.max_staleness_versions", x.get(f"{new}.max_lookahead_versions", 0))
         restarts = x.get("async_rl.recompute_kv_cache_after_weight_updates", False)
+        match x.get(f"{new}.name", "in_order"):
+            case "windowed":
+                x.changed(f"{new}.name", "sampling ahead ends at max_staleness steps; there at a full buffer")
+            case "custom":
+                raise CannotImport(f"{new}.name = custom: its class is not imported")
+            case "weight_fifo":
+                x.changed(f"{new}.name", "groups train as they finish; there the oldest weights come first")
         fields = {"algorithm.max_staleness": age} if age else {}
         return fields | ({"generation.on_update": "restart" if restarts else "continue"} if age else {})
     if not x.get(f"{old}.enabled", False):

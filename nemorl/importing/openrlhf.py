@@ -111,6 +111,7 @@ LIKENESSES: dict[str, object] = {
     "train.micro_batch_size": 1,
     "train.max_epochs": 1,
     "reward.overlong_buffer_len": 1024.0,
+    "reward.stop_properly_penalty_coef": 0.5,
     "vllm.num_engines": 1,
     "model.gradient_checkpointing_enable": True,
     "nproc_per_node": 8,
@@ -353,7 +354,7 @@ RULES: tuple[Rule, ...] = (
             *_of("model", "beta", "label_smoothing", "ipo_enable", "nll_loss_coef"),
             *_of("model", "loss_type", "margin_loss_enable", "pretrain_mode_enable"),
         ),
-        ("algorithm.loss", "algorithm.sft_coefficient", "algorithm.train_on"),
+        (*_of("algorithm", "loss", "sft_coefficient", "sft_aggregation"), "algorithm.train_on"),
         learning.offline_loss,
     ),
     Part(_of("algo.kl", "init_coef", "estimator", "use_loss"), ("algorithm.kl",), learning.kl),
@@ -375,6 +376,11 @@ RULES: tuple[Rule, ...] = (
         ),
         ("env", "rewards"),
         learning.rewards,
+    ),
+    Part(
+        ("reward.stop_properly_penalty_coef",),
+        ("algorithm.truncated_reward",),
+        learning.truncated_reward,
     ),
     Part(
         _of("train", "async_enable", "async_queue_size", "partial_rollout_enable"),
@@ -462,7 +468,6 @@ RULES: tuple[Rule, ...] = (
     Lost(("algo.kl.target",), "the coefficient is fixed", (None,)),
     Lost(("reward.normalize_enable",), "scores of reward models are not shifted and scaled"),
     Lost(("reward.clip_range",), "rewards are not clipped; OpenRLHF clips to -10 and 10", (None,)),
-    Lost(("reward.stop_properly_penalty_coef",), "rewards of truncated answers are as others", (None, 1.0)),
     Lost(("train.enable_ema",), "no average of weights is kept"),
     Lost(
         ("data.prompt_probs", "data.dataset_probs"), "write the datasets as a mixture (docs/data.md)", (None,)

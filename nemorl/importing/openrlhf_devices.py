@@ -6,7 +6,7 @@ from typing import Any
 
 from . import openrlhf_learning as learning
 from . import shared
-from .rules import CannotImport, Fields, Origin
+from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import layout, lora_targets
 
 _LENGTHS = {"ppo_ray": 2048, "sft": 2048, "dpo": 512, "rm": 512}
@@ -46,7 +46,7 @@ def optimizer_of(section: str, ours: str) -> Callable[[Origin], Fields]:
         if online != bool(section) or is_critic:
             return {}
         if (name := x.get(f"{section}optim", "adam")) != "adam":
-            raise CannotImport(f"{section}optim = {name}: this optimizer is not imported")
+            raise not_imported(f"{section}optim", name, "optimizer", ("adam",))
         lr = x.get(f"{section}adam.lr", _RATES.get(learning.kind(x), 1e-6))
         beta1, beta2 = x.get(f"{section}adam.betas")
         adam: dict[str, Any] = {"name": "adam", "lr": lr, "beta1": beta1, "beta2": beta2}
@@ -60,6 +60,9 @@ def optimizer_of(section: str, ours: str) -> Callable[[Origin], Fields]:
         }
 
     return write
+
+
+_SCHEDULES = ("cosine_with_min_lr", "cosine", "linear", "constant", "constant_with_warmup")
 
 
 def _schedule(x: Origin, section: str, lr: float) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def _schedule(x: Origin, section: str, lr: float) -> dict[str, Any]:
             return schedule | {"name": name, "decay_steps": max(total, warmup + 1)}
         case "constant" | "constant_with_warmup":
             return schedule if name == "constant_with_warmup" else {"first_step": 0}
-    raise CannotImport(f"{section}lr_scheduler = {name}: this schedule is not imported")
+    raise not_imported(f"{section}lr_scheduler", name, "schedule", _SCHEDULES)
 
 
 def critic(x: Origin) -> Fields:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .rules import CannotImport, Fields, Origin
+from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import UNBOUNDED, batch
 
 KINDS = {"ppo_ray": "ppo", "sft": "sft", "dpo": "dpo", "rm": "reward_model"}
@@ -81,6 +81,9 @@ def num_steps(x: Origin) -> Fields:
     return {"algorithm.num_steps": steps(x)}
 
 
+_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "group_norm", "dr_grpo", "rloo")
+
+
 def advantage(x: Origin) -> Fields:
     if not is_online(x):
         return {}
@@ -107,7 +110,7 @@ def advantage(x: Origin) -> Fields:
         case "rloo":
             section = {"name": "group", "normalize": False, "leave_one_out": True}
         case _:
-            raise CannotImport(f"algo.advantage.estimator = {name}: this estimator is not imported")
+            raise not_imported("algo.advantage.estimator", name, "estimator", _ESTIMATORS)
     if unscaled and section["name"] in ("gae", "token_returns"):
         x.lost("algo.advantage.no_std_norm", "advantages are scaled, or neither shifted nor scaled")
     if in_reward and section["name"] in ("group", "group_then_batch"):
@@ -138,7 +141,7 @@ def policy_loss(x: Origin) -> Fields:
                 how = "divergence and entropy are means over sequences, too; there over tokens"
                 x.changed("actor.policy_loss_type", how)
         case _:
-            raise CannotImport(f"actor.policy_loss_type = {name}: this loss is not imported")
+            raise not_imported("actor.policy_loss_type", name, "loss", ("ppo", "gspo"))
     return {"algorithm.loss": section}
 
 
@@ -149,7 +152,7 @@ def offline_loss(x: Origin) -> Fields:
         case "rm":
             name = x.get("model.loss_type")
             if name not in ("sigmoid", "logexp"):
-                raise CannotImport(f"model.loss_type = {name}: this loss is not imported")
+                raise not_imported("model.loss_type", name, "loss", ("sigmoid", "logexp"))
             if name == "logexp":
                 return {"algorithm.loss": {"name": "log_exp"}}
             margins = x.get("model.margin_loss_enable")
@@ -169,10 +172,7 @@ def _dpo(x: Origin) -> Fields:
         section["label_smoothing"] = smoothing
     fields: dict[str, Any] = {"algorithm.loss": section}
     if weight := x.get("model.nll_loss_coef"):
-        fields["algorithm.sft_coefficient"] = weight
-        x.changed(
-            "model.nll_loss_coef", "of the mean over the batch's tokens; there over answers of their means"
-        )
+        fields |= {"algorithm.sft_coefficient": weight, "algorithm.sft_aggregation": "seq-mean-token-mean"}
     return fields
 
 
@@ -235,6 +235,9 @@ def rewards(x: Origin) -> Fields:
         problem = "give the agent as an environment (docs/environments.md)"
         raise CannotImport(f"train.agent_func_path = {path}: {problem}")
     found: list[dict[str, Any]] = []
+    if x.get("reward.model_name_or_path") is None:
+        why = "only scores of reward models are shifted and scaled there, not those of functions"
+        x.lost("reward.normalize_enable", why, changes_result=False)
     for url in _split(x.get("reward.remote_url")):
         if not url.endswith(".py"):
             problem = "serve the model with `nemorl serve`, and give it as a reward (docs/reward_models.md)"
@@ -253,6 +256,15 @@ def rewards(x: Origin) -> Fields:
         arguments = {"max_length": longest, "buffer": int(buffer)}
         found.append({"function": "overlong_penalty", "weight": weight, "arguments": arguments})
     return {"env": {"name": "single_turn"}, "rewards": found}
+
+
+def truncated_reward(x: Origin) -> Fields:
+    """A coefficient from 0 on scales the reward; a negative one replaces it."""
+    given = x.get("reward.stop_properly_penalty_coef")
+    if not is_online(x) or given is None:
+        return {}
+    given = float(given)
+    return {"algorithm.truncated_reward": {"value": given} if given < 0 else {"scale": given}}
 
 
 def _split(given: object) -> list[str]:

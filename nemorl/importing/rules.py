@@ -9,14 +9,18 @@ An origin's module is a table of rules. Each key of a config has to match one, o
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from nemorl.config.base import did_you_mean
 from nemorl.errors import UsageError
 
+_MISSPELLED = 0.8  # of a value, by difflib: `gdpo` is not a misspelling of `grpo`, `grppo` is
 _SIMILAR = 0.92  # of two names, by difflib: `critc_warmup` is a misspelling of `critic_warmup`
+_ASKS_FOR_ROWS = "--rows"
 _COMMAND = re.compile(r"\$\(|`")  # of a shell
 
 Outcome = Literal["mapped", "changed", "none", "unknown"]
@@ -24,7 +28,21 @@ Fields = Mapping[str, Any]  # values of an experiment by the paths of their fiel
 
 
 class CannotImport(UsageError):
-    """A config of something that nemorl does not have, or that it cannot reproduce."""
+    """A config of something that nemorl does not have, or that it cannot reproduce; every problem of it."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+def not_imported(key: str, value: object, kind: str, known: Iterable[str]) -> CannotImport:
+    """The error for a value, such as a loss, that none of the `known` ones is."""
+    names = list(known)
+    close = difflib.get_close_matches(str(value), names, n=1, cutoff=_MISSPELLED)
+    asks = f"did you mean `{close[0]}`? " if close else ""
+    return CannotImport(
+        f"{key} = {value}: {asks}this {kind} is not imported; those that are: {', '.join(names)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -155,6 +173,7 @@ class Imported:
     sources: dict[str, list[str]] = field(default_factory=dict)  # keys that each section comes from
     files: dict[str, str] = field(default_factory=dict)  # texts that the experiment names, by path
     comments: dict[str, str] = field(default_factory=dict)  # on values that are to be replaced
+    keys_of_fields: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of the origin, given or not
 
     def count(self, outcome: Outcome, *, changes_result: bool | None = None) -> int:
         return sum(
@@ -169,27 +188,52 @@ def apply(
     with_rows: bool = True,
     likenesses: Mapping[str, object] = MappingProxyType({}),
 ) -> Imported:
-    """Apply all rules to a config, and report on its keys. Raises CannotImport.
+    """Apply all rules to a config, and report on its keys.
 
     `likenesses` has a value of the right type for a key, or all of its values as a tuple, of keys that are
-    not read in every config.
+    not read in every config. Raises CannotImport with every problem, unknown keys included.
     """
+    problems: list[str] = []
     for key, likeness in likenesses.items():
         given = origin.values.get(key)
         if given is not None and not str(given).startswith("$"):  # a variable that a script does not set
-            _as_type_of(likeness, given, key)
+            with _listing(problems):
+                _as_type_of(likeness, given, key)
     tree: dict[str, Any] = {}
     sources: dict[str, list[str]] = {}
+    keys_of_fields: dict[str, tuple[str, ...]] = {}
     for rule in rules:
         if isinstance(rule, Part):
-            for path, value in _written(rule, origin).items():
-                place(tree, path, value)
-                known = sources.setdefault(path.partition(".")[0], [])
-                known += [key for key in rule.keys if key in origin.values and key not in known]
+            keys_of_fields |= {path: rule.keys for path in rule.fields if path not in keys_of_fields}
+            # What a rule makes of a value that is refused already says nothing new.
+            if any(one.startswith((f"{key} = ", f"{key}: ")) for key in rule.keys for one in problems):
+                continue
+            with _listing(problems):
+                for path, value in _written(rule, origin).items():
+                    place(tree, path, value)
+                    known = sources.setdefault(path.partition(".")[0], [])
+                    known += [key for key in rule.keys if key in origin.values and key not in known]
     values = sorted(origin.values.items()) if with_rows else ()
     index = _Index(rules)
     rows = tuple(_row(key, value, index, origin) for key, value in values)
-    return Imported(tree, rows, sources, origin.files, origin.comments)
+    if problems:
+        for key, given in origin.values.items():  # those that no rule came to
+            if not str(given).startswith("$"):
+                with _listing(problems):
+                    origin.get(key)
+        problems.sort(key=lambda problem: _ASKS_FOR_ROWS in problem)  # the rest may be all that is wrong
+        unknown = [f"{row.key}: unknown key; {row.note}" for row in rows if row.outcome == "unknown"]
+        raise CannotImport(*problems, *unknown)
+    return Imported(tree, rows, sources, origin.files, origin.comments, keys_of_fields)
+
+
+@contextmanager
+def _listing(problems: list[str]) -> Iterator[None]:
+    """Add what is refused to the problems, once."""
+    try:
+        yield
+    except CannotImport as error:
+        problems += [problem for problem in error.problems if problem not in problems]
 
 
 def _written(rule: Part, origin: Origin) -> Fields:
@@ -214,6 +258,7 @@ def _is_plausible(value: object) -> bool:
 
 def _as_type_of(likeness: object, value: Any, key: str) -> Any:
     """The value, as a number if it is the text of one. Raises CannotImport for another type."""
+    close = ""
     match likeness:
         case bool():
             if isinstance(value, bool):
@@ -231,7 +276,9 @@ def _as_type_of(likeness: object, value: Any, key: str) -> Any:
         case tuple():
             if value in likeness:
                 return value
-            expected = f"one of {', '.join(map(str, likeness))}"
+            names = list(map(str, likeness))
+            expected = f"one of {', '.join(names)}"
+            close = did_you_mean(str(value), names)
         case list():
             if isinstance(value, list):
                 return value
@@ -242,7 +289,7 @@ def _as_type_of(likeness: object, value: Any, key: str) -> Any:
             expected = "text"
         case _:
             return value
-    raise CannotImport(f"{key} = {value}: expected {expected}; correct the value")
+    raise CannotImport(f"{key} = {value}: {close}expected {expected}; correct the value")
 
 
 def _row(key: str, value: object, index: "_Index", origin: Origin) -> Row:
@@ -267,7 +314,8 @@ def _row(key: str, value: object, index: "_Index", origin: Origin) -> Row:
             if key not in rule.keys and (near := index.near(key)) is not None:
                 return Row(key, value, "unknown", (), f"did you mean {near}?", True)
             return Row(key, value, "none", (), rule.why)
-    return Row(key, value, "unknown", (), "no rule knows this key", True)
+    near = index.near(key)
+    return Row(key, value, "unknown", (), f"did you mean {near}?" if near else "no rule knows this key", True)
 
 
 class _Index:

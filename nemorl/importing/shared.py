@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from math import prod
 from typing import Any
 
@@ -89,6 +90,12 @@ def sampling(temperature: float, top_p: float, top_k: int | None) -> dict[str, A
     return section
 
 
+def template_arguments(x: Origin, section: str) -> Fields:
+    """Arguments of the chat template, those with a value."""
+    given = {name: value for name, value in x.below(section).items() if value is not None}
+    return {"policy.tokenizer.template_arguments": given} if given else {}
+
+
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 _NO_TRACKERS = ("none", "console", "file")  # the run folder has what these show
 
@@ -119,6 +126,20 @@ TARGETS = {
     "linear_kv_up_proj": ("kv_b_proj",),
 }
 _OURS = {name for names in TARGETS.values() for name in names}
+
+
+def without_excluded(targets: list[str], patterns: list[str]) -> list[str]:
+    """The targets without those of which a pattern matches a name of ours or of Megatron."""
+    names = {ours: [ours, *(one for one, same in TARGETS.items() if ours in same)] for ours in sorted(_OURS)}
+    excluded = {
+        ours
+        for ours, known in names.items()
+        if any(fnmatch(name, pattern) for one in known for name in (one, f".{one}") for pattern in patterns)
+    }
+    if not excluded.intersection(_OURS if targets == ["all-linear"] else targets):
+        return targets
+    listed = names if targets == ["all-linear"] else targets
+    return [name for name in listed if name not in excluded]
 
 
 def lora_targets(x: Origin, key: str, names: object) -> list[str]:

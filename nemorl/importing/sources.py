@@ -62,9 +62,21 @@ def _merged(base: "DictConfig", over: "DictConfig") -> "DictConfig":
 
 
 def read_yaml(file: Path) -> "DictConfig":
+    import yaml
+
     conf = omegaconf()
+    from omegaconf.errors import GrammarParseError
+
     try:
         config = conf.load(file)
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, error.problem or error.context
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise CannotImport(f"{file}{line}: invalid YAML: {problem}; correct the line") from error
+    except GrammarParseError as error:
+        lines = enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        line = next((f":{number}" for number, text in lines if text.count("${") > text.count("}")), "")
+        raise CannotImport(f"{file}{line}: {_why(error)}") from error
     except Exception as error:
         raise CannotImport(f"{file}: cannot be read: {str(error).partition(chr(10))[0]}") from error
     if not conf.is_dict(config):
@@ -74,12 +86,52 @@ def read_yaml(file: Path) -> "DictConfig":
 
 
 def resolved(config: "DictConfig", source: str) -> dict[str, Any]:
-    """The config with all references resolved, those to environment variables that are not set as text."""
+    """The config with all references resolved. Raises CannotImport with each that is not."""
     conf = omegaconf()
     try:
         return conf.to_container(config, resolve=True)  # type: ignore[no-any-return]
     except Exception as error:
-        raise CannotImport(f"{source}: {' '.join(str(error).split())}") from error
+        raise CannotImport(*(f"{source}: {problem}" for problem in _unresolved(config, error))) from error
+
+
+def _unresolved(config: "DictConfig", error: Exception) -> list[str]:
+    """Why each value with a reference has none; `error` is that of the first one."""
+    from nemorl.config.yaml import leaves
+
+    conf, problems = omegaconf(), []
+    for key, text in leaves(conf.to_container(config, resolve=False)):
+        if "${" not in str(text):
+            continue
+        try:
+            conf.to_container(conf.create({"value": conf.select(config, key)}), resolve=True)
+        except Exception as failure:  # noqa: BLE001  of resolvers, any
+            problems.append(f"{key} = {text}: {_why(failure)}")
+    return problems or [f"{getattr(error, 'full_key', None) or 'a reference'}: {_why(error)}"]
+
+
+def _why(error: Exception) -> str:
+    from omegaconf.errors import (
+        GrammarParseError,
+        InterpolationKeyError,
+        InterpolationToMissingValueError,
+        UnsupportedInterpolationType,
+    )
+
+    text = str(error).partition("\n")[0]
+    if "Recursive" in text:
+        return "circular reference; write the value"
+    named = re.search(r"'([^']*)'|type (\S+)", text)
+    name = (named[1] or named[2]) if named else "it"
+    match error:
+        case InterpolationToMissingValueError():
+            return "the value that it refers to is missing (`???`); give it"
+        case InterpolationKeyError():
+            return f"there is no key `{name}`; correct the reference, or give the key"
+        case UnsupportedInterpolationType():
+            return f"`{name}` is no resolver that is read; write the value instead"
+        case GrammarParseError():
+            return "invalid reference; close its braces, or write the value"
+    return f"the reference has no value ({text.rpartition(': ')[2]}); write the value instead"
 
 
 def overridden(config: "DictConfig", words: Iterable[str]) -> "DictConfig":

@@ -5,7 +5,7 @@ from typing import Any
 
 from . import trl_common as common
 from . import trl_files
-from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, take_given
+from .rules import Fields, Ignored, Lost, Origin, Part, Rule, not_imported, take_given
 from .shared import batch, run_length
 from .trl_trainers import IMPORTED
 
@@ -127,7 +127,7 @@ _AGGREGATION = {
 def _loss(x: Origin) -> Fields:
     kind = x.get("loss_type")
     if kind not in _AGGREGATION:
-        raise CannotImport(f"loss_type = {kind}: this loss is not imported")
+        raise not_imported("loss_type", kind, "loss", _AGGREGATION)
     low, high = x.get("epsilon"), x.get("epsilon_high", x.get("epsilon"))
     section: dict[str, Any] = {"aggregation": _AGGREGATION[kind]}
     if kind == "dr_grpo":
@@ -223,16 +223,31 @@ def _data(x: Origin) -> Fields:
     return {"data.train": train, "data.shuffle": x.get("shuffle_dataset")}
 
 
+# Of `trl grpo`, which takes others by module and name.
+_FUNCTIONS = (
+    *("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"),
+    "get_soft_overlong_punishment",
+)
+
+
 def _rewards(x: Origin) -> Fields:
     names, weights = x.get("reward_funcs"), x.get("reward_weights")
     if names is None:
         x.note("rewards:reward", "name the module and the function here; reward_funcs is not given")
         return {"rewards": [{"function": "rewards:reward", "signature": "trl"}]}
-    rewards = []
+    rewards, modules = [], []
     for place, name in enumerate(common.listed(names)):
         module, _, function = str(name).rpartition(".")
+        if not module and name not in _FUNCTIONS:
+            raise not_imported("reward_funcs", name, "function of TRL", (*_FUNCTIONS, "module.function"))
+        modules += [module] if module else []
         reward: dict[str, Any] = {"function": f"{module or 'trl.rewards'}:{function}", "signature": "trl"}
         rewards.append(reward | ({"weight": weights[place]} if weights else {}))
+    if modules:
+        how = f"as TRL calls them; keep {', '.join(dict.fromkeys(modules))} where a run can import it"
+    else:
+        how = "functions of TRL, which has to be installed where a run starts"
+    x.changed("reward_funcs", how, changes_result=False)
     return {"rewards": rewards}
 
 
@@ -312,7 +327,8 @@ RULES: tuple[Rule, ...] = (
     take_given("chat_template_path", "policy.tokenizer.chat_template"),
     Lost(("sync_ref_model",), "the reference is the model at the start"),
     Lost(("repetition_penalty",), "the loss would need the penalized distribution", (1.0, None)),
-    Lost(("generation_kwargs", "chat_template_kwargs"), "no such arguments", (None, {})),
+    take_given("chat_template_kwargs", "policy.tokenizer.template_arguments"),
+    Lost(("generation_kwargs",), "no such arguments", (None, {})),
     Lost(("eval_strategy",), "set algorithm.validation and data.validation", ("no", None)),
     Lost(
         ("environment_factory", "rollout_func", "tools"),

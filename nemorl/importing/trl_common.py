@@ -3,7 +3,7 @@
 from pathlib import PurePath
 from typing import Any
 
-from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, take
+from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, not_imported, take
 from .shared import layout, lora_targets, trackers
 
 # Defaults of what the rules read, of TRL and of transformers' TrainingArguments.
@@ -52,6 +52,9 @@ def per_update(x: Origin) -> int:
     return int(size * x.get("num_processes"))
 
 
+_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
+
+
 def optimizer(x: Origin, total: int) -> Fields:
     """`total`: optimizer steps of the run."""
     section = {"name": "adam", "lr": x.get("learning_rate"), "weight_decay": x.get("weight_decay")}
@@ -70,7 +73,7 @@ def optimizer(x: Origin, total: int) -> Fields:
     if kind in ("linear", "cosine"):
         schedule |= {"name": kind, "decay_steps": max(total, int(warmup) + 1)}
     elif kind not in ("constant", "constant_with_warmup"):
-        raise CannotImport(f"lr_scheduler_type = {kind}: this schedule is not imported")
+        raise not_imported("lr_scheduler_type", kind, "schedule", _SCHEDULES)
     return fields | {"policy.schedule": schedule}
 
 

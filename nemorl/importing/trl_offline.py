@@ -3,7 +3,7 @@
 from typing import Any
 
 from . import trl_common as common
-from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, take_given
+from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, not_imported, take_given
 
 # TRL's defaults of what the rules read (version 1.16).
 _DEFAULTS: dict[str, Any] = {**common.DEFAULTS, "max_length": 1024, "train_sampling_strategy": "random"}
@@ -158,7 +158,7 @@ def _checkpoints(x: Origin) -> Fields:
 
 def _sft_loss(x: Origin) -> Fields:
     if (kind := x.get("loss_type")) not in ("nll", "chunked_nll"):
-        raise CannotImport(f"loss_type = {kind}: this loss is not imported")
+        raise not_imported("loss_type", kind, "loss", ("nll", "chunked_nll"))
     fields: dict[str, Any] = {"algorithm.aggregation": "token-mean"}
     if not (x.get("completion_only_loss", False) or x.get("assistant_only_loss")):
         fields["algorithm.train_on"] = "all"
@@ -170,7 +170,7 @@ def _dpo_loss(x: Origin) -> Fields:
     weights = dict(zip(kinds, map(float, x.get("loss_weights", [1.0] * len(kinds))), strict=True))
     cross_entropy = weights.pop("sft", 0.0)
     if unknown := [kind for kind in weights if kind not in _LOSSES]:
-        raise CannotImport(f"loss_type = {', '.join(unknown)}: this loss is not imported")
+        raise not_imported("loss_type", ", ".join(unknown), "loss", (*_LOSSES, "sft"))
     if len(weights) != 1:
         raise CannotImport(
             f"loss_type = {', '.join(kinds)}: one of {', '.join(_LOSSES)} is imported, with sft"
@@ -203,7 +203,7 @@ def _reference(x: Origin) -> Fields:
 
 def _kto_loss(x: Origin) -> Fields:
     if (kind := x.get("loss_type")) != "kto":
-        raise CannotImport(f"loss_type = {kind}: this loss is not imported")
+        raise not_imported("loss_type", kind, "loss", ("kto",))
     x.changed("beta", "the divergence is estimated on the whole batch, not on a micro-batch")
     weights = {f"algorithm.{name}": x.get(name) for name in ("desirable_weight", "undesirable_weight")}
     return {"algorithm.beta": x.get("beta"), **weights}

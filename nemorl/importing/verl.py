@@ -6,6 +6,7 @@ from typing import Any
 from . import verl_devices as devices
 from . import verl_learning as learning
 from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, take
+from .shared import template_arguments
 from .sources import (
     home,
     omegaconf,
@@ -285,10 +286,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Part(
         (
-            *("data.max_prompt_length", "data.max_response_length"),
+            *("data.max_prompt_length", "data.max_response_length", "data.filter_overlong_prompts"),
             *_below(ACTOR, "ppo_max_token_len_per_gpu", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
         ),
-        ("policy.max_sequence_length", "policy.micro_batch_tokens", "generation.max_new_tokens"),
+        (
+            *("policy.max_sequence_length", "policy.micro_batch_tokens", "generation.max_new_tokens"),
+            "data.max_prompt_tokens",
+        ),
         learning.lengths,
     ),
     Part(
@@ -367,8 +371,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Part(
         (
-            *_below(MODEL, "lora_rank", "lora_alpha", "target_modules"),
-            *_below(f"{MODEL}.lora", "rank", "alpha", "target_modules"),
+            *_below(MODEL, "lora_rank", "lora_alpha", "target_modules", "lora_adapter_path"),
+            *_below(f"{MODEL}.lora", "rank", "alpha", "target_modules", "adapter_path"),
         ),
         ("policy.lora",),
         devices.lora,
@@ -382,6 +386,7 @@ RULES: tuple[Rule, ...] = (
             ),
             f"{MODEL}.override_config.moe_config.freeze_moe_router",
             *_below(TRANSFORMER, "moe_aux_loss_coeff", "moe_router_load_balancing_type"),
+            *_below(TRANSFORMER, "moe_z_loss_coeff", "moe_router_bias_update_rate"),
         ),
         ("policy.moe",),
         devices.router,
@@ -424,13 +429,9 @@ RULES: tuple[Rule, ...] = (
         "give each as a reward of its own",
         (None,),
     ),
-    Lost((f"{TRANSFORMER}.moe_z_loss_coeff",), "router logits have no loss of their own", (None, 0, 0.0)),
-    Lost(
-        (f"{TRANSFORMER}.moe_router_bias_update_rate",), "the bias of routers is not updated", (None, 0, 0.0)
-    ),
-    Lost(
+    Ignored(
         (f"{TRANSFORMER}.moe_router_enable_expert_bias",),
-        "the bias of routers is as in the model's config.json",
+        "the model's config.json says whether routers have a bias",
     ),
     Lost(
         (f"{TRANSFORMER}.dsa_indexer_loss_coeff",),
@@ -440,16 +441,15 @@ RULES: tuple[Rule, ...] = (
     Lost((f"{MODEL}.mtp.enable_train", f"{MODEL}.mtp.enable"), "multi-token prediction is not trained"),
     Lost((f"{MODEL}.override_config.*",), "edit the config.json of the model folder", (None, {})),
     Lost(
-        (f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path"),
-        "merge the adapter into the model first",
-        (None,),
-    ),
-    Lost(
         (f"{MODEL}.custom_chat_template", "data.chat_template"),
         "write it into a file: policy.tokenizer.chat_template",
         (None,),
     ),
-    Lost(("data.apply_chat_template_kwargs.*",), "chat templates get no arguments of the user's", (None, {})),
+    Part(
+        ("data.apply_chat_template_kwargs.*",),
+        ("policy.tokenizer.template_arguments",),
+        lambda x: template_arguments(x, "data.apply_chat_template_kwargs"),
+    ),
     Lost(("data.train_max_samples", "data.val_max_samples"), "all rows of a file are used", (-1, None)),
     Lost(
         ("data.custom_cls.path", "data.sampler.class_path", "data.datagen.path"),
@@ -479,10 +479,7 @@ RULES: tuple[Rule, ...] = (
         (None, "checkpoints/"),
     ),
     # Without counterpart, and the result is the same.
-    Ignored(
-        ("data.filter_overlong_prompts", "data.truncation"),
-        "prompts longer than policy.max_sequence_length end with the stop reason `length`",
-    ),
+    Ignored(("data.truncation",), "no prompt is cut off; groups with one that is too long train nothing"),
     Ignored((f"{TRANSFORMER}.moe_router_dtype",), "router logits are computed in float32"),
     Ignored(("data.*",), "how rows are read"),
     Ignored((f"{ACTOR}.*",), "how it computes, and not what: kernels, memory, sharding, checkpoints"),

@@ -4,7 +4,7 @@ from typing import Any
 
 from . import shared
 from . import verl_learning as learning
-from .rules import CannotImport, Fields, Origin
+from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import layout, lora_targets, replicas
 from .sources import home
 from .verl_learning import ACTOR, ROLLOUT
@@ -90,7 +90,7 @@ def optimizer(x: Origin) -> Fields:
     o = f"{ACTOR}.optim"
     name = str(x.get(f"{o}.optimizer", "adam")).lower()
     if name not in ("adam", "adamw"):
-        raise CannotImport(f"{o}.optimizer = {name}: this optimizer is not imported")
+        raise not_imported(f"{o}.optimizer", name, "optimizer", ("adam", "adamw"))
     beta1, beta2 = x.get(f"{o}.betas")
     section = {
         "name": "adam",
@@ -130,7 +130,7 @@ def rate_schedule(x: Origin, o: str) -> dict[str, Any]:
         least = float(x.get(f"{o}.min_lr", peak * float(x.get(f"{o}.min_lr_ratio", 0.0))))
         schedule |= {"name": style, "decay_steps": end, "min_lr": least, "first_step": 0}
     elif style != "constant":
-        raise CannotImport(f"{key} = {style}: this schedule is not imported")
+        raise not_imported(key, style, "schedule", ("constant", "cosine", "linear"))
     return schedule
 
 
@@ -138,13 +138,16 @@ _ADAPTED = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]  # verl's d
 
 
 def lora(x: Origin) -> Fields:
-    if rank := x.get(f"{MODEL}.lora_rank", 0):
-        targets = lora_targets(x, f"{MODEL}.target_modules", x.get(f"{MODEL}.target_modules", "all-linear"))
-        return {"policy.lora": {"rank": rank, "alpha": x.get(f"{MODEL}.lora_alpha"), "targets": targets}}
-    if rank := x.get(f"{MODEL}.lora.rank", 0):
-        names = x.values.get(f"{MODEL}.lora.target_modules") or _ADAPTED
-        targets = lora_targets(x, f"{MODEL}.lora.target_modules", names)
-        return {"policy.lora": {"rank": rank, "alpha": x.get(f"{MODEL}.lora.alpha"), "targets": targets}}
+    for prefix, names, adapter in (
+        (f"{MODEL}.lora_", f"{MODEL}.target_modules", f"{MODEL}.lora_adapter_path"),
+        (f"{MODEL}.lora.", f"{MODEL}.lora.target_modules", f"{MODEL}.lora.adapter_path"),
+    ):
+        if rank := x.get(f"{prefix}rank", 0):
+            default = "all-linear" if prefix.endswith("_") else _ADAPTED
+            targets = lora_targets(x, names, x.values.get(names) or default)
+            section: dict[str, Any] = {"rank": rank, "alpha": x.get(f"{prefix}alpha"), "targets": targets}
+            start = {"start": str(x.get(adapter))} if x.get(adapter) is not None else {}
+            return {"policy.lora": section | start}
     return {}
 
 
@@ -159,6 +162,12 @@ def router(x: Origin) -> Fields:
     if kind != "none" and (coefficient := float(x.get(f"{TRANSFORMER}.moe_aux_loss_coeff", 0.0))) > 0:
         fields["policy.moe.load_balancing_loss_coefficient"] = coefficient
         x.changed(f"{TRANSFORMER}.moe_aux_loss_coeff", "the balance loss is of each sequence here")
+    for name, field in (
+        ("moe_z_loss_coeff", "z_loss_coefficient"),
+        ("moe_router_bias_update_rate", "bias_update_rate"),
+    ):
+        if value := float(x.get(f"{TRANSFORMER}.{name}", 0.0)):
+            fields[f"policy.moe.{field}"] = value
     return fields
 
 

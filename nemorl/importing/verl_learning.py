@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .rules import CannotImport, Fields, Origin
+from .rules import Fields, Origin, not_imported
 from .shared import batch, run_length, sampling
 from .sources import home
 
@@ -11,6 +11,11 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 # Rows of files that verl's scripts name, by a part of their path.
 ROWS = {"gsm8k": 7_473, "dapo-math-17k": 1_791_700, "dapo_math": 1_791_700, "math": 7_500}
+_ESTIMATORS = (
+    *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "gae", "reinforce_plus_plus"),
+    *("reinforce_plus_plus_baseline", "opo", "remax", "gpg"),
+)
+_LOSSES = ("vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
 # Loss and advantages.
 
 
@@ -54,7 +59,7 @@ def advantage(x: Origin) -> Fields:
         case "gpg":
             section = {"name": "gpg"}
         case _:
-            raise CannotImport(f"algorithm.adv_estimator = {name}: this estimator is not imported")
+            raise not_imported("algorithm.adv_estimator", name, "estimator", _ESTIMATORS)
     return fields | {"algorithm.advantage": section}
 
 
@@ -116,7 +121,7 @@ def loss(x: Origin) -> Fields:
                 "coefficient": x.get(f"{of}.ppo_kl_coef"),
             }
         case _:
-            raise CannotImport(f"{of}.loss_mode = {mode}: this loss is not imported")
+            raise not_imported(f"{of}.loss_mode", mode, "loss", _LOSSES)
     if x.get(f"{CORRECTION}.bypass_mode", False) and x.get(f"{CORRECTION}.loss_type") == "reinforce":
         section = {"name": "reinforce"}
     return {"algorithm.loss": section | aggregation(x, mode)}
@@ -142,7 +147,7 @@ def kl(x: Origin) -> Fields:
         section: dict[str, Any] = {"coefficient": x.get(f"{ACTOR}.kl_loss_coef"), "placement": "loss"}
         names = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
         if kind.rstrip("+") not in names:
-            raise CannotImport(f"{ACTOR}.kl_loss_type = {kind}: this estimator is not imported")
+            raise not_imported(f"{ACTOR}.kl_loss_type", kind, "estimator", names)
         section["estimator"] = names[kind.rstrip("+")]
         if kind.endswith("+") and section["estimator"] != "k2":
             section["straight_through"] = True
@@ -302,7 +307,12 @@ def lengths(x: Origin) -> Fields:
         tokens = x.get(f"{ACTOR}.ppo_max_token_len_per_gpu")
     else:
         tokens = length * x.get(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 1)
-    return {
+    filtered: dict[str, Any] = {}
+    if x.get("data.filter_overlong_prompts", False):
+        filtered = {"data.max_prompt_tokens": prompt}
+        how = "longer ones are drawn and train nothing; there they leave the dataset before the run"
+        x.changed("data.filter_overlong_prompts", how)
+    return filtered | {
         "policy.max_sequence_length": length,
         "policy.micro_batch_tokens": max(int(tokens), length),
         "generation.max_new_tokens": response,

@@ -53,6 +53,8 @@ class PolicyRouter(TopKRouter):
         self.moe_layer = 0  # number among the layers with experts
         self.tokens_per_expert = torch.zeros(self.num_experts, dtype=torch.int64)  # of this rank's tokens
         self.balance_loss = torch.zeros(())  # this rank's part, before the coefficient
+        self.z_scale = 0.0  # coefficient of the z-loss over the tokens of the optimizer step
+        self.z_loss = torch.zeros(())  # this rank's sum, before the coefficient
 
     def gating(self, input: Tensor) -> Tensor:
         if not self.freeze:
@@ -79,10 +81,15 @@ class PolicyRouter(TopKRouter):
                 loss = self._balance(logits.flatten(0, 1), counted, tokens)
                 self.balance_loss = self.balance_loss.to(loss.device) + loss.detach()
                 weights = MoEAuxLossAutoScaler.apply(weights, loss * self.balance_scale)
+            if self.z_scale:
+                squares = torch.logsumexp(logits.flatten(0, 1).float(), -1).square()
+                loss = (squares * tokens.uses).sum()
+                self.z_loss = self.z_loss.to(loss.device) + loss.detach()
+                weights = MoEAuxLossAutoScaler.apply(weights, loss * self.z_scale)
         return weights, chosen
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-        """Nothing is counted for a bias that stays as it is."""
+        """Nothing: `tokens_per_expert` has the counts, and `Routers` updates the bias."""
 
     def _balance(self, logits: Tensor, counted: Tensor, tokens: TokenRouting) -> Tensor:
         """This rank's part of the loss: probabilities of its tokens, counts of whole sequences."""
@@ -107,31 +114,46 @@ class Routers:
         assert shape.moe is not None, "a model without experts has no routers"
         self._config = config
         self._num_layers, self._num_experts = shape.num_moe_layers, shape.moe.num_experts
-        self._num_sequences = 0
+        self._num_sequences = self._num_tokens = 0
         self._routers = [r for module in modules for r in module.modules() if isinstance(r, PolicyRouter)]
         for router in self._routers:
             router.freeze = config.freeze_router
 
     def begin_step(self, layouts: Iterable[TokenRouting | None], device: torch.device) -> None:
         """Reset the counts before a step on micro-batches with these tokens."""
-        learned = sum((tokens.balance > 0).sum() for tokens in layouts if tokens is not None)
-        num_sequences = torch.as_tensor(learned, device=device)
-        dist.all_reduce(num_sequences, group=parallel_state.get_data_parallel_group())
-        self._num_sequences = max(int(num_sequences), 1)
+        known = [tokens for tokens in layouts if tokens is not None]
+        sizes = []
+        # A rank of context parallelism has all of its copy's sequences, and a part of their tokens.
+        for split, counted in (
+            (False, sum((tokens.balance > 0).sum() for tokens in known)),
+            (True, sum(tokens.uses.sum() for tokens in known)),
+        ):
+            size = torch.as_tensor(counted, device=device)
+            dist.all_reduce(size, group=parallel_state.get_data_parallel_group(with_context_parallel=split))
+            sizes.append(max(int(size), 1))
+        self._num_sequences, self._num_tokens = sizes
         for router in self._routers:
+            router.z_scale = self._config.z_loss_coefficient / self._num_tokens
+            router.z_loss = torch.zeros_like(router.z_loss)
             router.balance_scale = self._config.load_balancing_loss_coefficient / self._num_sequences
             router.tokens_per_expert = torch.zeros_like(router.tokens_per_expert)
             router.balance_loss = torch.zeros_like(router.balance_loss)
 
-    def metrics(self, device: torch.device) -> dict[str, float]:
-        """Metrics of the step, equal on all ranks."""
+    @torch.no_grad()
+    def end_step(self, device: torch.device, updated: bool) -> dict[str, float]:
+        """Metrics of the step, equal on all ranks; after an update of the weights the biases have theirs."""
         counts = torch.zeros(self._num_layers, self._num_experts, dtype=torch.float64, device=device)
-        balance = torch.zeros((), dtype=torch.float64, device=device)
+        losses = torch.zeros(2, dtype=torch.float64, device=device)
         for router in self._routers:
             counts[router.moe_layer] = router.tokens_per_expert.to(device, torch.float64)
-            balance += router.balance_loss.to(device, torch.float64)
+            losses += torch.stack([router.balance_loss, router.z_loss]).to(device, torch.float64)
         dist.all_reduce(counts)
-        dist.all_reduce(balance)
+        dist.all_reduce(losses)
+        if updated and self._config.bias_update_rate:
+            missing = counts.mean(1, keepdim=True) - counts
+            for router in self._routers:
+                change = self._config.bias_update_rate * missing[router.moe_layer].sign()
+                router.expert_bias += change.to(router.expert_bias)
         largest = counts.amax(1) / counts.mean(1).clamp(min=1 / self._num_experts)
         metrics = {
             # Tokens of the busiest expert over the mean, averaged over the layers; the least even layer's.
@@ -140,7 +162,9 @@ class Routers:
             "experts/idle": float((counts == 0).double().mean()),
         }
         if self._config.load_balancing_loss_coefficient:
-            metrics["loss/balance"] = float(balance) / self._num_sequences
+            metrics["loss/balance"] = float(losses[0]) / self._num_sequences
+        if self._config.z_loss_coefficient:
+            metrics["loss/router_z"] = float(losses[1]) / self._num_tokens
         return metrics
 
 

@@ -375,6 +375,7 @@ class MicroBatch(ModelInput):
     local_positions: Tensor  # [k] places in `tokens` of the same
     num_distinct: int  # tokens of all ranks, without padding
     flops: float  # operations of the model for these, forward and backward
+    scoring_flops: tuple[float, float]  # the same of the forward pass alone, and without adapters
     # Of labels that are one token after the same ones: [u] a place in `labels` of each, and [m] the number of
     # each label among them. None where no two are.
     distinct: tuple[Tensor, Tensor] | None = None
@@ -446,6 +447,7 @@ class MicroBatchMaker:
         distinct = None
         if num_distinct < selected.num_tokens:
             distinct = _distinct(predictors[mine], selected.tokens[labels], self.device)
+        computed = [(segment.start, segment.end) for segment in tree]
         num_scored = len(scored) if distinct is None or self.share.size > 1 else len(distinct[0])
         return MicroBatch(
             batch=selected.to(self.device),
@@ -459,7 +461,11 @@ class MicroBatchMaker:
             own=own.to(self.device),
             local_positions=place_here[real[own]].to(self.device),
             num_distinct=num_distinct,
-            flops=self._work.training([(segment.start, segment.end) for segment in tree], num_scored),
+            flops=self._work.training(computed, num_scored),
+            scoring_flops=(
+                self._work.scoring(computed, num_scored),
+                self._work.scoring(computed, num_scored, adapters=False),
+            ),
             distinct=distinct,
         )
 

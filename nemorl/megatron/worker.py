@@ -381,13 +381,20 @@ class PolicyWorker:
                 logprobs, entropies = self._pipeline.outputs(batch, made, entropy=entropy)
             batch = replace(batch, old_logprobs=logprobs, old_entropies=entropies)
         self._batch = batch
-        return logprob_gap(batch, batch.old_logprobs if old else None, self.device)
+        stats = logprob_gap(batch, batch.old_logprobs if old else None, self.device)
+        own, frozen = self._scoring_flops(made)
+        return replace(stats, flops=own * old, reference_flops=frozen * reference)
 
     def compute_values(self, micro_batches: list[list[int]]) -> losses.ValueStats:
         """Fill `values` of these sequences: what the scalar head says after each token."""
         batch, made = self._prepared("compute_values", micro_batches, head="scalar")
         self._batch = replace(batch, values=self._pipeline.outputs(batch, made)[0])
-        return value_metrics(self._batch, self.device)
+        return replace(value_metrics(self._batch, self.device), flops=self._scoring_flops(made)[0])
+
+    def _scoring_flops(self, made: list[MicroBatch]) -> list[float]:
+        """Operations of a forward pass over these, of all ranks: of the model, and without adapters."""
+        counts = torch.tensor([micro.scoring_flops for micro in made], dtype=torch.float64)
+        return sum_over_data_parallel(counts.view(-1, 2).sum(0), self.device).tolist()
 
     def compute_top(self, micro_batches: list[list[int]], k: int) -> None:
         """Fill `top_ids` and `top_logprobs`: the k likeliest tokens, or all, where the mask is set."""
@@ -417,6 +424,9 @@ class PolicyWorker:
             self._keep(made, scored)
         with stage_range("nemorl: optimizer step"):
             step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
+        experts = None
+        if self._routers is not None:
+            experts = self._routers.end_step(self.device, updated=not (step.skipped or step.empty))
         if self._rounding is not None and self._adapters is None:
             self._rounding.measure()
         counts = [(m.batch.num_tokens, m.num_distinct, m.num_computed, m.flops) for m in made]
@@ -432,7 +442,7 @@ class PolicyWorker:
             num_computed=num_computed,
             flops=flops,
             peak_tflops=self._peak,
-            experts=None if self._routers is None else self._routers.metrics(self.device),
+            experts=experts,
         )
 
     def _keep(self, made: list[MicroBatch], scored: list[Tensor]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from nemorl.config.algorithm import OnlineBase
-from nemorl.config.base import did_you_mean
+from nemorl.config.base import counted, did_you_mean
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.config.yaml import parse_document
@@ -284,7 +284,9 @@ def read_run(folder: Path, shape: ModelShape | None = None) -> MeasuredRun:
     skipped = 1 + getattr(algorithm, "max_staleness", 0)
     if len(steps) <= skipped:
         fix = f"the first {skipped} of a run are skipped; take a longer run"
-        raise UsageError(f"{option}: {paths.metrics.name} has {len(steps)} steps of training: {fix}")
+        raise UsageError(
+            f"{option}: {paths.metrics.name} has {counted(len(steps), 'step')} of training: {fix}"
+        )
     steps = steps[skipped:]
     _refuse_invalid(steps, isinstance(algorithm, OnlineBase), f"{option}: {paths.metrics.name}")
     lengths = _lengths(experiment, steps)

@@ -31,6 +31,7 @@ from nemorl.config.facts import (
     server_sections,
 )
 from nemorl.config.library_datasets import LibraryDataset
+from nemorl.config.policy import PolicyConfig
 from nemorl.config.shipped import command_for
 from nemorl.config.trackers import missing_trackers
 from nemorl.errors import Problem, Problems
@@ -185,6 +186,8 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
     if policy.fp8 is not None and shape.moe is not None:
         fix = "tokens of experts are not padded to what FP8 requires: remove it, or use a dense model"
         yield Problem("policy.fp8", policy.fp8.model_dump(), fix)
+    if training:
+        yield from _router_problems(policy, shape)
     if (lora := policy.lora) is None:
         return
     targets, possible = list(lora.targets), adaptable_projections(shape)
@@ -208,6 +211,19 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
         yield Problem("policy.lora.rank", lora.rank, fix)
     elif lora.start is not None and (problem := start_problem(lora, shape, "policy.lora")) is not None:
         yield problem
+
+
+def _router_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
+    """A bias of routers that would not be trained."""
+    rate = policy.moe.bias_update_rate
+    if shape.moe is None or not rate:  # `moe_problems` says so of models without experts
+        return
+    if not shape.moe.expert_bias:
+        fix = "the routers of the model have no bias that balances experts; remove it"
+        yield Problem("policy.moe.bias_update_rate", rate, fix)
+    elif policy.lora is not None:
+        fix = "policy.lora freezes the weights, which this bias belongs to; remove it"
+        yield Problem("policy.moe.bias_update_rate", rate, fix)
 
 
 def policy_layout_problems(experiment: Experiment, shape: ModelShape) -> Problems:

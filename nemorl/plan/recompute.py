@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import get_args
 
@@ -38,8 +39,8 @@ def with_recompute(experiment: Experiment, recompute: RecomputeConfig) -> Experi
 def with_settled_recompute(experiment: Experiment, machine: Machine, *, training: bool = True) -> Experiment:
     """The experiment with the setting that `policy.recompute: auto` resolves to on this machine.
 
-    Nothing is recomputed where the memory is not known, as for a run on another machine, and where
-    `plan_run` will report why the run cannot start.
+    The GPUs of a cluster are taken to be as those of this machine, if it has some. Nothing is recomputed
+    where the memory is not known, and where `plan_run` will report why the run cannot start.
     """
     if not isinstance(experiment.policy.recompute, AutoRecompute):
         return experiment
@@ -50,9 +51,12 @@ def with_settled_recompute(experiment: Experiment, machine: Machine, *, training
     if not planned_processes(experiment, shape, training=training)[0]:
         return with_recompute(experiment, NoRecompute())
 
+    like_ours = machine.gpus and experiment.cluster.gpus_per_node and not machine.nodes
+    known = replace(machine, nodes=experiment.cluster.num_nodes) if like_ours else machine
+
     def fits(choice: Experiment) -> bool:
         processes, _ = planned_processes(choice, shape, training=training)
-        return not any(memory_problems(choice, processes, machine))
+        return not any(memory_problems(choice, processes, known))
 
     return with_chosen_recompute(experiment, shape, fits)
 

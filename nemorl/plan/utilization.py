@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.experiment import Experiment
+from nemorl.config.facts import models_of
 from nemorl.config.policy import LoraConfig, PolicyConfig
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.shape import ModelShape
@@ -49,12 +50,23 @@ class ModelWork:
 
         `num_scored` tokens have a logprob, or with a scalar head a number.
         """
-        tokens = sum(end - start for start, end in segments)
-        products = tokens * self.body + num_scored * self.head
-        attention = sum(self._attention(start, end) for start, end in segments)
+        tokens, products, attention = self._parts(segments, num_scored)
         if self.adapters:
             return 2 * products + 3 * attention + 6 * self.adapters * tokens
         return 3 * (products + attention)
+
+    def scoring(
+        self, segments: Sequence[tuple[int, int]], num_scored: int, *, adapters: bool = True
+    ) -> float:
+        """The forward pass alone, for logprobs or values; without `adapters` that of the frozen model."""
+        tokens, products, attention = self._parts(segments, num_scored)
+        return products + attention + (2 * self.adapters * tokens if adapters else 0)
+
+    def _parts(self, segments: Sequence[tuple[int, int]], num_scored: int) -> tuple[int, int, float]:
+        """Tokens, and a forward pass over them in products with weights and in attention."""
+        tokens = sum(end - start for start, end in segments)
+        attention = sum(self._attention(start, end) for start, end in segments)
+        return tokens, tokens * self.body + num_scored * self.head, attention
 
     def generation(self, samples: Sequence[Sequence[tuple[int, int]]]) -> float:
         """Prompts and sampled tokens of groups: of each sample its tokens, and how many were sampled.
@@ -101,24 +113,37 @@ def peak_tflops(policy: PolicyConfig, device_name: str | None) -> float | None:
 
 
 def utilization(values: Mapping[str, float], experiment: Experiment) -> dict[str, float]:
-    """TFLOP/s of each device while training and generating, and their MFU where the peak is known.
+    """TFLOP/s of each device in the stages that compute with a model, and their MFU where the peak is known.
 
     `values` are a step's metrics: operations, seconds of stages and `tflops/peak`. While engines sample ahead
-    of training, generation takes the whole step.
+    of training, generation takes the whole step. A reference that the policy's processes keep computes in
+    the stage of the logprobs, or, of algorithms that learn from data, of training.
     """
-    generation, world = experiment.generation, experiment.policy.layout.world_size
-    ahead = isinstance(experiment.algorithm, OnlineBase) and experiment.algorithm.max_staleness > 0
-    engines = world
+    generation, online = experiment.generation, isinstance(experiment.algorithm, OnlineBase)
+    ahead = getattr(experiment.algorithm, "max_staleness", 0) > 0
+    sizes = {model.name: model.config.layout.world_size for model in models_of(experiment)}
+    world = engines = sizes["policy"]
     if generation.has_engines:
         replicas = values.get("generation/replicas", float(generation.replicas))
         engines = round(replicas * generation.ranks_per_replica)
-    of = {"training": (world, "time/training")}
-    of["generation"] = engines, "time/step" if ahead else "time/generation"
+    stages: dict[str, tuple[tuple[str, ...], int, str]] = {
+        "training": (("training",), world, "time/training"),
+        "generation": (("generation",), engines, "time/step" if ahead else "time/generation"),
+        "logprobs": (("logprobs",), world, "time/logprobs"),
+        "values": (("values",), sizes.get("critic", 0), "time/values"),
+    }
+    if "reference" in sizes:
+        stages["reference"] = ("reference",), sizes["reference"], "time/reference"
+    else:
+        stage = "logprobs" if online else "training"
+        work, devices, seconds = stages[stage]
+        stages[stage] = (*work, "reference"), devices, seconds
     found: dict[str, float] = {}
-    for stage, (devices, seconds) in of.items():
-        work, peak = values.get(f"flops/{stage}", 0.0), values.get("tflops/peak")
-        if work and devices and values.get(seconds, 0.0) > 0:
-            found[f"tflops/{stage}"] = work / values[seconds] / devices / 1e12
+    for stage, (work, devices, seconds) in stages.items():
+        operations = sum(values.get(f"flops/{name}", 0.0) for name in work)
+        peak = values.get("tflops/peak")
+        if operations and devices and values.get(seconds, 0.0) > 0:
+            found[f"tflops/{stage}"] = operations / values[seconds] / devices / 1e12
             if peak:
                 found[f"mfu/{stage}"] = found[f"tflops/{stage}"] / peak
     return found

@@ -228,6 +228,7 @@ class TurnLimits:
     generation_seconds: float  # of one turn
     environment_seconds: float  # of one call
     episode: EpisodeLimits = EpisodeLimits()
+    max_prompt_tokens: int | None = None  # of the opening
 
     def used_up(self, spent: Spent) -> str | None:
         """The limit of the episode that leaves nothing for another call."""
@@ -352,6 +353,9 @@ class TurnLoop:
         if (count := len(record.tokens)) >= limit:
             problem = f"prompt: {count} tokens leave no room in `policy.max_sequence_length` of {limit}"
             raise ConversationFailed(problem)
+        longest = self._limits.max_prompt_tokens
+        if longest is not None and count > longest:
+            raise ConversationFailed(f"prompt: {count} tokens, more than `data.max_prompt_tokens`, {longest}")
         stop_strings = getattr(environment, "stop_strings", ())
         while True:
             action = await self._sample_turn(record, prompts, key, sampling, stop_strings)

@@ -233,6 +233,7 @@ class RolloutWorker(GroupRunner):
             stop_strings=experiment.generation.stop_strings,
             generation_seconds=deadlines.generation,
             environment_seconds=deadlines.environment,
+            max_prompt_tokens=data.max_prompt_tokens,
         )
         algorithm = experiment.algorithm
         self._group_seconds = algorithm.group_seconds if isinstance(algorithm, OnlineBase) else None

@@ -248,9 +248,12 @@ def _have_weights(experiment: Experiment) -> bool:
 
 
 def _settled(experiment: Experiment, machine: Machine) -> str:
-    if not is_this_machine(experiment, machine):
-        return "chosen on the machine of the run, by its memory"
-    return f"the memory plan chooses to recompute {experiment.policy.recompute.described}"
+    chosen = f"the memory plan chooses to recompute {experiment.policy.recompute.described}"
+    if is_this_machine(experiment, machine):
+        return chosen
+    if machine.gpus and experiment.cluster.gpus_per_node:
+        return f"{chosen}, for GPUs as those of this machine"
+    return "chosen where the run starts, by the memory of the GPUs there; without GPUs nothing is recomputed"
 
 
 def _run_folder_problems(experiment: Experiment, new_run: bool) -> Problems:

@@ -1,5 +1,6 @@
 """An exported folder on the Hugging Face hub."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,8 +9,11 @@ from nemorl.errors import NemorlError, UsageError, shorten
 from nemorl.models.hf_config import BrokenModelFolder
 from nemorl.models.hf_folder import HfFolder
 
+from .card import CARD_FILE
 from .checkpoints import ORIGIN_FILE
 
+# By git's rules a name has no space, none of these characters, no `..`, and no dot or slash at an end.
+_INVALID_BRANCH = re.compile(r"[\s~^:?*\[\\\x00-\x1f\x7f]|\.\.|//|@\{|^[./-]|[./]$|\.lock$|^@$")
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -22,14 +26,22 @@ class Push:
     folder: Path
     repository: str  # org/name
     files: Sequence[Path]  # that are uploaded, in `folder`
+    revision: str | None = None  # branch; None is the main one
+
+    @property
+    def has_card(self) -> bool:
+        return any(path == self.folder / CARD_FILE for path in self.files)
 
     @property
     def num_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.files)
 
 
-def plan_push(place: Path, repository: str) -> Push:
-    """Find what of a run or an exported folder is uploaded. Raises UsageError if it is not complete."""
+def plan_push(place: Path, repository: str, revision: str | None = None) -> Push:
+    """Find what of a run or an exported folder is uploaded.
+
+    Raises UsageError if it is not complete, or for a name of a repository or a branch that the hub has not.
+    """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
@@ -37,6 +49,12 @@ def plan_push(place: Path, repository: str) -> Push:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise UsageError(f"{repository} is no name of a repository: {error}; use ORG/NAME") from error
+    if "/" not in repository:
+        raise UsageError(f"{repository} names no owner; use ORG/{repository}, with your name or organization")
+    if revision is not None and (not revision or _INVALID_BRANCH.search(revision)):
+        raise UsageError(
+            f"--revision {revision!r} is no name of a branch; use letters, digits, `.`, `_`, `-`"
+        )
     folder = place if _holds_model(place) else place / "hf"
     if not _holds_model(folder):
         fix = "export one (`nemorl models export`), or train with checkpointing.save_hf"
@@ -54,10 +72,11 @@ def plan_push(place: Path, repository: str) -> Push:
             names = ", ".join(sorted(path.name for path in absent))
             raise UsageError(f"{folder} lacks {names}, which its index names: export it again")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return Push(folder, repository, [path for path in files if not _is_local(path.relative_to(folder))])
+    kept = [path for path in files if not _is_local(path.relative_to(folder))]
+    return Push(folder, repository, kept, revision)
 
 
-def push(plan: Push, *, private: bool = False, revision: str | None = None) -> str:
+def push(plan: Push, *, private: bool = False) -> str:
     """Create the repository, unless it exists, and upload the files; the address of the commit.
 
     Files that the repository has with the same content are not sent again, so a push that was interrupted
@@ -74,12 +93,12 @@ def push(plan: Push, *, private: bool = False, revision: str | None = None) -> s
     api = HfApi(token=token)
     try:
         api.create_repo(plan.repository, private=private or None, exist_ok=True)
-        if revision is not None:
-            api.create_branch(plan.repository, branch=revision, exist_ok=True)
+        if plan.revision is not None:
+            api.create_branch(plan.repository, branch=plan.revision, exist_ok=True)
         commit = api.upload_folder(
             repo_id=plan.repository,
             folder_path=plan.folder,
-            revision=revision,
+            revision=plan.revision,
             commit_message="Upload a model exported by nemorl",
             allow_patterns=[str(path.relative_to(plan.folder)) for path in plan.files],
         )

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from nemorl.algorithms.filters import filter_groups, refill
+from nemorl.algorithms.filters import filter_groups, refill, with_truncated_rewards
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.config.algorithm.online import FiltersConfig, RefillConfig
+from nemorl.config.algorithm.online import FiltersConfig, RefillConfig, TruncatedRewardConfig
 from nemorl.config.environment import FunctionRewardConfig, SingleTurnEnvConfig
 from nemorl.config.facts import metric_names
 from nemorl.data.packed import PLACEHOLDER_TOKENS
@@ -286,3 +286,38 @@ def test_ranks_hold_the_same_advantages_however_many_they_are(
     for start in range(0, len(places), size):
         part = places[start : start + size]
         assert sum(p.weight * sampled[p.store, p.row] for p in part) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "rewards", "turns"),
+    [
+        (None, [0.8, 0.8, -0.4], (0.3, 0.5)),
+        ({"scale": 0.5}, [0.8, 0.4, -0.4], (0.15, 0.25)),
+        ({"scale": 0.0}, [0.8, 0.0, -0.4], (0.0, 0.0)),
+        ({"value": -0.5}, [0.8, -0.5, -0.4], (0.0, 0.0)),
+    ],
+)
+def test_truncated_trajectories_train_with_a_reward_of_their_own(
+    given: dict[str, float] | None, rewards: list[float], turns: tuple[float, ...]
+) -> None:
+    """NeMo-RL's and OpenRLHF's `stop_properly_penalty_coef`: a factor, or, below 0, the reward."""
+    cut = trajectory(0.8, 1, stop=StopReason.LENGTH, turn_rewards=(0.3, 0.5))
+    groups = [group(0, trajectory(0.8), cut, trajectory(-0.4, 2), greedy=0.1)]
+    config = None if given is None else TruncatedRewardConfig.model_validate(given)
+    (found,) = with_truncated_rewards(groups, config)
+    assert [t.reward for t in found.trajectories] == pytest.approx(rewards)
+    assert found.trajectories[1].turn_rewards == pytest.approx(turns)
+    assert found.trajectories[1].rewards == cut.rewards
+    assert found.greedy == groups[0].greedy
+
+
+def test_advantages_are_of_the_reward_that_trains() -> None:
+    config = OnlineConfig.model_validate(
+        {
+            **{"name": "grpo", "num_steps": 1, "num_prompts_per_step": 1, "num_generations_per_prompt": 2},
+            **{"advantage": {"name": "group", "normalize": False}, "truncated_reward": {"scale": 0.0}},
+        }
+    )
+    groups = [group(0, trajectory(1.0), trajectory(1.0, 1, stop=StopReason.LENGTH))]
+    places = score(config, with_truncated_rewards(groups, config.truncated_reward))
+    assert [place.advantage for place in places] == pytest.approx([0.5, -0.5])

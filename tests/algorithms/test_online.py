@@ -14,7 +14,7 @@ from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.algorithms.policy_losses import ValueLoss
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.data.losses import LogprobStats, TrainStats
+from nemorl.data.losses import LogprobStats, TrainStats, ValueStats
 from nemorl.data.shards import SequencePlace
 from nemorl.rollout.groups import GroupSummary
 from nemorl.session.session import Session
@@ -52,11 +52,13 @@ class Model:
     async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> LogprobStats:
         await self.meet_others()
         self.log.append(f"{self.name} logprobs{' old' * old}{' reference' * reference}{' entropy' * entropy}")
-        return LogprobStats(0.0, 0.0, 9)
+        of_this = 2.0 if self.name == "policy" else 3.0
+        return LogprobStats(0.0, 0.0, 9, flops=of_this * old, reference_flops=5.0 * reference)
 
-    async def values(self) -> None:
+    async def values(self) -> ValueStats:
         await self.meet_others()
         self.log.append(f"{self.name} values")
+        return ValueStats(0.0, 9, flops=7.0)
 
     async def share(self, field: str) -> str:
         return f"{field} of the {self.name}"
@@ -253,3 +255,17 @@ def test_the_first_error_of_a_run_is_shown_once(caplog: pytest.LogCaptureFixture
         assert asyncio.run(algorithm._sample()) == GROUPS
     error = GROUPS[1].trajectories[1].error
     assert caplog.messages == [f"1 of 4 trajectories failed. The first error: {error}"]
+
+
+def test_operations_of_the_passes_before_an_update_are_counted() -> None:
+    _, _, inside = step_of(["policy"], name="grpo", kl={"coefficient": 0.1}, num_minibatches=2)
+    assert {k: v for k, v in inside.items() if k.startswith("flops/")} == {
+        "flops/logprobs": 2.0,
+        "flops/reference": 5.0,  # of the policy's processes
+    }
+    _, _, apart = step_of(["policy", "reference", "critic"], name="ppo", kl={"coefficient": 0.1})
+    assert {k: v for k, v in apart.items() if k.startswith("flops/")} == {
+        "flops/logprobs": 2.0,
+        "flops/reference": 3.0,
+        "flops/values": 7.0,
+    }

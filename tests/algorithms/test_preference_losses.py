@@ -9,6 +9,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from nemorl.algorithms.objective import sequence_weights
 from nemorl.algorithms.offline import Unit, objective_of
 from nemorl.algorithms.pair_losses import ScorePairLoss, StepLoss, pair_loss
 from nemorl.config.algorithm import AlgorithmConfig, KtoConfig, PreferenceConfig
@@ -159,6 +160,28 @@ def test_gradients_are_those_of_the_formula(name):
     expected = differences(lambda values: preference_by_hand(name, values, batch), logprobs)
     assert grad.tolist() == pytest.approx(expected, abs=1e-6)
     assert torch.equal(grad != 0, batch.loss_mask & (grad != 0))  # prompts teach nothing
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_the_cross_entropy_is_a_mean_over_tokens_or_over_answers(aggregation: str) -> None:
+    """OpenRLHF and NeMo-RL take the mean over answers: of their means, or (NeMo-RL's default) their sums."""
+    section = {"name": "dpo", "num_steps": 1, "batch_size": 2, "sft_coefficient": 0.5}
+    config: PreferenceConfig = TypeAdapter(AlgorithmConfig).validate_python(
+        section | {"sft_aggregation": aggregation}
+    )
+    objective, batch = objective_of(config), batch_of()
+    chosen = [n - p if label > 0 else 0 for n, p, label in zip(LENGTHS, PROMPTS, LABELS, strict=True)]
+    weights = sequence_weights(chosen, objective.aggregation).double()
+    batch = replace(batch, weights=weights.repeat_interleave(torch.tensor(LENGTHS)) * batch.loss_mask)
+    logprobs = logprobs_of(batch)
+    output = objective.loss(2, 0.0)(batch, logprobs, None)
+
+    of_answers = answers(logprobs.tolist(), mean=aggregation == "seq-mean-token-mean")
+    divisor = 6 if aggregation == "token-mean" else 2  # tokens of the chosen answers, or answers
+    expected = -(of_answers[1] + of_answers[3]) / divisor
+    assert float(output.sums["loss/sft"]) == pytest.approx(expected, rel=1e-6)
+    rest = float(output.sums["loss/total"] - output.sums["loss/preference"])
+    assert rest == pytest.approx(0.5 * expected, rel=1e-6)
 
 
 def test_pairs_may_lie_in_any_micro_batch_but_not_apart():

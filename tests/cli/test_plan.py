@@ -1,6 +1,7 @@
 """`nemorl plan layouts` and `nemorl plan time` as a person sees them."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,3 +291,26 @@ def test_time_is_calibrated_and_written_to_a_file(nemorl: Nemorl, tmp_path: Path
     assert "Fitted to run; median error" in (tmp_path / "fitted.yaml").read_text(encoding="utf-8")
     assert json.loads(planned.out)["hardware"] == "made-up"
     assert "expected the folder of a run" in refused.err
+
+
+def test_equal_lengths_have_a_spread_of_0(nemorl: Nemorl, experiment: Path) -> None:
+    words = ("plan", "time", experiment, *GPUS, "--hardware", "h100", "--json", "--response-tokens", "4")
+    equal, spread = (json.loads(nemorl(*words, "--spread", size).out) for size in ("0", "1"))
+    assert equal["lengths"]["sigma"] == 0
+    # A step waits for the longest response of its batch, which then is as long as the others.
+    assert equal["stages"]["generation"] != spread["stages"]["generation"]
+    assert equal["seconds"] < spread["seconds"]
+    refused = nemorl(*words, "--spread", "-1")
+    assert "argument --spread: '-1': expected a number of at least 0" in refused.err
+
+
+def test_numbers_of_a_table_have_one_style(nemorl: Nemorl, experiment: Path) -> None:
+    words = ("plan", "time", experiment, *GPUS, "--hardware", "h100", "--price-per-gpu-hour", "3")
+    out = nemorl(*words).out
+    cells = [re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in out.splitlines()]
+    rows = dict(pair for pair in cells if len(pair) == 2)
+    whole, each = rows["trained tokens per second"], rows["for each device"]
+    for shown in (whole, each):
+        assert re.fullmatch(r"\d{1,2}\.\d|\d{1,3}(,\d{3})*", shown)
+    assert "e-" not in out
+    assert "e+" not in out

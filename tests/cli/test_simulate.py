@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cli.conftest import Nemorl
 
@@ -70,3 +71,32 @@ def test_speeds_of_a_hardware(nemorl: Nemorl, experiment: Path) -> None:
     assert "give --trace RUN_DIR" not in outcome.err
     assert refused.status == 2
     assert "policy.precision = float32" in refused.err
+
+
+def test_speeds_of_a_file(nemorl: Nemorl, experiment: Path, tmp_path: Path) -> None:
+    """A file of `plan time -o` is as the hardware that it was made of; half of its rates take longer."""
+    gpus = (
+        "policy.precision=bfloat16",
+        "generation={backend: vllm, max_new_tokens: 8}",
+        "cluster.gpus_per_node=8",
+    )
+    file = tmp_path / "mine.yaml"
+    assert nemorl("plan", "time", experiment, *gpus, "--hardware", "h100", "-o", file).status == 0
+
+    def step(hardware: object) -> float:
+        words = ("simulate", experiment, *gpus, "--hardware", hardware, "--steps", "2", "--json")
+        return float(json.loads(nemorl(*words).out)["step_seconds"])
+
+    as_named = step("h100")
+    assert step(file) == pytest.approx(as_named, rel=1e-9)
+    document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for name in ("operations", "memory_rate"):
+        document["hardware"][name] /= 100
+    file.write_text(yaml.safe_dump(document), encoding="utf-8")
+    assert step(file) > as_named
+
+    shown = nemorl("simulate", experiment, *gpus, "--hardware", file, "--steps", "2")
+    assert f"Assumptions (planned for {file})" in " ".join(shown.out.split())
+    refused = nemorl("simulate", experiment, *gpus, "--hardware", tmp_path / "gone.yaml")
+    assert refused.status == 2
+    assert "gone.yaml" in refused.err

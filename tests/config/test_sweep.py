@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.sweep import (
+    MAX_NAME_LENGTH,
     SweepPoint,
     is_sweep_file,
     parse_axes,
@@ -149,3 +150,15 @@ def test_an_unknown_field_of_a_sweep_file(tmp_path: Path) -> None:
     path.write_text("experiment: e.yaml\nparameters: {a: [1, 2]}\nruns: 3\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="unknown field of a sweep; it has experiment, parameters, random"):
         read_sweep(path)
+
+
+def test_folders_of_many_or_long_values_have_short_names() -> None:
+    short = SweepPoint(3, (("policy.optimizer.lr", "1e-4"), ("algorithm.loss.name", "clip")))
+    assert short.name == "03_lr=1e-4_name=clip"
+    prompt = "You are a helpful assistant that answers briefly, and only in numbers."
+    values = (("data.system_prompt", prompt), ("data.train", "{name: arithmetic, digits: 2, size: 1000}"))
+    point = SweepPoint(0, (*values, ("policy.optimizer.lr", "1e-4")))
+    assert point.name == "00_system_prompt=You-are-a-helpfu_train=name-arithmetic-_lr=1e-4"
+    assert len(point.name) <= len("00_") + MAX_NAME_LENGTH
+    longer = SweepPoint(10, (*values, *((f"a.field_{number}", "1") for number in range(40))))
+    assert len(longer.name) <= len("10_") + MAX_NAME_LENGTH

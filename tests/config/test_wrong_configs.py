@@ -491,6 +491,42 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "chat.jinja",
         "data.chat is false",
     ),
+    "arguments of a template without chat": (
+        ["policy.tokenizer.template_arguments={enable_thinking: false}"],
+        "policy.tokenizer.template_arguments",
+        {"enable_thinking": False},
+        "data.chat is false",
+    ),
+    "an argument that depends on the conversation": (
+        [*CHAT, "policy.tokenizer.template_arguments={tools: []}"],
+        "policy.tokenizer.template_arguments.tools",
+        [],
+        "rendered with a value of their own",
+    ),
+    "a limit of prompts beyond the sequence": (
+        ["data.max_prompt_tokens=64", "policy.max_sequence_length=64"],
+        "data.max_prompt_tokens",
+        64,
+        "policy.max_sequence_length is 64",
+    ),
+    "a limit of prompts without sampling": (
+        [*SFT, "data.max_prompt_tokens=8", "algorithm.validation={generate: false}"],
+        "data.max_prompt_tokens",
+        8,
+        "this run samples nothing",
+    ),
+    "a reward of truncated answers that changes nothing": (
+        ["algorithm.truncated_reward={}"],
+        "algorithm.truncated_reward.scale",
+        None,
+        "nothing changes without it",
+    ),
+    "two rewards of truncated answers": (
+        ["algorithm.truncated_reward={scale: 0.5, value: -1}"],
+        "algorithm.truncated_reward.value",
+        -1.0,
+        "scale is set too",
+    ),
     "more sums than there are": (
         ["data.train.digits=1"],
         "data.train.size",
@@ -793,7 +829,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [*SFT, "checkpointing.metric=ratio/mean"],
         "checkpointing.metric",
         "ratio/mean",
-        "loss/balance, loss/sft, lr, mfu/training, models/restarts, nll, ",
+        "loss/balance, loss/router_z, loss/sft, lr, mfu/training, models/restarts, nll, ",
     ),
     "a best checkpoint by a divergence that is not computed": (
         ["checkpointing.metric=kl/reference"],

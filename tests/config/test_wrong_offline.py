@@ -54,6 +54,12 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "feedback",
         "`sft` learns from answers",
     ),
+    "an aggregation of no cross entropy": (
+        ["algorithm.sft_aggregation=seq-mean-token-sum"],
+        "algorithm.sft_aggregation",
+        "seq-mean-token-sum",
+        "sft_coefficient is 0",
+    ),
     "a reward model of tokens": (["algorithm.name=reward_model"], "policy.head", "lm", "set it to scalar"),
     "a policy of scores": (["policy.head=scalar"], "policy.head", "scalar", "set it to lm"),
     "room for one answer": (

@@ -33,6 +33,15 @@ def test_a_chat_template_can_be_replaced(tmp_path, model_folder):
     assert short.template_end_token_id is None  # "]" is text, not an end
 
 
+def test_a_chat_template_gets_arguments(tmp_path, model_folder):
+    template = tmp_path / "thinks.jinja"
+    template.write_text("{% if thinking is defined %}<{{ thinking }}>{% endif %}{{ messages[0].content }}")
+    for given, expected in (({}, "hi"), ({"thinking": "low"}, "<low>hi")):
+        section = TokenizerConfig(chat_template=template, template_arguments=given)
+        tokenizer = load_tokenizer(PolicyConfig(model_path=model_folder, tokenizer=section))
+        assert tokenizer.render([Message("user", "hi")], add_generation_prompt=True) == expected
+
+
 def test_what_is_missing_is_named(tmp_path, model_folder):
     with pytest.raises(TokenizerError, match=r"holds no tokenizer\.json"):
         load_tokenizer(PolicyConfig(model_path=tmp_path))

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from nemorl.config.environment import MathEnvConfig
-from nemorl.environments.math_answers import MathFactory, found_answer, verify_answer
+from nemorl.environments.math_answers import (
+    MathFactory,
+    compare_texts,
+    found_answer,
+    stated_answer,
+    verify_answer,
+)
 from tests.environments.episodes import answer, task
 
 CASES = [
@@ -75,3 +81,45 @@ def test_a_step_is_limited_by_processor_time(monkeypatch):
     assert verify_answer("1", "1") == 0.0
     monkeypatch.setattr("math_verify.parse", spins)
     assert found_answer("1") is None
+
+
+# What a model says, what the task expects, and the reward, by the rules of the appendix of Minerva.
+TEXTS = [
+    ("It is 12.\nAnswer: 34", "34", 1.0),
+    ("Answer: 34", "$34$", 1.0),
+    ("ANSWER : $34$ ", "34", 1.0),
+    ("Answer: 34\nAnswer: 35", "34", 0.0),  # the last one counts
+    ("\\boxed{34}", "34", 0.0),  # none is stated
+    ("Answer: \\boxed{34}", "34", 1.0),
+    ("Answer: $x = 5$", "5", 1.0),
+    ("Answer: 1,234", "1234", 1.0),
+    ("Answer: 1,2", "1,2", 1.0),
+    ("Answer: 0.5", "\\frac{1}{2}", 0.0),  # texts, and not what they mean
+    ("Answer: \\frac12", "\\frac{1}{2}", 1.0),
+    ("Answer: $\\sqrt2$", "\\sqrt{2}", 1.0),
+    ("Answer: 12 \\text{ cm}", "12", 1.0),
+    ("Answer: 12 cm", "12", 1.0),
+    ("Answer: 90^\\circ", "90", 1.0),
+    ("Answer: \\text{east}", "east", 1.0),
+    ("Answer: an apple", "apple", 1.0),
+    ("Answer: 7" + " " * 400, "7", 0.0),  # not within the last 300 characters
+    ("", "7", 0.0),
+]
+
+
+@pytest.mark.parametrize(("said", "expected", "reward"), TEXTS)
+def test_answers_are_compared_as_normalized_texts(said: str, expected: str, reward: float) -> None:
+    assert compare_texts(expected, said) == reward
+
+
+def test_the_environment_compares_texts_where_it_is_asked_to() -> None:
+    async def rewards() -> tuple[list[float], str | None]:
+        factory = MathFactory(MathEnvConfig(name="math", comparison="text"))
+        said = ("Answer: \\frac12", "It is 0.5")
+        found = [(await answer(factory, task("\\frac{1}{2}"), text)).rewards["math"] for text in said]
+        found_in = await factory.answer_in(said[0])
+        await factory.close()
+        return found, found_in
+
+    assert asyncio.run(rewards()) == ([1.0, 0.0], "\\frac{1}{2}")
+    assert stated_answer("nothing") is None

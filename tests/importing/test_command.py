@@ -1,5 +1,7 @@
 """`nemorl import`: the file, the table, exit statuses and errors."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -40,10 +42,10 @@ def test_a_file_is_written_and_loads(
     assert main(["import", str(config), "--from", "trl", "-o", str(out)]) == 0
     shown = capsys.readouterr()
     assert "mapped (" in shown.out
-    assert "changed in meaning (1)" in shown.out
+    assert "changed in meaning (2)" in shown.out
     assert "without counterpart, and the result changes (1)" in shown.out
     assert (
-        f"{out} is written; run `nemorl check {out}`. 6 of 9 keys mapped, 1 changed in meaning, 1"
+        f"{out} is written; run `nemorl check {out}`. 5 of 9 keys mapped, 2 changed in meaning, 1"
         in shown.err
     )
     text = out.read_text(encoding="utf-8")
@@ -204,3 +206,113 @@ def test_an_imported_recipe_passes_check(tmp_path: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr()
     assert code == 0, shown.err
     assert f"{out}: OK" in shown.out
+
+
+def error_of(file: Path, text: str, *arguments: str) -> str:
+    """What `nemorl import` says of a file with this text, which is refused."""
+    file.write_text(text, encoding="utf-8")
+    with contextlib.redirect_stderr(io.StringIO()) as stream:
+        assert main(["import", str(file), *arguments]) == 2
+    return stream.getvalue()
+
+
+def test_every_problem_is_listed_at_once(config: Path) -> None:
+    """Unknown keys as well, and values that a rule reads only after the one that it refuses."""
+    text = TRL.replace("max_steps: 10\n", "").replace("loss_type: grpo", "loss_type: grppo")
+    error = error_of(config, f"{text}num_generatoins: 4\nlearning_rate: fast\n", "--from", "trl")
+    lines = error.splitlines()
+    assert lines[0] == f"{config}: 4 problems"
+    listed = "those that are: grpo, sapo, bnpo, dapo, cispo, dr_grpo"
+    assert lines[1:] == [
+        f"  loss_type = grppo: did you mean `grpo`? this loss is not imported; {listed}",
+        "  learning_rate = fast: expected a number; correct the value",
+        # The last question: other values may be all that is wrong.
+        "  the run ends after epochs, and the number of rows of its data is not known; give --rows N",
+        "  num_generatoins: unknown key; did you mean num_generations?",
+    ]
+
+
+def test_an_unknown_key_is_named_with_what_the_checks_refuse(config: Path) -> None:
+    error = error_of(config, f"{TRL}beta: -1\nnum_generatoins: 4\n", "--from", "trl")
+    assert "num_generatoins: unknown key; did you mean num_generations?" in error
+    assert "algorithm.kl.coefficient = -1" in error
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "choice"),
+    [
+        ("algorithm.adv_estimator", "grp", "grpo"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", "gsp", "gspo"),
+        ("actor_rollout_ref.actor.loss_agg_mode", "token_mean", "token-mean"),
+        ("actor_rollout_ref.actor.kl_loss_type", "low_var_k", "low_var_kl"),
+    ],
+)
+def test_a_misspelled_value_has_its_choices(config: Path, key: str, value: str, choice: str) -> None:
+    base = {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.use_kl_loss": "True",
+        "trainer.total_training_steps": 5,
+    }
+    words = " ".join(f"{name}={given}" for name, given in (base | {key: value}).items())
+    script = config.with_suffix(".sh")
+    error = error_of(script, f"python3 -m verl.trainer.main_ppo {words}\n", "--from", "verl")
+    assert f"{key} = {value}: did you mean `{choice}`? " in error
+
+
+def test_a_value_of_the_origin_is_no_misspelling_of_another(config: Path) -> None:
+    script = config.with_suffix(".sh")
+    words = "algorithm.adv_estimator=gdpo trainer.total_training_steps=5"
+    error = error_of(script, f"python3 -m verl.trainer.main_ppo {words}\n", "--from", "verl")
+    assert "adv_estimator = gdpo: this estimator is not imported; those that are: grpo, " in error
+
+
+def test_what_is_no_yaml_has_its_line(config: Path) -> None:
+    problems = {
+        "grpo:\n  a: 1\n b: [\n": f"{config}:3: invalid YAML: ",
+        "grpo:\n  a: '${grpo.b'\n": f"{config}:2: invalid reference; close its braces",
+        "grpo: {a: 1}\n---\ngrpo: {a: 2}\n": f"{config}:2: invalid YAML: ",
+    }
+    for text, problem in problems.items():
+        assert error_of(config, text, "--from", "nemo-rl").startswith(problem)
+
+
+def test_references_without_a_value_are_listed_in_our_words(config: Path) -> None:
+    text = "grpo: {a: '${policy.nam}', b: '${env:X}', c: '${div:1,0}', d: '${mul:${z},2}', e: '${grpo.e}'}\n"
+    assert error_of(config, text, "--from", "nemo-rl").splitlines() == [
+        f"{config}: 5 problems",
+        "  grpo.a = ${policy.nam}: there is no key `policy.nam`; correct the reference, or give the key",
+        "  grpo.b = ${env:X}: `env` is no resolver that is read; write the value instead",
+        "  grpo.c = ${div:1,0}: the reference has no value (division by zero); write the value instead",
+        "  grpo.d = ${mul:${z},2}: there is no key `z`; correct the reference, or give the key",
+        "  grpo.e = ${grpo.e}: circular reference; write the value",
+    ]
+
+
+def test_an_empty_file_is_no_config(config: Path) -> None:
+    for name in ("empty.yaml", "empty.sh"):
+        file = config.with_name(name)
+        for text in ("", "# later\n"):
+            error = error_of(file, text, "--from", "verl")
+            assert f"{file}: the file has no keys; name a config of verl" in error
+            assert "policy." not in error
+
+
+def test_a_missing_key_is_that_of_the_origin(config: Path) -> None:
+    error = error_of(config, "trainer: {total_training_steps: 5}\n", "--from", "verl")
+    assert "(from actor_rollout_ref.model.path, which is not given)" in error
+
+
+def test_reward_functions_are_remarked_on(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for names, note in (
+        (
+            "[rewards.accuracy, mine.length]",
+            "as TRL calls them; keep rewards, mine where a run can import it",
+        ),
+        ("accuracy_reward", "functions of TRL, which has to be installed where a run starts"),
+    ):
+        config.write_text(TRL.replace("[rewards.accuracy]", names), encoding="utf-8")
+        assert main(["import", str(config), "--from", "trl", "--json"]) == 0
+        (row,) = [row for row in json.loads(capsys.readouterr().out)["keys"] if row["key"] == "reward_funcs"]
+        assert (row["outcome"], row["note"], row["changes_result"]) == ("changed", note, False)
+    error = error_of(config, TRL.replace("[rewards.accuracy]", "accuracy_rewrd"), "--from", "trl")
+    assert "reward_funcs = accuracy_rewrd: did you mean `accuracy_reward`?" in error

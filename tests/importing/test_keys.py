@@ -97,6 +97,8 @@ _PEFT = MEGATRON | {"policy.megatron_cfg.peft.enabled": True}
 _LORA = GRPO | {"policy.dtensor_cfg.lora_cfg.enabled": True}
 _PUZZLE = GRPO | {"data.default.env_name": "sliding_puzzle_game"}
 _GAME = "env.sliding_puzzle_game.cfg"
+_NVFP4 = GRPO | {"policy.quant_cfg": "quant_configs/nvfp4_experts.yaml"}
+_FP8 = GRPO | {"policy.generation.vllm_cfg.precision": "fp8"}
 _VALIDATED = {
     name: base | {f"{name}.val_period": 5, f"{name}.val_batches": 2}
     for name, base in (("dpo", DPO), ("rm", RM))
@@ -144,6 +146,21 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "dpo.reference_policy_kl_penalty": (DPO, 0.1, 0.2),
         "dpo.preference_average_log_probs": (DPO, True, False),
         "dpo.sft_loss_weight": (DPO, 0.1, 0.2),
+        "dpo.sft_average_log_probs": (DPO | {"dpo.sft_loss_weight": 0.1}, True, False),
+        "grpo.reward_shaping.stop_properly_penalty_coef": (_SHAPED, 0.5, 0.0),
+        "grpo.max_rollout_turns": (_PUZZLE, 5, 6),
+        "data.add_system_prompt": (_PUZZLE, True, False),
+        "env.dapo.math_verify_impl": (
+            GRPO | {"data.default.env_name": "dapo"},
+            "hf_math_verify",
+            "dapo_math_verify",
+        ),
+        "policy.quant_calib_size": (_NVFP4, 16, 32),
+        "policy.generation.quant_cfg": (_NVFP4, "quant_configs/nvfp4_experts.yaml", "another.yaml"),
+        "policy.generation.vllm_cfg.is_mx": (_FP8, True, False),
+        "policy.generation.vllm_cfg.quantization_ignored_layer_kws": (_FP8, [], ["q_proj"]),
+        "policy.megatron_cfg.peft.exclude_modules": (_PEFT, [], ["*linear_proj"]),
+        "policy.dtensor_cfg.lora_cfg.exclude_modules": (_LORA, [], ["*o_proj"]),
         "grpo.dynamic_sampling_max_gen_batches": (GRPO | {"grpo.use_dynamic_sampling": True}, 5, 6),
         "grpo.reward_shaping.max_response_length": (_SHAPED, 100, 90),
         "grpo.reward_shaping.overlong_buffer_length": (_SHAPED, 10, 20),
@@ -239,6 +256,16 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "critic.optim.lr": (GAE, 1e-5, 2e-5),
         "critic.optim.weight_decay": (GAE, 0.0, 0.1),
         "critic.model.path": (GAE, "org/model", "org/critic"),
+        "actor_rollout_ref.model.lora_adapter_path": (
+            VERL | {"actor_rollout_ref.model.lora_rank": 8},
+            "one",
+            "two",
+        ),
+        "actor_rollout_ref.model.lora.adapter_path": (
+            VERL | {"actor_rollout_ref.model.lora.rank": 8},
+            "one",
+            "two",
+        ),
         f"{_A}.clip_ratio": (VERL | {f"{_A}.clip_ratio_low": None}, 0.2, 0.3),
         f"{_A}.loss_scale_factor": (VERL | {f"{_A}.loss_agg_mode": "seq-mean-token-sum-norm"}, 100, 200),
         **{f"{_A}.{name}": (_of_loss("sapo"), 1.0, 1.1) for name in ("tau_pos", "tau_neg")},
@@ -437,6 +464,7 @@ REFUSED = {
     "trl": {},
 }
 REMARKED = {
+    "nemo-rl": {"async_rl.sampler.name": "windowed"},
     "verl": {
         "algorithm.kl_penalty": "low_var_kl",
         "actor_rollout_ref.rollout.top_p": 0.9,
@@ -522,7 +550,19 @@ def test_every_mapped_key_changes_the_experiment(project: str) -> None:
 _TEXT = (
     *("name", "path", "split", "project", "entity", "uri", "dir", "files", "file", "funcs", "modules"),
     *("key", "model", "train", "validation", "template", "metric", "space_id", "config", "to", "logger"),
-    *("rollout_rs", "*", "report_to", "url", "dataset", "optim", "key", "org", "group"),
+    *(
+        "quant_cfg",
+        "adapter_path",
+        "rollout_rs",
+        "*",
+        "report_to",
+        "url",
+        "dataset",
+        "optim",
+        "key",
+        "org",
+        "group",
+    ),
 )
 
 
@@ -602,3 +642,24 @@ def test_the_output_of_a_command_is_no_value(value: str) -> None:
     why = tree("verl", VERL | {"actor_rollout_ref.model.path": value})
     assert isinstance(why, str)
     assert f"actor_rollout_ref.model.path = {value}: nothing is executed" in why
+
+
+def test_scores_of_functions_are_not_normalized() -> None:
+    """OpenRLHF's reward models subtract a mean of their config.json; a function's scores stay as they are."""
+    model = OPENRLHF | {"reward.remote_url": None, "reward.model_name_or_path": "org/rm"}
+    for base, changes in ((OPENRLHF, False), (model, True)):
+        found = import_values(PROJECTS["openrlhf"], base | {"reward.normalize_enable": True}, OPTIONS)
+        (row,) = [one for one in found.rows if one.key == "reward.normalize_enable"]
+        assert (row.outcome, row.changes_result) == ("none", changes)
+
+
+def test_what_the_folder_of_the_model_needs_is_a_comment() -> None:
+    """Rotary embeddings that a recipe changes, and weights that are not quantized."""
+    rope = "policy.hf_config_overrides.rope_scaling"
+    given = {f"{rope}.rope_type": "yarn", f"{rope}.factor": 2.0, "policy.dequantize_base_checkpoint": True}
+    found = import_values(PROJECTS["nemo-rl"], GRPO | given, OPTIONS)
+    text = to_text(found, PROJECTS["nemo-rl"], "test")
+    asked = 'set rope_scaling in config.json of a copy of this folder to {"rope_type": "yarn", "factor": 2.0}'
+    assert f"model_path: org/model  # {asked}; " in text
+    assert "name a copy of this folder with weights in bfloat16" in text
+    assert {row.outcome for row in found.rows if row.key in given} == {"changed"}

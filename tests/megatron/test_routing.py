@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from nemorl.config.policy import AdamConfig, MoeConfig, SelectiveRecompute
 from nemorl.data.losses import LossOutput
-from tests.megatron.cases import LOSS, live, partition, start_worker
+from tests.megatron.cases import LOSS, live, partition, share, start_worker
 from tests.megatron.course import assert_same_course
 from tests.megatron.examples import layout, policy_config, ragged_batch, reference_logprobs
 
@@ -122,8 +122,8 @@ def test_replay_and_balance_do_not_depend_on_the_layout(pool, model, where, reco
 
 def train_on_nothing(rank, world_size, rendezvous, config, batch):
     worker = start_worker(rank, world_size, rendezvous, config)
-    worker.load_batch(batch)
-    stats = worker.train(partition(batch.num_sequences, 3), Nothing())
+    worker.load_batch(share(batch, rank, config))
+    stats = worker.train(partition(worker.batch.num_sequences, 3), Nothing())
     worker.close()
     return stats
 
@@ -158,6 +158,68 @@ def test_balance_loss_and_counts_are_the_written_out_ones(pool, model):
         },
         rel=1e-5,
     )
+
+
+@pytest.mark.parametrize("where", [layout(), layout(cp=2, ep=2)], ids=["alone", "CP2-EP2"])
+def test_the_z_loss_is_the_written_out_one(pool, model, where):
+    """Its gradient norm alone, by transformers' autograd: the mean over all tokens, whatever the layout."""
+    original, folder = model("qwen3-moe")
+    batch, coefficient, loss = ragged_batch(), 0.3, 0.0
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        tokens = batch.tokens[start:end].unsqueeze(0)
+        for logits in original(tokens, output_router_logits=True).router_logits:
+            loss = loss + logits.exp().sum(-1).log().square().sum() / batch.num_tokens
+    parameters = [p for p in original.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(coefficient * loss, parameters, allow_unused=True)
+    norm = torch.stack([g.norm() for g in grads if g is not None]).norm()
+
+    config = policy_config(folder, moe=MoeConfig(z_loss_coefficient=coefficient), layout=where)
+    stats = pool.run(where.world_size, train_on_nothing, config, batch)[0]
+    assert stats.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    assert stats.experts["loss/router_z"] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+def biases_of_a_step(rank, world_size, rendezvous, config, batch, loss):
+    """Of each layer with experts on this rank, before and after."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    named = {name: p for name, p in worker.parameters().items() if name.endswith(".expert_bias")}
+    before = {name: bias.clone() for name, bias in named.items()}
+    worker.load_batch(share(batch, rank, config))
+    micro_batches = partition(worker.batch.num_sequences, 3)
+    worker.compute_logprobs(micro_batches, old=True, reference=True)
+    worker.train(micro_batches, loss)
+    result = [(before[name], bias.clone()) for name, bias in named.items()]
+    worker.close()
+    return result
+
+
+@pytest.mark.parametrize("where", [layout(), layout(tp=2, sp=True, dp=2, ep=2)], ids=["alone", "TP2-SP-DP2"])
+def test_the_bias_of_routers_moves_towards_experts_with_few_tokens(pool, model, where):
+    """By arXiv 2408.15664: up below the mean number of tokens, down above it, as transformers routes them."""
+    original, folder = model("deepseek-v3")
+    batch, chosen = ragged_batch(), []
+    gates = [m for name, m in original.named_modules() if name.endswith("mlp.gate")]
+    hooks = [gate.register_forward_hook(lambda _, __, out: chosen.append(out[2])) for gate in gates]
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        original(batch.tokens[start:end].unsqueeze(0))
+    for hook in hooks:
+        hook.remove()
+    config = policy_config(folder, moe=MoeConfig(bias_update_rate=0.01), layout=where)
+    found = pool.run(where.world_size, biases_of_a_step, config, batch, LOSS)
+    for of_rank in found:
+        assert len(of_rank) == len(gates)
+        for layer, (before, after) in enumerate(of_rank):
+            numbers = torch.cat(chosen[layer :: len(gates)]).flatten()
+            counts = torch.bincount(numbers, minlength=len(before)).double()
+            expected = before + 0.01 * torch.sign(counts.mean() - counts)
+            torch.testing.assert_close(after, expected.float(), atol=1e-7, rtol=0)
+            assert not torch.equal(after, before)
+
+
+def test_an_update_that_changes_nothing_leaves_the_bias(pool, model):
+    config = policy_config(model("deepseek-v3")[1], moe=MoeConfig(bias_update_rate=0.01))
+    (found,) = pool.run(1, biases_of_a_step, config, ragged_batch(), Nothing())
+    assert all(torch.equal(before, after) for before, after in found)
 
 
 def weights_after_two_steps(rank, world_size, rendezvous, config):

@@ -121,7 +121,7 @@ def test_hardware_that_is_not_known_is_refused() -> None:
 def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, model: Path) -> None:
     with pytest.raises(UsageError, match=r"expected the folder of a run"):
         read_run(tmp_path)
-    with pytest.raises(UsageError, match=r"has 1 steps of training: the first 1 of a run are skipped"):
+    with pytest.raises(UsageError, match=r"has 1 step of training: the first 1 of a run are skipped"):
         read_run(write_run(tmp_path / "short", model, steps=1))
     other = write_model(tmp_path / "other", hidden_size=64)
     with pytest.raises(UsageError, match=r"policy\.model_path = .*model: its shape is not that of CONFIG"):

@@ -20,6 +20,7 @@ from nemorl.plan.memory import ProcessMemory, estimate_memory
 from nemorl.plan.problems import file_problems, plan_run
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG, write_model
+from tests.plan.test_layouts import EXPERTS
 
 ROOMY = Machine(cores=8, memory_bytes=10**11, shared_memory_bytes=10**10, gpus=())
 
@@ -224,6 +225,25 @@ def test_sinks_require_bfloat16_on_a_gpu(configure: Configure, tmp_path: Path) -
     assert (problem.field, problem.value) == ("policy.precision", "float32")
     assert "the kernel for attention sinks" in problem.fix
     assert plan_run(configure(*model, "cluster.gpus_per_node=1", "policy.precision=bfloat16"), ROOMY)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model", "field", "fix"),
+    [
+        (["z_loss_coefficient: 0.1"], CONFIG, "z_loss_coefficient", "the model has no experts: remove this"),
+        (["bias_update_rate: 0.1"], CONFIG, "bias_update_rate", "the model has no experts: remove this"),
+        (["bias_update_rate: 0.1"], EXPERTS, "bias_update_rate", "have no bias that balances experts"),
+    ],
+)
+def test_routers_are_trained_as_the_model_has_them(
+    configure: Configure, tmp_path: Path, overrides: list[str], model: dict[str, Any], field: str, fix: str
+) -> None:
+    folder = write_model(tmp_path / "other", **model)
+    moe = f"policy.moe={{{', '.join(overrides)}}}"
+    problems = plan_run(configure(f"policy.model_path={folder}", moe), ROOMY).problems
+    (problem,) = [problem for problem in problems if problem.field.startswith("policy.moe")]
+    assert (problem.field, problem.value) == (f"policy.moe.{field}", 0.1)
+    assert fix in problem.fix
 
 
 def test_norms_that_are_computed_with_matrices_cannot_be_recomputed(configure: Configure) -> None:

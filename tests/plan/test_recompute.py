@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from nemorl.commands.check import _settled
 from nemorl.config.experiment import Experiment
 from nemorl.config.policy import (
     AutoRecompute,
@@ -144,6 +145,23 @@ def test_an_explicit_setting_and_an_unknown_memory(configure: Configure) -> None
     assert with_settled_recompute(explicit, machine(10**6)) is explicit
     elsewhere = configure(*AUTO, "cluster.gpus_per_node=8")  # of which this machine has none
     assert isinstance(with_settled_recompute(elsewhere, machine(10**6)).policy.recompute, NoRecompute)
+
+
+@pytest.mark.parametrize("words", [("cluster.num_nodes=2",), ()], ids=["two nodes", "a cluster of Ray"])
+def test_gpus_of_a_cluster_are_taken_to_be_those_of_this_machine(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """A run that starts on a node of a cluster would recompute nothing, whatever its memory."""
+    if not words:
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    experiment = configure(*AUTO, "cluster.gpus_per_node=8", "policy.kernels=local", *words)
+    full = policy_memory(with_recompute(experiment, FullRecompute(name="full")), SHAPE).on_device
+    tight, roomy = (machine(10**12, Gpu("H100", size)) for size in (round(full * 1.05), 10**12))
+    assert isinstance(with_settled_recompute(experiment, roomy).policy.recompute, NoRecompute)
+    settled = with_settled_recompute(experiment, tight)
+    assert not isinstance(settled.policy.recompute, NoRecompute | AutoRecompute)
+    assert "for GPUs as those of this machine" in _settled(settled, tight)
+    assert "without GPUs nothing is recomputed" in _settled(experiment, machine(10**12))
 
 
 def test_layouts_are_listed_with_their_choice(configure: Configure) -> None:

@@ -88,6 +88,28 @@ def test_frozen_weights_have_no_gradient(configure: Configure, shape: ModelShape
     assert work.training([(0, 5)], 3) == 2 * (products + head) + 3 * attention + 6 * elements * 5
 
 
+def test_scoring_is_a_forward_pass(configure: Configure, shape: ModelShape) -> None:
+    segments, scored = [(0, 7), (3, 9)], 5
+    products, attention = map(sum, zip(by_hand(shape, 0, 7), by_hand(shape, 3, 9), strict=True))
+    forward = products + attention + scored * 2 * HIDDEN * shape.vocab_size
+    work = ModelWork.of(shape)
+    assert work.scoring(segments, scored) == forward == work.training(segments, scored) / 3
+
+    policy = configure("policy.lora={rank: 2, alpha: 4, targets: [q_proj, down_proj]}").policy
+    adapted = ModelWork.of(shape, policy.lora)
+    elements = LAYERS * (2 * HIDDEN + 2 * HEADS * shape.head_dim + 2 * FFN + 2 * HIDDEN)
+    assert adapted.scoring(segments, scored) == forward + 2 * elements * (7 + 6)
+    assert adapted.scoring(segments, scored, adapters=False) == forward  # of the frozen model, the reference
+
+
+def test_torch_counts_the_same_in_a_forward_pass(folder: Path, shape: ModelShape) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(12).unsqueeze(0))
+    counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    assert ModelWork.of(shape).scoring([(0, 12)], 12) == counts["aten.mm"] + by_hand(shape, 0, 12)[1]
+
+
 def test_experts_count_those_of_a_token() -> None:
     from tests.plan.published import shape_of
 
@@ -148,3 +170,34 @@ def test_rates_are_of_a_device_and_its_stage(configure: Configure) -> None:
     assert ahead["tflops/generation"] == pytest.approx(24 / 8 / 6)
     assert set(unknown) == {"tflops/training", "tflops/generation"}
     assert utilization({"time/training": 1.0}, experiment) == {}
+
+
+def test_passes_before_an_update_have_rates(configure: Configure) -> None:
+    values = {
+        **{"flops/logprobs": 6e12, "flops/reference": 2e12, "flops/values": 3e12, "tflops/peak": 5.0},
+        **{"time/logprobs": 2.0, "time/reference": 4.0, "time/values": 1.0, "time/training": 8.0},
+    }
+    gpus = ("policy.precision=bfloat16", "cluster.gpus_per_node=8", "policy.layout={data_parallel_size: 2}")
+    vllm = "generation={backend: vllm, max_new_tokens: 8}"
+    inside = configure(*gpus, vllm, "algorithm.kl.coefficient=0.1")
+    own = configure(
+        *(*gpus, vllm, "algorithm.name=ppo", "algorithm.kl.coefficient=0.1"),
+        *("critic={layout: {}}", "reference={layout: {data_parallel_size: 4}}"),
+    )
+    # The policy's processes compute both within the stage of the logprobs.
+    assert utilization(values, inside) == pytest.approx(
+        {"tflops/logprobs": 8 / 2 / 2, "mfu/logprobs": 8 / 2 / 2 / 5}
+    )
+    assert utilization(values, own) == pytest.approx(
+        {
+            **{"tflops/logprobs": 6 / 2 / 2, "mfu/logprobs": 6 / 2 / 2 / 5},
+            **{"tflops/reference": 2 / 4 / 4, "mfu/reference": 2 / 4 / 4 / 5},
+            **{"tflops/values": 3 / 1 / 1, "mfu/values": 3 / 1 / 1 / 5},
+        }
+    )
+    learned = configure(
+        *(*gpus, "algorithm={name: dpo, num_steps: 1, batch_size: 2, reference: live}"),
+        "data.train={name: arithmetic, digits: 2, size: 100}",
+    )
+    found = utilization(values | {"flops/training": 14e12}, learned)
+    assert found["tflops/training"] == pytest.approx((14 + 2) / 8 / 2)

@@ -364,6 +364,20 @@ class TestFailures:
         ).trajectory
         self.assert_failed(trajectory, match="leave no room in `policy.max_sequence_length` of 5")
 
+    def test_a_prompt_beyond_the_limit_of_prompts_is_not_sampled(self, tokenizer):
+        opening = len(ChatPrompts(tokenizer).open(TASK.messages))
+        generator = ScriptedGenerator([[50, IM_END]])
+        environment = ScriptedEnvironment([DONE])
+        kept = run(tokenizer, generator, environment, max_prompt_tokens=opening).trajectory
+        assert kept.error is None
+        refused = ScriptedGenerator([])
+        trajectory = run(
+            tokenizer, refused, ScriptedEnvironment([]), max_prompt_tokens=opening - 1
+        ).trajectory
+        problem = f"{opening} tokens, more than `data.max_prompt_tokens`, {opening - 1}"
+        self.assert_failed(trajectory, match=problem)
+        assert refused.requests == []
+
     def test_a_prompt_as_long_as_the_sequence_has_no_room(self, tokenizer):
         opening = len(ChatPrompts(tokenizer).open(TASK.messages))
         generator = ScriptedGenerator([])

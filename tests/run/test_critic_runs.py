@@ -82,6 +82,11 @@ def test_a_critic_learns_next_to_the_policy_and_lies_in_its_checkpoints(apart: P
     assert max(step.values["logprob_gap/max"] for step in later) < 1e-4
     assert all(step.values["loss/likelihood"] > 1 for step in later)  # nats of a model that knows nothing yet
     assert all(0.5 <= step.values["top_entropy_fraction"] < 0.6 for step in later)
+    # A forward pass each before the update, over the same tokens; the critic's head is one number.
+    for step in later:
+        assert step.values["flops/reference"] == pytest.approx(step.values["flops/logprobs"])
+        assert 0 < step.values["flops/values"] < step.values["flops/logprobs"] < step.values["flops/training"]
+        assert all(step.values[f"tflops/{name}"] > 0 for name in ("logprobs", "reference", "values"))
     experiment = load_experiment(path)
     known = metric_names(experiment.algorithm, experiment.env, experiment.rewards)
     assert {name for step in (alone, *later) for name in step.values} <= known

@@ -15,7 +15,7 @@ from tests.run.runs import finish, lines, start, timeless, write_experiment
 
 # What says how the work was divided, not what came of it. Tokens that sequences of a micro-batch begin with
 # count once in the operations, so they depend on which sequences share a micro-batch.
-OF_THE_LAYOUT = ("packing/", "balance/", "flops/training")
+OF_THE_LAYOUT = ("packing/", "balance/", "flops/")
 
 
 @pytest.fixture(scope="module")

@@ -104,6 +104,7 @@ def test_a_dry_run_lists_the_files_and_needs_no_token(run_dir: Path, push: Push)
         ("model.safetensors", "org/name", "holds neither model.safetensors nor"),
         ("config.json", "org/name", "holds no exported model, and neither does"),
         ("generation_config.json", "org/na me", "is no name of a repository"),
+        ("generation_config.json", "name", "name names no owner; use ORG/name, with your name"),
     ],
 )
 def test_what_is_no_complete_model_is_refused(
@@ -112,3 +113,23 @@ def test_what_is_no_complete_model_is_refused(
     (run_dir / "hf" / remove).unlink(missing_ok=True)
     with pytest.raises(UsageError, match=message):
         plan_push(run_dir, repository)
+
+
+@pytest.mark.parametrize("revision", ["x y", "a..b", "-x", "v1.", "a:b", "a//b", ""])
+def test_an_invalid_branch_is_refused_before_anything_is_sent(
+    run_dir: Path, push: Push, revision: str
+) -> None:
+    refused = push(None, str(run_dir), "org/name", f"--revision={revision}")
+    assert refused.status == 2
+    assert f"--revision {revision!r} is no name of a branch; use letters, digits" in refused.err
+    assert plan_push(run_dir, "org/name", "step-3").revision == "step-3"
+
+
+def test_a_folder_without_a_card_is_mentioned(run_dir: Path, push: Push) -> None:
+    assert "card" not in push(None, str(run_dir), "org/name", "--dry-run").err
+    (run_dir / "hf" / "README.md").unlink()
+    done = push(None, str(run_dir), "org/name", "--dry-run")
+    assert done.status == 0
+    folder = run_dir / "hf"
+    assert f"{folder} has no README.md, so the model has no card on the hub" in done.err
+    assert f"`nemorl models card {folder}` writes one" in done.err

@@ -22,6 +22,11 @@ Part = str | dict[str, Any]  # the name of a section's variant, or its fields
 FIXED_LENGTH = "seq-mean-token-sum-norm"  # which divides by a length that must be given
 
 
+def of_stage(stage: str) -> tuple[str, ...]:
+    """Metrics of a stage that computes with a model."""
+    return tuple(f"{what}/{stage}" for what in ("flops", "tflops", "mfu"))
+
+
 @dataclass(frozen=True)
 class Preset:
     """A named algorithm: fields that lie under the experiment's `algorithm` as an inherited file would."""
@@ -136,11 +141,12 @@ class AlgorithmBase(Config):
             {
                 *(f"guards/{name}" for name in (*GUARDED, "rollbacks")),
                 *("grad_norm", "lr", "skipped_updates", "updates/all", "updates/skipped", "updates/empty"),
-                *("flops/training", "tflops/training", "tflops/peak", "mfu/training"),
+                *("tflops/peak", *of_stage("training")),
                 *("tokens/trained", "throughput/tokens_per_second", "models/restarts"),
                 *(f"packing/{name}" for name in ("imbalance", "fill", "micro_batches", "shared", "padding")),
                 # Of models with experts; checks of a config do not open the folder of the model.
                 *("experts/load_max", "experts/load_max_of_a_layer", "experts/idle", "loss/balance"),
+                "loss/router_z",
                 *("time/step", "time/training", "time/checkpoint"),
                 *(f"idle/{kind}" for kind in PROCESSES),
                 *(f"critical/{what}" for what in (*PROCESSES, *WAITS)),

@@ -19,6 +19,7 @@ PAIR_METRICS = _REWARD_METRICS | {
 }
 SFT_METRICS = frozenset({"loss/sft", "nll"})
 ReferenceTime = Literal["precomputed", "live"]
+TokenOrSequenceMean = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 PAIRS = "pairs of answers", ("preference", "arithmetic")
 _JUDGED = "judged answers", ("feedback", "preference", "arithmetic")
 _STEP_METRICS = frozenset({"loss/total", "accuracy", "score/margin"})
@@ -73,6 +74,7 @@ class OfflineBase(AlgorithmBase):
     def metrics(self) -> frozenset[str]:
         trained = self.loss_metrics
         names = super().metrics | trained | {"epoch"}
+        names |= {"flops/reference"} if self.keeps_reference else set()
         if self.validation.scheduled:
             total = next(name for name in TOTAL_LOSSES if name in trained)
             measured = trained - {total, "kl/reference"}
@@ -104,7 +106,10 @@ class PreferenceConfig(OfflineBase):
     loss: PairLossConfig = LogisticLossConfig()
     """The loss of a pair."""
     sft_coefficient: float = Field(0.0, ge=0)
-    """Weight of the mean negative logprob of the chosen answers' tokens, added to the loss."""
+    """Weight of the negative logprobs of the chosen answers' tokens, added to the loss."""
+    sft_aggregation: TokenOrSequenceMean = "token-mean"
+    """Their mean over the tokens of all chosen answers of a step, or the mean over answers of each one's mean
+    or sum."""
     reference: ReferenceTime = "precomputed"
     """Compute the reference's logprobs once, before the first step, and keep their sums in the run folder; or
     keep its weights, and compute them in every step."""
@@ -122,6 +127,9 @@ class PreferenceConfig(OfflineBase):
         if not self.loss.keeps_reference:
             reason = f"the loss `{self.loss.name}` has no reference here; remove this"
             yield from self.without_effect(("reference",), reason)
+        if not self.sft_coefficient:
+            reason = "sft_coefficient is 0, so the loss has no such term; set it, or remove this"
+            yield from self.without_effect(("sft_aggregation",), reason)
         yield from sft_problems(self.loss, self.sft_coefficient)
 
 

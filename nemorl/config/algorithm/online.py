@@ -12,7 +12,7 @@ from nemorl.errors import Problem, Problems
 
 from . import advantages, losses
 from .advantages import AdvantageConfig, GroupAdvantageConfig, PassAtKAdvantageConfig
-from .base import AlgorithmBase, Preset
+from .base import AlgorithmBase, Preset, of_stage
 from .losses import ClipLossConfig, CriticLearningConfig, PolicyLossConfig
 
 DROPPED_METRICS = (
@@ -129,6 +129,22 @@ class FiltersConfig(Config):
             yield Problem("min_mean_reward", low, fix)
 
 
+class TruncatedRewardConfig(Config):
+    """ProRL's penalty for answers that do not stop (arXiv 2507.12507)."""
+
+    scale: float | None = Field(None, ge=0, le=1)
+    """Factor of the reward."""
+    value: float | None = None
+    """The reward instead of what it was."""
+
+    @check
+    def _one_is_given(self) -> Problems:
+        if self.scale is None and self.value is None:
+            yield Problem("scale", None, "nothing changes without it; set it, such as to 0, or set value")
+        elif self.scale is not None and self.value is not None:
+            yield Problem("value", self.value, "scale is set too; remove one of the two")
+
+
 class OnlineBase(AlgorithmBase):
     online: ClassVar[bool] = True
     needs_unfiltered_samples: ClassVar[bool] = True  # the engine's logprobs of sampled tokens are used
@@ -148,6 +164,9 @@ class OnlineBase(AlgorithmBase):
     does the group if too few of it are left for the algorithm. null sets no limit."""
     filters: FiltersConfig = FiltersConfig()
     """Samples that are left out of training."""
+    truncated_reward: TruncatedRewardConfig | None = None
+    """The reward with which trajectories train that a token limit ended; null leaves it as it is. Filters and
+    metrics use the reward as it was given."""
     max_logprob_gap: float = Field(0.2, gt=0, json_schema_extra=EXPERT)
     """Stop if the mean absolute difference between the engine's and the trainer's logprobs is larger. Each
     update since the tokens were sampled allows as much again."""
@@ -163,7 +182,9 @@ class OnlineBase(AlgorithmBase):
             *("environment/errors", "environment/retries", "environment/truncated"),
             *("trajectory_seconds/generation", "trajectory_seconds/environment"),
             *("tokens/generated", "version/lag", "throughput/generated_tokens_per_second"),
-            *("flops/generation", "tflops/generation", "mfu/generation"),
+            *of_stage("generation"),
+            *of_stage("logprobs"),
+            *(of_stage("reference") if self.keeps_reference else ()),
             *(f"stop/{reason}" for reason in ("stop", "length", "tool_calls", "abort", "deadline", "error")),
             *("time/generation", "time/environment", "time/loading", "time/logprobs", "time/reference"),
             "time/recording",
@@ -463,7 +484,7 @@ class OnlineConfig(OnlineBase):
             *(("top_entropy_fraction",) if self.loss.selects_by_entropy else ()),
             *(("advantage/mean", "advantage/std") if per_token else ()),
             *(("kl/penalty", "time/advantages") if per_token or self.kl_in_reward else ()),
-            *(self.critic.metrics if self.critic is not None else ()),
+            *((*self.critic.metrics, *of_stage("values")) if self.critic is not None else ()),
         }
 
     @property
