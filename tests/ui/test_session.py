@@ -62,7 +62,7 @@ def test_from_an_experiment_to_a_resumed_run(tmp_path: Path) -> None:
     with served(tmp_path) as (url, token, server):
         with browser_of(url, token) as shown:
             page = shown.page
-            for name in ("short", "long"):  # started from Compose, one after the other
+            for name in ("short", "long"):  # started from Compose, in sequence
                 shown.open(f"compose?file={name}.yaml")
                 page.locator("#verdict", has_text=re.compile("^OK")).wait_for()
                 page.get_by_role("button", name="Start", exact=True).dblclick()
