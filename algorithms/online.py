@@ -128,8 +128,8 @@ class OnlineAlgorithm:
             groups = await self.cancellable(self._sample())
         filtered = filter_groups(groups, self.config.filters, self.config.num_prompts_per_step)
         lineage = self.session.lineage
-        trained = with_truncated_rewards(filtered.groups, self.config.truncated_reward)
-        batch = self.update.prepare(trained, number, lineage)
+        kept = with_truncated_rewards(filtered.groups, self.config.truncated_reward)
+        batch = self.update.prepare(kept, number, lineage)
         metrics = rollout_metrics(groups, lineage.version(number - 1), lineage) | filtered.metrics
         if self.work is not None:
             sampled = [[(t.num_tokens, t.num_sampled) for t in g.sequences] for g in groups]

@@ -67,7 +67,14 @@ CHOSEN = {
 # What this step does not take, with the reason. A pattern that matches nothing has no effect.
 STOPS = {
     "after the step: records, checkpoints, validation": (
-        *("RunRecorder", "OnlineAlgorithm._record", "PolicyWorker._keep", "ModelWork", "stage_range"),
+        *(
+            "RunRecorder",
+            "OnlineAlgorithm._store",
+            "rows_of",
+            "PolicyWorker._keep",
+            "ModelWork",
+            "stage_range",
+        ),
     ),
     "a process that died": (
         *("Supervisor", "ReplicaSupervisor", "RolloutSupervisor"),
