@@ -70,7 +70,7 @@ STOPS = {
         *(
             "RunRecorder",
             "OnlineAlgorithm._store",
-            "rows_of",
+            "Observer.trajectories",
             "PolicyWorker._keep",
             "ModelWork",
             "stage_range",
