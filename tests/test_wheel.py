@@ -1,6 +1,7 @@
 """nemorl as a wheel installs it, in an environment and a folder without this repository."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,13 @@ import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urljoin
+from urllib.request import urlopen
 
 import pytest
 
 from nemorl.config import shipped
+from nemorl.ui.app import SCREENS
 
 pytestmark = pytest.mark.ci
 ROOT = Path(__file__).parents[1]
@@ -44,17 +48,22 @@ def pip(*words: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def nemorl(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Nemorl:
-    """Run the installed command in an empty folder. The dependencies are those of this environment."""
-    folder = tmp_path_factory.mktemp("installed")
-    environment, place = folder / "environment", folder / "place"
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the wheel installed. The dependencies are those of this environment."""
+    environment = tmp_path_factory.mktemp("installed") / "environment"
     venv.create(environment, symlinks=True)
-    place.mkdir()
     python = environment / "bin" / "python"
     # Of a folder in a .pth file, its own .pth files, such as that of this repository, are not read.
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
     pip("--python", python, "install", "--no-deps", "--no-index", "--ignore-installed", wheel)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def nemorl(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Nemorl:
+    """Run the installed command in an empty folder."""
+    place = tmp_path_factory.mktemp("place")
 
     def run(*words: object, status: int = 0) -> subprocess.CompletedProcess[str]:
         command = [str(environment / "bin" / "nemorl"), *map(str, words)]
@@ -93,6 +102,32 @@ def test_experiments_whose_functions_are_in_the_examples_are_checked(nemorl: Nem
     nemorl("models", "create", "chat", "models/chat")
     done = nemorl("check", "tools/sft", "tools/grpo", "policy.model_path=models/chat")
     assert "tools/grpo: OK" in done.stdout
+
+
+def test_the_web_app_serves_its_pages(nemorl: Nemorl, environment: Path) -> None:
+    """Every script that a screen imports, from the installed package alone."""
+    process = subprocess.Popen(
+        [environment / "bin" / "nemorl", "ui", "--no-browser"],
+        cwd=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().partition("/#")[0]
+        left, seen = {f"{url}/static/main.js", *(f"{url}/static/screens/{s}.js" for s in SCREENS)}, set[str]()
+        while left:
+            one = left.pop()
+            seen.add(one)
+            with urlopen(one) as answer:
+                text = answer.read().decode()
+            if "/vendor/" not in one:
+                found = re.findall(r'from\s*"(\.[^"]+)"', text)
+                left |= {urljoin(one, path) for path in found} - seen
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert len(seen) > 15
 
 
 def test_a_copy_trains(nemorl: Nemorl) -> None:
