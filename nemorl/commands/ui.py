@@ -45,12 +45,13 @@ def _ui(arguments: Namespace) -> int:
         folders = Folders(path)
 
     async def serve() -> None:
+        ended = event_at_signals()
         async with serving(folders, arguments.port, read_only=arguments.read_only) as (url, token):
             address = f"{url}/{view}#{token}"
             say(address)
             if not arguments.no_browser:
                 webbrowser.open(address)
-            await event_at_signals().wait()
+            await ended.wait()
 
     asyncio.run(serve())
     return ExitCode.WELL
