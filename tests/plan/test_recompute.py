@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from nemorl.commands.check import _settled
 from nemorl.config.experiment import Experiment
 from nemorl.config.policy import (
     AutoRecompute,
@@ -28,6 +27,7 @@ from nemorl.plan.recompute import (
     with_recompute,
     with_settled_recompute,
 )
+from nemorl.run.inspection import _settled
 from tests.plan.conftest import Configure
 from tests.plan.models import CONFIG
 from tests.plan.test_layouts import EXPERTS
