@@ -149,8 +149,8 @@ KNOWN_WAITS = (
     KnownWait("megatron/schedule.py", "over_data_parallel", "values of all tokens of an update"),
     KnownWait("megatron/schedule.py", "of_first_rank", "the decision of the guards"),
     KnownWait("megatron/schedule.py", "logprob_gap", "metrics"),
-    KnownWait("megatron/moe.py", "begin_step", "the number of sequences of a step"),
-    KnownWait("megatron/moe.py", "metrics", "metrics of the experts"),
+    KnownWait("megatron/moe.py", "begin_step", "the numbers of sequences and tokens of a step"),
+    KnownWait("megatron/moe.py", "end_step", "metrics of the experts"),
     # On the way to an engine, and in it
     KnownWait("weights/shared_memory.py", "synchronize", "a bucket is complete before the other side reads"),
     KnownWait("weights/messages.py", "read_fingerprints", "fingerprints, all at once"),
