@@ -37,12 +37,14 @@ def register(commands: Commands) -> None:
 
 
 def _try(arguments: Namespace) -> int:
-    from nemorl.rewards.preview import answers_file, preview, read_answers  # with numpy
+    from nemorl.rewards.preview import SAMPLES, answers_file, end_token, preview, read_answers  # with numpy
 
     experiment = load_experiment(arguments.config, arguments.overrides)
     file = answers_file(arguments.samples)
+    tokenizer = experiment.policy.tokenizer.path or experiment.policy.model_path
+    end = end_token(tokenizer) if file.name == SAMPLES else ""
     try:
-        answers, problems = read_answers(file.read_text(encoding="utf-8"), arguments.limit)
+        answers, problems = read_answers(file.read_text(encoding="utf-8"), arguments.limit, end)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UsageError(f"--samples {file}: {reason}; name a run folder or a file of JSON lines") from error

@@ -24,6 +24,7 @@ def register(commands: Commands) -> None:
 def _ui(arguments: Namespace) -> int:
     import asyncio
 
+    from nemorl.config.load import SUFFIXES
     from nemorl.serve.app import event_at_signals
     from nemorl.ui.app import serving
     from nemorl.ui.folders import Folders
@@ -34,6 +35,8 @@ def _ui(arguments: Namespace) -> int:
     if not path.exists():
         raise UsageError(f"{path} does not exist; name a run folder, a config, or a folder of these")
     view = ""
+    if path.is_file() and path.suffix not in SUFFIXES:
+        raise UsageError(f"{path} is no experiment file, whose name ends with {' or '.join(SUFFIXES)}")
     if path.is_file():
         folders = Folders(_root_of(path))
         view = f"compose?{urlencode({'file': folders.name(path) or path.name})}"

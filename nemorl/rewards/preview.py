@@ -23,6 +23,7 @@ from .scored import Answers, Failed, Outcome, Scorer
 from .steps import StepRewards
 
 MAX_ANSWERS = 512
+SAMPLES = "samples.jsonl"  # of a run folder
 _MAX_LINE_ERRORS = 5
 _BINS = 20
 _TOKEN_COLUMNS = frozenset({"completion_ids", "sampled_ids"})
@@ -94,11 +95,21 @@ class Preview:
         }
 
 
-def read_answers(text: str, limit: int = MAX_ANSWERS) -> tuple[list[Answer], list[str]]:
+def end_token(model: Path) -> str:
+    """The text of the token with which a model's tokenizer ends an answer; empty if it is not known."""
+    try:
+        token = json.loads((model / "tokenizer_config.json").read_bytes()).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return str((token.get("content") if isinstance(token, dict) else token) or "")
+
+
+def read_answers(text: str, limit: int = MAX_ANSWERS, end: str = "") -> tuple[list[Answer], list[str]]:
     """The newest answers of the lines of a file, and sentences about lines that have none.
 
     A line is an object with `prompt`, and `completion` or the list `completions` of a group; it may have
-    `answer`, `group` and columns that rewards take. Lines of samples.jsonl are that, too.
+    `answer`, `group` and columns that rewards take. Lines of samples.jsonl are that, too: `end` is the text
+    of the end token, which they have and rewards are not given.
     """
     answers: list[Answer] = []
     problems: list[str] = []
@@ -112,6 +123,8 @@ def read_answers(text: str, limit: int = MAX_ANSWERS) -> tuple[list[Answer], lis
     if len(problems) > _MAX_LINE_ERRORS:
         more = len(problems) - _MAX_LINE_ERRORS
         problems = [*problems[:_MAX_LINE_ERRORS], f"and {more} more lines"]
+    if end:
+        answers = [replace(one, completion=one.completion.removesuffix(end)) for one in answers]
     return answers[-limit:], problems
 
 
@@ -247,4 +260,4 @@ def _summary(values: Sequence[float | None]) -> dict[str, Any]:
 
 def answers_file(path: Path) -> Path:
     """The file of answers of a path: of a run folder its samples.jsonl."""
-    return path / "samples.jsonl" if path.is_dir() else path
+    return path / SAMPLES if path.is_dir() else path

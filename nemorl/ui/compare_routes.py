@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 from typing import cast, get_args
+from urllib.parse import unquote
 
 from aiohttp import web
 
@@ -29,7 +30,7 @@ def add_routes(app: web.Application) -> None:
 
 def _runs(request: web.Request) -> dict[str, Path]:
     """The runs that a request names, in their order. Raises UiError."""
-    names = [name for name in dict.fromkeys(request.query.get("runs", "").split(",")) if name]
+    names = [unquote(name) for name in dict.fromkeys(request.query.get("runs", "").split(",")) if name]
     if not names or len(names) > MAX_RUNS:
         fix = "mark them in the list of runs"
         raise UiError(400, f"{len(names)} runs are named, of 1 to {MAX_RUNS}", "runs", fix)

@@ -16,6 +16,7 @@ from nemorl.config.environment import EnvBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of, reward_weights
 from nemorl.config.load import DEFAULTS, examine, read_document
+from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.config.yaml import field_path, is_written, parse_document, parse_value
 from nemorl.errors import ConfigError, NemorlError
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
@@ -238,7 +239,7 @@ def layouts(text: str, file: str, preset: str, devices: int | None) -> Json:
             "idle": choice.idle,
             "recompute": choice.recompute.described,
             "is_current": choice.layout == experiment.policy.layout,
-            "edits": [_layout_edit(choice.layout)],
+            "edits": [_layout_edit(choice.layout, experiment.policy.layout)],
         }
         for choice in found[:_MAX_LAYOUTS]
     ]
@@ -287,8 +288,12 @@ def _planned(text: str, file: str) -> tuple[Experiment, ModelShape]:
         raise ConfigError(file, [problem]) from error
 
 
-def _layout_edit(layout: Any) -> Json:
-    return {"path": ["policy", "layout"], "value": layout.model_dump(mode="json", exclude_defaults=True)}
+def _layout_edit(layout: LayoutConfig, current: LayoutConfig) -> Json:
+    """With the fields that are not the default, or are not now: those may come from another file."""
+    default, now = LayoutConfig().model_dump(mode="json"), current.model_dump(mode="json")
+    fields = layout.model_dump(mode="json").items()
+    value = {name: size for name, size in fields if not size == default[name] == now[name]}
+    return {"path": ["policy", "layout"], "value": value}
 
 
 def _override_edit(override: str) -> Json:
@@ -338,7 +343,7 @@ def recipe_text(name: str) -> str:
 
 def score(text: str, file: str, answers: str, limit: int) -> Json:
     """The rewards of the lines of `answers` (see `read_answers`). Raises ConfigError and NemorlError."""
-    from nemorl.rewards.preview import preview, read_answers
+    from nemorl.rewards.preview import end_token, preview, read_answers
 
     loaded = examine(Path(file), text=text)
     wrong = [p for p in loaded.problems if p.field.partition(".")[0] in ("rewards", "env")]
@@ -347,7 +352,9 @@ def score(text: str, file: str, answers: str, limit: int) -> Json:
     rewards = loaded.sections["rewards"]
     assert isinstance(rewards, tuple)
     env, data, cluster = (loaded.sections.get(name) for name in ("env", "data", "cluster"))
-    found, problems = read_answers(answers, limit)
+    policy = loaded.sections.get("policy")
+    end = end_token(policy.tokenizer.path or policy.model_path) if isinstance(policy, PolicyConfig) else ""
+    found, problems = read_answers(answers, limit, end)
     if not found:
         first = problems[0] if problems else "the text is empty"
         raise NemorlError(f"no answers to score: {first}")

@@ -5,6 +5,7 @@ A signal is sent only to a process that is proven to be the run's driver (`run_s
 """
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -90,7 +91,9 @@ class Control:
             if status.state in LIVING or time.monotonic() > deadline:
                 raise UiError(409, f"the run is {status.state}: process {driver.pid} has not ended", run)
             await asyncio.sleep(POLL_SECONDS)
-        words = [str(RunPaths(folder).config), f"run_dir={folder}", "--resume"]
+        # Quoted: a value on the command line is YAML, in which a name may have a meaning.
+        quoted = json.dumps(str(folder), ensure_ascii=False)
+        words = [str(RunPaths(folder).config), f"run_dir={quoted}", "--resume"]
         return await self._begin(run, folder, words)
 
     async def _check(self, config: Path) -> None:

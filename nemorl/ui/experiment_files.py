@@ -97,6 +97,8 @@ def _yaml_files(folder: Path, depth: int) -> Iterator[Path]:
 def read_text(path: Path, name: str) -> Saved:
     """Raises UiError with the reason."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would never end
+            raise UiError(415, f"{name} is no regular file", name, "choose one of the list")
         if path.stat().st_size > _MAX_BYTES:
             raise UiError(413, f"{name} is larger than {_MAX_BYTES // 2**20} MB: no experiment file", name)
         data = path.read_bytes()

@@ -18,13 +18,15 @@ from .series import Axis, shown_series, step_at
 from .watching import Watcher, marks
 
 WATCHER = web.AppKey("watcher", Watcher)
+ENDING = web.AppKey("ending", asyncio.Event)  # set when the server ends, which waits for open answers
 PERIOD_SECONDS = 0.5  # between two looks at a run's files
 QUIET_SECONDS = 5.0  # after which a state is sent although nothing was written, as stages grow older
 MAX_PIXELS = 4000
 
 
 def add_routes(app: web.Application) -> None:
-    app[WATCHER] = Watcher()
+    app[WATCHER], app[ENDING] = Watcher(), asyncio.Event()
+    app.on_shutdown.append(_end)
     app.router.add_get("/api/watch/state", _state)
     app.router.add_get("/api/watch/follow", _follow)
     app.router.add_get("/api/watch/series", _series)
@@ -32,6 +34,10 @@ def add_routes(app: web.Application) -> None:
     app.router.add_get("/api/watch/lanes", _lanes)
     app.router.add_get("/api/watch/logs", _logs)
     app.router.add_get("/api/watch/timeline", _timeline)
+
+
+async def _end(app: web.Application) -> None:
+    app[ENDING].set()
 
 
 def query_number(request: web.Request, name: str, default: float | None = None) -> float | None:
@@ -57,15 +63,16 @@ async def _follow(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse()
     response.content_type = "text/event-stream"
     await response.prepare(request)
-    seen, waited = None, 0.0
+    seen, waited, ending = None, 0.0, request.app[ENDING]
     with suppress(ConnectionResetError):
-        while True:
+        while not ending.is_set():
             mark = await asyncio.to_thread(marks, folder)
             if mark != seen or waited >= QUIET_SECONDS:
                 seen, waited = mark, 0.0
                 state = await asyncio.to_thread(request.app[WATCHER].state, name, folder)
                 await response.write(f"data: {to_json(state)}\n\n".encode())
-            await asyncio.sleep(PERIOD_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ending.wait(), PERIOD_SECONDS)
             waited += PERIOD_SECONDS
     return response
 

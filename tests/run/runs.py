@@ -110,8 +110,8 @@ def timeless(metrics: StepMetrics) -> dict[str, float]:
     """What must be the same in a run that was interrupted and in one that was not.
 
     The gap between engine and trainer is rounding, which depends on the requests that the engine happened to
-    batch together: it has a limit of its own. It is measured before an update by the first batch of each start,
-    whose logprobs are counted.
+    batch together: it has a limit of its own. The first batch of each start measures it before an update, and
+    counts the operations for it.
     """
     left_out = ("logprob_gap/", "models/restarts", "flops/logprobs")
     return {k: v for k, v in without_clocks(metrics.values).items() if not k.startswith(left_out)}

@@ -2,7 +2,7 @@
 
 import { html, render, signal, useEffect } from "./lib/preact.js";
 import { server } from "./lib/server.js";
-import { address, followLink, view } from "./lib/view.js";
+import { address, followLink, joinNames, splitNames, view } from "./lib/view.js";
 import { Loading, Problem } from "./lib/widgets.js";
 
 const SCREENS = { runs: "Runs", compose: "Compose", watch: "Watch", read: "Read", compare: "Compare" };
@@ -37,8 +37,8 @@ function showTheme() {
 
 function Bar() {
   const { screen, params } = view.value;
-  const run = params.run || (params.runs || "").split(",")[0];
-  const of = { watch: { run }, read: { run }, compare: { runs: params.runs || run }, compose: { file: params.file } };
+  const run = params.run || splitNames(params.runs)[0];
+  const of = { watch: { run }, read: { run }, compare: { runs: params.runs || joinNames(run ? [run] : []) }, compose: { file: params.file } };
   const next = THEMES[(THEMES.indexOf(theme.value) + 1) % THEMES.length];
   return html`<header class="bar" onClick=${followLink}>
     <a class="skip" href="#main">To the content</a>
@@ -55,7 +55,7 @@ function Bar() {
       )}
     </nav>
     <span class="grow"></span>
-    ${server.value && html`<span class="muted root" title=${server.value.root}>${server.value.root}</span>`}
+    ${server.value && html`<span class="muted root" title=${server.value.root}><bdi>${server.value.root}</bdi></span>`}
     ${server.value?.read_only && html`<span class="tag">read only</span>`}
     <button class="quiet" onClick=${() => setTheme(next)} title="Change the theme">${theme.value}</button>
   </header>`;

@@ -9,7 +9,8 @@ export const PALETTE = ["#3b82d6", "#e07b39", "#3a9d5d", "#b5549c", "#8a6fd1", "
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function axes(xLabel, log) {
-  const [stroke, grid] = [style("--muted"), { stroke: style("--line"), width: 1 }];
+  // Functions: a theme that changes draws the chart again.
+  const [stroke, grid] = [() => style("--muted"), { stroke: () => style("--line"), width: 1 }];
   const axis = { stroke, grid, ticks: { ...grid, size: 4 }, font: "11px system-ui" };
   const small = (_, values) => values.map((value) => (value === null ? "" : number(value, 3)));
   return [

@@ -111,6 +111,7 @@ export function Editor({ value, onChange, language = "yaml", marks = [], goto, l
     const { doc } = view.current.state;
     const found = marks.map(({ line, message, severity = "error" }) => {
       const at = doc.line(Math.max(1, Math.min(line || 1, doc.lines)));
+      if (!at.length) return { from: Math.max(0, at.from - 1), to: at.to, severity, message }; // with the line break
       return { from: at.from + (/^\s*/.exec(at.text)[0].length % (at.length + 1)), to: at.to, severity, message };
     });
     view.current.dispatch(setDiagnostics(view.current.state, found));

@@ -60,7 +60,9 @@ export function Grid({ count, columns, rowAt, at, onMove, onOpen, sort, onSort, 
   const start = Math.max(0, Math.min(first, last));
 
   useEffect(() => {
-    const watch = new ResizeObserver(() => setVisible(Math.max(1, Math.floor(box.current.clientHeight / HEIGHT) - 1)));
+    const watch = new ResizeObserver(() => {
+      if (box.current) setVisible(Math.max(1, Math.floor(box.current.clientHeight / HEIGHT) - 1));
+    });
     watch.observe(box.current);
     return () => watch.disconnect();
   }, []);

@@ -13,6 +13,10 @@ addEventListener("popstate", () => {
   view.value = read();
 });
 
+// Names in one parameter.
+export const joinNames = (names) => names.map(encodeURIComponent).join(",");
+export const splitNames = (text) => (text || "").split(",").filter(Boolean).map(decodeURIComponent);
+
 export function address(screen, params = {}) {
   const given = Object.entries(params).filter(([, value]) => value !== null && value !== undefined && value !== "");
   const query = new URLSearchParams(given).toString();

@@ -104,6 +104,7 @@ export function Virtual({ count, height, row, className, label, top = 0, onTop, 
   const box = useRef(null);
   const [window, setWindow] = useState([0, 40]);
   const measure = () => {
+    if (!box.current) return; // an event after the last
     const first = Math.max(0, Math.floor(box.current.scrollTop / height) - 5);
     setWindow([first, first + Math.ceil(box.current.clientHeight / height) + 10]);
     onTop?.(Math.floor(box.current.scrollTop / height));

@@ -3,7 +3,7 @@
 import { html, useEffect, useMemo, useState } from "../lib/preact.js";
 import { arrays, get } from "../lib/api.js";
 import { Lines, PALETTE } from "../lib/chart.js";
-import { address, change, view } from "../lib/view.js";
+import { address, change, joinNames, splitNames, view } from "../lib/view.js";
 import { visible } from "../lib/visible.js";
 import { Empty, Loading, Problem, Table, Tabs, number, useLoaded } from "../lib/widgets.js";
 
@@ -21,7 +21,7 @@ const short = (runs) => {
 };
 
 function Chart({ runs, names, metric, axis, smoothing, onRemove }) {
-  const [found, error] = useLoaded((signal) => arrays("/api/compare/curves", { runs: runs.join(","), metric, axis, smoothing }, signal), [runs.join(), metric, axis, smoothing]);
+  const [found, error] = useLoaded((signal) => arrays("/api/compare/curves", { runs: joinNames(runs), metric, axis, smoothing }, signal), [runs.join(), metric, axis, smoothing]);
   const series = useMemo(() => {
     const made = [];
     const axisOf = (x) => (axis === "time" ? x.map((seconds) => seconds / 3600) : x);
@@ -50,7 +50,7 @@ function Chart({ runs, names, metric, axis, smoothing, onRemove }) {
 
 function Curves({ runs, names }) {
   const { params } = view.value;
-  const [found, error] = useLoaded((signal) => get("/api/compare/metrics", { runs: runs.join(",") }, signal), [runs.join()]);
+  const [found, error] = useLoaded((signal) => get("/api/compare/metrics", { runs: joinNames(runs) }, signal), [runs.join()]);
   const [draft, setDraft] = useState("");
   if (error) return html`<${Problem} error=${error} />`;
   if (!found) return html`<${Loading} />`;
@@ -96,7 +96,7 @@ function Curves({ runs, names }) {
 
 function Configs({ runs, names }) {
   const { params } = view.value;
-  const [found, error] = useLoaded((signal) => get("/api/compare/configs", { runs: runs.join(",") }, signal), [runs.join()]);
+  const [found, error] = useLoaded((signal) => get("/api/compare/configs", { runs: joinNames(runs) }, signal), [runs.join()]);
   if (error) return html`<${Problem} error=${error} />`;
   if (!found) return html`<${Loading} />`;
   const text = params.field || "";
@@ -148,7 +148,7 @@ function SideBySide({ names, query }) {
             ${side.map(
               ({ row, text, problem }) =>
                 html`<article class="panel answer">
-                  <a href=${address("read", { run: query.runs.split(",")[at], at: `${row.step}/${row.group}/${row.sample}`, phase: row.phase === "training" ? null : row.phase, set: row.validation_set })}>step ${row.step} · sample ${row.sample}</a>
+                  <a href=${address("read", { run: splitNames(query.runs)[at], at: `${row.step}/${row.group}/${row.sample}`, phase: row.phase === "training" ? null : row.phase, set: row.validation_set })}>step ${row.step} · sample ${row.sample}</a>
                   <b> ${number(row.reward)}</b> <span class="muted">${row.stop} · ${number(row.sampled)} tokens</span>
                   ${text === null ? html`<p class="muted">${problem}</p>` : html`<pre dir="auto">${visible(text)}</pre>`}
                 </article>`,
@@ -218,7 +218,7 @@ const SCREENS = { curves: [Curves, "Curves"], configs: [Configs, "Configuration"
 
 export default function Compare() {
   const { params } = view.value;
-  const runs = [...new Set((params.runs || "").split(",").filter(Boolean))];
+  const runs = [...new Set(splitNames(params.runs))];
   if (!runs.length) return html`<main><${Empty}>Mark two to ten runs in <a href="/runs">Runs</a>.<//></main>`;
   const names = short(runs);
   const tab = params.tab in SCREENS ? params.tab : "curves";
@@ -230,9 +230,9 @@ export default function Compare() {
       ${runs.map(
         (run, at) =>
           html`<span class="tag run"><i class="dot" style=${{ background: color(at) }}></i> <a href=${address("watch", { run })} title=${run}>${names[at]}</a>
-            <button class="quiet" aria-label=${`Remove ${run}`} onClick=${() => change({ runs: runs.filter((each) => each !== run).join(",") })}>✕</button></span>`,
+            <button class="quiet" aria-label=${`Remove ${run}`} onClick=${() => change({ runs: joinNames(runs.filter((each) => each !== run)) })}>✕</button></span>`,
       )}
-      <a href=${address("runs", { runs: runs.join(",") })}>Choose others</a>
+      <a href=${address("runs", { runs: joinNames(runs) })}>Choose others</a>
     </div>
     <${Tabs} label="What is compared" of=${Object.fromEntries(Object.entries(SCREENS).map(([key, [, title]]) => [key, title]))} at=${tab} onChange=${(next) => change({ tab: next })} />
     ${lonely ? html`<${Empty}>Choose at least two runs.<//>` : html`<${Screen} runs=${runs} names=${names} />`}

@@ -57,7 +57,7 @@ function Start({ facts, files, error }) {
 }
 
 // [check, problem, busy] of a text, after a pause; the last good form stays while a text is broken.
-function useCheck(text, file, preset) {
+function useCheck(text, file, preset, round) {
   const [state, setState] = useState([null, null, false]);
   const form = useRef(null);
   useEffect(() => {
@@ -81,7 +81,7 @@ function useCheck(text, file, preset) {
       clearTimeout(timer);
       control.abort();
     };
-  }, [text, file, preset]);
+  }, [text, file, preset, round]);
   return state;
 }
 
@@ -123,6 +123,7 @@ function Composer({ facts, readOnly }) {
   const [conflict, setConflict] = useState(null);
   const [line, setLine] = useState(null);
   const [busy, setBusy] = useState("");
+  const [round, setRound] = useState(0); // of checks: files of functions that were saved
   const latest = useRef("");
   const queue = useRef(Promise.resolve());
   const put = (changed) => {
@@ -158,7 +159,7 @@ function Composer({ facts, readOnly }) {
     if (text !== null) keep(`${file}|${recipe || ""}`, { text, version, saved });
   }, [text, version, saved]);
 
-  const [check, failure, checking] = useCheck(text, name, preset);
+  const [check, failure, checking] = useCheck(text, name, preset, round);
   const problems = useMemo(() => {
     const found = new Map();
     for (const one of check?.report.problems || []) found.set(one.field, [...(found.get(one.field) || []), one]);
@@ -262,7 +263,7 @@ function Composer({ facts, readOnly }) {
             <${Picture} picture=${check?.picture} onSection=${(section) => change({ tab: null, find: section })} />
             ${check?.picture && !broken && html`<${Layouts} text=${check.text} file=${name} preset=${preset} world=${policy?.devices} canRank=${["1x80", "8x80", "8x141"].includes(preset)} onEdit=${edit} />`}
           </div>`}
-        ${tab === "rewards" && html`<${Rewards} node=${check?.form?.find((node) => node.name === "rewards")} facts=${facts} text=${text} file=${name} onEdit=${edit} readOnly=${readOnly} />`}
+        ${tab === "rewards" && html`<${Rewards} node=${check?.form?.find((node) => node.name === "rewards")} facts=${facts} text=${text} file=${name} onEdit=${edit} onSaved=${() => setRound((n) => n + 1)} readOnly=${readOnly} />`}
       </section>
       <section class="source" aria-label="YAML">
         <${Editor} value=${text} onChange=${put} marks=${marks} goto=${line} label="Experiment file" />

@@ -4,7 +4,7 @@ import { html, useEffect, useMemo, useState } from "../lib/preact.js";
 import { get } from "../lib/api.js";
 import { Histogram } from "../lib/chart.js";
 import { Grid, usePages } from "../lib/grid.js";
-import { change, view } from "../lib/view.js";
+import { change, go, view } from "../lib/view.js";
 import { visible } from "../lib/visible.js";
 import { Empty, Loading, Problem, number, seconds, useLoaded } from "../lib/widgets.js";
 import { Trajectory } from "./trajectory.js";
@@ -267,7 +267,7 @@ function TableOf({ run, table, filter, rows }) {
   const open = (n) => {
     setAt(n);
     const row = rowAt(n);
-    if (row) change(opened(row));
+    if (row) go("read", { ...view.value.params, ...opened(row) });
   };
   const move = (n) => {
     setAt(n);

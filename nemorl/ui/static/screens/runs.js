@@ -2,7 +2,7 @@
 
 import { html, useEffect, useMemo, useState } from "../lib/preact.js";
 import { get } from "../lib/api.js";
-import { address, change, go, view } from "../lib/view.js";
+import { address, change, go, joinNames, splitNames, view } from "../lib/view.js";
 import { Empty, Loading, Problem, Table, number, seconds } from "../lib/widgets.js";
 
 const PERIOD = 3000; // milliseconds between two looks
@@ -70,12 +70,12 @@ const matches = (run, text) =>
 export default function Runs() {
   const [runs, error] = useRuns();
   const { params } = view.value;
-  const marked = (params.runs || "").split(",").filter(Boolean);
+  const marked = splitNames(params.runs);
   const text = params.find || "";
   const shown = useMemo(() => (runs || []).filter((run) => matches(run, text)), [runs, text]);
   const mark = (run) => {
     const next = marked.includes(run) ? marked.filter((each) => each !== run) : [...marked, run];
-    change({ runs: next.join(",") });
+    change({ runs: joinNames(next) });
   };
   if (!runs && !error) return html`<${Loading} />`;
   return html`<main>
@@ -87,7 +87,7 @@ export default function Runs() {
       </label>
       <span class="muted" role="status">${shown.length === (runs || []).length ? "" : `${shown.length} of `}${(runs || []).length}</span>
       <span class="grow"></span>
-      <button disabled=${marked.length < 2} onClick=${() => go("compare", { runs: marked.join(",") })}>
+      <button disabled=${marked.length < 2} onClick=${() => go("compare", { runs: joinNames(marked) })}>
         Compare ${marked.length || ""}
       </button>
     </div>

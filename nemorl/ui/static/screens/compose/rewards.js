@@ -45,7 +45,7 @@ function AddReward({ facts, onEdit }) {
 }
 
 // An editor with the signature pre-filled, saved as a file of the user's.
-function OwnReward({ facts, onEdit }) {
+function OwnReward({ facts, onEdit, onSaved }) {
   const [file, setFile] = useState("my_rewards.py");
   const [signature, setSignature] = useState("trl");
   const [text, setText] = useState("");
@@ -73,6 +73,7 @@ function OwnReward({ facts, onEdit }) {
       const saved = await post("/api/compose/reward", { file, text, version });
       setVersion(saved.version);
       setError(null);
+      onSaved();
       const edits = saved.functions.map((name) => ({ path: ["rewards"], value: { function: name }, append: true }));
       setSaid(`Saved. Functions: ${saved.functions.join(", ")}`);
       return edits;
@@ -233,7 +234,7 @@ function Preview({ text, file, weights }) {
   </section>`;
 }
 
-export function Rewards({ node, facts, text, file, onEdit, readOnly }) {
+export function Rewards({ node, facts, text, file, onEdit, onSaved, readOnly }) {
   const [moved, setMoved] = useState({});
   useEffect(() => setMoved({}), [node]);
   const items = node?.items || [];
@@ -245,7 +246,7 @@ export function Rewards({ node, facts, text, file, onEdit, readOnly }) {
       onWeigh=${(name, value) => setMoved({ ...moved, [name]: value })} />`)}
     ${!items.length && html`<p class="muted">No reward yet: the environment's own alone counts.</p>`}
     <${AddReward} facts=${facts} onEdit=${onEdit} />
-    ${!readOnly && html`<${OwnReward} facts=${facts} onEdit=${onEdit} />`}
+    ${!readOnly && html`<${OwnReward} facts=${facts} onEdit=${onEdit} onSaved=${onSaved} />`}
     <${Preview} text=${text} file=${file} weights=${weights} />
   </div>`;
 }
