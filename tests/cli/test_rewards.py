@@ -56,12 +56,15 @@ def test_samples_of_a_run_have_recorded_rewards(nemorl: Nemorl, tmp_path: Path) 
         "step": 1,
         "task": 7,
         "prompt": "1+1=",
-        "completion": "2",
+        "completion": "2<end>",  # samples show the end token, which rewards are not given
         "answer": "2",
         "rewards": {"math": 1.0},
     }
     write(tmp_path, f"{json.dumps(line)}\nno JSON\n", "run/samples.jsonl")
     file = write(tmp_path, GRPO.replace("algorithm:", "env: {name: math}\nalgorithm:"))
+    write(
+        tmp_path, json.dumps({"eos_token": {"content": "<end>"}}), "models/arithmetic/tokenizer_config.json"
+    )
 
     outcome = nemorl("rewards", "try", file, "--samples", tmp_path / "run", "--json")
 

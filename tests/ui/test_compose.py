@@ -8,6 +8,7 @@ import pytest
 
 from nemorl.cli import main
 from nemorl.config import shipped
+from nemorl.config.policy import LayoutConfig
 from nemorl.config.yaml import parse_document
 from nemorl.ui import compose
 from nemorl.ui.yaml_edit import edit, set_value
@@ -104,6 +105,15 @@ def test_layouts_are_those_of_the_planner_and_can_be_set(capsys: pytest.CaptureF
     assert [row["is_current"] for row in again["rows"]].index(True) == 0
     suggested = compose.suggestions(text, file, "8x80", 8)["rows"][0]
     assert parse_document(edit(text, suggested["edits"]), "x").tree["generation"]["replicas"] >= 1  # type: ignore[index]
+
+
+def test_a_layout_replaces_all_of_an_inherited_one(tmp_path: Path) -> None:
+    """PP2 over an inherited TP2 is no TP2 PP2."""
+    inherited, chosen = LayoutConfig(tensor_parallel_size=2), LayoutConfig(pipeline_parallel_size=2)
+    change = compose._layout_edit(chosen, inherited)
+    assert change["value"] == {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    assert compose._layout_edit(chosen, chosen)["value"] == {"pipeline_parallel_size": 2}
+    assert compose._layout_edit(LayoutConfig(), LayoutConfig())["value"] == {}
 
 
 def test_an_item_of_an_inherited_list_becomes_an_own_list(tmp_path: Path) -> None:

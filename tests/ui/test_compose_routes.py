@@ -43,6 +43,13 @@ def post(root: Path, *requests: tuple[str, dict[str, Any]], **options: Any) -> l
     return asked(root, work, **options)
 
 
+def test_a_pipe_is_no_file(tmp_path):
+    """It would never end."""
+    os.mkfifo(tmp_path / "pipe.yaml")
+    status, body = get(tmp_path, "/api/compose/file", file="pipe.yaml")
+    assert (status, body["error"]) == (415, "pipe.yaml is no regular file")
+
+
 @pytest.mark.ci
 def test_check_layouts_and_scores_of_a_text(folder: Path) -> None:
     text = (folder / "x.yaml").read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from nemorl.config.yaml import parse_value
 from nemorl.observe.metrics import read_metrics
 from nemorl.observe.run_folder import RunPaths, read_header
 from nemorl.ui.control import OUTPUT
@@ -87,6 +88,29 @@ def test_a_config_that_check_refuses_starts_nothing(tmp_path):
     assert "num_stepz" in body["error"]
     assert "num_steps" in body["error"]
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_whose_name_has_marks_of_yaml_is_resumed_in_its_folder(tmp_path, monkeypatch):
+    """The command that is started, read as the command line reads it."""
+    name = "my run ü #1 100% 'q': {a"
+    folder, commands = make_run(tmp_path / name, end={"outcome": "stopped", "error": ""}), []
+
+    class Ended:
+        pid, returncode = 1, 1
+
+        def poll(self) -> int:
+            return self.returncode
+
+    def popen(command: list[str], **_: Any) -> Ended:
+        commands.append(command)
+        return Ended()
+
+    monkeypatch.setattr("nemorl.ui.control.subprocess.Popen", popen)
+    assert post(tmp_path, "/api/control/resume", run=name, id="1")[0] == 422  # it has ended at once
+    ((*_, config, override, resume),) = commands
+    field, _, text = override.partition("=")
+    assert (config, field, resume) == (str(folder / "config.yaml"), "run_dir", "--resume")
+    assert parse_value(text, "run_dir", ("run_dir",)) == str(folder)
 
 
 def test_a_job_is_cancelled_only_if_there_is_one(tmp_path):
