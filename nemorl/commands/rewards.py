@@ -41,8 +41,7 @@ def _try(arguments: Namespace) -> int:
 
     experiment = load_experiment(arguments.config, arguments.overrides)
     file = answers_file(arguments.samples)
-    tokenizer = experiment.policy.tokenizer.path or experiment.policy.model_path
-    end = end_token(tokenizer) if file.name == SAMPLES else ""
+    end = end_token(experiment.policy.tokenizer_folder) if file.name == SAMPLES else ""
     try:
         answers, problems = read_answers(file.read_text(encoding="utf-8"), arguments.limit, end)
     except (OSError, UnicodeDecodeError) as error:

@@ -560,6 +560,10 @@ class PolicyConfig(Config):
     """Traces of these steps, written into `profiles/` of the run folder; null records none."""
 
     @property
+    def tokenizer_folder(self) -> Path:
+        return self.tokenizer.path or self.model_path
+
+    @property
     def engine_quantization(self) -> QuantizationConfig | None:
         """What engines quantize; None where they receive weights in a type that they compute with."""
         trained = self.trained_quantization

@@ -167,7 +167,7 @@ def load_tokenizer(policy: PolicyConfig) -> Tokenizer:
     # Not AutoTokenizer: its import takes two seconds more, and it may rebuild what tokenizer.json says.
     from transformers import PreTrainedTokenizerFast
 
-    folder = policy.tokenizer.path or policy.model_path
+    folder = policy.tokenizer_folder
     if not (folder / "tokenizer.json").is_file():
         raise TokenizerError(f"{folder} holds no tokenizer.json")
     try:

@@ -400,7 +400,7 @@ def head_problems(model: Path) -> Problems:
 
 def tokenizer_problems(experiment: Experiment, section: str, model: Path) -> Problems:
     """A model of other tokens than the policy's would read other texts; added (special) tokens may differ."""
-    policy = experiment.policy.tokenizer.path or experiment.policy.model_path
+    policy = experiment.policy.tokenizer_folder
     of_policy, added_here = _tokens(policy / "tokenizer.json")
     of_model, added_there = _tokens(model / "tokenizer.json")
     compared = sorted((of_policy.keys() & of_model) - (added_here & added_there))

@@ -64,7 +64,7 @@ class SampledBy:
     @classmethod
     def of(cls, experiment: Experiment) -> "SampledBy":
         policy = experiment.policy
-        tokenizer = ((policy.tokenizer.path or policy.model_path) / "tokenizer.json").read_bytes()
+        tokenizer = (policy.tokenizer_folder / "tokenizer.json").read_bytes()
         weights = reward_weights(experiment.env, experiment.rewards)
         temperature = experiment.generation.sampling.temperature
         data = experiment.data.train.model_dump(mode="json")

@@ -455,7 +455,7 @@ class Starter:
         if is_policy and not experiment.generation.has_engines:
             target = "nemorl.generation.megatron_engine:SamplingPolicyWorker"
             shared["generation"] = experiment.generation
-            shared["tokenizer_path"] = (spec.config.tokenizer.path or spec.config.model_path).absolute()
+            shared["tokenizer_path"] = spec.config.tokenizer_folder.absolute()
         if is_policy and algorithm.generates and spec.config.samples_by_input_scales:
             prompts = await asyncio.to_thread(calibration_prompts, experiment.data, spec.config)
             shared["calibration_prompts"] = prompts
@@ -471,7 +471,7 @@ class Starter:
         threads = self.placement.threads(config.threads, "generation")
         options = EngineOptions(
             model_path=policy.model_path.absolute(),
-            tokenizer_path=(policy.tokenizer.path or policy.model_path).absolute(),
+            tokenizer_path=policy.tokenizer_folder.absolute(),
             max_sequence_length=policy.max_sequence_length,
             device="cuda" if self._on_gpus else "cpu",
             precision=policy.precision,

@@ -23,8 +23,9 @@ from .access import (
     require_token,
     same_site_only,
 )
-from .context import FOLDERS, READ_ONLY
+from .context import FOLDERS, METRICS, READ_ONLY
 from .folders import Folders
+from .series import MetricsFiles
 
 SCREENS = ("runs", "compose", "watch", "read", "compare")
 STATIC = Path(str(files("nemorl.ui"))) / "static"
@@ -35,7 +36,7 @@ def application(folders: Folders, token: str, *, read_only: bool = False) -> web
     """Every path below /api/ requires `Authorization: Bearer <token>`."""
     guards: list[Any] = [errors_as_json, same_site_only, require_token(token)]
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=guards)
-    app[FOLDERS], app[READ_ONLY] = folders, read_only
+    app[FOLDERS], app[METRICS], app[READ_ONLY] = folders, MetricsFiles(), read_only
     app.on_response_prepare.append(add_headers)
     for screen in ("", *SCREENS):
         app.router.add_get(f"/{screen}", _page)

@@ -35,8 +35,8 @@ class MetricNames:
 class Curves:
     """Metrics of runs as lines. The files are read further as they grow."""
 
-    def __init__(self) -> None:
-        self._files = MetricsFiles()
+    def __init__(self, files: MetricsFiles) -> None:
+        self._files = files
 
     def names(self, runs: Mapping[str, Path]) -> MetricNames:
         found: Counter[str] = Counter()

@@ -2,25 +2,22 @@
 
 import asyncio
 from pathlib import Path
-from typing import cast, get_args
 from urllib.parse import unquote
 
 from aiohttp import web
 
 from .answers import arrays_answer, json_answer
 from .compare import MAX_RUNS, Curves, config_differences, pair_tasks, same_data
-from .context import FOLDERS
+from .context import FOLDERS, METRICS, axis_of, integer, number
 from .errors import UiError
-from .read_routes import MAX_ANSWERS, TABLES, TOKENIZERS, integer
+from .read_routes import MAX_ANSWERS, TABLES, TOKENIZERS
 from .search import answers
-from .series import Axis
-from .watch_routes import query_number
 
 CURVES = web.AppKey("curves", Curves)
 
 
 def add_routes(app: web.Application) -> None:
-    app[CURVES] = Curves()
+    app[CURVES] = Curves(app[METRICS])
     app.router.add_get("/api/compare/metrics", _metrics)
     app.router.add_get("/api/compare/curves", _curves)
     app.router.add_get("/api/compare/configs", _configs)
@@ -53,14 +50,12 @@ async def _metrics(request: web.Request) -> web.Response:
 async def _curves(request: web.Request) -> web.Response:
     """A metric in the runs that have it, as `Curves.of` gives it."""
     curves, runs, metric = request.app[CURVES], _runs(request), request.query.get("metric", "")
-    axis, smoothing = request.query.get("axis", "step"), query_number(request, "smoothing", 0.0) or 0.0
-    if axis not in get_args(Axis):
-        raise UiError(400, f"axis={axis!r} is none", "axis", f"choose one of {', '.join(get_args(Axis))}")
+    axis, smoothing = axis_of(request), number(request, "smoothing") or 0.0
     if not 0 <= smoothing < 1:
         raise UiError(400, f"smoothing={smoothing:g} is not in [0, 1)", "smoothing")
 
     def ask() -> web.Response:
-        return arrays_answer(*curves.of(runs, metric, cast(Axis, axis), smoothing))
+        return arrays_answer(*curves.of(runs, metric, axis, smoothing))
 
     return await asyncio.to_thread(ask)
 

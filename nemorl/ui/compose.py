@@ -353,7 +353,7 @@ def score(text: str, file: str, answers: str, limit: int) -> Json:
     assert isinstance(rewards, tuple)
     env, data, cluster = (loaded.sections.get(name) for name in ("env", "data", "cluster"))
     policy = loaded.sections.get("policy")
-    end = end_token(policy.tokenizer.path or policy.model_path) if isinstance(policy, PolicyConfig) else ""
+    end = end_token(policy.tokenizer_folder) if isinstance(policy, PolicyConfig) else ""
     found, problems = read_answers(answers, limit, end)
     if not found:
         first = problems[0] if problems else "the text is empty"

@@ -21,8 +21,7 @@ from nemorl.rewards.functions import BUILT_IN
 from . import compose
 from .answers import json_answer
 from .children import Child, ChildError, call_once
-from .context import FOLDERS, READ_ONLY
-from .control_routes import body_of
+from .context import FOLDERS, READ_ONLY, body_of
 from .errors import UiError
 from .experiment_files import (
     list_experiments,

@@ -1,12 +1,11 @@
 """Routes that start, stop and resume runs. With `--read-only` there are none."""
 
 import asyncio
-from typing import Any
 
 from aiohttp import web
 
 from .answers import json_answer
-from .context import FOLDERS, READ_ONLY
+from .context import FOLDERS, READ_ONLY, body_of
 from .control import Control, cancel_job, stop
 from .errors import UiError
 
@@ -21,17 +20,6 @@ def add_routes(app: web.Application) -> None:
     app.router.add_post("/api/control/stop", _stop)
     app.router.add_post("/api/control/resume", _resume)
     app.router.add_post("/api/control/cancel", _cancel)
-
-
-async def body_of(request: web.Request) -> dict[str, Any]:
-    """The JSON object of a request. Raises UiError for other bodies."""
-    try:
-        body = await request.json()
-    except ValueError:
-        raise UiError(400, "the request is not JSON") from None
-    if not isinstance(body, dict):
-        raise UiError(400, "the request is no JSON object")
-    return body
 
 
 async def _start(request: web.Request) -> web.Response:

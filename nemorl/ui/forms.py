@@ -18,7 +18,7 @@ from nemorl.config.base import Config, FieldLevel
 from nemorl.config.experiment import Experiment, derived_fields
 from nemorl.config.load import Loaded
 from nemorl.config.schema import help_text, highest, level_of, names, tag, type_text, variants
-from nemorl.config.yaml import FieldPath, Tree, dotted
+from nemorl.config.yaml import FieldPath, Tree, dotted, is_written
 
 Node = dict[str, Any]
 _KINDS: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "text", Path: "path"}
@@ -37,14 +37,14 @@ class _Source:
 
     def origin(self, path: FieldPath, *, is_default: bool) -> str:
         """`file:line`, `default`, or what else decides."""
-        if path in self.origins and _given(self.tree, path):
+        if path in self.origins and is_written(self.tree, path):
             return self.origins[path]
         if dotted(path) in self.derived:
             return self.derived[dotted(path)]
         return "default" if is_default or path[0] != "algorithm" else f"preset {self.preset}"
 
     def is_own(self, path: FieldPath) -> bool:
-        return _given(self.own, path)
+        return is_written(self.own, path)
 
 
 def form(loaded: Loaded, own: Tree) -> list[Node]:
@@ -176,7 +176,7 @@ def _variants(below: tuple[type[Config], ...]) -> list[Node]:
 def _field(about: Node, field: FieldInfo, written: Any, value: Any, source: _Source) -> Node:
     path = tuple(about["path"])
     default = None if field.is_required() else field.get_default(call_default_factory=True)
-    if not _given(source.tree, path) and value is None:
+    if not is_written(source.tree, path) and value is None:
         value = default
     plain = to_jsonable_python(value if written is None or value is not None else written, fallback=str)
     return {
@@ -219,15 +219,6 @@ def _limits(field: FieldInfo) -> Node:
             if (bound := getattr(constraint, name, None)) is not None:
                 found[key] = bound
     return found
-
-
-def _given(tree: Any, path: FieldPath) -> bool:
-    for step in path:
-        try:
-            tree = tree[step]
-        except (LookupError, TypeError):
-            return False
-    return True
 
 
 def walk(nodes: list[Node]) -> Iterator[Node]:

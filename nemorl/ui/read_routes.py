@@ -8,7 +8,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from .answers import arrays_answer, json_answer
-from .context import FOLDERS
+from .context import integer, run_of
 from .errors import UiError
 from .search import answers, search
 from .tokens import Tokenizers, TrajectoryView, view_trajectory
@@ -32,22 +32,9 @@ def add_routes(app: web.Application) -> None:
     app.router.add_get("/api/read/search", _search)
 
 
-def integer(request: web.Request, name: str, default: int | None = None) -> int:
-    """A parameter of a request. Raises UiError."""
-    text = request.query.get(name, "")
-    try:
-        if not text and default is not None:
-            return default
-        if len(text) > 18:
-            raise ValueError
-        return int(text)
-    except ValueError:
-        raise UiError(400, f"{name} = {text!r} is no integer", name) from None
-
-
 async def _of_table(request: web.Request, ask: Callable[[Path, TrajectoryTable], T]) -> T:
     """Ask the table of the run that a request names, in a thread."""
-    run = request.app[FOLDERS].run(request.query.get("run", ""))
+    run = run_of(request)
     rows = integer(request, "rows") if "rows" in request.query else None
     tables = request.app[TABLES]
     return await asyncio.to_thread(lambda: ask(run, tables.open(run, rows)))
@@ -88,7 +75,7 @@ async def _table(request: web.Request) -> web.Response:
 
 async def _rows(request: web.Request) -> web.Response:
     """The number of rows that the run has now."""
-    run = request.app[FOLDERS].run(request.query.get("run", ""))
+    run = run_of(request)
     return json_answer({"rows": await asyncio.to_thread(request.app[TABLES].count, run)})
 
 

@@ -3,18 +3,17 @@
 import asyncio
 import json
 from contextlib import suppress
-from typing import get_args
 
 from aiohttp import web
 
 from nemorl.observe.run_folder import RunPaths
 
 from .answers import arrays_answer, json_answer, to_json
-from .context import FOLDERS
+from .context import METRICS, axis_of, number, run_of
 from .errors import UiError
 from .lanes import lanes
 from .logs import read_logs
-from .series import Axis, shown_series, step_at
+from .series import shown_series, step_at
 from .watching import Watcher, marks
 
 WATCHER = web.AppKey("watcher", Watcher)
@@ -25,7 +24,7 @@ MAX_PIXELS = 4000
 
 
 def add_routes(app: web.Application) -> None:
-    app[WATCHER], app[ENDING] = Watcher(), asyncio.Event()
+    app[WATCHER], app[ENDING] = Watcher(app[METRICS]), asyncio.Event()
     app.on_shutdown.append(_end)
     app.router.add_get("/api/watch/state", _state)
     app.router.add_get("/api/watch/follow", _follow)
@@ -40,26 +39,14 @@ async def _end(app: web.Application) -> None:
     app[ENDING].set()
 
 
-def query_number(request: web.Request, name: str, default: float | None = None) -> float | None:
-    """A number of the address. Raises UiError for other text."""
-    text = request.query.get(name)
-    if text is None:
-        return default
-    with suppress(ValueError):
-        return float(text)
-    raise UiError(400, f"{name}={text!r} is no number", name)
-
-
 async def _state(request: web.Request) -> web.Response:
-    name = request.query.get("run", "")
-    folder = request.app[FOLDERS].run(name)
+    name, folder = request.query.get("run", ""), run_of(request)
     return json_answer(await asyncio.to_thread(request.app[WATCHER].state, name, folder))
 
 
 async def _follow(request: web.Request) -> web.StreamResponse:
     """The state as server-sent events: at once, and whenever the run writes."""
-    name = request.query.get("run", "")
-    folder = request.app[FOLDERS].run(name)
+    name, folder = request.query.get("run", ""), run_of(request)
     response = web.StreamResponse()
     response.content_type = "text/event-stream"
     await response.prepare(request)
@@ -79,16 +66,16 @@ async def _follow(request: web.Request) -> web.StreamResponse:
 
 async def _series(request: web.Request) -> web.Response:
     """Columns of metrics: `names` is a JSON list of them."""
-    folder = request.app[FOLDERS].run(request.query.get("run", ""))
-    axis = _axis(request)
+    folder = run_of(request)
+    axis = axis_of(request)
     try:
         names = [str(name) for name in json.loads(request.query.get("names", "[]"))]
     except (ValueError, TypeError):
         raise UiError(400, "names is no list of metrics in JSON", "names") from None
-    pixels = int(min(MAX_PIXELS, max(10, query_number(request, "pixels", 800.0) or 800.0)))
-    smoothing = min(0.999, max(0.0, query_number(request, "smoothing", 0.0) or 0.0))
-    low, high = query_number(request, "low"), query_number(request, "high")
-    files = request.app[WATCHER].metrics
+    pixels = int(min(MAX_PIXELS, max(10, number(request, "pixels") or 800.0)))
+    smoothing = min(0.999, max(0.0, number(request, "smoothing") or 0.0))
+    low, high = number(request, "low"), number(request, "high")
+    files = request.app[METRICS]
 
     def series() -> web.Response:
         with files.reading(RunPaths(folder).metrics) as metrics:
@@ -101,9 +88,9 @@ async def _series(request: web.Request) -> web.Response:
 
 async def _step(request: web.Request) -> web.Response:
     """The step at a place on an axis."""
-    folder = request.app[FOLDERS].run(request.query.get("run", ""))
-    axis, place = _axis(request), query_number(request, "at", 0.0) or 0.0
-    files = request.app[WATCHER].metrics
+    folder = run_of(request)
+    axis, place = axis_of(request), number(request, "at") or 0.0
+    files = request.app[METRICS]
 
     def step() -> int | None:
         with files.reading(RunPaths(folder).metrics) as metrics:
@@ -112,26 +99,19 @@ async def _step(request: web.Request) -> web.Response:
     return json_answer({"step": await asyncio.to_thread(step)})
 
 
-def _axis(request: web.Request) -> Axis:
-    axis = request.query.get("axis", "step")
-    if axis not in get_args(Axis):
-        raise UiError(400, f"axis={axis!r} is none of {', '.join(get_args(Axis))}", "axis")
-    return axis  # type: ignore[return-value]
-
-
 async def _lanes(request: web.Request) -> web.Response:
-    folder = request.app[FOLDERS].run(request.query.get("run", ""))
+    folder = run_of(request)
     return json_answer(await asyncio.to_thread(lanes, RunPaths(folder).timeline))
 
 
 async def _logs(request: web.Request) -> web.Response:
-    folder = request.app[FOLDERS].run(request.query.get("run", ""))
+    folder = run_of(request)
     source, find, level = (request.query.get(name, "") for name in ("source", "find", "level"))
     return json_answer(await asyncio.to_thread(read_logs, RunPaths(folder).logs, source, find, level))
 
 
 async def _timeline(request: web.Request) -> web.StreamResponse:
-    path = RunPaths(request.app[FOLDERS].run(request.query.get("run", ""))).timeline
+    path = RunPaths(run_of(request)).timeline
     if not path.is_file():
         raise UiError(404, "this run has no timeline", str(path))
     return web.FileResponse(path, headers={"Content-Disposition": 'attachment; filename="timeline.json"'})

@@ -111,13 +111,13 @@ class WatchState:
 class Watcher:
     """Answers for the runs that are watched."""
 
-    def __init__(self) -> None:
-        self.metrics = MetricsFiles()
+    def __init__(self, metrics: MetricsFiles) -> None:
+        self._metrics = metrics
         self._experiments: dict[Path, tuple[Any, Experiment | None, str]] = {}
 
     def state(self, name: str, folder: Path) -> WatchState:
         """Raises OSError."""
-        with self.metrics.reading(RunPaths(folder).metrics) as metrics:
+        with self._metrics.reading(RunPaths(folder).metrics) as metrics:
             return self._state(name, RunPaths(folder), metrics)
 
     def _state(self, name: str, paths: RunPaths, metrics: MetricsFile) -> WatchState:

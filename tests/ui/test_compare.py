@@ -17,6 +17,7 @@ from nemorl.ui.compare import (
     same_data,
     t_quantile,
 )
+from nemorl.ui.series import MetricsFiles
 from nemorl.ui.trajectories import Tables, TrajectoryTable
 from tests.ui.stored_runs import make_run
 
@@ -136,7 +137,7 @@ def test_curves_are_of_the_runs_that_have_the_metric(tmp_path: Path) -> None:
         lines = [{"step": n, "loss": loss, "time/step": 2.0} for n, loss in enumerate(losses, 1)]
         of_run = {"a": [*lines, "no line"], "b": lines}[name]
         (runs[name] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in of_run))
-    curves = Curves()
+    curves = Curves(MetricsFiles())
     arrays, facts = curves.of(runs, "loss", "time", smoothing=0.5)
     assert {name: line.tolist() for name, line in arrays.items()} == {
         **{"x0": [2, 4], "y0": [0.5, 0.25], "t0": [2, 4], "s0": pytest.approx([0.5, 1 / 3])},

@@ -1,6 +1,6 @@
 // Pieces that several screens show.
 
-import { html, useEffect, useRef, useState } from "./preact.js";
+import { html, useEffect, useState } from "./preact.js";
 
 export const Loading = () => html`<p class="muted loading" role="status">Loading…</p>`;
 
@@ -97,34 +97,6 @@ export function compare(a, b) {
   const none = (value) => value === null || value === undefined || value === "" || Number.isNaN(value);
   if (none(a) || none(b)) return none(a) - none(b);
   return a < b ? -1 : a > b ? 1 : 0;
-}
-
-// Children of the rows in sight, of a list of `count` rows that are `height` pixels high each.
-export function Virtual({ count, height, row, className, label, top = 0, onTop, ...rest }) {
-  const box = useRef(null);
-  const [window, setWindow] = useState([0, 40]);
-  const measure = () => {
-    if (!box.current) return; // an event after the last
-    const first = Math.max(0, Math.floor(box.current.scrollTop / height) - 5);
-    setWindow([first, first + Math.ceil(box.current.clientHeight / height) + 10]);
-    onTop?.(Math.floor(box.current.scrollTop / height));
-  };
-  useEffect(() => {
-    const watch = new ResizeObserver(measure);
-    watch.observe(box.current);
-    return () => watch.disconnect();
-  }, []);
-  useEffect(() => {
-    box.current.scrollTop = top * height;
-  }, [top]);
-  const [first, last] = [window[0], Math.min(window[1], count)];
-  const rows = [];
-  for (let at = first; at < last; at += 1) rows.push(row(at));
-  return html`<div class=${`virtual ${className || ""}`} ref=${box} onScroll=${measure} aria-label=${label} ...${rest}>
-    <div style=${{ height: `${count * height}px`, position: "relative" }}>
-      <div style=${{ position: "absolute", top: `${first * height}px`, left: 0, right: 0 }}>${rows}</div>
-    </div>
-  </div>`;
 }
 
 // Numbers as in the tables of the commands: `digits` significant ones. "NaN" and "Infinity" come as texts.
