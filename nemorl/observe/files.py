@@ -99,6 +99,15 @@ class JsonLinesWriter:
         self._file.close()
 
 
+def read_end(path: Path, max_bytes: int) -> tuple[bytes, bool]:
+    """The last bytes of a file, from the beginning of a line; whether there are more. Raises OSError."""
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - max_bytes)
+        file.seek(start)
+        data = file.read()
+    return (data.partition(b"\n")[2] if start else data), start > 0
+
+
 def read_json_lines(path: Path) -> list[JsonObject]:
     """Return the objects of a file without a partial last line. Raises `RunFolderError` naming a bad line."""
     if not path.exists():

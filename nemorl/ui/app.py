@@ -13,7 +13,7 @@ from aiohttp import web
 from nemorl.errors import RunError
 from nemorl.serve.app import listening_at
 
-from . import compare_routes, compose_routes, control_routes, read_routes, run_routes, watch_routes
+from . import compare_routes, compose_routes, control_routes, read_routes, watch_routes
 from .access import (
     MAX_BODY_BYTES,
     POLICY,
@@ -29,7 +29,7 @@ from .series import MetricsFiles
 
 SCREENS = ("runs", "compose", "watch", "read", "compare")
 STATIC = Path(str(files("nemorl.ui"))) / "static"
-_ROUTES = (run_routes, compose_routes, watch_routes, control_routes, read_routes, compare_routes)
+_ROUTES = (compose_routes, watch_routes, control_routes, read_routes, compare_routes)
 
 
 def application(folders: Folders, token: str, *, read_only: bool = False) -> web.Application:

@@ -14,7 +14,7 @@ from nemorl.config.base import LEVELS
 from nemorl.config.environment import Signature
 from nemorl.config.experiment import Experiment
 from nemorl.errors import ConfigError, NemorlError
-from nemorl.observe.files import RunFolderError
+from nemorl.observe.files import RunFolderError, read_end
 from nemorl.rewards.find import FORMS
 from nemorl.rewards.functions import BUILT_IN
 
@@ -199,14 +199,11 @@ async def _score(request: web.Request) -> web.Response:
 def _newest_lines(path: Path, name: str, limit: int) -> str:
     """The last lines of a file, within the last part of it that is read."""
     try:
-        with path.open("rb") as file:
-            start = max(0, path.stat().st_size - _MAX_SAMPLE_BYTES)
-            file.seek(start)
-            lines = file.read().decode("utf-8", "replace").splitlines()
+        lines = read_end(path, _MAX_SAMPLE_BYTES)[0].decode("utf-8", "replace").splitlines()
     except OSError as error:
         fix = "choose a run with samples (logger.samples_per_step), or a file of JSON lines"
         raise UiError(404, f"{name} cannot be read: {error.strerror}", name, fix) from error
-    return "\n".join(lines[1 if start else 0 :][-limit:])
+    return "\n".join(lines[-limit:])
 
 
 async def _save(request: web.Request) -> web.Response:

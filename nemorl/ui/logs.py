@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from nemorl.observe.files import read_end
+
 MAX_BYTES = 2**21  # that are read of the end of each file
 MAX_LINES = 2000
 MAX_CHARACTERS = 4000  # of a line
@@ -40,14 +42,14 @@ def read_logs(folder: Path, source: str = "", find: str = "", level: str = "", c
         if source and path.stem != source:
             continue
         try:
-            text, is_cut = _end(path)
+            data, is_cut = read_end(path, MAX_BYTES)
         except OSError:  # gone meanwhile
             continue
         if is_cut:
             left_out.append(path.name)
         lines += (
             line
-            for line in _parsed(path.stem, text)
+            for line in _parsed(path.stem, data.decode("utf-8", errors="replace"))
             if (not find or find.lower() in line.text.lower())
             and (lowest < 0 or (line.level in _LEVELS and _LEVELS.index(line.level) >= lowest))
         )
@@ -56,16 +58,6 @@ def read_logs(folder: Path, source: str = "", find: str = "", level: str = "", c
 
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-
-def _end(path: Path) -> tuple[str, bool]:
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        file.seek(max(0, size - MAX_BYTES))
-        data = file.read(MAX_BYTES)
-    if size > MAX_BYTES:
-        data = data.partition(b"\n")[2]
-    return data.decode("utf-8", errors="replace"), size > MAX_BYTES
 
 
 def _parsed(source: str, text: str) -> Iterator[LogLine]:

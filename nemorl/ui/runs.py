@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import psutil
 
-from nemorl.observe.files import RunFolderError
+from nemorl.observe.files import RunFolderError, read_end
 from nemorl.observe.live import Live, read_live
 from nemorl.observe.run_folder import RunPaths, read_header
 
@@ -149,7 +149,7 @@ class RunList:
 
     def summary(self, name: str, folder: Path) -> RunSummary:
         paths = RunPaths(folder)
-        stats = [_stat(path) for path in (paths.header, paths.metrics)]
+        stats = [stamp(path) for path in (paths.header, paths.metrics)]
         known = self._known.get(folder)
         if known is None or known[0] != stats:
             known = self._known[folder] = (stats, *self._read(paths))
@@ -157,7 +157,7 @@ class RunList:
         status = run_status(folder, starts)
         facts = starts[-1].get("run", {}) if starts else {}
         live = status.live
-        written = [each[0] for each in (*stats, _stat(paths.live)) if each is not None]
+        written = [each[0] / 1e9 for each in (*stats, stamp(paths.live)) if each is not None]
         total = live.total_steps if live is not None else _integer(facts.get("steps"))
         return RunSummary(
             name,
@@ -188,10 +188,7 @@ class RunList:
 def last_line(path: Path) -> dict[str, Any]:
     """The last complete object of a file of JSON lines; empty if there is none near its end."""
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # what follows the last line break is partial
+        lines = read_end(path, TAIL_BYTES)[0].split(b"\n")[:-1]  # what follows the last line break is partial
     except OSError:
         return {}
     for line in reversed(lines):
@@ -204,12 +201,13 @@ def last_line(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _stat(path: Path) -> tuple[float, int] | None:
+def stamp(path: Path) -> tuple[int, int] | None:
+    """When a file was written, in nanoseconds since the epoch, and its size; None if it cannot be read."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_mtime, found.st_size
+    return found.st_mtime_ns, found.st_size
 
 
 def _number(line: Mapping[str, Any], *names: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Routes of the screen that watches a run."""
+"""Routes of the list of runs, and of the screen that watches one; facts of the server."""
 
 import asyncio
 import json
@@ -9,13 +9,14 @@ from aiohttp import web
 from nemorl.observe.run_folder import RunPaths
 
 from .answers import arrays_answer, json_answer, to_json
-from .context import METRICS, axis_of, number, run_of
+from .context import FOLDERS, METRICS, READ_ONLY, axis_of, number, run_of
 from .errors import UiError
-from .lanes import lanes
 from .logs import read_logs
+from .runs import RunList
 from .series import shown_series, step_at
-from .watching import Watcher, marks
+from .watching import Watcher, lanes, marks
 
+RUN_LIST = web.AppKey("run_list", RunList)
 WATCHER = web.AppKey("watcher", Watcher)
 ENDING = web.AppKey("ending", asyncio.Event)  # set when the server ends, which waits for open answers
 PERIOD_SECONDS = 0.5  # between two looks at a run's files
@@ -24,6 +25,9 @@ MAX_PIXELS = 4000
 
 
 def add_routes(app: web.Application) -> None:
+    app[RUN_LIST] = RunList()
+    app.router.add_get("/api/server", _server)
+    app.router.add_get("/api/runs/list", _list)
     app[WATCHER], app[ENDING] = Watcher(app[METRICS]), asyncio.Event()
     app.on_shutdown.append(_end)
     app.router.add_get("/api/watch/state", _state)
@@ -37,6 +41,19 @@ def add_routes(app: web.Application) -> None:
 
 async def _end(app: web.Application) -> None:
     app[ENDING].set()
+
+
+async def _server(request: web.Request) -> web.Response:
+    return json_answer({"root": request.app[FOLDERS].root, "read_only": request.app[READ_ONLY]})
+
+
+async def _list(request: web.Request) -> web.Response:
+    folders, runs = request.app[FOLDERS], request.app[RUN_LIST]
+
+    def summaries() -> list[object]:
+        return [runs.summary(name, path) for name, path in folders.runs()]
+
+    return json_answer(await asyncio.to_thread(summaries))
 
 
 async def _state(request: web.Request) -> web.Response:

@@ -1,9 +1,10 @@
-"""What the screen of a run shows besides its charts: the head, the pipeline, alarms and processes."""
+"""What the screen of a run shows besides its charts: head, pipeline, alarms, processes, and last steps."""
 
+import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from nemorl.cluster.logs import last_lines, process_of
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.errors import NemorlError
+from nemorl.observe.files import read_end
 from nemorl.observe.live import Live, LiveEngine
 from nemorl.observe.metrics import MetricGroup, metric_groups
 from nemorl.observe.run_folder import RunPaths, read_header
@@ -22,10 +24,11 @@ from nemorl.slurm.start import newest_step
 from nemorl.slurm.submission import latest_submission
 
 from .alarms import Advice, Alarm, advice, alarms
-from .runs import LIVING, RunStatus, run_status
+from .runs import LIVING, RunStatus, run_status, stamp
 from .series import MetricsFile, MetricsFiles
 
 RECENT = 20  # steps of the pipeline's shares
+HEAD_BYTES = 65536  # of a timeline, with the names of its tracks
 WORDS = 12  # last lines of the driver's log that a failed run shows
 # Fields of the config that move the seconds of a stage.
 FIELDS_OF_STAGES: Mapping[str, tuple[str, ...]] = {
@@ -149,31 +152,23 @@ class Watcher:
 
     def _experiment(self, config: Path) -> tuple[Experiment | None, str]:
         """The run's experiment, and why there is none."""
-        with suppress(OSError):
-            stat = (config.stat().st_mtime_ns, config.stat().st_size)
-            known = self._experiments.get(config)
-            if known is None or known[0] != stat:
-                try:
-                    found, problem = load_experiment(config), ""
-                except (NemorlError, OSError) as error:
-                    reason = str(error).splitlines()[0]
-                    found, problem = None, f"config.yaml is of another release of nemorl: {reason}"
-                known = self._experiments[config] = (stat, found, problem)
-            return known[1], known[2]
-        return None, "config.yaml is missing"
+        if (written := stamp(config)) is None:
+            return None, "config.yaml is missing"
+        known = self._experiments.get(config)
+        if known is None or known[0] != written:
+            try:
+                found, problem = load_experiment(config), ""
+            except (NemorlError, OSError) as error:
+                reason = str(error).splitlines()[0]
+                found, problem = None, f"config.yaml is of another release of nemorl: {reason}"
+            known = self._experiments[config] = (written, found, problem)
+        return known[1], known[2]
 
 
 def marks(folder: Path) -> tuple[Any, ...]:
     """Changes whenever something was written that the screen shows."""
     paths = RunPaths(folder)
-    found: list[Any] = []
-    for path in (paths.metrics, paths.live, paths.header, paths.root / ".lock"):
-        try:
-            stat = path.stat()
-            found.append((stat.st_size, stat.st_mtime_ns))
-        except OSError:
-            found.append(None)
-    return tuple(found)
+    return tuple(map(stamp, (paths.metrics, paths.live, paths.header, paths.root / ".lock")))
 
 
 def pipeline(metrics: MetricsFile, live: Live | None, now: float) -> list[PipelineStage]:
@@ -309,3 +304,43 @@ def _workers(logs: Path, status: RunStatus) -> list[WorkerRow]:
             WorkerRow(name, worker.group, worker.rank, node, process[0] if process else None, health, name)
         )
     return rows
+
+
+def lanes(timeline: Path, steps: int = 6, max_bytes: int = 2**20) -> dict[str, Any]:
+    """Spans of the last steps by track: [name, start, length], start in seconds since the epoch."""
+    try:
+        data, is_cut = read_end(timeline, max_bytes)
+        head = b""
+        if is_cut:  # names of tracks are near its beginning
+            with timeline.open("rb") as file:
+                head = file.read(HEAD_BYTES)
+    except OSError:
+        return {"tracks": [], "steps": []}
+    events = list(_events(data))
+    names = (each for each in (*_events(head), *events) if each.get("name") == "thread_name")
+    tracks: dict[int, str] = {each["tid"]: each["args"]["name"] for each in names}
+    drawn = [each for each in events if each.get("ph") == "X"]
+    spans = [(each["tid"], each["name"], each["ts"] / 1e6, each["dur"] / 1e6) for each in drawn]
+    numbered = sorted(
+        (start, length, name) for tid, name, start, length in spans if tracks.get(tid) == "steps"
+    )
+    recent = numbered[-steps:]
+    if not recent:
+        return {"tracks": [], "steps": []}
+    begin = recent[0][0]
+    found: dict[str, list[tuple[str, float, float]]] = {}
+    for tid, name, start, length in spans:
+        if start + length > begin and tracks.get(tid, "steps") != "steps":
+            found.setdefault(tracks[tid], []).append((name, start, length))
+    named = [{"name": name, "spans": sorted(each, key=lambda span: span[1])} for name, each in found.items()]
+    return {"tracks": named, "steps": [(name, start, length) for start, length, name in recent]}
+
+
+def _events(lines: bytes) -> Iterator[dict[str, Any]]:
+    for line in lines.split(b"\n"):
+        try:
+            event = json.loads(line.lstrip(b","))
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from nemorl.config.schema import describe
 from nemorl.observe.live import Live, LiveEngine, LiveStage
 from nemorl.ui.alarms import LOW_DISK_BYTES, Alarm, advice, alarms
-from nemorl.ui.lanes import lanes
 from nemorl.ui.logs import read_logs
 from nemorl.ui.runs import RunStatus
 from nemorl.ui.series import MetricsFile
-from nemorl.ui.watching import FIELDS_OF_STAGES, pipeline
+from nemorl.ui.watching import FIELDS_OF_STAGES, lanes, pipeline
 from tests.ui.folders import append_steps, make_run, step_metrics
 from tests.ui.requests import KEY, Client, asked, get
 
