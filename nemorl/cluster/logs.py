@@ -10,6 +10,7 @@ from pathlib import Path
 
 START_OF_LOG = "--- worker"
 TAIL_BYTES = 16384
+MAX_START_BYTES = 1024  # of the line with which a start begins its log
 # `file.py:12: UserWarning: text`, below which Python shows the line of the source, indented.
 PYTHON_WARNING = re.compile(r"\S.*:\d+: (\w+\.)*\w*Warning: ")
 
@@ -41,14 +42,42 @@ def send_output_to(path: Path, group: str, rank: int) -> None:
     sys.stderr.write(f"{START_OF_LOG} {group}-{rank} process {os.getpid()} on {host} {started}\n")
 
 
-def process_of(path: Path) -> tuple[int, str] | None:
-    """Process and host of the latest start that wrote a worker's log; None if it cannot be read."""
+def process_of(path: Path, since: int = 0) -> tuple[int, str] | None:
+    """Process and host of the latest start that wrote a worker's log, from a byte of it on.
+
+    None if there is none, or the log cannot be read.
+    """
     try:
-        text = path.read_bytes().rpartition(START_OF_LOG.encode())[2].decode("utf-8", errors="replace")
+        with path.open("rb") as log:
+            log.seek(since)
+            text = log.read().rpartition(START_OF_LOG.encode())[2]
     except OSError:
         return None
-    found = re.match(r" \S+ process (\d+) on (\S+) ", text)
+    line = text[:MAX_START_BYTES].decode("utf-8", errors="replace")
+    found = re.match(r" \S+ process (\d+) on (\S+) ", line)
     return (int(found[1]), found[2]) if found else None
+
+
+class WorkerProcesses:
+    """Processes of workers whose logs are asked again and again: what was read is not read again."""
+
+    def __init__(self) -> None:
+        # Bytes that were read, and the answer.
+        self._known: dict[Path, tuple[int, tuple[int, str] | None]] = {}
+
+    def of(self, path: Path) -> tuple[int, str] | None:
+        """As `process_of`."""
+        try:
+            size = path.stat().st_size
+        except OSError:
+            return None
+        read, found = self._known.get(path, (0, None))
+        if size < read:
+            read, found = 0, None
+        if size > read:  # the line of a start may have been incomplete
+            found = process_of(path, max(0, read - MAX_START_BYTES)) or found
+            self._known[path] = size, found
+        return found
 
 
 def last_lines(path: Path, count: int = 20) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from nemorl.cluster.activity import process_state
-from nemorl.cluster.logs import last_lines, process_of
+from nemorl.cluster.logs import WorkerProcesses, last_lines
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.errors import NemorlError
@@ -115,7 +115,7 @@ class Watcher:
     """Answers for the runs that are watched."""
 
     def __init__(self, metrics: MetricsFiles) -> None:
-        self._metrics = metrics
+        self._metrics, self._processes = metrics, WorkerProcesses()
         self._experiments: dict[Path, tuple[Any, Experiment | None, str]] = {}
 
     def state(self, name: str, folder: Path) -> WatchState:
@@ -143,7 +143,7 @@ class Watcher:
             _critical(metrics),
             found,
             [] if found else list(advice(metrics, experiment)),
-            _workers(paths.logs, status),
+            _workers(paths.logs, status, self._processes),
             list(status.live.engines) if status.live is not None else [],
             _groups(metrics),
             len(metrics.steps),
@@ -283,14 +283,14 @@ def _checkpoint(folder: Path, now: float) -> tuple[int | None, float | None]:
     return step, None
 
 
-def _workers(logs: Path, status: RunStatus) -> list[WorkerRow]:
+def _workers(logs: Path, status: RunStatus, processes: WorkerProcesses) -> list[WorkerRow]:
     if status.live is None or status.state not in LIVING:
         return []
     engines = {engine.name: engine for engine in status.live.engines}
     rows = []
     for worker in status.live.workers:
         name = f"{worker.group}-{worker.rank}"
-        process = process_of(logs / f"{name}.log")
+        process = processes.of(logs / f"{name}.log")
         here = process is not None and process[1] == os.uname().nodename
         health = ""
         if process is not None and here:

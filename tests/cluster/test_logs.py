@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from nemorl.cluster.group import WorkerGroup
-from nemorl.cluster.logs import START_OF_LOG, last_lines
+from nemorl.cluster.logs import MAX_START_BYTES, START_OF_LOG, WorkerProcesses, last_lines, process_of
 
 LIMITS = {"stage": "testing", "seconds": 30.0}
 
@@ -52,3 +52,22 @@ def test_a_log_on_another_machine_is_not_an_error(tmp_path: Path):
     assert last_lines(tmp_path / "absent.log") == (
         f"({tmp_path}/absent.log cannot be read on this machine: No such file or directory)",
     )
+
+
+def test_processes_are_those_of_the_whole_log_as_it_grows(tmp_path: Path):
+    """Starts in several writes, in lines longer than what is read again, and in a log that was replaced."""
+    log, processes = tmp_path / "policy-0.log", WorkerProcesses()
+    assert processes.of(log) is None
+    line = f"{START_OF_LOG} policy-0 process 17 on host 2026-01-01T00:00:00+00:00\n"
+    filler = "x" * (2 * MAX_START_BYTES) + "\n"
+    writes = [line[:9], line[9:40], line[40:], filler, "short\n", line.replace("17", "18"), filler]
+    for text in writes:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(text)
+        assert processes.of(log) == process_of(log)
+        assert processes.of(log) == process_of(log)
+    assert processes.of(log) == (18, "host")
+    log.write_text(line, encoding="utf-8")
+    assert processes.of(log) == (17, "host")
+    log.unlink()
+    assert processes.of(log) is None
