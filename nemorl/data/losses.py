@@ -74,9 +74,7 @@ class LogprobStats:
     gap_mean: float  # mean of |trainer - engine|; 0 when the batch carries no engine's logprobs
     gap_max: float
     num_tokens: int
-    flops: float = (
-        0.0  # operations of the model for its own logprobs, if they were computed (plan.utilization)
-    )
+    flops: float = 0.0  # operations of the model for its own logprobs, if computed (plan.utilization)
     reference_flops: float = 0.0  # for those of a reference that its processes keep
 
 

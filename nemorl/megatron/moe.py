@@ -114,7 +114,7 @@ class Routers:
         assert shape.moe is not None, "a model without experts has no routers"
         self._config = config
         self._num_layers, self._num_experts = shape.num_moe_layers, shape.moe.num_experts
-        self._num_sequences = self._num_tokens = 0
+        self._num_sequences = self._num_tokens = 1
         self._routers = [r for module in modules for r in module.modules() if isinstance(r, PolicyRouter)]
         for router in self._routers:
             router.freeze = config.freeze_router
@@ -122,16 +122,18 @@ class Routers:
     def begin_step(self, layouts: Iterable[TokenRouting | None], device: torch.device) -> None:
         """Reset the counts before a step on micro-batches with these tokens."""
         known = [tokens for tokens in layouts if tokens is not None]
-        sizes = []
+
         # A rank of context parallelism has all of its copy's sequences, and a part of their tokens.
-        for split, counted in (
-            (False, sum((tokens.balance > 0).sum() for tokens in known)),
-            (True, sum(tokens.uses.sum() for tokens in known)),
-        ):
-            size = torch.as_tensor(counted, device=device)
+        def total(ours: Tensor | int, *, split: bool) -> Tensor:
+            size = torch.as_tensor(ours, device=device)
             dist.all_reduce(size, group=parallel_state.get_data_parallel_group(with_context_parallel=split))
-            sizes.append(max(int(size), 1))
-        self._num_sequences, self._num_tokens = sizes
+            return size
+
+        num_sequences = total(sum((tokens.balance > 0).sum() for tokens in known), split=False)
+        self._num_sequences = max(int(num_sequences), 1)
+        if self._config.z_loss_coefficient:
+            num_tokens = total(sum(tokens.uses.sum() for tokens in known), split=True)
+            self._num_tokens = max(int(num_tokens), 1)
         for router in self._routers:
             router.z_scale = self._config.z_loss_coefficient / self._num_tokens
             router.z_loss = torch.zeros_like(router.z_loss)
