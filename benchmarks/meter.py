@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -77,12 +77,15 @@ def start_of_peak(kind: DeviceKind) -> int:
 
 def peak(kind: DeviceKind) -> int:
     """Bytes at the high-water mark since `start_of_peak`."""
-    if kind == "cuda":
-        return torch.cuda.max_memory_allocated()
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+    return torch.cuda.max_memory_allocated() if kind == "cuda" else resident_peak("self")
+
+
+def resident_peak(process: int | Literal["self"]) -> int:
+    """Bytes at the high-water mark of a process's resident memory. Raises OSError if it is gone."""
+    for line in Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status names no VmHWM: peak memory requires Linux")
+    raise ProcessLookupError(f"/proc/{process}/status names no VmHWM: the process ended, or this is no Linux")
 
 
 # Dense bfloat16 operations a second of one device, from NVIDIA's data sheets; the first that fits counts.
