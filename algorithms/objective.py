@@ -40,7 +40,13 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm import Aggregation, CorrectionConfig, EntropyConfig, KLConfig
+from nemorl.config.algorithm import (
+    Aggregation,
+    CorrectionConfig,
+    EntropyConfig,
+    KLConfig,
+    SequenceMaskConfig,
+)
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
 from nemorl.rollout.versions import UNBROKEN, Lineage
@@ -366,8 +372,7 @@ def correct(
         metrics = {"correction/ratio_mean": ratio, config.weight_metric: outside}
         largest = {"correction/ratio_max": ratio}
     if config.sequence_mask is not None:
-        mean = bounded_exp(sequence_means(token_log, batch))
-        out = (mean < config.sequence_mask.low) | (mean > config.sequence_mask.high)
+        out = _left_out(token_log, batch, config.sequence_mask)
         weight = weight * ~out
         metrics["correction/masked_sequences"] = out
     if config.off_policy_threshold is not None:
@@ -380,6 +385,19 @@ def correct(
         metrics["correction/masked_off_policy"] = out
     metrics |= {"correction/mean": weight, "correction/square": weight.square()}
     return Corrected(weight, metrics, largest)
+
+
+def _left_out(token_log: Tensor, batch: PackedBatch, mask: SequenceMaskConfig) -> Tensor:
+    """[N] bool: tokens of sequences that are left out by the logarithms of their ratios [N]."""
+    mean = bounded_exp(averages(token_log, batch))
+    out = torch.zeros_like(mean, dtype=torch.bool)
+    if mask.low is not None:
+        out |= mean < mask.low
+    if mask.high is not None:
+        out |= mean > mask.high
+    if mask.max_difference is not None:
+        out |= totals((token_log.abs() > mask.max_difference).float(), batch) > 0
+    return out.index_select(0, sequence_of(batch))
 
 
 @torch.no_grad()

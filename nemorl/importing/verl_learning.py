@@ -1,5 +1,7 @@
 """verl's keys of what is trained: batches, advantages, losses, rewards, data and the length of a run."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,18 +186,45 @@ def correction(x: Origin) -> Fields:
             section |= {"name": "icepop", "low": low}
     names = [name.strip(" '\"") for name in rejects.split(",") if name.strip(" '\"") not in ("", "null")]
     thresholds = str(x.get(f"{CORRECTION}.rollout_rs_threshold", "")).strip("'\"").split(",")
+    if len(thresholds) == 1:
+        thresholds *= len(names)
+    # In the bypass form the ratio of a loss corrects already, and what is left are masks.
+    only_masks = x.get(f"{CORRECTION}.bypass_mode", False) and x.get(f"{CORRECTION}.loss_type") == "ppo_clip"
+    if only_masks:
+        section = {}
     for name, threshold in zip(names, thresholds, strict=False):
-        low, high = bounds(threshold)
-        if name in ("seq_mean_k1", "geometric") and high > 1:
-            section |= {"sequence_mask": {"low": low or 1 / high, "high": high}, "divisor": "kept"}
-        else:
-            x.lost(f"{CORRECTION}.rollout_rs", f"`{name}` has no counterpart; seq_mean_k1 is a sequence_mask")
+        rejected = rejection(name, threshold, section, only_masks=only_masks)
+        if rejected is None:
+            why = f"`{name}` has no counterpart: see docs/off_policy.md for those of `rollout_rs`"
+            x.lost(f"{CORRECTION}.rollout_rs", why)
             x.lost(f"{CORRECTION}.rollout_rs_threshold", "of rollout_rs")
+        else:
+            section |= rejected | {"divisor": "kept"}
     if x.get(f"{CORRECTION}.bypass_mode", False):
-        if x.get(f"{CORRECTION}.loss_type") == "ppo_clip":  # the ratio corrects already
-            section = {name: value for name, value in section.items() if name in ("sequence_mask",)}
         section = {name: value for name, value in section.items() if name != "divisor"} | {"form": "bypass"}
     return {"algorithm.correction": section} if section else {}
+
+
+def rejection(
+    name: str, threshold: str, section: Mapping[str, Any], *, only_masks: bool
+) -> dict[str, Any] | None:
+    """Fields of a criterion of `rollout_rs`, next to those of `section`; None if there are none like it.
+
+    k1 is `-log r`, so that bounds of its exponential are those of 1 / r; k2 is `log(r)^2 / 2`.
+    """
+    low, high = bounds(threshold)
+    masks = dict(section.get("sequence_mask", {}))
+    if name == "seq_max_k2":
+        return {"sequence_mask": masks | {"max_difference": math.sqrt(2 * high)}}
+    if name == "seq_mean_k1" and low is not None and low < 1 < high:
+        return {"sequence_mask": masks | {"low": 1 / high, "high": 1 / low}}
+    if name == "geometric" and high > 1:  # of former releases, of r itself
+        return {"sequence_mask": masks | {"low": low or 1 / high, "high": high}}
+    if name == "token_k1" and low is not None and low < 1 < high:
+        weights = section.get("name"), section.get("level"), section.get("high", 0) >= 1 / low
+        if only_masks or weights == ("tis", "token", True):  # which the bounds do not cut
+            return {"name": "icepop", "level": "token", "low": 1 / high, "high": 1 / low}
+    return None
 
 
 def bounds(threshold: object) -> tuple[float | None, float]:

@@ -166,6 +166,22 @@ def test_sequences_are_left_out_by_the_geometric_mean(form: Any) -> None:
     assert 0 < sum(expected) < len(expected), "all or none are left out"
 
 
+def test_sequences_are_left_out_by_their_largest_difference() -> None:
+    """verl's `seq_max_k2`: the largest `log(r)^2 / 2` of a sequence."""
+    batch = ragged(6)
+    assert batch.old_logprobs is not None
+    assert batch.logprobs is not None
+    config = NoCorrectionConfig(sequence_mask=SequenceMaskConfig(max_difference=0.35))
+    found = correct(batch, current(batch, 6), batch.old_logprobs, config)
+    expected = []
+    for p, q in zip(by_sequence(batch, batch.old_logprobs), by_sequence(batch, batch.logprobs), strict=True):
+        largest = max((math.log(r) ** 2 / 2 for r in ratios(p, q, "token")), default=0.0)
+        expected += [largest <= 0.35**2 / 2] * len(p)
+    assert found is not None
+    assert found.weight[batch.loss_mask].bool().tolist() == expected
+    assert 0 < sum(expected) < len(expected), "all or none are left out"
+
+
 def test_off_policy_sequences_of_negative_advantage_are_left_out() -> None:
     """DeepSeek-V3.2's equation 9."""
     batch = ragged(7)

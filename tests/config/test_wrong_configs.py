@@ -969,6 +969,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "kept",
         "remove this, use `mis` or `icepop`, or set sequence_mask",
     ),
+    "a mask that leaves nothing out": (
+        ["algorithm.correction={name: tis, sequence_mask: {}}"],
+        "algorithm.correction.sequence_mask.high",
+        None,
+        "set `low`, `high` or `max_difference`",
+    ),
     "an epsilon that is added to nothing": (
         ["algorithm.advantage={normalize: false, epsilon: 1e-4}"],
         "algorithm.advantage.epsilon",

@@ -1,15 +1,19 @@
 """Changing the value of a mapped key changes the experiment; no rule is for a key that nothing reads."""
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemorl.algorithms.objective import kept
+from nemorl.config.algorithm import NoCorrectionConfig
 from nemorl.errors import ConfigError
 from nemorl.importing.document import PROJECTS, checked, import_values, to_text
 from nemorl.importing.rules import CannotImport, Options, Origin, Part, apply
+from tests.algorithms.packed import by_sequence, ragged
 from tests.importing.recipes import FOLDER, ROWS, recipes
 
 OPTIONS = Options(rows=ROWS, folder=str(FOLDER), template="experiment.jinja")
@@ -663,3 +667,53 @@ def test_what_the_folder_of_the_model_needs_is_a_comment() -> None:
     assert f"model_path: org/model  # {asked}; " in text
     assert "name a copy of this folder with weights in bfloat16" in text
     assert {row.outcome for row in found.rows if row.key in given} == {"changed"}
+
+
+@pytest.mark.parametrize(
+    ("criteria", "thresholds", "is_kept"),
+    [
+        ("seq_mean_k1", "0.9_1.2", lambda logs: 0.9 <= math.exp(-sum(logs) / len(logs)) <= 1.2),
+        ("seq_max_k2", "0.02", lambda logs: max(log**2 / 2 for log in logs) <= 0.02),
+        (
+            "seq_mean_k1,seq_max_k2",
+            "0.9_1.2,0.02",
+            lambda logs: (
+                0.9 <= math.exp(-sum(logs) / len(logs)) <= 1.2 and max(log**2 / 2 for log in logs) <= 0.02
+            ),
+        ),
+    ],
+)
+def test_rejected_sequences_are_those_of_verl(
+    criteria: str, thresholds: str, is_kept: Callable[[list[float]], bool]
+) -> None:
+    """k1 is `-log r`, with bounds of its exponential; k2 is `log(r)^2 / 2`, with an upper bound."""
+    values = VERL | {f"{_C}.rollout_rs": criteria, f"{_C}.rollout_rs_threshold": thresholds}
+    found = tree("verl", values)
+    assert isinstance(found, dict)
+    section = found["algorithm"]["correction"]
+    config = NoCorrectionConfig(**section)
+    batch = ragged(6)
+    assert batch.logprobs is not None
+    assert batch.old_logprobs is not None
+    expected = []
+    for old, engine in zip(
+        by_sequence(batch, batch.old_logprobs), by_sequence(batch, batch.logprobs), strict=True
+    ):
+        logs = [a - b for a, b in zip(old, engine, strict=True)]
+        expected += [bool(logs) and is_kept(logs)] * len(logs)
+    assert kept(batch, config)[batch.loss_mask].tolist() == expected
+    assert 0 < sum(expected) < len(expected), "all or none are left out"
+
+
+def test_rejected_tokens_of_verl_are_bounds() -> None:
+    """Next to weights that the bounds do not cut, or where the ratio of the loss is the weight."""
+    rejected = {f"{_C}.rollout_rs": "token_k1", f"{_C}.rollout_rs_threshold": "0.5_2.5"}
+    bounds = {"name": "icepop", "level": "token", "low": 0.4, "high": 2.0}
+    weights = VERL | rejected | {f"{_C}.rollout_is": "token", f"{_C}.rollout_is_threshold": 2.0}
+    bypass = VERL | rejected | {f"{_C}.bypass_mode": True, f"{_C}.loss_type": "ppo_clip"}
+    for values, form in ((weights, {"divisor": "kept"}), (bypass, {"form": "bypass"})):
+        found = tree("verl", values)
+        assert isinstance(found, dict)
+        assert found["algorithm"]["correction"] == bounds | form
+    cut = import_values(PROJECTS["verl"], weights | {f"{_C}.rollout_is_threshold": 1.5}, OPTIONS)
+    assert next(row for row in cut.rows if row.key == f"{_C}.rollout_rs").outcome == "none"

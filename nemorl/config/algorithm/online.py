@@ -246,13 +246,20 @@ class OnlineBase(AlgorithmBase):
 
 
 class SequenceMaskConfig(Config):
-    """Leave sequences out by the geometric mean of their tokens' ratios, trainer over engine."""
+    """Leave sequences out by the ratios of their tokens, trainer over engine."""
 
     field_level: ClassVar[FieldLevel] = "expert"
-    low: float = Field(gt=0, lt=1)
-    """A sequence counts when the mean ratio is at least this."""
-    high: float = Field(gt=1)
-    """A sequence counts when the mean ratio is at most this."""
+    low: float | None = Field(None, gt=0, lt=1)
+    """A sequence counts when the geometric mean of its ratios is at least this."""
+    high: float | None = Field(None, gt=1)
+    """A sequence counts when the geometric mean of its ratios is at most this."""
+    max_difference: float | None = Field(None, gt=0)
+    """A sequence counts when the logprobs of none of its tokens differ by more nats than this."""
+
+    @check
+    def _leaves_something_out(self) -> Problems:
+        if self.low is self.high is self.max_difference is None:
+            yield Problem("high", None, "no sequence is left out; set `low`, `high` or `max_difference`")
 
 
 class CorrectionBase(Config):  # docs/off_policy.md has the formulas
