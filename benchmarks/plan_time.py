@@ -12,10 +12,6 @@ Nothing else may run meanwhile: the rates are those of an idle machine.
 
 import argparse
 import json
-import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from common import OUT, publish, table_of
+from launch import train
 from meter import resident_peak
 from rich.progress import track
 
@@ -32,7 +29,6 @@ from nemorl.plan.calibration import Calibration, MeasuredRun, calibrate, measure
 from nemorl.plan.memory import MEMORY_PARTS, policy_memory
 
 _LEAST_SHARE = 0.05  # of a step, of stages that are judged
-_POLL_SECONDS = 0.2
 _LONG = (
     *("policy.max_sequence_length=256", "policy.micro_batch_tokens=2048", "generation.max_kv_tokens=16384"),
     *("generation.max_new_tokens=128", "generation.stop_strings=[]"),
@@ -74,23 +70,17 @@ CASES = {
 }
 
 
-def train(config: Path, folder: Path, case: Case, steps: int) -> int:
+def peak_of(config: Path, folder: Path, case: Case, steps: int) -> int:
     """Run it; the high-water mark of the policy's fullest process, in bytes. Raises RuntimeError."""
-    own = (f"run_dir={folder}", f"algorithm.num_steps={steps}", f"checkpointing.period={case.period}")
-    command = [sys.executable, "-m", "nemorl.cli", "train", str(config), *case.overrides, *own]
-    log, peaks = folder.with_suffix(".log"), {0: 0}
-    shutil.rmtree(folder, ignore_errors=True)
-    with (
-        log.open("w", encoding="utf-8") as output,
-        subprocess.Popen(command, stdout=output, stderr=output) as run,
-    ):
-        while run.poll() is None:
-            time.sleep(_POLL_SECONDS)
-            for rank, process in enumerate(_processes(folder)):
-                with suppress(OSError):
-                    peaks[rank] = max(peaks.get(rank, 0), resident_peak(process))
-    if run.returncode:
-        raise RuntimeError(f"{folder.name} ended with status {run.returncode}; its output is in {log}")
+    peaks = {0: 0}
+
+    def look() -> None:
+        for rank, process in enumerate(_processes(folder)):
+            with suppress(OSError):
+                peaks[rank] = max(peaks.get(rank, 0), resident_peak(process))
+
+    own = (f"algorithm.num_steps={steps}", f"checkpointing.period={case.period}")
+    train(config, folder, (*case.overrides, *own), look)
     return max(peaks.values())
 
 
@@ -192,9 +182,8 @@ def main() -> None:
         last = json.loads((OUT / "plan_time.json").read_text(encoding="utf-8"))["runs"]
         peaks = {name: last[name]["memory"]["measured_bytes"] for name in CASES}
     else:
-        OUT.mkdir(parents=True, exist_ok=True)
         peaks = {
-            name: train(arguments.config, folder, CASES[name], arguments.steps)
+            name: peak_of(arguments.config, folder, CASES[name], arguments.steps)
             for name, folder in track(folders.items(), "runs")
         }
     metrics = compare(CASES, {name: read_run(folder) for name, folder in folders.items()}, peaks)

@@ -1,0 +1,33 @@
+"""Runs of `nemorl train` in processes of their own."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_POLL_SECONDS = 0.2
+
+
+def train(
+    config: Path, folder: Path, overrides: Sequence[str], meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Run an experiment in `folder`, which it replaces, with its output next to it, in FOLDER.log.
+
+    Calls `meanwhile` all the time. Raises RuntimeError for a run that fails.
+    """
+    log = folder.with_suffix(".log")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [sys.executable, "-m", "nemorl.cli", "train", str(config), *overrides, f"run_dir={folder}"]
+    with (
+        log.open("w", encoding="utf-8") as output,
+        subprocess.Popen(command, stdout=output, stderr=output) as run,
+    ):
+        while run.poll() is None:
+            meanwhile()
+            with suppress(subprocess.TimeoutExpired):
+                run.wait(_POLL_SECONDS)
+    if run.returncode:
+        raise RuntimeError(f"{folder.name} ended with status {run.returncode}; its output is in {log}")
