@@ -326,7 +326,7 @@ class PolicyLoss:
     @property
     def needs_unfiltered(self) -> bool:
         """True if the divergence of the loss, whose reference keeps all tokens, needs those of the policy."""
-        return self.kl.active and self.kl.placement == "loss"
+        return self.kl.coefficient > 0 and self.kl.placement == "loss"
 
     def __call__(
         self,

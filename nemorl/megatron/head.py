@@ -28,7 +28,7 @@ from nemorl.device import has_float32_products
 PADDING_LOGIT = -1e30
 _FIRST_CANDIDATES = 1024  # logits of each rank among which top-p looks first; few rows need more
 _CANDIDATE_GROWTH = 8
-_FILTERED_ELEMENTS = 2**24  # logits of all ranks, of the rows that are filtered together
+_FILTERED_ELEMENTS = 2**23  # logits of all ranks, of the rows that are filtered together
 
 
 @dataclass(frozen=True)

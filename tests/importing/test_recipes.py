@@ -88,7 +88,7 @@ def test_filters_of_sampling_are_kept(experiments: dict[tuple[str, str], Experim
         if project == "nemo-rl" and experiment.generation.sampling.filters
     }
     assert found["grpo_sliding_puzzle.yaml"] == {"top_k": 10000, "top_p": 0.999}
-    tuned = "grpo-llama3.2-1b-instruct-1n8g-megatron-temp0.8-topp0.9-topk50.yaml"
+    tuned = "recipes/llm/grpo-llama3.2-1b-instruct-1n8g-megatron-temp0.8-topp0.9-topk50.yaml"
     assert found[tuned] == {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
     assert len(found) == 9
 

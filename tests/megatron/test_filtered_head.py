@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from nemorl.config.generation import SamplingConfig
+from nemorl.generation.sampling import Sampler
+from nemorl.generation.types import SamplingParams
 from nemorl.megatron import head
 from nemorl.megatron.head import VocabularyShard
 from tests.megatron.topk_cases import filtered_heads_over_ranks
@@ -104,6 +106,22 @@ def test_top_p_takes_more_candidates_where_few_do_not_reach_its_mass(monkeypatch
             found = computed(filters, 1.0, 16, torch.float32, scale)
             for mine, its in zip(found, expected(filters, 1.0, scale), strict=True):
                 torch.testing.assert_close(mine.double(), its, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_the_embedded_engine_samples_from_what_is_kept(filters):
+    hidden, weight, *_ = inputs()
+    logits = hidden @ weight[:VOCABULARY].t()
+    sampler = Sampler([SamplingParams(0.7, **filters)] * TOKENS, list(range(TOKENS)), torch.device("cpu"))
+    sampled = sampler(logits, torch.from_numpy(sampler.uniform_bits([0] * TOKENS)))
+    found, _ = head.token_logprobs(
+        *(hidden, weight, sampled.tokens[:, None], WHOLE),
+        temperature=0.7,
+        chunk_tokens=7,
+        entropy=False,
+        filters=SamplingConfig.model_validate(filters),
+    )
+    torch.testing.assert_close(found.squeeze(1), sampled.logprobs, atol=1e-5, rtol=1e-5)
 
 
 def test_filters_that_keep_everything_change_nothing():

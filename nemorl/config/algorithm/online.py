@@ -503,6 +503,10 @@ class OnlineConfig(OnlineBase):
         return self.kl.active and self.kl.placement == "reward"
 
     @property
+    def kl_in_loss(self) -> bool:
+        return self.kl.active and self.kl.placement == "loss"
+
+    @property
     def greedy_baseline(self) -> bool:
         return self.advantage.needs_greedy_sample
 
