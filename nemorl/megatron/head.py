@@ -201,7 +201,7 @@ def _lowest_of_rows(shifted: Tensor, filters: SamplingConfig, shard: VocabularyS
     sums = exponentials.sum(-1, keepdim=True, dtype=torch.float64)
     del exponentials
     limit = filters.top_p * columns_of_all_ranks(sums, shard).sum(-1, keepdim=True)
-    lowest, count = torch.empty_like(of_top_k), _FIRST_CANDIDATES
+    lowest, count = torch.empty_like(of_top_k), min(_FIRST_CANDIDATES, filters.top_k or _FIRST_CANDIDATES)
     rows = torch.arange(len(shifted), device=shifted.device)
     while len(rows):
         ranked, unseen = _ranked(shifted[rows], count, shard)
