@@ -323,7 +323,18 @@ class PolicyLoss:
             loss = replace(loss, choice=choose(batch, old, self.config, over_ranks))
         return loss
 
-    def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
+    @property
+    def needs_unfiltered(self) -> bool:
+        """True if the divergence of the loss, whose reference keeps all tokens, needs those of the policy."""
+        return self.kl.coefficient > 0 and self.kl.placement == "loss"
+
+    def __call__(
+        self,
+        batch: PackedBatch,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        unfiltered: Tensor | None = None,
+    ) -> LossOutput:
         """Sums over a micro-batch; metrics that are means over tokens are divided by `finish_metrics`."""
         assert batch.advantages is not None, "the policy loss requires advantages"
         assert entropy is not None, "the policy loss requires the entropy"
@@ -366,14 +377,14 @@ class PolicyLoss:
         if self.entropy_coefficient:  # else a gradient of zeros would come back
             terms = terms - self.entropy_coefficient * entropy
         if batch.reference_logprobs is not None:
-            reference = batch.reference_logprobs
-            metrics["kl/reference"] = objective.kl_divergence(logprobs, reference, self.kl.estimator)
+            reference, policy = batch.reference_logprobs, logprobs if unfiltered is None else unfiltered
+            metrics["kl/reference"] = objective.kl_divergence(policy, reference, self.kl.estimator)
             if self.kl.placement == "loss":
-                sampler = {"old": old, "engine": batch.logprobs, "current": logprobs.detach()}
+                sampler = {"old": old, "engine": batch.logprobs, "current": policy.detach()}
                 taken = sampler[self.kl.sampled_by]
                 assert taken is not None, "a divergence relative to the engine requires its logprobs"
-                ratio = bounded_exp(log_ratio(batch, logprobs, taken))
-                penalty = objective.kl_penalty(logprobs, reference, self.kl, ratio)
+                ratio = bounded_exp(log_ratio(batch, policy, taken))
+                penalty = objective.kl_penalty(policy, reference, self.kl, ratio)
                 terms = terms + self.kl.coefficient * penalty
         loss = (weights * terms).sum()
         if self.likelihood_coefficient > 0:

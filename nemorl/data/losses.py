@@ -27,8 +27,9 @@ class Loss(Protocol):
     def __call__(self, batch: PackedBatch, outputs: Tensor, entropy: Tensor | None, /) -> LossOutput:
         """`outputs` [N] and `entropy` [N], float32.
 
-        Outputs are logprobs; they and the entropy are of the distribution before each token, and 0 outside
-        `loss_mask`. Of a scalar head they are the values after each token, and there is no entropy.
+        Outputs are logprobs; they and the entropy are of the distribution before each token, after the
+        filters of sampling where there are any, and 0 outside `loss_mask`. Of a scalar head they are the
+        values after each token, and there is no entropy.
         """
 
 
@@ -46,6 +47,19 @@ class CandidateLoss(Loss, Protocol):
 
     def candidates(self, batch: PackedBatch, /) -> Tensor:
         """[N, C] int64; outside the loss mask any."""
+
+
+@runtime_checkable
+class UnfilteredLoss(Loss, Protocol):
+    """A loss with a term of the distribution that no filter of sampling has cut."""
+
+    @property
+    def needs_unfiltered(self) -> bool: ...
+
+    def __call__(
+        self, batch: PackedBatch, outputs: Tensor, entropy: Tensor | None, unfiltered: Tensor | None = None, /
+    ) -> LossOutput:
+        """`unfiltered` [N]: logprobs of that distribution; None where the outputs are of it."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,8 @@ class _Filters:
     def _keep(self, ranked: Tensor, logsumexp: Tensor, rows: Tensor) -> Tensor:
         """Mask [n, k] of what stays of `ranked` [n, k], in descending order; `logsumexp` [n, 1] is of all."""
         has_top_k, top_p = self._has_top_k[rows], self._top_p[rows]
-        by_rank = (torch.arange(ranked.shape[1], device=ranked.device) < self._top_k[rows]) | ~has_top_k
+        last = (self._top_k[rows].clamp(1, ranked.shape[1]) - 1).long()
+        by_rank = (ranked >= ranked.gather(1, last)) | ~has_top_k
         # Top-p acts on what top-k left, renormalised.
         mass_of_top_k = ranked.masked_fill(~by_rank, float("-inf")).logsumexp(-1, keepdim=True)
         probabilities = (ranked - torch.where(has_top_k, mass_of_top_k, logsumexp)).exp()
@@ -151,7 +152,8 @@ class _Filters:
         by_ratio = ranked >= ranked[:, :1] + self._log_min_p[rows]
         keep = by_rank & by_mass & by_ratio
         keep[:, 0] = True  # rounding must not leave a row with nothing
-        return keep
+        # With the last one all tokens that are as likely: the trainer knows logits, and not their order.
+        return ranked >= ranked.masked_fill(~keep, float("inf")).amin(-1, keepdim=True)
 
 
 def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:

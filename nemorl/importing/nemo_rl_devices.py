@@ -351,19 +351,12 @@ def generation(x: Origin) -> Fields:
     for name in ("stop_token_ids", "stop_strings"):
         if values := x.get(f"{GENERATION}.{name}"):
             section[name] = values
-    section["sampling"] = engine_sampling(x)
+    temperature, top_p, top_k = (
+        x.get(f"{GENERATION}.{name}", neutral)
+        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None))
+    )
+    section["sampling"] = sampling(temperature, top_p, top_k)
     return {"generation": section}
-
-
-def engine_sampling(x: Origin) -> dict[str, Any]:
-    """Training requires the logprobs of all tokens, which NeMo-RL filters again as the engine did."""
-    for name, neutral in (("top_p", (None, 1.0)), ("top_k", (None, -1))):
-        if x.values.get(f"{GENERATION}.{name}") not in neutral:
-            x.lost(
-                f"{GENERATION}.{name}",
-                "the loss would need the tokens that the engine's filter kept; left out",
-            )
-    return sampling(x.get(f"{GENERATION}.temperature", 1.0), 1.0, None)
 
 
 def engines(x: Origin, gpus: int, tensor: int, stages: int) -> dict[str, Any]:

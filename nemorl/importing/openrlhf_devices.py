@@ -7,7 +7,7 @@ from typing import Any
 from . import openrlhf_learning as learning
 from . import shared
 from .rules import CannotImport, Fields, Origin, not_imported
-from .shared import layout, lora_targets
+from .shared import layout, lora_targets, trained_sampling
 
 _LENGTHS = {"ppo_ray": 2048, "sft": 2048, "dpo": 512, "rm": 512}
 _RATES = {"sft": 5e-6, "dpo": 1e-5, "rm": 9e-6}
@@ -149,9 +149,9 @@ def generation(x: Origin) -> Fields:
     section |= {"colocated": True} if _shares(x) else {}
     section |= {"enforce_eager": True} if x.get("vllm.enforce_eager") else {}
     section["enable_prefix_caching"] = x.get("vllm.enable_prefix_caching")
-    section["sampling"] = {"temperature": x.get("rollout.temperature")}
-    if x.get("rollout.top_p") != 1:
-        x.lost("rollout.top_p", "the loss would need the tokens that the engine's filter kept; left out")
+    top_p = x.get("rollout.top_p")
+    filters = {"rollout.top_p": top_p} if top_p != 1 else {}
+    section["sampling"] = trained_sampling(x, x.get("rollout.temperature"), filters)
     return {"generation": section}
 
 

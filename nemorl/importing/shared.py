@@ -90,6 +90,13 @@ def sampling(temperature: float, top_p: float, top_k: int | None) -> dict[str, A
     return section
 
 
+def trained_sampling(x: Origin, temperature: float, filters: Mapping[str, float]) -> dict[str, Any]:
+    """The section of a project whose trainer does not filter; `filters`: fields by their keys there."""
+    for key in filters:
+        x.changed(key, "the loss is of the tokens that it keeps, and there of all tokens")
+    return {"temperature": temperature, **{key.rpartition(".")[2]: value for key, value in filters.items()}}
+
+
 def template_arguments(x: Origin, section: str) -> Fields:
     """Arguments of the chat template, those with a value."""
     given = {name: value for name, value in x.below(section).items() if value is not None}

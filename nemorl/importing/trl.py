@@ -6,7 +6,7 @@ from typing import Any
 from . import trl_common as common
 from . import trl_files
 from .rules import Fields, Ignored, Lost, Origin, Part, Rule, not_imported, take_given
-from .shared import batch, run_length
+from .shared import batch, run_length, trained_sampling
 from .trl_trainers import IMPORTED
 
 # TRL's defaults of what the rules read (commit f2cd5771).
@@ -204,10 +204,14 @@ def _generation(x: Origin) -> Fields:
     else:
         how = "the policy's own processes sample, as there; use vLLM for speed"
         x.changed("use_vllm", how, changes_result=False)
-    section["sampling"] = {"temperature": x.get("temperature")}
-    for key, neutral in (("top_p", (1, 1.0)), ("top_k", (0, -1)), ("min_p", (None, 0.0))):
-        if x.get(key) not in neutral:
-            x.lost(key, "the loss would need the tokens that the engine's filter kept; left out")
+    filters = {
+        key: x.get(key)
+        for key, neutral in (("top_p", (1,)), ("top_k", (0, -1)), ("min_p", (None, 0)))
+        if x.get(key) not in neutral
+    }
+    if "top_p" in filters and filters.pop("min_p", None) is not None:
+        x.lost("min_p", "engines differ in which of min_p and top_p is first; left out")
+    section["sampling"] = trained_sampling(x, x.get("temperature"), filters)
     return {"generation": section}
 
 

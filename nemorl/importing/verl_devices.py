@@ -5,7 +5,7 @@ from typing import Any
 from . import shared
 from . import verl_learning as learning
 from .rules import CannotImport, Fields, Origin, not_imported
-from .shared import layout, lora_targets, replicas
+from .shared import layout, lora_targets, replicas, trained_sampling
 from .sources import home
 from .verl_learning import ACTOR, ROLLOUT
 
@@ -213,12 +213,13 @@ def generation(x: Origin) -> Fields:
         fields["generation.max_num_batched_tokens"] = tokens
     if format_ := x.get(f"{ROLLOUT}.quantization"):
         fields["generation.quantization"] = format_
-    fields["generation.sampling"] = {"temperature": float(x.get(f"{ROLLOUT}.temperature"))}
-    for key, neutral in (("top_p", 1), ("top_k", -1)):
-        if x.get(f"{ROLLOUT}.{key}") != neutral:
-            x.lost(
-                f"{ROLLOUT}.{key}", "the loss would need the tokens that the engine's filter kept; left out"
-            )
+    filters = {
+        f"{ROLLOUT}.{name}": x.get(f"{ROLLOUT}.{name}")
+        for name, neutral in (("top_p", (1,)), ("top_k", (-1, 0)))
+        if x.get(f"{ROLLOUT}.{name}") not in neutral
+    }
+    temperature = float(x.get(f"{ROLLOUT}.temperature"))
+    fields["generation.sampling"] = trained_sampling(x, temperature, filters)
     return fields | engine_arguments(x)
 
 

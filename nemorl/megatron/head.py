@@ -6,8 +6,13 @@ With logits `z`, divided by the temperature, whose columns are spread over the T
     entropy:             lse(z) - sum_j p_j z_j                   d/dz_j: -p_j (z_j - lse(z) + entropy)
 
 One chunk keeps its logits for backward; of several, each is computed again.
+
+With the filters of sampling, logits below the lowest one that they keep become padding, so that all of this
+is of the filtered distribution. A token as likely as the last one that a filter keeps is kept: the order of
+equal logits does not matter.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemorl.config.generation import SamplingConfig
 from nemorl.device import has_float32_products
 
 # Logit of a column that pads the vocabulary: exp gives 0, and 0 times it is 0 (infinity would give NaN).
 PADDING_LOGIT = -1e30
+_FIRST_CANDIDATES = 1024  # logits of each rank among which top-p looks first; few rows need more
+_CANDIDATE_GROWTH = 8
+_FILTERED_ELEMENTS = 2**23  # logits of all ranks, of the rows that are filtered together
 
 
 @dataclass(frozen=True)
@@ -40,13 +49,19 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     entropy: bool,
+    filters: SamplingConfig | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Logprobs of `ids` [M, C], a token once or more in a row, and, if asked for, entropies [M], in float32.
 
     Equal on all tensor-parallel ranks. `hidden` [M, H] predicts the ids; `weight` [V / TP, H]. Of `hidden`
     each rank gets the gradient of its own columns only: the caller sums it over the tensor-parallel ranks.
+
+    Both are of the distribution that the top-k, top-p and min-p of `filters` keep. The logprob of a token
+    that they drop is -inf; the caller gives it no gradient.
     """
-    logprobs, entropies = _Logprobs.apply(hidden, weight, ids, shard, temperature, chunk_tokens, entropy)
+    logprobs, entropies = _Logprobs.apply(
+        hidden, weight, ids, shard, temperature, chunk_tokens, entropy, filters
+    )
     return logprobs, entropies if entropy else None
 
 
@@ -85,25 +100,32 @@ class _Logprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         needs_entropy: bool,
+        filters: SamplingConfig | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_zeros(ids.shape, dtype=torch.float32)
         entropies = logprobs.new_zeros(ids.shape[0])
+        lowest = None if filters is None else torch.zeros_like(entropies)  # logits that are kept
         kept: list[tuple[Tensor, Tensor]] = []
         keeps = ids.shape[0] <= chunk_tokens and (hidden.requires_grad or weight.requires_grad)
         for rows in _chunks(ids.shape[0], chunk_tokens):
             shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
+            if filters is not None and lowest is not None:
+                lowest[rows] = _lowest_kept(shifted, filters, shard)
+                shifted.masked_fill_(shifted < lowest[rows, None], PADDING_LOGIT)
             log_sum, logprobs[rows], entropies[rows] = _reduce(shifted, ids[rows], shard, needs_entropy)
             if keeps:
                 kept.append((shifted, log_sum))
             del shifted  # before the next one takes memory
+        if filters is not None:
+            logprobs.masked_fill_(logprobs < PADDING_LOGIT / 2, -math.inf)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, ids, entropies)
+        ctx.save_for_backward(hidden, weight, ids, entropies, lowest)
         ctx.options = (shard, temperature, chunk_tokens, kept)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, ids, entropies = ctx.saved_tensors
+        hidden, weight, ids, entropies, lowest = ctx.saved_tensors
         shard, temperature, chunk_tokens, kept = ctx.options
         grad_logprobs, grad_entropies = grads
         if grad_logprobs is None:
@@ -116,6 +138,8 @@ class _Logprobs(torch.autograd.Function):
                 shifted, log_sum = kept.pop()
             else:
                 shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
+                if lowest is not None:
+                    shifted.masked_fill_(shifted < lowest[rows, None], PADDING_LOGIT)
                 log_sum = _sum_over_ranks(shifted.exp().sum(-1), shard).log()
             of_entropies = None if grad_entropies is None else (entropies[rows], grad_entropies[rows])
             grad = _grad_logits(shifted, log_sum, ids[rows], grad_logprobs[rows], of_entropies, shard)
@@ -130,7 +154,7 @@ class _Logprobs(torch.autograd.Function):
                     grad_weight.add_(grad.t() @ hidden[rows])
             del shifted, grad
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:
@@ -147,6 +171,59 @@ def _shifted_logits(hidden: Tensor, weight: Tensor, shard: VocabularyShard, temp
     if shard.group is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
     return logits.sub_(largest.unsqueeze(1))
+
+
+def _lowest_kept(shifted: Tensor, filters: SamplingConfig, shard: VocabularyShard) -> Tensor:
+    """[m] the lowest logit of each row that the filters keep, of the columns of all ranks."""
+    ranks = 1 if shard.group is None else shard.group.size()
+    size = max(1, _FILTERED_ELEMENTS // (shifted.shape[1] * ranks))
+    lowest = shifted.new_empty(len(shifted))
+    for rows in _chunks(len(shifted), size):
+        lowest[rows] = _lowest_of_rows(shifted[rows], filters, shard)
+    return lowest.clamp_(min=math.log(filters.min_p)) if filters.min_p else lowest  # the largest logit is 0
+
+
+def _lowest_of_rows(shifted: Tensor, filters: SamplingConfig, shard: VocabularyShard) -> Tensor:
+    """The same without min-p: each rank's largest logits are enough if the lowest one kept is above the rest.
+
+    All decisions are made from what was gathered, so that all ranks make the same.
+    """
+    of_top_k = shifted.new_full((len(shifted),), -math.inf)
+    if filters.top_k is not None:
+        ranked, _ = _ranked(shifted, filters.top_k, shard)
+        of_top_k = ranked[:, min(filters.top_k, ranked.shape[1]) - 1]
+    if filters.top_p == 1:
+        return of_top_k
+    # Top-p acts on what top-k left: a token is kept if those above it have less than this share of the mass.
+    exponentials = shifted.exp()
+    if filters.top_k is not None:
+        exponentials.masked_fill_(shifted < of_top_k.unsqueeze(1), 0.0)
+    sums = exponentials.sum(-1, keepdim=True, dtype=torch.float64)
+    del exponentials
+    limit = filters.top_p * columns_of_all_ranks(sums, shard).sum(-1, keepdim=True)
+    lowest, count = torch.empty_like(of_top_k), min(_FIRST_CANDIDATES, filters.top_k or _FIRST_CANDIDATES)
+    rows = torch.arange(len(shifted), device=shifted.device)
+    while len(rows):
+        ranked, unseen = _ranked(shifted[rows], count, shard)
+        exponentials = ranked.double().exp_()
+        above = exponentials.cumsum(-1).sub_(exponentials)
+        found = ranked.masked_fill(above >= limit[rows], 0.0).amin(-1)
+        lowest[rows] = torch.maximum(found, of_top_k[rows])
+        needs_more = (found <= unseen) & (found > of_top_k[rows])
+        rows = rows[needs_more] if count < shifted.shape[1] else rows[:0]
+        count *= _CANDIDATE_GROWTH
+    return lowest
+
+
+def _ranked(shifted: Tensor, count: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """[m, n] the `count` largest logits of each rank, in descending order; [m] the bound of all others."""
+    count = min(count, shifted.shape[1])
+    values = shifted.topk(count, dim=-1).values
+    if shard.group is None:
+        return values, values[:, -1]
+    gathered = columns_of_all_ranks(values, shard)
+    unseen = gathered.view(len(values), -1, count)[:, :, -1].amax(-1)
+    return gathered.sort(dim=-1, descending=True).values, unseen
 
 
 def _reduce(shifted: Tensor, ids: Tensor, shard: VocabularyShard, needs_entropy: bool) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from nemorl.config.generation import SamplingConfig
 from nemorl.config.policy import FullRecompute, PolicyConfig, SelectiveRecompute
 from nemorl.models.layout import padded_vocab_size, stage_layers
 from nemorl.models.shape import ModelShape
@@ -302,8 +303,11 @@ class PolicyModel(GPTModel):
         *,
         entropy: bool,
         candidates: Tensor | None = None,
+        filters: SamplingConfig | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Logprobs [N] and entropies [N] of the micro-batch, 0 where its loss mask is False.
+
+        They are of what `filters` keep, and -inf where these drop the token itself.
 
         With `candidates` [N, C] the logprobs are [N, 1 + C], of the token itself and of these in its place,
         and the entropies have no gradient. With a scalar head its values [N], of all tokens, alone. Under
@@ -325,6 +329,7 @@ class PolicyModel(GPTModel):
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             entropy=entropy or candidates is not None,
+            filters=filters,
         )
         if number is not None:
             logprobs = logprobs.index_select(0, number)

@@ -8,6 +8,7 @@ from dividing.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.profiler import record_function
 
-from nemorl.data.losses import CandidateLoss, LogprobStats, Loss, LossOutput, ValueStats
+from nemorl.config.generation import SamplingConfig
+from nemorl.data.losses import (
+    CandidateLoss,
+    LogprobStats,
+    Loss,
+    LossOutput,
+    UnfilteredLoss,
+    ValueStats,
+)
 from nemorl.data.packed import PackedBatch
 
 from .model import PolicyModel, PolicyParallel
@@ -28,13 +37,23 @@ from .packing import MicroBatch
 Compute = Callable[[PolicyModel, Tensor, MicroBatch], Any]
 # Sums and maxima over micro-batches, data-parallel ranks and stages, equal on all ranks.
 Metrics = tuple[dict[str, float], dict[str, float]]
+# Of a sampled token that the filters drop with the trainer's logits; it has no gradient (NeMo-RL's value).
+DROPPED_LOGPROB = 0.0
 
 
 class Pipeline:
     """Forward and backward passes of this rank's part of a model. All ranks of the model call it together."""
 
-    def __init__(self, chunks: Sequence[PolicyParallel], temperature: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[PolicyParallel],
+        temperature: float,
+        device: torch.device,
+        filters: SamplingConfig | None = None,
+    ) -> None:
+        """`filters`: top-k, top-p and min-p of the distribution that is trained; None keeps all tokens."""
         self._chunks, self._temperature, self._device = chunks, temperature, device
+        self._filters = filters
 
     def run_loss(
         self,
@@ -52,11 +71,24 @@ class Pipeline:
         def apply(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
             candidates = loss.candidates(micro.batch) if isinstance(loss, CandidateLoss) else None
             outputs, entropy = policy.score(
-                hidden, micro, self._temperature, entropy=loss.needs_entropy, candidates=candidates
+                *(hidden, micro, self._temperature),
+                entropy=loss.needs_entropy,
+                candidates=candidates,
+                filters=self._filters,
             )
+            dropped = None if self._filters is None else outputs.isneginf()
+            if dropped is not None:
+                outputs = outputs.masked_fill(dropped, DROPPED_LOGPROB)
             if scored is not None:
                 scored.append((outputs if candidates is None else outputs[:, 0]).detach())
-            return loss(micro.batch, outputs, entropy)
+            if dropped is None:
+                return loss(micro.batch, outputs, entropy)
+            if isinstance(loss, UnfilteredLoss) and loss.needs_unfiltered:
+                unfiltered, _ = policy.score(hidden, micro, self._temperature, entropy=False)
+                output = loss(micro.batch, outputs, entropy, unfiltered)
+            else:
+                output = loss(micro.batch, outputs, entropy)
+            return replace(output, sums={**output.sums, "sampling/dropped": dropped.sum().float()})
 
         outputs = self._run(made, apply, backward=backward)
         metrics: Any = None
@@ -76,12 +108,26 @@ class Pipeline:
         return metrics[0], metrics[1]
 
     def outputs(
-        self, batch: PackedBatch, made: Sequence[MicroBatch], *, entropy: bool = False
+        self,
+        batch: PackedBatch,
+        made: Sequence[MicroBatch],
+        *,
+        entropy: bool = False,
+        filtered: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logprobs or a scalar head's values, and entropies if requested: [N] on the CPU, or 0."""
+        """Logprobs or a scalar head's values, and entropies if requested: [N] on the CPU, or 0.
+
+        With `filtered` they are of the distribution that is trained, as in `run_loss`.
+        """
+        filters = self._filters if filtered else None
 
         def score(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
-            return policy.score(hidden, micro, self._temperature, entropy=entropy)
+            outputs, entropies = policy.score(
+                hidden, micro, self._temperature, entropy=entropy, filters=filters
+            )
+            if filters is not None:
+                outputs = outputs.masked_fill(outputs.isneginf(), DROPPED_LOGPROB)
+            return outputs, entropies
 
         values = self._over_batch(batch, made, score, [torch.empty(0)] * (2 if entropy else 1))
         return values[0], values[1] if entropy else None

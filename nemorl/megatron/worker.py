@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from nemorl.config.generation import SamplingConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data import losses, packed
 from nemorl.data.examples import Example
@@ -75,6 +76,7 @@ class PolicyWorker:
         device: DeviceKind,
         threads: int | None,
         temperature: float,
+        filters: SamplingConfig | None = None,
         keep_reference: bool,
         deadline_seconds: float,
         start_seconds: float = 600.0,
@@ -85,6 +87,7 @@ class PolicyWorker:
     ) -> None:
         """Join the other ranks at `rendezvous`; without `load` the model has no weights before `load_hf`.
 
+        The distribution that is trained is that of `temperature` and the top-k, top-p and min-p of `filters`.
         On `calibration_prompts` the weights of the folder compute the first ranges of inputs.
         """
         if threads is not None:
@@ -137,7 +140,7 @@ class PolicyWorker:
             for hooks in (self._ranges, self._rounding):
                 if hooks is not None:
                     hooks.attach(module, number)
-        self._pipeline = Pipeline(self._chunks, temperature, self.device)
+        self._pipeline = Pipeline(self._chunks, temperature, self.device, filters)
         self._optimizer = PolicyOptimizer(config, self._chunks, device, self._trained) if trains else None
         self._maker = MicroBatchMaker(self._shape, config, self._kernels, self.device)
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -367,7 +370,10 @@ class PolicyWorker:
     def compute_logprobs(
         self, micro_batches: list[list[int]], *, old: bool, reference: bool, entropy: bool = False
     ) -> losses.LogprobStats:
-        """Fill `old_logprobs`, `old_entropies` and `reference_logprobs`; the gap to the engine's if `old`."""
+        """Fill `old_logprobs`, `old_entropies` and `reference_logprobs`; the gap to the engine's if `old`.
+
+        Filters of sampling do not apply to the reference: it would drop tokens that the policy keeps.
+        """
         batch, made = self._prepared("compute_logprobs", micro_batches, head="lm")
         if reference:
             made_of = made
@@ -378,7 +384,7 @@ class PolicyWorker:
                 batch = replace(batch, reference_logprobs=self._pipeline.outputs(batch, made_of)[0])
         if old:
             with stage_range("nemorl: logprobs"):
-                logprobs, entropies = self._pipeline.outputs(batch, made, entropy=entropy)
+                logprobs, entropies = self._pipeline.outputs(batch, made, entropy=entropy, filtered=True)
             batch = replace(batch, old_logprobs=logprobs, old_entropies=entropies)
         self._batch = batch
         stats = logprob_gap(batch, batch.old_logprobs if old else None, self.device)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
+from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec
 from nemorl.config.generation import GenerationConfig, MegatronGenerationConfig
@@ -165,7 +166,9 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
     num_micro_batches = -(-sequences * policy.max_sequence_length // tokens)
     chunk = min(policy.logprob_chunk_tokens, own_tokens)
     vocabulary = shape.vocab_size if shape.head == "lm" else 0
-    logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * _CHUNK_COPIES
+    # A single chunk keeps its logits for the backward pass, and once more those that no filter has cut.
+    copies = _CHUNK_COPIES + (chunk == own_tokens and _scores_twice(experiment))
+    logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * copies
 
     last = stage == layout.pipeline_parallel_size - 1
     head_gradient = 0
@@ -217,6 +220,12 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
         checkpoints_in_memory=in_memory,
         runtime=_POLICY_RUNTIME,
     )
+
+
+def _scores_twice(experiment: Experiment) -> bool:
+    """True if the loss has logprobs of what the filters of sampling keep, and of all tokens."""
+    algorithm, filters = experiment.algorithm, experiment.generation.sampling.filters
+    return isinstance(algorithm, OnlineConfig) and filters and algorithm.kl_in_loss
 
 
 def pinned_bytes(size: int) -> int:

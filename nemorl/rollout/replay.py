@@ -116,6 +116,10 @@ def _other_origin(experiment: Experiment, sampled_by: SampledBy) -> Problems:
     if ours.temperature != sampled_by.temperature:
         fix = f"the stored logprobs are of the temperature {sampled_by.temperature:g}; set that"
         yield Problem("generation.sampling.temperature", ours.temperature, fix)
+    if ours.filters != sampled_by.filters and experiment.algorithm.trains_filtered:
+        there = ", ".join(f"{name} {value:g}" for name, value in sampled_by.filters.items())
+        fix = f"the stored logprobs are of samples with {there or 'no top_k, top_p and min_p'}; set that"
+        yield Problem("generation.sampling", ours.filters, fix)
     if ours.reward_weights != sampled_by.reward_weights:
         there = ", ".join(f"{name} {weight:g}" for name, weight in sampled_by.reward_weights.items())
         fix = f"the stored rewards have the weights {there or 'of no reward'}; set env and rewards to these"

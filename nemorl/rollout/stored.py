@@ -59,6 +59,7 @@ class SampledBy:
     temperature: float
     reward_weights: dict[str, float]
     data: dict[str, Any] = field(default_factory=dict)  # section `data.train`
+    filters: dict[str, float] = field(default_factory=dict)  # top_k, top_p and min_p, where they leave out
     format: int = FORMAT
 
     @classmethod
@@ -66,9 +67,12 @@ class SampledBy:
         policy = experiment.policy
         tokenizer = (policy.tokenizer_folder / "tokenizer.json").read_bytes()
         weights = reward_weights(experiment.env, experiment.rewards)
-        temperature = experiment.generation.sampling.temperature
+        sampling = experiment.generation.sampling
         data = experiment.data.train.model_dump(mode="json")
-        return cls(str(policy.model_path), sha256(tokenizer).hexdigest(), temperature, weights, data)
+        return cls(
+            *(str(policy.model_path), sha256(tokenizer).hexdigest(), sampling.temperature, weights, data),
+            filters=sampling.model_dump(exclude={"temperature"}, exclude_defaults=True),
+        )
 
 
 @dataclass(frozen=True)

@@ -436,6 +436,7 @@ class Starter:
     async def _start_model(self, spec: ModelSpec, rendezvous: str, threads: int) -> handles.ModelHandle:
         experiment, layout = self.experiment, spec.config.layout
         algorithm, deadlines = experiment.algorithm, experiment.cluster.deadlines
+        sampling = experiment.generation.sampling
         is_policy = spec.name == "policy"
         shared: dict[str, Any] = {
             "config": spec.config,
@@ -443,7 +444,8 @@ class Starter:
             "rendezvous": f"tcp://{rendezvous}/{spec.name}",
             "device": "cuda" if self._on_gpus else "cpu",
             "threads": threads,
-            "temperature": experiment.generation.sampling.temperature if algorithm.online else 1.0,
+            "temperature": sampling.temperature if algorithm.online else 1.0,
+            "filters": sampling if is_policy and algorithm.trains_filtered and sampling.filters else None,
             "seed": experiment.seed,
             "keep_reference": is_policy and algorithm.keeps_reference and experiment.reference is None,
             "deadline_seconds": max(deadlines.training, deadlines.checkpoint, deadlines.refit),

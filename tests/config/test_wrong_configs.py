@@ -16,9 +16,10 @@ from nemorl.config.generation import (
     TorchGenerationConfig,
     TrtllmGenerationConfig,
     VllmGenerationConfig,
+    VllmServerGenerationConfig,
 )
 from nemorl.config.load import load_experiment
-from nemorl.errors import ABSENT
+from nemorl.errors import ABSENT, Problem
 from tests.config.experiments import GRPO, problems_of, refuses, write
 
 SFT = ["algorithm.name=sft", "algorithm.num_steps=5", "algorithm.batch_size=8"]
@@ -437,23 +438,11 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         0.0,
         "set it to more than 0 (for validation 0 is allowed)",
     ),
-    "top-k in training": (
-        ["generation.sampling.top_k=20"],
-        "generation.sampling.top_k",
-        20,
-        "remove it here",
-    ),
-    "top-p in training": (
-        ["generation.sampling.top_p=0.9"],
-        "generation.sampling.top_p",
-        0.9,
-        "remove it here",
-    ),
-    "min-p in training": (
-        ["generation.sampling.min_p=0.1"],
+    "min-p next to top-p in training": (
+        ["generation.sampling={min_p: 0.1, top_p: 0.9}"],
         "generation.sampling.min_p",
         0.1,
-        "remove it here",
+        "remove one of the two",
     ),
     "greedy samples of one task": (
         [VALIDATION + "sampling={temperature: 0}", VALIDATION + "num_generations_per_prompt=4"],
@@ -1272,6 +1261,9 @@ def test_a_dataset_must_say_which_one_it_is(tmp_path: Path) -> None:
 RIGHT: dict[str, list[str]] = {
     "as it is": [],
     "filters in validation": [VALIDATION + "sampling={top_k: 20, top_p: 0.9}", VALIDATION + "period=2"],
+    "filters in training": ["generation.sampling={top_k: 20, top_p: 0.9}"],
+    "min-p in training": ["generation.sampling={top_k: 20, min_p: 0.1}"],
+    "both ratios in validation": [VALIDATION + "sampling={min_p: 0.1, top_p: 0.9}", VALIDATION + "period=2"],
     "greedy validation of one sample": [VALIDATION + "sampling={temperature: 0}"],
     "filters in SFT's validation": [*SFT, "generation.sampling.top_p=0.9", VALIDATION + "at_end=true"],
     "SFT without a reward": [*SFT, "rewards=[]"],
@@ -1332,27 +1324,24 @@ def test_it_is_taken(sound: Path, overrides: list[str]) -> None:
     load_experiment(sound, overrides)
 
 
-@pytest.mark.parametrize(
-    ("generation", "reason"),
-    [
-        (TorchGenerationConfig, "the engine does not return which tokens its filters kept"),
-        (MegatronGenerationConfig, "the engine does not return which tokens its filters kept"),
-        (VllmGenerationConfig, "vLLM returns the logprob of the sampled token"),
-        (TrtllmGenerationConfig, "TensorRT-LLM returns the logprob of the sampled token"),
-        (OpenAIGenerationConfig, "the protocol has no field"),
-    ],
-)
 @pytest.mark.parametrize(("name", "value"), [("top_k", 20), ("top_p", 0.9), ("min_p", 0.1)])
-def test_every_back_end_says_why_filtered_samples_do_not_train(
-    tmp_path: Path, generation: type[GenerationBase], reason: str, name: str, value: float
+def test_filtered_samples_train_where_the_engine_has_their_logprobs(
+    tmp_path: Path, name: str, value: float
 ) -> None:
     algorithm = load_experiment(write(tmp_path, GRPO)).algorithm
-    section: Any = generation.model_construct(sampling=SamplingConfig.model_validate({name: value}))
 
-    (problem,) = samples_can_be_learned_from(section, algorithm)
+    def problems(generation: type[GenerationBase]) -> list[Problem]:
+        section: Any = generation.model_construct(sampling=SamplingConfig.model_validate({name: value}))
+        return list(samples_can_be_learned_from(section, algorithm))
 
+    for trains in (
+        *(TorchGenerationConfig, MegatronGenerationConfig, TrtllmGenerationConfig),
+        *(VllmGenerationConfig, VllmServerGenerationConfig),
+    ):
+        assert problems(trains) == []
+    (problem,) = problems(OpenAIGenerationConfig)
     assert (problem.field, problem.value) == (f"generation.sampling.{name}", value)
-    assert reason in problem.fix
+    assert "may return logprobs of all tokens" in problem.fix
 
 
 DATA: dict[str, tuple[str, str, str]] = {

@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         [*ON_POLICY, TEACHER, "generation.sampling.top_p=0.9"],
         "generation.sampling.top_p",
         0.9,
-        "unfiltered",
+        "the teacher's distribution has all tokens",
     ),
     "a fixed length for divergences": (
         [*ON_POLICY, TEACHER, "algorithm.aggregation=seq-mean-token-sum-norm"],

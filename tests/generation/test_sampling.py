@@ -87,7 +87,7 @@ def test_greedy_takes_the_largest_and_reports_the_unfiltered_logprob():
 
 def test_a_flat_distribution_over_a_large_vocabulary_needs_more_than_the_first_candidates():
     vocabulary = 20_000
-    logits = torch.zeros(2, vocabulary)
+    logits = -1e-9 * torch.arange(vocabulary).expand(2, -1)  # of equal ones all would be kept
     logits[:, 0] = 1.0
     draws = [
         sample(logits, [SamplingParams(top_p=0.9), SamplingParams(top_k=3000)], [s, s]) for s in range(20)
@@ -99,6 +99,17 @@ def test_a_flat_distribution_over_a_large_vocabulary_needs_more_than_the_first_c
         assert got.logprobs[0].item() == pytest.approx(math.log(weights[0] / (kept - 1 + math.e)), abs=1e-3)
         assert got.logprobs[1].item() == pytest.approx(math.log(weights[1] / (2999 + math.e)), abs=1e-4)
     assert len({got.tokens[0].item() for got in draws}) > 15
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 2, "top_p": 0.7}], ids=str)
+def test_tokens_as_likely_as_the_last_one_kept_are_kept(filters):
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, -1.0, 1.0]]).log_softmax(-1)
+    kept = math.e + 3
+    draws = [sample(logits, [SamplingParams(**filters)], [seed]) for seed in range(60)]
+    assert {got.tokens.item() for got in draws} == {1, 2, 3, 5}
+    for got in draws:
+        weight = math.e if got.tokens.item() == 1 else 1.0
+        assert got.logprobs.item() == pytest.approx(math.log(weight / kept), abs=1e-5)
 
 
 def test_impossible_tokens_are_never_drawn():

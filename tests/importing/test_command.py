@@ -42,10 +42,10 @@ def test_a_file_is_written_and_loads(
     assert main(["import", str(config), "--from", "trl", "-o", str(out)]) == 0
     shown = capsys.readouterr()
     assert "mapped (" in shown.out
-    assert "changed in meaning (2)" in shown.out
-    assert "without counterpart, and the result changes (1)" in shown.out
+    assert "changed in meaning (3)" in shown.out
+    assert "without counterpart, and the result changes" not in shown.out
     assert (
-        f"{out} is written; run `nemorl check {out}`. 5 of 9 keys mapped, 2 changed in meaning, 1"
+        f"{out} is written; run `nemorl check {out}`. 5 of 9 keys mapped, 3 changed in meaning, 0"
         in shown.err
     )
     text = out.read_text(encoding="utf-8")
@@ -68,9 +68,9 @@ def test_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert keys["top_p"] == {
         "key": "top_p",
         "value": 0.9,
-        "outcome": "none",
-        "fields": [],
-        "note": "the loss would need the tokens that the engine's filter kept; left out",
+        "outcome": "changed",
+        "fields": ["generation"],
+        "note": "the loss is of the tokens that it keeps, and there of all tokens",
         "changes_result": True,
     }
     assert report["experiment"]["algorithm"]["loss"]["aggregation"] == "seq-mean-token-mean"

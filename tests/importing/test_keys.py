@@ -469,13 +469,7 @@ REFUSED = {
 }
 REMARKED = {
     "nemo-rl": {"async_rl.sampler.name": "windowed"},
-    "verl": {
-        "algorithm.kl_penalty": "low_var_kl",
-        "actor_rollout_ref.rollout.top_p": 0.9,
-        "actor_rollout_ref.rollout.top_k": 5,
-    },
-    "openrlhf": {"rollout.top_p": 0.9},
-    "trl": {"top_p": 0.9, "top_k": 5, "min_p": 0.1},
+    "verl": {"algorithm.kl_penalty": "low_var_kl"},
 }
 
 

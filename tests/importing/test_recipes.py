@@ -81,6 +81,18 @@ def test_imported_recipes_pass_the_checks(experiments: dict[tuple[str, str], Exp
     assert counts == {"nemo-rl": 216, "verl": 59, "openrlhf": 9}
 
 
+def test_filters_of_sampling_are_kept(experiments: dict[tuple[str, str], Experiment]) -> None:
+    found = {
+        name: experiment.generation.sampling.model_dump(exclude_defaults=True)
+        for (project, name), experiment in experiments.items()
+        if project == "nemo-rl" and experiment.generation.sampling.filters
+    }
+    assert found["grpo_sliding_puzzle.yaml"] == {"top_k": 10000, "top_p": 0.999}
+    tuned = "recipes/llm/grpo-llama3.2-1b-instruct-1n8g-megatron-temp0.8-topp0.9-topk50.yaml"
+    assert found[tuned] == {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+    assert len(found) == 9
+
+
 def test_devices_are_all_in_use(experiments: dict[tuple[str, str], Experiment]) -> None:
     for (_, name), experiment in experiments.items():
         gpus = experiment.cluster.num_nodes * experiment.cluster.gpus_per_node

@@ -14,6 +14,7 @@ from torch import Tensor
 from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import KLConfig
 from nemorl.config.algorithm.losses import ClipLossConfig
+from nemorl.config.generation import SamplingConfig
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import PackedBatch
@@ -119,9 +120,10 @@ def live(
     config: PolicyConfig,
     batches: Sequence[PackedBatch],
     per_micro_batch: int,
+    filters: SamplingConfig | None = None,
 ) -> Life:
     """One optimizer step on each batch."""
-    worker = start_worker(rank, world_size, rendezvous, config)
+    worker = start_worker(rank, world_size, rendezvous, config, filters=filters)
     steps: list[TrainStats] = []
     for batch in batches:
         mine = share(batch, rank, config)

@@ -2,6 +2,7 @@ import gc
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,8 +68,9 @@ def start_here(tmp_path: Path) -> Iterator[Callable[..., PolicyWorker]]:
     """Start a worker in this process, after a former one was closed."""
     started: list[PolicyWorker] = []
 
-    def start(config: PolicyConfig, temperature: float = 1.0) -> PolicyWorker:
-        started.append(start_worker(0, 1, f"file://{tmp_path}/{len(started)}", config, temperature))
+    def start(config: PolicyConfig, temperature: float = 1.0, **options: Any) -> PolicyWorker:
+        rendezvous = f"file://{tmp_path}/{len(started)}"
+        started.append(start_worker(0, 1, rendezvous, config, temperature, **options))
         return started[-1]
 
     yield start

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from nemorl.config.generation import SamplingConfig
 from nemorl.config.policy import MoeConfig, SelectiveRecompute
 from nemorl.data.packed import PackedBatch
 from nemorl.megatron.worker import PolicyWorker
@@ -51,8 +52,16 @@ def tree_batch(seed: int = 1) -> PackedBatch:
 def computed(model: Model, start_here: Start) -> Computed:
     """Logprobs, entropies, metrics and gradients of a batch in two micro-batches, shared and not."""
 
-    def compute(family: str, batch: PackedBatch, *, shares: bool, **fields: object) -> dict[str, Any]:
-        worker = start_here(policy_config(model(family)[1], share_prefixes=shares, **fields))
+    def compute(
+        family: str,
+        batch: PackedBatch,
+        *,
+        shares: bool,
+        filters: SamplingConfig | None = None,
+        **fields: object,
+    ) -> dict[str, Any]:
+        config = policy_config(model(family)[1], share_prefixes=shares, **fields)
+        worker = start_here(config, filters=filters)
         micro_batches = [[0, 2, 4, 6, 1], [3, 5, 7]]
         worker.load_batch(batch)
         worker.compute_logprobs(micro_batches, old=True, reference=False, entropy=True)
@@ -110,6 +119,15 @@ def test_shared_tokens_are_computed_again(computed: Computed, modules: Any) -> N
     )
     results = (computed(family, tree_batch(), shares=shares, recompute=again) for shares in (True, False))
     assert_equal(*results)
+
+
+def test_shared_tokens_of_a_filtered_distribution(computed: Computed) -> None:
+    filters = SamplingConfig(top_k=20, top_p=0.8)
+    shared, apart = (
+        computed("llama", tree_batch(), shares=shares, filters=filters) for shares in (True, False)
+    )
+    assert 0 < apart["stats"].sums["sampling/dropped"] < apart["stats"].sums["tokens"]
+    assert_equal(shared, apart)
 
 
 def test_experts_count_a_shared_token_for_each_sequence(computed: Computed) -> None:

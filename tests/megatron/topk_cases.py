@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemorl.config.generation import SamplingConfig
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.packed import PackedBatch
+from nemorl.megatron import head
 from nemorl.megatron.head import VocabularyShard, token_logprobs, top_logprobs
 from tests.megatron.cases import partition, share, start_worker
 
@@ -93,3 +95,43 @@ def taught_by(
     steps = [worker.train(partition(worker.batch.num_sequences, 4), loss) for loss in losses]
     worker.close()
     return steps
+
+
+def filtered_heads_over_ranks(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    grads: Tensor,
+    vocabulary: int,
+    filters: SamplingConfig,
+) -> dict[str, Tensor]:
+    """The head of the filtered distribution; one candidate a rank at first, so that top-p takes more."""
+    first, head._FIRST_CANDIDATES = head._FIRST_CANDIDATES, 1
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    try:
+        columns = weight.shape[0] // world_size
+        start = rank * columns
+        shard = VocabularyShard(
+            start, min(max(vocabulary - start, 0), columns), dist.group.WORLD if world_size > 1 else None
+        )
+        own = weight[start : start + columns].clone().requires_grad_()
+        mine = hidden.clone().requires_grad_()
+        options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 16, "filters": filters}
+        found, entropies = token_logprobs(mine, own, ids, shard, **options, entropy=True)
+        assert entropies is not None
+        taken = found.masked_fill(found.isneginf(), 0.0)
+        ((grads[0] * taken).sum() + (grads[1, :, 0] * entropies).sum()).backward()
+        assert mine.grad is not None
+        assert own.grad is not None
+        return {
+            "logprobs": found.detach(),
+            "entropies": entropies.detach(),
+            "hidden_grad": mine.grad,
+            "weight_grad": own.grad,
+        }
+    finally:
+        head._FIRST_CANDIDATES = first
+        dist.destroy_process_group()

@@ -247,6 +247,23 @@ def test_logits_exist_for_a_chunk_at_a_time(configure: Configure, tokens: int, c
     assert policy.logits == chunk * 1000 * 4 * 2
 
 
+def test_a_chunk_that_is_scored_twice_keeps_its_logits_twice(configure: Configure) -> None:
+    """Filtered for the ratio, and complete for the divergence from the reference."""
+    filtered, kl = "generation.sampling.top_p=0.9", "algorithm.kl.coefficient=0.1"
+
+    def logits(*overrides: str) -> int:
+        tokens = ["policy.micro_batch_tokens=512", "policy.logprob_chunk_tokens=512"]
+        experiment = configure(*tokens, *overrides)
+        return group("policy", estimate_memory(experiment, SHAPE, training=True)).logits
+
+    copy = 512 * 1000 * 4
+    assert logits(filtered, kl) == 3 * copy
+    assert logits(filtered) == logits(kl) == 2 * copy
+    in_reward = "algorithm.kl={coefficient: 0.1, placement: reward, estimator: k1}"
+    assert logits(filtered, in_reward) == 2 * copy
+    assert logits(filtered, kl, "policy.logprob_chunk_tokens=256") == 2 * copy / 2  # computed again
+
+
 def test_activations_grow_with_the_micro_batch_and_shrink_with_tensor_parallelism(
     configure: Configure,
 ) -> None:

@@ -70,6 +70,14 @@ NO_LOGPROB = replace(trajectory(2), logprobs=np.full(4, np.nan, dtype=np.float32
             "generation.sampling.temperature",
             "temperature 0.5; set that",
         ),
+        ({"filters": {"top_k": 5}}, GOOD, [], "generation.sampling", "samples with top_k 5; set that"),
+        (
+            {},
+            GOOD,
+            ["generation.sampling.top_p=0.9"],
+            "generation.sampling",
+            "samples with no top_k, top_p and min_p",
+        ),
         ({"reward_weights": {"a": 2.0}}, GOOD, [], "rewards", "have the weights a 2; set env and rewards"),
         ({"data": {}}, GOOD, [], "data.train", "of another dataset"),
         (

@@ -118,6 +118,7 @@ class AlgorithmBase(Config):
     presets: ClassVar[Mapping[str, Preset]] = {}  # that its name may be one of
     head: ClassVar[Literal["lm", "scalar"]] = "lm"  # of the model that it trains
     online: ClassVar[bool] = False  # training itself samples
+    trains_filtered: ClassVar[bool] = False  # its logprobs are of what the filters of sampling keep
     keeps_teachers: ClassVar[bool] = False  # which score tokens
     sequences_per_unit: ClassVar[int] = 1  # 2 where it trains on pairs of answers
     reference_field: ClassVar[str | None] = None  # which adds a reference in separate processes

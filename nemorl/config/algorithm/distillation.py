@@ -64,6 +64,7 @@ class OnPolicyDistillationConfig(OnlineBase):
     """The policy samples and teachers score its tokens; rewards are metrics only."""
 
     keeps_teachers: ClassVar[bool] = True
+    compares_all_tokens: ClassVar[bool] = True
     name: Literal["on_policy_distillation"]
     loss: DistillationLossConfig = ReverseKlLossConfig()
     """The divergence of policy and teacher."""
@@ -109,7 +110,6 @@ class DistillationConfig(OfflineBase):
 class PickedBase(OnlineBase):
     """Algorithms that select one or two samples of each task by their reward."""
 
-    needs_unfiltered_samples: ClassVar[bool] = False
     trained_metrics: ClassVar[frozenset[str]] = SFT_METRICS
     num_generations_per_prompt: int = Field(ge=2)
     """Samples of each task, from which one or two are selected by their reward."""

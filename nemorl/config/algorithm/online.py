@@ -30,6 +30,7 @@ REFIT_METRICS = (
     *(f"refit/seconds/receive_{stage}" for stage in _RECEIVE_STAGES),
 )
 POLICY_METRICS = ("loss/total", "entropy", "logprob_gap/k1", "logprob_gap/k3")
+DROPPED = "sampling/dropped"  # share of the sampled tokens that the filters drop with the trainer's logits
 Level = Literal["token", "sequence", "geometric"]
 
 
@@ -147,7 +148,7 @@ class TruncatedRewardConfig(Config):
 
 class OnlineBase(AlgorithmBase):
     online: ClassVar[bool] = True
-    needs_unfiltered_samples: ClassVar[bool] = True  # the engine's logprobs of sampled tokens are used
+    compares_all_tokens: ClassVar[bool] = False  # with a distribution of another model
     num_prompts_per_step: int = Field(ge=1)
     """Tasks sampled in a step."""
     num_generations_per_prompt: int = Field(ge=1)
@@ -447,6 +448,7 @@ class OnlineConfig(OnlineBase):
 
     presets: ClassVar[Mapping[str, Preset]] = PRESETS
     reference_field: ClassVar[str | None] = "algorithm.kl.coefficient"
+    trains_filtered: ClassVar[bool] = True
     name: Literal[tuple(PRESETS)]  # type: ignore[valid-type]
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps that share the batch of one step; divides the number of trajectories. With 1 every
@@ -479,7 +481,7 @@ class OnlineConfig(OnlineBase):
     def metrics(self) -> frozenset[str]:
         per_token = self.advantage.per_token
         return super().metrics | {
-            *POLICY_METRICS,
+            *(*POLICY_METRICS, DROPPED),
             *(f"staleness/{name}_{k}" for k in self.ages for name in ("share", "gap", "gap_max", "ess")),
             "loss/policy",
             *self.loss.metrics,
@@ -506,6 +508,10 @@ class OnlineConfig(OnlineBase):
     def kl_in_reward(self) -> bool:
         """True if the divergence is subtracted from the rewards, and not added to the loss."""
         return self.kl.active and self.kl.placement == "reward"
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl.active and self.kl.placement == "loss"
 
     @property
     def greedy_baseline(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from nemorl.config.generation import SamplingConfig
 from nemorl.generation import request_driver
 from nemorl.generation.types import (
     Completion,
@@ -19,6 +20,7 @@ from nemorl.generation.types import (
     RequestRefused,
     SamplingParams,
 )
+from nemorl.megatron.head import VocabularyShard, token_logprobs
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
@@ -74,6 +76,29 @@ def test_completions_say_what_was_sampled(one: Any, dense: Any) -> None:
         assert (got.stop, len(got.tokens)) == (StopReason.LENGTH, 12)
         assert got.versions.tolist() == [one.host.version] * 12
         assert gaps(dense[1], asked.prompt, got, asked.sampling.temperature).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.7}], ids=str
+)
+def test_filtered_logprobs_are_the_trainers(one: Any, dense: Any, filters: dict[str, Any]) -> None:
+    network = dense[1]
+    shard = VocabularyShard(0, network.lm_head.weight.shape[0], None)
+    requests = group(str(filters), 4, 12, SamplingParams(temperature=0.9, **filters))
+    completions = one.run(collect(one.host, requests))
+    for asked in requests:
+        got = completions[asked.id]
+        tokens = torch.tensor([*asked.prompt.tolist(), *got.tokens.tolist()])
+        with torch.no_grad():
+            hidden = network.model(tokens.unsqueeze(0)).last_hidden_state[0, len(asked.prompt) - 1 : -1]
+        theirs, _ = token_logprobs(
+            *(hidden, network.lm_head.weight.detach(), tokens[len(asked.prompt) :, None], shard),
+            temperature=0.9,
+            chunk_tokens=64,
+            entropy=False,
+            filters=SamplingConfig(**filters),
+        )
+        assert (theirs.squeeze(1) - torch.tensor(got.logprobs)).abs().max() < 1e-3
 
 
 def test_prompts_that_do_not_fit_into_a_step_wait(one: Any, dense: Any) -> None:
