@@ -10,6 +10,7 @@ from nemorl.cli import main
 from nemorl.config import shipped
 from nemorl.config.policy import LayoutConfig
 from nemorl.config.yaml import parse_document
+from nemorl.models.create import create_tiny_model
 from nemorl.ui import compose
 from nemorl.ui.yaml_edit import edit, set_value
 
@@ -41,9 +42,13 @@ def verdict(text: str, file: Path, capsys: pytest.CaptureFixture[str]) -> dict[s
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("in_root")
-def test_the_verdict_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_is_that_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of every shipped experiment without models of the hub, and of broken variants of them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    create_tiny_model("models/arithmetic")  # of the experiments that are valid
     copies = tmp_path / "configs"
     shutil.copytree(shipped.FOLDER, copies)
     known = set()
