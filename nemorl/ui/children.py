@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 T = TypeVar("T")
-MEMORY_BYTES = 6 * 2**30  # of a child, beyond which it gets no more
+MEMORY_BYTES = 6 * 10**9  # of a child, beyond which it gets no more
 
 
 class ChildError(Exception):
@@ -72,7 +72,7 @@ class Child:
             raise ChildError(f"{what}; it calls exit, crashed, or needs too much memory") from error
         except MemoryError as error:
             self._end()
-            limit = f"{self._memory_bytes / 2**30:g} GiB"
+            limit = f"{self._memory_bytes / 1e9:g} GB"
             raise ChildError(f"the code needs more than {limit} of memory; make it allocate less") from error
         self._imported = {file: _changed(file) for file in files}
         return value  # type: ignore[no-any-return]

@@ -122,6 +122,20 @@ def test_a_new_file_overwrites_none(folder: Path) -> None:
         save_experiment(folders, "../a.yaml", "", None)
 
 
+def test_a_recipe_comes_with_a_name_that_no_file_has(folder: Path) -> None:
+    """Under its own name it would be taken for the file that is there."""
+    name = {"name": "quickstart/grpo"}
+    free = get(folder, "/api/compose/recipe", **name, file="grpo.yaml")[1]
+    assert (free["file"], "num_steps" in free["text"]) == ("grpo.yaml", True)
+    for taken in ("grpo.yaml", "grpo-2.yaml"):
+        (folder / taken).write_text("# theirs\n", encoding="utf-8")
+    assert get(folder, "/api/compose/recipe", **name, file="grpo.yaml")[1]["file"] == "grpo-3.yaml"
+    empty = get(folder, "/api/compose/recipe", file="x.yaml")[1]
+    assert empty == {"text": "", "file": "x-2.yaml"}
+    ((conflict, body),) = post(folder, ("save", {"file": "grpo.yaml", "text": "seed: 1\n", "version": None}))
+    assert (conflict, body["text"]) == (409, "# theirs\n")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes into every folder")
 def test_an_unwritable_folder_is_a_sentence(folder: Path) -> None:
     (folder / "closed").mkdir()
