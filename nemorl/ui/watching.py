@@ -284,9 +284,16 @@ def _head(
         start.get("command", ""),
         host,
         status.driver is not None and status.driver.pid is not None,
-        latest_submission(paths.root) is not None,
+        _is_job(paths.root),
         now,
     )
+
+
+def _is_job(folder: Path) -> bool:
+    try:
+        return latest_submission(folder) is not None
+    except (NemorlError, ValueError):  # a damaged record of a submission
+        return True
 
 
 def _checkpoint(folder: Path, now: float) -> tuple[int | None, float | None]:

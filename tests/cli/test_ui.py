@@ -5,7 +5,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -39,6 +41,25 @@ def test_it_prints_the_address_of_what_it_was_given(tmp_path, word, view):
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (0, "", "")
+
+
+def test_it_ends_at_once_with_an_open_page(tmp_path):
+    """A page that watches a run has an answer that never ends, and connections that it keeps."""
+    make_run(tmp_path / "one", live={})
+    process = started(tmp_path)
+    try:
+        assert process.stdout is not None
+        url, token = process.stdout.readline().strip().split("/#")
+        headers = {"Authorization": f"Bearer {token}"}
+        with urlopen(Request(f"{url}/api/watch/follow?run=one", headers=headers), timeout=60) as page:
+            assert page.readline().startswith(b"data: ")
+            process.send_signal(signal.SIGINT)
+            began = time.monotonic()
+            _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (0, "")
+    assert time.monotonic() - began < 3  # one that waits for answers would take SHUTDOWN_SECONDS
 
 
 def test_a_port_in_use_is_named(tmp_path, capsys, monkeypatch):
