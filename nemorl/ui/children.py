@@ -97,6 +97,7 @@ def _enter(folder: str, memory_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes if hard < 0 else min(memory_bytes, hard), hard))
     os.chdir(folder)
+    sys.dont_write_bytecode = True  # which Python takes for current if a file changes within a second
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
