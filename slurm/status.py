@@ -78,10 +78,10 @@ def _row(submission: Submission, run_dir: Path, jobs: Sequence[Job]) -> Row:
 
 
 def _step(run_dir: Path) -> str:
-    """The newest step with metrics, and the number of steps: `12/300`; empty if the metrics are damaged."""
+    """The newest step with metrics, and the number of steps: `12/300`; empty if the metrics are corrupt."""
     try:
         lines = read_json_lines(RunPaths(run_dir).metrics)
-    except RunFolderError:  # a job whose files are damaged can still be cancelled
+    except RunFolderError:  # a job whose files are corrupt can still be cancelled
         return ""
     done = max((int(line.get("step", 0)) for line in lines), default=0)
     for path in (RunPaths(run_dir).config, run_dir / FOLDER / "config.yaml"):

@@ -100,7 +100,7 @@ class Columns:
         if not _FILE.fullmatch(self.file):
             raise ValueError(f"{self.file!r} is no name of a file of rows")
 
-    def first_damaged(self, records: Records) -> int | None:
+    def first_corrupt(self, records: Records) -> int | None:
         """The first row that refers to a text that the columns lack; None if there is none.
 
         In rows that were read after their columns it may also be a text that the run has added since.

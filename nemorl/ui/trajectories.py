@@ -285,24 +285,24 @@ class Tables:
 
     def __init__(self) -> None:
         self._tables: _Kept[_Key, TrajectoryTable] = _Kept(NUM_TABLES)
-        self._damaged: set[tuple[Path, int]] = set()  # files of rows, with their identities
+        self._corrupt: set[tuple[Path, int]] = set()  # files of rows, with their identities
 
     def open(self, run: Path, rows: int | None = None) -> TrajectoryTable:
         """The table of a run; `rows`: as it was when it had that many. Raises UiError where nothing is."""
         paths = RunPaths(run)
         try:
             table = self._of_index(paths, rows)
-            if table is None:  # the run has written new texts in between, or the rows are damaged
-                table = self._of_index(paths, rows, is_damaged=True)
+            if table is None:  # the run has written new texts in between, or the rows are corrupt
+                table = self._of_index(paths, rows, is_corrupt=True)
         except (RunFolderError, OSError) as error:
             return self._samples(paths, str(error))
         assert table is not None
         return table
 
     def _of_index(
-        self, paths: RunPaths, rows: int | None, *, is_damaged: bool = False
+        self, paths: RunPaths, rows: int | None, *, is_corrupt: bool = False
     ) -> TrajectoryTable | None:
-        """None if rows refer to unknown texts; `is_damaged`: those rows and all after them are left out.
+        """None if rows refer to unknown texts; `is_corrupt`: those rows and all after them are left out.
 
         Raises RunFolderError and OSError.
         """
@@ -316,14 +316,14 @@ class Tables:
             raise UiError(409, f"{file} was replaced", str(file), "load the page again") from error
         records = records if rows is None else records[: max(0, rows)]
         key, notes = _Key(file, identity, len(records)), []
-        if (first := None if key in self._tables else columns.first_damaged(records)) is not None:
-            if not is_damaged:
+        if (first := None if key in self._tables else columns.first_corrupt(records)) is not None:
+            if not is_corrupt:
                 return None
-            self._damaged.add((file, identity))
+            self._corrupt.add((file, identity))
             if not first:
-                raise RunFolderError(f"{file} is damaged: its rows refer to texts that {COLUMNS} lacks")
+                raise RunFolderError(f"{file} is corrupt: its rows refer to texts that {COLUMNS} lacks")
             records = records[:first]
-            notes = [f"{file} is damaged from row {first + 1} on; the rows before it are shown"]
+            notes = [f"{file} is corrupt from row {first + 1} on; the rows before it are shown"]
             key = _Key(file, identity, first, notes[0])
         table = self._tables.get(key, lambda: TrajectoryTable(records, columns.texts, notes=notes))
         if table.texts != columns.texts:  # new texts come with new rows; a table has those of its rows
@@ -336,10 +336,10 @@ class Tables:
         try:
             columns, records = TrajectoryIndex(folder).read()
             file = folder / columns.file
-            is_damaged = (file, file.stat().st_ino) in self._damaged
+            is_corrupt = (file, file.stat().st_ino) in self._corrupt
         except (RunFolderError, OSError):
-            is_damaged = True
-        return len(self.open(run)) if is_damaged else len(records)
+            is_corrupt = True
+        return len(self.open(run)) if is_corrupt else len(records)
 
     def _samples(self, paths: RunPaths, problem: str) -> TrajectoryTable:
         """Those of samples.jsonl, with a note why."""

@@ -292,7 +292,7 @@ def _head(
 def _is_job(folder: Path) -> bool:
     try:
         return latest_submission(folder) is not None
-    except (NemorlError, ValueError):  # a damaged record of a submission
+    except (NemorlError, ValueError):  # a corrupt record of a submission
         return True
 
 

@@ -148,7 +148,7 @@ def job(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("config", ["algorithm: {num_steps: 9}\n", "algorithm: [\n", "run_dir: x\n"])
 def test_a_job_of_another_host_is_cancelled_with_its_last_step(tmp_path, job, config):
-    """`nemorl slurm cancel`: damaged files of the run do not matter."""
+    """`nemorl slurm cancel`: corrupt files of the run do not matter."""
     (job / "config.yaml").write_text(config, encoding="utf-8")
     (job / "metrics.jsonl").write_text("no JSON\n" if "[" in config else "", encoding="utf-8")
     state = get(tmp_path, "/api/watch/state", run="run")[1]

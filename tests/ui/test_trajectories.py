@@ -192,7 +192,7 @@ def test_indexes_that_cannot_be_read_are_named(run: Path, tmp_path: Path) -> Non
     (folder / COLUMNS).write_text(json.dumps(columns | {"types": {"step": "<i4"}, "texts": {}}))
     assert "columns.json lacks the columns phase" in Tables().open(run).notes[0]
     (folder / COLUMNS).write_text(json.dumps(columns | {"texts": columns["texts"] | {"stop": ["stop"]}}))
-    assert "index.bin is damaged from row 2 on" in Tables().open(run).notes[0]
+    assert "index.bin is corrupt from row 2 on" in Tables().open(run).notes[0]
     assert len(Tables().open(run)) == 1
     (folder / COLUMNS).write_text(json.dumps(columns))
     (folder / columns["file"]).unlink()
@@ -203,7 +203,7 @@ def test_of_an_index_of_random_bytes_the_samples_are_shown(run: Path) -> None:
     file = run / "trajectories" / "index.bin"
     file.write_bytes(np.random.default_rng(1).bytes(file.stat().st_size))
     tables = Tables()
-    with pytest.raises(UiError, match=r"index\.bin is damaged") as caught:
+    with pytest.raises(UiError, match=r"index\.bin is corrupt") as caught:
         tables.open(run)
     assert caught.value.status == 404
     (run / "trajectories" / "step_000001-0.json").touch()
@@ -213,19 +213,19 @@ def test_of_an_index_of_random_bytes_the_samples_are_shown(run: Path) -> None:
     write_samples(run, [make_sample(1), make_sample(2)])
     table = tables.open(run)
     assert (table.source, len(table), tables.count(run)) == ("samples", 2, 2)
-    assert f"{file} is damaged" in table.notes[0]
+    assert f"{file} is corrupt" in table.notes[0]
 
 
-def test_of_an_index_with_a_damaged_end_the_rows_before_it_are_shown(run: Path) -> None:
+def test_of_an_index_with_a_corrupt_end_the_rows_before_it_are_shown(run: Path) -> None:
     file = run / "trajectories" / "index.bin"
     size = file.stat().st_size
-    with file.open("r+b") as damaged:
-        damaged.seek(size * 40 // 60)
-        damaged.write(b"\xff" * (size // 3))
+    with file.open("r+b") as corrupt:
+        corrupt.seek(size * 40 // 60)
+        corrupt.write(b"\xff" * (size // 3))
     tables = Tables()
     table = tables.open(run)
     assert (table.source, len(table), tables.count(run), len(tables.open(run, 40))) == ("index", 40, 40, 40)
-    assert "index.bin is damaged from row 41 on" in table.notes[0]
+    assert "index.bin is corrupt from row 41 on" in table.notes[0]
 
 
 def test_texts_that_a_run_adds_while_its_rows_are_read_are_no_damage(
