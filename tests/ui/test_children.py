@@ -76,6 +76,18 @@ def test_a_changed_file_is_imported_again(child: Child, folder: Path) -> None:
     assert child.call(os.getpid) != first
 
 
+@pytest.mark.ci
+def test_a_file_that_changes_while_it_is_used_is_imported_again(child: Child, folder: Path) -> None:
+    """Here in the moment in which it is imported."""
+    file = folder / "my_rewards.py"
+    file.write_text(f"{REWARDS}\nopen(__file__, 'a').write('#')\n", encoding="utf-8")
+    score(child, "right")
+    first = child.call(os.getpid)
+    assert file.read_text(encoding="utf-8").endswith("#")
+    score(child, "right")
+    assert child.call(os.getpid) != first
+
+
 def test_errors_of_the_function_itself_are_raised(child: Child) -> None:
     with pytest.raises(NemorlError, match="no answers to score: the text is empty"):
         child.call(compose.score, TEXT.replace("my_rewards:REWARD", "format_tags"), "x.yaml", "", 100)
