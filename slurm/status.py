@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from nemorl.observe.files import read_json_lines
+from nemorl.observe.files import RunFolderError, read_json_lines
 from nemorl.observe.run_folder import RunPaths
 
 from . import SlurmError
@@ -78,12 +78,17 @@ def _row(submission: Submission, run_dir: Path, jobs: Sequence[Job]) -> Row:
 
 
 def _step(run_dir: Path) -> str:
-    """The newest step with metrics, and the number of steps: `12/300`."""
-    done = max((int(line.get("step", 0)) for line in read_json_lines(RunPaths(run_dir).metrics)), default=0)
+    """The newest step with metrics, and the number of steps: `12/300`; empty if the metrics are corrupt."""
+    try:
+        lines = read_json_lines(RunPaths(run_dir).metrics)
+    except RunFolderError:  # a job whose files are corrupt can still be cancelled
+        return ""
+    done = max((int(line.get("step", 0)) for line in lines), default=0)
     for path in (RunPaths(run_dir).config, run_dir / FOLDER / "config.yaml"):
         if path.exists():
-            total = yaml.safe_load(path.read_text(encoding="utf-8"))["algorithm"].get("num_steps")
-            return f"{done}/{total}" if total else str(done)
+            with suppress(ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+                total = yaml.safe_load(path.read_text(encoding="utf-8"))["algorithm"].get("num_steps")
+                return f"{done}/{total}" if total else str(done)
     return str(done)
 
 

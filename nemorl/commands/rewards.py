@@ -77,6 +77,9 @@ def _try(arguments: Namespace) -> int:
     equal, groups = found.equal_groups
     spread = f"{equal} of {groups} groups without spread" if groups else "no group of several answers"
     say(f"{len(answers)} answers, {spread}")
+    if found.is_partial:
+        unknown = f"{SAMPLES} has some answers of each group, so the share without spread is unknown"
+        notes().print(f"{unknown}; runs with logger.trajectories: sampled or all record whole groups")
     for part in failed:
         first = next(error for error in part.errors if error is not None)
         complain(f"\n{part.name}: {first}")

@@ -266,7 +266,7 @@ def examine(
         invalid = {problem.field.partition(".")[0] for problem in problems}
         sections = with_derived_fields(_valid_sections(document.tree, invalid))
     problems += check_sections(sections)
-    located = tuple(_with_origin(problem, document) for problem in problems)
+    located = tuple(with_origin(problem, document) for problem in problems)
     return Loaded(document, sections, experiment, located)
 
 
@@ -317,7 +317,7 @@ def _valid_sections(tree: Tree, invalid: set[str]) -> dict[str, object]:
     return {name: getattr(values, name) for name in valid}
 
 
-def _with_origin(problem: Problem, document: Document) -> Problem:
+def with_origin(problem: Problem, document: Document) -> Problem:
     """Add the line of the field, or of the section around it."""
     if problem.origin or not problem.field:
         return problem

@@ -68,6 +68,8 @@ _FIXED = {
     if each.name != "rewards"
 }
 _TEXTS = tuple(each.name for each in fields(TrajectoryRow) if each.type is str)
+_KNOWN_TYPES = {*_TYPES.values(), *_NARROW.values()}
+_FILE = re.compile(r"index(?:-(\d+))?\.bin")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,29 @@ class Columns:
     def rewards(self) -> list[str]:
         return [name.removeprefix(REWARD) for name in self.types if name.startswith(REWARD)]
 
+    def check(self) -> None:
+        """Raises ValueError for what no writer has written: rows would be read wrong, or not at all."""
+        if self.format != FORMAT:
+            raise ValueError(f"format {self.format} is not {FORMAT}")
+        for name, given in self.types.items():
+            if given not in _KNOWN_TYPES:
+                raise ValueError(f"the column {name} has the unknown type {given!r}")
+        for name, known in self.texts.items():
+            if self.types.get(name) != _TYPES[str] or not isinstance(known, list):
+                raise ValueError(f"{name} is no column of texts")
+        if not _FILE.fullmatch(self.file):
+            raise ValueError(f"{self.file!r} is no name of a file of rows")
+
+    def first_corrupt(self, records: Records) -> int | None:
+        """The first row that refers to a text that the columns lack; None if there is none.
+
+        In rows that were read after their columns it may also be a text that the run has added since.
+        """
+        wrong = np.zeros(len(records), np.bool_)
+        for name, known in self.texts.items():
+            wrong |= records[name] >= len(known)
+        return int(wrong.argmax()) if wrong.any() else None
+
 
 class TrajectoryIndex:
     """Reads the rows of a run, also while it continues."""
@@ -98,12 +123,11 @@ class TrajectoryIndex:
         for _ in range(3):  # the file of rows may be replaced in between
             try:
                 columns = Columns(**json.loads(path.read_bytes()))
+                columns.check()
             except FileNotFoundError:
                 raise RunFolderError(f"{self._folder} has no index of trajectories") from None
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, AttributeError) as error:
                 raise RunFolderError(f"{path} cannot be read: {error}") from error
-            if columns.format != FORMAT:
-                raise RunFolderError(f"{path}: format {columns.format} is not {FORMAT}")
             with suppress(FileNotFoundError):
                 return columns, _rows(self._folder / columns.file, columns.dtype)
         raise RunFolderError(f"{self._folder / columns.file} is missing")
@@ -170,7 +194,11 @@ class IndexWriter:
         return _rows(self._folder / self._columns.file, dtype)[: self._size // dtype.itemsize]
 
     def _widen(self, rows: Sequence[TrajectoryRow]) -> None:
-        """Columns for rewards of new names, numbers for new texts."""
+        """Columns for rewards of new names, numbers for new texts.
+
+        They are written before the rows that refer to them. A run that is killed in between leaves texts that
+        no row refers to, and the next start gives them the same numbers: known texts keep their places.
+        """
         old = self._columns
         types = dict(old.types)
         for name in dict.fromkeys(name for row in rows for name in row.rewards):
@@ -192,7 +220,7 @@ class IndexWriter:
     def _replace(self, columns: Columns, rows: Records) -> None:
         """Write the rows to a file of another name, and let the columns name it."""
         former = self._folder / columns.file
-        number = re.fullmatch(r"index(?:-(\d+))?\.bin", columns.file)
+        number = _FILE.fullmatch(columns.file)
         assert number is not None
         later = f"index-{int(number[1] or 1) + 1}.bin" if former.exists() else columns.file
         path = self._folder / later

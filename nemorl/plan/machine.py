@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemorl.config.algorithm import OfflineBase
@@ -94,15 +94,15 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
         needed = sum(process.total * process.count for process in processes)
         if needed > machine.memory_bytes:
             have = f"the {machine.nodes} nodes of the job have" if machine.nodes > 1 else "this machine has"
-            problem = f"all processes need about {_gigabytes(needed)}, and {have}"
-            yield _blamed(experiment, processes, f"{problem} {_gigabytes(machine.memory_bytes)}")
+            problem = f"all processes need about {_gigabytes(needed)}"
+            yield _blamed(experiment, processes, problem, f"{have} {_gigabytes(machine.memory_bytes)}")
         return
     gpu = min(machine.gpus, key=lambda gpu: gpu.memory_bytes)
     room = f"the {gpu.name} has {_gigabytes(gpu.memory_bytes)}"
     for process in processes:
         if process.group not in ("driver", "rollout", "endpoint") and process.on_device > gpu.memory_bytes:
-            problem = f"a {process.group} process needs about {_gigabytes(process.on_device)}, and {room}"
-            yield _blamed(experiment, (process,), problem, on_device=True)
+            problem = f"a {process.group} process needs about {_gigabytes(process.on_device)}"
+            yield _blamed(experiment, (replace(process, count=1),), problem, room, on_device=True)
     # In a refit, and until the policy leaves, a GPU has what both keep, without what they compute with.
     colocated = experiment.generation.shares_devices
     kept = [p.between_steps for p in processes if p.group in ("policy", "generation")]
@@ -132,7 +132,7 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
     if needs[most] > gpu.memory_bytes:
         guests = [p.group for p in there if p.group != "policy"]
         guest = residents[most if most in guests else guests[0]].section
-        holds = f"{_gigabytes(needs[most])} of it and of what the others keep there"
+        holds = f"{_gigabytes(needs[most])}, with what the others keep there"
         leave = f"let them leave (policy.offload, {guest}.offload), spread them over more processes"
         fix = f"while the {most} computes, a GPU holds {holds}, and {room}: {leave}, or take `own` devices"
         yield Problem(f"{guest}.devices", "policy", fix)
@@ -155,9 +155,17 @@ def _memory_dir_problems(experiment: Experiment, processes: Sequence[ProcessMemo
 
 
 def _blamed(
-    experiment: Experiment, processes: Sequence[ProcessMemory], problem: str, *, on_device: bool = False
+    experiment: Experiment,
+    processes: Sequence[ProcessMemory],
+    problem: str,
+    room: str,
+    *,
+    on_device: bool = False,
 ) -> Problem:
-    """The field that decides on the part that takes the most, and what to do about it."""
+    """The field that decides on the part that takes the most, and what to do about it.
+
+    `problem` says how much all of `processes` need, of which that part is a share; `room` what there is.
+    """
     sizes = {
         (process.group, part): getattr(process, part) * process.count
         for process in processes
@@ -174,8 +182,9 @@ def _blamed(
         value = experiment.policy.layout.name
     else:
         value = field_value(dict(experiment), field)
-    share = f"{_gigabytes(sizes[group, part])} of it are for the {part.replace('_', ' ')}"
-    return Problem(field, value, f"{problem}: {share} of the {group} processes; {fix}")
+    of_whom = "" if on_device else f" of the {group} processes"
+    share = f"{_gigabytes(sizes[group, part])} of that for the {part.replace('_', ' ')}{of_whom}"
+    return Problem(field, value, f"{problem}, {share}, and {room}; {fix}")
 
 
 def _remedy(experiment: Experiment, process: ProcessMemory, part: str) -> tuple[str, str]:

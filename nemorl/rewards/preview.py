@@ -46,6 +46,7 @@ class Answer:
     group: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)  # further ones of the task
     recorded: Mapping[str, float] = field(default_factory=dict)  # rewards of the run that sampled it
+    is_part: bool = False  # samples.jsonl has it, and not all other answers of its group
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class Preview:
         several = [totals for totals in groups.values() if len(totals) > 1]
         return sum(max(totals) - min(totals) < 1e-12 for totals in several), len(several)
 
+    @property
+    def is_partial(self) -> bool:
+        """True if groups lack answers, so that more of them may have a spread of rewards."""
+        return any(answer.is_part for answer in self.answers)
+
     def as_json(self) -> dict[str, Any]:
         equal, groups = self.equal_groups
         return {
@@ -91,6 +97,7 @@ class Preview:
             "total": _summary(self.totals),
             "groups": groups,
             "equal_groups": equal,
+            "is_partial": self.is_partial,
             "seconds": self.seconds,
         }
 
@@ -135,11 +142,15 @@ def _of_line(line: Any, number: int) -> list[Answer]:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError("`completion` is missing or no text; write it, or a list of texts as `completions`")
     answer = line.get("answer")
-    group = line.get("group", f"{line.get('step')}/{line['task']}" if "task" in line else f"line {number}")
+    is_part = "task" in line and "completions" not in line
+    of_line = f"line {number}"
+    if "task" in line:  # tasks of a validation have numbers of their own
+        of_line = f"{line.get('phase', '')} {line.get('step')}/{line['task']}"
+    group = line.get("group", of_line)
     columns = {key: value for key, value in line.items() if key not in _OF_SAMPLE}
     recorded = {name: float(value) for name, value in (line.get("rewards") or {}).items()}
     expected = None if answer is None else str(answer)
-    of_all = Answer(str(line.get("prompt", "")), "", expected, str(group), columns, recorded)
+    of_all = Answer(str(line.get("prompt", "")), "", expected, str(group), columns, recorded, is_part)
     return [replace(of_all, completion=text) for text in texts]
 
 

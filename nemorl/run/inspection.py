@@ -289,7 +289,12 @@ def _unusable(experiment: Experiment, new_run: bool) -> str | None:
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         return f"{existing} is not writable ({error.strerror}); set another folder"
-    if new_run and RunPaths(run_dir).has_steps:
+    return occupied(run_dir) if new_run else None
+
+
+def occupied(run_dir: Path) -> str | None:
+    """Why a new run cannot start in a folder that contains one. Raises OSError."""
+    if RunPaths(run_dir).has_steps:
         return "the folder contains a run; continue it with --resume, or set another folder"
     return None
 

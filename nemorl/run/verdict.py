@@ -21,13 +21,13 @@ def report_json(file: Path, found: Inspected | None, error: ConfigError | None) 
     `default` or empty) and `line`, null unless it is one of the file that was named. Memory is in bytes.
     """
     problems = error.problems if error is not None else ()
-    report: dict[str, Any] = {"ok": error is None, "problems": [_as_json(p, file) for p in problems]}
+    report: dict[str, Any] = {"ok": error is None, "problems": [problem_json(p, file) for p in problems]}
     if found is None:
         return report | {"unverified": [], "remarks": [], "memory": []}
     meant = () if error is not None else staleness_remarks(found.loaded.experiment)
     remarks = [*found.remarks, *(Problem(*line) for line in meant)]
-    report["unverified"] = [_as_json(p, file) for p in found.unverified]
-    report["remarks"] = [_as_json(p, file) for p in remarks]
+    report["unverified"] = [problem_json(p, file) for p in found.unverified]
+    report["remarks"] = [problem_json(p, file) for p in remarks]
     report["memory"] = [
         {
             **{"group": p.group, "processes": p.count, "on_device": p.on_device, "total": p.total},
@@ -38,7 +38,8 @@ def report_json(file: Path, found: Inspected | None, error: ConfigError | None) 
     return report
 
 
-def _as_json(problem: Problem, file: Path) -> dict[str, Any]:
+def problem_json(problem: Problem, file: Path) -> dict[str, Any]:
+    """One of the problems of `report_json`."""
     value = None if problem.value is ABSENT else problem.value
     of_file, _, number = problem.origin.rpartition(":")
     line = int(number) if of_file == str(shipped.locate(file)) and number.isdecimal() else None

@@ -9,6 +9,7 @@ import hmac
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable
+from html import escape
 from typing import Any
 
 from aiohttp import web
@@ -24,6 +25,22 @@ POLICY = "Content-Security-Policy"
 MAX_BODY_BYTES = 4 * 2**20
 
 logger = logging.getLogger(__name__)
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>nemorl</title>
+<link rel="icon" href="/static/icon.svg">
+<link rel="stylesheet" href="/static/style.css">
+</head>
+<body><main>
+<h1>No page at this address</h1>
+<p class="problem"><b>{problem}</b></p>
+<p>{fix}</p>
+</main></body>
+</html>
+"""
 
 
 def policy(nonce: str | None = None) -> str:
@@ -43,7 +60,7 @@ def policy(nonce: str | None = None) -> str:
 
 
 @web.middleware
-async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def errors_as_answers(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer with the sentence of a refusal; defects of the server go to its log."""
     try:
         return await handler(request)
@@ -62,7 +79,16 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         refusal = UiError(500, "the server failed", "", "the terminal of nemorl ui says how")
-    return json_answer(refusal.body(), refusal.status)
+    if request.path.startswith(API) or "text/html" not in request.headers.get("Accept", ""):
+        return json_answer(refusal.body(), refusal.status)
+    return _page_of(refusal)
+
+
+def _page_of(refusal: UiError) -> web.Response:
+    """For an address that a person has opened."""
+    start = '<a href="/">Start with the list of runs</a>'
+    text = _PAGE.format(problem=escape(refusal.message), fix=escape(refusal.fix) or start)
+    return web.Response(text=text, content_type="text/html", status=refusal.status)
 
 
 @web.middleware

@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as CallTimeout
 from concurrent.futures.process import BrokenProcessPool
@@ -18,7 +19,8 @@ from typing import Any, TypeVar
 from pebble import ProcessExpired, ProcessPool
 
 T = TypeVar("T")
-MEMORY_BYTES = 6 * 2**30  # of a child, beyond which it gets no more
+_CLOCK_NS = 20_000_000  # by which times of files may be behind
+MEMORY_BYTES = 6 * 10**9  # of a child, beyond which it gets no more
 
 
 class ChildError(Exception):
@@ -72,9 +74,10 @@ class Child:
             raise ChildError(f"{what}; it calls exit, crashed, or needs too much memory") from error
         except MemoryError as error:
             self._end()
-            limit = f"{self._memory_bytes / 2**30:g} GiB"
+            limit = f"{self._memory_bytes / 1e9:g} GB"
             raise ChildError(f"the code needs more than {limit} of memory; make it allocate less") from error
-        self._imported = {file: _changed(file) for file in files}
+        # Of a file that was known before the call, so that a change during it is seen by the next one.
+        self._imported = {file: self._imported.get(file, at) for file, at in files.items()}
         return value  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -97,18 +100,24 @@ def _enter(folder: str, memory_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes if hard < 0 else min(memory_bytes, hard), hard))
     os.chdir(folder)
+    sys.dont_write_bytecode = True  # which Python takes for current if a file changes within a second
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
 
-def _answer(function: Callable[..., T], *arguments: object) -> tuple[T, list[str]]:
-    """In the child: the value, and files of the current folder that it has imported."""
+def _answer(function: Callable[..., T], *arguments: object) -> tuple[T, dict[str, float]]:
+    """In the child: the value, and files of the current folder that it has imported, with their changes.
+
+    One that may have changed since it was imported has 0, which is no time of a file.
+    """
     importlib.invalidate_caches()
+    began = time.time_ns() - _CLOCK_NS
     value = function(*arguments)
     here = Path.cwd()
     files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     own = [file for file in files if file and Path(file).is_relative_to(here)]
-    return value, [file for file in own if "site-packages" not in file and not _is_ours(file)]
+    users = [file for file in own if "site-packages" not in file and not _is_ours(file)]
+    return value, {file: at if (at := _changed(file)) < began else 0 for file in users}
 
 
 def _is_ours(file: str) -> bool:

@@ -5,6 +5,7 @@ The functions of this module import the user's code where a config names some, s
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import takewhile
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.config import shipped
+from nemorl.config.algorithm import OnlineBase
 from nemorl.config.environment import EnvBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of, reward_weights
-from nemorl.config.load import DEFAULTS, examine, read_document
+from nemorl.config.load import DEFAULTS, Loaded, examine, read_document, with_origin
 from nemorl.config.policy import LayoutConfig, PolicyConfig
 from nemorl.config.yaml import field_path, is_written, parse_document, parse_value
-from nemorl.errors import ConfigError, NemorlError
+from nemorl.errors import ConfigError, NemorlError, Problem
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.hub import with_local_models
 from nemorl.models.registry import load_shape
@@ -31,8 +33,8 @@ from nemorl.plan.memory import MEMORY_PARTS, ON_HOST, ProcessMemory
 from nemorl.plan.problems import Plan, model_problem
 from nemorl.plan.step_time import UnplannedRun
 from nemorl.plan.suggest import suggest
-from nemorl.run.inspection import Inspected, Where, inspect
-from nemorl.run.verdict import report_json
+from nemorl.run.inspection import Inspected, Where, inspect, occupied
+from nemorl.run.verdict import problem_json, report_json
 
 from .forms import form
 from .yaml_edit import dump_block
@@ -40,7 +42,7 @@ from .yaml_edit import dump_block
 Json = dict[str, Any]
 _MAX_LAYOUTS = 60
 _MAX_SUGGESTIONS = 12
-_GIB = 2**30
+_GB = 10**9
 
 
 @dataclass(frozen=True)
@@ -52,21 +54,21 @@ class Preset:
     hardware: str = ""  # in the plan of time
 
 
-def _gpus(number: int, name: str, mebibytes: int, cores: int, gib: int) -> Machine:
+def _gpus(number: int, name: str, mebibytes: int, cores: int, gigabytes: int) -> Machine:
     gpus = (Gpu(name, mebibytes * 2**20),) * number
-    return Machine(cores, gib * _GIB, gib * _GIB // 2, gpus, nodes=1, same_packages=False)
+    return Machine(cores, gigabytes * _GB, gigabytes * _GB // 2, gpus, nodes=1, same_packages=False)
 
 
-def _of_hardware(number: int, name: str, cores: int, gib: int) -> Preset:
+def _of_hardware(number: int, name: str, cores: int, gigabytes: int) -> Preset:
     hardware = HARDWARE[name]
-    machine = _gpus(number, hardware.device_name, hardware.memory_bytes >> 20, cores, gib)
+    machine = _gpus(number, hardware.device_name, hardware.memory_bytes >> 20, cores, gigabytes)
     size = {"h100": 80, "h200": 141}[name]  # as it is sold
     return Preset(f"{number} x {size} GB ({name.upper()})", machine, name)
 
 
 PRESETS = {
     "here": Preset("this machine", None),
-    "cpu": Preset("CPU, 8 cores, 32 GiB", Machine(8, 32 * _GIB, 16 * _GIB, (), 1, same_packages=False)),
+    "cpu": Preset("CPU, 8 cores, 32 GB", Machine(8, 32 * _GB, 16 * _GB, (), 1, same_packages=False)),
     "1x24": Preset("1 x 24 GB", _gpus(1, "GPU of 24 GB", 24_564, 16, 64)),
     "1x80": _of_hardware(1, "h100", 26, 200),
     "8x80": _of_hardware(8, "h100", 112, 2000),
@@ -75,12 +77,13 @@ PRESETS = {
 
 
 def preset_facts() -> list[Json]:
-    """Names, titles and GPUs of the presets."""
-    facts = []
+    """Names, titles and GPUs of the presets, and whether the plan of time knows their hardware."""
+    facts: list[Json] = []
     for name, preset in PRESETS.items():
         machine = _machine(name)
         memory = min((gpu.memory_bytes for gpu in machine.gpus), default=machine.memory_bytes)
-        facts.append({"name": name, "title": preset.title, "gpus": len(machine.gpus), "memory": memory})
+        fact = {"name": name, "title": preset.title, "gpus": len(machine.gpus), "memory": memory}
+        facts.append({**fact, "ranks": bool(preset.hardware)})
     return facts
 
 
@@ -98,7 +101,8 @@ def check(text: str, file: str, preset: str = "here") -> Json:
 
     `report` is what `nemorl check --json` prints of the file; on another machine than this one no function of
     the user's is called. A text that cannot be read has `broken`, its problem, and neither form nor picture.
-    Weights on the hub are not downloaded.
+    `occupied` is what a start adds to the problems if run_dir holds a run. Weights on the hub are not
+    downloaded.
     """
     began = time.perf_counter()
     path, machine = Path(file), _machine(preset)
@@ -116,8 +120,18 @@ def check(text: str, file: str, preset: str = "here") -> Json:
         "form": form(found.loaded, own),
         "picture": picture(found, machine),
         "run_dir": str(own.get("run_dir", "") or found.loaded.document.tree.get("run_dir", "")),
+        "occupied": _occupied(found.loaded, path),
     }
     return {**answer, "seconds": time.perf_counter() - began}
+
+
+def _occupied(loaded: Loaded, path: Path) -> Json | None:
+    """The problem of `nemorl train`, which `nemorl check` does not have: the file may be that of the run."""
+    run_dir = loaded.sections.get("run_dir")
+    with suppress(OSError):  # which the checks report
+        if isinstance(run_dir, Path) and (fix := occupied(run_dir)) is not None:
+            return problem_json(with_origin(Problem("run_dir", str(run_dir), fix), loaded.document), path)
+    return None
 
 
 def picture(found: Inspected, machine: Machine) -> Json | None:
@@ -169,6 +183,7 @@ def picture(found: Inspected, machine: Machine) -> Json | None:
         "parts": list(MEMORY_PARTS),
         "problems": list(dict.fromkeys(refused)),
         "known": found.plan is not None and bool(found.plan.processes),
+        "samples": isinstance(experiment.algorithm, OnlineBase),  # so the plan of time ranks whole runs
     }
 
 

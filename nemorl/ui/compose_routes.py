@@ -24,6 +24,7 @@ from .children import Child, ChildError, call_once
 from .context import FOLDERS, READ_ONLY, body_of
 from .errors import UiError
 from .experiment_files import (
+    free_name,
     list_experiments,
     read_text,
     reward_template,
@@ -104,9 +105,11 @@ async def _file(request: web.Request) -> web.Response:
 
 
 async def _recipe(request: web.Request) -> web.Response:
-    name = request.query.get("name", "")
-    text = await asyncio.to_thread(_refusals, lambda: compose.recipe_text(name))
-    return json_answer({"text": text})
+    """The text of a new experiment, empty without the name of a recipe, and a name that no file has."""
+    name, file = request.query.get("name", ""), request.query.get("file") or _NEW
+    free = await asyncio.to_thread(free_name, request.app[FOLDERS], file)
+    text = await asyncio.to_thread(_refusals, lambda: compose.recipe_text(name)) if name else ""
+    return json_answer({"text": text, "file": free})
 
 
 async def _template(request: web.Request) -> web.Response:

@@ -22,7 +22,6 @@ from nemorl.config.load import load_experiment
 from nemorl.errors import NemorlError
 from nemorl.observe.files import RunFolderError
 from nemorl.observe.run_folder import RunPaths, read_header
-from nemorl.slurm import SlurmError
 from nemorl.slurm.status import cancel
 from nemorl.slurm.submission import latest_submission
 
@@ -169,11 +168,11 @@ def stop(run: str, folder: Path) -> int:
 
 def cancel_job(run: str, folder: Path) -> list[str]:
     """Cancel a run's Slurm job, which saves its last step; the states after. Raises UiError."""
-    if latest_submission(folder) is None:
-        raise UiError(409, "the run was not submitted to Slurm", run)
     try:
+        if latest_submission(folder) is None:
+            raise UiError(409, "the run was not submitted to Slurm", run)
         return [f"job {row.job}: {row.state}" for row in cancel(folder)]
-    except (SlurmError, OSError) as error:
+    except (NemorlError, OSError, ValueError) as error:
         raise UiError(422, str(error), run) from error
 
 

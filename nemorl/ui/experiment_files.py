@@ -112,6 +112,16 @@ def read_text(path: Path, name: str) -> Saved:
         raise UiError(403, f"{name} cannot be read: {error.strerror}", name) from error
 
 
+def free_name(folders: Folders, name: str) -> str:
+    """A name like this one that no file has."""
+    path = folders.file(name)
+    stem, suffix, number = path.stem, path.suffix, 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{stem}-{number}{suffix}")
+    return path.relative_to(folders.root).as_posix()
+
+
 def save_text(path: Path, name: str, text: str, version: str | None) -> Saved:
     """Write a file that has the `version` that was read, or with None does not exist yet.
 

@@ -62,6 +62,7 @@ class RunSummary:
     reward: float | None  # of the last step that has one: of training, or else of a validation
     loss: float | None
     started: float | None  # of the first start; seconds since the epoch
+    seconds: float | None  # that its drivers ran, without starts before the last that left no end
     changed: float  # when metrics or live.json were written last
     algorithm: str
     model: str
@@ -168,6 +169,7 @@ class RunList:
             _number(last, "reward/mean", "validation/reward"),
             _number(last, "loss/policy", "loss/sft", "loss/preference", "loss/total"),
             _seconds(starts[0].get("started")) if starts else None,
+            seconds_of(starts, max(written, default=0.0)),
             max(written, default=0.0),
             facts.get("algorithm", ""),
             facts.get("model", ""),
@@ -183,6 +185,18 @@ class RunList:
         except (OSError, RunFolderError) as error:
             starts, problem = [], str(error)
         return starts, {**last_line(paths.metrics), **({"problem": problem} if problem else {})}
+
+
+def seconds_of(starts: list[dict[str, Any]], written: float) -> float | None:
+    """Seconds from each start of a header to its end; the last one without an end has last written then."""
+    known = []
+    for place, start in enumerate(starts):
+        began, ended = _seconds(start.get("started")), _seconds((start.get("end") or {}).get("time"))
+        if ended is None and place == len(starts) - 1:
+            ended = written
+        if began is not None and ended is not None:
+            known.append(max(0.0, ended - began))
+    return sum(known) if known else None
 
 
 def last_line(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,14 +92,6 @@ class TrajectoryTable:
 
     def __len__(self) -> int:
         return len(self.records)
-
-    def checked(self, file: Path) -> Self:
-        """Raises UiError where rows refer to texts that are not there, as while the run writes new ones."""
-        for name, known in self.texts.items():
-            if len(self) and int(self.column(name).max()) >= len(known):
-                fix = f"load the page again; if that does not help, {COLUMNS} is of another run"
-                raise UiError(409, f"rows have a {name} that {COLUMNS} lacks", str(file), fix)
-        return self
 
     @cached_property
     def kinds(self) -> dict[str, Kind]:
@@ -293,37 +285,61 @@ class Tables:
 
     def __init__(self) -> None:
         self._tables: _Kept[_Key, TrajectoryTable] = _Kept(NUM_TABLES)
+        self._corrupt: set[tuple[Path, int]] = set()  # files of rows, with their identities
 
     def open(self, run: Path, rows: int | None = None) -> TrajectoryTable:
         """The table of a run; `rows`: as it was when it had that many. Raises UiError where nothing is."""
         paths = RunPaths(run)
         try:
-            columns, records = TrajectoryIndex(paths.trajectories).read()
+            table = self._of_index(paths, rows)
+            if table is None:  # the run has written new texts in between, or the rows are corrupt
+                table = self._of_index(paths, rows, is_corrupt=True)
         except (RunFolderError, OSError) as error:
             return self._samples(paths, str(error))
-        except (TypeError, ValueError, AttributeError) as error:  # types that numpy does not know
-            return self._samples(paths, f"{paths.trajectories / COLUMNS} cannot be read: {error}")
+        assert table is not None
+        return table
+
+    def _of_index(
+        self, paths: RunPaths, rows: int | None, *, is_corrupt: bool = False
+    ) -> TrajectoryTable | None:
+        """None if rows refer to unknown texts; `is_corrupt`: those rows and all after them are left out.
+
+        Raises RunFolderError and OSError.
+        """
+        columns, records = TrajectoryIndex(paths.trajectories).read()
         if missing := [name for name in _REQUIRED if name not in columns.types]:
-            problem = f"{paths.trajectories / COLUMNS} lacks the columns {', '.join(missing)}"
-            return self._samples(paths, problem)
-        if rows is not None:
-            records = records[: max(0, rows)]
+            raise RunFolderError(f"{paths.trajectories / COLUMNS} lacks the columns {', '.join(missing)}")
         file = paths.trajectories / columns.file
         try:
-            key = _Key(file, file.stat().st_ino, len(records))
+            identity = file.stat().st_ino
         except OSError as error:  # replaced meanwhile
             raise UiError(409, f"{file} was replaced", str(file), "load the page again") from error
-        table = self._tables.get(key, lambda: TrajectoryTable(records, columns.texts).checked(file))
+        records = records if rows is None else records[: max(0, rows)]
+        key, notes = _Key(file, identity, len(records)), []
+        if (first := None if key in self._tables else columns.first_corrupt(records)) is not None:
+            if not is_corrupt:
+                return None
+            self._corrupt.add((file, identity))
+            if not first:
+                raise RunFolderError(f"{file} is corrupt: its rows refer to texts that {COLUMNS} lacks")
+            records = records[:first]
+            notes = [f"{file} is corrupt from row {first + 1} on; the rows before it are shown"]
+            key = _Key(file, identity, first, notes[0])
+        table = self._tables.get(key, lambda: TrajectoryTable(records, columns.texts, notes=notes))
         if table.texts != columns.texts:  # new texts come with new rows; a table has those of its rows
             table.texts = columns.texts
         return table
 
     def count(self, run: Path) -> int:
         """Rows that the run has now, without a table of them. Raises UiError."""
+        folder = RunPaths(run).trajectories
         try:
-            return len(TrajectoryIndex(RunPaths(run).trajectories).read()[1])
-        except (RunFolderError, OSError, TypeError, ValueError, AttributeError):
-            return len(self.open(run))
+            columns, records = TrajectoryIndex(folder).read()
+            file = folder / columns.file
+            is_corrupt = (file, file.stat().st_ino) in self._corrupt
+        except (RunFolderError, OSError):
+            is_corrupt = True
+        return len(self.open(run)) if is_corrupt else len(records)
 
     def _samples(self, paths: RunPaths, problem: str) -> TrajectoryTable:
         """Those of samples.jsonl, with a note why."""
@@ -332,6 +348,8 @@ class Tables:
             stat = path.stat()
         except OSError:
             fix = "runs write them with logger.trajectories: sampled or all, and `nemorl rollout` always"
+            if any(paths.trajectories.glob("step_*.json")):
+                fix = f"`nemorl show {paths.root}` prints stored trajectories, for which it needs no index"
             raise UiError(404, problem, str(paths.trajectories), fix) from None
         key = _Key(path, stat.st_ino, stat.st_size, problem)
         return self._tables.get(key, lambda: _read_samples(path, problem))

@@ -14,8 +14,8 @@ from typing import Any
 from nemorl.cluster.activity import process_state
 from nemorl.cluster.logs import WorkerProcesses, last_lines
 from nemorl.config.experiment import Experiment
-from nemorl.config.load import load_experiment
-from nemorl.errors import NemorlError
+from nemorl.config.load import load_experiment, read_document
+from nemorl.errors import ConfigError, NemorlError, Problem
 from nemorl.observe.files import read_end
 from nemorl.observe.live import Live, LiveEngine
 from nemorl.observe.metrics import MetricGroup, metric_groups
@@ -158,11 +158,28 @@ class Watcher:
         if known is None or known[0] != written:
             try:
                 found, problem = load_experiment(config), ""
-            except (NemorlError, OSError) as error:
-                reason = str(error).splitlines()[0]
-                found, problem = None, f"config.yaml is of another release of nemorl: {reason}"
+            except ConfigError as error:
+                found, problem = None, _config_problem(config, error)
             known = self._experiments[config] = (written, found, problem)
         return known[1], known[2]
+
+
+def _config_problem(config: Path, error: ConfigError) -> str:
+    """What is wrong in a run's config.yaml, and in which line; what needs it is not shown."""
+    first = next((one for one in error.problems if _line_of(one)), error.problems[0])
+    line = _line_of(first)
+    where = f"{config.name}, line {line}" if line else config.name
+    field = f"{first.field}: " if first.field else ""
+    try:
+        read_document(config)
+    except ConfigError:
+        return f"{where} cannot be read: {field}{first.fix}"
+    return f"{where} is of another release of nemorl, or was edited: {field}{first.fix}"
+
+
+def _line_of(problem: Problem) -> str:
+    line = problem.origin.rpartition(":")[2]
+    return line if line.isdecimal() else ""
 
 
 def marks(folder: Path) -> tuple[Any, ...]:
@@ -267,9 +284,16 @@ def _head(
         start.get("command", ""),
         host,
         status.driver is not None and status.driver.pid is not None,
-        latest_submission(paths.root) is not None,
+        _is_job(paths.root),
         now,
     )
+
+
+def _is_job(folder: Path) -> bool:
+    try:
+        return latest_submission(folder) is not None
+    except (NemorlError, ValueError):  # a corrupt record of a submission
+        return True
 
 
 def _checkpoint(folder: Path, now: float) -> tuple[int | None, float | None]:

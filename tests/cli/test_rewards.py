@@ -70,6 +70,13 @@ def test_samples_of_a_run_have_recorded_rewards(nemorl: Nemorl, tmp_path: Path) 
 
     math, exact = json.loads(outcome.out)["parts"]
     assert (math["source"], math["values"], exact["values"]) == ("recorded", [1.0], [1.0])
+    # One answer of a group: whether it has spread is not known, and a validation has other tasks.
+    assert json.loads(outcome.out)["is_partial"] is True
+    others = [line, {**line, "phase": "validation", "completion": "3"}]
+    write(tmp_path, "".join(f"{json.dumps(each)}\n" for each in others), "run/samples.jsonl")
+    shown = nemorl("rewards", "try", file, "--samples", tmp_path / "run")
+    assert "2 answers, no group of several answers" in shown.out
+    assert "logger.trajectories: sampled or all record whole groups" in shown.err
     assert "line 2: Expecting value" in outcome.err
 
 

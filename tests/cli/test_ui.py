@@ -1,15 +1,21 @@
 """The command `nemorl ui`: what it opens, what it refuses, and how it ends."""
 
+import asyncio
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession
 
 from nemorl.cli import main
+from nemorl.ui.app import serving
+from nemorl.ui.folders import Folders
 from tests.ui.folders import make_run
 
 
@@ -39,6 +45,25 @@ def test_it_prints_the_address_of_what_it_was_given(tmp_path, word, view):
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (0, "", "")
+
+
+def test_it_ends_at_once_with_an_open_page(tmp_path, monkeypatch):
+    """A page that watches a run has an answer that never ends, for which a server would wait as it ends."""
+    monkeypatch.setattr("nemorl.serve.app.SHUTDOWN_SECONDS", 600.0)
+    make_run(tmp_path / "one", live={})
+
+    async def watch_and_end() -> float:
+        async with ClientSession() as session, AsyncExitStack() as server:
+            started = serving(Folders(tmp_path), 0, read_only=False)
+            url, token = await server.enter_async_context(started)
+            headers = {"Authorization": f"Bearer {token}"}
+            page = await session.get(f"{url}/api/watch/follow?run=one", headers=headers)
+            assert (await page.content.readline()).startswith(b"data: ")
+            began = time.monotonic()
+            await server.aclose()
+            return time.monotonic() - began
+
+    assert asyncio.run(watch_and_end()) < 60
 
 
 def test_a_port_in_use_is_named(tmp_path, capsys, monkeypatch):

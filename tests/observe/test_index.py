@@ -1,5 +1,6 @@
 """Rows of trajectories are read as they were written, and survive resumes, partial ends and new rewards."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,3 +110,35 @@ def test_what_cannot_be_read_or_written_is_named(folder, tmp_path):
     (folder / COLUMNS).write_text("{")
     with pytest.raises(RunFolderError, match=r"columns\.json cannot be read"):
         TrajectoryIndex(folder).read()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"types": {"step": given}} for given in ("a type", "O", "V0", "(2,)<i4", "i4,,(", 3, None)),
+        *({"types": given} for given in ("<i4", ["step"], None)),
+        {"texts": {"step": ["a"]}},
+        {"texts": {"stop": "stop"}},
+        *({"file": name} for name in ("../index.bin", "/dev/zero", "columns.json", 3)),
+    ],
+)
+def test_columns_that_no_writer_has_written_are_refused(folder, changes):
+    """What numpy makes of other types may be no rows at all; other files are none of the index."""
+    IndexWriter(folder).append([ROW])
+    written = json.loads((folder / COLUMNS).read_text())
+    (folder / COLUMNS).write_text(json.dumps(written | changes))
+    with pytest.raises(RunFolderError, match=r"columns\.json cannot be read"):
+        TrajectoryIndex(folder).read()
+    IndexWriter(folder).append([ROW])  # a run that is resumed begins another index
+    assert len(rows(folder)) == 1
+
+
+def test_a_run_that_is_killed_between_new_texts_and_their_rows_is_read_right(folder):
+    writer = IndexWriter(folder)
+    writer.append([ROW])
+    writer._widen([replace(ROW, step=2, stop="error", environment="b")])  # and no more
+    assert TrajectoryIndex(folder).read()[0].texts["stop"] == ["length", "error"]
+    assert [(row["step"], row["stop"], row["environment"]) for row in rows(folder)] == [(1, "length", "")]
+    IndexWriter(folder).append([replace(ROW, step=2, stop="stop", environment="b"), replace(ROW, step=3)])
+    found = [(row["step"], row["stop"], row["environment"]) for row in rows(folder)]
+    assert found == [(1, "length", ""), (2, "stop", "b"), (3, "length", "")]

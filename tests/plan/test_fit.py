@@ -414,13 +414,13 @@ SMALL = Machine(cores=2, memory_bytes=3_000_000_000, shared_memory_bytes=10**9, 
             ["generation.replicas=8"],
             "generation.replicas",
             8,
-            "3.2 GB of it are for the runtime of the generation processes; start",
+            "3.2 GB of that for the runtime of the generation processes, and this machine has 3.0 GB; start",
         ),
         (
             ["generation={backend: vllm, kv_cache_gigabytes: 50}"],
             "generation.kv_cache_gigabytes",
             50,
-            "53.7 GB of it are for the kv cache of the generation processes; lower it",
+            "53.7 GB of that for the kv cache of the generation processes, and this machine has 3.0 GB; ",
         ),
         (
             ["generation.backend=megatron", "generation={max_kv_tokens: 9000000, max_batch_size: 100000}"],
@@ -528,8 +528,19 @@ def test_what_is_on_the_host_is_no_reason_for_a_gpu_that_is_too_small(configure:
     (on_cpu,) = memory_problems(configure(), [process], SMALL)
     (on_gpu,) = memory_problems(configure("cluster.gpus_per_node=2"), [process], tiny_gpu)
 
-    assert "12.0 GB of it are for the optimizer on host of the policy processes" in on_cpu.fix
-    assert "2.0 GB of it are for the weights of the policy processes" in on_gpu.fix
+    assert "12.0 GB of that for the optimizer on host of the policy processes" in on_cpu.fix
+    assert "2.0 GB of that for the weights, and the Tiny 1000 has 1.0 GB" in on_gpu.fix
+
+
+def test_a_part_takes_no_more_than_the_process_whose_part_it_is(configure: Configure) -> None:
+    """The process of a GPU is one of several."""
+    process = ProcessMemory("policy", 8, weights=3 * 10**9, optimizer=20 * 10**9)
+    gpu = replace(SMALL, gpus=(Gpu("Tiny 1000", 10**9),))
+
+    (problem,) = memory_problems(configure("cluster.gpus_per_node=8"), [process], gpu)
+
+    need = "a policy process needs about 23.0 GB, 20.0 GB of that for the optimizer"
+    assert problem.fix.startswith(f"{need}, and the Tiny 1000 has 1.0 GB; ")
 
 
 def test_a_machine_without_gpus_does_not_judge_a_run_on_gpus(configure: Configure) -> None:

@@ -28,7 +28,7 @@ class Page:
         self.page.goto(f"{self.url}/{view}#{self.token}")
 
     def has_no_problem(self) -> None:
-        assert self.problems == []
+        assert self.problems == [], self.problems
 
 
 @contextmanager

@@ -68,6 +68,28 @@ def test_other_sites_are_refused(tmp_path, header):
     assert get(tmp_path, DATA, headers=headers | same)[0] == 200
 
 
+def test_a_browser_at_a_wrong_address_gets_a_page_and_other_clients_json(tmp_path):
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+    async def work(client: Client) -> None:
+        answer = await client.get("/nosuch/<b>&", headers=browser)
+        page = await answer.text()
+        assert (answer.status, answer.content_type) == (404, "text/html")
+        assert "<b>GET /nosuch/&lt;b&gt;&amp;: Not Found</b>" in page
+        assert '<a href="/">Start with the list of runs</a>' in page
+        assert "script" not in page
+        assert "style-src 'self'" in answer.headers["Content-Security-Policy"]
+        elsewhere = await client.get("/", headers=browser | {"Host": "example.com"})
+        page = await elsewhere.text()
+        assert (elsewhere.status, "open the address that nemorl ui printed" in page) == (403, True)
+        assert "<a " not in page
+        for path, headers in (("/nosuch", {}), ("/api/nosuch", KEY | browser)):
+            answer = await client.get(path, headers=headers)
+            assert (answer.status, answer.content_type) == (404, "application/json")
+
+    asked(tmp_path, work)
+
+
 def test_headers_of_every_answer(tmp_path):
     async def work(client: Client) -> None:
         for path in ("/", "/static/main.js", DATA, "/nothing"):

@@ -64,11 +64,27 @@ def test_a_hanging_child_is_ended_at_its_deadline(folder: Path) -> None:
 
 @pytest.mark.ci
 def test_a_changed_file_is_imported_again(child: Child, folder: Path) -> None:
+    """Also within a second and with the same size, by which Python takes what it has compiled for current."""
+    file = folder / "my_rewards.py"
+    os.utime(file, ns=(10**18, 10**18))
     assert score(child, "right")["totals"][0] == 3.0
     first = child.call(os.getpid)
-    text = REWARDS.replace("[float(c == a) for", "[5.0 for")
-    (folder / "my_rewards.py").write_text(text, encoding="utf-8")
+    file.write_text(REWARDS.replace("[float(c == a) for", "[5.0           for"), encoding="utf-8")
+    assert file.stat().st_size == len(REWARDS)
+    os.utime(file, ns=(10**18 + 1, 10**18 + 1))
     assert score(child, "right")["parts"][1]["values"] == [5.0] * 4
+    assert child.call(os.getpid) != first
+
+
+@pytest.mark.ci
+def test_a_file_that_changes_while_it_is_used_is_imported_again(child: Child, folder: Path) -> None:
+    """Here in the moment in which it is imported."""
+    file = folder / "my_rewards.py"
+    file.write_text(f"{REWARDS}\nopen(__file__, 'a').write('#')\n", encoding="utf-8")
+    score(child, "right")
+    first = child.call(os.getpid)
+    assert file.read_text(encoding="utf-8").endswith("#")
+    score(child, "right")
     assert child.call(os.getpid) != first
 
 

@@ -10,9 +10,15 @@ from nemorl.cli import main
 from nemorl.config import shipped
 from nemorl.config.policy import LayoutConfig
 from nemorl.config.yaml import parse_document
+from nemorl.errors import ConfigError
 from nemorl.models.create import create_tiny_model
+from nemorl.plan.machine import read_machine
+from nemorl.run.inspection import prepare
 from nemorl.ui import compose
 from nemorl.ui.yaml_edit import edit, set_value
+from tests.config.experiments import GRPO
+from tests.plan.models import write_model
+from tests.ui.folders import append_steps, make_run, step_metrics
 
 ROOT = Path(__file__).parents[2]
 NAMES = [recipe.name for recipe in shipped.recipes()]
@@ -77,6 +83,52 @@ def test_problems_have_their_line_and_a_broken_text_has_no_form() -> None:
     assert (broken["form"], broken["picture"]) == (None, None)
     assert broken["broken"]["fix"].startswith("invalid YAML")
     assert broken["broken"]["line"] == 1
+
+
+def test_a_run_folder_that_holds_a_run_is_a_problem_of_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the words of `nemorl train`; `nemorl check` does not look there."""
+    monkeypatch.chdir(tmp_path)
+    text = "# where\nrun_dir: runs/x\n"
+    assert compose.check(text, "x.yaml")["occupied"] is None
+    make_run(tmp_path / "runs" / "x", steps=0)
+    assert compose.check(text, "x.yaml")["occupied"] is None  # a start that failed leaves nothing to lose
+    append_steps(tmp_path / "runs" / "x", [step_metrics(1)])
+    found = compose.check(text, "x.yaml", "8x80")
+    assert found["occupied"] == {
+        "field": "run_dir",
+        "value": "runs/x",
+        "fix": "the folder contains a run; continue it with --resume, or set another folder",
+        "origin": "x.yaml:2",
+        "line": 2,
+    }
+    assert "run_dir" not in {problem["field"] for problem in found["report"]["problems"]}
+    (tmp_path / "full.yaml").write_text(GRPO, encoding="utf-8")
+    write_model(tmp_path / "models" / "arithmetic")
+    make_run(tmp_path / "runs" / "sums")
+    ours = compose.check(GRPO, "full.yaml")
+    with pytest.raises(ConfigError) as refused:
+        prepare(Path("full.yaml"), [], read_machine(), new_run=True)  # as `nemorl train` does
+    theirs = {(problem.field, problem.fix) for problem in refused.value.problems}
+    assert (ours["occupied"]["field"], ours["occupied"]["fix"]) in theirs
+
+
+@pytest.mark.usefixtures("in_root")
+def test_whole_runs_are_ranked_for_algorithms_that_sample() -> None:
+    known = [fact["name"] for fact in compose.preset_facts() if fact["ranks"]]
+    assert known == ["1x80", "8x80", "8x141"]
+    for name, samples in (("quickstart/grpo", True), ("offline/dpo", False), ("quickstart/sft", False)):
+        file = shipped.file_of(name)
+        picture = compose.check(file.read_text(encoding="utf-8"), str(file), "8x80")["picture"]
+        assert picture["samples"] is samples, name
+
+
+def test_sizes_of_presets_are_in_one_unit() -> None:
+    titles = [fact["title"] for fact in compose.preset_facts()]
+    assert titles[1:3] == ["CPU, 8 cores, 32 GB", "1 x 24 GB"]
+    assert not any("GiB" in title for title in titles)
+    assert compose.preset_facts()[1]["memory"] == 32 * 10**9
 
 
 @pytest.mark.usefixtures("in_root")

@@ -1,7 +1,7 @@
 """Requests of the screen Compose: files, edits, checks, scores and what is refused."""
 
+import errno
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +122,40 @@ def test_a_new_file_overwrites_none(folder: Path) -> None:
         save_experiment(folders, "../a.yaml", "", None)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes into every folder")
-def test_an_unwritable_folder_is_a_sentence(folder: Path) -> None:
-    (folder / "closed").mkdir()
-    (folder / "closed").chmod(stat.S_IRUSR | stat.S_IXUSR)
-    with pytest.raises(UiError, match=r"closed/a\.yaml cannot be written: Permission denied"):
-        save_experiment(Folders(folder), "closed/a.yaml", "seed: 1\n", None)
+def test_a_recipe_comes_with_a_name_that_no_file_has(folder: Path) -> None:
+    """Under its own name it would be taken for the file that is there."""
+    name = {"name": "quickstart/grpo"}
+    free = get(folder, "/api/compose/recipe", **name, file="grpo.yaml")[1]
+    assert (free["file"], "num_steps" in free["text"]) == ("grpo.yaml", True)
+    for taken in ("grpo.yaml", "grpo-2.yaml"):
+        (folder / taken).write_text("# theirs\n", encoding="utf-8")
+    assert get(folder, "/api/compose/recipe", **name, file="grpo.yaml")[1]["file"] == "grpo-3.yaml"
+    empty = get(folder, "/api/compose/recipe", file="x.yaml")[1]
+    assert empty == {"text": "", "file": "x-2.yaml"}
+    ((conflict, body),) = post(folder, ("save", {"file": "grpo.yaml", "text": "seed: 1\n", "version": None}))
+    assert (conflict, body["text"]) == (409, "# theirs\n")
+
+
+@pytest.mark.parametrize("kind", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_an_unwritable_folder_is_a_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    """As root writes into every folder, the refusal of the system is made up. What is there stays."""
+    version, before = read_text(folder / "x.yaml", "x.yaml").version, (folder / "x.yaml").read_bytes()
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(kind, os.strerror(kind))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
+    saved, reward = post(
+        folder,
+        ("save", {"file": "x.yaml", "text": "seed: 1\n", "version": version}),
+        ("reward", {"file": "mine.py", "text": "def f(): pass\n", "version": None}),
+    )
+    for (status, body), name in ((saved, "x.yaml"), (reward, "mine.py")):
+        assert (status, body["place"]) == (403, name)
+        assert body["error"] == f"{name} cannot be written: {os.strerror(kind)}"
+        assert body["fix"] == "choose another name, or make the folder writable"
+    assert (folder / "x.yaml").read_bytes() == before
+    assert not (folder / "mine.py").exists()
 
 
 def test_a_folder_that_is_a_file_is_a_sentence(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Starting, stopping and resuming runs by requests, with real runs."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -16,11 +17,12 @@ import pytest
 from nemorl.config.yaml import parse_value
 from nemorl.observe.metrics import read_metrics
 from nemorl.observe.run_folder import RunPaths, read_header
+from nemorl.slurm.submission import Submission
 from nemorl.ui.control import OUTPUT
 from nemorl.ui.runs import run_status
 from tests.run.runs import tiny_model, write_experiment
 from tests.ui.folders import make_run
-from tests.ui.requests import KEY, Client, asked
+from tests.ui.requests import KEY, Client, asked, get
 
 
 def post(root: Path, path: str, **body: Any) -> tuple[int, Any]:
@@ -117,6 +119,77 @@ def test_a_job_is_cancelled_only_if_there_is_one(tmp_path):
     make_run(tmp_path / "run")
     status, body = post(tmp_path, "/api/control/cancel", run="run")
     assert (status, body["error"]) == (409, "the run was not submitted to Slurm")
+
+
+# Stand-ins for Slurm's commands: the job of the record runs until scancel without a signal.
+SLURM = {
+    "scontrol": '#!/bin/sh\n[ -n "$BROKEN" ] && { echo "Unable to contact slurm controller" >&2; exit 1; }\n'
+    'echo "JobId=12 JobName=a JobState=$(cat state) Reason=None NodeList=n1 Restarts=0"\n',
+    "scancel": '#!/bin/sh\necho "$@" >>commands\n'
+    'case "$1" in --signal=TERM|12) echo CANCELLED >state;; esac\n',
+}
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """The folder of a run that is a job on another host, with Slurm's commands first in PATH."""
+    for name, text in SLURM.items():
+        (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "state").write_text("RUNNING")
+    folder = make_run(tmp_path / "run", pid=1, host="elsewhere", live={})
+    words = ("sbatch", f"--output={tmp_path}/job.log", "config.yaml")
+    Submission(words, {}, str(tmp_path), (str(folder),), job="12").record(folder)
+    return folder
+
+
+@pytest.mark.parametrize("config", ["algorithm: {num_steps: 9}\n", "algorithm: [\n", "run_dir: x\n"])
+def test_a_job_of_another_host_is_cancelled_with_its_last_step(tmp_path, job, config):
+    """`nemorl slurm cancel`: corrupt files of the run do not matter."""
+    (job / "config.yaml").write_text(config, encoding="utf-8")
+    (job / "metrics.jsonl").write_text("no JSON\n" if "[" in config else "", encoding="utf-8")
+    state = get(tmp_path, "/api/watch/state", run="run")[1]
+    assert (state["head"]["is_job"], state["head"]["is_here"], state["head"]["host"]) == (
+        True,
+        False,
+        "elsewhere",
+    )
+    refused = post(tmp_path, "/api/control/stop", run="run")
+    assert refused[1]["fix"] == "send SIGTERM to it on elsewhere, or cancel its job"
+
+    assert post(tmp_path, "/api/control/cancel", run="run") == (200, {"jobs": ["job 12: CANCELLED"]})
+
+    assert (tmp_path / "commands").read_text().splitlines()[-1] == "12"
+
+
+def test_what_slurm_refuses_is_a_sentence(tmp_path, job, monkeypatch):
+    monkeypatch.setenv("BROKEN", "1")
+    status, body = post(tmp_path, "/api/control/cancel", run="run")
+    assert (status, body["place"]) == (422, "run")
+    assert "Unable to contact slurm controller" in body["error"]
+    (job / "slurm" / "submissions.jsonl").write_text("no JSON\n", encoding="utf-8")
+    status, body = post(tmp_path, "/api/control/cancel", run="run")
+    assert (status, "line 1 is not JSON" in body["error"]) == (422, True)
+    assert get(tmp_path, "/api/watch/state", run="run")[0] == 200
+
+
+def test_an_unwritable_folder_starts_nothing_and_is_named(tmp_path, monkeypatch):
+    """As root writes into every folder, the refusal of the system is made up."""
+    folder = make_run(tmp_path / "run", end={"outcome": "stopped", "error": ""})
+    opened = Path.open
+
+    def refused(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if path.name == OUTPUT and "r" not in mode:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, mode, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    status, body = post(tmp_path, "/api/control/resume", run="run", id="1")
+    assert (status, body["place"]) == (422, str(folder / "logs"))
+    assert body["error"] == f"cannot write {folder / 'logs' / OUTPUT}: Permission denied"
 
 
 def steps(folder: Path) -> int:

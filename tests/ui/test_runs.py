@@ -14,8 +14,8 @@ import pytest
 from nemorl.observe.live import LiveEnd
 from nemorl.observe.run_folder import read_header
 from nemorl.ui.folders import Folders
-from nemorl.ui.runs import RunList, RunStatus, last_line, run_status
-from tests.ui.folders import append_steps, make_run, step_metrics, write_live
+from nemorl.ui.runs import RunList, RunStatus, last_line, run_status, seconds_of
+from tests.ui.folders import append_steps, make_run, moment, step_metrics, write_live
 from tests.ui.requests import get
 
 SLEEPER = "import time; time.sleep(600)"
@@ -93,6 +93,26 @@ def test_summaries_follow_the_files(tmp_path):
     second = runs.summary("run", folder)
     assert second.step == 4
     assert second.reward != second.reward
+
+
+def test_the_time_of_a_run_is_that_of_its_drivers():
+    ended = {"started": moment(1000), "end": {"time": moment(1060), "outcome": "stopped"}}
+    killed = {"started": moment(2000)}
+    assert seconds_of([ended], 5000.0) == 60
+    assert seconds_of([ended, killed], 2100.0) == 60 + 100  # until it has last written
+    assert seconds_of([killed, ended], 5000.0) == 60  # how long the first one ran is not known
+    assert seconds_of([{"started": None}], 5000.0) is None
+    assert seconds_of([], 5000.0) is None
+
+
+def test_the_list_has_the_time_of_each_run(tmp_path):
+    began = time.time() - 100
+    end = {"outcome": "complete", "error": "", "time": moment(began + 30)}
+    make_run(tmp_path / "complete", started=began, end=end)
+    make_run(tmp_path / "killed", started=began, pid=1, live={})
+    (complete, killed) = get(tmp_path, "/api/runs/list")[1]
+    assert complete["seconds"] == 30
+    assert 99 < killed["seconds"] < 130
 
 
 def test_the_last_complete_line_counts(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -188,14 +189,56 @@ def test_indexes_that_cannot_be_read_are_named(run: Path, tmp_path: Path) -> Non
     assert "format 99 is not 1" in Tables().open(run).notes[0]
     (folder / COLUMNS).write_text(json.dumps(columns | {"types": {"step": "a type"}}))
     assert "columns.json cannot be read" in Tables().open(run).notes[0]
-    (folder / COLUMNS).write_text(json.dumps(columns | {"types": {"step": "<i4"}}))
+    (folder / COLUMNS).write_text(json.dumps(columns | {"types": {"step": "<i4"}, "texts": {}}))
     assert "columns.json lacks the columns phase" in Tables().open(run).notes[0]
     (folder / COLUMNS).write_text(json.dumps(columns | {"texts": columns["texts"] | {"stop": ["stop"]}}))
-    with pytest.raises(UiError, match=r"rows have a stop that columns.json lacks"):
-        Tables().open(run)
+    assert "index.bin is corrupt from row 2 on" in Tables().open(run).notes[0]
+    assert len(Tables().open(run)) == 1
     (folder / COLUMNS).write_text(json.dumps(columns))
     (folder / columns["file"]).unlink()
     assert "index.bin is missing" in Tables().open(run).notes[0]
+
+
+def test_of_an_index_of_random_bytes_the_samples_are_shown(run: Path) -> None:
+    file = run / "trajectories" / "index.bin"
+    file.write_bytes(np.random.default_rng(1).bytes(file.stat().st_size))
+    tables = Tables()
+    with pytest.raises(UiError, match=r"index\.bin is corrupt") as caught:
+        tables.open(run)
+    assert caught.value.status == 404
+    (run / "trajectories" / "step_000001-0.json").touch()
+    with pytest.raises(UiError) as caught:
+        tables.open(run)
+    assert f"`nemorl show {run}`" in caught.value.fix
+    write_samples(run, [make_sample(1), make_sample(2)])
+    table = tables.open(run)
+    assert (table.source, len(table), tables.count(run)) == ("samples", 2, 2)
+    assert f"{file} is corrupt" in table.notes[0]
+
+
+def test_of_an_index_with_a_corrupt_end_the_rows_before_it_are_shown(run: Path) -> None:
+    file = run / "trajectories" / "index.bin"
+    size = file.stat().st_size
+    with file.open("r+b") as corrupt:
+        corrupt.seek(size * 40 // 60)
+        corrupt.write(b"\xff" * (size // 3))
+    tables = Tables()
+    table = tables.open(run)
+    assert (table.source, len(table), tables.count(run), len(tables.open(run, 40))) == ("index", 40, 40, 40)
+    assert "index.bin is corrupt from row 41 on" in table.notes[0]
+
+
+def test_texts_that_a_run_adds_while_its_rows_are_read_are_no_damage(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are mapped after the columns were read, and in between the run wrote both."""
+    read, folder = TrajectoryIndex.read, run / "trajectories"
+    before, _ = TrajectoryIndex(folder).read()
+    IndexWriter(folder).append([replace(written(60), stop="new")])
+    answers = iter([(before, read(TrajectoryIndex(folder))[1])])
+    monkeypatch.setattr(TrajectoryIndex, "read", lambda self: next(answers, None) or read(self))
+    table = Tables().open(run)
+    assert (len(table), table.notes, table.rows([60])[0]["stop"]) == (61, [], "new")
 
 
 def test_a_partial_row_is_left_out(run: Path) -> None:

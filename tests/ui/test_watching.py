@@ -220,6 +220,22 @@ def test_a_run_of_another_release_is_shown_without_its_config(tmp_path):
     assert [group["title"] for group in state["groups"]][:2] == ["Reward", "Seconds of each stage"]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: 1\npolicy: [\n", "config.yaml, line 3 cannot be read: invalid YAML"),
+        ("seed: 1\nseed: 2\n", "config.yaml, line 2 cannot be read: seed: duplicate key"),
+        (b"\xff", "config.yaml cannot be read: the file is not UTF-8 text"),
+        ("seed: 1\nsede: 2\n", "config.yaml, line 2 is of another release of nemorl, or was edited: sede: "),
+    ],
+)
+def test_a_config_that_cannot_be_read_says_what_is_wrong_and_where(tmp_path, text, words):
+    folder = make_run(tmp_path / "run")
+    (folder / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (problem,) = get(tmp_path, "/api/watch/state", run="run")[1]["problems"]
+    assert problem.startswith(words)
+
+
 def test_the_state_is_sent_again_when_the_run_writes(tmp_path):
     folder = make_run(tmp_path / "run", live={})
 

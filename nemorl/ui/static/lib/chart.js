@@ -1,22 +1,42 @@
 // Lines over steps and histograms, by uPlot, in the colors of the theme.
 
 import UPlot from "../vendor/uplot.js";
-import { html, useEffect, useRef } from "./preact.js";
+import { html, useEffect, useRef, useState } from "./preact.js";
 import { number } from "./widgets.js";
 
 export const PALETTE = ["#3b82d6", "#e07b39", "#3a9d5d", "#b5549c", "#8a6fd1", "#b59b2a", "#2fa3a3", "#c94f4f"];
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function axes(xLabel, log) {
+function axes(xLabel, log, whole) {
   // Functions: a theme that changes draws the chart again.
   const [stroke, grid] = [() => style("--muted"), { stroke: () => style("--line"), width: 1 }];
-  const axis = { stroke, grid, ticks: { ...grid, size: 4 }, font: "11px system-ui" };
-  const small = (_, values) => values.map((value) => (value === null ? "" : number(value, 3)));
+  const axis = { stroke, grid, ticks: { ...grid, size: 4 }, font: "11px system-ui", values: (_, splits) => ticks(splits) };
   return [
-    { ...axis, size: 32, label: xLabel, labelSize: 16, labelFont: "11px system-ui", values: small },
-    { ...axis, size: 56, values: small, ...(log ? { filter: undefined } : {}) },
+    { ...axis, size: 32, label: xLabel, labelSize: 16, labelFont: "11px system-ui", ...(whole ? { incrs: WHOLE } : {}) },
+    { ...axis, size: 56, ...(log ? { filter: undefined } : {}) },
   ];
+}
+
+// Distances of ticks at which nothing is between two steps or positions.
+const WHOLE = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+const MAX_DIGITS = 15; // that a number has
+
+// As `number`, but with digits behind the point of large numbers, too.
+function tick(value, digits) {
+  const whole = String(Math.trunc(Math.abs(value))).length;
+  if (whole < 4 || whole > MAX_DIGITS) return number(value, digits);
+  return value.toLocaleString("en-US", { maximumSignificantDigits: Math.max(whole, digits) });
+}
+
+// Texts of ticks, with as many digits as tell them apart.
+export function ticks(values) {
+  const shown = values.filter((value) => value !== null);
+  for (let digits = 3; ; digits += 1) {
+    const texts = values.map((value) => (value === null ? "" : tick(value, digits)));
+    const different = new Set(texts.filter((_, at) => values[at] !== null)).size;
+    if (different === new Set(shown).size || digits === MAX_DIGITS) return texts;
+  }
 }
 
 // `series` are [{name, x, y, color, dash, raw}] with typed arrays, or arrays of numbers with null where there is
@@ -37,7 +57,7 @@ export function Lines({ series, height = 190, xLabel, log = false, onPick, onZoo
         x: { time: false, ...(range ? { range: () => range } : {}) },
         y: positive ? { distr: 3 } : {},
       },
-      axes: axes(xLabel, positive),
+      axes: axes(xLabel, positive, data[0].every(Number.isInteger)),
       cursor: { drag: { x: Boolean(onZoom), y: false }, ...(sync ? { sync: { key: sync } } : {}), points: { size: 6 } },
       legend: { show: true, live: true, markers: { width: 2 } },
       series: [
@@ -94,11 +114,21 @@ function joined(series) {
   return UPlot.join(tables);
 }
 
-// Bars that are buttons: `bins` are [{low, high, count}], of which `chosen` says whether one is lit.
+// Bars that are buttons: `bins` are [{low, high, count}], of which `chosen` says whether one is lit. They are one
+// stop of the Tab key; the arrow keys, Home and End move in them.
 export function Histogram({ bins, onPick, chosen = () => false, height = 72, label }) {
+  const [here, setHere] = useState(0);
   const most = Math.max(1, ...bins.map((bin) => bin.count));
-  return html`<div class="histogram" role="group" aria-label=${label} style=${{ height: `${height}px` }}>
-    ${bins.map((bin) => {
+  const stop = Math.min(here, bins.length - 1);
+  const move = (event) => {
+    const next = { ArrowRight: stop + 1, ArrowLeft: stop - 1, Home: 0, End: bins.length - 1 }[event.key];
+    if (next === undefined || !bins[next]) return;
+    event.preventDefault();
+    setHere(next);
+    event.currentTarget.children[next].focus();
+  };
+  return html`<div class="histogram" role="group" aria-label=${label} onKeyDown=${move} style=${{ height: `${height}px` }}>
+    ${bins.map((bin, at) => {
       const text = `${number(bin.low, 3)} to ${number(bin.high, 3)}: ${number(bin.count)}`;
       return html`<button
         class=${chosen(bin) ? "lit" : ""}
@@ -106,6 +136,8 @@ export function Histogram({ bins, onPick, chosen = () => false, height = 72, lab
         aria-label=${text}
         aria-pressed=${chosen(bin)}
         disabled=${!onPick}
+        tabindex=${at === stop ? 0 : -1}
+        onFocus=${() => setHere(at)}
         onClick=${() => onPick?.(bin)}
         ><i style=${{ height: `${(100 * bin.count) / most}%` }}></i
       ></button>`;

@@ -52,6 +52,14 @@ const colors = HighlightStyle.define([
   { tag: [tags.keyword], color: "var(--bad)" },
 ]);
 
+// A browser that replaces a selection itself keeps its look by style attributes, which the page's policy refuses.
+function typeOverSelection(event, view) {
+  if (event.inputType !== "insertText" || !event.data || view.composing || view.state.readOnly || view.state.selection.main.empty) return false;
+  event.preventDefault();
+  view.dispatch(view.state.replaceSelection(event.data), { userEvent: "input.type", scrollIntoView: true });
+  return true;
+}
+
 // `marks` are [{line, message, severity}] from line 1; with a new `goto` {line} that line comes into view. A `value`
 // from outside changes only the characters that differ, so the cursor and the history stay.
 export function Editor({ value, onChange, language = "yaml", marks = [], goto, label, readOnly = false }) {
@@ -74,6 +82,7 @@ export function Editor({ value, onChange, language = "yaml", marks = [], goto, l
         EditorView.cspNonce.of(nonce),
         EditorView.contentAttributes.of({ "aria-label": `${label} (Escape, then Tab leaves)` }),
         EditorState.readOnly.of(readOnly),
+        EditorView.domEventHandlers({ beforeinput: typeOverSelection }),
         lineNumbers(),
         lintGutter(),
         history(),

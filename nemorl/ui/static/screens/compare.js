@@ -55,7 +55,7 @@ function Curves({ runs, names }) {
   if (error) return html`<${Problem} error=${error} />`;
   if (!found) return html`<${Loading} />`;
   const all = Object.keys(found.metrics);
-  const chosen = params.metrics === undefined ? FIRST_METRICS.filter((metric) => all.includes(metric)) : params.metrics.split(",").filter(Boolean);
+  const chosen = params.metrics === undefined ? FIRST_METRICS.filter((metric) => all.includes(metric)) : splitNames(params.metrics);
   const axis = params.axis in AXES ? params.axis : "step";
   const smoothing = Math.min(0.99, Math.max(0, Number(params.smooth) || 0));
   const add = (event) => {
@@ -63,7 +63,7 @@ function Curves({ runs, names }) {
     setDraft(metric);
     if (!all.includes(metric)) return;
     setDraft("");
-    if (!chosen.includes(metric)) change({ metrics: [metric, ...chosen].slice(0, MAX_CHARTS).join(",") });
+    if (!chosen.includes(metric)) change({ metrics: joinNames([metric, ...chosen].slice(0, MAX_CHARTS)) });
   };
   return html`<div class="column">
     ${found.notes.map((note) => html`<div class="notice">${note}</div>`)}
@@ -87,7 +87,7 @@ function Curves({ runs, names }) {
             metric=${metric}
             axis=${axis}
             smoothing=${smoothing}
-            onRemove=${() => change({ metrics: chosen.filter((each) => each !== metric).join(",") || "," })}
+            onRemove=${() => change({ metrics: joinNames(chosen.filter((each) => each !== metric)) || "," })}
           />`,
       )}
     </div>
@@ -167,7 +167,7 @@ function Tasks({ runs, names }) {
   const last = params.last !== "0";
   const [draft, setDraft] = useState(filter);
   useEffect(() => setDraft(filter), [filter]);
-  const query = { runs: `${first},${second}`, filter, last: last ? 1 : 0 };
+  const query = { runs: joinNames([first, second]), filter, last: last ? 1 : 0 };
   const [paired, error] = useLoaded((signal) => get("/api/compare/tasks", query, signal), [JSON.stringify(query)]);
   const of = [names[runs.indexOf(first)], names[runs.indexOf(second)]];
   const pick = (key, value) =>

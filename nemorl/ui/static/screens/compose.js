@@ -4,7 +4,7 @@
 import { html, useEffect, useMemo, useRef, useState } from "../lib/preact.js";
 import { get, isAbort, post } from "../lib/api.js";
 import { Editor } from "../lib/editor.js";
-import { change, go, view } from "../lib/view.js";
+import { address, change, go, view } from "../lib/view.js";
 import { Empty, Loading, Problem, Tabs, seconds, useLoaded } from "../lib/widgets.js";
 import { Form, makeFilter } from "./compose/form.js";
 import { Layouts, Picture } from "./compose/plan.js";
@@ -31,6 +31,7 @@ function Start({ facts, files, error }) {
   const first = (one) => (one.name.startsWith("quickstart/") ? 0 : one.name.startsWith("recipes/") ? 2 : 1);
   const recipes = [...facts.recipes].sort((a, b) => first(a) - first(b)).filter((one) => has(`${one.name} ${one.algorithm} ${one.model} ${one.devices} ${one.description}`));
   const own = files.filter(has);
+  const recipe = ({ name }) => ({ recipe: name, file: `${name.split("/").at(-1)}.yaml` });
   const open = (params) => (event) => {
     event.preventDefault();
     go("compose", params);
@@ -47,7 +48,7 @@ function Start({ facts, files, error }) {
       <section class="panel"><h2>Recipes</h2>
         <div class="scroll"><table class="table" aria-label="Recipes"><thead><tr><th>name</th><th>algorithm</th><th>model</th><th>devices</th></tr></thead>
           <tbody>${recipes.map((one) => html`<tr>
-            <td><a href=${`/compose?recipe=${encodeURIComponent(one.name)}`} onClick=${open({ recipe: one.name, file: `${one.name.split("/").at(-1)}.yaml` })}>${one.name}</a>
+            <td><a href=${address("compose", recipe(one))} onClick=${open(recipe(one))}>${one.name}</a>
               <div class="muted">${one.description}</div></td>
             <td>${one.algorithm}</td><td>${one.model}</td><td>${one.devices}</td></tr>`)}</tbody>
         </table></div>
@@ -102,8 +103,9 @@ function Command({ command, title }) {
   return html`<button class="command" title=${`${title}: ${command}`} onClick=${copy}><code>${command}</code> <span class="muted">${copied ? "copied" : "copy"}</span></button>`;
 }
 
-function Problems({ report, onLine }) {
-  const all = [...report.problems.map((one) => ["bad", one]), ...report.remarks.map((one) => ["warn", one]), ...report.unverified.map((one) => ["muted", one])];
+function Problems({ report, occupied, onLine }) {
+  const remarks = occupied ? [occupied, ...report.remarks] : report.remarks;
+  const all = [...report.problems.map((one) => ["bad", one]), ...remarks.map((one) => ["warn", one]), ...report.unverified.map((one) => ["muted", one])];
   if (!all.length) return null;
   return html`<ul class="problems" aria-label="Problems">
     ${all.map(([color, one]) => html`<li>
@@ -115,10 +117,12 @@ function Problems({ report, onLine }) {
 function Composer({ facts, readOnly }) {
   const { params } = view.value;
   const { file = "experiment.yaml", recipe, preset = "here", level = "simple", find = "", tab = "form" } = params;
+  const isNew = Boolean(recipe || params.new);
   const [text, setText] = useState(null);
   const [version, setVersion] = useState(null);
   const [saved, setSaved] = useState(null); // the text on disk
   const [name, setName] = useState(file);
+  const [taken, setTaken] = useState(""); // the name of a file that was there when this one was begun
   const [error, setError] = useState(null);
   const [conflict, setConflict] = useState(null);
   const [line, setLine] = useState(null);
@@ -136,18 +140,21 @@ function Composer({ facts, readOnly }) {
     const load = async () => {
       const draft = kept(`${file}|${recipe || ""}`);
       if (draft) return draft;
-      if (recipe) return { text: (await get("/api/compose/recipe", { name: recipe })).text, version: null, saved: null };
-      if (params.new) return { text: "", version: null, saved: null };
+      if (isNew) {
+        const begun = await get("/api/compose/recipe", { name: recipe, file });
+        return { text: begun.text, version: null, saved: null, name: begun.file, taken: begun.file === file ? "" : file };
+      }
       const found = await get("/api/compose/file", { file });
       return { text: found.text, version: found.version, saved: found.text };
     };
     put(null);
     setError(null);
     setConflict(null);
-    setName(file);
     load().then((found) => {
       if (ended) return;
       put(found.text);
+      setName(found.name || file);
+      setTaken(found.taken || "");
       setVersion(found.version);
       setSaved(found.saved);
     }, (problem) => ended || setError(problem));
@@ -156,19 +163,35 @@ function Composer({ facts, readOnly }) {
     };
   }, [file, recipe]);
   useEffect(() => {
-    if (text !== null) keep(`${file}|${recipe || ""}`, { text, version, saved });
-  }, [text, version, saved]);
+    if (text !== null) keep(`${file}|${recipe || ""}`, { text, version, saved, name, taken });
+  }, [text, version, saved, name, taken]);
 
   const [check, failure, checking] = useCheck(text, name, preset, round);
   const problems = useMemo(() => {
     const found = new Map();
-    for (const one of check?.report.problems || []) found.set(one.field, [...(found.get(one.field) || []), one]);
+    for (const one of [...(check?.report.problems || []), ...(check?.occupied ? [check.occupied] : [])]) found.set(one.field, [...(found.get(one.field) || []), one]);
     return found;
   }, [check]);
-  const marks = useMemo(() => (check?.report.problems || []).filter((one) => one.line).map((one) => ({ line: one.line, message: `${one.field ? `${one.field}: ` : ""}${one.fix}` })), [check]);
+  const marks = useMemo(() => {
+    const mark = (severity) => ({ line, field, fix }) => ({ line, severity, message: `${field ? `${field}: ` : ""}${fix}` });
+    return [...(check?.report.problems || []).map(mark("error")), ...(check?.occupied ? [check.occupied] : []).map(mark("warning"))].filter((one) => one.line);
+  }, [check]);
   const filter = useMemo(() => makeFilter({ levels: facts.levels, level, find, problems }), [level, find, problems]);
   const broken = check?.broken && check.text === text;
+  const isSaved = text === saved && name === file && !isNew;
 
+  // After saving, and after taking the text of the disk: the address names the file.
+  const settle = (onDisk) => {
+    setVersion(onDisk.version);
+    setSaved(onDisk.text);
+    setTaken("");
+    setConflict(null);
+    setError(null);
+    if (name === file && !isNew) return;
+    keep(`${name}|`, { text: latest.current, version: onDisk.version, saved: onDisk.text });
+    sessionStorage.removeItem(`${KEY}:${file}|${recipe || ""}`);
+    change({ file: name, recipe: null, new: null });
+  };
   // Edits run in sequence, each on the text that the one before has made.
   const edit = (edits) => {
     queue.current = queue.current.then(async () => {
@@ -188,16 +211,7 @@ function Composer({ facts, readOnly }) {
   };
   const save = async (over = version) => {
     try {
-      const done = await post("/api/compose/save", { file: name, text, version: over });
-      setVersion(done.version);
-      setSaved(done.text);
-      setConflict(null);
-      setError(null);
-      if (name !== file || recipe || params.new) {
-        keep(`${name}|`, { text, version: done.version, saved: done.text });
-        sessionStorage.removeItem(`${KEY}:${file}|${recipe || ""}`);
-        change({ file: name, recipe: null, new: null });
-      }
+      settle(await post("/api/compose/save", { file: name, text, version: over }));
       return true;
     } catch (problem) {
       if (problem.status === 409 && problem.body.text !== undefined) setConflict(problem);
@@ -207,7 +221,7 @@ function Composer({ facts, readOnly }) {
   };
   const start = async () => {
     setBusy("starting");
-    if (text === saved || (await save())) {
+    if (isSaved || (await save())) {
       try {
         const { run } = await post("/api/control/start", { file: name, id: crypto.randomUUID() });
         go("watch", { run });
@@ -219,32 +233,31 @@ function Composer({ facts, readOnly }) {
   };
   const take = () => {
     put(conflict.body.text);
-    setVersion(conflict.body.version);
-    setSaved(conflict.body.text);
-    setConflict(null);
+    settle(conflict.body);
   };
   const goto = (number) => setLine({ line: number });
 
   if (text === null) return html`<main><${Problem} error=${error} />${!error && html`<${Loading} />`}</main>`;
   const of = facts.presets.find((one) => one.name === preset);
   const report = check?.report;
-  const verdict = !check || checking ? "checking…" : broken ? "the text is broken; the form waits" : report.ok ? "OK" : `${report.problems.length} problem${report.problems.length > 1 ? "s" : ""}`;
-  const color = !check || checking ? "muted" : report.ok ? "good" : "bad";
+  const verdict = !check || checking ? "checking…" : broken ? "the text is broken; the form waits" : report.ok ? (check.occupied ? "OK, but run_dir contains a run" : "OK") : `${report.problems.length} problem${report.problems.length > 1 ? "s" : ""}`;
+  const color = !check || checking ? "muted" : !report.ok ? "bad" : check.occupied ? "warn" : "good";
   const gpus = check?.picture?.gpus;
   const policy = check?.picture?.nodes.find((node) => node.name === "policy");
   return html`<div class="compose">
     <div class="tools row">
       <input class="file" aria-label="File name" value=${name} spellcheck="false" disabled=${readOnly} onInput=${(event) => setName(event.target.value)} />
-      ${text !== saved && html`<span class="tag warn">not saved</span>`}
+      ${!isSaved && html`<span class="tag warn">not saved</span>`}
       <b class=${color} role="status" id="verdict">${verdict}</b>
       <span class="muted">${check?.seconds ? seconds(check.seconds) : ""}</span>
       <span class="grow"></span>
-      ${!readOnly && html`<button onClick=${() => save()} disabled=${text === saved}>Save</button>
+      ${!readOnly && html`<button onClick=${() => save()} disabled=${isSaved}>Save</button>
         <button class="primary" onClick=${start} disabled=${busy !== "" || !report?.ok}>${busy ? "Starting…" : "Start"}</button>`}
       ${check?.command && html`<${Command} command=${check.command} title="In a terminal" /><${Command} command=${check.slurm} title="On a Slurm cluster" />`}
       <button class="quiet" onClick=${() => go("compose")}>Other file</button>
     </div>
     <${Problem} error=${error || failure} />
+    ${taken && taken !== name && html`<p class="notice">${taken} is another file of this folder, and stays as it is. This text is not saved yet; Save writes ${name}.</p>`}
     ${conflict && html`<${Conflict} conflict=${conflict} text=${text} onTake=${take} onKeep=${() => save(conflict.body.version)} />`}
     <div class="halves">
       <section class="left" aria-label="Form">
@@ -259,15 +272,17 @@ function Composer({ facts, readOnly }) {
         ${tab === "plan" && html`<div class="column">
             <div class="row"><label>Machine <select value=${preset} onChange=${(event) => change({ preset: event.target.value === "here" ? null : event.target.value })}>${facts.presets.map((one) => html`<option value=${one.name}>${one.title}</option>`)}</select></label>
               ${of && gpus !== undefined && preset !== "here" && gpus !== of.gpus && html`<button onClick=${() => edit([{ path: ["cluster", "gpus_per_node"], value: of.gpus }])}>Set cluster.gpus_per_node to ${of.gpus}</button>`}
-              ${preset !== "here" && html`<span class="muted">Own functions are not called for another machine.</span>`}</div>
+              </div>
+            ${preset !== "here" && html`<p class="muted">Another machine for the planner: memory, layouts and problems are those there. It changes nothing in the file, own functions are not called, and Start runs on this machine.</p>`}
+            ${of?.gpus > 0 && gpus === 0 && html`<p class="notice">The experiment uses no GPU (cluster.gpus_per_node is 0), so it is planned for CPU and host memory of that machine.</p>`}
             <${Picture} picture=${check?.picture} onSection=${(section) => change({ tab: null, find: section })} />
-            ${check?.picture && !broken && html`<${Layouts} text=${check.text} file=${name} preset=${preset} world=${policy?.devices} canRank=${["1x80", "8x80", "8x141"].includes(preset)} onEdit=${edit} />`}
+            ${check?.picture && !broken && html`<${Layouts} text=${check.text} file=${name} preset=${preset} world=${policy?.devices} canRank=${of?.ranks && check.picture.samples} onEdit=${edit} />`}
           </div>`}
-        ${tab === "rewards" && html`<${Rewards} node=${check?.form?.find((node) => node.name === "rewards")} facts=${facts} text=${text} file=${name} onEdit=${edit} onSaved=${() => setRound((n) => n + 1)} readOnly=${readOnly} />`}
+        ${tab === "rewards" && html`<${Rewards} node=${check?.form?.find((node) => node.name === "rewards")} facts=${facts} text=${text} file=${name} round=${round} onEdit=${edit} onSaved=${() => setRound((n) => n + 1)} readOnly=${readOnly} />`}
       </section>
       <section class="source" aria-label="YAML">
         <${Editor} value=${text} onChange=${put} marks=${marks} goto=${line} label="Experiment file" />
-        ${report && html`<${Problems} report=${report} onLine=${goto} />`}
+        ${report && html`<${Problems} report=${report} occupied=${check.occupied} onLine=${goto} />`}
       </section>
     </div>
   </div>`;

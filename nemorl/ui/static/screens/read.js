@@ -4,7 +4,7 @@ import { html, useEffect, useMemo, useState } from "../lib/preact.js";
 import { get } from "../lib/api.js";
 import { Histogram } from "../lib/chart.js";
 import { Grid, usePages } from "../lib/grid.js";
-import { change, go, view } from "../lib/view.js";
+import { change, go, joinNames, splitNames, view } from "../lib/view.js";
 import { visible } from "../lib/visible.js";
 import { Empty, Loading, Problem, number, seconds, useLoaded } from "../lib/widgets.js";
 import { Trajectory } from "./trajectory.js";
@@ -237,7 +237,7 @@ function useRowsNow(run, shown) {
 function Columns({ kinds, chosen }) {
   const set = (column, on) => {
     const next = Object.keys(kinds).filter((each) => (each === column ? on : chosen.includes(each)));
-    change({ columns: next.join(",") });
+    change({ columns: joinNames(next) });
   };
   return html`<details class="menu" onKeyDown=${closed}>
     <summary>Columns</summary>
@@ -257,7 +257,7 @@ function TableOf({ run, table, filter, rows }) {
   const first = Object.keys(kinds).filter(
     (column) => ALWAYS.includes(column) || column.startsWith("rewards.") || column in table.counts,
   );
-  const chosen = params.columns ? params.columns.split(",").filter((column) => column in kinds) : first;
+  const chosen = params.columns ? splitNames(params.columns).filter((column) => column in kinds) : first;
   const sort = params.sort || "-"; // the newest first
   const key = JSON.stringify([run, rows, filter, sort]);
   const load = async (offset, count, signal) => (await get("/api/read/page", { run, rows, filter, sort, offset, count }, signal)).rows;

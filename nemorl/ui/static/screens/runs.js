@@ -57,6 +57,7 @@ function columns(marked, mark) {
     { key: "model", title: "model", value: (run) => run.model },
     { key: "device", title: "device", value: (run) => run.device },
     { key: "started", title: "started", value: (run) => run.started, show: (run) => ago(run.started), align: "right" },
+    { key: "seconds", title: "ran", help: "time that its drivers ran, start and end included", value: (run) => run.seconds, show: (run) => seconds(run.seconds), align: "right" },
     { key: "changed", title: "last wrote", value: (run) => run.changed, show: (run) => ago(run.changed), align: "right" },
   ];
 }

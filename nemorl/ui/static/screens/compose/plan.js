@@ -112,7 +112,7 @@ export function Picture({ picture, onSection }) {
 
 const fitting = { true: "yes", false: "no", null: "?" };
 
-// Layouts of the policy, and with `ranked` whole runs by the seconds of a step.
+// Layouts of the policy, and where the plan of time can rank them, with `ranked` whole runs by the seconds of a step.
 export function Layouts({ text, file, preset, world, canRank, onEdit }) {
   const [devices, setDevices] = useState(null);
   const [ranked, setRanked] = useState(false);

@@ -15,6 +15,9 @@ const nameOf = (node) => {
 };
 const weightOf = (node) => Number(node.fields.find((one) => one.name === "weight")?.value ?? 1);
 
+// The values of a reward that its scores depend on.
+const withoutWeight = ({ name, value, chosen, fields = [], items = [] }) => [name, value, chosen, [...fields, ...items].filter((node) => node.name !== "weight").map(withoutWeight)];
+
 function Weight({ node, weight, onWeigh, onEdit }) {
   const name = nameOf(node);
   const commit = (event) => onEdit([{ path: [...node.path, "weight"], value: Number(event.target.value) }]);
@@ -140,6 +143,15 @@ const stats = (values) => {
   return [mean, std, Math.min(...known), Math.max(...known)].map((value) => number(value, 3));
 };
 
+// What is known of groups whose answers have all the same sum, which train nothing.
+export function spread(scored, groups, equal) {
+  const whole = "runs with logger.trajectories: sampled or all record whole groups, which Read shows";
+  const part = `samples.jsonl has some of the answers of each group, and ${whole}`;
+  if (!groups) return `the share of groups without spread is unknown: ${scored.is_partial ? part : "no prompt has several answers"}`;
+  const share = `${equal} of ${groups} groups (${percent(equal / groups)}) without spread`;
+  return scored.is_partial ? `${share} among these answers; of whole groups the share is unknown: ${part}` : `${share}${equal ? ": they train nothing" : ""}`;
+}
+
 function Scored({ scored, weights }) {
   const { totals, groups, equal } = useMemo(() => weighed(scored, weights), [scored, weights]);
   const failed = scored.parts.filter((part) => part.errors?.some(Boolean));
@@ -160,11 +172,7 @@ function Scored({ scored, weights }) {
         ${row(html`<b>sum</b>`, "", totals)}
       </tbody>
     </table></div>
-    <p role="status" class=${groups && equal / groups >= 0.5 ? "notice" : ""}>
-      ${scored.answers.length} answers; ${groups
-        ? `${equal} of ${groups} groups (${percent(equal / groups)}) without spread${equal ? ": they train nothing" : ""}`
-        : "no group has several answers, so spread is unknown"}.
-    </p>
+    <p role="status" class=${groups && !scored.is_partial && equal / groups >= 0.5 ? "notice" : ""}>${scored.answers.length} answers; ${spread(scored, groups, equal)}.</p>
     ${failed.map((part) => html`<div class="problem" role="alert">
       <b>${part.errors.find(Boolean)}</b>
       ${part.traceback && html`<pre>${part.traceback}</pre>`}
@@ -182,13 +190,14 @@ function Scored({ scored, weights }) {
   </div>`;
 }
 
-function Preview({ text, file, weights }) {
+// `kinds` changes when the rewards do, but for their weights, or a file of functions.
+function Preview({ text, file, weights, kinds }) {
   const [source, setSource] = useState("typed");
   const [runs, setRuns] = useState([]);
   const [run, setRun] = useState("");
   const [lines, setLines] = useState("");
   const [typed, setTyped] = useState({ prompt: "12+34=", completions: "46\n45", answer: "46" });
-  const [scored, setScored] = useState(null);
+  const [scored, setScored] = useState(null); // with `of`, the answers and rewards that it is of
   const [error, setError] = useState(null);
   const [busy, setBusy] = useState(false);
   useEffect(() => {
@@ -197,15 +206,16 @@ function Preview({ text, file, weights }) {
       setRun(found[0]?.name || "");
     }, () => {});
   }, []);
+  const answers = {
+    run: { run },
+    file: { lines },
+    typed: { answers: JSON.stringify({ prompt: typed.prompt, completions: typed.completions.split("\n"), answer: typed.answer || null }) },
+  }[source];
+  const of = JSON.stringify([answers, kinds]);
   const score = async () => {
     setBusy(true);
-    const of = {
-      run: { run },
-      file: { lines },
-      typed: { answers: JSON.stringify({ prompt: typed.prompt, completions: typed.completions.split("\n"), answer: typed.answer || null }) },
-    };
     try {
-      setScored(await post("/api/compose/score", { text, file, ...of[source] }));
+      setScored({ ...(await post("/api/compose/score", { text, file, ...answers })), of });
       setError(null);
     } catch (problem) {
       setError(problem);
@@ -230,15 +240,17 @@ function Preview({ text, file, weights }) {
     <div class="row"><button class="primary" disabled=${busy || (source === "run" && !run)} onClick=${score}>${busy ? "Scoring…" : "Score"}</button>
       <span class="muted">Functions run in a process of their own, at most a minute.</span></div>
     <${Problem} error=${error} />
-    ${scored && html`<${Scored} scored=${scored} weights=${weights} />`}
+    ${scored && (busy || scored.of !== of) && html`<p class="notice" role="status">${busy ? "Scoring: what follows is the result of before." : "Answers or rewards have changed: what follows is the result of before. Score again."}</p>`}
+    ${scored && html`<div class=${busy || scored.of !== of ? "outdated" : ""}><${Scored} scored=${scored} weights=${weights} /></div>`}
   </section>`;
 }
 
-export function Rewards({ node, facts, text, file, onEdit, onSaved, readOnly }) {
+export function Rewards({ node, facts, text, file, round, onEdit, onSaved, readOnly }) {
   const [moved, setMoved] = useState({});
   useEffect(() => setMoved({}), [node]);
   const items = node?.items || [];
   const weights = useMemo(() => ({ ...Object.fromEntries(items.map((item) => [nameOf(item), weightOf(item)])), ...moved }), [items, moved]);
+  const kinds = useMemo(() => JSON.stringify([round, items.map(withoutWeight)]), [items, round]);
   if (!node) return html`<p class="empty muted">The form waits until the text is right.</p>`;
   return html`<div class="column">
     ${node.unused && html`<p class="notice">${node.unused}: rewards have no use.</p>`}
@@ -247,6 +259,6 @@ export function Rewards({ node, facts, text, file, onEdit, onSaved, readOnly }) 
     ${!items.length && html`<p class="muted">No reward yet: the environment's own alone counts.</p>`}
     <${AddReward} facts=${facts} onEdit=${onEdit} />
     ${!readOnly && html`<${OwnReward} facts=${facts} onEdit=${onEdit} onSaved=${onSaved} />`}
-    <${Preview} text=${text} file=${file} weights=${weights} />
+    <${Preview} text=${text} file=${file} weights=${weights} kinds=${kinds} />
   </div>`;
 }
