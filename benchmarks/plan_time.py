@@ -125,17 +125,22 @@ def memory_of(run: MeasuredRun, peak_bytes: int) -> dict[str, Any]:
 def compare(
     cases: Mapping[str, Case], runs: Mapping[str, MeasuredRun], peaks: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The fit, and each run next to its plan."""
-    fitted = [runs[name] for name, case in cases.items() if case.is_fitted]
-    start = measure_machine()
-    calibration = calibrate(fitted, start)
+    """The fits, and each run next to its plan.
+
+    An engine has constants of its own, so those of a second one are fitted from the first one's on.
+    """
+    calibration, of_engine = measure_machine(), dict[str, Calibration]()
+    for engine in dict.fromkeys(run.experiment.generation.backend for run in runs.values()):
+        of_it = [runs[name] for name, case in cases.items() if case.is_fitted]
+        of_it = [run for run in of_it if run.experiment.generation.backend == engine]
+        calibration = of_engine[engine] = calibrate(of_it, calibration)
     rows: dict[str, dict[str, Any]] = {
         name: {
             "is_fitted": case.is_fitted,
             "overrides": case.overrides,
             "steps": runs[name].steps,
             "lengths": asdict(runs[name].lengths),
-            "stages": stages_of(runs[name], calibration),
+            "stages": stages_of(runs[name], of_engine[runs[name].experiment.generation.backend]),
             "memory": memory_of(runs[name], peaks[name]),
         }
         for name, case in cases.items()
@@ -150,7 +155,7 @@ def compare(
     memory = [abs(row["memory"]["error"]) for row in rows.values()]
     return {
         "hardware": asdict(calibration.hardware),
-        "attained": asdict(calibration.attained),
+        "attained": {engine: asdict(one.attained) for engine, one in of_engine.items()},
         "median_error_of_predicted_stages": median(judged),
         "largest_error_of_predicted_stages": max(judged),
         "largest_error_of_memory": max(memory),

@@ -55,6 +55,8 @@ _ON_CPU = Attained(
     refit_call=0.1,
 )
 _CALLS = {"call": 0.05, "refit_call": 0.1}  # where a fit begins if the constant is 0
+# What measured runs of one machine change next to what published ones do.
+_OF_MACHINE = (*_CALLS, "attention", "link", "message")
 _LEAST_SHARE = 0.01  # of a step: shorter stages are shown, and not fitted
 _SIZE, _COPIED = 1024, 2**27  # rows of a matrix product, and bytes of a copy, that are measured
 _PATIENCE = 1.5  # seconds for each of three rates
@@ -110,6 +112,8 @@ class MeasuredRun:
 
     def _predicted(self, step: StepTime) -> dict[str, float]:
         stages = {name: cost.seconds for name, cost in step.stages.items()}
+        if self.experiment.reference is None:  # the policy's processes compute it in the same stage
+            stages["logprobs"] = stages.get("logprobs", 0.0) + stages.pop("reference", 0.0)
         return {name: step.seconds if name == "step" else stages.get(name, 0.0) for name in self.seconds}
 
 
@@ -118,7 +122,7 @@ def calibrate(runs: Sequence[MeasuredRun], start: Calibration) -> Calibration:
     call, refit_call = (getattr(start.attained, name) or value for name, value in _CALLS.items())
     start = replace(start, attained=replace(start.attained, call=call, refit_call=refit_call))
     measured = [one for run in runs for one in run.measured(start)]
-    names = [name for name in (*FITTED, *_CALLS) if getattr(start.attained, name)]
+    names = [name for name in (*FITTED, *_OF_MACHINE) if getattr(start.attained, name)]
     return replace(start, attained=fit(measured, start.attained, names))
 
 
@@ -365,7 +369,8 @@ def _seconds(experiment: Experiment, steps: Sequence[StepMetrics]) -> dict[str, 
         planned |= {"refit"} if experiment.generation.has_engines else set()
         planned |= {_CHOSEN} if not algorithm.allows_staleness else set()
     planned |= {"logprobs"} if getattr(algorithm, "needs_old_logprobs", False) else set()
-    planned |= {"reference"} if algorithm.keeps_reference else set()
+    if algorithm.keeps_reference:
+        planned |= {"logprobs" if experiment.reference is None else "reference"}
     # What is loaded, and what no stage has, is `other`; the rest is not planned, as environments are not.
     others = [_rest(step, {"loading", "advantages"}) for step in steps]
     known = planned | {"loading", "advantages"} | ({_CHOSEN} if algorithm.allows_staleness else set())

@@ -31,7 +31,7 @@ def default_lengths(experiment: Experiment) -> Lengths:
     longest = experiment.policy.max_sequence_length
     prompt = min(256, max(1, longest // 4))
     limit = max(1, min(experiment.generation.max_new_tokens, longest - prompt))
-    return Lengths(prompt, limit / 4, limit, _SPREAD)
+    return Lengths(prompt, limit / 4, limit, _SPREAD, scores_prompts=False)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Lengths:
     response: float
     limit: float  # longest response
     sigma: float = 0.5  # of the logarithm
+    scores_prompts: bool = True  # logits are computed for all tokens; here for those of responses only
 
     def quantile(self, share: float) -> float:
         """Response that this share of the responses does not exceed."""
@@ -66,6 +67,11 @@ class Lengths:
     def sequence(self) -> float:
         """Mean of a complete sequence."""
         return self.prompt + min(self.response, self.limit)
+
+    @property
+    def scored(self) -> float:
+        """Share of the tokens whose logits are computed."""
+        return 1.0 if self.scores_prompts else min(self.response, self.limit) / self.sequence
 
     @cached_property
     def seen(self) -> float:
@@ -233,7 +239,7 @@ class Training:
 
     def _head(self, tokens: float, backward: bool) -> Cost:
         layout = self.policy.layout
-        rows = tokens / layout.context_parallel_size
+        rows = tokens * self.lengths.scored / layout.context_parallel_size
         part = Product("projections", self.shape.hidden_size, self.shape.vocab_size, "columns")
         part = part.on_rank(layout.tensor_parallel_size)
         logits = roofline(0.0, rows * part.columns * _LOGIT_BYTES, self.hardware, self.attained)

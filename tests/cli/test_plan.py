@@ -129,7 +129,13 @@ def test_time_as_json(nemorl: Nemorl, experiment: Path) -> None:
 
     values = json.loads(outcome.out)
     assert values["hardware"] == "gb200"
-    assert values["lengths"] == {"prompt": 10, "response": 6, "limit": 8, "sigma": 0.5}
+    assert values["lengths"] == {
+        "prompt": 10,
+        "response": 6,
+        "limit": 8,
+        "sigma": 0.5,
+        "scores_prompts": False,
+    }
     assert values["trained_tokens"] == 4 * 8 * (10 + 6)
     stage = values["stages"]["training"]
     parts = ("compute", "memory", "link", "latency", "straggler", "bubble")

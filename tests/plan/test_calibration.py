@@ -32,7 +32,7 @@ CPU = Hardware(
 )
 START = Attained(launch=1e-3, decode_layer=4e-4, sequence=2e-4, step=0.1, call=0.05, refit_call=0.1)
 KNOWN = replace(START, launch=3e-3, decode_layer=1e-3, step=0.3, call=0.1, refit_call=0.25)
-LENGTHS = Lengths(prompt=6, response=6, limit=8, sigma=1.0)
+LENGTHS = Lengths(prompt=6, response=6, limit=8, sigma=1.0, scores_prompts=False)
 
 
 def write_run(folder: Path, model: Path, *overrides: str, steps: int = 3, **changes: float) -> Path:
