@@ -45,27 +45,28 @@ class Case:
     period: int = 1000  # steps between checkpoints, which are written while the policy trains
 
 
-def layout(**sizes: int) -> str:
+def layout(data: int = 1, pipeline: int = 1, context: int = 1) -> str:
+    sizes = {"data": data, "pipeline": pipeline, "context": context}
     return f"policy.layout={{{', '.join(f'{name}_parallel_size: {size}' for name, size in sizes.items())}}}"
 
 
 CASES = {
-    "one process": Case((layout(data=1),), is_fitted=True),
+    "one process": Case((layout(),), is_fitted=True),
     "DP2": Case((layout(data=2),), is_fitted=True),
     "PP2": Case((layout(pipeline=2),)),
     "CP2": Case((layout(context=2),)),
-    "long responses": Case((layout(data=1), *_LONG), is_fitted=True),
+    "long responses": Case((layout(), *_LONG), is_fitted=True),
     "long responses, DP2": Case((layout(data=2), *_LONG, "algorithm.num_prompts_per_step=4")),
     "small groups, reference": Case(
         (
-            layout(data=1),
+            layout(),
             *("algorithm.num_generations_per_prompt=2", "algorithm.num_prompts_per_step=16"),
             "algorithm.kl.coefficient=0.01",
         ),
         is_fitted=True,
     ),
-    "two updates, checkpoints": Case((layout(data=1), "algorithm.num_minibatches=2"), period=3),
-    "vLLM": Case((layout(data=1), *_VLLM), is_fitted=True),
+    "two updates, checkpoints": Case((layout(), "algorithm.num_minibatches=2"), period=3),
+    "vLLM": Case((layout(), *_VLLM), is_fitted=True),
     "vLLM, small groups": Case((layout(data=2), *_VLLM, "algorithm.num_generations_per_prompt=4")),
 }
 
