@@ -42,7 +42,7 @@ _ON_CPU = Attained(
     matmul=0.7,
     attention=0.2,
     memory=0.6,
-    link=0.5,
+    link=0.1,
     launch=1e-3,
     expert_launch=2e-4,
     decode_layer=4e-4,
@@ -355,7 +355,14 @@ def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:
     limit = longest - prompt
     if algorithm.online and has_one_turn:
         limit = min(limit, experiment.generation.max_new_tokens)
-    return replace(assumed, prompt=prompt, response=max(1.0, min(response, limit)), limit=max(1.0, limit))
+    known = [step.values["packing/shared"] for step in steps if "packing/shared" in step.values]
+    return replace(
+        assumed,
+        prompt=prompt,
+        response=max(1.0, min(response, limit)),
+        limit=max(1.0, limit),
+        shared=fmean(known) if len(known) == len(steps) else None,
+    )
 
 
 def _seconds(experiment: Experiment, steps: Sequence[StepMetrics]) -> dict[str, float]:

@@ -66,7 +66,7 @@ class RunPlan:
     def training(self) -> Training:
         policy, lengths, algorithm = self.experiment.policy, self.lengths, self.experiment.algorithm
         if isinstance(algorithm, OnlineBase) and policy.share_prefixes:  # prompts are computed once a group
-            lengths = replace(lengths, prompt=lengths.prompt / algorithm.num_generations_per_prompt)
+            lengths = lengths.packed(algorithm.num_generations_per_prompt)
         return Training(policy, self.shape, self._policy_device, self.attained, lengths)
 
     @cached_property

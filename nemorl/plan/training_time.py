@@ -6,7 +6,7 @@ bubble = (stages - 1) / chunks of a micro-batch's time (Narayanan et al. 2021, a
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist, fmean
 
@@ -44,7 +44,8 @@ class Lengths:
     response: float
     limit: float  # longest response
     sigma: float = 0.5  # of the logarithm
-    scores_prompts: bool = True  # logits are computed for all tokens; here for those of responses only
+    scores_prompts: bool = True  # logits are computed for all tokens, and not for those of responses only
+    shared: float | None = None  # share of trained tokens that shared prefixes leave out, if it was measured
 
     def quantile(self, share: float) -> float:
         """Response that this share of the responses does not exceed."""
@@ -67,6 +68,17 @@ class Lengths:
     def sequence(self) -> float:
         """Mean of a complete sequence."""
         return self.prompt + min(self.response, self.limit)
+
+    def packed(self, group: int) -> "Lengths":
+        """Of what is computed in training when prefixes are shared: a prompt once for each group of samples.
+
+        Other tasks may begin with the same tokens, and samples may be the same, which is measured only.
+        """
+        if self.shared is None:
+            return replace(self, prompt=self.prompt / group)
+        computed = self.sequence * (1 - self.shared)
+        response = min(self.response, computed)
+        return replace(self, prompt=computed - response, response=response)
 
     @property
     def scored(self) -> float:

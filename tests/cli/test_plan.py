@@ -135,6 +135,7 @@ def test_time_as_json(nemorl: Nemorl, experiment: Path) -> None:
         "limit": 8,
         "sigma": 0.5,
         "scores_prompts": False,
+        "shared": None,
     }
     assert values["trained_tokens"] == 4 * 8 * (10 + 6)
     stage = values["stages"]["training"]

@@ -148,3 +148,13 @@ def test_this_machine_is_measured() -> None:
     assert found.cores >= 1
     assert 1e8 < found.operations_float32 < 1e14
     assert 1e8 < found.memory_rate < 1e13
+
+
+def test_a_run_says_what_shared_prefixes_leave_out(tmp_path: Path, model: Path) -> None:
+    folder = write_run(tmp_path / "run", model, **{"packing/shared": 0.75})
+    run = read_run(folder, load_shape(model))
+    assert run.lengths == replace(LENGTHS, shared=0.75)
+    # A quarter of the 12 tokens of a sequence; without that a prompt for each group of 8.
+    assert run.plan(Calibration(CPU, KNOWN)).training.lengths.sequence == pytest.approx(3)
+    unknown = replace(run, lengths=LENGTHS)
+    assert unknown.plan(Calibration(CPU, KNOWN)).training.lengths.sequence == pytest.approx(6 + 6 / 8)
