@@ -14,7 +14,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,7 +42,7 @@ class Case:
 
     overrides: tuple[str, ...]
     is_fitted: bool = False  # else it is predicted
-    period: int = 1000  # steps between checkpoints, which are written while the policy trains
+    period: int | None = None  # steps between checkpoints, which are written while the policy trains
 
 
 def layout(data: int = 1, pipeline: int = 1, context: int = 1) -> str:
@@ -80,8 +80,8 @@ def peak_of(config: Path, folder: Path, case: Case, steps: int) -> int:
             with suppress(OSError):
                 peaks[rank] = max(peaks.get(rank, 0), resident_peak(process))
 
-    own = (f"algorithm.num_steps={steps}", f"checkpointing.period={case.period}")
-    train(config, folder, (*case.overrides, *own), look)
+    saves = "checkpointing.enabled=false" if case.period is None else f"checkpointing.period={case.period}"
+    train(config, folder, (*case.overrides, f"algorithm.num_steps={steps}", saves), look)
     return max(peaks.values())
 
 
@@ -110,11 +110,7 @@ def stages_of(run: MeasuredRun, calibration: Calibration) -> list[dict[str, Any]
 
 
 def memory_of(run: MeasuredRun, peak_bytes: int) -> dict[str, Any]:
-    """Measured and planned; a checkpoint that is only written after the last step is not at the peak."""
     planned = policy_memory(run.experiment, run.shape)
-    algorithm, period = run.experiment.algorithm, run.experiment.checkpointing.period
-    if period > algorithm.num_steps:
-        planned = replace(planned, checkpoint=0)
     return {
         "measured_bytes": peak_bytes,
         "planned_bytes": planned.total,

@@ -22,7 +22,7 @@ def test_runs_are_predicted_by_constants_of_others(tmp_path: Path, monkeypatch: 
     changes = {
         "few prompts": (),
         "small batches": ("tokens: 512=tokens: 64",),
-        "one checkpoint": ("algorithm:=checkpointing: {period: 1000}\nalgorithm:",),
+        "no checkpoint": ("algorithm:=checkpointing: {enabled: false}\nalgorithm:",),
         "many prompts": ("num_prompts_per_step: 4=num_prompts_per_step: 16",),
         "predicted": ("num_prompts_per_step: 4=num_prompts_per_step: 8",),
     }
@@ -35,9 +35,9 @@ def test_runs_are_predicted_by_constants_of_others(tmp_path: Path, monkeypatch: 
     assert found["largest_error_of_predicted_stages"] < 0.2
     memory = {name: run["memory"] for name, run in found["runs"].items()}
     assert memory["few prompts"]["error"] == 0
-    without = replace(planned, checkpoint=0).total  # written after the last step
-    assert memory["one checkpoint"]["planned_bytes"] == without
-    assert memory["one checkpoint"]["error"] == pytest.approx(without / planned.total - 1)
+    without = replace(planned, checkpoint=0).total
+    assert memory["no checkpoint"]["planned_bytes"] == without
+    assert memory["no checkpoint"]["error"] == pytest.approx(without / planned.total - 1)
     for row in memory.values():
         assert row["planned_bytes"] == sum(row["parts"].values())
     rows = list(benchmark.table_rows(found["runs"]))
