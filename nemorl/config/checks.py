@@ -138,6 +138,9 @@ def samples_can_be_learned_from(generation: GenerationConfig, algorithm: Algorit
     if algorithm.online and generation.sampling.temperature == 0:
         fix = "greedy samples of a task are all the same, with nothing to learn from; set it to more than 0"
         yield Problem("generation.sampling.temperature", 0.0, f"{fix} (for validation 0 is allowed)")
+    elif algorithm.online and generation.sampling.top_k == 1:
+        fix = "samples of a task are all the same, with nothing to learn from; set it to more than 1"
+        yield Problem("generation.sampling.top_k", 1, f"{fix}, or remove it")
 
     sampling, elsewhere = generation.sampling, "remove it here (validation may have it)"
     if isinstance(algorithm, OnlineBase) and algorithm.compares_all_tokens:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .rules import Fields, Origin, not_imported
+from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import batch, run_length, sampling
 from .sources import home
 
@@ -18,6 +18,10 @@ _ESTIMATORS = (
     *("reinforce_plus_plus_baseline", "opo", "remax", "gpg"),
 )
 _LOSSES = ("vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
+_CRITERIA = (
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3", "geometric"),
+)
 # Loss and advantages.
 
 
@@ -177,50 +181,81 @@ def entropy(x: Origin) -> Fields:
 
 def correction(x: Origin) -> Fields:
     """Importance sampling and rejection of samples whose logprobs differ between engine and trainer."""
-    level, rejects = x.get(f"{CORRECTION}.rollout_is"), str(x.get(f"{CORRECTION}.rollout_rs", "") or "")
-    section: dict[str, Any] = {}
+    level, section = x.get(f"{CORRECTION}.rollout_is"), dict[str, Any]()
     if level and level != "null":
         low, high = bounds(x.get(f"{CORRECTION}.rollout_is_threshold"))
         section = {"name": "tis", "level": level, "high": high}
         if low is not None:
             section |= {"name": "icepop", "low": low}
-    names = [name.strip(" '\"") for name in rejects.split(",") if name.strip(" '\"") not in ("", "null")]
-    thresholds = str(x.get(f"{CORRECTION}.rollout_rs_threshold", "")).strip("'\"").split(",")
-    if len(thresholds) == 1:
-        thresholds *= len(names)
     # In the bypass form the ratio of a loss corrects already, and what is left are masks.
     only_masks = x.get(f"{CORRECTION}.bypass_mode", False) and x.get(f"{CORRECTION}.loss_type") == "ppo_clip"
     if only_masks:
         section = {}
-    for name, threshold in zip(names, thresholds, strict=False):
-        rejected = rejection(name, threshold, section, only_masks=only_masks)
+    without = []
+    for name, low, high in criteria(x):
+        rejected = rejection(name, low, high, section, only_masks=only_masks)
         if rejected is None:
-            why = f"`{name}` has no counterpart: see docs/off_policy.md for those of `rollout_rs`"
-            x.lost(f"{CORRECTION}.rollout_rs", why)
-            x.lost(f"{CORRECTION}.rollout_rs_threshold", "of rollout_rs")
+            without.append(name)
         else:
             section |= rejected | {"divisor": "kept"}
+    if without:
+        why = f"{', '.join(without)} has no counterpart here (docs/off_policy.md lists those that have one)"
+        x.lost(f"{CORRECTION}.rollout_rs", why)
+        x.lost(f"{CORRECTION}.rollout_rs_threshold", f"of {', '.join(without)}")
     if x.get(f"{CORRECTION}.bypass_mode", False):
         section = {name: value for name, value in section.items() if name != "divisor"} | {"form": "bypass"}
     return {"algorithm.correction": section} if section else {}
 
 
+def criteria(x: Origin) -> list[tuple[str, float, float]]:
+    """Those of `rollout_rs`, once each, with their bounds; 0 for no lower one. Raises `CannotImport`."""
+    key, of_bounds = f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"
+    given = [one.strip(" '\"") for one in str(x.get(key) or "").split(",")]
+    names = list(dict.fromkeys(name for name in given if name not in ("", "null", "None")))
+    if not names:
+        return []
+    if unknown := [name for name in names if name not in _CRITERIA]:
+        raise CannotImport(f"{key} = {unknown[0]}: unknown; expected some of {', '.join(_CRITERIA)}")
+    text = str(x.get(of_bounds) or "").strip("'\" ")
+    thresholds = [one.strip(" '\"") for one in text.split(",") if one.strip(" '\"")]
+    if len(thresholds) not in (1, len(names)):
+        fix = f"expected one, or one for each of {', '.join(names)}"
+        raise CannotImport(f"{of_bounds} = {text or 'null'}: {len(thresholds)} thresholds; {fix}")
+    found = []
+    for name, threshold in zip(names, thresholds * (len(names) if len(thresholds) == 1 else 1), strict=True):
+        on_both_sides = name.endswith("k1")
+        low, _, high = threshold.rpartition("_") if on_both_sides else ("", "", threshold)
+        try:
+            upper = float(high)
+            lower = float(low) if low else (1 / upper if on_both_sides else 0.0)
+        except (ValueError, ZeroDivisionError):
+            upper = lower = -1.0
+        if not 0 <= lower <= upper or upper <= 0 or (on_both_sides and lower == 0):
+            kind = (
+                "bounds such as 0.5_2.0, or the upper one" if on_both_sides else "an upper bound such as 2.0"
+            )
+            raise CannotImport(f"{of_bounds} = {threshold}: for {name} expected {kind}")
+        found.append((name, lower, upper))
+    return found
+
+
 def rejection(
-    name: str, threshold: str, section: Mapping[str, Any], *, only_masks: bool
+    name: str, low: float, high: float, section: Mapping[str, Any], *, only_masks: bool
 ) -> dict[str, Any] | None:
     """Fields of a criterion of `rollout_rs`, next to those of `section`; None if there are none like it.
 
     k1 is `-log r`, so that bounds of its exponential are those of 1 / r; k2 is `log(r)^2 / 2`.
     """
-    low, high = bounds(threshold)
     masks = dict(section.get("sequence_mask", {}))
     if name == "seq_max_k2":
         return {"sequence_mask": masks | {"max_difference": math.sqrt(2 * high)}}
-    if name == "seq_mean_k1" and low is not None and low < 1 < high:
-        return {"sequence_mask": masks | {"low": 1 / high, "high": 1 / low}}
     if name == "geometric" and high > 1:  # of former releases, of r itself
-        return {"sequence_mask": masks | {"low": low or 1 / high, "high": high}}
-    if name == "token_k1" and low is not None and low < 1 < high:
+        return {"sequence_mask": masks | {"low": 1 / high, "high": high}}
+    if not low < 1 < high:
+        return None
+    if name == "seq_mean_k1":
+        return {"sequence_mask": masks | {"low": 1 / high, "high": 1 / low}}
+    if name == "token_k1":
         weights = section.get("name"), section.get("level"), section.get("high", 0) >= 1 / low
         if only_masks or weights == ("tis", "token", True):  # which the bounds do not cut
             return {"name": "icepop", "level": "token", "low": 1 / high, "high": 1 / low}

@@ -958,6 +958,12 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "kept",
         "remove this, use `mis` or `icepop`, or set sequence_mask",
     ),
+    "samples that are all the same": (
+        ["generation.sampling.top_k=1"],
+        "generation.sampling.top_k",
+        1,
+        "set it to more than 1, or remove it",
+    ),
     "a mask that leaves nothing out": (
         ["algorithm.correction={name: tis, sequence_mask: {}}"],
         "algorithm.correction.sequence_mask.high",

@@ -711,3 +711,28 @@ def test_rejected_tokens_of_verl_are_bounds() -> None:
         assert found["algorithm"]["correction"] == bounds | form
     cut = import_values(PROJECTS["verl"], weights | {f"{_C}.rollout_is_threshold": 1.5}, OPTIONS)
     assert next(row for row in cut.rows if row.key == f"{_C}.rollout_rs").outcome == "none"
+
+
+@pytest.mark.parametrize(
+    ("criteria", "threshold", "problem"),
+    [
+        ("seq_mean_k1", "1.6_0.6", "rollout_rs_threshold = 1.6_0.6: for seq_mean_k1 expected bounds such as"),
+        ("seq_mean_k1", "_1.6_", "expected bounds"),
+        ("seq_max_k2", "1.0_2.5", "for seq_max_k2 expected an upper bound"),
+        ("seq_max_k2", "abc", "for seq_max_k2 expected an upper bound"),
+        ("seq_max_k2", None, "0 thresholds; expected one, or one for each of seq_max_k2"),
+        ("seq_mean_k1,seq_max_k2", "0.9_1.1,2,3", "3 thresholds; expected one, or one for each of"),
+        ("seq_mean_k4", "2", "rollout_rs = seq_mean_k4: unknown; expected some of token_k1"),
+    ],
+)
+def test_rejections_that_verl_refuses_are_errors(criteria: str, threshold: str | None, problem: str) -> None:
+    why = tree("verl", VERL | {f"{_C}.rollout_rs": criteria, f"{_C}.rollout_rs_threshold": threshold})
+    assert isinstance(why, str)
+    assert problem in why
+
+
+def test_one_bound_of_verl_is_both() -> None:
+    found = tree("verl", VERL | {f"{_C}.rollout_rs": "seq_mean_k1", f"{_C}.rollout_rs_threshold": 1.25})
+    assert isinstance(found, dict)
+    mask = found["algorithm"]["correction"]["sequence_mask"]
+    assert mask == pytest.approx({"low": 0.8, "high": 1.25})
