@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from nemorl.config.base import counted
 from nemorl.config.environment import EnvBase
 from nemorl.config.load import load_experiment
 from nemorl.errors import UsageError
@@ -75,8 +76,10 @@ def _try(arguments: Namespace) -> int:
         )
     output().print(result)
     equal, groups = found.equal_groups
-    spread = f"{equal} of {groups} groups without spread" if groups else "no group of several answers"
-    say(f"{len(answers)} answers, {spread}")
+    spread = f"{equal} of {groups} groups without spread"
+    if not groups:
+        spread = "no group with several answers that have a sum"
+    say(f"{counted(len(answers), 'answer')}, {spread}")
     if found.is_partial:
         unknown = f"{SAMPLES} has some answers of each group, so the share without spread is unknown"
         notes().print(f"{unknown}; runs with logger.trajectories: sampled or all record whole groups")

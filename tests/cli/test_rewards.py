@@ -75,7 +75,7 @@ def test_samples_of_a_run_have_recorded_rewards(nemorl: Nemorl, tmp_path: Path) 
     others = [line, {**line, "phase": "validation", "completion": "3"}]
     write(tmp_path, "".join(f"{json.dumps(each)}\n" for each in others), "run/samples.jsonl")
     shown = nemorl("rewards", "try", file, "--samples", tmp_path / "run")
-    assert "2 answers, no group of several answers" in shown.out
+    assert "2 answers, no group with several answers that have a sum" in shown.out
     assert "logger.trajectories: sampled or all record whole groups" in shown.err
     assert "line 2: Expecting value" in outcome.err
 
