@@ -1,6 +1,7 @@
 """Runs in the processes of the pool: the head over ranks, and distillation under layouts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,23 @@ from nemorl.megatron.head import VocabularyShard, token_logprobs, top_logprobs
 from tests.megatron.cases import partition, share, start_worker
 
 
+@contextmanager
+def shard_of(
+    rank: int, world_size: int, rendezvous: str, hidden: Tensor, weight: Tensor, vocabulary: int
+) -> Iterator[tuple[VocabularyShard, Tensor, Tensor]]:
+    """This rank's columns of the weight, which get a gradient as the hidden states do, among all ranks."""
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    try:
+        columns = weight.shape[0] // world_size
+        start = rank * columns
+        real = min(max(vocabulary - start, 0), columns)
+        shard = VocabularyShard(start, real, dist.group.WORLD if world_size > 1 else None)
+        own = weight[start : start + columns].clone().requires_grad_()
+        yield shard, own, hidden.clone().requires_grad_()
+    finally:
+        dist.destroy_process_group()
+
+
 def heads_over_ranks(
     rank: int,
     world_size: int,
@@ -29,14 +47,7 @@ def heads_over_ranks(
     k: int,
 ) -> dict[str, Tensor]:
     """Both functions of the head, with this rank's columns of the weight."""
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-    try:
-        columns = weight.shape[0] // world_size
-        start = rank * columns
-        real = min(max(vocabulary - start, 0), columns)
-        shard = VocabularyShard(start, real, dist.group.WORLD if world_size > 1 else None)
-        own = weight[start : start + columns].clone().requires_grad_()
-        mine = hidden.clone().requires_grad_()
+    with shard_of(rank, world_size, rendezvous, hidden, weight, vocabulary) as (shard, own, mine):
         options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 4}
         found, entropies = token_logprobs(mine, own, ids, shard, **options, entropy=True)
         (grads * found).sum().backward()
@@ -52,8 +63,6 @@ def heads_over_ranks(
             "top_ids": top_ids,
             "top": top,
         }
-    finally:
-        dist.destroy_process_group()
 
 
 def distilled(
@@ -110,28 +119,20 @@ def filtered_heads_over_ranks(
 ) -> dict[str, Tensor]:
     """The head of the filtered distribution; one candidate a rank at first, so that top-p takes more."""
     first, head._FIRST_CANDIDATES = head._FIRST_CANDIDATES, 1
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     try:
-        columns = weight.shape[0] // world_size
-        start = rank * columns
-        shard = VocabularyShard(
-            start, min(max(vocabulary - start, 0), columns), dist.group.WORLD if world_size > 1 else None
-        )
-        own = weight[start : start + columns].clone().requires_grad_()
-        mine = hidden.clone().requires_grad_()
-        options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 16, "filters": filters}
-        found, entropies = token_logprobs(mine, own, ids, shard, **options, entropy=True)
-        assert entropies is not None
-        taken = found.masked_fill(found.isneginf(), 0.0)
-        ((grads[0] * taken).sum() + (grads[1, :, 0] * entropies).sum()).backward()
-        assert mine.grad is not None
-        assert own.grad is not None
-        return {
-            "logprobs": found.detach(),
-            "entropies": entropies.detach(),
-            "hidden_grad": mine.grad,
-            "weight_grad": own.grad,
-        }
+        with shard_of(rank, world_size, rendezvous, hidden, weight, vocabulary) as (shard, own, mine):
+            options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 16, "filters": filters}
+            found, entropies = token_logprobs(mine, own, ids, shard, **options, entropy=True)
+            assert entropies is not None
+            taken = found.masked_fill(found.isneginf(), 0.0)
+            ((grads[0] * taken).sum() + (grads[1, :, 0] * entropies).sum()).backward()
+            assert mine.grad is not None
+            assert own.grad is not None
+            return {
+                "logprobs": found.detach(),
+                "entropies": entropies.detach(),
+                "hidden_grad": mine.grad,
+                "weight_grad": own.grad,
+            }
     finally:
         head._FIRST_CANDIDATES = first
-        dist.destroy_process_group()
