@@ -20,12 +20,12 @@ def gpu(rank: int) -> torch.device | None:
     return torch.device(accelerator.type, rank % torch.accelerator.device_count())
 
 
-def elements_per_pass(device: torch.device) -> int:
-    """Elements that one kernel of a long sum reads: on a CPU, what stays in a core's cache as int64 (512 KB).
+def words_per_pass(device: torch.device) -> int:
+    """Words of 32 bits that one kernel of a long sum reads: on a CPU, what stays in a core's cache (512 KB).
 
     On a GPU the launches cost more than the memory that the products take (128 MB).
     """
-    return 1 << (24 if _is_gpu(device) else 16)
+    return 1 << (24 if _is_gpu(device) else 17)
 
 
 def prefill_tokens(device: torch.device) -> int:

@@ -115,7 +115,11 @@ def arriving(
                 yield from _pieces_of(bucket, content)
             else:
                 assert change is not None, "a refit sends changes only if all receivers take them"
-                change(bucket, content, None)
+                try:
+                    change(bucket, content, None)
+                except CorruptWeights:
+                    channel.taken()  # raises if the sender ended, since its memory is cleared then
+                    raise
                 clock.end("copy")
             channel.taken()
 

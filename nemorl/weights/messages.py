@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nemorl.device import elements_per_pass
+from nemorl.device import words_per_pass
 from nemorl.errors import RunError
 from nemorl.models.slices import TensorSlice
 
@@ -374,12 +374,20 @@ class ReceivingChannel(Protocol):
 
 # A checksum of a tensor that does not depend on how the tensor is sharded:
 #
-#     fingerprint = sum over elements of  bits(element) * weight(position)   mod 2^64
+#     fingerprint = sum over words of  word * weight(position)   mod 2^32, twice, with different weights
 #
-# where `bits` is the element's storage read as a signed integer and `weight` an odd pseudo-random number
-# derived from the element's position in the full HF tensor. The fingerprints of slices on any ranks add up to
-# that of the tensor. An odd weight detects any changed bit; different weights detect exchanged elements. The
-# weight of a position is the product of one odd number per axis: a tenth of the cost of hashing positions.
+# A word is 32 bits of a row: one float32, or two neighbors in bfloat16, of which a slice may have only one
+# (the other counts as zero). `weight` is a pseudo-random number derived from the word's position in the full
+# HF tensor, the product of one number per axis. So the fingerprints of slices on any ranks add up to that of
+# the tensor.
+#
+# Odd weights, as in the first sum, detect any changed bit; different weights detect exchanged elements. In
+# the second sum the numbers along the last axis are of any parity: an even number of changed highest bits,
+# which cancel in the first, shows there with probability 1/2 in each tensor.
+#
+# Sums modulo 2^32 are matrix-vector products of int32, which a CPU computes as fast as it reads memory.
+_WORD_BYTES = 4
+_HALF = 2**32
 _INTEGERS = {4: torch.int32, 2: torch.int16}  # by element size
 
 
@@ -389,18 +397,23 @@ def fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) 
 
 
 def queue_fingerprint(values: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """The fingerprint as a signed number ([] int64) on the device of `values`; the host waits for nothing."""
-    bits = values.detach().view(_INTEGERS[values.element_size()])
-    weights = [
-        _axis_weights(axis, extent, values.device)[first : first + count]
-        for axis, (extent, first, count) in enumerate(zip(shape, start, values.shape, strict=True))
+    """Both sums ([2] int32) on the device of `values`; the host waits for nothing."""
+    words, first = _words(values.detach(), start[-1])
+    leading = [
+        _axis_weights(axis, extent, values.device)[0, start[axis] : start[axis] + values.shape[axis]]
+        for axis, extent in enumerate(shape[:-1])
     ]
-    rows = max(1, elements_per_pass(values.device) // max(1, bits[0].numel()))
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for chunk, first_weights in zip(bits.split(rows), weights[0].split(rows), strict=True):
-        sums = chunk
-        for axis_weights in reversed((first_weights, *weights[1:])):
-            sums = torch.mul(sums, axis_weights).sum(-1)  # int64, wrapping around at 2^64
+    per_word = _WORD_BYTES // values.element_size()
+    last = _axis_weights(len(shape) - 1, -(-shape[-1] // per_word), values.device)
+    last = last[:, first : first + words.shape[-1]]
+    if not leading:
+        return _row_sums(words, last)
+    rows = max(1, words_per_pass(values.device) // max(1, words[0].numel()))
+    total = torch.zeros(2, dtype=torch.int32, device=values.device)
+    for chunk, first_weights in zip(words.split(rows), leading[0].split(rows), strict=True):
+        sums = _row_sums(chunk, last)
+        for weights in reversed((first_weights, *leading[1:])):
+            sums = torch.mul(sums, weights).sum(-1, dtype=torch.int32)
         total += sums
     return total
 
@@ -410,23 +423,64 @@ def read_fingerprints(queued: Sequence[Tensor]) -> list[int]:
     values = [0] * len(queued)
     for device in {total.device for total in queued}:
         there = [number for number, total in enumerate(queued) if total.device == device]
-        for number, value in zip(there, torch.stack([queued[n] for n in there]).tolist(), strict=True):
-            values[number] = value % 2**64
+        pairs = torch.stack([queued[number] for number in there]).tolist()
+        for number, (odd, mixed) in zip(there, pairs, strict=True):
+            values[number] = odd % _HALF + _HALF * (mixed % _HALF)
     return values
 
 
-def combine(fingerprints: list[int]) -> int:
-    return sum(fingerprints) % 2**64
+def combine(fingerprints: Sequence[int]) -> int:
+    """The fingerprint of what these are the slices of."""
+    return (
+        sum(f % _HALF for f in fingerprints) % _HALF + sum(f // _HALF for f in fingerprints) % _HALF * _HALF
+    )
+
+
+def _words(values: Tensor, start: int) -> tuple[Tensor, int]:
+    """Rows of `values`, which begin at element `start` of their axis, as int32, and the first word's number.
+
+    Copies where a row begins or ends within a word, or where its elements are not neighbors in memory.
+    """
+    bits = values.view(_INTEGERS[values.element_size()])
+    per_word = _WORD_BYTES // values.element_size()
+    first, before = divmod(start, per_word)
+    count = bits.shape[-1]
+    if per_word == 1:
+        return bits, first
+    places = (bits.storage_offset(), before, count, *bits.stride()[:-1])
+    if bits.stride(-1) == 1 and not any(place % per_word for place in places):
+        return bits.view(torch.int32), first
+    num_words = -(-(before + count) // per_word)
+    padded = bits.new_zeros((*bits.shape[:-1], num_words * per_word))
+    padded[..., before : before + count] = bits
+    return padded.view(torch.int32), first
+
+
+def _row_sums(words: Tensor, weights: Tensor) -> Tensor:
+    """[2, ...] int32: the sums of each row in `words` ([..., n] int32) with both `weights` ([2, n] int32)."""
+    if _has_integer_products(words.device):
+        return torch.stack([torch.matmul(words, of_sum) for of_sum in weights])
+    shaped = weights.view(2, *[1] * (words.dim() - 1), -1)
+    return torch.mul(words, shaped).sum(-1, dtype=torch.int32)
+
+
+def _has_integer_products(device: torch.device) -> bool:
+    """Whether torch multiplies matrices of integers there."""
+    return device.type == "cpu"
 
 
 @lru_cache(maxsize=64)
 def _axis_weights(axis: int, extent: int, device: torch.device) -> Tensor:
-    """[extent] int64, odd: SplitMix64 (Steele, Lea, Flood 2014) of the index, a stream for each axis."""
+    """[2, extent] int32: SplitMix64 (Steele, Lea, Flood 2014) of the index, a stream for each axis.
+
+    The lower halves, made odd, are the first row, and the upper halves the second.
+    """
     state = torch.arange(1, extent + 1, device=device) * _signed(0x9E3779B97F4A7C15)
     state += _signed(0xD1B54A32D192ED03 * (axis + 1))
     state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
     state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
-    return (state ^ _shifted(state, 31)) | 1
+    state = (state ^ _shifted(state, 31)) | 1
+    return torch.stack([state.to(torch.int32), (state >> 32).to(torch.int32)])
 
 
 def _shifted(state: Tensor, bits: int) -> Tensor:

@@ -1,7 +1,9 @@
 """Changes carry a new version exactly, from whatever base, and only onto that base."""
 
 import asyncio
+import threading
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +14,19 @@ from torch import Tensor
 
 from nemorl.models.slices import TensorSlice
 from nemorl.weights.delta import BrokenChanges, apply, decode, encode
+from nemorl.weights.endpoints import arriving
 from nemorl.weights.exchange import TransportOptions, WeightExchange
-from nemorl.weights.messages import PartBucket, RefitFailed
-from nemorl.weights.shared_memory import SocketReceiver
+from nemorl.weights.messages import (
+    CorruptWeights,
+    Part,
+    PartBucket,
+    PeerClosed,
+    ReceiverLayout,
+    RefitFailed,
+    RefitSession,
+)
+from nemorl.weights.process_group import Membership
+from nemorl.weights.shared_memory import SocketReceiver, socket_sender
 from tests.weights.ranks import TP2_PP2, EngineSide, PolicySide, Threads, before_taken, box
 
 BUCKET = 4096
@@ -166,6 +178,33 @@ def test_after_a_failure_a_full_refit_repairs_everything(monkeypatch: pytest.Mon
     assert stats.num_bytes == stats.num_bytes_whole
     setup.assert_arrived()
     assert asyncio.run(setup.exchange.refit(4)).num_bytes < stats.num_bytes / 10
+
+
+def test_the_end_of_a_sender_is_the_reason_why_its_changes_cannot_be_decoded(tmp_path: Path) -> None:
+    """It clears its memory then, which a slower receiver may still read."""
+    bucket = PartBucket(0, (0,), "bfloat16", (TensorSlice.whole("w", (64,)),))
+    part, session = Part(0, (bucket,)), RefitSession(2, "shared_memory", str(tmp_path), 10.0)
+    ended = threading.Event()
+
+    def send() -> None:
+        with socket_sender(part, session) as channel:
+            channel.slot(0)
+            channel.publish(0, 8)
+        ended.set()
+
+    def decode_slowly(*_: object) -> None:
+        assert ended.wait(10)
+        raise CorruptWeights("only zeros")
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    layout = ReceiverLayout(bucket.slices, ("bfloat16",))
+    with (
+        pytest.raises(PeerClosed, match="policy rank 0 closed its connection"),
+        arriving(part, layout, session, Membership(), decode_slowly) as arrivals,
+    ):
+        list(arrivals.pieces)
+    sender.join()
 
 
 def test_a_receiver_without_the_base_refuses_changes() -> None:
