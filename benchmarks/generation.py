@@ -3,7 +3,8 @@
     python benchmarks/generation.py [--model models/smollm2] [--engines torch vllm] [--rounds 3] [--json PATH]
 
 The same prompts, greedy, at several batch sizes: all completions of one length, and with stops as ragged as
-those of rollouts. Only requested tokens count; what a padded batch computes beyond a row's stop does not.
+those of rollouts; and prompts that repeat a phrase, of those tried the ones whose phrase the model
+continues. Only requested tokens count; what a padded batch computes beyond a row's stop does not.
 Each engine has its own process with all threads, and they take turns. Before anything is timed the first
 tokens of every completion must be those of transformers.
 """
@@ -19,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from common import publish, table_of
-from generation_sides import Sampled, Setting, Work, equal_work, ragged_work, repetitive_work, start
+from generation_sides import (
+    Sampled,
+    Setting,
+    Work,
+    equal_work,
+    phrase_work,
+    ragged_work,
+    repetitive_work,
+    start,
+)
 from processes import Processes
 from rich.console import Console
 
@@ -29,6 +39,8 @@ BASE = "transformers"
 ENGINES = ["transformers-batching", "torch", "torch+lookup", "vllm", "vllm-bare", "megatron"]
 # Of the tokens compared; logits of equal height to the last bit may fall either way.
 AGREEMENT = 0.95
+# Of so many times the prompts, those whose completions are the most repetitive are the repetitive work.
+_CANDIDATES = 4
 
 
 def agreement(ours: Sampled, theirs: Sampled) -> float:
@@ -103,7 +115,9 @@ def main() -> None:
         processes = Processes(partial(start, setting), stack)
         for batch in arguments.batches:
             sizes = batch, arguments.tokens, vocabulary
-            for work in (equal_work(*sizes), ragged_work(*sizes), repetitive_work(*sizes)):
+            candidates = phrase_work(_CANDIDATES * batch, *sizes[1:])
+            repetitive = repetitive_work(candidates, processes.call(BASE, candidates), batch)
+            for work in (equal_work(*sizes), ragged_work(*sizes), repetitive):
                 rows += measure(processes, engines, work, arguments.rounds)
                 Console().print(f"{work.name} stops, batch of {batch}: done")
     path = publish(

@@ -78,14 +78,32 @@ def ragged_work(batch: int, median: int, vocab_size: int, seed: int = 0) -> Work
     return Work("ragged", _prompts(batch, vocab_size, seed), tuple(lengths))
 
 
-def repetitive_work(batch: int, tokens: int, vocab_size: int, seed: int = 0) -> Work:
-    """Prompts that repeat a phrase several times, which a model mostly continues."""
+_PHRASES = 4  # of a prompt
+
+
+def phrase_work(batch: int, tokens: int, vocab_size: int, seed: int = 0) -> Work:
+    """Prompts that repeat a phrase several times, which a model continues or ends."""
     draw = random.Random(seed + 2)
     prompts = []
     for _ in range(batch):
         phrase = [draw.randrange(vocab_size) for _ in range(draw.randint(6, 16))]
-        prompts.append(tuple(phrase * 4))
-    return Work("repetitive", tuple(prompts), (2 * tokens,) * batch)
+        prompts.append(tuple(phrase * _PHRASES))
+    return Work("phrases", tuple(prompts), (2 * tokens,) * batch)
+
+
+def repetitive_work(candidates: Work, sampled: Sampled, batch: int) -> Work:
+    """Those of `phrase_work` whose completions, as `sampled`, repeat their phrase the most."""
+    rows = zip(candidates.prompts, candidates.lengths, sampled.tokens, strict=True)
+    repeated = [(_repeated(prompt, tokens), prompt, length) for prompt, length, tokens in rows]
+    best = sorted(repeated, key=lambda row: -row[0])[:batch]
+    return Work("repetitive", tuple(prompt for _, prompt, _ in best), tuple(length for _, _, length in best))
+
+
+def _repeated(prompt: tuple[int, ...], completion: tuple[int, ...]) -> float:
+    """Share of the completion that is what stands one phrase before."""
+    period, text = len(prompt) // _PHRASES, prompt + completion
+    same = [text[i] == text[i - period] for i in range(len(prompt), len(text))]
+    return sum(same) / len(same)
 
 
 def start(setting: Setting, engine: str) -> Callable[[Work], Sampled]:
