@@ -20,7 +20,7 @@ test-ci: .venv/ready-dev  ## Run the second part of the tests, which .ci/run inc
 test-all: .venv/ready-dev  ## Run all tests, including the slow ones (more than an hour)
 	@$(BIN)/pytest --numprocesses 2
 
-libraries: .venv/ready-dev  ## Test against OpenEnv, NeMo-Gym, lm_eval and trackers, in environments of their own (needs Python 3.12)
+libraries: .venv/ready-dev  ## Test against OpenEnv, NeMo-Gym, lm_eval, trackers and object stores, in environments of their own (needs Python 3.12)
 	@tools/libraries.sh
 
 images:  ## Build the container images with buildah and test them (root; tens of GB and an hour or more)

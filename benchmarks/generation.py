@@ -39,7 +39,7 @@ BASE = "transformers"
 ENGINES = ["transformers-batching", "torch", "torch+lookup", "vllm", "vllm-bare", "megatron"]
 # Of the tokens compared; logits of equal height to the last bit may fall either way.
 AGREEMENT = 0.95
-# Of so many times the prompts, those whose completions are the most repetitive are the repetitive work.
+# Candidates for each repetitive prompt; those with the most repetitive completions are taken.
 _CANDIDATES = 4
 
 

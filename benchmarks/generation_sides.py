@@ -100,7 +100,7 @@ def repetitive_work(candidates: Work, sampled: Sampled, batch: int) -> Work:
 
 
 def _repeated(prompt: tuple[int, ...], completion: tuple[int, ...]) -> float:
-    """Share of the completion that is what stands one phrase before."""
+    """Share of the completion's tokens that equal the token one phrase before."""
     period, text = len(prompt) // _PHRASES, prompt + completion
     same = [text[i] == text[i - period] for i in range(len(prompt), len(text))]
     return sum(same) / len(same)

@@ -52,6 +52,7 @@ from .plan import Box, box_of, intersection, narrow
 
 MANIFEST = "manifest.json"
 _VERSION = re.compile(r"v(\d{8,})\.json")
+_OBJECT_STORES = frozenset({"s3", "gs", "abfs"})  # by fsspec's names
 _FOLDER = re.compile(r"v\d{8,}-[0-9a-f]{8}")
 _KEPT_VERSIONS = 2  # the newest, and the one that some receiver may still be reading
 _READ_BYTES = 2**25  # that a receiver reads at a time
@@ -77,12 +78,18 @@ class Store:
     def write(self, name: str, content: bytes) -> None:
         """Write a small object that replaces another of that name; readers see one of the two.
 
-        A disk renames it; an object store, where each object appears completely, copies it. Raises OSError.
+        Objects of a store appear completely; files are renamed to their name. Raises OSError.
         """
-        with self.files.open(self.path(f"{name}.new"), "wb") as file:
+        protocols = self.files.protocol  # one, or a tuple
+        kinds = {protocols} if isinstance(protocols, str) else set(protocols)
+        appears_whole = not _OBJECT_STORES.isdisjoint(kinds)
+        path = self.path(name)
+        written = path if appears_whole else f"{path}.new"
+        with self.files.open(written, "wb") as file:
             file.write(content)
             _sync(file)
-        self.files.mv(self.path(f"{name}.new"), self.path(name))
+        if not appears_whole:
+            self.files.mv(written, path)
 
     def read(self, version: int, ranges: Sequence[tuple[str, int | None, int | None]]) -> list[bytes]:
         """Ranges of objects (None: all), each of which is read again if that fails. Raises `RefitFailed`."""

@@ -374,6 +374,11 @@ def url(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_every_kth_version_is_complete_and_the_others_are_changes(url: str) -> None:
+    check_versions(url)
+
+
+def check_versions(url: str) -> None:
+    """Seven versions, each third of which is complete, and engines that join at each."""
     setup = Setup(url, every=3)
     joiners = []
     for version in range(1, 8):
@@ -403,6 +408,16 @@ def test_every_kth_version_is_complete_and_the_others_are_changes(url: str) -> N
         assert_equal(late.weights, joiners[5].weights)
         assert (report.num_bytes < NUM_BYTES / 5) == (version >= 4)
         assert (report.num_bytes == 0) == (version == 6)
+
+
+def test_object_stores_are_written_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their objects appear completely, so that none needs another name before."""
+    store = Store("memory://weights/run")
+    monkeypatch.setattr(type(store.files), "protocol", ("s3", "s3a"))
+    monkeypatch.setattr(type(store.files), "mv", None)
+    store.write("manifest.json", b"{}")
+    assert store.names() == ["manifest.json"]
+    store.files.rm("/weights", recursive=True)
 
 
 def layout(tp: int = 1, pp: int = 1) -> LayoutConfig:
