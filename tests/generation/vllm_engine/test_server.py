@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -96,8 +96,14 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(dense: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(dense, tmp_path_factory.mktemp("served")) as server:
+        yield server
+
+
+@contextmanager
+def serve(model: tuple[Path, Any], folder: Path, *, ranks: int = 1) -> Iterator[Served]:
+    """A server of its own with that many ranks (TP)."""
     require_module("watchfiles")  # of vLLM's server, not of its engine
-    folder = tmp_path_factory.mktemp("served")
     weights, log = folder / "weights", folder / "log"
     weights.mkdir()
     with socket.socket() as free:
@@ -120,8 +126,9 @@ def served(dense: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) ->
             **{"max-num-seqs": "8", "max-num-batched-tokens": "2048", "logprobs-mode": "processed_logprobs"},
             "worker-extension-cls": f"{PLUG_IN}.served_worker.ServedWorker",
             "middleware": f"{PLUG_IN}.served.WeightRoutes",
+            "tensor-parallel-size": str(ranks),
         }
-        command = [sys.executable, str(CPU_COMMAND), "serve", str(dense[0]), "--tokens-only"]
+        command = [sys.executable, str(CPU_COMMAND), "serve", str(model[0]), "--tokens-only"]
         command += ["--enforce-eager", "--no-enable-chunked-prefill"]
         for name, value in arguments.items():
             command += [f"--{name}", value]
@@ -130,7 +137,7 @@ def served(dense: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) ->
         )
         try:
             _wait_until_it_answers(process, port, log)
-            yield Served(f"http://127.0.0.1:{port}", *dense, weights, store, log)
+            yield Served(f"http://127.0.0.1:{port}", *model, weights, store, log)
         finally:
             if process.poll() is not None:  # the message of a test that could not connect
                 sys.stdout.write(f"the server has ended: {log.read_text()[-3000:]}")
@@ -195,6 +202,24 @@ def test_a_server_samples_with_the_weights_of_a_run(served: Served, tmp_path: Pa
     assert asyncio.run(exchange.refit(4)).num_bytes == whole.num_bytes
     assert_sampled_by(served.network, prompts, client.sample(prompts), 4)
     client.close()
+
+
+@pytest.mark.ci
+def test_the_ranks_of_a_server_read_their_parts(dense: tuple[Path, Any], tmp_path: Path) -> None:
+    """Complete versions and changes, of a server with two ranks."""
+    with serve(dense, tmp_path, ranks=2) as server:
+        client, policy = Client(server.url, server.model), Policy(server.model)
+        exchange = exchange_of(client, server, policy)
+        prompts = Prompts().several(4)
+        whole = asyncio.run(exchange.refit(1))
+        assert_sampled_by(server.network, prompts, client.sample(prompts), 1)
+        after = changed(server.model, tmp_path / "after")
+        policy.load(after)
+        stats = asyncio.run(exchange.refit(2))
+        assert 0 < stats.num_bytes < 0.05 * whole.num_bytes
+        network = type(server.network).from_pretrained(after).eval()
+        assert_sampled_by(network, prompts, client.sample(prompts), 2)
+        client.close()
 
 
 @pytest.mark.ci
