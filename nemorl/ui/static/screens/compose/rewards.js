@@ -145,7 +145,7 @@ const stats = (values) => {
 
 // What is known of groups whose answers have all the same sum, which train nothing.
 export function spread(scored, groups, equal) {
-  const whole = "runs with logger.trajectories: sampled or all record whole groups, which Read shows";
+  const whole = "runs with logger.trajectories: sampled or all record whole groups";
   const part = `samples.jsonl has some of the answers of each group, and ${whole}`;
   if (!groups) return `the share of groups without spread is unknown: ${scored.is_partial ? part : "no prompt has several answers"}`;
   const share = `${equal} of ${groups} groups (${percent(equal / groups)}) without spread`;
@@ -172,7 +172,7 @@ function Scored({ scored, weights }) {
         ${row(html`<b>sum</b>`, "", totals)}
       </tbody>
     </table></div>
-    <p role="status" class=${groups && !scored.is_partial && equal / groups >= 0.5 ? "notice" : ""}>${scored.answers.length} answers; ${spread(scored, groups, equal)}.</p>
+    <p role="status" class=${groups && !scored.is_partial && equal / groups >= 0.5 ? "notice" : ""}>${scored.answers.length} answers of ${scored.source}; ${spread(scored, groups, equal)}.</p>
     ${failed.map((part) => html`<div class="problem" role="alert">
       <b>${part.errors.find(Boolean)}</b>
       ${part.traceback && html`<pre>${part.traceback}</pre>`}
@@ -226,7 +226,7 @@ function Preview({ text, file, weights, kinds }) {
   const set = (name) => (event) => setTyped({ ...typed, [name]: event.target.value });
   return html`<section class="panel column" aria-label="Preview">
     <h2>Preview</h2>
-    <${Tabs} of=${{ typed: "Typed", run: "Samples of a run", file: "File of JSON lines" }} at=${source} onChange=${setSource} label="Answers to score" />
+    <${Tabs} of=${{ typed: "Typed", run: "Answers of a run", file: "File of JSON lines" }} at=${source} onChange=${setSource} label="Answers to score" />
     ${source === "typed" && html`<div class="typed">
       <label>Prompt<textarea rows="2" value=${typed.prompt} onInput=${set("prompt")}></textarea></label>
       <label>Answers, one a line<textarea rows="2" value=${typed.completions} onInput=${set("completions")}></textarea></label>
