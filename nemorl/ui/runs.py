@@ -159,7 +159,7 @@ class RunList:
         facts = starts[-1].get("run", {}) if starts else {}
         live = status.live
         written = [each[0] / 1e9 for each in (*stats, stamp(paths.live)) if each is not None]
-        total = live.total_steps if live is not None else _integer(facts.get("steps"))
+        total = live.total_steps if live is not None else whole(facts.get("steps"))
         return RunSummary(
             name,
             status.state,
@@ -237,5 +237,6 @@ def _number(line: Mapping[str, Any], *names: str) -> float | None:
     return None
 
 
-def _integer(text: Any) -> int | None:
+def whole(text: Any) -> int | None:
+    """The number of a fact of a header, if it is one."""
     return int(text) if isinstance(text, str) and text.isdecimal() else None

@@ -5,6 +5,7 @@ import hashlib
 import re
 
 from nemorl.ui.app import SCREENS, STATIC
+from tests.ui.requests import Client, asked
 
 VENDOR = STATIC / "vendor"
 
@@ -37,6 +38,16 @@ def imported(name: str, seen: set[str]) -> set[str]:
 
 def size(names: set[str]) -> int:
     return sum(len(gzip.compress((STATIC / name).read_bytes(), 9)) for name in names)
+
+
+def test_scripts_are_sent_compressed(tmp_path):
+    async def work(client: Client) -> tuple[str, int]:
+        answer = await client.get("/static/vendor/codemirror.js", auto_decompress=False)
+        return answer.headers["Content-Encoding"], len(await answer.read())
+
+    encoding, length = asked(tmp_path, work)
+    assert encoding == "gzip"
+    assert length < 160_000
 
 
 def test_scripts_are_small():

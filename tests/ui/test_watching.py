@@ -108,7 +108,7 @@ def test_a_full_disk_and_an_end_are_alarms(tmp_path):
     (alarm,) = found(metrics, free=LOW_DISK_BYTES - 1)
     assert alarm.title == "the disk is nearly full"
     (alarm,) = alarms(RunStatus("failed", "of memory"), metrics, None, 0, NOW)
-    assert (alarm.title, alarm.value, alarm.is_fatal) == ("the run is failed", "of memory", True)
+    assert (alarm.title, alarm.value, alarm.is_fatal) == ("the run failed", "of memory", True)
 
 
 def test_a_loss_of_engines_is_an_alarm_while_it_is_recent(tmp_path):
@@ -128,7 +128,7 @@ def test_a_loss_of_engines_is_an_alarm_while_it_is_recent(tmp_path):
 def test_advice_names_what_is_idle(tmp_path):
     metrics = metrics_of(tmp_path, idle__policy=0.7, idle__generation=0.1)
     (one,) = advice(metrics, None)
-    assert "policy have no work for 70%" in one.text
+    assert "policy have no work for 70 %" in one.text
     assert list(advice(metrics_of(tmp_path / "busy", idle__policy=0.2, idle__generation=0.3), None)) == []
 
 
