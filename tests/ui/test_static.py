@@ -41,13 +41,18 @@ def size(names: set[str]) -> int:
 
 
 def test_scripts_are_sent_compressed(tmp_path):
-    async def work(client: Client) -> tuple[str, int]:
-        answer = await client.get("/static/vendor/codemirror.js", auto_decompress=False)
-        return answer.headers["Content-Encoding"], len(await answer.read())
+    async def work(client: Client) -> tuple[str, int, int, bytes]:
+        path = "/static/vendor/codemirror.js"
+        answer = await client.get(path, auto_decompress=False)
+        length = len(await answer.read())
+        known = {"If-None-Match": answer.headers["ETag"]}
+        again = await client.get(path, headers=known, auto_decompress=False)
+        return answer.headers["Content-Encoding"], length, again.status, await again.read()
 
-    encoding, length = asked(tmp_path, work)
+    encoding, length, status, body = asked(tmp_path, work)
     assert encoding == "gzip"
     assert length < 160_000
+    assert (status, body) == (304, b"")
 
 
 def test_scripts_are_small():
