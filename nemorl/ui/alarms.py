@@ -134,7 +134,9 @@ def _of_metrics(metrics: MetricsFile, experiment: Experiment | None) -> Iterator
     share = _mean(metrics, "group/zero_variance")
     if share >= MAX_WITHOUT_SPREAD:
         fields = ("algorithm.filters", "algorithm.num_generations_per_prompt", "rewards")
-        yield Alarm("groups have no spread of rewards", f"{_percent(share)}, {steps}", "50 %", fields, recent)
+        # Their advantages are 0, but for rounding, or a filter has taken them out.
+        only = f'{recent} and phase == "training" and (not trains or -1e-6 < advantage < 1e-6)'
+        yield Alarm("groups have no spread of rewards", f"{_percent(share)}, {steps}", "50 %", fields, only)
     share = _mean(metrics, "stop/length")
     if share >= MAX_TRUNCATED:
         fields = ("generation.max_new_tokens", "policy.max_sequence_length")

@@ -53,7 +53,7 @@ def test_a_healthy_run_has_no_alarm(tmp_path):
 @pytest.mark.parametrize(
     ("values", "title", "part_of_filter"),
     [
-        ({"group__zero_variance": 0.5}, "groups have no spread of rewards", "step >= 3"),
+        ({"group__zero_variance": 0.5}, "groups have no spread of rewards", "-1e-6 < advantage < 1e-6"),
         ({"stop__length": 0.25}, "answers are truncated", 'stop == "length"'),
         ({"updates__skipped": 0.1}, "updates were skipped", ""),
         ({"reward_errors__math": 2.0}, "the reward math failed", "step >= 3"),
