@@ -8,6 +8,7 @@ that records nothing; the ratio of whole steps has the noise of all stages, and 
 """
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,6 +17,7 @@ from typing import Any
 from common import OUT, publish, table_of
 from launch import train
 
+from nemorl.config.run import CheckpointingConfig
 from nemorl.observe.metrics import StepMetrics, read_metrics
 from nemorl.observe.run_folder import RunPaths
 
@@ -50,6 +52,17 @@ def compare(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[st
     return rows
 
 
+def without_checkpoints() -> list[str]:
+    """Overrides: no checkpoint, and none of the settings of one that the config may have."""
+    fields = CheckpointingConfig.model_fields.items()
+    given = [
+        f"checkpointing.{name}={json.dumps(field.get_default(call_default_factory=True), default=str)}"
+        for name, field in fields
+        if name != "enabled"
+    ]
+    return [*given, "checkpointing.enabled=false"]
+
+
 def main() -> None:
     """Run all kinds in turns."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -63,7 +76,7 @@ def main() -> None:
         for kind in (*KINDS[number % 3 :], *KINDS[: number % 3]):
             folder = OUT.absolute() / f"recording_{kind}_{number}"
             settings = (f"algorithm.num_steps={arguments.steps}", f"logger.trajectories={kind}")
-            train(arguments.config, folder, (*settings, "checkpointing.enabled=false"))
+            train(arguments.config, folder, (*settings, *without_checkpoints()))
             found[kind] = seconds_of(list(read_metrics(RunPaths(folder).metrics)))
         rounds.append(found)
     rows = compare(rounds)

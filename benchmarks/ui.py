@@ -178,6 +178,12 @@ class Server:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return bytes(answer.read())
 
+    def post(self, path: str, body: object) -> bytes:
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return bytes(answer.read())
+
     @property
     def megabytes(self) -> float:
         """Memory of its own, without pages of files."""
@@ -228,6 +234,20 @@ def measure_watch(server: Server, rounds: int) -> dict[str, list[float]]:
         "chart of three metrics": seconds_of(chart, rounds),
         "first list of runs": seconds_of(runs, 1),
         "list of runs": seconds_of(runs, rounds),
+    }
+
+
+def measure_compose(server: Server, rounds: int) -> dict[str, list[float]]:
+    """A keystroke in the quickstart: its text is checked, and made a form and a picture."""
+    recipe = json.loads(server.get("/api/compose/recipe", name="quickstart/grpo", file="grpo.yaml"))
+
+    def check(number: int) -> None:
+        text = recipe["text"] + f"seed: {number}\n"
+        server.post("/api/compose/check", {"text": text, "file": "grpo.yaml"})
+
+    return {
+        "first check": seconds_of(check, 1),  # starts the process of the checks
+        "check after a keystroke": seconds_of(check, rounds),
     }
 
 
@@ -377,6 +397,7 @@ def main() -> None:
         with serving(root) as server:
             seconds = measure_watch(server, arguments.rounds)
             seconds |= measure_requests(server, *sizes, arguments.rounds)
+            seconds |= measure_compose(server, arguments.rounds)
             seconds |= measure_page(server, RunPaths(root / RUN).metrics, *sizes, arguments.tokens)
             megabytes = server.megabytes
     rows: list[dict[str, Any]] = [

@@ -362,7 +362,10 @@ def _lengths(experiment: Experiment, arguments: Namespace) -> Lengths:
 def _stages(step: StepTime, plan: RunPlan) -> Table:
     staleness = getattr(plan.experiment.algorithm, "max_staleness", 0)
     ahead = f", max_staleness {staleness}" if staleness else ""
-    title = f"A step on {counted(step.devices, plan.hardware.name.upper())}{ahead}: {_digits(step.seconds)} s"
+    devices = counted(step.devices, plan.hardware.name.upper())
+    if plan.hardware.name == HERE:
+        devices = f"{counted(step.devices, 'device')} of this machine"
+    title = f"A step on {devices}{ahead}: {_digits(step.seconds)} s"
     result = terminal.table(title, ["stage", "seconds", "bound by", "of which"])
     for name, cost in step.stages.items():
         parts = {part: seconds for part, seconds in asdict(cost).items() if seconds > 0.005 * cost.seconds}

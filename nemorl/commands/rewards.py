@@ -28,8 +28,8 @@ def register(commands: Commands) -> None:
     group = add_group(commands, "rewards", "score answers that exist by the rewards of an experiment")
     trying = add_command(group, "try", _try, "score answers by each reward of an experiment")
     add_experiment(trying)
-    samples_help = "run folder, its samples.jsonl, or a file with objects of `prompt`, `completion` (or "
-    samples_help += "`completions` of a group), `answer` and further columns, one a line"
+    samples_help = "run folder, whose stored groups or else samples are scored, or a file with objects of "
+    samples_help += "`prompt`, `completion` (or `completions` of a group), `answer` and columns, one a line"
     trying.add_argument("--samples", type=Path, required=True, metavar="FILE", help=samples_help)
     limit_help = "score the last N answers (default: 512)"
     trying.add_argument("--limit", type=positive_integer, default=512, metavar="N", help=limit_help)
@@ -38,16 +38,22 @@ def register(commands: Commands) -> None:
 
 
 def _try(arguments: Namespace) -> int:
-    from nemorl.rewards.preview import SAMPLES, answers_file, end_token, preview, read_answers  # with numpy
+    from nemorl.rewards.preview import SAMPLES, end_token, preview  # with numpy
+    from nemorl.rollout.earlier_answers import answers_of_file, answers_of_run
 
     experiment = load_experiment(arguments.config, arguments.overrides)
-    file = answers_file(arguments.samples)
-    end = end_token(experiment.policy.tokenizer_folder) if file.name == SAMPLES else ""
+    file: Path = arguments.samples
+    is_of_run = file.is_dir() or file.name == SAMPLES
+    end = end_token(experiment.policy.tokenizer_folder) if is_of_run else ""
     try:
-        answers, problems = read_answers(file.read_text(encoding="utf-8"), arguments.limit, end)
+        if file.is_dir():
+            read = answers_of_run(file, arguments.limit, end)
+        else:
+            read = answers_of_file(file, arguments.limit, end)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UsageError(f"--samples {file}: {reason}; name a run folder or a file of JSON lines") from error
+    answers, problems = read.answers, read.problems
     for problem in problems:
         complain(f"{file}, {problem}")
     if not answers:
@@ -63,7 +69,8 @@ def _try(arguments: Namespace) -> int:
     failed = [part for part in found.parts if any(part.errors)]
     code = ExitCode.FAILED if failed else ExitCode.WELL
     if arguments.json:
-        say(json.dumps({**found.as_json(), "problems": problems}, indent=2, ensure_ascii=False))
+        facts = {**found.as_json(), "source": read.source, "problems": problems}
+        say(json.dumps(facts, indent=2, ensure_ascii=False))
         return code
     facts = found.as_json()
     result = table("", ["reward", "weight", "mean", "std", "min", "max", "errors", "seconds", ""])
@@ -79,7 +86,7 @@ def _try(arguments: Namespace) -> int:
     spread = f"{equal} of {groups} groups without spread"
     if not groups:
         spread = "no group with several answers that have a sum"
-    say(f"{counted(len(answers), 'answer')}, {spread}")
+    say(f"{counted(len(answers), 'answer')} of {read.source}, {spread}")
     if found.is_partial:
         unknown = f"{SAMPLES} has some answers of each group, so the share without spread is unknown"
         notes().print(f"{unknown}; runs with logger.trajectories: sampled or all record whole groups")

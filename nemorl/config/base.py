@@ -36,10 +36,17 @@ Key = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]  # a name that the use
 def check(function: Check) -> Check:
     """Mark a function of `checks`, or a method of a section, whose fields are relative to it, as a check.
 
-    Its parameters name sections of the experiment; it runs when these are valid.
+    Its parameters name sections of the experiment; it runs when these are valid. A problem of a section as a
+    whole has no field.
     """
     function.__dict__["is_check"] = True
     return function
+
+
+def check_of_training(function: Check) -> Check:
+    """Mark a function of `checks` as a check of what only training cannot do."""
+    function.__dict__["is_of_training"] = True
+    return check(function)
 
 
 def run_checks(checks: Iterable[Callable[..., Problems]], sections: Mapping[str, object]) -> Problems:
@@ -132,7 +139,7 @@ def problems_in(value: object, path: str, sections: Mapping[str, object]) -> Pro
     """Problems of the sections in a field's value; `path` is that of the field."""
     if isinstance(value, Config):
         for problem in value.problems(sections):
-            yield replace(problem, field=f"{path}.{problem.field}")
+            yield replace(problem, field=f"{path}.{problem.field}" if problem.field else path)
     elif isinstance(value, tuple | dict):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from problems_in(item, f"{path}.{key}", sections)

@@ -19,7 +19,7 @@ from .auxiliary import (
     auxiliary_models,
     used_models,
 )
-from .base import check, counted, did_you_mean, problems_in, run_checks, suggestion
+from .base import check, check_of_training, counted, did_you_mean, problems_in, run_checks, suggestion
 from .data import DataConfig, PreferenceDataset, TaskRows, TasksDataset
 from .environment import (
     ByTaskEnvConfig,
@@ -39,8 +39,11 @@ Auxiliary = dict[str, ModelGroupConfig]
 Sections = Mapping[str, object]
 
 
-def check_sections(sections: Sections) -> list[Problem]:
-    """All problems of these sections and between them; others of the experiment are not valid."""
+def check_sections(sections: Sections, *, training: bool = True) -> list[Problem]:
+    """All problems of these sections and between them; others of the experiment are not valid.
+
+    Without `training` those are left out that only training has.
+    """
     known = {**sections, "sections": sections}
     if {"critic", "reference", "teachers", "rewards"} <= sections.keys():
         known["auxiliary"] = auxiliary_models(sections)
@@ -48,7 +51,8 @@ def check_sections(sections: Sections) -> list[Problem]:
         problem for name, section in sections.items() for problem in problems_in(section, name, sections)
     ]
     checks = [value for value in globals().values() if getattr(value, "is_check", False)]
-    return [*problems, *run_checks(checks, known)]
+    applied = [each for each in checks if training or not getattr(each, "is_of_training", False)]
+    return [*problems, *run_checks(applied, known)]
 
 
 # Batches, lengths and sampling: what must divide or fit into what.
@@ -132,7 +136,7 @@ def head_suits_algorithm(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Pr
 _FILTERS = ("top_k", "top_p", "min_p")  # of `generation.sampling`
 
 
-@check
+@check_of_training
 def samples_can_be_learned_from(generation: GenerationConfig, algorithm: AlgorithmConfig) -> Problems:
     """They differ, and are of a distribution of which engine and trainer have the logprobs."""
     if algorithm.online and generation.sampling.temperature == 0:

@@ -64,7 +64,7 @@ class SamplingConfig(Config):
     """Divides the logits; 0 is greedy (for validation; training requires more than 0). With 1 the policy is
     trained on its own distribution."""
     top_k: int | None = Field(None, ge=1)
-    """Keep the k most likely tokens."""
+    """Keep the k most likely tokens; null keeps all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the fewest most likely tokens whose probabilities sum to at least p."""
     min_p: float = Field(0.0, ge=0, le=1)

@@ -106,7 +106,13 @@ def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
     known = sorted({field for owner in owners for field in owner.model_fields})
     elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name} - {dotted(path)})
     nearby = [place for place in elsewhere if place.startswith(f"{path[0]}.")]
-    elsewhere = (nearby or elsewhere)[:_MAX_NAMED]
+    # A longer name in this section or in another variant of it: `url` for `base_url`.
+    longer = {
+        field for section in (*owners, *around) for field in section.model_fields if name in field.split("_")
+    }
+    elsewhere = (nearby or [dotted((*path[:-1], field)) for field in sorted(longer)] or elsewhere)[
+        :_MAX_NAMED
+    ]
     suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else did_you_mean(name, known)
     return f"unknown field; {suggestion or f'the fields here are {_listed(known)}'}".rstrip()
 
@@ -244,10 +250,12 @@ def examine(
     further_checks: Callable[[Experiment], Iterable[Problem]] | None = None,
     *,
     text: str | None = None,
+    training: bool = True,
 ) -> Loaded:
     """Read and check an experiment file as `load_experiment` does, and list its problems.
 
-    `text` is checked in place of the file's. Raises `ConfigError` only for what cannot be read.
+    `text` is checked in place of the file's; of an experiment that only samples, without `training`, what
+    only training cannot do is no problem. Raises `ConfigError` only for what cannot be read.
     """
     document = apply_overrides(read_document(shipped.locate(path), text=text), overrides)
     problems = list(document.problems)
@@ -265,7 +273,7 @@ def examine(
     else:
         invalid = {problem.field.partition(".")[0] for problem in problems}
         sections = with_derived_fields(_valid_sections(document.tree, invalid))
-    problems += check_sections(sections)
+    problems += check_sections(sections, training=training)
     located = tuple(with_origin(problem, document) for problem in problems)
     return Loaded(document, sections, experiment, located)
 

@@ -144,6 +144,7 @@ class RunFolder:
             lock.close()
             fix = "Continue it with --resume, take another run_dir, or remove it."
             raise RunFolderError(f"{root} already holds a run. {fix}")
+        _note_last_write(RunPaths(root))
         return cls(root, config_yaml, resumed_step=None, lock=lock)
 
     @classmethod
@@ -151,6 +152,7 @@ class RunFolder:
         """Continue from the checkpoint of `step` (None: start over); cut off later metrics and samples."""
         lock = lock_folder(root)
         last, paths = -1 if step is None else step, RunPaths(root)
+        _note_last_write(paths)
         for path in (paths.metrics, paths.samples):
             keep_json_lines(path, lambda line: int(line["step"]) <= last)
         return cls(root, config_yaml, resumed_step=step, lock=lock)
@@ -174,7 +176,22 @@ class RunFolder:
         self._lock.close()
 
     def _write_header(self) -> None:
-        write_atomically(self.paths.header, json.dumps(self._starts, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(self.paths.header, _header(self._starts))
+
+
+def _note_last_write(paths: RunPaths) -> None:
+    """Add to the last start, if it left no end, when its files were written last: it was killed then."""
+    starts = read_header(paths.header)
+    if not starts or "end" in starts[-1]:
+        return
+    written = [path.stat().st_mtime for path in (paths.live, paths.metrics) if path.exists()]
+    if written:
+        last = datetime.fromtimestamp(max(written), UTC).isoformat(timespec="seconds")
+        write_atomically(paths.header, _header([*starts[:-1], {**starts[-1], "last_written": last}]))
+
+
+def _header(starts: list[JsonObject]) -> str:
+    return json.dumps(starts, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_header(path: Path) -> list[JsonObject]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from nemorl.config.base import counted
 from nemorl.config.environment import FunctionRewardConfig, LocalModelRewardConfig, RewardConfig
 from nemorl.trajectories import Message, Task
 
@@ -25,6 +26,8 @@ from .steps import StepRewards
 MAX_ANSWERS = 512
 SAMPLES = "samples.jsonl"  # of a run folder
 _MAX_LINE_ERRORS = 5
+_MAX_SHOWN = 60  # characters of a line in a sentence
+_EXAMPLE = '{"prompt": "2+2=", "completion": "4"}, an object a line'
 _BINS = 20
 _TOKEN_COLUMNS = frozenset({"completion_ids", "sampled_ids"})
 # Of a line of samples.jsonl, what is no column of the task.
@@ -124,23 +127,45 @@ def read_answers(text: str, limit: int = MAX_ANSWERS, end: str = "") -> tuple[li
         if not line.strip():
             continue
         try:
-            answers += _of_line(json.loads(line), number)
-        except (ValueError, TypeError) as error:
+            answers += _of_line(_parsed(line), number)
+        except ValueError as error:
             problems.append(f"line {number}: {error}")
     if len(problems) > _MAX_LINE_ERRORS:
-        more = len(problems) - _MAX_LINE_ERRORS
-        problems = [*problems[:_MAX_LINE_ERRORS], f"and {more} more lines"]
+        more = counted(len(problems) - _MAX_LINE_ERRORS, "further line")
+        problems = [*problems[:_MAX_LINE_ERRORS], f"and {more} without answers"]
     if end:
         answers = [replace(one, completion=one.completion.removesuffix(end)) for one in answers]
     return answers[-limit:], problems
 
 
-def _of_line(line: Any, number: int) -> list[Answer]:
-    if not isinstance(line, dict):
-        raise ValueError("expected an object with `prompt` and `completion`")
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        place = f" (at column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"{_shortened(line)} is not JSON{place}; write {_EXAMPLE}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{_shortened(line)} is no object; write {_EXAMPLE}")
+    return found
+
+
+def _shortened(line: str) -> str:
+    text = line.strip()
+    return f"`{text}`" if len(text) <= _MAX_SHOWN else f"`{text[: _MAX_SHOWN - 1]}…`"
+
+
+def _of_line(line: dict[str, Any], number: int) -> list[Answer]:
     texts = line.get("completions", [line.get("completion")])
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError("`completion` is missing or no text; write it, or a list of texts as `completions`")
+        name = "completions" if "completions" in line else "completion"
+        value = f"is {_shortened(json.dumps(line[name]))}" if name in line else "is missing"
+        raise ValueError(
+            f"`{name}` {value}; write a text as `completion`, or a list of them as `completions`"
+        )
+    rewards = line.get("rewards") or {}
+    if not isinstance(rewards, dict) or not all(isinstance(value, int | float) for value in rewards.values()):
+        value = _shortened(json.dumps(rewards))
+        raise ValueError(f"`rewards` is {value}; write an object of numbers by name, or leave it out")
     answer = line.get("answer")
     is_part = "task" in line and "completions" not in line
     of_line = f"line {number}"
@@ -148,7 +173,7 @@ def _of_line(line: Any, number: int) -> list[Answer]:
         of_line = f"{line.get('phase', '')} {line.get('step')}/{line['task']}"
     group = line.get("group", of_line)
     columns = {key: value for key, value in line.items() if key not in _OF_SAMPLE}
-    recorded = {name: float(value) for name, value in (line.get("rewards") or {}).items()}
+    recorded = {name: float(value) for name, value in rewards.items()}
     expected = None if answer is None else str(answer)
     of_all = Answer(str(line.get("prompt", "")), "", expected, str(group), columns, recorded, is_part)
     return [replace(of_all, completion=text) for text in texts]
@@ -267,8 +292,3 @@ def _summary(values: Sequence[float | None]) -> dict[str, Any]:
     ]
     summary = {"mean": found.mean(), "std": found.std(), "min": found.min(), "max": found.max()}
     return {"count": int(found.size), **{k: float(v) for k, v in summary.items()}, "bins": bins}
-
-
-def answers_file(path: Path) -> Path:
-    """The file of answers of a path: of a run folder its samples.jsonl."""
-    return path / SAMPLES if path.is_dir() else path

@@ -48,7 +48,10 @@ class TokenSequence:
         self.logprobs += completion.logprobs.tolist()
         self.versions += completion.versions.tolist()
         self.add_experts(completion)
-        self.turns.append(Turn(start, len(self.tokens), completion.stop, dict(rewards or {})))
+        seconds = completion.seconds
+        self.turns.append(
+            Turn(start, len(self.tokens), completion.stop, dict(rewards or {}), seconds=seconds)
+        )
 
     def add_experts(self, completion: Completion) -> None:
         """Rows of what the engine read for this answer, after those that are known."""

@@ -234,7 +234,7 @@ def inspect(
             fix = "an evaluation samples, and a scalar head cannot; evaluate it with algorithm.validation"
             yield Problem("policy.head", "scalar", f"{fix} during training")
 
-    loaded = examine(path, overrides, further_checks, text=text)
+    loaded = examine(path, overrides, further_checks, text=text, training=training or sampling)
     experiment, plan = (located[0], plans[0]) if plans else (None, None)
     return Inspected(loaded, experiment, plan, tuple(unverified), tuple(remarks))
 

@@ -92,6 +92,17 @@ def _page_of(refusal: UiError) -> web.Response:
 
 
 @web.middleware
+async def compress_scripts(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Compress files of pages, which would take seconds through a slow `ssh -L`."""
+    response = await handler(request)
+    takes_gzip = "gzip" in request.headers.get("Accept-Encoding", "")
+    is_known = "If-None-Match" in request.headers or "If-Modified-Since" in request.headers  # 304 has no body
+    if request.path.startswith("/static/") and takes_gzip and not is_known:
+        response.enable_compression(web.ContentCoding.gzip)
+    return response
+
+
+@web.middleware
 async def same_site_only(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse other hosts (DNS rebinding), origins and sites, whatever the method."""
     host = request.headers.get("Host", "")

@@ -47,7 +47,8 @@ def alarms(
     found: list[Alarm] = []
     fields: tuple[str, ...]
     if status.state in ("failed", "killed", "silent"):
-        found.append(Alarm(f"the run is {status.state}", status.words, "", is_fatal=True))
+        title = {"failed": "the run failed", "killed": "the run was killed"}
+        found.append(Alarm(title.get(status.state, "the run is silent"), status.words, "", is_fatal=True))
     if status.state == "suspended":
         found.append(Alarm("the driver is suspended (SIGSTOP)", "kill -CONT continues it", "", is_fatal=True))
     if status.state in LIVING and status.live is not None:
@@ -70,13 +71,13 @@ def advice(metrics: MetricsFile, experiment: Experiment | None) -> Iterator[Advi
         share, busy = idle[name], idle[other]
         if share < IDLE or math.isnan(share) or math.isnan(busy):
             continue
-        text = f"Processes of {name} have no work for {share:.0%} of a step."
+        text = f"Processes of {name} have no work for {_percent(share)} of a step."
         if ahead == 0:
             text += " Sampling ahead of training lets both work at once."
             yield Advice(text, ("algorithm.max_staleness",))
         else:
             fields = ("generation.replicas", "policy.layout.data_parallel_size")
-            yield Advice(f"{text} Move devices to {other}, which has none for {busy:.0%}.", fields)
+            yield Advice(f"{text} Move devices to {other}, which has none for {_percent(busy)}.", fields)
         return
 
 
@@ -133,12 +134,14 @@ def _of_metrics(metrics: MetricsFile, experiment: Experiment | None) -> Iterator
     share = _mean(metrics, "group/zero_variance")
     if share >= MAX_WITHOUT_SPREAD:
         fields = ("algorithm.filters", "algorithm.num_generations_per_prompt", "rewards")
-        yield Alarm("groups have no spread of rewards", f"{share:.0%}, {steps}", "50 %", fields, recent)
+        # Their advantages are 0, but for rounding, or a filter has taken them out.
+        only = f'{recent} and phase == "training" and (not trains or -1e-6 < advantage < 1e-6)'
+        yield Alarm("groups have no spread of rewards", f"{_percent(share)}, {steps}", "50 %", fields, only)
     share = _mean(metrics, "stop/length")
     if share >= MAX_TRUNCATED:
         fields = ("generation.max_new_tokens", "policy.max_sequence_length")
         only = f'{recent} and stop == "length"'
-        yield Alarm("answers are truncated", f"{share:.0%}, {steps}", "25 %", fields, only)
+        yield Alarm("answers are truncated", f"{_percent(share)}, {steps}", "25 %", fields, only)
     limit = getattr(experiment.algorithm, "max_logprob_gap", None) if experiment is not None else None
     gap = _mean(metrics, "logprob_gap/mean")
     if limit is not None and gap > MAX_OF_GAP * limit:
@@ -151,7 +154,7 @@ def _of_metrics(metrics: MetricsFile, experiment: Experiment | None) -> Iterator
     skipped = _mean(metrics, "updates/skipped")
     if skipped > 0:
         fields = ("policy.optimizer.lr", "policy.max_grad_norm", "policy.guards")
-        yield Alarm("updates were skipped", f"{skipped:.0%}, {steps}", "none", fields)
+        yield Alarm("updates were skipped", f"{_percent(skipped)}, {steps}", "none", fields)
     for name in metrics.names:
         if name.startswith("reward_errors/") and (errors := _mean(metrics, name)) > 0:
             reward = name.removeprefix("reward_errors/")
@@ -171,6 +174,10 @@ def _of_metrics(metrics: MetricsFile, experiment: Experiment | None) -> Iterator
         yield Alarm(
             "metrics are not finite", f"{', '.join(bad[:4])}{more}", "finite", ("policy.optimizer.lr",)
         )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _mean(metrics: MetricsFile, name: str, count: int = RECENT) -> float:

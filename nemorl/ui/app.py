@@ -18,6 +18,7 @@ from .access import (
     MAX_BODY_BYTES,
     POLICY,
     add_headers,
+    compress_scripts,
     errors_as_answers,
     policy,
     require_token,
@@ -34,7 +35,7 @@ _ROUTES = (compose_routes, watch_routes, control_routes, read_routes, compare_ro
 
 def application(folders: Folders, token: str, *, read_only: bool = False) -> web.Application:
     """Every path below /api/ requires `Authorization: Bearer <token>`."""
-    guards: list[Any] = [errors_as_answers, same_site_only, require_token(token)]
+    guards: list[Any] = [errors_as_answers, same_site_only, require_token(token), compress_scripts]
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=guards)
     app[FOLDERS], app[METRICS], app[READ_ONLY] = folders, MetricsFiles(), read_only
     app.on_response_prepare.append(add_headers)

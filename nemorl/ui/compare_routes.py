@@ -8,7 +8,7 @@ from aiohttp import web
 
 from .answers import arrays_answer, json_answer
 from .compare import MAX_RUNS, Curves, config_differences, pair_tasks, same_data
-from .context import FOLDERS, METRICS, axis_of, integer, number
+from .context import FOLDERS, METRICS, axis_of, integer, smoothing_of
 from .errors import UiError
 from .read_routes import MAX_ANSWERS, TABLES, TOKENIZERS
 from .search import answers
@@ -50,9 +50,7 @@ async def _metrics(request: web.Request) -> web.Response:
 async def _curves(request: web.Request) -> web.Response:
     """A metric in the runs that have it, as `Curves.of` gives it."""
     curves, runs, metric = request.app[CURVES], _runs(request), request.query.get("metric", "")
-    axis, smoothing = axis_of(request), number(request, "smoothing") or 0.0
-    if not 0 <= smoothing < 1:
-        raise UiError(400, f"smoothing={smoothing:g} is not in [0, 1)", "smoothing")
+    axis, smoothing = axis_of(request), smoothing_of(request)
 
     def ask() -> web.Response:
         return arrays_answer(*curves.of(runs, metric, axis, smoothing))

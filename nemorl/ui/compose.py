@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemorl.config import shipped
 from nemorl.config.algorithm import OnlineBase
@@ -356,9 +356,16 @@ def recipe_text(name: str) -> str:
     return "\n".join([*comment, *dump_block(read_document(shipped.file_of(name)).tree)]) + "\n"
 
 
-def score(text: str, file: str, answers: str, limit: int) -> Json:
-    """The rewards of the lines of `answers` (see `read_answers`). Raises ConfigError and NemorlError."""
-    from nemorl.rewards.preview import end_token, preview, read_answers
+AnswersOf = Literal["run", "file", "lines"]
+
+
+def score(text: str, file: str, kind: AnswersOf, source: str, limit: int) -> Json:
+    """The rewards of answers: `source` is a run folder, a file of JSON lines, or such lines.
+
+    Raises ConfigError and NemorlError.
+    """
+    from nemorl.rewards.preview import SAMPLES, end_token, preview, read_answers
+    from nemorl.rollout.earlier_answers import Found, answers_of_file, answers_of_run
 
     loaded = examine(Path(file), text=text)
     wrong = [p for p in loaded.problems if p.field.partition(".")[0] in ("rewards", "env")]
@@ -369,15 +376,27 @@ def score(text: str, file: str, answers: str, limit: int) -> Json:
     env, data, cluster = (loaded.sections.get(name) for name in ("env", "data", "cluster"))
     policy = loaded.sections.get("policy")
     end = end_token(policy.tokenizer_folder) if isinstance(policy, PolicyConfig) else ""
-    found, problems = read_answers(answers, limit, end)
-    if not found:
-        first = problems[0] if problems else "the text is empty"
+    try:
+        match kind:
+            case "run":
+                found = answers_of_run(Path(source), limit, end)
+            case "file":
+                found = answers_of_file(Path(source), limit, end if Path(source).name == SAMPLES else "")
+            case "lines":
+                answers, problems = read_answers(source, limit)
+                found = Found(answers, "the text", problems)
+    except (OSError, UnicodeDecodeError) as error:
+        named, reason = getattr(error, "filename", None) or source, getattr(error, "strerror", None)
+        fix = "choose a run with trajectories or samples (section logger), or a file of JSON lines"
+        raise NemorlError(f"{named}: {reason or 'not UTF-8 text'}; {fix}") from error
+    if not found.answers:
+        first = found.problems[0] if found.problems else f"{found.source} is empty"
         raise NemorlError(f"no answers to score: {first}")
     weights = env.reward_weights if isinstance(env, EnvBase) else {}
     seconds = cluster.deadlines.environment if cluster is not None else 60.0  # type: ignore[attr-defined]
     chat = bool(getattr(data, "chat", True))
-    scored = preview(rewards, weights, found, chat=chat, seconds=min(seconds, PREVIEW_SECONDS / 2))
-    return {**scored.as_json(), "problems": problems}
+    scored = preview(rewards, weights, found.answers, chat=chat, seconds=min(seconds, PREVIEW_SECONDS / 2))
+    return {**scored.as_json(), "source": found.source, "problems": found.problems}
 
 
 PREVIEW_SECONDS = 60.0

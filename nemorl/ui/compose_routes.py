@@ -4,7 +4,6 @@ import asyncio
 import shlex
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -14,7 +13,7 @@ from nemorl.config.base import LEVELS
 from nemorl.config.environment import Signature
 from nemorl.config.experiment import Experiment
 from nemorl.errors import ConfigError, NemorlError
-from nemorl.observe.files import RunFolderError, read_end
+from nemorl.observe.files import RunFolderError
 from nemorl.rewards.find import FORMS
 from nemorl.rewards.functions import BUILT_IN
 
@@ -27,6 +26,7 @@ from .experiment_files import (
     free_name,
     list_experiments,
     read_text,
+    regular,
     reward_template,
     save_experiment,
     save_reward,
@@ -36,7 +36,6 @@ from .yaml_edit import EditError, edit
 CHECKER = web.AppKey("checker", Child)
 STARTED = web.AppKey("started", list[asyncio.Future[None]])
 T = TypeVar("T")
-_MAX_SAMPLE_BYTES = 64 * 2**20
 _NEW = "experiment.yaml"  # in whose place a text without a name is checked
 _ORDER = tuple(Experiment.model_fields)
 
@@ -101,7 +100,7 @@ async def _files(request: web.Request) -> web.Response:
 
 async def _file(request: web.Request) -> web.Response:
     name = request.query.get("file", "")
-    return json_answer(await asyncio.to_thread(read_text, request.app[FOLDERS].file(name), name))
+    return json_answer(await asyncio.to_thread(read_text, request.app[FOLDERS], name))
 
 
 async def _recipe(request: web.Request) -> web.Response:
@@ -179,34 +178,24 @@ async def _planned(request: web.Request, function: Callable[..., Any]) -> web.Re
 
 
 async def _score(request: web.Request) -> web.Response:
-    """Rewards of answers: those of a run's samples.jsonl, of a file of JSON lines, or typed ones."""
+    """Rewards of answers: those of a run, of a file of JSON lines, or typed ones."""
     body = await body_of(request)
     text, file, limit = _text(body), _path(request, body), body.get("limit", 512)
     if not isinstance(limit, int) or not 1 <= limit <= 2048:
         raise UiError(400, f"limit = {limit}: expected an integer from 1 to 2048", "limit")
     folders = request.app[FOLDERS]
+    kind: compose.AnswersOf = "lines"
     source = str(body.get("answers", ""))
     if run := str(body.get("run", "")):
-        samples = folders.run(run) / "samples.jsonl"
-        source = await asyncio.to_thread(_newest_lines, samples, f"{run}/samples.jsonl", limit)
+        kind, source = "run", str(folders.run(run).relative_to(folders.root))
     elif name := str(body.get("lines", "")):
-        source = await asyncio.to_thread(_newest_lines, folders.file(name), name, limit)
+        kind, source = "file", regular(folders, name)
 
     def scored() -> Any:
-        given = text, file, source, limit
+        given = text, file, kind, source, limit
         return call_once(compose.score, *given, folder=folders.root, seconds=compose.PREVIEW_SECONDS)
 
     return json_answer(await asyncio.to_thread(_refusals, scored))
-
-
-def _newest_lines(path: Path, name: str, limit: int) -> str:
-    """The last lines of a file, within the last part of it that is read."""
-    try:
-        lines = read_end(path, _MAX_SAMPLE_BYTES)[0].decode("utf-8", "replace").splitlines()
-    except OSError as error:
-        fix = "choose a run with samples (logger.samples_per_step), or a file of JSON lines"
-        raise UiError(404, f"{name} cannot be read: {error.strerror}", name, fix) from error
-    return "\n".join(lines[-limit:])
 
 
 async def _save(request: web.Request) -> web.Response:

@@ -1,5 +1,6 @@
 """What the routes of all screens share: keys of the application, and parameters of requests."""
 
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -33,19 +34,28 @@ def integer(request: web.Request, name: str, default: int | None = None) -> int:
 
 
 def number(request: web.Request, name: str) -> float | None:
-    """None where the request has none."""
+    """A finite one; None where the request has none."""
     text = request.query.get(name)
     if text is None:
         return None
     with suppress(ValueError):
-        return float(text)
-    raise UiError(400, f"{name}={text!r} is no number", name)
+        if math.isfinite(found := float(text)):
+            return found
+    raise UiError(400, f"{name} = {text!r} is no finite number", name)
+
+
+def smoothing_of(request: web.Request) -> float:
+    """The weight of the moving average; 0 where the request has none."""
+    smoothing = number(request, "smoothing") or 0.0
+    if not 0 <= smoothing < 1:
+        raise UiError(400, f"smoothing = {smoothing:g} is not in [0, 1)", "smoothing")
+    return smoothing
 
 
 def axis_of(request: web.Request) -> Axis:
     axis, axes = request.query.get("axis", "step"), get_args(Axis)
     if axis not in axes:
-        raise UiError(400, f"axis={axis!r} is none", "axis", f"choose one of {', '.join(axes)}")
+        raise UiError(400, f"axis = {axis!r} is none", "axis", f"choose one of {', '.join(axes)}")
     return cast(Axis, axis)
 
 

@@ -94,11 +94,18 @@ def _yaml_files(folder: Path, depth: int) -> Iterator[Path]:
             yield from _yaml_files(Path(entry.path), depth + 1)
 
 
-def read_text(path: Path, name: str) -> Saved:
+def regular(folders: Folders, name: str) -> str:
+    """The path of a file below the root, from there. Raises UiError for what is no file."""
+    path = folders.file(name)
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise UiError(415, f"{name} is no regular file", name, "choose one of the list")
+    return path.relative_to(folders.root).as_posix()
+
+
+def read_text(folders: Folders, name: str) -> Saved:
     """Raises UiError with the reason."""
+    path = folders.root / regular(folders, name)
     try:
-        if path.exists() and not path.is_file():  # a pipe would never end
-            raise UiError(415, f"{name} is no regular file", name, "choose one of the list")
         if path.stat().st_size > _MAX_BYTES:
             raise UiError(413, f"{name} is larger than {_MAX_BYTES // 2**20} MB: no experiment file", name)
         data = path.read_bytes()

@@ -62,7 +62,7 @@ class RunSummary:
     reward: float | None  # of the last step that has one: of training, or else of a validation
     loss: float | None
     started: float | None  # of the first start; seconds since the epoch
-    seconds: float | None  # that its drivers ran, without starts before the last that left no end
+    seconds: float | None  # that its drivers ran
     changed: float  # when metrics or live.json were written last
     algorithm: str
     model: str
@@ -159,7 +159,7 @@ class RunList:
         facts = starts[-1].get("run", {}) if starts else {}
         live = status.live
         written = [each[0] / 1e9 for each in (*stats, stamp(paths.live)) if each is not None]
-        total = live.total_steps if live is not None else _integer(facts.get("steps"))
+        total = live.total_steps if live is not None else whole(facts.get("steps"))
         return RunSummary(
             name,
             status.state,
@@ -188,10 +188,14 @@ class RunList:
 
 
 def seconds_of(starts: list[dict[str, Any]], written: float) -> float | None:
-    """Seconds from each start of a header to its end; the last one without an end has last written then."""
+    """Seconds from each start of a header to its end, or, if it was killed, until it wrote for the last time.
+
+    `written` is that time of the last start; a resume has noted that of the one before.
+    """
     known = []
     for place, start in enumerate(starts):
-        began, ended = _seconds(start.get("started")), _seconds((start.get("end") or {}).get("time"))
+        ended = _seconds((start.get("end") or {}).get("time") or start.get("last_written"))
+        began = _seconds(start.get("started"))
         if ended is None and place == len(starts) - 1:
             ended = written
         if began is not None and ended is not None:
@@ -233,5 +237,6 @@ def _number(line: Mapping[str, Any], *names: str) -> float | None:
     return None
 
 
-def _integer(text: Any) -> int | None:
+def whole(text: Any) -> int | None:
+    """The number of a fact of a header, if it is one."""
     return int(text) if isinstance(text, str) and text.isdecimal() else None

@@ -150,6 +150,7 @@ class Segment:
     stop: str = ""
     reward: float | None = None  # given in this turn, weighted
     rewards: dict[str, float] = field(default_factory=dict)  # before weights
+    seconds: float | None = None  # of generation; None where it is unknown
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,8 @@ def segments(trajectory: Trajectory) -> Iterator[Segment]:
     for turn in trajectory.turns:
         if turn.start > before:
             yield Segment("given" if before else "prompt", before, turn.start)
-        yield Segment("policy", turn.start, turn.end, str(turn.stop), turn.reward, turn.rewards)
+        known = (str(turn.stop), turn.reward, turn.rewards, turn.seconds or None)
+        yield Segment("policy", turn.start, turn.end, *known)
         before = turn.end
     if before < trajectory.num_tokens:
         yield Segment("given" if before else "prompt", before, trajectory.num_tokens)

@@ -9,7 +9,7 @@ from aiohttp import web
 from nemorl.observe.run_folder import RunPaths
 
 from .answers import arrays_answer, json_answer, to_json
-from .context import FOLDERS, METRICS, READ_ONLY, axis_of, number, run_of
+from .context import FOLDERS, METRICS, READ_ONLY, axis_of, number, run_of, smoothing_of
 from .errors import UiError
 from .logs import read_logs
 from .runs import RunList
@@ -90,7 +90,7 @@ async def _series(request: web.Request) -> web.Response:
     except (ValueError, TypeError):
         raise UiError(400, "names is no list of metrics in JSON", "names") from None
     pixels = int(min(MAX_PIXELS, max(10, number(request, "pixels") or 800.0)))
-    smoothing = min(0.999, max(0.0, number(request, "smoothing") or 0.0))
+    smoothing = smoothing_of(request)
     low, high = number(request, "low"), number(request, "high")
     files = request.app[METRICS]
 
@@ -106,7 +106,9 @@ async def _series(request: web.Request) -> web.Response:
 async def _step(request: web.Request) -> web.Response:
     """The step at a place on an axis."""
     folder = run_of(request)
-    axis, place = axis_of(request), number(request, "at") or 0.0
+    axis, place = axis_of(request), number(request, "at")
+    if place is None:
+        raise UiError(400, "the request has no place", "at")
     files = request.app[METRICS]
 
     def step() -> int | None:

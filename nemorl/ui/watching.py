@@ -24,7 +24,7 @@ from nemorl.slurm.start import newest_step
 from nemorl.slurm.submission import latest_submission
 
 from .alarms import Advice, Alarm, advice, alarms
-from .runs import LIVING, RunStatus, run_status, stamp
+from .runs import LIVING, RunStatus, run_status, stamp, whole
 from .series import MetricsFile, MetricsFiles
 
 RECENT = 20  # steps of the pipeline's shares
@@ -255,7 +255,7 @@ def _head(
     live, start = status.live, starts[-1] if starts else {}
     facts = start.get("run", {})
     step = metrics.steps[-1] if metrics.steps else live.step if live is not None else 0
-    total = live.total_steps if live is not None else None
+    total = live.total_steps if live is not None else whole(facts.get("steps"))
     seconds = metrics.last("time/step", RECENT)
     usual = median(seconds.tolist()) if len(seconds) else None
     is_living = status.state in LIVING

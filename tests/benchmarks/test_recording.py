@@ -1,7 +1,11 @@
 """What recording adds to a step, from runs whose seconds are known."""
 
+from pathlib import Path
+
 import pytest
 
+from nemorl.config.load import examine
+from nemorl.config.run import CheckpointingConfig
 from nemorl.observe.metrics import StepMetrics
 from tests.scripts import load_script
 
@@ -25,3 +29,13 @@ def test_each_round_is_compared_with_its_own_run_without_records() -> None:
     assert rows["sampled"]["share_of_a_step"] == pytest.approx(0.005)
     assert rows["all"]["share_of_a_step"] == pytest.approx(0.025)
     assert rows["all"]["steps_ratio"] == 1
+
+
+def test_a_config_with_checkpoints_is_run_without_them() -> None:
+    benchmark = load_script("benchmarks/recording.py", "bench_recording")
+    loaded = examine(Path("quickstart/grpo"), benchmark.without_checkpoints())
+    assert [one for one in loaded.problems if one.field.startswith("checkpointing")] == []
+    checkpointing = loaded.sections["checkpointing"]
+    assert isinstance(checkpointing, CheckpointingConfig)
+    assert not checkpointing.enabled
+    assert not checkpointing.save_hf

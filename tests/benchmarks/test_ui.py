@@ -29,7 +29,11 @@ def test_the_run_is_complete_and_the_requests_are_answered(tmp_path: Path) -> No
         of_watch = ui.measure_watch(server, 2)
         assert len(json.loads(server.get("/api/runs/list"))) == 6
         seconds = ui.measure_requests(server, TRAJECTORIES, STEPS, 2)
+        of_compose = ui.measure_compose(server, 2)
         assert server.megabytes > 0
+    assert {name: len(values) for name, values in of_compose.items()} == {
+        **{"first check": 1, "check after a keystroke": 2}
+    }
     assert {name: len(values) for name, values in of_watch.items()} == {
         **{"first state of a run": 1, "state of a run": 2, "chart of three metrics": 2},
         **{"first list of runs": 1, "list of runs": 2},

@@ -171,6 +171,14 @@ def test_eval_says_what_it_measured(
     assert line.format(tmp_path / "model") in out.splitlines()
 
 
+def test_eval_takes_a_sampling_that_cannot_be_trained_on(
+    nemorl: Nemorl, trainer: Trainer, experiment: Path
+) -> None:
+    both = "generation.sampling={top_p: 0.9, min_p: 0.1}"
+    assert nemorl("train", experiment, both).status == 2
+    assert nemorl("eval", experiment, both).status == 0
+
+
 def test_eval_requires_validation_tasks(nemorl: Nemorl, trainer: Trainer, experiment: Path) -> None:
     outcome = nemorl("eval", experiment, "data.validation=null")
 

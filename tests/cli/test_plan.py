@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from nemorl.commands import plan
-from nemorl.plan.calibration import Calibration, write_calibration
+from nemorl.plan.calibration import HERE, Calibration, write_calibration
 from nemorl.plan.hardware import HARDWARE
 from tests.cli.conftest import Nemorl
 from tests.plan.models import write_model
@@ -298,6 +298,13 @@ def test_time_is_calibrated_and_written_to_a_file(nemorl: Nemorl, tmp_path: Path
     assert "Fitted to run; median error" in (tmp_path / "fitted.yaml").read_text(encoding="utf-8")
     assert json.loads(planned.out)["hardware"] == "made-up"
     assert "expected the folder of a run" in refused.err
+
+
+def test_a_machine_that_was_measured_is_called_this_one(nemorl: Nemorl, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", write_model(tmp_path / "small"))
+    write_calibration(Calibration(replace(CPU, name=HERE), START), tmp_path / "here.yaml")
+    title, *_ = nemorl("plan", "time", run / "config.yaml", "--hardware", "here.yaml").out.splitlines()
+    assert re.match(r"A step on (1 device|\d+ devices) of this machine", title)
 
 
 def test_equal_lengths_have_a_spread_of_0(nemorl: Nemorl, experiment: Path) -> None:

@@ -37,7 +37,7 @@ def test_parts_sums_and_groups_without_spread(nemorl: Nemorl, tmp_path: Path, sa
     assert (found["equal_groups"], found["groups"]) == (1, 2)
     assert parts["exact_match"]["mean"] == 0.75
     shown = nemorl("rewards", "try", file, "--samples", samples)
-    assert "4 answers, 1 of 2 groups without spread" in shown.out
+    assert "4 answers of answers.jsonl, 1 of 2 groups without spread" in shown.out
 
 
 def test_a_failing_function_shows_its_traceback(nemorl: Nemorl, tmp_path: Path, samples: Path) -> None:
@@ -75,9 +75,9 @@ def test_samples_of_a_run_have_recorded_rewards(nemorl: Nemorl, tmp_path: Path) 
     others = [line, {**line, "phase": "validation", "completion": "3"}]
     write(tmp_path, "".join(f"{json.dumps(each)}\n" for each in others), "run/samples.jsonl")
     shown = nemorl("rewards", "try", file, "--samples", tmp_path / "run")
-    assert "2 answers, no group with several answers that have a sum" in shown.out
+    assert "2 answers of samples.jsonl, no group with several answers that have a sum" in shown.out
     assert "logger.trajectories: sampled or all record whole groups" in shown.err
-    assert "line 2: Expecting value" in outcome.err
+    assert "line 2: `no JSON` is not JSON (at column 1); write {" in outcome.err
 
 
 def test_what_has_no_answers_is_refused(nemorl: Nemorl, tmp_path: Path) -> None:
@@ -86,7 +86,29 @@ def test_what_has_no_answers_is_refused(nemorl: Nemorl, tmp_path: Path) -> None:
     empty = nemorl("rewards", "try", file, "--samples", write(tmp_path, '{"prompt": "a"}\n', "x.jsonl"))
     assert (absent.status, empty.status) == (2, 2)
     assert "No such file or directory; name a run folder" in absent.err
-    assert "line 1: `completion` is missing or no text" in empty.err
+    assert "line 1: `completion` is missing; write a text as `completion`" in empty.err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("Answer: 4", "`Answer: 4` is not JSON (at column 1); write {"),
+        ("[1]", "`[1]` is no object; write {"),
+        ('{"completion": 4}', "`completion` is `4`; write a text as `completion`"),
+        ('{"completions": []}', "`completions` is `[]`; write a text"),
+        ('{"completion": "4", "rewards": [1]}', "`rewards` is `[1]`; write an object of numbers by name"),
+        ('{"completion": "4", "rewards": {"a": "b"}}', '`rewards` is `{"a": "b"}`; write an object'),
+        (f'{{"completion": {[1] * 90}}}', "`completion` is `[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1"),
+    ],
+)
+def test_a_line_without_an_answer_is_named(nemorl: Nemorl, tmp_path: Path, line: str, says: str) -> None:
+    lines = "\n".join([line] * 7)
+    refused = nemorl(
+        "rewards", "try", write(tmp_path), "--samples", write(tmp_path, f"\n{lines}\n", "x.jsonl")
+    )
+    assert refused.status == 2
+    assert f"x.jsonl, line 2: {says}" in refused.err.replace("\n", " ")
+    assert "and 2 further lines without answers" in refused.err
 
 
 def test_check_prints_json(nemorl: Nemorl, experiment: Path, tmp_path: Path) -> None:

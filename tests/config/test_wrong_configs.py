@@ -18,7 +18,7 @@ from nemorl.config.generation import (
     VllmGenerationConfig,
     VllmServerGenerationConfig,
 )
-from nemorl.config.load import load_experiment
+from nemorl.config.load import examine, load_experiment
 from nemorl.errors import ABSENT, Problem
 from tests.config.experiments import GRPO, problems_of, refuses, write
 
@@ -958,6 +958,18 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "kept",
         "remove this, use `mis` or `icepop`, or set sequence_mask",
     ),
+    "a part of the name of a field": (
+        ["generation.url=http://127.0.0.1:8000/v1"],
+        "generation.url",
+        "http://127.0.0.1:8000/v1",
+        "unknown field; did you mean `generation.base_url`, `generation.files_url`?",
+    ),
+    "none of the tokens": (
+        ["generation.sampling.top_k=0"],
+        "generation.sampling.top_k",
+        0,
+        "expected a value of at least 1: Keep the k most likely tokens; null keeps all.",
+    ),
     "samples that are all the same": (
         ["generation.sampling.top_k=1"],
         "generation.sampling.top_k",
@@ -966,9 +978,9 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
     ),
     "a mask that leaves nothing out": (
         ["algorithm.correction={name: tis, sequence_mask: {}}"],
-        "algorithm.correction.sequence_mask.high",
-        None,
-        "set `low`, `high` or `max_difference`",
+        "algorithm.correction.sequence_mask",
+        {},
+        "set `low`, `high` or `max_difference`, or set this to null",
     ),
     "an epsilon that is added to nothing": (
         ["algorithm.advantage={normalize: false, epsilon: 1e-4}"],
@@ -1348,6 +1360,14 @@ def test_filtered_samples_train_where_the_engine_has_their_logprobs(
     (problem,) = problems(OpenAIGenerationConfig)
     assert (problem.field, problem.value) == (f"generation.sampling.{name}", value)
     assert "may return logprobs of all tokens" in problem.fix
+
+
+@pytest.mark.parametrize("sampling", ["top_p: 0.9, min_p: 0.1", "temperature: 0", "top_k: 1"])
+def test_what_only_training_cannot_do_is_evaluated(tmp_path: Path, sampling: str) -> None:
+    path, overrides = write(tmp_path, GRPO), [f"generation.sampling={{{sampling}}}"]
+    (problem,) = examine(path, overrides).problems
+    assert problem.field.startswith("generation.sampling.")
+    assert examine(path, overrides, training=False).problems == ()
 
 
 DATA: dict[str, tuple[str, str, str]] = {

@@ -1,9 +1,11 @@
 """A folder holds one run, explains itself, and a resume keeps what still holds."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
+from datetime import datetime
 
 import pytest
 
@@ -59,6 +61,23 @@ def test_resume_cuts_off_what_will_come_again(run_dir):
     assert [step.step for step in read_metrics(resumed.paths.metrics)] == [0, 1, 2, 3, 4]
     assert [sample.step for sample in read_samples(resumed.paths.samples)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert [start["resumed_step"] for start in read_header(resumed.paths.header)] == [None, 3]
+
+
+def test_the_next_start_notes_until_when_a_killed_one_wrote(run_dir):
+    killed = RunFolder.create(run_dir, CONFIG)
+    record(killed, range(3))
+    os.utime(killed.paths.metrics, (2000, 2000))
+    killed.close()  # without an end
+
+    ended = RunFolder.resume(run_dir, CONFIG, step=1)  # cuts the metrics
+    ended.record_end(None)
+    ended.close()
+    RunFolder.resume(run_dir, CONFIG, step=1).close()
+
+    first, second, third = read_header(ended.paths.header)
+    assert datetime.fromisoformat(first["last_written"]).timestamp() == 2000
+    assert second["end"]["outcome"] == "complete"
+    assert "last_written" not in {**second, **third}
 
 
 def test_resume_without_a_checkpoint_starts_over(run_dir):

@@ -13,10 +13,11 @@ from nemorl.trajectories import StopReason
 
 
 def answer(tokens: list[int], version: int = 0) -> Completion:
-    """Tokens with logprobs that identify them."""
+    """Tokens with logprobs that identify them, sampled in a quarter of a second for each earlier version."""
     ids = np.array(tokens, np.int32)
     logprobs = (-ids / 1000).astype(np.float32)
-    return Completion("", ids, logprobs, np.full(len(ids), version, np.int32), StopReason.STOP)
+    versions = np.full(len(ids), version, np.int32)
+    return Completion("", ids, logprobs, versions, StopReason.STOP, seconds=version / 4)
 
 
 def record(*calls: tuple[list[int], list[int]]) -> Recording:
@@ -46,6 +47,7 @@ def test_calls_that_continue_each_other_are_one_sequence() -> None:
     assert [(t.start, t.end, t.rewards) for t in sequence.turns] == [
         (2, 4, {}), (5, 6, {"step": 0.5}), (7, 9, {})
     ]  # fmt: skip
+    assert [turn.seconds for turn in sequence.turns] == [0, 0.25, 0.5]
 
 
 def test_a_rewritten_history_and_a_sub_agent_are_branches() -> None:

@@ -57,7 +57,10 @@ def sampled(
         tokens += [*ids(answer), END]
         mask += [True] * (len(tokens) - start)
         turns.append(
-            Turn(start, len(tokens), StopReason.STOP, {"exact": 1.0} if number else {}, float(number))
+            Turn(
+                *(start, len(tokens), StopReason.STOP, {"exact": 1.0} if number else {}, float(number)),
+                seconds=0.5 * number,
+            )
         )
     of_policy = np.array(mask)
     total = sum(WEIGHTS[name] * value for name, value in rewards.items())

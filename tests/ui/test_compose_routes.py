@@ -48,6 +48,8 @@ def test_a_pipe_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     status, body = get(tmp_path, "/api/compose/file", file="pipe.yaml")
     assert (status, body["error"]) == (415, "pipe.yaml is no regular file")
+    ((status, body),) = post(tmp_path, ("score", {"text": TEXT, "lines": "pipe.yaml"}))
+    assert (status, body["error"]) == (415, "pipe.yaml is no regular file")
 
 
 @pytest.mark.ci
@@ -139,7 +141,7 @@ def test_a_recipe_comes_with_a_name_that_no_file_has(folder: Path) -> None:
 @pytest.mark.parametrize("kind", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 def test_an_unwritable_folder_is_a_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     """As root writes into every folder, the refusal of the system is made up. What is there stays."""
-    version, before = read_text(folder / "x.yaml", "x.yaml").version, (folder / "x.yaml").read_bytes()
+    version, before = read_text(Folders(folder), "x.yaml").version, (folder / "x.yaml").read_bytes()
 
     def refused(*_: object, **__: object) -> None:
         raise OSError(kind, os.strerror(kind))
@@ -182,10 +184,10 @@ def test_files_of_rewards(folder: Path) -> None:
 def test_lists_and_reads_files(folder: Path) -> None:
     assert list_experiments(Folders(folder)) == ["x.yaml"]
     with pytest.raises(UiError, match=r"there is no file no\.yaml"):
-        read_text(folder / "no.yaml", "no.yaml")
+        read_text(Folders(folder), "no.yaml")
     (folder / "b.yaml").write_bytes(b"\xff")
     with pytest.raises(UiError, match=r"b\.yaml is not UTF-8 text"):
-        read_text(folder / "b.yaml", "b.yaml")
+        read_text(Folders(folder), "b.yaml")
     assert get(folder, "/api/compose/facts")[1]["levels"] == ["simple", "advanced", "expert"]
     assert "num_steps" in get(folder, "/api/compose/recipe", name="quickstart/grpo")[1]["text"]
     assert get(folder, "/api/compose/recipe", name="none")[0] == 422

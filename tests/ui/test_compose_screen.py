@@ -87,6 +87,8 @@ def test_compose_break_fix_score_and_save(tmp_path: Path) -> None:
         at.wait_for_selector(".source .cm-line:has-text('data_parallel_size: 2')")
         verdict(page, "OK")
 
+        assert "devices=2" in at.url
+
         # A reward that fails, then one that works; a slider moves the sum at once.
         at.get_by_role("tab", name="Rewards").click()
         own = "  - {function: 'my_rewards:raises', weight: 1}"
@@ -181,7 +183,8 @@ def test_new_files_other_machines_and_own_functions(tmp_path: Path) -> None:
         page.open("compose?file=sums.yaml")
         at.wait_for_selector("#verdict:text-is('OK, but run_dir contains a run')")
         assert "line 1" in at.locator("ul.problems li:has-text('run_dir')").inner_text()
-        at.wait_for_selector(".field.wrong:has-text('continue it with --resume, or set another folder')")
+        at.wait_for_selector(".field .notice:has-text('continue it with --resume, or set another folder')")
+        assert at.locator(".field.wrong").count() == 0
         assert at.locator("text=not saved").count() == 0
         at.get_by_label("File name").fill("copy.yaml")
         at.wait_for_selector("text=not saved")
@@ -223,7 +226,8 @@ def test_new_files_other_machines_and_own_functions(tmp_path: Path) -> None:
         verdict(page, "OK")
 
         # A preview of samples says what they do not show; results of before are marked.
-        at.get_by_role("tab", name="Samples of a run").click()
+        at.get_by_role("tab", name="Answers of a run").click()
+        assert at.locator("[aria-label=Preview] select").input_value() == "runs/sums"
         at.get_by_role("button", name="Score").click()
         unknown = at.locator("p[role=status]:has-text('the share of groups without spread is unknown')")
         unknown.wait_for()
@@ -244,4 +248,20 @@ def test_new_files_other_machines_and_own_functions(tmp_path: Path) -> None:
         held[0].continue_()
         at.locator(".outdated").wait_for(state="detached")
         at.wait_for_selector("text=groups (0 %) without spread")
+        page.has_no_problem()
+
+        # Rewards have names, and are of other kinds, too; the address has the source of the answers.
+        at.get_by_label("Name of mine").fill("length")
+        at.get_by_label("Name of mine").press("Enter")
+        at.wait_for_selector(".source .cm-line:has-text('name: length')")
+        at.get_by_role("tab", name="File of JSON lines").click()
+        at.get_by_placeholder("answers.jsonl").fill("answers.jsonl")
+        at.reload()
+        at.get_by_placeholder("answers.jsonl").wait_for()
+        assert at.get_by_placeholder("answers.jsonl").input_value() == "answers.jsonl"
+        at.get_by_label("Reward to add").select_option("judge")
+        at.get_by_role("button", name="Add", exact=True).click()
+        at.wait_for_selector(".source .cm-line:has-text('kind: judge')")
+        at.get_by_role("tab", name="Form", selected=True).wait_for()
+        at.wait_for_selector(".problem:has-text('this field is required')")
         page.has_no_problem()

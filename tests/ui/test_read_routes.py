@@ -113,7 +113,7 @@ def test_a_run_of_texts_only(root: Path) -> None:
             "no trajectory 9/0/0",
         ),
         ("/api/read/trajectory", {"run": "one"}, 400, "step = '' is no integer"),
-        ("/api/compare/curves", {"runs": "one", "metric": "x", "axis": "mood"}, 400, "axis='mood' is none"),
+        ("/api/compare/curves", {"runs": "one", "metric": "x", "axis": "mood"}, 400, "axis = 'mood' is none"),
         ("/api/compare/tasks", {"runs": "one"}, 400, "two are paired"),
         ("/api/compare/metrics", {"runs": ""}, 400, "0 runs are named"),
         ("/api/compare/metrics", {"runs": ",".join(f"r{n}" for n in range(11))}, 400, "11 runs are named"),

@@ -100,7 +100,9 @@ def test_the_time_of_a_run_is_that_of_its_drivers():
     killed = {"started": moment(2000)}
     assert seconds_of([ended], 5000.0) == 60
     assert seconds_of([ended, killed], 2100.0) == 60 + 100  # until it has last written
-    assert seconds_of([killed, ended], 5000.0) == 60  # how long the first one ran is not known
+    resumed = {**killed, "last_written": moment(2030)}
+    assert seconds_of([resumed, ended], 5000.0) == 30 + 60
+    assert seconds_of([killed, ended], 5000.0) == 60  # of another release: how long the first ran is unknown
     assert seconds_of([{"started": None}], 5000.0) is None
     assert seconds_of([], 5000.0) is None
 

@@ -148,12 +148,25 @@ def test_a_range_of_a_chart_is_drawn_in_full(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("axis", "age"), ("names", "reward"), ("low", "a"), ("pixels", "x")]
+    ("route", "name", "value"),
+    [
+        *(("series", "axis", "age"), ("series", "names", "reward"), ("series", "low", "a")),
+        *(("series", name, value) for name in ("low", "high", "pixels") for value in ("nan", "inf", "1e999")),
+        *(("series", "smoothing", value) for value in ("1", "-0.1", "nan")),
+        *(("step", "at", value) for value in ("nan", "-inf", "x", "")),
+    ],
 )
-def test_wrong_parameters_are_named(tmp_path, name, value):
+def test_wrong_parameters_are_named(tmp_path, route, name, value):
     make_run(tmp_path / "run")
-    status, body = get(tmp_path, "/api/watch/series", run="run", **{name: value})
+    status, body = get(tmp_path, f"/api/watch/{route}", run="run", **{name: value})
     assert (status, body["place"]) == (400, name)
+    assert name in body["error"]
+
+
+def test_a_place_on_an_axis_is_required(tmp_path):
+    make_run(tmp_path / "run")
+    assert get(tmp_path, "/api/watch/step", run="run", at="3.4") == (200, {"step": 3})
+    assert get(tmp_path, "/api/watch/step", run="run")[1]["place"] == "at"
 
 
 def test_charts_and_appended_steps_do_not_disturb_each_other(tmp_path):

@@ -5,6 +5,7 @@ import hashlib
 import re
 
 from nemorl.ui.app import SCREENS, STATIC
+from tests.ui.requests import Client, asked
 
 VENDOR = STATIC / "vendor"
 
@@ -37,6 +38,21 @@ def imported(name: str, seen: set[str]) -> set[str]:
 
 def size(names: set[str]) -> int:
     return sum(len(gzip.compress((STATIC / name).read_bytes(), 9)) for name in names)
+
+
+def test_scripts_are_sent_compressed(tmp_path):
+    async def work(client: Client) -> tuple[str, int, int, bytes]:
+        path = "/static/vendor/codemirror.js"
+        answer = await client.get(path, auto_decompress=False)
+        length = len(await answer.read())
+        known = {"If-None-Match": answer.headers["ETag"]}
+        again = await client.get(path, headers=known, auto_decompress=False)
+        return answer.headers["Content-Encoding"], length, again.status, await again.read()
+
+    encoding, length, status, body = asked(tmp_path, work)
+    assert encoding == "gzip"
+    assert length < 160_000
+    assert (status, body) == (304, b"")
 
 
 def test_scripts_are_small():

@@ -46,6 +46,7 @@ def test_a_trajectory_has_its_turns_texts_and_rewards(run: Path) -> None:
         ("policy", 8, 17, "stop"),
     ]
     assert (found.segments[3].reward, found.segments[3].rewards) == (1.0, {"exact": 1.0})
+    assert [each.seconds for each in found.segments] == [None, None, None, 0.5]  # the first turn is of 0 s
     # é has two bytes and 💡 four: the first of the tokens of a character has its text.
     assert found.texts == [*"2+2=no", "<end>", "?", "n", "é", "", " ", "💡", "", "", "", "<end>"]
     assert found.special == [END]

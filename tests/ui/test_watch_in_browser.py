@@ -1,6 +1,8 @@
 """The list of runs and a run that is watched, in a browser."""
 
+import json
 import time
+from urllib.parse import urlencode
 
 import pytest
 
@@ -87,4 +89,55 @@ def test_a_wrong_token_and_a_server_that_is_gone_are_sentences(tmp_path):
         page.goto(f"{shown.url}/watch?run=other#{shown.token}")
         page.get_by_text("no run in").wait_for()
         page.goto(f"{shown.url}/nothing")
+        shown.has_no_problem()
+
+
+def test_long_names_and_long_errors_are_readable_at_1000_pixels(tmp_path):
+    error = f"OutOfMemoryError: rank 3 of policy\n  hint: lower micro_batch_tokens {ODD}"
+    name = f"experiments/{'a_long_folder_' * 6}/grpo-{'qwen3' * 20} <b>"
+    make_run(tmp_path / name, end={"outcome": "failed", "error": error, "time": ""})
+    make_run(tmp_path / "none", steps=0, end={"outcome": "failed", "error": "no model", "time": ""})
+    with page_of(tmp_path, width=1000) as shown:
+        page = shown.page
+        for view in (
+            "runs",
+            f"watch?{urlencode({'run': name})}",
+            f"compare?{urlencode({'runs': f'{name},none'})}",
+        ):
+            shown.open(view)
+            page.get_by_text("grpo-qwen3").first.wait_for()
+            assert page.evaluate("document.documentElement.scrollWidth") <= 1000
+        shown.open(f"watch?{urlencode({'run': name})}")
+        words = page.locator(".alarm .words").first
+        words.wait_for()
+        assert words.inner_text().splitlines()[1].startswith("  hint: lower micro_batch_tokens ␛[31mred")
+        assert "U+202E" in words.inner_text()
+        assert "5 / 10" in page.locator(".facts").inner_text()
+        shown.open("watch?run=none")
+        page.get_by_text("No step has ended.").wait_for()
+        shown.has_no_problem()
+
+
+def test_stages_after_the_last_step_are_drawn(tmp_path):
+    folder = make_run(tmp_path / "run", steps=2)
+    spans = [(0, "step 1", 10, 1), (0, "step 2", 11, 1), (1, "training", 11, 1), (2, "export", 12.5, 1.5)]
+    events = [
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": name}}
+        for tid, name in enumerate(("steps", "training", "export"))
+    ]
+    events += [
+        {"ph": "X", "name": name, "pid": 1, "tid": tid, "ts": start * 1e6, "dur": long * 1e6}
+        for tid, name, start, long in spans
+    ]
+    lines = "\n,".join(map(json.dumps, events))
+    (folder / "timeline.json").write_text(f"[\n{lines}\n", encoding="utf-8")
+    with page_of(tmp_path) as shown:
+        shown.open("watch?run=run&tab=lanes")
+        page = shown.page
+        page.get_by_text("the last 2 steps, 4.0 s").wait_for()
+        last = page.locator("i[title='export: 1.5 s']").bounding_box()
+        lane = page.locator(".lane").last.locator("div").bounding_box()
+        assert last is not None
+        assert lane is not None
+        assert last["width"] == pytest.approx(lane["width"] * 1.5 / 4, rel=0.02)
         shown.has_no_problem()

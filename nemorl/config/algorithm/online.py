@@ -260,7 +260,8 @@ class SequenceMaskConfig(Config):
     @check
     def _leaves_something_out(self) -> Problems:
         if self.low is self.high is self.max_difference is None:
-            yield Problem("high", None, "no sequence is left out; set `low`, `high` or `max_difference`")
+            fix = "no sequence is left out; set `low`, `high` or `max_difference`, or set this to null"
+            yield Problem("", {}, fix)
 
 
 class CorrectionBase(Config):  # docs/off_policy.md has the formulas

@@ -4,7 +4,7 @@ import UPlot from "../vendor/uplot.js";
 import { html, useEffect, useRef, useState } from "./preact.js";
 import { number } from "./widgets.js";
 
-export const PALETTE = ["#3b82d6", "#e07b39", "#3a9d5d", "#b5549c", "#8a6fd1", "#b59b2a", "#2fa3a3", "#c94f4f"];
+export const PALETTE = ["#3b82d6", "#e07b39", "#3a9d5d", "#b5549c", "#8a6fd1", "#b59b2a", "#2fa3a3", "#c94f4f", "#7d8894", "#d08fc4", "#8fb339", "#a8704a"];
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -49,12 +49,13 @@ export function Lines({ series, height = 190, xLabel, log = false, onPick, onZoo
   useEffect(() => {
     if (!series.length) return undefined;
     const data = joined(series);
+    const only = data[0].length === 1 ? data[0][0] : undefined; // its own place in the middle
     const positive = log && series.every(({ y }) => y.every((value) => !(value <= 0)));
     const options = {
       width: Math.max(120, box.current.clientWidth),
       height,
       scales: {
-        x: { time: false, ...(range ? { range: () => range } : {}) },
+        x: { time: false, ...(range ? { range: () => range } : {}), ...(only === undefined ? {} : { range: [only - 1, only + 1] }) },
         y: positive ? { distr: 3 } : {},
       },
       axes: axes(xLabel, positive, data[0].every(Number.isInteger)),
@@ -69,7 +70,7 @@ export function Lines({ series, height = 190, xLabel, log = false, onPick, onZoo
           alpha: raw ? 0.35 : 1,
           dash,
           spanGaps: true,
-          points: { show: points ?? y.filter((value) => value !== null).length < 3 },
+          points: { show: points ?? y.filter((value) => value !== null).length < 3, fill: () => style("--bg") },
           value: (_, value) => (value === null || value === undefined ? "" : number(value)),
         })),
       ],

@@ -25,7 +25,7 @@ function keep(file, draft) {
 const kept = (file) => JSON.parse(sessionStorage.getItem(`${KEY}:${file}`) || "null");
 
 function Start({ facts, files, error }) {
-  const [find, setFind] = useState("");
+  const { find = "" } = view.value.params;
   const words = find.toLowerCase().split(/\s+/);
   const has = (text) => words.every((word) => text.toLowerCase().includes(word));
   const first = (one) => (one.name.startsWith("quickstart/") ? 0 : one.name.startsWith("recipes/") ? 2 : 1);
@@ -38,7 +38,7 @@ function Start({ facts, files, error }) {
   };
   return html`<main>
     <div class="row"><h1>Compose</h1>
-      <label><span class="muted">Find </span><input type="search" value=${find} onInput=${(event) => setFind(event.target.value)} /></label>
+      <label><span class="muted">Find </span><input type="search" value=${find} onInput=${(event) => change({ find: event.target.value })} /></label>
       <span class="grow"></span><button onClick=${open({ file: "experiment.yaml", new: 1 })}>Empty experiment</button></div>
     <${Problem} error=${error} />
     <div class="start">
@@ -94,13 +94,13 @@ function Conflict({ conflict, text, onTake, onKeep }) {
   </div>`;
 }
 
-function Command({ command, title }) {
+function Command({ command, title, words }) {
   const [copied, setCopied] = useState(false);
   const copy = () => navigator.clipboard.writeText(command).then(() => {
     setCopied(true);
     setTimeout(() => setCopied(false), 1500);
   });
-  return html`<button class="command" title=${`${title}: ${command}`} onClick=${copy}><code>${command}</code> <span class="muted">${copied ? "copied" : "copy"}</span></button>`;
+  return html`<button class="command" title=${`${title}: ${command}`} onClick=${copy}><code>${command}</code> <span class="muted">${copied ? "copied" : "copy"}</span><span class="short-title">${copied ? "Copied" : words}</span></button>`;
 }
 
 function Problems({ report, occupied, onLine }) {
@@ -169,7 +169,8 @@ function Composer({ facts, readOnly }) {
   const [check, failure, checking] = useCheck(text, name, preset, round);
   const problems = useMemo(() => {
     const found = new Map();
-    for (const one of [...(check?.report.problems || []), ...(check?.occupied ? [check.occupied] : [])]) found.set(one.field, [...(found.get(one.field) || []), one]);
+    const remarks = check?.occupied ? [{ ...check.occupied, isRemark: true }] : [];
+    for (const one of [...(check?.report.problems || []), ...remarks]) found.set(one.field, [...(found.get(one.field) || []), one]);
     return found;
   }, [check]);
   const marks = useMemo(() => {
@@ -253,7 +254,7 @@ function Composer({ facts, readOnly }) {
       <span class="grow"></span>
       ${!readOnly && html`<button onClick=${() => save()} disabled=${isSaved}>Save</button>
         <button class="primary" onClick=${start} disabled=${busy !== "" || !report?.ok}>${busy ? "Starting…" : "Start"}</button>`}
-      ${check?.command && html`<${Command} command=${check.command} title="In a terminal" /><${Command} command=${check.slurm} title="On a Slurm cluster" />`}
+      ${check?.command && html`<${Command} command=${check.command} title="In a terminal" words="Copy command" /><${Command} command=${check.slurm} title="On a Slurm cluster" words="Copy for Slurm" />`}
       <button class="quiet" onClick=${() => go("compose")}>Other file</button>
     </div>
     <${Problem} error=${error || failure} />

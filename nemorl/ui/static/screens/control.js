@@ -6,7 +6,7 @@ import { Problem } from "../lib/widgets.js";
 import { server } from "../lib/server.js";
 
 const ENDED = new Set(["stopped", "failed", "killed"]);
-const LIVING = new Set(["starting", "running", "suspended"]);
+export const LIVING = new Set(["starting", "running", "suspended"]);
 
 export function Control({ head }) {
   const { run, state } = head;

@@ -254,10 +254,12 @@ function Columns({ kinds, chosen }) {
 function TableOf({ run, table, filter, rows }) {
   const { params } = view.value;
   const kinds = table.columns;
-  const first = Object.keys(kinds).filter(
-    (column) => ALWAYS.includes(column) || column.startsWith("rewards.") || column in table.counts,
-  );
-  const chosen = params.columns ? splitNames(params.columns).filter((column) => column in kinds) : first;
+  // The parts of the reward follow it.
+  const ofReward = Object.keys(kinds).filter((column) => column.startsWith("rewards."));
+  const ordered = Object.keys(kinds).flatMap((column) => (column === "reward" ? [column, ...ofReward] : ofReward.includes(column) ? [] : [column]));
+  const first = ordered.filter((column) => ALWAYS.includes(column) || ofReward.includes(column) || column in table.counts);
+  const asked = splitNames(params.columns);
+  const chosen = params.columns ? ordered.filter((column) => asked.includes(column)) : first;
   const sort = params.sort || "-"; // the newest first
   const key = JSON.stringify([run, rows, filter, sort]);
   const load = async (offset, count, signal) => (await get("/api/read/page", { run, rows, filter, sort, offset, count }, signal)).rows;

@@ -79,7 +79,7 @@ export default function Runs() {
     change({ runs: joinNames(next) });
   };
   if (!runs && !error) return html`<${Loading} />`;
-  return html`<main>
+  return html`<main class="runs">
     <div class="row">
       <h1>Runs</h1>
       <label>

@@ -168,7 +168,7 @@ function Tokens({ data, params }) {
               <h3>
                 ${segment.role}${segment.role === "policy" ? ` · turn ${segments.slice(0, n + 1).filter((each) => each.role === "policy").length}` : ""}
                 <span class="muted">
-                  ${` ${number(segment.end - segment.start)} tokens`}${segment.stop && ` · ended by ${segment.stop}`}
+                  ${` ${number(segment.end - segment.start)} tokens`}${segment.stop && ` · ended by ${segment.stop}`}${segment.seconds && ` · ${seconds(segment.seconds)}`}
                   ${Object.keys(segment.rewards).length > 0 &&
                   ` · reward ${number(segment.reward)} (${Object.entries(segment.rewards).map(([part, value]) => `${part} ${number(value)}`).join(", ")})`}
                 </span>
@@ -270,7 +270,7 @@ function TaskOverSteps({ query, of, params }) {
   return html`<div class="column">
     <div class="row tight">
       <b>Task ${of.task}</b>
-      <span class="muted">${number(found.trend.steps.length)} steps</span>
+      <span class="muted">${found.trend.steps.length === 1 ? "1 step" : `${number(found.trend.steps.length)} steps`}</span>
       <label><input type="checkbox" checked=${stored} onChange=${(event) => change({ unstored: event.target.checked ? null : "1" })} /> only stored answers</label>
       <label><input type="checkbox" checked=${each} onChange=${(event) => change({ every: event.target.checked ? "1" : null })} /> every sample of a step</label>
     </div>

@@ -4,8 +4,9 @@ import { html, useEffect, useMemo, useRef, useState } from "../lib/preact.js";
 import { arrays, follow, get, text } from "../lib/api.js";
 import { Lines, PALETTE } from "../lib/chart.js";
 import { address, change, go, view } from "../lib/view.js";
+import { visible } from "../lib/visible.js";
 import { Empty, Loading, Problem, Table, Tabs, bytes, number, percent, seconds, useLoaded } from "../lib/widgets.js";
-import { Control } from "./control.js";
+import { Control, LIVING } from "./control.js";
 
 const TABS = { charts: "Charts", lanes: "Last steps", processes: "Processes", logs: "Logs" };
 const AXES = { step: "step", tokens: "tokens", time: "seconds" };
@@ -47,7 +48,7 @@ function Head({ head }) {
     </div>
     <div class="row facts">
       <${Fact} name="step">${number(head.step)}${head.total_steps ? ` / ${number(head.total_steps)}` : ""}<//>
-      <progress max="1" value=${done} aria-label="Steps">${percent(done)}</progress>
+      ${head.total_steps > 0 && html`<progress max="1" value=${done} aria-label="Steps">${percent(done)}</progress>`}
       ${head.eta !== null && html`<${Fact} name="left" title="median of the last 20 steps × steps left">${seconds(head.eta)}<//>`}
       ${head.step_seconds !== null && html`<${Fact} name="a step">${seconds(head.step_seconds)}<//>`}
       <${Fact} name="checkpoint">
@@ -55,7 +56,7 @@ function Head({ head }) {
       <//>
       <${Fact} name="disk left">${bytes(head.free_bytes)}<//>
     </div>
-    ${head.last_words.length > 0 && html`<details open><summary>Last words of the driver</summary><pre>${head.last_words.join("\n")}</pre></details>`}
+    ${head.last_words.length > 0 && html`<details open><summary>Last words of the driver</summary><pre>${visible(head.last_words.join("\n"))}</pre></details>`}
   </section>`;
 }
 
@@ -65,7 +66,7 @@ function Alarms({ run, alarms, advice }) {
     ${alarms.map(
       (alarm) =>
         html`<div class=${alarm.is_fatal ? "problem alarm" : "notice alarm"} role="alert" key=${alarm.title}>
-          <div><b>${alarm.title}</b>: ${alarm.value}${alarm.limit && html` <span class="muted">(limit: ${alarm.limit})</span>`}</div>
+          <div><b>${alarm.title}</b>: <span class="words">${visible(alarm.value)}</span>${alarm.limit && html` <span class="muted">(limit: ${alarm.limit})</span>`}</div>
           <div class="row">
             <${Fields} run=${run} names=${alarm.fields} />
             ${alarm.filter && html`<a href=${address("read", { run, filter: alarm.filter })}>the trajectories</a>`}
@@ -208,7 +209,7 @@ function Charts({ run, state }) {
   const groups = state.groups.filter(
     ({ title, names }) => !find || title.toLowerCase().includes(find) || names.some((name) => name.includes(find)),
   );
-  if (!state.num_steps) return html`<${Empty}>No step has ended yet.<//>`;
+  if (!state.num_steps) return html`<${Empty}>No step has ended${LIVING.has(state.head.state) ? " yet" : ""}.<//>`;
   return html`<div class="column">
     <div class="row">
       <label>Find <input type="search" value=${params.find || ""} onInput=${(e) => change({ find: e.target.value })} /></label>
@@ -256,10 +257,10 @@ function Lanes({ run, numSteps }) {
   };
   if (error) return html`<${Problem} error=${error} />`;
   if (!found) return html`<${Loading} />`;
-  if (!found.steps.length) return html`<${Empty}>${loading ? "Loading…" : "No step has ended yet."}<//>`;
+  if (!found.steps.length) return html`<${Empty}>${loading ? "Loading…" : "No step has ended."}<//>`;
   const begin = found.steps[0][1];
-  const [, start, length] = found.steps.at(-1);
-  const width = start + length - begin;
+  const ends = [...found.steps, ...found.tracks.flatMap(({ spans }) => spans)].map(([, start, length]) => start + length);
+  const width = Math.max(...ends) - begin; // what follows the last step is drawn, too
   const place = ([, from, long]) => {
     const left = Math.max(0, (from - begin) / width);
     return { left: `${100 * left}%`, width: `${100 * Math.max(0.0008, Math.min(1, (from + long - begin) / width) - left)}%` };
@@ -281,7 +282,7 @@ function Lanes({ run, numSteps }) {
     </div>`;
   return html`<div class="column">
     <div class="row">
-      <span class="muted">${found.steps.length} steps, ${seconds(width)}</span>
+      <span class="muted">${found.steps.length === 1 ? "the last step" : `the last ${found.steps.length} steps`}, ${seconds(width)}</span>
       <span class="grow"></span>
       <button onClick=${download}>Download timeline.json</button>
       <a href="https://ui.perfetto.dev" target="_blank" rel="noreferrer">open it in Perfetto</a>
@@ -364,7 +365,7 @@ function Logs({ run, mark }) {
           ${found.lines.map(
             (line, at) =>
               html`<div key=${at} class=${line.level.toLowerCase()}>
-                <span class="muted">${clock(line.time)}</span> <span class="source">${line.source}</span> ${line.text}
+                <span class="muted">${clock(line.time)}</span> <span class="source">${line.source}</span> ${visible(line.text)}
               </div>`,
           )}
         </div>`

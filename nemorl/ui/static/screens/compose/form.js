@@ -95,12 +95,12 @@ function Origin({ node, onLine }) {
 }
 
 const Problems = ({ of }) =>
-  (of || []).map((problem) => html`<div class="problem" role="alert">${problem.fix}</div>`);
+  (of || []).map((problem) => html`<div class=${problem.isRemark ? "notice" : "problem"} role="alert">${problem.fix}</div>`);
 
 function Field({ node, problems, onEdit, onLine }) {
   const id = `field-${key(node.path)}`;
   const own = problems.get(key(node.path));
-  return html`<div class=${`field ${own ? "wrong" : ""} ${node.is_own ? "own" : ""}`}>
+  return html`<div class=${`field ${own?.some((problem) => !problem.isRemark) ? "wrong" : ""} ${node.is_own ? "own" : ""}`}>
     <label for=${id} title=${node.type}>${node.name}</label>
     <${Input} node=${node} id=${id} onSet=${(edit) => onEdit([edit])} />
     <${Origin} node=${node} onLine=${onLine} />

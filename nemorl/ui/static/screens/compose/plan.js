@@ -1,13 +1,14 @@
 // The picture of a run: its parts with devices, processes and memory, and the planner's layouts to choose from.
 
-import { html, useEffect, useState } from "../../lib/preact.js";
+import { html } from "../../lib/preact.js";
 import { post } from "../../lib/api.js";
 import { PALETTE } from "../../lib/chart.js";
+import { change, view } from "../../lib/view.js";
 import { Loading, Problem, bytes, number, percent, useLoaded } from "../../lib/widgets.js";
 
 const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [164, 104, 36, 48];
 const FIRST = ["rollout workers", "engine", "environment", "rewards"];
-const COLORS = [...PALETTE, "#7d8894", "#c79ad6", "#7fb8a0", "#d9b08c", "#5d6fa8", "#a8865d"];
+const COLORS = [...PALETTE, "#7fb8a0", "#5d6fa8"];
 const short = (text, length = 24) => (text.length > length ? `…${text.slice(1 - length)}` : text);
 
 // Places of the boxes: the way of a trajectory in the first row, models in the second, the rest in the third.
@@ -114,23 +115,21 @@ const fitting = { true: "yes", false: "no", null: "?" };
 
 // Layouts of the policy, and where the plan of time can rank them, with `ranked` whole runs by the seconds of a step.
 export function Layouts({ text, file, preset, world, canRank, onEdit }) {
-  const [devices, setDevices] = useState(null);
-  const [ranked, setRanked] = useState(false);
+  const { params } = view.value;
+  const devices = Number(params.devices) || null;
+  const ranked = canRank && params.ranked === "1";
   const count = devices || (ranked ? null : world);
   const path = ranked ? "/api/compose/suggestions" : "/api/compose/layouts";
   const load = (signal) => post(path, { text, file, preset, devices: count }, signal);
   const [found, error, loading] = useLoaded(load, [text, preset, count, ranked]);
-  useEffect(() => {
-    if (!canRank) setRanked(false);
-  }, [canRank]);
   const rows = found && Boolean(found.rows[0]?.reason) === ranked ? found.rows : [];
   const use = (row) => html`<button disabled=${row.is_current} aria-label=${`Use ${row.name || row.layout}`} onClick=${() => onEdit(row.edits)}>${row.is_current ? "in use" : "Use"}</button>`;
   const memory = (row) => `${bytes(row.memory)}${found.room ? ` (${percent(row.memory / found.room)})` : ""}`;
   return html`<section class="column" aria-label="Layouts">
     <div class="row">
       <h2>Layouts</h2>
-      <label>on <input class="short" type="number" min="1" max="4096" aria-label="Number of devices" value=${count || found?.devices || ""} onInput=${(event) => setDevices(Number(event.target.value) || null)} /> devices</label>
-      ${canRank && html`<label><input type="checkbox" checked=${ranked} onChange=${(event) => setRanked(event.target.checked)} /> whole runs by seconds of a step</label>`}
+      <label>on <input class="short" type="number" min="1" max="4096" aria-label="Number of devices" value=${count || found?.devices || ""} onInput=${(event) => change({ devices: Number(event.target.value) || null })} /> devices</label>
+      ${canRank && html`<label><input type="checkbox" checked=${ranked} onChange=${(event) => change({ ranked: event.target.checked ? "1" : null })} /> whole runs by seconds of a step</label>`}
       <span class="muted" role="status">${loading ? "planning…" : found ? `${found.count} found` : ""}</span>
     </div>
     <${Problem} error=${error} />

@@ -3,17 +3,16 @@
 import { html, useEffect, useMemo, useState } from "../../lib/preact.js";
 import { get, post } from "../../lib/api.js";
 import { Histogram } from "../../lib/chart.js";
+import { change, view } from "../../lib/view.js";
 import { Editor } from "../../lib/editor.js";
 import { Problem, Tabs, number, percent, seconds } from "../../lib/widgets.js";
 
 const BINS = 20;
 const MAX_SHOWN = 100;
 const MAX_WEIGHT = 2; // of sliders; larger weights are typed
-const nameOf = (node) => {
-  const value = (field) => node.fields.find((one) => one.name === field)?.value;
-  return String(value("name") || value("function") || node.chosen || "").replace(/^.*:/, "");
-};
-const weightOf = (node) => Number(node.fields.find((one) => one.name === "weight")?.value ?? 1);
+const valueOf = (node, field) => node.fields.find((one) => one.name === field)?.value;
+const nameOf = (node) => String(valueOf(node, "name") || valueOf(node, "function") || node.chosen || "").replace(/^.*:/, "");
+const weightOf = (node) => Number(valueOf(node, "weight") ?? 1);
 
 // The values of a reward that its scores depend on.
 const withoutWeight = ({ name, value, chosen, fields = [], items = [] }) => [name, value, chosen, [...fields, ...items].filter((node) => node.name !== "weight").map(withoutWeight)];
@@ -22,8 +21,14 @@ function Weight({ node, weight, onWeigh, onEdit }) {
   const name = nameOf(node);
   const commit = (event) => onEdit([{ path: [...node.path, "weight"], value: Number(event.target.value) }]);
   const most = Math.max(MAX_WEIGHT, Math.abs(weight));
+  const rename = (event) => {
+    const given = event.target.value.trim();
+    const path = [...node.path, "name"];
+    onEdit([given ? { path, value: given } : { path, remove: true }]);
+  };
   return html`<div class="weight">
-    <b>${name}</b> <span class="muted">${node.chosen}</span>
+    <input class="title" value=${name} spellcheck="false" aria-label=${`Name of ${name}`} title="Its name in metrics and filters; empty: that of the function or kind" onChange=${rename} />
+    <span class="muted">${node.chosen}</span>
     <input
       type="range" min=${-most} max=${most} step="0.05" value=${weight}
       aria-label=${`Weight of ${name}`}
@@ -35,15 +40,23 @@ function Weight({ node, weight, onWeigh, onEdit }) {
   </div>`;
 }
 
-function AddReward({ facts, onEdit }) {
+// A built-in function, or another kind of reward, whose fields are then filled in in the form.
+function AddReward({ facts, variants, onEdit }) {
   const [name, setName] = useState("exact_match");
-  const add = () => onEdit([{ path: ["rewards"], value: { function: name }, append: true }]);
+  const kinds = variants.filter((one) => one.name !== "function");
+  const kind = kinds.find((one) => one.name === name);
+  const add = () => {
+    onEdit([{ path: ["rewards"], value: kind ? { kind: name } : { function: name }, append: true }]);
+    if (kind) change({ tab: null, find: "rewards" });
+  };
+  const option = (one) => html`<option key=${one} value=${one}>${one}</option>`;
   return html`<div class="row">
-    <select aria-label="Built-in reward" value=${name} onChange=${(event) => setName(event.target.value)}>
-      ${Object.keys(facts.rewards).map((one) => html`<option>${one}</option>`)}
+    <select aria-label="Reward to add" value=${name} onChange=${(event) => setName(event.target.value)}>
+      <optgroup label="Built-in functions">${Object.keys(facts.rewards).map(option)}</optgroup>
+      <optgroup label="Other kinds">${kinds.map((one) => option(one.name))}</optgroup>
     </select>
-    <button onClick=${add}>Add built-in</button>
-    <span class="muted">${facts.rewards[name]}</span>
+    <button onClick=${add}>Add</button>
+    <span class="muted">${kind ? kind.help : facts.rewards[name]}</span>
   </div>`;
 }
 
@@ -145,7 +158,7 @@ const stats = (values) => {
 
 // What is known of groups whose answers have all the same sum, which train nothing.
 export function spread(scored, groups, equal) {
-  const whole = "runs with logger.trajectories: sampled or all record whole groups, which Read shows";
+  const whole = "runs with logger.trajectories: sampled or all record whole groups";
   const part = `samples.jsonl has some of the answers of each group, and ${whole}`;
   if (!groups) return `the share of groups without spread is unknown: ${scored.is_partial ? part : "no prompt has several answers"}`;
   const share = `${equal} of ${groups} groups (${percent(equal / groups)}) without spread`;
@@ -172,7 +185,7 @@ function Scored({ scored, weights }) {
         ${row(html`<b>sum</b>`, "", totals)}
       </tbody>
     </table></div>
-    <p role="status" class=${groups && !scored.is_partial && equal / groups >= 0.5 ? "notice" : ""}>${scored.answers.length} answers; ${spread(scored, groups, equal)}.</p>
+    <p role="status" class=${groups && !scored.is_partial && equal / groups >= 0.5 ? "notice" : ""}>${scored.answers.length} answers of ${scored.source}; ${spread(scored, groups, equal)}.</p>
     ${failed.map((part) => html`<div class="problem" role="alert">
       <b>${part.errors.find(Boolean)}</b>
       ${part.traceback && html`<pre>${part.traceback}</pre>`}
@@ -192,19 +205,16 @@ function Scored({ scored, weights }) {
 
 // `kinds` changes when the rewards do, but for their weights, or a file of functions.
 function Preview({ text, file, weights, kinds }) {
-  const [source, setSource] = useState("typed");
+  const { params } = view.value;
+  const { answers: source = "typed", lines = "" } = params;
   const [runs, setRuns] = useState([]);
-  const [run, setRun] = useState("");
-  const [lines, setLines] = useState("");
+  const run = params.of || runs[0]?.name || "";
   const [typed, setTyped] = useState({ prompt: "12+34=", completions: "46\n45", answer: "46" });
   const [scored, setScored] = useState(null); // with `of`, the answers and rewards that it is of
   const [error, setError] = useState(null);
   const [busy, setBusy] = useState(false);
   useEffect(() => {
-    get("/api/runs/list").then((found) => {
-      setRuns(found);
-      setRun(found[0]?.name || "");
-    }, () => {});
+    get("/api/runs/list").then(setRuns, () => {});
   }, []);
   const answers = {
     run: { run },
@@ -226,16 +236,16 @@ function Preview({ text, file, weights, kinds }) {
   const set = (name) => (event) => setTyped({ ...typed, [name]: event.target.value });
   return html`<section class="panel column" aria-label="Preview">
     <h2>Preview</h2>
-    <${Tabs} of=${{ typed: "Typed", run: "Samples of a run", file: "File of JSON lines" }} at=${source} onChange=${setSource} label="Answers to score" />
+    <${Tabs} of=${{ typed: "Typed", run: "Answers of a run", file: "File of JSON lines" }} at=${source} onChange=${(next) => change({ answers: next === "typed" ? null : next })} label="Answers to score" />
     ${source === "typed" && html`<div class="typed">
       <label>Prompt<textarea rows="2" value=${typed.prompt} onInput=${set("prompt")}></textarea></label>
       <label>Answers, one a line<textarea rows="2" value=${typed.completions} onInput=${set("completions")}></textarea></label>
       <label>Expected<textarea rows="2" value=${typed.answer} onInput=${set("answer")}></textarea></label>
     </div>`}
-    ${source === "run" && html`<label>Run <select value=${run} onChange=${(event) => setRun(event.target.value)}>
-      ${runs.length ? runs.map((one) => html`<option>${one.name}</option>`) : html`<option value="">no run here yet</option>`}
+    ${source === "run" && html`<label>Run <select value=${run} onChange=${(event) => change({ of: event.target.value })}>
+      ${runs.length ? runs.map((one) => html`<option key=${one.name} value=${one.name}>${one.name}</option>`) : html`<option key="" value="">no run here yet</option>`}
     </select></label>`}
-    ${source === "file" && html`<label>File <input value=${lines} placeholder="answers.jsonl" spellcheck="false" onInput=${(event) => setLines(event.target.value)} />
+    ${source === "file" && html`<label>File <input value=${lines} placeholder="answers.jsonl" spellcheck="false" onInput=${(event) => change({ lines: event.target.value })} />
       <span class="muted"> objects with prompt, completion or completions, answer, and columns</span></label>`}
     <div class="row"><button class="primary" disabled=${busy || (source === "run" && !run)} onClick=${score}>${busy ? "Scoring…" : "Score"}</button>
       <span class="muted">Functions run in a process of their own, at most a minute.</span></div>
@@ -257,7 +267,7 @@ export function Rewards({ node, facts, text, file, round, onEdit, onSaved, readO
     ${items.map((item) => html`<${Weight} key=${item.path.join(".")} node=${item} weight=${weights[nameOf(item)]} onEdit=${onEdit}
       onWeigh=${(name, value) => setMoved({ ...moved, [name]: value })} />`)}
     ${!items.length && html`<p class="muted">No reward yet: the environment's own alone counts.</p>`}
-    <${AddReward} facts=${facts} onEdit=${onEdit} />
+    <${AddReward} facts=${facts} variants=${node.variants} onEdit=${onEdit} />
     ${!readOnly && html`<${OwnReward} facts=${facts} onEdit=${onEdit} onSaved=${onSaved} />`}
     <${Preview} text=${text} file=${file} weights=${weights} kinds=${kinds} />
   </div>`;
