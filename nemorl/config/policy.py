@@ -319,6 +319,15 @@ class AutoRecompute(Config):
 ChosenRecompute = NoRecompute | SelectiveRecompute | FullRecompute
 RecomputeConfig = Annotated[ChosenRecompute | AutoRecompute, Variants(NoRecompute)]
 
+
+class ActivationOffloadConfig(Config):
+    """Saved activations of layers wait in host memory for their backward pass."""
+
+    layers: Annotated[int, Field(ge=1)] | Literal["auto"]
+    """First layers of a stage (of a run of its layers under VPP) whose activations leave the device. `auto`:
+    the memory plan chooses, together with `recompute: {name: auto}`, the fewest seconds with which it fits."""
+
+
 _Attention = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
 _LatentAttention = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 _Mlp = Literal["gate_proj", "up_proj", "down_proj"]
@@ -527,6 +536,8 @@ class PolicyConfig(Config):
     """Numbers of fewer bits in which engines sample; null samples in `generation.precision`."""
     recompute: RecomputeConfig = Field(NoRecompute(), json_schema_extra=ADVANCED)
     """Which activations are computed again in the backward pass instead of kept."""
+    offload_activations: ActivationOffloadConfig | None = Field(None, json_schema_extra=ADVANCED)
+    """Keep activations in host memory until the backward pass; null keeps them on the device."""
     micro_batch_tokens: int = Field(4096, ge=1)
     """Most tokens of one forward and backward pass; at least `max_sequence_length`."""
     share_prefixes: bool = Field(True, json_schema_extra=EXPERT)
@@ -562,6 +573,12 @@ class PolicyConfig(Config):
     @property
     def tokenizer_folder(self) -> Path:
         return self.tokenizer.path or self.model_path
+
+    @property
+    def offloaded_layers(self) -> int:
+        """First layers of each run of layers whose activations leave the device; `auto` counts as none."""
+        offload = self.offload_activations
+        return offload.layers if offload is not None and offload.layers != "auto" else 0
 
     @property
     def engine_quantization(self) -> QuantizationConfig | None:
@@ -627,6 +644,18 @@ class PolicyConfig(Config):
             reason = "policy.precision is float32, and FP8 trains weights in bfloat16"
         if reason:
             yield Problem("fp8", self.fp8.model_dump(), f"{reason}; remove it")
+
+    @check
+    def _activations_alone_are_saved(self) -> Problems:
+        if self.offload_activations is None:
+            return
+        reason = ""
+        if self.fp8 is not None:
+            reason = "with policy.fp8 layers also save weights in FP8, which would leave with them"
+        elif self.trained_quantization is not None:
+            reason = "policy.quantization.train is fake, and layers save rounded weights, which would leave too"
+        if reason:
+            yield Problem("offload_activations.layers", self.offload_activations.layers, f"{reason}; remove it")
 
     @check
     def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Problems:
