@@ -325,7 +325,7 @@ class ActivationOffloadConfig(Config):
 
     layers: Annotated[int, Field(ge=1)] | Literal["auto"]
     """First layers of a stage (of a run of its layers under VPP) whose activations leave the device. `auto`:
-    the memory plan chooses, together with `recompute: {name: auto}`, the fewest seconds with which it fits."""
+    the memory plan chooses what takes the fewest seconds and fits, together with `recompute: {name: auto}`."""
 
 
 _Attention = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -653,9 +653,13 @@ class PolicyConfig(Config):
         if self.fp8 is not None:
             reason = "with policy.fp8 layers also save weights in FP8, which would leave with them"
         elif self.trained_quantization is not None:
-            reason = "policy.quantization.train is fake, and layers save rounded weights, which would leave too"
+            reason = (
+                "policy.quantization.train is fake, and layers save rounded weights, which would leave too"
+            )
         if reason:
-            yield Problem("offload_activations.layers", self.offload_activations.layers, f"{reason}; remove it")
+            yield Problem(
+                "offload_activations.layers", self.offload_activations.layers, f"{reason}; remove it"
+            )
 
     @check
     def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Problems:

@@ -14,7 +14,6 @@ Copies run in a queue of their own, in order, and hosts wait for none. That of M
 """
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,10 +23,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemorl.config.policy import FullRecompute, PolicyConfig
 from nemorl.device import smallest_offload
-from nemorl.plan.memory import pinned_bytes
 
 from .device import CopyQueue, DeviceKind, host_buffer
 from .packing import PackedLayout
+
+_PIECE = 32  # of host memory, as a multiple of the smallest copy
+_ALIGNED = 512  # bytes of the host
 
 
 def saves_weights(policy: PolicyConfig) -> bool:
@@ -41,34 +42,46 @@ def saves_weights(policy: PolicyConfig) -> bool:
 
 
 class HostBuffers:
-    """Pinned memory of the host, which is used again and not returned."""
+    """Pinned memory of the host in pieces of one size, which are used again and not returned."""
 
-    def __init__(self, kind: DeviceKind) -> None:
-        self.num_bytes = 0
+    def __init__(self, kind: DeviceKind, piece_bytes: int) -> None:
+        """`piece_bytes` is a power of two, which torch takes as it is."""
+        self.num_bytes, self.piece_bytes = 0, piece_bytes
         self._kind = kind
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: list[Tensor] = []
 
-    def take(self, num_bytes: int) -> Tensor:
-        """Bytes of at least this number."""
-        size = pinned_bytes(num_bytes)
-        if self._free[size]:
-            return self._free[size].pop()
-        self.num_bytes += size
-        return host_buffer(self._kind, torch.empty(size, dtype=torch.uint8, device="meta"))
+    def take(self, num_bytes: int) -> list[Tensor]:
+        """Pieces of together at least this number of bytes."""
+        return [
+            self._free.pop() if self._free else self._made() for _ in range(0, num_bytes, self.piece_bytes)
+        ]
 
-    def give(self, buffer: Tensor) -> None:
-        self._free[buffer.numel()].append(buffer)
+    def give(self, pieces: list[Tensor]) -> None:
+        self._free += pieces
+
+    def places(self, pieces: list[Tensor], start: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of `data`, which is bytes, each with its place if it begins `start` bytes after the first."""
+        done = 0
+        while done < len(data):
+            number, offset = divmod(start + done, self.piece_bytes)
+            size = min(self.piece_bytes - offset, len(data) - done)
+            yield data[done : done + size], pieces[number][offset : offset + size]
+            done += size
+
+    def _made(self) -> Tensor:
+        self.num_bytes += self.piece_bytes
+        return host_buffer(self._kind, torch.empty(self.piece_bytes, dtype=torch.uint8, device="meta"))
 
 
 class _Storage:
-    """Memory of the device that saved tensors of a layer share; here, on the host, or in both."""
+    """Memory of the device that saved tensors of a layer share."""
 
     def __init__(self, tensor: Tensor) -> None:
         # All of it, in the type of the tensor.
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         self.on_device: Tensor | None = tensor.detach().as_strided((size,), (1,), 0)
-        self.on_host: Tensor | None = None
         self.num_bytes = size * tensor.element_size()
+        self.start: int | None = None  # on the host, in the pieces of its layer
 
     @property
     def is_empty(self) -> bool:
@@ -85,26 +98,26 @@ class _Layer:
         self.has_begun = False  # its backward pass
         self.is_back = False
         self.copied: Any = None  # event of its newest copies
+        self.pieces: list[Tensor] = []  # of memory of the host
         self.own: dict[int, _Storage] = {}  # while it computes, and until they have left
         self._left: list[weakref.ref[_Storage]] = []
 
     def leave(self) -> None:
         """Let the device memory of what was copied go. From now on only autograd keeps the rest."""
         for storage in self.own.values():
-            if storage.on_host is not None:
+            if storage.start is not None:
                 storage.on_device = None
         self.stay()
 
     def stay(self) -> None:
         """Keep the device memory as long as autograd needs it."""
-        self._left = [weakref.ref(storage) for storage in self.own.values() if storage.on_host is not None]
+        self._left = [weakref.ref(storage) for storage in self.own.values() if storage.start is not None]
         self.own = {}
 
-    def left(self) -> Iterator[_Storage]:
+    def left(self) -> list[_Storage]:
         """What is on the host and will be asked for."""
-        for reference in self._left:
-            if (storage := reference()) is not None and storage.on_host is not None:
-                yield storage
+        found = (reference() for reference in self._left)
+        return [storage for storage in found if storage is not None]
 
 
 class _Saved:
@@ -128,8 +141,8 @@ class ActivationOffload:
     """Of a rank: the first layers of each of its runs of layers leave the device between their passes."""
 
     def __init__(self, layers: int, kind: DeviceKind, device: torch.device) -> None:
-        self.buffers = HostBuffers(kind)
         self._layers, self._device, self._least = layers, device, smallest_offload(device)
+        self.buffers = HostBuffers(kind, _PIECE * self._least)
         self._queue = CopyQueue(kind)
         self._hooks: saved_tensors_hooks | None = None  # while a forward pass is in them
         self._layer: _Layer | None = None  # that computes
@@ -180,6 +193,7 @@ class ActivationOffload:
             return
         before = self._finish_layer()
         if number > self._layers:
+            self._free_leaving()
             self._end()
         else:
             self._layer = _Layer(number, self._passes, before, leaves=number < self._layers)
@@ -196,16 +210,21 @@ class ActivationOffload:
         layer, self._layer = self._layer, None
         if layer is None:
             return None
-        leaving = [storage for storage in layer.own.values() if not storage.is_empty]
-        if not leaving:
+        size = 0
+        for storage in layer.own.values():
+            if not storage.is_empty:
+                storage.start = size
+                size += -(-storage.num_bytes // _ALIGNED) * _ALIGNED
+        if not size:
             return layer.before
         self._free_leaving()
+        layer.pieces = self.buffers.take(size)
         with self._queue.after_computation():
-            for storage in leaving:
-                assert storage.on_device is not None, "it was not copied before"
-                storage.on_host = self.buffers.take(storage.num_bytes)
-                data = storage.on_device.view(torch.uint8)
-                storage.on_host[: storage.num_bytes].copy_(data, non_blocking=True)
+            for storage in layer.own.values():
+                if storage.start is not None and storage.on_device is not None:
+                    data = storage.on_device.view(torch.uint8)
+                    for part, place in self.buffers.places(layer.pieces, storage.start, data):
+                        place.copy_(part, non_blocking=True)
             layer.copied = self._queue.mark()
         self._leaving = layer
         return layer
@@ -254,24 +273,20 @@ class ActivationOffload:
         if layer is self._leaving:  # it still is on the device
             self._leaving = None
             layer.stay()
-            for storage in layer.left():
-                self._return(storage)
-            return
-        storages = list(layer.left())
-        for storage in storages:  # by the queue that computes, which will free it
-            storage.on_device = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._device)
-        with self._queue.after_computation():
-            for storage in storages:
-                assert storage.on_device is not None and storage.on_host is not None, "see above"
-                storage.on_device.copy_(storage.on_host[: storage.num_bytes], non_blocking=True)
-                self._return(storage)
-            layer.copied = self._queue.mark()
-
-    def _return(self, storage: _Storage) -> None:
-        """The next copy into this buffer comes after those that read it: there is one queue of copies."""
-        assert storage.on_host is not None, "it has left"
-        self.buffers.give(storage.on_host)
-        storage.on_host = None
+        else:
+            storages = layer.left()
+            for storage in storages:  # by the queue that computes, which will free it
+                storage.on_device = torch.empty(storage.num_bytes, dtype=torch.uint8, device=self._device)
+            with self._queue.after_computation():
+                for storage in storages:
+                    assert storage.on_device is not None, "it was made above"
+                    assert storage.start is not None, "what has not left is not listed"
+                    for part, place in self.buffers.places(layer.pieces, storage.start, storage.on_device):
+                        part.copy_(place, non_blocking=True)
+                layer.copied = self._queue.mark()
+        # The next copies into these come after those that read them: there is one queue of copies.
+        self.buffers.give(layer.pieces)
+        layer.pieces = []
 
 
 def _address(tensor: Tensor) -> int:

@@ -27,9 +27,7 @@ class End:
     left: int  # of the rank's tensors, that are on the host without anything that waits for them
 
 
-def two_steps(
-    rank: int, world_size: int, rendezvous: str, config: PolicyConfig, per_micro_batch: int
-) -> End:
+def two_steps(rank: int, world_size: int, rendezvous: str, config: PolicyConfig, per_micro_batch: int) -> End:
     worker = start_worker(rank, world_size, rendezvous, config)
     steps, host_bytes = [], []
     for batch in BATCHES:
@@ -44,7 +42,7 @@ def two_steps(
     weights = {name: values.clone() for name, values in worker.parameters().items()}
     free = 0
     if worker.activations is not None:
-        free = sum(len(one) * size for size, one in worker.activations.buffers._free.items())
+        free = sum(map(len, worker.activations.buffers._free))
     left = host_bytes[-1] - free
     worker.close()
     return End(steps, gradients, weights, host_bytes, left)
