@@ -325,7 +325,13 @@ class ActivationOffloadConfig(Config):
 
     layers: Annotated[int, Field(ge=1)] | Literal["auto"]
     """First layers of a stage (of a run of its layers under VPP) whose activations leave the device. `auto`:
-    the memory plan chooses what takes the fewest seconds and fits, together with `recompute: {name: auto}`."""
+    the memory plan chooses what fits and takes the fewest seconds, together with `recompute` if that is."""
+
+    @property
+    def described(self) -> str:
+        if self.layers == "auto":
+            return "what the memory plan chooses"
+        return f"the first {counted(self.layers, 'layer')} of each stage"
 
 
 _Attention = Literal["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -186,6 +186,7 @@ class PolicyWorker:
             "torch": torch.__version__,
             **self._kernels.described(self._installed, self._kind, self._config.optimizer),
             **recompute_notes(self._shape, self._config.recompute, self._kernels.layers),
+            **({"offloaded activations": of.described} if (of := self._config.offload_activations) else {}),
         }
 
     def start_profile(self) -> None:

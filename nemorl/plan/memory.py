@@ -276,10 +276,10 @@ def kept_elements(
         with_experts = [shape.is_moe(i) for i in stage_layers(shape.num_layers, layout, stage, chunk)]
         layers = [widths[each] for each in with_experts]
         passing = max(_passing(shape, policy, each) for each in with_experts)
-        if policy.offloaded_layers:  # the peak then is where gradients are computed
+        if _whole_layers_leave(policy):  # the peak then is where gradients are computed
             passing += max(_gradients(shape, layout, each) for each in with_experts)
-        saved = saved_widths(shape, policy, layers)
-        number = offloaded_parts(policy, len(layers))
+        saved = _saved(shape, policy, layers)
+        number = _offloaded(policy, len(layers))
         stays = sum(saved[number:])
         kept, left = max(kept, stays), max(left, sum(saved[:number]))
         newest = max(newest, stays, *(sum(saved[first : first + 2]) for first in range(number)))
@@ -293,8 +293,14 @@ def kept_elements(
     return Kept(tokens * on_device, tokens * in_flight * left)
 
 
-def saved_widths(shape: ModelShape, policy: PolicyConfig, layers: Sequence[int]) -> list[int]:
-    """Elements that a run of layers saves of a token, in their order; `layers` are those without `full`."""
+def offloaded_widths(shape: ModelShape, policy: PolicyConfig, layers: Sequence[int]) -> list[int]:
+    """Elements of a token that leave the device, of a run of these layers: a number for each copy."""
+    widths = [_layer(shape, policy, shape.is_moe(layer)) for layer in layers]
+    return _saved(shape, policy, widths)[: _offloaded(policy, len(layers))]
+
+
+def _saved(shape: ModelShape, policy: PolicyConfig, layers: Sequence[int]) -> list[int]:
+    """Elements that a run of layers saves of a token, in order; `layers` are those without `full`."""
     recompute, hidden = policy.recompute, _hidden(shape, policy.layout)
     if not isinstance(recompute, FullRecompute):
         return list(layers)
@@ -304,12 +310,20 @@ def saved_widths(shape: ModelShape, policy: PolicyConfig, layers: Sequence[int])
     return [*[hidden] * (len(layers) - len(rest)), *rest]
 
 
-def offloaded_parts(policy: PolicyConfig, layers: int) -> int:
-    """How many of the `saved_widths` of a run of layers leave the device."""
+def _offloaded(policy: PolicyConfig, layers: int) -> int:
+    """How many of what `_saved` lists leave the device."""
     recompute, number = policy.recompute, min(policy.offloaded_layers, layers)
     if isinstance(recompute, FullRecompute) and recompute.method == "uniform":
         return number // recompute.num_layers  # the input of a group is saved after its last layer
     return number
+
+
+def _whole_layers_leave(policy: PolicyConfig) -> bool:
+    """True if more is offloaded than the inputs of layers that are computed again."""
+    layers, recompute = policy.offloaded_layers, policy.recompute
+    if not isinstance(recompute, FullRecompute):
+        return layers > 0
+    return recompute.method == "block" and layers > recompute.num_layers
 
 
 def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
