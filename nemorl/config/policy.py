@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from nemorl.errors import Problem, Problems
 
@@ -320,10 +321,16 @@ ChosenRecompute = NoRecompute | SelectiveRecompute | FullRecompute
 RecomputeConfig = Annotated[ChosenRecompute | AutoRecompute, Variants(NoRecompute)]
 
 
+def _count_or_auto(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise PydanticCustomError("count_or_auto", 'expected an integer of at least 1, or "auto"')
+
+
 class ActivationOffloadConfig(Config):
     """Saved activations of layers wait in host memory for their backward pass."""
 
-    layers: Annotated[int, Field(ge=1)] | Literal["auto"]
+    layers: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
     """First layers of a stage (of a run of its layers under VPP) whose activations leave the device. `auto`:
     the memory plan chooses what fits and takes the fewest seconds, together with `recompute` if that is."""
 
@@ -331,7 +338,7 @@ class ActivationOffloadConfig(Config):
     def described(self) -> str:
         if self.layers == "auto":
             return "what the memory plan chooses"
-        return f"the first {counted(self.layers, 'layer')} of each stage"
+        return f"the first {counted(self.layers, 'layer') if self.layers > 1 else 'layer'} of each stage"
 
 
 _Attention = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -652,20 +659,23 @@ class PolicyConfig(Config):
             yield Problem("fp8", self.fp8.model_dump(), f"{reason}; remove it")
 
     @check
-    def _activations_alone_are_saved(self) -> Problems:
+    def _activations_leave_alone(self) -> Problems:
         if self.offload_activations is None:
             return
-        reason = ""
+        reason, recompute = "", self.recompute
         if self.fp8 is not None:
-            reason = "with policy.fp8 layers also save weights in FP8, which would leave with them"
+            reason = "with policy.fp8 layers also save weights in FP8, which would leave with them; remove it"
         elif self.trained_quantization is not None:
             reason = (
-                "policy.quantization.train is fake, and layers save rounded weights, which would leave too"
+                "policy.quantization.train is fake: layers save rounded weights, which would leave with them"
             )
+            reason += "; remove it"
+        elif isinstance(recompute, FullRecompute) and recompute.method == "uniform":
+            group = recompute.num_layers
+            if 0 < self.offloaded_layers < group:
+                reason = f"policy.recompute keeps one input of every {group} layers; set it to at least that"
         if reason:
-            yield Problem(
-                "offload_activations.layers", self.offload_activations.layers, f"{reason}; remove it"
-            )
+            yield Problem("offload_activations.layers", self.offload_activations.layers, reason)
 
     @check
     def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Problems:

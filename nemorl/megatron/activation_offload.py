@@ -237,7 +237,7 @@ class ActivationOffload:
 
     def _pack(self, tensor: Tensor) -> Any:
         layer = self._layer
-        # Of a parameter nothing but itself may be kept: its gradient is found by it.
+        # Parameters do not leave, and have no graph behind them that would keep itself alive.
         if layer is None or isinstance(tensor, torch.nn.Parameter):
             return tensor
         storage = None

@@ -276,7 +276,7 @@ def kept_elements(
         with_experts = [shape.is_moe(i) for i in stage_layers(shape.num_layers, layout, stage, chunk)]
         layers = [widths[each] for each in with_experts]
         passing = max(_passing(shape, policy, each) for each in with_experts)
-        if _whole_layers_leave(policy):  # the peak then is where gradients are computed
+        if policy.offloaded_layers:  # the peak then is where gradients are computed
             passing += max(_gradients(shape, layout, each) for each in with_experts)
         saved = _saved(shape, policy, layers)
         number = _offloaded(policy, len(layers))
@@ -316,14 +316,6 @@ def _offloaded(policy: PolicyConfig, layers: int) -> int:
     if isinstance(recompute, FullRecompute) and recompute.method == "uniform":
         return number // recompute.num_layers  # the input of a group is saved after its last layer
     return number
-
-
-def _whole_layers_leave(policy: PolicyConfig) -> bool:
-    """True if more is offloaded than the inputs of layers that are computed again."""
-    layers, recompute = policy.offloaded_layers, policy.recompute
-    if not isinstance(recompute, FullRecompute):
-        return layers > 0
-    return recompute.method == "block" and layers > recompute.num_layers
 
 
 def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:

@@ -130,7 +130,7 @@ def choose(
         training = Training(choice.policy, shape, device, Attained(), default_lengths(choice))
         return training.update(choice.algorithm.sequences_per_update).seconds, choice
 
-    # Of those with more work than what fits by itself none is faster.
+    # Of those with more work than what fits alone none is faster.
     less = choices if plain is None else choices[: choices.index(plain)]
     most = max(layers_by_stage(shape.num_layers, policy.layout))
     most //= policy.layout.virtual_pipeline_parallel_size
