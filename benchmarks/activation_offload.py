@@ -16,7 +16,6 @@ from typing import Any
 
 from common import publish, table_of
 from policies import grpo_experiment
-from refit_models import QWEN3_30B
 from rehearsal import begun, rehearsed_rows
 
 from nemorl.config.experiment import Experiment
@@ -56,14 +55,6 @@ _TP2_PP8 = {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_para
 CASES = (
     Case("70b-full", LLAMA_70B, 65536, _TP2_PP8 | {"data_parallel_size": 4}, FULL, 10),
     Case("70b-none", LLAMA_70B, 16384, _TP8_PP4 | {"data_parallel_size": 4}, {"name": "none"}, 20),
-    Case(
-        "qwen3-30b-full",
-        QWEN3_30B,
-        16384,
-        {"data_parallel_size": 16, "expert_parallel_size": 16, "expert_tensor_parallel_size": 1},
-        FULL,
-        48,
-    ),
 )
 
 

@@ -292,8 +292,9 @@ def test_the_plan_of_large_layers_is_right_within_a_tenth(tmp_path: Path, case: 
     [
         # Of 4 layers 2 are left.
         ({"data_parallel_size": 8}, NONE, 3, 2),
-        # And of the inputs of 4 layers, of two micro-batches in flight.
-        ({"data_parallel_size": 8, **TP2_PP2}, {"name": "full"}, 4, 6),
+        # Of the inputs of 4 layers, of two micro-batches in flight, 2 are left. The peak is a layer further
+        # down in the backward pass, where another gradient is held.
+        ({"data_parallel_size": 8, **TP2_PP2}, {"name": "full"}, 4, 5),
     ],
 )
 def test_offloaded_activations_leave_the_device_and_are_not_waited_for(
