@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.config.policy import ActivationOffloadConfig, FullRecompute, PolicyConfig, SelectiveRecompute
+from nemorl.config.policy import (
+    ActivationOffloadConfig,
+    FullRecompute,
+    NoRecompute,
+    PolicyConfig,
+    SelectiveRecompute,
+)
 from nemorl.data.losses import TrainStats
+from nemorl.megatron.activation_offload import saves_weights
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
 
@@ -91,3 +98,22 @@ def test_gradients_are_the_same_to_the_bit(pool, model, name):
         # Buffers are used again, and nothing is left in one. Experts get other numbers of tokens.
         assert after.host_bytes[1] < 1.05 * after.host_bytes[0]
         assert after.left == 0
+
+
+@pytest.mark.parametrize(
+    ("recompute", "layers", "expected"),
+    [
+        (NoRecompute(), 0, False),
+        (NoRecompute(), 1, True),
+        (SELECTIVE, 1, True),
+        (FULL, 4, False),
+        (FullRecompute(name="full", method="block", num_layers=3), 2, False),
+        # The layer behind the last offloaded one is not computed again.
+        (FullRecompute(name="full", method="block", num_layers=3), 3, True),
+    ],
+)
+def test_weights_are_saved_unless_only_inputs_are(tmp_path, recompute, layers, expected):
+    """The hooks give a backward pass another tensor than the parameter: no kernel may look for it there."""
+    offload = ActivationOffloadConfig(layers=layers) if layers else None
+    policy = policy_config(tmp_path, recompute=recompute, offload_activations=offload)
+    assert saves_weights(policy) == expected
