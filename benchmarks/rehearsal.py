@@ -105,13 +105,15 @@ def rows_of(published: Published, processes: int) -> Iterator[dict[str, Any]]:
             }
 
 
-def rehearsed_rows(experiment: Experiment, processes: int) -> Iterator[dict[str, Any]]:
-    """Of a rank of the policy's fullest stage, by the plan, and one of its last."""
+def rehearsed_rows(
+    experiment: Experiment, processes: int, stages: Sequence[int] = ()
+) -> Iterator[dict[str, Any]]:
+    """Of a rank of each of these stages; by default of the policy's fullest, by the plan, and of its last."""
     layout = experiment.policy.layout
     shape = load_shape(experiment.policy.model_path, experiment.policy.head)
     plans = [stage_memory(experiment, shape, stage) for stage in range(layout.pipeline_parallel_size)]
     fullest = max(range(len(plans)), key=lambda stage: plans[stage].on_device)
-    ranks = [layout.stage_size * stage for stage in sorted({fullest, len(plans) - 1})]
+    ranks = [layout.stage_size * stage for stage in sorted(set(stages) or {fullest, len(plans) - 1})]
     for report in rehearse_all(experiment, ranks, processes):
         comparison = compare(report, experiment)
         yield {
@@ -128,6 +130,8 @@ def rehearsed_rows(experiment: Experiment, processes: int) -> Iterator[dict[str,
                 part: {"measured": measured, "planned": planned}
                 for part, (measured, planned) in comparison.parts.items()
             },
+            "activations_on_host_bytes": report.activations_on_host,
+            "planned_on_host_bytes": plans[report.stage].activations_on_host,
             "peaks_bytes": {phase: peak.num_bytes for phase, peak in report.peaks.items()},
             "waits_in_micro_batches": sum(n for e, n in report.synchronizations if e.in_micro_batch),
             "faults": len(faults(report)),

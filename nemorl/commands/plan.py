@@ -12,7 +12,7 @@ from rich.table import Table
 
 from nemorl.config.base import counted
 from nemorl.config.experiment import Experiment
-from nemorl.config.policy import AutoRecompute
+from nemorl.config.policy import ActivationOffloadConfig, RecomputeConfig
 from nemorl.errors import UsageError
 from nemorl.plan.calibration import (
     HERE,
@@ -25,11 +25,11 @@ from nemorl.plan.calibration import (
     write_calibration,
 )
 from nemorl.plan.generation_time import default_lengths
-from nemorl.plan.hardware import HARDWARE, MARGIN
+from nemorl.plan.hardware import HARDWARE, MARGIN, known_hardware
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import MEMORY_PARTS, policy_memory
-from nemorl.plan.recompute import fitting_recompute
+from nemorl.plan.recompute import fitting, fitting_recompute, leaves_a_choice
 from nemorl.plan.step_time import RunPlan, StepTime, UnplannedRun
 from nemorl.plan.suggest import Suggestion, suggest
 from nemorl.plan.training_time import Lengths
@@ -64,6 +64,8 @@ def register(commands: Commands) -> None:
     layouts.add_argument("--gpus", type=terminal.positive_integer, required=True, metavar="N", help=gpus_help)
     memory_help = "available memory of a device in GB (10^9 bytes); default: this machine's smallest GPU"
     layouts.add_argument("--memory-gb", type=terminal.positive_number, metavar="GB", help=memory_help)
+    rates_help = "device whose memory and rates are used; without it those of this machine's GPU, if known"
+    layouts.add_argument("--hardware", metavar="NAME_OR_FILE", help=rates_help)
     layouts.add_argument("--json", action="store_true", help="print all values as JSON, with sizes in bytes")
     _register_time(group)
     _register_suggest(group)
@@ -153,10 +155,15 @@ def _register_rehearsal(group: Commands) -> None:
 
 def _layouts(arguments: Namespace) -> int:
     experiment, shape = load_planned(arguments.config, arguments.overrides, lays_out=False)
-    memory_bytes = min((gpu.memory_bytes for gpu in read_machine().gpus), default=None)
+    gpu = min(read_machine().gpus, key=lambda gpu: gpu.memory_bytes, default=None)
+    memory_bytes = None if gpu is None else gpu.memory_bytes
+    hardware = None if gpu is None else known_hardware(gpu.name)
+    if arguments.hardware is not None:
+        hardware = read_calibration(arguments.hardware).hardware
+        memory_bytes = hardware.memory_bytes
     if arguments.memory_gb is not None:
         memory_bytes = int(arguments.memory_gb * 1e9)
-    choices = list_layouts(experiment, shape, arguments.gpus, memory_bytes)
+    choices = list_layouts(experiment, shape, arguments.gpus, memory_bytes, hardware=hardware)
     if not choices:
         problem = f"no layout of {experiment.policy.model_path} takes {arguments.gpus} devices"
         heads = f"{shape.num_attention_heads} heads and {shape.num_key_value_heads} key-value heads"
@@ -167,9 +174,11 @@ def _layouts(arguments: Namespace) -> int:
         say(json.dumps([_as_json(choice) for choice in choices], indent=2))
         return ExitCode.WELL
     console = terminal.output()
-    is_chosen = isinstance(experiment.policy.recompute, AutoRecompute)
+    is_chosen = leaves_a_choice(experiment.policy)
     console.width = max(console.width, _WIDTH + _CHOICE_WIDTH * is_chosen)
     console.print(_table(choices[:_ROWS], is_chosen=is_chosen))
+    if choices[0].reason:
+        terminal.notes().print(f"first layout: {choices[0].reason}.", markup=False)
     more = f", the first {_ROWS} are shown (--json gives all)" if len(choices) > _ROWS else ""
     unknown = "" if memory_bytes else " This machine has no GPU: give --memory-gb to see which fit."
     terminal.notes().print(f"{counted(len(choices), 'layout')}{more}. {ORDER}{unknown}", markup=False)
@@ -178,11 +187,12 @@ def _layouts(arguments: Namespace) -> int:
 
 def _time(arguments: Namespace) -> int:
     experiment, shape = load_planned(arguments.config, arguments.overrides)
-    is_chosen = isinstance(experiment.policy.recompute, AutoRecompute)
+    is_chosen = leaves_a_choice(experiment.policy)
     runs = [read_run(folder, shape) for folder in arguments.calibrate]
     start = read_calibration(arguments.hardware)
     hardware = start.hardware.shared_by(experiment.policy.layout.world_size)
-    experiment = fitting_recompute(experiment, shape, hardware.usable_bytes)
+    chosen = fitting(experiment, shape, hardware.usable_bytes, hardware)
+    experiment, policy = chosen.experiment, chosen.experiment.policy
     needed = policy_memory(experiment, shape).on_device
     status = ExitCode.FAILED if needed > hardware.memory_bytes else ExitCode.WELL
     lengths = _lengths(experiment, arguments)
@@ -200,7 +210,8 @@ def _time(arguments: Namespace) -> int:
         stages = {name: {"bound": cost.bound, **asdict(cost)} for name, cost in step.stages.items()}
         values = asdict(step) | {"stages": stages, "tokens_per_second": step.tokens_per_second}
         values |= {"hardware": hardware.name, "lengths": asdict(lengths)}
-        values |= {"recompute": experiment.policy.recompute.model_dump(), "fits": status is ExitCode.WELL}
+        values |= {"recompute": policy.recompute.model_dump(), "fits": status is ExitCode.WELL}
+        values |= {"offload_activations": _dumped(policy.offload_activations), "choice": chosen.reason}
         values |= {"memory_on_device": needed, "device_memory": hardware.memory_bytes}
         values |= {} if price is None else {"cost_per_million_tokens": step.cost_per_million(price)}
         values |= {"calibration": compared, "attained": asdict(calibration.attained)} if runs else {}
@@ -213,7 +224,12 @@ def _time(arguments: Namespace) -> int:
     console.print(_stages(step, plan))
     share, room = needed / hardware.memory_bytes, f"{hardware.memory_bytes / 1e9:.1f} GB"
     rows["memory of the policy's fullest rank"] = f"{_digits(needed / 1e9)} of {room} ({share:.0%})"
-    rows["recomputed"] = experiment.policy.recompute.described + is_chosen * " (chosen by the plan)"
+    by_plan = is_chosen * " (chosen by the plan)"
+    rows["recomputed"] = policy.recompute.described + by_plan
+    if policy.offload_activations is not None or chosen.reason:
+        rows["activations offloaded"] = _offloaded(policy.offload_activations) + by_plan
+    if chosen.reason:
+        rows["of the choice"] = chosen.reason
     result = terminal.table("The run", ["", "value"])
     for name, value in rows.items():
         result.add_row(name, value)
@@ -289,6 +305,7 @@ def _suggest(arguments: Namespace) -> int:
                 "reason": one.reason,
                 "overrides": one.overrides,
                 "recompute": one.plan.experiment.policy.recompute.model_dump(),
+                "offload_activations": _dumped(one.plan.experiment.policy.offload_activations),
                 "memory_on_device": one.memory,
                 "device_memory": hardware.memory_bytes,
             }
@@ -330,7 +347,7 @@ def _suggestions(found: list[Suggestion], simulated: list[float]) -> Table:
         result.add_row(
             *(_digits(one.step.seconds), *times, placement, f"{layout.world_size}: {layout.name}"),
             f"{one.memory / 1e9:.1f} ({one.memory / one.plan.hardware.memory_bytes:.0%})",
-            experiment.policy.recompute.described,
+            _kept_by(experiment.policy.recompute, experiment.policy.offload_activations),
             *(
                 f"{one.plan.replicas} x TP{engine.tensor}",
                 str(getattr(experiment.algorithm, "max_staleness", 0)),
@@ -391,11 +408,26 @@ def _totals(step: StepTime, plan: RunPlan, price: float | None) -> dict[str, str
     return rows
 
 
+def _dumped(offload: ActivationOffloadConfig | None) -> dict[str, Any] | None:
+    return None if offload is None else offload.model_dump()
+
+
+def _offloaded(offload: ActivationOffloadConfig | None) -> str:
+    return "nothing" if offload is None else offload.described
+
+
+def _kept_by(recompute: RecomputeConfig, offload: ActivationOffloadConfig | None) -> str:
+    """What is recomputed, and offloaded if something is."""
+    return recompute.described + ("" if offload is None else f"; offloaded: {offload.described}")
+
+
 def _as_json(choice: LayoutChoice) -> dict[str, object]:
     memory = asdict(choice.memory)
     return {
         "layout": choice.layout.model_dump(exclude_defaults=True),
         "recompute": choice.recompute.model_dump(),
+        "offload_activations": _dumped(choice.offload),
+        "choice": choice.reason,
         "fits": choice.fits,
         "memory": {part: memory[part] for part in MEMORY_PARTS},
         "memory_on_device": choice.memory.on_device,
@@ -405,7 +437,7 @@ def _as_json(choice: LayoutChoice) -> dict[str, object]:
 
 
 def _table(choices: list[LayoutChoice], *, is_chosen: bool) -> Table:
-    """`is_chosen`: the plan chooses what is recomputed."""
+    """`is_chosen`: the plan chooses what is recomputed or offloaded."""
     parts = [part for part in _PARTS if any(getattr(choice.memory, part) for choice in choices)]
     title = "Layouts on GPUs; memory of the fullest in GB: weights exact, the rest estimated"
     headers = [_SHORT.get(part, part) for part in parts]
@@ -421,7 +453,7 @@ def _table(choices: list[LayoutChoice], *, is_chosen: bool) -> Table:
         fits = {True: "yes", False: "no", None: "?"}[choice.fits]
         memory = (_digits(size / 1e9) for size in (whole, *sizes, whole - sum(sizes)))
         traffic, idle = _digits(choice.bytes_per_token / 1000), f"{choice.idle:.0%}"
-        names = [choice.layout.name, *(choice.recompute.described for _ in recomputed)]
+        names = [choice.layout.name, *(_kept_by(choice.recompute, choice.offload) for _ in recomputed)]
         result.add_row(*names, fits, *memory, traffic, idle)
     return result
 
@@ -447,9 +479,11 @@ def _numbers(text: str) -> list[int]:
 def _rehearse(arguments: Namespace) -> int:
     experiment, shape = load_planned(arguments.config, arguments.overrides)
     policy, world = experiment.policy, experiment.policy.layout.world_size
-    settled = fitting_recompute(experiment, shape, int(arguments.memory_gb * 1e9))
+    rates = HARDWARE["h100"]
+    settled = fitting_recompute(experiment, shape, int(arguments.memory_gb * 1e9), rates)
     if settled is not experiment:
-        note = f"policy.recompute = auto: recomputes {settled.policy.recompute.described}"
+        chosen = _kept_by(settled.policy.recompute, settled.policy.offload_activations)
+        note = f"the memory plan chooses to recompute {chosen}, by the rates of {rates.device_name}"
         terminal.notes().print(note, markup=False)
     experiment = settled
     # After the arguments were checked: these import torch and Megatron.
@@ -473,6 +507,8 @@ def _rehearse(arguments: Namespace) -> int:
         console.print(_peaks([compare(report, experiment) for report in reports], arguments.memory_gb))
         _say_waits(reports)
         _say_offload(experiment, reports)
+        if on_host := max(report.activations_on_host for report in reports):
+            say(f"\nOffloaded activations take up to {on_host / 1e9:.2f} GB of a host for each rank.")
     if found:
         lines = [f"  {event.location}: {event.what}{_from(event)} ({event.phase})" for event, _ in found]
         terminal.complain("\n".join([f"{counted(len(lines), 'fault')}:", *dict.fromkeys(lines)]))

@@ -103,7 +103,7 @@ def _simulate(arguments: Namespace) -> int:
 def _plan(experiment: Experiment, shape: ModelShape, calibration: Calibration) -> RunPlan:
     hardware = calibration.hardware
     usable = hardware.shared_by(experiment.policy.layout.world_size).usable_bytes
-    experiment = fitting_recompute(experiment, shape, usable)
+    experiment = fitting_recompute(experiment, shape, usable, hardware)
     return RunPlan(experiment, shape, hardware, default_lengths(experiment), calibration.attained)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from nemorl.errors import Problem, Problems
 
@@ -319,6 +320,27 @@ class AutoRecompute(Config):
 ChosenRecompute = NoRecompute | SelectiveRecompute | FullRecompute
 RecomputeConfig = Annotated[ChosenRecompute | AutoRecompute, Variants(NoRecompute)]
 
+
+def _count_or_auto(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise PydanticCustomError("count_or_auto", 'expected an integer of at least 1, or "auto"')
+
+
+class ActivationOffloadConfig(Config):
+    """Saved activations of layers wait in host memory for their backward pass."""
+
+    layers: Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
+    """First layers of a stage (of a run of its layers under VPP) whose activations leave the device. `auto`:
+    the memory plan chooses what fits and takes the fewest seconds, together with `recompute` if that is."""
+
+    @property
+    def described(self) -> str:
+        if self.layers == "auto":
+            return "what the memory plan chooses"
+        return f"the first {counted(self.layers, 'layer') if self.layers > 1 else 'layer'} of each stage"
+
+
 _Attention = Literal["q_proj", "k_proj", "v_proj", "o_proj"]
 _LatentAttention = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 _Mlp = Literal["gate_proj", "up_proj", "down_proj"]
@@ -527,6 +549,8 @@ class PolicyConfig(Config):
     """Numbers of fewer bits in which engines sample; null samples in `generation.precision`."""
     recompute: RecomputeConfig = Field(NoRecompute(), json_schema_extra=ADVANCED)
     """Which activations are computed again in the backward pass instead of kept."""
+    offload_activations: ActivationOffloadConfig | None = Field(None, json_schema_extra=ADVANCED)
+    """Keep activations in host memory until the backward pass; null keeps them on the device."""
     micro_batch_tokens: int = Field(4096, ge=1)
     """Most tokens of one forward and backward pass; at least `max_sequence_length`."""
     share_prefixes: bool = Field(True, json_schema_extra=EXPERT)
@@ -562,6 +586,12 @@ class PolicyConfig(Config):
     @property
     def tokenizer_folder(self) -> Path:
         return self.tokenizer.path or self.model_path
+
+    @property
+    def offloaded_layers(self) -> int:
+        """First layers of each run of layers whose activations leave the device; `auto` counts as none."""
+        offload = self.offload_activations
+        return offload.layers if offload is not None and offload.layers != "auto" else 0
 
     @property
     def engine_quantization(self) -> QuantizationConfig | None:
@@ -627,6 +657,25 @@ class PolicyConfig(Config):
             reason = "policy.precision is float32, and FP8 trains weights in bfloat16"
         if reason:
             yield Problem("fp8", self.fp8.model_dump(), f"{reason}; remove it")
+
+    @check
+    def _activations_leave_alone(self) -> Problems:
+        if self.offload_activations is None:
+            return
+        reason, recompute = "", self.recompute
+        if self.fp8 is not None:
+            reason = "with policy.fp8 layers also save weights in FP8, which would leave with them; remove it"
+        elif self.trained_quantization is not None:
+            reason = (
+                "policy.quantization.train is fake: layers save rounded weights, which would leave with them"
+            )
+            reason += "; remove it"
+        elif isinstance(recompute, FullRecompute) and recompute.method == "uniform":
+            group = recompute.num_layers
+            if 0 < self.offloaded_layers < group:
+                reason = f"policy.recompute keeps one input of every {group} layers; set it to at least that"
+        if reason:
+            yield Problem("offload_activations.layers", self.offload_activations.layers, reason)
 
     @check
     def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Problems:

@@ -158,6 +158,33 @@ def finish_copies(kind: DeviceKind) -> None:
         torch.cuda.current_stream().synchronize()
 
 
+class CopyQueue:
+    """Copies between GPU and host in a stream of their own, which no host waits for; on a CPU there is none,
+    and copies are done when they return."""
+
+    def __init__(self, kind: DeviceKind) -> None:
+        self._stream = torch.cuda.Stream() if kind == "cuda" else None
+
+    @contextmanager
+    def after_computation(self) -> Iterator[None]:
+        """Copies that are issued inside begin when what is queued for the GPU up to now is done."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The end of the copies that were issued up to now."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def computation_waits(self, mark: torch.cuda.Event | None) -> None:
+        """What is queued for the GPU from now on begins when the copies up to `mark` are done."""
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
+
 def release_memory(kind: DeviceKind) -> None:
     """Return memory that torch caches to the device."""
     if kind == "cuda":

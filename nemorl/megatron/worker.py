@@ -39,6 +39,7 @@ from nemorl.plan.utilization import peak_tflops
 from nemorl.weights.endpoints import WeightSender
 
 from . import checkpoint, parallel
+from .activation_offload import ActivationOffload, saves_weights
 from .calibration import InputRanges
 from .checkpoint_store import FileRecord
 from .decode import CachedModel, DecodingCopy
@@ -112,6 +113,8 @@ class PolicyWorker:
         rounding = config.trained_quantization
         if rounding is not None:  # its kernel adds to gradients of parameters, and a rounded weight is none
             self._kernels = replace(self._kernels, fused_gradients=False)
+        if saves_weights(config):  # the kernel finds a gradient by its parameter
+            self._kernels = replace(self._kernels, fused_gradients=False)
         parallel.join(
             config.layout,
             rank=rank,
@@ -140,6 +143,11 @@ class PolicyWorker:
             for hooks in (self._ranges, self._rounding):
                 if hooks is not None:
                     hooks.attach(module, number)
+        self.activations: ActivationOffload | None = None
+        if trains and config.offloaded_layers:
+            self.activations = ActivationOffload(config.offloaded_layers, device, self.device)
+            for module in self._modules:
+                self.activations.attach(module)
         self._pipeline = Pipeline(self._chunks, temperature, self.device, filters)
         self._optimizer = PolicyOptimizer(config, self._chunks, device, self._trained) if trains else None
         self._maker = MicroBatchMaker(self._shape, config, self._kernels, self.device)
@@ -178,6 +186,7 @@ class PolicyWorker:
             "torch": torch.__version__,
             **self._kernels.described(self._installed, self._kind, self._config.optimizer),
             **recompute_notes(self._shape, self._config.recompute, self._kernels.layers),
+            **({"offloaded activations": of.described} if (of := self._config.offload_activations) else {}),
         }
 
     def start_profile(self) -> None:

@@ -86,7 +86,7 @@ class MeasuredRun:
     def plan(self, calibration: Calibration) -> RunPlan:
         hardware = calibration.hardware
         usable = hardware.shared_by(self.experiment.policy.layout.world_size).usable_bytes
-        experiment = fitting_recompute(self.experiment, self.shape, usable)
+        experiment = fitting_recompute(self.experiment, self.shape, usable, hardware)
         return RunPlan(experiment, self.shape, hardware, self.lengths, calibration.attained)
 
     def predicted(self, calibration: Calibration) -> dict[str, float]:

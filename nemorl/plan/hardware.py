@@ -8,6 +8,9 @@ Operations are dense (without sparsity), bytes per second are in one direction. 
     h200   NVIDIA H200 Tensor Core GPU data sheet (SXM5); DGX H200 user guide
     b200   DGX B200 data sheet, per GPU: 8 ConnectX-7 of 400 Gb/s
     gb200  GB200 NVL72 data sheet, per GPU; NVLink-C2C of a Grace CPU shared by two GPUs
+
+To the host: PCIe 5.0 x16, 128 GB/s in both directions together (H100, H200 and B200 data sheets); NVLink-C2C
+of a Grace CPU, 900 GB/s in both directions together (Transformer Engine's documentation, "CPU Offloading").
 """
 
 from dataclasses import dataclass, replace
@@ -88,3 +91,8 @@ HARDWARE = {
         ),
     )
 }
+
+
+def known_hardware(device_name: str | None) -> Hardware | None:
+    """The hardware of a GPU's name, as its driver says it; None for another one."""
+    return next((device for device in HARDWARE.values() if device.device_name == device_name), None)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from nemorl.config.checks import data_parallel_divides, interleaved_stages_have_work
 from nemorl.config.experiment import Experiment
-from nemorl.config.policy import LayoutConfig, RecomputeConfig
+from nemorl.config.policy import ActivationOffloadConfig, LayoutConfig, RecomputeConfig
 from nemorl.models.layout_rules import layout_problems, recompute_problems
 from nemorl.models.shape import ModelShape
 
+from .hardware import Hardware
 from .memory import ITEM_SIZE, ProcessMemory, policy_memory
 from .operations import sent_elements
-from .recompute import fitting_recompute
+from .recompute import fitting
 
 ORDER = (
     "Best first: those that fit, then fewest processes per model copy (they communicate in every layer; "
@@ -24,6 +25,8 @@ ORDER = (
 class LayoutChoice:
     layout: LayoutConfig
     recompute: RecomputeConfig  # the choice, where the experiment leaves it to the plan
+    offload: ActivationOffloadConfig | None  # the same
+    reason: str  # of the choice, in seconds, where something could be offloaded
     memory: ProcessMemory  # of the fullest rank
     fits: bool | None  # None where the memory of a device is not known
     bytes_per_token: int  # that a process sends within its copy, forward and backward
@@ -36,8 +39,12 @@ def list_layouts(
     num_devices: int,
     memory_bytes: int | None,
     allowed: Callable[[LayoutConfig], bool] = lambda layout: True,
+    hardware: Hardware | None = None,
 ) -> list[LayoutChoice]:
-    """Every allowed layout of evenly filled stages that uses all GPUs, in the order of `ORDER`."""
+    """Every allowed layout of evenly filled stages that uses all GPUs, in the order of `ORDER`.
+
+    Without the rates of `hardware` the plan chooses no offloading.
+    """
     algorithm, choices = experiment.algorithm, []
     for layout in _layouts(shape, num_devices):
         policy = experiment.policy.model_copy(update={"layout": layout})
@@ -52,14 +59,16 @@ def list_layouts(
             or any(interleaved_stages_have_work(policy, algorithm))
         ):
             continue
-        chosen = fitting_recompute(experiment.model_copy(update={"policy": policy}), shape, memory_bytes)
-        memory = policy_memory(chosen, shape)
+        laid_out = experiment.model_copy(update={"policy": policy})
+        chosen = fitting(laid_out, shape, memory_bytes, hardware)
+        settings, memory = chosen.experiment.policy, policy_memory(chosen.experiment, shape)
         fits = None if memory_bytes is None else memory.on_device <= memory_bytes
         stages = layout.pipeline_parallel_size
         # (stages - 1) of the time of a micro-batch's layers, compared with four micro-batches a stage
         idle = (stages - 1) / (stages - 1 + 4 * stages * layout.virtual_pipeline_parallel_size)
         traffic = round(sum(sent_elements(shape, layout).values()) * ITEM_SIZE[policy.precision])
-        choices.append(LayoutChoice(layout, chosen.policy.recompute, memory, fits, traffic, idle))
+        how = settings.recompute, settings.offload_activations, chosen.reason
+        choices.append(LayoutChoice(layout, *how, memory, fits, traffic, idle))
 
     def order(choice: LayoutChoice) -> tuple[float, ...]:
         copy_size = choice.layout.world_size // choice.layout.data_parallel_size

@@ -138,6 +138,25 @@ def memory_problems(experiment: Experiment, processes: Sequence[ProcessMemory], 
         yield Problem(f"{guest}.devices", "policy", fix)
 
 
+def host_problems(experiment: Experiment, processes: Sequence[ProcessMemory], machine: Machine) -> Problems:
+    """Offloaded activations for which a node with GPUs has no room, next to what else its processes keep."""
+    if not (is_this_machine(experiment, machine) and experiment.cluster.gpus_per_node):
+        return
+    needed = activations = 0
+    for process in processes:
+        if process.activations_on_host:
+            count = min(process.count, experiment.cluster.gpus_per_node)
+            activations += count * process.activations_on_host
+            needed += count * (process.runtime + process.total - process.on_device)
+    offload = experiment.policy.offload_activations
+    if offload is not None and needed > machine.memory_bytes:
+        holds = f"the processes of a node keep {_gigabytes(needed)} in its memory"
+        share = f"{_gigabytes(activations)} of that are offloaded activations"
+        fix = "lower it, recompute more (policy.recompute), or lower policy.micro_batch_tokens"
+        fix = f"{holds}, {share}, and it has {_gigabytes(machine.memory_bytes)}: {fix}"
+        yield Problem("policy.offload_activations.layers", offload.layers, fix)
+
+
 def _memory_dir_problems(experiment: Experiment, processes: Sequence[ProcessMemory]) -> Problems:
     """Checkpoints in memory for which the folder of this machine has no room."""
     checkpointing = experiment.checkpointing

@@ -57,6 +57,7 @@ class ProcessMemory:
     staging_on_host: int = 0  # the same in the host's memory: what `delta` keeps, whole tensors for loaders
     optimizer_on_host: int = 0  # in the host's memory, as policy.optimizer.on_host has it
     offloaded_on_host: int = 0  # in the host's memory, as policy.offload has it
+    activations_on_host: int = 0  # in the host's memory, as policy.offload_activations has it
     checkpoint: int = 0  # the copy that is written during training, always in the host's memory
     checkpoints_in_memory: int = 0  # files in memory_dir: the newest, and those being written
     runtime: int = 0  # libraries, and for the driver Ray and its object store
@@ -80,7 +81,7 @@ class ProcessMemory:
 MEMORY_PARTS = tuple(field.name for field in fields(ProcessMemory) if field.name not in ("group", "count"))
 # Also where there are GPUs.
 ON_HOST = (
-    *("staging_on_host", "optimizer_on_host", "offloaded_on_host"),
+    *("staging_on_host", "optimizer_on_host", "offloaded_on_host", "activations_on_host"),
     *("checkpoint", "checkpoints_in_memory"),
 )
 
@@ -105,7 +106,7 @@ def estimate_memory(
         parts = {"reference": 0, "kv_cache": 0, "staging": 0, "staging_on_host": 0}
         if not model.trains:
             parts |= {"gradients": 0, "optimizer": 0, "optimizer_on_host": 0, "head_gradient": 0}
-            parts |= {"checkpoint": 0, "checkpoints_in_memory": 0}
+            parts |= {"checkpoint": 0, "checkpoints_in_memory": 0, "activations_on_host": 0}
             # One layer's at a time: nothing is kept for a backward pass.
             layers = model_shape.num_layers // model.config.layout.pipeline_parallel_size
             parts["activations"] = rank.activations // max(1, layers)
@@ -201,6 +202,8 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
     if on_gpu and policy.offload.optimizer and not on_host:
         offloaded += pinned_state
 
+    kept = kept_elements(shape, policy, stage, own_tokens, num_micro_batches)
+
     return ProcessMemory(
         "policy",
         layout.world_size,
@@ -208,7 +211,7 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
         gradients=trained.total * policy.optimizer.gradient_bytes,
         optimizer=0 if on_host else updated * policy.optimizer.state_bytes(policy.precision),
         reference=reference,
-        activations=kept_elements(shape, policy, stage, own_tokens, num_micro_batches) * item,
+        activations=kept.on_device * item,
         logits=logits if last else 0,
         head_gradient=head_gradient,
         kv_cache=cache,
@@ -216,6 +219,7 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
         staging_on_host=sent if generation.delta else 0,
         optimizer_on_host=state_copy if on_host else 0,
         offloaded_on_host=offloaded,
+        activations_on_host=kept.on_host * item,
         checkpoint=pinned_state if copies_state else 0,
         checkpoints_in_memory=in_memory,
         runtime=_POLICY_RUNTIME,
@@ -243,13 +247,21 @@ def buckets_bytes(generation: GenerationConfig, weights: int) -> int:
     return 2 * min(generation.bucket_megabytes * 2**20, weights)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Elements that a rank keeps for backward passes at most."""
+
+    on_device: int
+    on_host: int
+
+
 def kept_elements(
     shape: ModelShape, policy: PolicyConfig, stage: int, tokens: int, num_micro_batches: int
-) -> int:
-    """Elements that a rank of a pipeline stage keeps at most, of micro-batches of `tokens` of its own tokens.
+) -> Kept:
+    """What a rank of a pipeline stage keeps at most, of micro-batches of `tokens` of its own tokens.
 
     A stage of P has P less its number micro-batches in flight, and interleaved ones more, of a part of their
-    layers each (arXiv 2104.04473).
+    layers each (arXiv 2104.04473). Of layers whose activations leave the device it has two at a time.
     """
     layout, recompute = policy.layout, policy.recompute
     stages, chunks = layout.pipeline_parallel_size, layout.virtual_pipeline_parallel_size
@@ -257,22 +269,53 @@ def kept_elements(
     in_flight = behind + 1 if chunks == 1 else 2 * behind + (chunks - 1) * stages + 1
     in_flight = min(in_flight, num_micro_batches * chunks)
     widths = {with_experts: _layer(shape, policy, with_experts) for with_experts in (False, True)}
-    kept = again = 0  # for a token, by a run of layers; and while one of them is computed
+    # For a token, by a run of layers: what waits, of which one micro-batch also the layers that pass; and
+    # what exists while a layer is computed.
+    kept = newest = again = left = 0
     for chunk in range(chunks):
         with_experts = [shape.is_moe(i) for i in stage_layers(shape.num_layers, layout, stage, chunk)]
         layers = [widths[each] for each in with_experts]
         passing = max(_passing(shape, policy, each) for each in with_experts)
+        if policy.offloaded_layers:  # the peak then is where gradients are computed
+            passing += max(_gradients(shape, layout, each) for each in with_experts)
+        saved = _saved(shape, policy, layers)
+        number = _offloaded(policy, len(layers))
+        stays = sum(saved[number:])
+        kept, left = max(kept, stays), max(left, sum(saved[:number]))
+        newest = max(newest, stays, *(sum(saved[first : first + 2]) for first in range(number)))
         if not isinstance(recompute, FullRecompute):
-            kept = max(kept, sum(layers))
             again = max(again, passing)
         elif recompute.method == "uniform":
-            kept = max(kept, _hidden(shape, layout) * -(-len(layers) // recompute.num_layers))
             again = max(again, max(layers) * recompute.num_layers + passing)
         else:
-            rest = layers[recompute.num_layers :]
-            kept = max(kept, _hidden(shape, layout) * (len(layers) - len(rest)) + sum(rest))
             again = max(again, max(layers) + passing)
-    return tokens * (in_flight * kept + again)
+    on_device = (in_flight - 1) * kept + newest + again
+    return Kept(tokens * on_device, tokens * in_flight * left)
+
+
+def offloaded_widths(shape: ModelShape, policy: PolicyConfig, layers: Sequence[int]) -> list[int]:
+    """Elements of a token that leave the device, of a run of these layers: a number for each copy."""
+    widths = [_layer(shape, policy, shape.is_moe(layer)) for layer in layers]
+    return _saved(shape, policy, widths)[: _offloaded(policy, len(layers))]
+
+
+def _saved(shape: ModelShape, policy: PolicyConfig, layers: Sequence[int]) -> list[int]:
+    """Elements that a run of layers saves of a token, in order; `layers` are those without `full`."""
+    recompute, hidden = policy.recompute, _hidden(shape, policy.layout)
+    if not isinstance(recompute, FullRecompute):
+        return list(layers)
+    if recompute.method == "uniform":
+        return [hidden] * -(-len(layers) // recompute.num_layers)
+    rest = layers[recompute.num_layers :]
+    return [*[hidden] * (len(layers) - len(rest)), *rest]
+
+
+def _offloaded(policy: PolicyConfig, layers: int) -> int:
+    """How many of what `_saved` lists leave the device."""
+    recompute, number = policy.recompute, min(policy.offloaded_layers, layers)
+    if isinstance(recompute, FullRecompute) and recompute.method == "uniform":
+        return number // recompute.num_layers  # the input of a group is saved after its last layer
+    return number
 
 
 def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
@@ -325,6 +368,13 @@ def _passing(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int
     if "moe" in again:
         width += shape.hidden_size + _of_expert(shape, layout)
     return _copies(shape, layout) * width // _shared(layout)
+
+
+def _gradients(shape: ModelShape, layout: LayoutConfig, with_experts: bool) -> int:
+    """Elements of the largest gradients in a layer for a token: those of what its MLP keeps."""
+    if shape.moe is None or not with_experts:
+        return _of_mlp(shape, shape.ffn_hidden_size) // layout.tensor_parallel_size
+    return _copies(shape, layout) * _of_expert(shape, layout) // _shared(layout)
 
 
 def _copies(shape: ModelShape, layout: LayoutConfig) -> int:

@@ -3,13 +3,22 @@
 A product multiplies the row of a token by a matrix; each of its elements takes two operations.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from nemorl.config.policy import LayoutConfig
+from nemorl.config.policy import (
+    ChosenRecompute,
+    LayoutConfig,
+    NoRecompute,
+    PolicyConfig,
+    SelectiveRecompute,
+)
 from nemorl.models.shape import ModelShape
+
+_OF_NORM = 8  # operations for each element that a norm reads
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,36 @@ def forward_attention(shape: ModelShape, seen: float) -> float:
     """Operations of attention in a forward pass, in all layers, for a token that sees `seen` others."""
     windows = (shape.window(layer) for layer in range(shape.num_layers))
     return sum(2 * attention_width(shape) * min(seen, window or seen) for window in windows)
+
+
+def forward_operations(shape: ModelShape, policy: PolicyConfig, recompute: ChosenRecompute) -> float:
+    """Operations for a token that the backward pass repeats, in all layers. Products count twice."""
+    if isinstance(recompute, NoRecompute):
+        return 0.0
+    modules = _of_modules(shape, policy.max_sequence_length)
+    if isinstance(recompute, SelectiveRecompute):
+        return sum(modules.get(name, 0.0) for name in recompute.modules)
+    work = sum(work for name, work in modules.items() if name != "shared_experts")
+    if recompute.method == "block":
+        layout = policy.layout
+        runs = layout.pipeline_parallel_size * layout.virtual_pipeline_parallel_size
+        work *= min(1.0, recompute.num_layers * runs / shape.num_layers)
+    return work
+
+
+@lru_cache(maxsize=16)
+def _of_modules(shape: ModelShape, max_sequence_length: int) -> Mapping[str, float]:
+    """Operations of a forward pass for a token in all layers, by module; `moe` includes `shared_experts`."""
+    found: dict[str, float] = defaultdict(float)
+    for layer in range(shape.num_layers):
+        for product in layer_products(shape, layer):
+            found[product.module] += product.operations
+        found["layernorm"] += 2 * _OF_NORM * shape.hidden_size
+        seen = min(max_sequence_length / 2, shape.window(layer) or max_sequence_length)
+        found["core_attn"] += 2 * seen * attention_width(shape)
+    if "experts" in found:
+        found["moe"] = found.pop("experts") + found["shared_experts"]
+    return found
 
 
 def _attention_products(shape: ModelShape) -> Iterator[Product]:

@@ -50,7 +50,7 @@ from nemorl.models.peft_adapter import start_problem
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 
-from .machine import Machine, is_this_machine, memory_problems
+from .machine import Machine, host_problems, is_this_machine, memory_problems
 from .memory import ProcessMemory, estimate_memory
 
 _SCALAR_HEAD = SCALAR_HEAD.tensors[0].name
@@ -99,6 +99,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
     if not processes:
         return Plan((), tuple(problems))
     problems += memory_problems(experiment, processes, machine)
+    problems += host_problems(experiment, processes, machine)
     return Plan(processes, tuple(problems))
 
 

@@ -100,7 +100,7 @@ def suggest(
         placed = _with_generation(experiment, {"colocated": colocated} if colocated else {})
         if not colocated and generation.shares_devices:
             placed = _with_generation(experiment, {"colocated": False})
-        choices = list_layouts(placed, shape, of_policy, hardware.usable_bytes, allowed)
+        choices = list_layouts(placed, shape, of_policy, hardware.usable_bytes, allowed, hardware)
         fitting = [choice for choice in choices if choice.fits]
         if not fitting:
             continue
@@ -147,7 +147,7 @@ def _with_generation(experiment: Experiment, fields: Mapping[str, Any]) -> Exper
 
 
 def _laid_out(plan: RunPlan, choice: LayoutChoice) -> RunPlan:
-    fields = {"layout": choice.layout, "recompute": choice.recompute}
+    fields = {"layout": choice.layout, "recompute": choice.recompute, "offload_activations": choice.offload}
     policy = plan.experiment.policy.model_copy(update=fields)
     laid_out = replace(plan, experiment=plan.experiment.model_copy(update={"policy": policy}))
     vars(laid_out).update(

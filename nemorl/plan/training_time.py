@@ -6,26 +6,27 @@ bubble = (stages - 1) / chunks of a micro-batch's time (Narayanan et al. 2021, a
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist, fmean
 
-from nemorl.config.policy import AutoRecompute, PolicyConfig
+from nemorl.config.policy import AutoRecompute, FullRecompute, PolicyConfig
 from nemorl.models.layout import stage_layers
 from nemorl.models.shape import ModelShape
 
 from .costs import Attained, Cost, at_least, message_cost, product_cost, roofline
 from .hardware import Hardware
-from .memory import stage_parameters
+from .memory import offloaded_widths, stage_parameters
 from .operations import (
     Product,
     attention_width,
     forward_attention,
+    forward_operations,
     forward_products,
     layer_products,
     sent_elements,
 )
-from .recompute import forward_operations
 
 # Elements that norms, activations, rotations and sums of a layer read and write for a token: of the hidden
 # state, and of what the MLP's first matrix gives.
@@ -200,9 +201,36 @@ class Training:
         cost = Cost()
         for (with_experts, window), count in kinds.items():
             cost += self._layer(with_experts, window, tokens, backward) * count
+        if backward and self.policy.offloaded_layers:
+            for chunk in chunks:
+                cost += self._copies(stage_layers(self.shape.num_layers, layout, stage, chunk), tokens)
         if stage == layout.pipeline_parallel_size - 1:
             cost += self._head(tokens, backward)
         return cost + self._messages(tokens, layers) * (2 if backward else 1)
+
+    def _copies(self, layers: Sequence[int], tokens: float) -> Cost:
+        """Copies of a micro-batch's activations to the host and back that layers of a run do not hide.
+
+        Each has the time of one pass of a layer, or of a group that is recomputed together, since computation
+        waits for the copy before the last one. Nothing hides the way back of the last layer of a stage, if
+        another micro-batch came in between.
+        """
+        layout, recompute = self.policy.layout, self.policy.recompute
+        uniform = isinstance(recompute, FullRecompute) and recompute.method == "uniform"
+        group = recompute.num_layers if isinstance(recompute, FullRecompute) and uniform else 1
+        size = tokens / layout.context_parallel_size * self.hardware.element_bytes
+        rate = self.hardware.host_rate * self.attained.link
+        exposed = 0.0
+        for number, width in enumerate(offloaded_widths(self.shape, self.policy, layers)):
+            copying = width * size / rate
+            own = layers[number * group : (number + 1) * group]
+            kinds = [(self.shape.is_moe(layer), self.shape.window(layer)) for layer in own]
+            forward = sum(self._layer(*kind, tokens, backward=False).seconds for kind in kinds)
+            both = sum(self._layer(*kind, tokens, backward=True).seconds for kind in kinds)
+            is_last = own[-1] == layers[-1] and layout.pipeline_parallel_size > 1
+            exposed += max(0.0, copying - forward)
+            exposed += copying if is_last else max(0.0, copying - (both - forward))
+        return Cost(link=exposed)
 
     def _layer(self, with_experts: bool, window: int | None, tokens: float, backward: bool) -> Cost:
         layout, attained, moe = self.policy.layout, self.attained, self.shape.moe

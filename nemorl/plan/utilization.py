@@ -22,7 +22,7 @@ from nemorl.config.policy import LoraConfig, PolicyConfig
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.shape import ModelShape
 
-from .hardware import HARDWARE
+from .hardware import known_hardware
 from .operations import attention_width, forward_products
 
 
@@ -107,9 +107,10 @@ def peak_tflops(policy: PolicyConfig, device_name: str | None) -> float | None:
         return policy.peak_tflops
     if policy.precision != "bfloat16":
         return None
-    known = (one for one in HARDWARE.values() if one.device_name == device_name)
-    found = [one.operations if policy.fp8 is None else one.operations_fp8 for one in known]
-    return found[0] / 1e12 if found else None
+    known = known_hardware(device_name)
+    if known is None:
+        return None
+    return (known.operations if policy.fp8 is None else known.operations_fp8) / 1e12
 
 
 def utilization(values: Mapping[str, float], experiment: Experiment) -> dict[str, float]:

@@ -226,6 +226,7 @@ def as_json(reports: Sequence[RankReport], experiment: Experiment) -> list[dict[
             "plan": asdict(comparison := compare(report, experiment)) | {"difference": comparison.difference},
             "peaks": {phase: asdict(peak) for phase, peak in report.peaks.items()},
             "left_on_device_after_offload": report.left,
+            "activations_on_host": report.activations_on_host,
             "faults": _listed(faults(report)),
             "waits": _listed(report.synchronizations),
             "copies_from_pageable_memory": _listed(report.uploads),

@@ -71,6 +71,7 @@ class RankReport:
     seconds: dict[str, float] = field(default_factory=dict)  # that the rehearsal took, by phase
     peaks: dict[str, Peak] = field(default_factory=dict)  # by phase
     left: int = 0  # allocated on the device after `offload`
+    activations_on_host: int = 0  # pinned memory that offloaded activations took
     # With how often
     synchronizations: list[tuple[Event, int]] = field(default_factory=list)
     wrong_devices: list[tuple[Event, int]] = field(default_factory=list)
@@ -154,6 +155,8 @@ class PolicyRehearsal:
             self._execution.others.broadcasts.extend([torch.tensor([len(text)]), text])
         with self._phase("train"):
             worker.train(load.micro_batches, self._loss())
+        if worker.activations is not None:
+            self.report.activations_on_host = worker.activations.buffers.num_bytes
         if self._experiment.generation.takes_weights:
             with self._phase("refit"):
                 send(worker.sender, self._bucket_bytes)

@@ -43,7 +43,7 @@ from nemorl.observe.run_folder import RunPaths
 from nemorl.plan.addresses import address_problems, node_problems, server_problems
 from nemorl.plan.machine import Machine, gpu_problems, is_this_machine
 from nemorl.plan.problems import Plan, has_weights, plan_run
-from nemorl.plan.recompute import with_recompute, with_settled_recompute
+from nemorl.plan.recompute import Chosen, settled, with_settings_of
 from nemorl.rewards.find import GIVEN, RewardError, find_reward
 from nemorl.rewards.functions import BUILT_IN
 
@@ -184,11 +184,14 @@ def inspect(
         named = experiment
         experiment, absent = with_local_models(experiment, commits, weights=weights == "required")
         is_complete = weights == "required" or (weights == "optional" and _have_weights(experiment))
-        settled = with_settled_recompute(experiment, machine, training=training)
-        if settled is not experiment:
-            remarks.append(Problem("policy.recompute", "auto", _settled(settled, machine)))
-        located.append(settled if is_complete else with_recompute(named, settled.policy.recompute))
-        experiment = settled
+        chosen = settled(experiment, machine, training=training)
+        if chosen.experiment is not experiment:
+            field = (
+                "recompute" if experiment.policy.recompute.name == "auto" else "offload_activations.layers"
+            )
+            remarks.append(Problem(f"policy.{field}", "auto", _settled(chosen, machine)))
+        located.append(chosen.experiment if is_complete else with_settings_of(named, chosen.experiment))
+        experiment = chosen.experiment
         yield from absent
         plans.append(plan_run(experiment, machine, training=training))
         fields = {problem.field for problem in absent}
@@ -247,8 +250,13 @@ def _have_weights(experiment: Experiment) -> bool:
     return all(has_weights(folder) for folder in folders if (folder / "config.json").is_file())
 
 
-def _settled(experiment: Experiment, machine: Machine) -> str:
+def _settled(choice: Chosen, machine: Machine) -> str:
+    experiment, offload = choice.experiment, choice.experiment.policy.offload_activations
     chosen = f"the memory plan chooses to recompute {experiment.policy.recompute.described}"
+    if offload is not None:
+        chosen += f" and to offload activations of {offload.described}"
+    if choice.reason:
+        chosen += f": {choice.reason}"
     if is_this_machine(experiment, machine):
         return chosen
     if machine.gpus and experiment.cluster.gpus_per_node:

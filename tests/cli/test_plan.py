@@ -210,6 +210,38 @@ def test_the_chosen_recomputation_is_shown(
     assert tight["memory_on_device"] <= 0.9 * small.memory_bytes
 
 
+def test_the_chosen_offloading_is_shown(
+    nemorl: Nemorl, experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a link as fast as the device's memory nothing has to be recomputed."""
+    auto = ("policy.recompute={name: auto}", "policy.offload_activations={layers: auto}")
+    words = (*GPUS, *auto, "policy.micro_batch_tokens=4096", "policy.precision=bfloat16")
+    needed = json.loads(nemorl("plan", "time", experiment, *words, "--hardware", "h100", "--json").out)
+    assert needed["offload_activations"] is None
+    size = int(0.995 * needed["memory_on_device"] / 0.9)
+    fast = replace(HARDWARE["h100"], memory_bytes=size, host_rate=1e12)
+    monkeypatch.setitem(HARDWARE, "h100", fast)
+
+    shown = nemorl("plan", "time", experiment, *words, "--hardware", "h100").out
+    options = ("--hardware", "h100", "--memory-gb", str(0.9 * size / 1e9))
+    listed = nemorl("plan", "layouts", experiment, *words, "--gpus", "1", *options)
+    (as_json,) = json.loads(
+        nemorl("plan", "layouts", experiment, *words, "--gpus", "1", *options, "--json").out
+    )
+
+    lines = dict(
+        line.split("  ", 1) for line in shown.splitlines() if line.startswith(("recomputed", "activ"))
+    )
+    assert lines["recomputed"].strip() == "nothing (chosen by the plan)"
+    layers = as_json["offload_activations"]["layers"]
+    assert lines["activations offloaded"].strip().startswith("the first ")
+    assert "without offloading" in as_json["choice"]
+    assert as_json["choice"] in listed.err
+    assert f"nothing; offloaded: the first {layers if layers > 1 else ''} layer".replace(
+        "  ", " "
+    ) in " ".join(listed.out.split())
+
+
 def test_an_h100_has_one_size(nemorl: Nemorl, experiment: Path) -> None:
     as_json = json.loads(nemorl("plan", "time", experiment, *GPUS, "--hardware", "h100", "--json").out)
 

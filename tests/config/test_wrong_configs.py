@@ -1151,6 +1151,29 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         "bfloat16",
         "policy.optimizer.on_host is true, and the Adam of the host takes float32 only",
     ),
+    "activations that leave with weights in FP8": (
+        [
+            "cluster.gpus_per_node=4",
+            "policy.precision=bfloat16",
+            "policy.fp8={}",
+            "policy.offload_activations.layers=2",
+        ],
+        "policy.offload_activations.layers",
+        2,
+        "with policy.fp8 layers also save weights in FP8, which would leave with them; remove it",
+    ),
+    "fewer offloaded layers than have one input": (
+        ["policy.recompute={name: full, num_layers: 4}", "policy.offload_activations.layers=3"],
+        "policy.offload_activations.layers",
+        3,
+        "policy.recompute keeps one input of every 4 layers; set it to at least that",
+    ),
+    "no number of offloaded layers": (
+        ["policy.offload_activations.layers=some"],
+        "policy.offload_activations.layers",
+        "some",
+        'expected an integer of at least 1, or "auto"',
+    ),
     "leaving the device to nobody": (
         [*SFT, "algorithm.validation={}", "policy.offload.optimizer=true"],
         "policy.offload.optimizer",

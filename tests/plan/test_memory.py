@@ -470,7 +470,7 @@ def kept(
     policy = PolicyConfig(
         model_path=Path("model"), layout=layout or LayoutConfig(), recompute=recompute or NoRecompute()
     )
-    elements = kept_elements(shape, policy, stage, 7, micro_batches)
+    elements = kept_elements(shape, policy, stage, 7, micro_batches).on_device
     assert isinstance(elements, int)
     each, rest = divmod(elements, 7)
     assert rest == 0

@@ -20,10 +20,11 @@ from nemorl.models.shape import MlaShape
 from nemorl.plan.layouts import list_layouts
 from nemorl.plan.machine import Gpu, Machine
 from nemorl.plan.memory import policy_memory
+from nemorl.plan.operations import forward_operations
 from nemorl.plan.problems import plan_run
 from nemorl.plan.recompute import (
+    Chosen,
     fitting_recompute,
-    forward_operations,
     with_recompute,
     with_settled_recompute,
 )
@@ -160,8 +161,8 @@ def test_gpus_of_a_cluster_are_taken_to_be_those_of_this_machine(
     assert isinstance(with_settled_recompute(experiment, roomy).policy.recompute, NoRecompute)
     settled = with_settled_recompute(experiment, tight)
     assert not isinstance(settled.policy.recompute, NoRecompute | AutoRecompute)
-    assert "for GPUs as those of this machine" in _settled(settled, tight)
-    assert "without GPUs nothing is recomputed" in _settled(experiment, machine(10**12))
+    assert "for GPUs as those of this machine" in _settled(Chosen(settled), tight)
+    assert "without GPUs nothing is recomputed" in _settled(Chosen(experiment), machine(10**12))
 
 
 def test_layouts_are_listed_with_their_choice(configure: Configure) -> None:

@@ -10,7 +10,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.policy import LayoutConfig, NoRecompute
 from nemorl.models.layout_rules import layout_problems
 from nemorl.models.registry import load_shape, shape_from_config
-from nemorl.plan.memory import policy_memory
+from nemorl.plan.memory import policy_memory, stage_memory
 from nemorl.plan.recompute import fitting_recompute, with_recompute
 from nemorl.rehearsal.execution import Kernel
 from nemorl.rehearsal.ranks import compare, faults, hollow, rehearse_all
@@ -284,3 +284,37 @@ def test_the_plan_of_large_layers_is_right_within_a_tenth(tmp_path: Path, case: 
 
     comparison = compare(report, sound, "train")
     assert abs(comparison.difference) < 0.1, comparison.parts
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("layout", "recompute", "layers", "freed"),
+    [
+        # Of 4 layers 2 are left.
+        ({"data_parallel_size": 8}, NONE, 3, 2),
+        # Of the inputs of 4 layers, of two micro-batches in flight, 2 are left. The peak is a layer further
+        # down in the backward pass, where another gradient is held.
+        ({"data_parallel_size": 8, **TP2_PP2}, {"name": "full"}, 4, 5),
+    ],
+)
+def test_offloaded_activations_leave_the_device_and_are_not_waited_for(
+    tmp_path: Path, layout: dict[str, Any], recompute: dict[str, Any], layers: int, freed: int
+) -> None:
+    """What the plan says of device and host, and nothing of the product waits in a micro-batch."""
+    fields: dict[str, Any] = {"layout": layout, "recompute": recompute, "generation": VLLM}
+    fields |= {"max_sequence_length": 4096, "micro_batch_tokens": 16384}
+    model = LLAMA_8B | {"num_hidden_layers": 4 * layout.get("pipeline_parallel_size", 1)}
+    stayed = experiment(tmp_path / "stayed", model, **fields)
+    left = experiment(tmp_path / "left", model, offload_activations={"layers": layers}, **fields)
+    shape = load_shape(left.policy.model_path)
+    planned = [stage_memory(one, shape, 0) for one in (stayed, left)]
+
+    (before,), (after,) = rehearsed(stayed, [0]), rehearsed(left, [0])
+
+    assert abs(compare(after, left, "train").difference) < 0.1
+    assert planned[1].activations_on_host == pytest.approx(after.activations_on_host, rel=0.1)
+    measured = before.peaks["train"].num_bytes - after.peaks["train"].num_bytes
+    of_layer = planned[0].activations / 4 if recompute == NONE else 16384 * 4096 / 2 * 2
+    assert measured == pytest.approx(freed * of_layer, rel=0.02)
+    waits = {event.location.partition(" ")[2] for event, _ in after.synchronizations if event.in_micro_batch}
+    assert waits <= {"(_communicate_shapes)", "(_communicate)"}
