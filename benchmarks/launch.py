@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from nemorl.config.run import CheckpointingConfig
+
 _POLL_SECONDS = 0.2
+# The period of a config would have no effect, which is refused: it becomes the default.
+NO_CHECKPOINTS = (
+    "checkpointing.enabled=false",
+    f"checkpointing.period={CheckpointingConfig.model_fields['period'].default}",
+)
 
 
 def train(

@@ -20,13 +20,13 @@ from statistics import median
 from typing import Any
 
 from common import OUT, publish, table_of
-from launch import train
+from launch import NO_CHECKPOINTS, train
 from meter import resident_peak
 from rich.progress import track
 
 from nemorl.cluster.logs import log_path, process_of
 from nemorl.plan.calibration import Calibration, MeasuredRun, calibrate, measure_machine, read_run
-from nemorl.plan.memory import MEMORY_PARTS, policy_memory
+from nemorl.plan.memory import MEMORY_PARTS
 
 _LEAST_SHARE = 0.05  # of a step, of stages that are judged
 _LONG = (
@@ -80,8 +80,8 @@ def peak_of(config: Path, folder: Path, case: Case, steps: int) -> int:
             with suppress(OSError):
                 peaks[rank] = max(peaks.get(rank, 0), resident_peak(process))
 
-    saves = "checkpointing.enabled=false" if case.period is None else f"checkpointing.period={case.period}"
-    train(config, folder, (*case.overrides, f"algorithm.num_steps={steps}", saves), look)
+    saves = NO_CHECKPOINTS if case.period is None else (f"checkpointing.period={case.period}",)
+    train(config, folder, (*case.overrides, f"algorithm.num_steps={steps}", *saves), look)
     return max(peaks.values())
 
 
@@ -110,7 +110,7 @@ def stages_of(run: MeasuredRun, calibration: Calibration) -> list[dict[str, Any]
 
 
 def memory_of(run: MeasuredRun, peak_bytes: int) -> dict[str, Any]:
-    planned = policy_memory(run.experiment, run.shape)
+    planned = run.memory
     return {
         "measured_bytes": peak_bytes,
         "planned_bytes": planned.total,

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from common import OUT, publish, table_of
-from launch import train
+from launch import NO_CHECKPOINTS, train
 
 from nemorl.observe.metrics import StepMetrics, read_metrics
 from nemorl.observe.run_folder import RunPaths
@@ -63,7 +63,7 @@ def main() -> None:
         for kind in (*KINDS[number % 3 :], *KINDS[: number % 3]):
             folder = OUT.absolute() / f"recording_{kind}_{number}"
             settings = (f"algorithm.num_steps={arguments.steps}", f"logger.trajectories={kind}")
-            train(arguments.config, folder, (*settings, "checkpointing.enabled=false"))
+            train(arguments.config, folder, (*settings, *NO_CHECKPOINTS))
             found[kind] = seconds_of(list(read_metrics(RunPaths(folder).metrics)))
         rounds.append(found)
     rows = compare(rounds)

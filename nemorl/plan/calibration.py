@@ -31,6 +31,7 @@ from .costs import Attained
 from .generation_time import default_lengths
 from .hardware import HARDWARE, Hardware
 from .machine import read_machine
+from .memory import ProcessMemory, policy_memory
 from .problems import model_problem, policy_layout_problems
 from .recompute import fitting_recompute
 from .step_time import FITTED, SHARES, Measured, RunPlan, StepTime, fit
@@ -61,6 +62,7 @@ _LEAST_SHARE = 0.01  # of a step: shorter stages are shown, and not fitted
 _SIZE, _COPIED = 1024, 2**27  # rows of a matrix product, and bytes of a copy, that are measured
 _PATIENCE = 1.5  # seconds for each of three rates
 _COUNTS = ("multiprocessors", "memory_bytes", "domain", "cores", "tile", "element_bytes")
+_COMPUTED = ("tokens/trained", "packing/shared", "packing/padding")
 _CHOSEN = "generation"  # the stage whose seconds are hidden while engines sample ahead
 
 
@@ -82,6 +84,7 @@ class MeasuredRun:
     lengths: Lengths
     seconds: Mapping[str, float]  # medians of steps; `step` is without what the plan does not have
     steps: int
+    computed_tokens: int | None = None  # most that a copy computed in an update; None: the run does not say
 
     def plan(self, calibration: Calibration) -> RunPlan:
         hardware = calibration.hardware
@@ -92,6 +95,11 @@ class MeasuredRun:
     def predicted(self, calibration: Calibration) -> dict[str, float]:
         """Seconds by the names of `seconds`. Raises `UnplannedRun`."""
         return self._predicted(self.plan(calibration).step())
+
+    @property
+    def memory(self) -> ProcessMemory:
+        """Of the policy's fullest process, by the tokens that it computed."""
+        return policy_memory(self.experiment, self.shape, self.computed_tokens)
 
     def measured(self, calibration: Calibration) -> Iterator[Measured]:
         """What `fit` takes of it: each stage that is no small part of a step."""
@@ -291,10 +299,12 @@ def read_run(folder: Path, shape: ModelShape | None = None) -> MeasuredRun:
         raise UsageError(
             f"{option}: {paths.metrics.name} has {counted(len(steps), 'step')} of training: {fix}"
         )
+    computed = _computed_tokens(experiment, steps)
     steps = steps[skipped:]
     _refuse_invalid(steps, isinstance(algorithm, OnlineBase), f"{option}: {paths.metrics.name}")
     lengths = _lengths(experiment, steps)
-    return MeasuredRun(folder.name, experiment, own, lengths, _seconds(experiment, steps), len(steps))
+    seconds = _seconds(experiment, steps)
+    return MeasuredRun(folder.name, experiment, own, lengths, seconds, len(steps), computed)
 
 
 def load_planned(
@@ -339,6 +349,16 @@ def _refuse_invalid(steps: Sequence[StepMetrics], is_online: bool, where: str) -
                 raise UsageError(
                     f"{where}: {name} = 0 in step {step.step}: nothing was trained; take another run"
                 )
+
+
+def _computed_tokens(experiment: Experiment, steps: Sequence[StepMetrics]) -> int | None:
+    """Of one copy in an update, on average over those of the fullest step; padding included."""
+    of = [[step.values.get(name, math.nan) for name in _COMPUTED] for step in steps]
+    computed = [trained * (1 - shared) / (1 - padding) for trained, shared, padding in of if padding < 1]
+    if len(computed) < len(steps) or not all(map(math.isfinite, computed)):
+        return None
+    updates = getattr(experiment.algorithm, "updates_per_step", 1)
+    return math.ceil(max(computed) / updates / experiment.policy.layout.data_parallel_size)
 
 
 def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:

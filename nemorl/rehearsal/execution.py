@@ -34,7 +34,7 @@ aten, prim = torch.ops.aten, torch.ops.prim
 # Elements up to which a tensor of the device keeps its values.
 _MAX_KNOWN = {True: 2**22, False: 2**12}  # of integers, booleans and constants; of others
 # Tensors of the host with more elements have no data either: copies of weights and of the optimizer's state.
-_MAX_REAL = 2**24
+_MAX_REAL = 2**22
 _HERE = str(Path(__file__).parent)
 _ROOT = Path(__file__).parents[2]
 _PRODUCT = tuple(str(_ROOT / name) + "/" for name in ("nemorl", "algorithms"))
