@@ -342,6 +342,8 @@ def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool, fused: b
     attention = latents + query + key + value + output
     if shape.qk_norm:
         attention += (query + key) * (in_norm - 1)
+        if shape.num_key_value_heads > tensor:  # queries of several groups are copied to lie side by side
+            attention += query
     if "core_attn" not in left_out:
         # Under context parallelism keys and values of all ranks are collected.
         attention += query + key + (key + value) * (layout.context_parallel_size - 1)
@@ -392,12 +394,11 @@ def _of_mlp(shape: ModelShape, width: int, fused: bool) -> int:
 def _in_norm(shape: ModelShape, policy: PolicyConfig, fused: bool) -> int:
     """Elements that a norm keeps for one of its input: Gemma's computes in float32.
 
-    Without a fused kernel norms keep their input in float32, and what they multiply by their weight.
+    Without a fused kernel norms keep their input and what they multiply by their weight, both in float32.
     """
     if fused:
         return 2 if shape.zero_centered_norm else 1
-    in_float32 = _FLOAT32 // ITEM_SIZE[policy.precision]
-    return in_float32 + (in_float32 if shape.zero_centered_norm else 1)
+    return 2 * _FLOAT32 // ITEM_SIZE[policy.precision]
 
 
 def _shared(layout: LayoutConfig) -> int:

@@ -284,9 +284,10 @@ def test_norms_in_float32_and_a_gate_without_a_kernel_keep_more(configure: Confi
     """Gemma's. Inputs of norms in float32 are two elements of bfloat16 each."""
     gemma = replace(SHAPE, zero_centered_norm=True, post_norms=True, qk_norm=True, activation="gelu_tanh")
     experiment = configure(GPUS, "policy.precision=bfloat16")
-    # per token and layer: the outputs of two norms and the inputs of four, queries before their norm in
-    # float32 and rotated, keys as well, values, what attention returns, and five MLP widths
-    norms, attention = (2 + 4 * 2) * 128, (3 * 128 + 128) + (3 * 64 + 64)
+    # per token and layer: the outputs of two norms and the inputs of four, queries as projected, before their
+    # norm in float32 and rotated, keys before it and rotated, values, what attention returns, and five MLP
+    # widths
+    norms, attention = (2 + 4 * 2) * 128, (4 * 128 + 128) + (3 * 64 + 64)
 
     assert policy_memory(experiment, gemma).activations == 512 * 6 * (norms + attention + 5 * 384) * 2
 
