@@ -27,6 +27,7 @@ from rich.progress import track
 from nemorl.cluster.logs import log_path, process_of
 from nemorl.plan.calibration import Calibration, MeasuredRun, calibrate, measure_machine, read_run
 from nemorl.plan.memory import MEMORY_PARTS
+from nemorl.plan.training_time import Lengths
 
 _LEAST_SHARE = 0.05  # of a step, of stages that are judged
 _LONG = (
@@ -109,6 +110,14 @@ def stages_of(run: MeasuredRun, calibration: Calibration) -> list[dict[str, Any]
     ]
 
 
+def lengths_of(lengths: Lengths) -> dict[str, Any]:
+    """The longest and the median response in place of all quantiles."""
+    plain = {name: value for name, value in asdict(lengths).items() if name != "quantiles"}
+    if lengths.quantiles:
+        plain |= {"median": lengths.quantile(0.5), "longest": lengths.quantiles[-1]}
+    return plain
+
+
 def memory_of(run: MeasuredRun, peak_bytes: int) -> dict[str, Any]:
     planned = run.memory
     return {
@@ -136,7 +145,7 @@ def compare(
             "is_fitted": case.is_fitted,
             "overrides": case.overrides,
             "steps": runs[name].steps,
-            "lengths": asdict(runs[name].lengths),
+            "lengths": lengths_of(runs[name].lengths),
             "stages": stages_of(runs[name], of_engine[runs[name].experiment.generation.backend]),
             "memory": memory_of(runs[name], peaks[name]),
         }

@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
+
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.base import counted, did_you_mean
 from nemorl.config.experiment import Experiment
@@ -24,6 +26,8 @@ from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.hub import with_local_models
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
+from nemorl.observe.files import RunFolderError
+from nemorl.observe.index import TrajectoryIndex
 from nemorl.observe.metrics import StepMetrics, read_metrics
 from nemorl.observe.run_folder import RunPaths
 
@@ -62,6 +66,7 @@ _LEAST_SHARE = 0.01  # of a step: shorter stages are shown, and not fitted
 _SIZE, _COPIED = 1024, 2**27  # rows of a matrix product, and bytes of a copy, that are measured
 _PATIENCE = 1.5  # seconds for each of three rates
 _COUNTS = ("multiprocessors", "memory_bytes", "domain", "cores", "tile", "element_bytes")
+_NUM_QUANTILES = 129  # of measured responses
 _COMPUTED = ("tokens/trained", "packing/shared", "packing/padding")
 _CHOSEN = "generation"  # the stage whose seconds are hidden while engines sample ahead
 
@@ -302,7 +307,7 @@ def read_run(folder: Path, shape: ModelShape | None = None) -> MeasuredRun:
     computed = _computed_tokens(experiment, steps)
     steps = steps[skipped:]
     _refuse_invalid(steps, isinstance(algorithm, OnlineBase), f"{option}: {paths.metrics.name}")
-    lengths = _lengths(experiment, steps)
+    lengths = replace(_lengths(experiment, steps), quantiles=_quantiles(paths.trajectories, steps))
     seconds = _seconds(experiment, steps)
     return MeasuredRun(folder.name, experiment, own, lengths, seconds, len(steps), computed)
 
@@ -362,7 +367,7 @@ def _computed_tokens(experiment: Experiment, steps: Sequence[StepMetrics]) -> in
 
 
 def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:
-    """The run's mean lengths, with the spread that is assumed for any run."""
+    """The run's mean lengths, with the spread that is assumed where the run does not tell it."""
     algorithm, longest = experiment.algorithm, experiment.policy.max_sequence_length
     sequences = algorithm.sequences_per_update
     if isinstance(algorithm, OnlineBase):
@@ -375,7 +380,11 @@ def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:
     limit = longest - prompt
     if algorithm.online and has_one_turn:
         limit = min(limit, experiment.generation.max_new_tokens)
-    known = [step.values["packing/shared"] for step in steps if "packing/shared" in step.values]
+    known = [
+        1 - (1 - shared) / (1 - step.values.get("packing/padding", 0.0))
+        for step in steps
+        if (shared := step.values.get("packing/shared")) is not None
+    ]
     return replace(
         assumed,
         prompt=prompt,
@@ -383,6 +392,18 @@ def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:
         limit=max(1.0, limit),
         shared=fmean(known) if len(known) == len(steps) else None,
     )
+
+
+def _quantiles(folder: Path, steps: Sequence[StepMetrics]) -> tuple[float, ...]:
+    """Of the responses that these steps sampled; empty for a run without an index of its trajectories."""
+    try:
+        columns, rows = TrajectoryIndex(folder).read()
+    except RunFolderError:
+        return ()
+    training = [number for number, phase in enumerate(columns.texts["phase"]) if phase == "training"]
+    chosen = np.isin(rows["phase"], training) & np.isin(rows["step"], [step.step for step in steps])
+    sampled = rows["sampled"][chosen]
+    return tuple(np.quantile(sampled, np.linspace(0, 1, _NUM_QUANTILES)).tolist()) if len(sampled) else ()
 
 
 def _seconds(experiment: Experiment, steps: Sequence[StepMetrics]) -> dict[str, float]:

@@ -38,17 +38,24 @@ _MAX_DRAWN = 256  # sequences of which micro-batches are made; more repeat these
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a prompt, and of a response: log-normal with this mean after it is cut at `limit`."""
+    """Tokens of a prompt, and of a response: as measured, or log-normal with this mean after a cut at `limit`."""
 
     prompt: float
     response: float
     limit: float  # longest response
     sigma: float = 0.5  # of the logarithm
     scores_prompts: bool = True  # logits are computed for all tokens, and not for those of responses only
-    shared: float | None = None  # share of trained tokens that shared prefixes leave out, if it was measured
+    # Share of trained tokens that shared prefixes leave out, less what padding adds, if it was measured
+    shared: float | None = None
+    quantiles: tuple[float, ...] = ()  # of measured responses, from the shortest to the longest at equal steps
 
     def quantile(self, share: float) -> float:
         """Response that this share of the responses does not exceed."""
+        if self.quantiles:
+            place = share * (len(self.quantiles) - 1)
+            below = min(int(place), len(self.quantiles) - 2)
+            low, high = self.quantiles[below : below + 2]
+            return low + (high - low) * (place - below)
         if self.sigma == 0 or self.response >= self.limit:
             return min(self.response, self.limit)
         return min(self.limit, math.exp(self._mu + self.sigma * NormalDist().inv_cdf(share)))
@@ -60,7 +67,7 @@ class Lengths:
     @property
     def uncut(self) -> float:
         """Mean of responses without the limit."""
-        if self.sigma == 0 or self.response >= self.limit:
+        if self.sigma == 0 or self.response >= self.limit or self.quantiles:
             return self.response
         return math.exp(self._mu + self.sigma**2 / 2)
 
@@ -78,7 +85,8 @@ class Lengths:
             return replace(self, prompt=self.prompt / group)
         computed = self.sequence * (1 - self.shared)
         response = min(self.response, computed)
-        return replace(self, prompt=computed - response, response=response)
+        scaled = tuple(one * response / self.response for one in self.quantiles)
+        return replace(self, prompt=computed - response, response=response, quantiles=scaled)
 
     @property
     def scored(self) -> float:
