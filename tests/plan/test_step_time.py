@@ -63,6 +63,19 @@ def test_lengths_have_the_mean_and_end_at_the_limit(mean: float, sigma: float) -
     assert math.log(lengths.quantile(0.158655) / lengths.quantile(0.022750)) == pytest.approx(sigma, rel=1e-3)
 
 
+def test_measured_lengths_are_taken_as_they_are() -> None:
+    """Three in four of 8 tokens, and the others between 8 and 128, which no log-normal has."""
+    lengths = Lengths(prompt=8, response=23, limit=128, quantiles=(8, 8, 8, 8, 128))
+    assert lengths.parts(4) == [8, 8, 8, 68]
+    assert (lengths.quantile(0.0), lengths.quantile(0.875), lengths.quantile(1.0)) == (8, 68, 128)
+    assert lengths.uncut == 23
+
+    # Of 31 tokens each, prefixes leave 11.5 out of two: half of what a response has.
+    packed = replace(lengths, shared=1 - 11.5 / 31).packed(4)
+    assert (packed.prompt, packed.response) == (0, 11.5)
+    assert packed.quantiles == (4, 4, 4, 4, 64)
+
+
 def test_tokens_see_half_of_their_sequence() -> None:
     assert SAME.parts(3) == [30, 30, 30]
     assert (SAME.sequence, SAME.seen, SAME.context) == (40, 20, 25)
