@@ -367,7 +367,7 @@ def _computed_tokens(experiment: Experiment, steps: Sequence[StepMetrics]) -> in
 
 
 def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:
-    """The run's mean lengths, with the spread that is assumed where the run does not tell it."""
+    """The run's mean lengths, with the spread that is assumed where the run does not record it."""
     algorithm, longest = experiment.algorithm, experiment.policy.max_sequence_length
     sequences = algorithm.sequences_per_update
     if isinstance(algorithm, OnlineBase):

@@ -22,7 +22,7 @@ def with_unused(activations: int) -> int:
 def head_parts(
     logits: int, head_gradient: int, embedding_gradient: int, *, is_one_chunk: bool, is_tied: bool
 ) -> tuple[int, int]:
-    """Logits, and gradients of the tables: of the output weight and of the embedding, 0 where a rank has none.
+    """Logits, and gradients of the tables; of the output weight or the embedding 0 where a rank has none.
 
     `logits` are two chunks. A single one becomes its gradient in place, next to that of the output weight. A
     tied weight keeps that until the embedding's is there, at the end of the backward pass.

@@ -55,7 +55,7 @@ class ProcessMemory:
     reference: int = 0
     activations: int = 0
     logits: int = 0
-    head_gradient: int = 0  # of the output weight, while the chunks of its backward pass are summed
+    head_gradient: int = 0  # of the output weight while chunks are summed; on a CPU also of the embedding
     kv_cache: int = 0
     staging: int = 0  # weights on their way to generation
     staging_on_host: int = 0  # the same in the host's memory: what `delta` keeps, whole tensors for loaders
@@ -133,8 +133,8 @@ def policy_memory(
 ) -> ProcessMemory:
     """The fullest rank of the policy: stages differ by embedding, head and micro-batches in flight.
 
-    `computed_tokens` are the most that one copy computes in an update, if they are known, as of a run that was
-    measured; otherwise as many as the config allows.
+    `computed_tokens` are the most that one copy computes in an update, where they are known, as of a measured
+    run; otherwise as many as the config allows.
     """
     stages = range(experiment.policy.layout.pipeline_parallel_size)
     ranks = (stage_memory(experiment, shape, stage, computed_tokens) for stage in stages)

@@ -38,7 +38,7 @@ _MAX_DRAWN = 256  # sequences of which micro-batches are made; more repeat these
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a prompt, and of a response: as measured, or log-normal with this mean after a cut at `limit`."""
+    """Tokens of a prompt, and of a response: measured, or log-normal with this mean after a cut at `limit`."""
 
     prompt: float
     response: float
@@ -47,7 +47,7 @@ class Lengths:
     scores_prompts: bool = True  # logits are computed for all tokens, and not for those of responses only
     # Share of trained tokens that shared prefixes leave out, less what padding adds, if it was measured
     shared: float | None = None
-    quantiles: tuple[float, ...] = ()  # of measured responses, from the shortest to the longest at equal steps
+    quantiles: tuple[float, ...] = ()  # of measured responses, the shortest and the longest included
 
     def quantile(self, share: float) -> float:
         """Response that this share of the responses does not exceed."""
