@@ -38,7 +38,7 @@ _MAX_DRAWN = 256  # sequences of which micro-batches are made; more repeat these
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a prompt, and of a response: measured, or log-normal with this mean after a cut at `limit`."""
+    """Tokens of a prompt, and of responses: measured, or log-normal of this mean after a cut at `limit`."""
 
     prompt: float
     response: float
