@@ -14,7 +14,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +26,7 @@ from rich.progress import track
 
 from nemorl.cluster.logs import log_path, process_of
 from nemorl.plan.calibration import Calibration, MeasuredRun, calibrate, measure_machine, read_run
+from nemorl.plan.hardware import Hardware
 from nemorl.plan.memory import MEMORY_PARTS
 from nemorl.plan.training_time import Lengths
 
@@ -129,13 +130,16 @@ def memory_of(run: MeasuredRun, peak_bytes: int) -> dict[str, Any]:
 
 
 def compare(
-    cases: Mapping[str, Case], runs: Mapping[str, MeasuredRun], peaks: Mapping[str, int]
+    cases: Mapping[str, Case],
+    runs: Mapping[str, MeasuredRun],
+    peaks: Mapping[str, int],
+    calibration: Calibration,
 ) -> dict[str, Any]:
-    """The fits, and each run next to its plan.
+    """The fits, which begin from `calibration`, and each run next to its plan.
 
     An engine has constants of its own, so those of a second one are fitted from the first one's on.
     """
-    calibration, of_engine = measure_machine(), dict[str, Calibration]()
+    of_engine: dict[str, Calibration] = {}
     for engine in dict.fromkeys(run.experiment.generation.backend for run in runs.values()):
         of_it = [runs[name] for name, case in cases.items() if case.is_fitted]
         of_it = [run for run in of_it if run.experiment.generation.backend == engine]
@@ -188,16 +192,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="of each run")
     parser.add_argument("--again", action="store_true", help="plan the runs of the last time, start none")
     arguments = parser.parse_args()
+    calibration = measure_machine()
     folders = {name: OUT.absolute() / f"plan_time_{number}" for number, name in enumerate(CASES)}
     if arguments.again:
-        last = json.loads((OUT / "plan_time.json").read_text(encoding="utf-8"))["runs"]
-        peaks = {name: last[name]["memory"]["measured_bytes"] for name in CASES}
+        last = json.loads((OUT / "plan_time.json").read_text(encoding="utf-8"))
+        peaks = {name: last["runs"][name]["memory"]["measured_bytes"] for name in CASES}
+        calibration = replace(calibration, hardware=Hardware(**last["hardware"]))
     else:
         peaks = {
             name: peak_of(arguments.config, folder, CASES[name], arguments.steps)
             for name, folder in track(folders.items(), "runs")
         }
-    metrics = compare(CASES, {name: read_run(folder) for name, folder in folders.items()}, peaks)
+    runs = {name: read_run(folder) for name, folder in folders.items()}
+    metrics = compare(CASES, runs, peaks, calibration)
     title = "Stages and memory of runs on this machine, next to the plan"
     publish("plan_time", metrics, table_of(title, list(table_rows(metrics["runs"]))))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import numpy as np
 
@@ -367,14 +367,14 @@ def _computed_tokens(experiment: Experiment, steps: Sequence[StepMetrics]) -> in
 
 
 def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:
-    """The run's mean lengths, with the spread that is assumed where the run does not record it."""
+    """The mean lengths of a middle step of the run, with the spread that is assumed where the run does not record it."""
     algorithm, longest = experiment.algorithm, experiment.policy.max_sequence_length
     sequences = algorithm.sequences_per_update
     if isinstance(algorithm, OnlineBase):
         sequences = algorithm.trajectories_per_step * getattr(algorithm, "num_epochs", 1)
     assumed = default_lengths(experiment)
-    sequence = min(longest, fmean(step.values["tokens/trained"] for step in steps) / sequences)
-    response = fmean(step.values.get("length/mean", 0.0) for step in steps) or 0.75 * sequence
+    sequence = min(longest, median(step.values["tokens/trained"] for step in steps) / sequences)
+    response = median(step.values.get("length/mean", 0.0) for step in steps) or 0.75 * sequence
     prompt = max(1.0, sequence - response)
     has_one_turn = all(one.has_one_turn for one in experiment.env.environments.values())
     limit = longest - prompt
@@ -390,20 +390,22 @@ def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:
         prompt=prompt,
         response=max(1.0, min(response, limit)),
         limit=max(1.0, limit),
-        shared=fmean(known) if len(known) == len(steps) else None,
+        shared=median(known) if len(known) == len(steps) else None,
     )
 
 
 def _quantiles(folder: Path, steps: Sequence[StepMetrics]) -> tuple[float, ...]:
-    """Of the responses that these steps sampled; empty for a run without an index of its trajectories."""
+    """Of the responses of a step, each its median over the steps; empty for a run without their index."""
     try:
         columns, rows = TrajectoryIndex(folder).read()
     except RunFolderError:
         return ()
     training = [number for number, phase in enumerate(columns.texts["phase"]) if phase == "training"]
-    chosen = np.isin(rows["phase"], training) & np.isin(rows["step"], [step.step for step in steps])
-    sampled = rows["sampled"][chosen]
-    return tuple(np.quantile(sampled, np.linspace(0, 1, _NUM_QUANTILES)).tolist()) if len(sampled) else ()
+    rows = rows[np.isin(rows["phase"], training)]
+    of_steps = [rows["sampled"][rows["step"] == step.step] for step in steps]
+    places = np.linspace(0, 1, _NUM_QUANTILES)
+    found = [np.quantile(sampled, places) for sampled in of_steps if len(sampled)]
+    return tuple(np.median(found, 0).tolist()) if found else ()
 
 
 def _seconds(experiment: Experiment, steps: Sequence[StepMetrics]) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Lengths of sequences, and seconds of training on them in a layout. Imports no torch.
 
 update = micro-batches * slowest stage's forward and backward + bubble + gradients, optimizer, weights
-bubble = (stages - 1) / chunks of a micro-batch's time (Narayanan et al. 2021, arXiv 2104.04473)
+bubble = the other stages' time of a micro-batch / chunks; with equal stages (stages - 1) / chunks of one
+         (Narayanan et al. 2021, arXiv 2104.04473)
 """
 
 import math
@@ -187,9 +188,10 @@ class Training:
     def _passes(self, batches: MicroBatches, *, backward: bool) -> Cost:
         layout = self.policy.layout
         stages = range(layout.pipeline_parallel_size)
-        one = max((self._stage(stage, batches.tokens, backward) for stage in stages), key=lambda c: c.seconds)
-        waits = one * ((len(stages) - 1) / layout.virtual_pipeline_parallel_size)
-        cost = one * batches.count + waits.waiting("bubble")
+        costs = [self._stage(stage, batches.tokens, backward) for stage in stages]
+        one = max(costs, key=lambda cost: cost.seconds)
+        others = sum(cost.seconds for cost in costs) - one.seconds  # of the first micro-batch
+        cost = one * batches.count + Cost(bubble=others / layout.virtual_pipeline_parallel_size)
         if layout.expert_parallel_size * layout.expert_tensor_parallel_size > self._copy_size:
             # Copies meet in every layer with experts, so each micro-batch waits for the fullest.
             cost += cost.waiting("straggler") * (batches.fullest / batches.tokens - 1)
