@@ -188,7 +188,9 @@ class Training:
     def _passes(self, batches: MicroBatches, *, backward: bool) -> Cost:
         layout = self.policy.layout
         stages = range(layout.pipeline_parallel_size)
-        costs = [self._stage(stage, batches.tokens, backward) for stage in stages]
+        hardware = self.hardware.beside_idle(len(stages), batches.count)
+        working = self if hardware is self.hardware else replace(self, hardware=hardware)
+        costs = [working._stage(stage, batches.tokens, backward) for stage in stages]
         one = max(costs, key=lambda cost: cost.seconds)
         others = sum(cost.seconds for cost in costs) - one.seconds  # of the first micro-batch
         cost = one * batches.count + Cost(bubble=others / layout.virtual_pipeline_parallel_size)

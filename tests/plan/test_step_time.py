@@ -150,6 +150,30 @@ def test_stages_wait_for_the_first_and_the_last(configure: Configure) -> None:
     assert replace(plan, policy=policy).update(4).bubble == pytest.approx(3)
 
 
+def test_the_first_micro_batch_fills_a_pipeline_stage_by_stage(configure: Configure) -> None:
+    """Two layers, and four with the head: the last stage waits once for the first, and not for itself."""
+    layout = {"pipeline_parallel_size": 2, "layers_in_first_stage": 2, "layers_in_last_stage": 4}
+    policy = configure(*GPU, "policy.layout.pipeline_parallel_size=2").policy
+    policy = policy.model_copy(update={"micro_batch_tokens": 40, "layout": LayoutConfig(**layout)})
+    cost = Training(policy, SHAPE, FREE, replace(IDLE, launch=1.0), SAME).update(4)
+    assert cost.latency == pytest.approx(4 * 4 * 3)
+    assert cost.bubble == pytest.approx(2 * 3)
+
+
+def test_a_stage_that_works_alone_has_the_memory_of_a_machine_for_itself(configure: Configure) -> None:
+    """Memory only. One micro-batch on two stages takes as long as on one process, two take the half each."""
+    machine = replace(FREE, memory_rate=1e9, cores=2)
+
+    def forward(stages: int, sequences: int) -> float:
+        policy = configure(*GPU, f"policy.layout.pipeline_parallel_size={stages}").policy
+        policy = policy.model_copy(update={"micro_batch_tokens": 40})
+        hardware = machine.shared_by(stages)
+        return Training(policy, SHAPE, hardware, IDLE, SAME).logprobs(sequences).seconds
+
+    assert forward(2, 1) == pytest.approx(forward(1, 1))
+    assert forward(2, 2) > 1.4 * forward(1, 2)  # 3 times a half of the layers, at half of the bandwidth
+
+
 def test_tensor_parallelism_sends_the_hidden_state(configure: Configure) -> None:
     """A link of 1 byte a second: 8 messages in 6 layers, half of 128 elements of two bytes, 160 tokens."""
     fields = ("policy.layout.tensor_parallel_size=2", "policy.layout.sequence_parallel=true")
