@@ -5,7 +5,7 @@
 Ten runs of one model that differ in layout, engine, batch and algorithm. The constants of the plan of time
 start from the rates of this machine and are fitted to five of the runs (`nemorl plan time --calibrate`); the
 other five are predicted. Stages that take less than 5% of a step are shown and not judged. Memory is the
-high-water mark of the fullest process of the policy, next to the plan of memory, to which nothing is fitted.
+high-water mark of the fullest process of the policy, next to the plan by the tokens that the run computed.
 
 Nothing else may run meanwhile: the rates are those of an idle machine.
 """
