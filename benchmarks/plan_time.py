@@ -2,9 +2,9 @@
 
     python benchmarks/plan_time.py [--config configs/grpo_smollm2_reasoning.yaml] [--steps 6]
 
-Ten runs of one model that differ in layout, engine, batch and algorithm. The constants of the plan of time
-start from the rates of this machine and are fitted to five of the runs (`nemorl plan time --calibrate`); the
-other five are predicted. Stages that take less than 5% of a step are shown and not judged. Memory is the
+Runs of one model that differ in layout, engine, batch and algorithm. The constants of the plan of time start
+from the rates of this machine and are fitted to five of the runs (`nemorl plan time --calibrate`); the others
+are predicted. Stages that take less than 5% of a step are shown and not judged. Memory is the
 high-water mark of the fullest process of the policy, next to the plan by the tokens that the run computed.
 
 Nothing else may run meanwhile: the rates are those of an idle machine.
@@ -35,6 +35,7 @@ _LONG = (
     *("policy.max_sequence_length=256", "policy.micro_batch_tokens=2048", "generation.max_kv_tokens=16384"),
     *("generation.max_new_tokens=128", "generation.stop_strings=[]"),
 )
+_SMALL_GROUPS = ("algorithm.num_generations_per_prompt=2", "algorithm.num_prompts_per_step=16")
 _VLLM = ("generation={backend: vllm, max_num_seqs: 64, max_new_tokens: 24, stop_strings: ['\\n']}",)
 
 
@@ -60,16 +61,19 @@ CASES = {
     "long responses": Case((layout(), *_LONG), is_fitted=True),
     "long responses, DP2": Case((layout(data=2), *_LONG, "algorithm.num_prompts_per_step=4")),
     "small groups, reference": Case(
-        (
-            layout(),
-            *("algorithm.num_generations_per_prompt=2", "algorithm.num_prompts_per_step=16"),
-            "algorithm.kl.coefficient=0.01",
-        ),
-        is_fitted=True,
+        (layout(), *_SMALL_GROUPS, "algorithm.kl.coefficient=0.01"), is_fitted=True
     ),
     "two updates, checkpoints": Case((layout(), "algorithm.num_minibatches=2"), period=3),
     "vLLM": Case((layout(), *_VLLM), is_fitted=True),
     "vLLM, small groups": Case((layout(data=2), *_VLLM, "algorithm.num_generations_per_prompt=4")),
+    "PP2, small micro-batches": Case((layout(pipeline=2), "policy.micro_batch_tokens=128")),
+    "CP2, small groups": Case((layout(context=2), *_SMALL_GROUPS)),
+    "long responses, recomputation": Case(
+        (layout(), *_LONG, "algorithm.num_prompts_per_step=4", "policy.recompute={name: full}")
+    ),
+    "DP2, reference, two updates": Case(
+        (layout(data=2), "algorithm.kl.coefficient=0.01", "algorithm.num_minibatches=2")
+    ),
 }
 
 
