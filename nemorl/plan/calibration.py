@@ -367,7 +367,7 @@ def _computed_tokens(experiment: Experiment, steps: Sequence[StepMetrics]) -> in
 
 
 def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:
-    """The mean lengths of a middle step of the run, with the spread that is assumed where the run does not record it."""
+    """The mean lengths of a middle step of the run, with the spread that is assumed for any run."""
     algorithm, longest = experiment.algorithm, experiment.policy.max_sequence_length
     sequences = algorithm.sequences_per_update
     if isinstance(algorithm, OnlineBase):
