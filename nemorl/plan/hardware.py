@@ -66,7 +66,7 @@ class Hardware:
             memory_rate=self.memory_rate * share,
         )
 
-    def beside_idle(self, processes: int, busy: int) -> "Hardware":
+    def while_busy(self, processes: int, busy: int) -> "Hardware":
         """What one of these processes of a machine has while only `busy` work: more of its bandwidth."""
         if not self.cores or busy >= processes:
             return self

@@ -188,7 +188,7 @@ class Training:
     def _passes(self, batches: MicroBatches, *, backward: bool) -> Cost:
         layout = self.policy.layout
         stages = range(layout.pipeline_parallel_size)
-        hardware = self.hardware.beside_idle(len(stages), batches.count)
+        hardware = self.hardware.while_busy(len(stages), batches.count)
         working = self if hardware is self.hardware else replace(self, hardware=hardware)
         costs = [working._stage(stage, batches.tokens, backward) for stage in stages]
         one = max(costs, key=lambda cost: cost.seconds)
