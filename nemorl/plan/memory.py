@@ -185,15 +185,20 @@ def stage_memory(
     logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * copies
 
     last = stage == layout.pipeline_parallel_size - 1
-    head_gradient = 0
+    head_gradient, columns = 0, vocabulary // layout.tensor_parallel_size
     if last and policy.lora is None:
         # Its sum in float32, and in bfloat16 a chunk's product and at the end a copy (docs/memory.md).
-        columns = vocabulary // layout.tensor_parallel_size
         head_gradient = columns * shape.hidden_size * (4 if policy.precision == "float32" else 8)
     gradients = trained.total * policy.optimizer.gradient_bytes
     activations = kept_elements(shape, policy, stage, own_tokens, num_micro_batches, fused=on_gpu) * item
     if not last:
         logits = 0
+    elif on_gpu:
+        # What the head has is free before layers are computed again, but for the gradient of a tied weight.
+        kept = kept_elements(shape, policy, stage, own_tokens, num_micro_batches, again=False) * item
+        tied = head_gradient and shape.tied_embeddings and layout.pipeline_parallel_size == 1
+        stays = columns * shape.hidden_size * item if tied else 0
+        activations = kept + max(0, activations - kept - (logits + head_gradient - stays))
     if not on_gpu:
         embedding = 0
         if stage == 0 and policy.lora is None:
@@ -285,10 +290,12 @@ def kept_elements(
     num_micro_batches: int,
     *,
     fused: bool = True,
+    again: bool = True,
 ) -> int:
     """Elements that a rank of a pipeline stage keeps at most, of micro-batches of `tokens` of its own tokens.
 
-    Without `fused` kernels, as on a CPU, norms and gates keep what their operators need.
+    Without `fused` kernels, as on a CPU, norms and gates keep what their operators need. `again` counts what
+    exists while a layer is computed, also again.
 
 
     A stage of P has P less its number micro-batches in flight, and interleaved ones more, of a part of their
@@ -300,29 +307,30 @@ def kept_elements(
     in_flight = behind + 1 if chunks == 1 else 2 * behind + (chunks - 1) * stages + 1
     in_flight = min(in_flight, num_micro_batches * chunks)
     widths = {with_experts: _layer(shape, policy, with_experts, fused) for with_experts in (False, True)}
-    kept = again = 0  # for a token, by a run of layers; and while one of them is computed
+    kept = extra = 0  # for a token, by a run of layers; and while one of them is computed
     for chunk in range(chunks):
         with_experts = [shape.is_moe(i) for i in stage_layers(shape.num_layers, layout, stage, chunk)]
         layers = [widths[each] for each in with_experts]
         passing = max(_passing(shape, policy, each, fused) for each in with_experts)
+        gradients = max(_gradients(shape, layout, each, fused) for each in with_experts)
         if not isinstance(recompute, FullRecompute):
             kept = max(kept, sum(layers))
-            again = max(again, passing)
+            extra = max(extra, passing)
         elif recompute.method == "uniform":
             kept = max(kept, _hidden(shape, layout) * -(-len(layers) // recompute.num_layers))
-            again = max(again, max(layers) * recompute.num_layers + passing)
+            extra = max(extra, max(layers) * recompute.num_layers + passing + gradients)
         else:
             rest = layers[recompute.num_layers :]
             kept = max(kept, _hidden(shape, layout) * (len(layers) - len(rest)) + sum(rest))
-            again = max(again, max(layers) + passing)
-    return tokens * (in_flight * kept + again)
+            extra = max(extra, max(layers) + passing + gradients)
+    return tokens * (in_flight * kept + (extra if again else 0))
 
 
 def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
     return shape.hidden_size // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
 
 
-def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool, fused: bool) -> int:
+def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool, fused: bool = True) -> int:
     layout, moe = policy.layout, shape.moe
     tensor = layout.tensor_parallel_size
     left_out = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
@@ -359,7 +367,7 @@ def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool, fused: b
     return kept + _copies(shape, layout) * of_copy // _shared(layout)
 
 
-def _passing(shape: ModelShape, policy: PolicyConfig, with_experts: bool, fused: bool) -> int:
+def _passing(shape: ModelShape, policy: PolicyConfig, with_experts: bool, fused: bool = True) -> int:
     """Elements for a token that exist while a layer is computed, next to what layers keep."""
     layout, moe = policy.layout, shape.moe
     again = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
@@ -373,19 +381,26 @@ def _passing(shape: ModelShape, policy: PolicyConfig, with_experts: bool, fused:
     return _copies(shape, layout) * width // _shared(layout)
 
 
+def _gradients(shape: ModelShape, layout: LayoutConfig, with_experts: bool, fused: bool = True) -> int:
+    """Elements of the largest gradients in a layer for a token: those of what its MLP keeps."""
+    if shape.moe is None or not with_experts:
+        return _of_mlp(shape, shape.ffn_hidden_size, fused) // layout.tensor_parallel_size
+    return _copies(shape, layout) * _of_expert(shape, layout, fused) // _shared(layout)
+
+
 def _copies(shape: ModelShape, layout: LayoutConfig) -> int:
     """Copies of a token for its experts, which are taken to be equally busy."""
     assert shape.moe is not None
     return shape.moe.top_k * layout.expert_tensor_parallel_size
 
 
-def _of_expert(shape: ModelShape, layout: LayoutConfig, fused: bool) -> int:
+def _of_expert(shape: ModelShape, layout: LayoutConfig, fused: bool = True) -> int:
     """What an expert makes of a copy."""
     assert shape.moe is not None
     return _of_mlp(shape, shape.moe.ffn_hidden_size, fused) // layout.expert_tensor_parallel_size
 
 
-def _of_mlp(shape: ModelShape, width: int, fused: bool) -> int:
+def _of_mlp(shape: ModelShape, width: int, fused: bool = True) -> int:
     """What a gated MLP of this width keeps of a token after its input."""
     is_fused = fused and shape.activation in _FUSED_GATES
     return (_FUSED_WIDTHS if is_fused else _GATED_WIDTHS[shape.activation]) * width

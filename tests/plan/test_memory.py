@@ -507,13 +507,29 @@ def test_interleaved_stages_keep_more_of_fewer_layers(stage: int, micro_batches:
 
 
 def test_full_recomputation_keeps_inputs_and_the_layers_that_are_computed_again() -> None:
+    """With the gradients of what an MLP keeps."""
     uniform = FullRecompute(name="full", method="uniform", num_layers=3)
-    assert kept(NARROW, recompute=uniform) == 3 * 100 + 3 * NARROW_LAYER  # runs of 3, 3 and 2 layers
+    assert kept(NARROW, recompute=uniform) == 3 * 100 + 3 * NARROW_LAYER + MLP  # runs of 3, 3 and 2 layers
     block = FullRecompute(name="full", method="block", num_layers=3)
-    assert kept(NARROW, recompute=block) == 3 * 100 + 5 * NARROW_LAYER + NARROW_LAYER
+    assert kept(NARROW, recompute=block) == 3 * 100 + 5 * NARROW_LAYER + NARROW_LAYER + MLP
     each = FullRecompute(name="full", method="uniform", num_layers=1)
     stages = LayoutConfig(pipeline_parallel_size=4)
-    assert kept(NARROW, stages, each) == 4 * 2 * 100 + NARROW_LAYER
+    assert kept(NARROW, stages, each) == 4 * 2 * 100 + NARROW_LAYER + MLP
+
+
+def test_the_head_and_layers_that_are_computed_again_take_turns(configure: Configure) -> None:
+    """512 tokens of 6 layers: their inputs stay; then the head, or a layer and the gradients of its MLP."""
+
+    def parts(chunk: int, *overrides: str, tied: bool = False) -> tuple[int, int]:
+        fields = (GPUS, "policy.recompute={name: full}", f"policy.logprob_chunk_tokens={chunk}", *overrides)
+        policy = policy_memory(configure(*fields), replace(SHAPE, tied_embeddings=tied))
+        return policy.activations, policy.logits + policy.head_gradient
+
+    inputs, table = 512 * 6 * 128 * 4, 1000 * 128 * 4
+    layer = 512 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384 + 3 * 384) * 4
+    assert parts(512) == (inputs + layer - (2 * 512 * 1000 * 4 + table), 2 * 512 * 1000 * 4 + table)
+    assert sum(parts(64)) == inputs + layer
+    assert sum(parts(64, tied=True)) == inputs + layer + table  # its gradient waits for the embedding's
 
 
 @pytest.mark.parametrize(
