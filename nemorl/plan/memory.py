@@ -322,7 +322,8 @@ def kept_elements(
         else:
             rest = layers[recompute.num_layers :]
             kept = max(kept, _hidden(shape, layout) * (len(layers) - len(rest)) + sum(rest))
-            extra = max(extra, max(layers) + passing + gradients)
+            more = max(0, max(layers) - sum(rest))  # the others' backward passes have freed theirs
+            extra = max(extra, more + passing + gradients)
     return tokens * (in_flight * kept + (extra if again else 0))
 
 

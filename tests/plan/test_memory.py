@@ -511,7 +511,9 @@ def test_full_recomputation_keeps_inputs_and_the_layers_that_are_computed_again(
     uniform = FullRecompute(name="full", method="uniform", num_layers=3)
     assert kept(NARROW, recompute=uniform) == 3 * 100 + 3 * NARROW_LAYER + MLP  # runs of 3, 3 and 2 layers
     block = FullRecompute(name="full", method="block", num_layers=3)
-    assert kept(NARROW, recompute=block) == 3 * 100 + 5 * NARROW_LAYER + NARROW_LAYER + MLP
+    assert kept(NARROW, recompute=block) == 3 * 100 + 5 * NARROW_LAYER + MLP
+    whole = FullRecompute(name="full", method="block", num_layers=8)
+    assert kept(NARROW, recompute=whole) == 8 * 100 + NARROW_LAYER + MLP
     each = FullRecompute(name="full", method="uniform", num_layers=1)
     stages = LayoutConfig(pipeline_parallel_size=4)
     assert kept(NARROW, stages, each) == 4 * 2 * 100 + NARROW_LAYER + MLP
