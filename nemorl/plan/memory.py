@@ -193,7 +193,7 @@ def stage_memory(
     activations = kept_elements(shape, policy, stage, own_tokens, num_micro_batches, fused=on_gpu) * item
     if not last:
         logits = 0
-    elif on_gpu:
+    elif on_gpu and isinstance(policy.recompute, FullRecompute):
         # What the head has is free before layers are computed again, but for the gradient of a tied weight.
         kept = kept_elements(shape, policy, stage, own_tokens, num_micro_batches, again=False) * item
         tied = head_gradient and shape.tied_embeddings and layout.pipeline_parallel_size == 1
