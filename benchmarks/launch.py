@@ -1,5 +1,6 @@
 """Runs of `nemorl train` in processes of their own."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -7,7 +8,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from nemorl.config.run import CheckpointingConfig
+
 _POLL_SECONDS = 0.2
+
+
+def without_checkpoints() -> list[str]:
+    """Overrides: no checkpoint, and none of the settings of one, which would have no effect."""
+    fields = CheckpointingConfig.model_fields.items()
+    given = [
+        f"checkpointing.{name}={json.dumps(field.get_default(call_default_factory=True), default=str)}"
+        for name, field in fields
+        if name != "enabled"
+    ]
+    return [*given, "checkpointing.enabled=false"]
 
 
 def train(

@@ -2,10 +2,10 @@
 
     python benchmarks/plan_time.py [--config configs/grpo_smollm2_reasoning.yaml] [--steps 6]
 
-Ten runs of one model that differ in layout, engine, batch and algorithm. The constants of the plan of time
-start from the rates of this machine and are fitted to five of the runs (`nemorl plan time --calibrate`); the
-other five are predicted. Stages that take less than 5% of a step are shown and not judged. Memory is the
-high-water mark of the fullest process of the policy, next to the plan of memory, to which nothing is fitted.
+Runs of one model that differ in layout, engine, batch and algorithm. The constants of the plan of time start
+from the rates of this machine and are fitted to five of the runs (`nemorl plan time --calibrate`); the others
+are predicted. Stages that take less than 5% of a step are shown and not judged. Memory is the
+high-water mark of the fullest process of the policy, next to the plan by the tokens that the run computed.
 
 Nothing else may run meanwhile: the rates are those of an idle machine.
 """
@@ -14,25 +14,28 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from common import OUT, publish, table_of
-from launch import train
+from launch import train, without_checkpoints
 from meter import resident_peak
 from rich.progress import track
 
 from nemorl.cluster.logs import log_path, process_of
 from nemorl.plan.calibration import Calibration, MeasuredRun, calibrate, measure_machine, read_run
-from nemorl.plan.memory import MEMORY_PARTS, policy_memory
+from nemorl.plan.hardware import Hardware
+from nemorl.plan.memory import MEMORY_PARTS
+from nemorl.plan.training_time import Lengths
 
 _LEAST_SHARE = 0.05  # of a step, of stages that are judged
 _LONG = (
     *("policy.max_sequence_length=256", "policy.micro_batch_tokens=2048", "generation.max_kv_tokens=16384"),
     *("generation.max_new_tokens=128", "generation.stop_strings=[]"),
 )
+_SMALL_GROUPS = ("algorithm.num_generations_per_prompt=2", "algorithm.num_prompts_per_step=16")
 _VLLM = ("generation={backend: vllm, max_num_seqs: 64, max_new_tokens: 24, stop_strings: ['\\n']}",)
 
 
@@ -58,16 +61,19 @@ CASES = {
     "long responses": Case((layout(), *_LONG), is_fitted=True),
     "long responses, DP2": Case((layout(data=2), *_LONG, "algorithm.num_prompts_per_step=4")),
     "small groups, reference": Case(
-        (
-            layout(),
-            *("algorithm.num_generations_per_prompt=2", "algorithm.num_prompts_per_step=16"),
-            "algorithm.kl.coefficient=0.01",
-        ),
-        is_fitted=True,
+        (layout(), *_SMALL_GROUPS, "algorithm.kl.coefficient=0.01"), is_fitted=True
     ),
     "two updates, checkpoints": Case((layout(), "algorithm.num_minibatches=2"), period=3),
     "vLLM": Case((layout(), *_VLLM), is_fitted=True),
     "vLLM, small groups": Case((layout(data=2), *_VLLM, "algorithm.num_generations_per_prompt=4")),
+    "PP2, small micro-batches": Case((layout(pipeline=2), "policy.micro_batch_tokens=128")),
+    "CP2, small groups": Case((layout(context=2), *_SMALL_GROUPS)),
+    "long responses, recomputation": Case(
+        (layout(), *_LONG, "algorithm.num_prompts_per_step=4", "policy.recompute={name: full}")
+    ),
+    "DP2, reference, two updates": Case(
+        (layout(data=2), "algorithm.kl.coefficient=0.01", "algorithm.num_minibatches=2")
+    ),
 }
 
 
@@ -80,8 +86,8 @@ def peak_of(config: Path, folder: Path, case: Case, steps: int) -> int:
             with suppress(OSError):
                 peaks[rank] = max(peaks.get(rank, 0), resident_peak(process))
 
-    saves = "checkpointing.enabled=false" if case.period is None else f"checkpointing.period={case.period}"
-    train(config, folder, (*case.overrides, f"algorithm.num_steps={steps}", saves), look)
+    saves = without_checkpoints() if case.period is None else [f"checkpointing.period={case.period}"]
+    train(config, folder, (*case.overrides, f"algorithm.num_steps={steps}", *saves), look)
     return max(peaks.values())
 
 
@@ -109,8 +115,16 @@ def stages_of(run: MeasuredRun, calibration: Calibration) -> list[dict[str, Any]
     ]
 
 
+def lengths_of(lengths: Lengths) -> dict[str, Any]:
+    """The longest and the median response in place of all quantiles."""
+    plain = {name: value for name, value in asdict(lengths).items() if name != "quantiles"}
+    if lengths.quantiles:
+        plain |= {"median": lengths.quantile(0.5), "longest": lengths.quantiles[-1]}
+    return plain
+
+
 def memory_of(run: MeasuredRun, peak_bytes: int) -> dict[str, Any]:
-    planned = policy_memory(run.experiment, run.shape)
+    planned = run.memory
     return {
         "measured_bytes": peak_bytes,
         "planned_bytes": planned.total,
@@ -120,13 +134,16 @@ def memory_of(run: MeasuredRun, peak_bytes: int) -> dict[str, Any]:
 
 
 def compare(
-    cases: Mapping[str, Case], runs: Mapping[str, MeasuredRun], peaks: Mapping[str, int]
+    cases: Mapping[str, Case],
+    runs: Mapping[str, MeasuredRun],
+    peaks: Mapping[str, int],
+    calibration: Calibration,
 ) -> dict[str, Any]:
-    """The fits, and each run next to its plan.
+    """The fits, which begin from `calibration`, and each run next to its plan.
 
     An engine has constants of its own, so those of a second one are fitted from the first one's on.
     """
-    calibration, of_engine = measure_machine(), dict[str, Calibration]()
+    of_engine: dict[str, Calibration] = {}
     for engine in dict.fromkeys(run.experiment.generation.backend for run in runs.values()):
         of_it = [runs[name] for name, case in cases.items() if case.is_fitted]
         of_it = [run for run in of_it if run.experiment.generation.backend == engine]
@@ -136,7 +153,7 @@ def compare(
             "is_fitted": case.is_fitted,
             "overrides": case.overrides,
             "steps": runs[name].steps,
-            "lengths": asdict(runs[name].lengths),
+            "lengths": lengths_of(runs[name].lengths),
             "stages": stages_of(runs[name], of_engine[runs[name].experiment.generation.backend]),
             "memory": memory_of(runs[name], peaks[name]),
         }
@@ -179,16 +196,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="of each run")
     parser.add_argument("--again", action="store_true", help="plan the runs of the last time, start none")
     arguments = parser.parse_args()
+    calibration = measure_machine()
     folders = {name: OUT.absolute() / f"plan_time_{number}" for number, name in enumerate(CASES)}
     if arguments.again:
-        last = json.loads((OUT / "plan_time.json").read_text(encoding="utf-8"))["runs"]
-        peaks = {name: last[name]["memory"]["measured_bytes"] for name in CASES}
+        last = json.loads((OUT / "plan_time.json").read_text(encoding="utf-8"))
+        peaks = {name: last["runs"][name]["memory"]["measured_bytes"] for name in CASES}
+        calibration = replace(calibration, hardware=Hardware(**last["hardware"]))
     else:
         peaks = {
             name: peak_of(arguments.config, folder, CASES[name], arguments.steps)
             for name, folder in track(folders.items(), "runs")
         }
-    metrics = compare(CASES, {name: read_run(folder) for name, folder in folders.items()}, peaks)
+    runs = {name: read_run(folder) for name, folder in folders.items()}
+    metrics = compare(CASES, runs, peaks, calibration)
     title = "Stages and memory of runs on this machine, next to the plan"
     publish("plan_time", metrics, table_of(title, list(table_rows(metrics["runs"]))))
 

@@ -5,7 +5,7 @@
 A rank of the policy's fullest and of its last pipeline stage, by the plan, runs on the pretended accelerator
 at the real size of the model: load, logprobs, a training step, refit and offloading. Critics, teachers and
 reward models are not rehearsed. Not run on hardware. Results are written after each rank. With many experts
-and long sequences a rank takes more than 20 GB of memory, since the places of tokens are real.
+and long sequences a rank takes a few GB of memory, since the places of tokens are real.
 """
 
 from pathlib import Path

@@ -8,16 +8,14 @@ that records nothing; the ratio of whole steps has the noise of all stages, and 
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from common import OUT, publish, table_of
-from launch import train
+from launch import train, without_checkpoints
 
-from nemorl.config.run import CheckpointingConfig
 from nemorl.observe.metrics import StepMetrics, read_metrics
 from nemorl.observe.run_folder import RunPaths
 
@@ -50,17 +48,6 @@ def compare(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[st
             }
         )
     return rows
-
-
-def without_checkpoints() -> list[str]:
-    """Overrides: no checkpoint, and none of the settings of one that the config may have."""
-    fields = CheckpointingConfig.model_fields.items()
-    given = [
-        f"checkpointing.{name}={json.dumps(field.get_default(call_default_factory=True), default=str)}"
-        for name, field in fields
-        if name != "enabled"
-    ]
-    return [*given, "checkpointing.enabled=false"]
 
 
 def main() -> None:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
+
+import numpy as np
 
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.base import counted, did_you_mean
@@ -24,6 +26,8 @@ from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.hub import with_local_models
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
+from nemorl.observe.files import RunFolderError
+from nemorl.observe.index import TrajectoryIndex
 from nemorl.observe.metrics import StepMetrics, read_metrics
 from nemorl.observe.run_folder import RunPaths
 
@@ -31,6 +35,7 @@ from .costs import Attained
 from .generation_time import default_lengths
 from .hardware import HARDWARE, Hardware
 from .machine import read_machine
+from .memory import ProcessMemory, policy_memory
 from .problems import model_problem, policy_layout_problems
 from .recompute import fitting_recompute
 from .step_time import FITTED, SHARES, Measured, RunPlan, StepTime, fit
@@ -61,6 +66,8 @@ _LEAST_SHARE = 0.01  # of a step: shorter stages are shown, and not fitted
 _SIZE, _COPIED = 1024, 2**27  # rows of a matrix product, and bytes of a copy, that are measured
 _PATIENCE = 1.5  # seconds for each of three rates
 _COUNTS = ("multiprocessors", "memory_bytes", "domain", "cores", "tile", "element_bytes")
+_NUM_QUANTILES = 129  # of measured responses
+_COMPUTED = ("tokens/trained", "packing/shared", "packing/padding")
 _CHOSEN = "generation"  # the stage whose seconds are hidden while engines sample ahead
 
 
@@ -82,6 +89,7 @@ class MeasuredRun:
     lengths: Lengths
     seconds: Mapping[str, float]  # medians of steps; `step` is without what the plan does not have
     steps: int
+    computed_tokens: int | None = None  # most that a copy computed in an update; None: the run does not say
 
     def plan(self, calibration: Calibration) -> RunPlan:
         hardware = calibration.hardware
@@ -92,6 +100,11 @@ class MeasuredRun:
     def predicted(self, calibration: Calibration) -> dict[str, float]:
         """Seconds by the names of `seconds`. Raises `UnplannedRun`."""
         return self._predicted(self.plan(calibration).step())
+
+    @property
+    def memory(self) -> ProcessMemory:
+        """Of the policy's fullest process, by the tokens that it computed."""
+        return policy_memory(self.experiment, self.shape, self.computed_tokens)
 
     def measured(self, calibration: Calibration) -> Iterator[Measured]:
         """What `fit` takes of it: each stage that is no small part of a step."""
@@ -291,10 +304,12 @@ def read_run(folder: Path, shape: ModelShape | None = None) -> MeasuredRun:
         raise UsageError(
             f"{option}: {paths.metrics.name} has {counted(len(steps), 'step')} of training: {fix}"
         )
+    computed = _computed_tokens(experiment, steps)
     steps = steps[skipped:]
     _refuse_invalid(steps, isinstance(algorithm, OnlineBase), f"{option}: {paths.metrics.name}")
-    lengths = _lengths(experiment, steps)
-    return MeasuredRun(folder.name, experiment, own, lengths, _seconds(experiment, steps), len(steps))
+    lengths = replace(_lengths(experiment, steps), quantiles=_quantiles(paths.trajectories, steps))
+    seconds = _seconds(experiment, steps)
+    return MeasuredRun(folder.name, experiment, own, lengths, seconds, len(steps), computed)
 
 
 def load_planned(
@@ -341,28 +356,56 @@ def _refuse_invalid(steps: Sequence[StepMetrics], is_online: bool, where: str) -
                 )
 
 
+def _computed_tokens(experiment: Experiment, steps: Sequence[StepMetrics]) -> int | None:
+    """Of one copy in an update, on average over those of the fullest step; padding included."""
+    of = [[step.values.get(name, math.nan) for name in _COMPUTED] for step in steps]
+    computed = [trained * (1 - shared) / (1 - padding) for trained, shared, padding in of if padding < 1]
+    if len(computed) < len(steps) or not all(map(math.isfinite, computed)):
+        return None
+    updates = getattr(experiment.algorithm, "updates_per_step", 1)
+    return math.ceil(max(computed) / updates / experiment.policy.layout.data_parallel_size)
+
+
 def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:
-    """The run's mean lengths, with the spread that is assumed for any run."""
+    """The mean lengths of a middle step of the run, with the spread that is assumed for any run."""
     algorithm, longest = experiment.algorithm, experiment.policy.max_sequence_length
     sequences = algorithm.sequences_per_update
     if isinstance(algorithm, OnlineBase):
         sequences = algorithm.trajectories_per_step * getattr(algorithm, "num_epochs", 1)
     assumed = default_lengths(experiment)
-    sequence = min(longest, fmean(step.values["tokens/trained"] for step in steps) / sequences)
-    response = fmean(step.values.get("length/mean", 0.0) for step in steps) or 0.75 * sequence
+    sequence = min(longest, median(step.values["tokens/trained"] for step in steps) / sequences)
+    response = median(step.values.get("length/mean", 0.0) for step in steps) or 0.75 * sequence
     prompt = max(1.0, sequence - response)
     has_one_turn = all(one.has_one_turn for one in experiment.env.environments.values())
     limit = longest - prompt
     if algorithm.online and has_one_turn:
         limit = min(limit, experiment.generation.max_new_tokens)
-    known = [step.values["packing/shared"] for step in steps if "packing/shared" in step.values]
+    known = [
+        1 - (1 - shared) / (1 - step.values.get("packing/padding", 0.0))
+        for step in steps
+        if (shared := step.values.get("packing/shared")) is not None
+    ]
     return replace(
         assumed,
         prompt=prompt,
         response=max(1.0, min(response, limit)),
         limit=max(1.0, limit),
-        shared=fmean(known) if len(known) == len(steps) else None,
+        shared=median(known) if len(known) == len(steps) else None,
     )
+
+
+def _quantiles(folder: Path, steps: Sequence[StepMetrics]) -> tuple[float, ...]:
+    """Of the responses of a step, each its median over the steps; empty for a run without their index."""
+    try:
+        columns, rows = TrajectoryIndex(folder).read()
+    except RunFolderError:
+        return ()
+    training = [number for number, phase in enumerate(columns.texts["phase"]) if phase == "training"]
+    rows = rows[np.isin(rows["phase"], training)]
+    of_steps = [rows["sampled"][rows["step"] == step.step] for step in steps]
+    places = np.linspace(0, 1, _NUM_QUANTILES)
+    found = [np.quantile(sampled, places) for sampled in of_steps if len(sampled)]
+    return tuple(np.median(found, 0).tolist()) if found else ()
 
 
 def _seconds(experiment: Experiment, steps: Sequence[StepMetrics]) -> dict[str, float]:

@@ -69,6 +69,12 @@ class Hardware:
             memory_rate=self.memory_rate * share,
         )
 
+    def while_busy(self, processes: int, busy: int) -> "Hardware":
+        """What one of these processes of a machine has while only `busy` work: more of its bandwidth."""
+        if not self.cores or busy >= processes:
+            return self
+        return replace(self, memory_rate=self.memory_rate * processes / busy)
+
     def link_rate(self, span: int) -> float:
         """Bytes per second between devices of a group that lies over `span` neighboring ones."""
         return self.domain_rate if span <= self.domain else self.network_rate

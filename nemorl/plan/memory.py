@@ -20,6 +20,8 @@ from nemorl.models.family import LayerKind, Split, Stage, WeightRule
 from nemorl.models.layout import PolicyRank, is_tied_head, padded_vocab_size, stage_layers, weight_rules
 from nemorl.models.shape import Dim, ModelShape
 
+from . import cpu_memory
+
 # Resident memory of a process with its imports and nothing else, as measured on a CPU.
 _POLICY_RUNTIME = 500_000_000
 GENERATION_RUNTIME = 400_000_000
@@ -28,10 +30,12 @@ _DRIVER_RUNTIME = 1_000_000_000  # with Ray's own processes
 
 _FLOAT32 = 4
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
-# Tensors as wide as a gated MLP that it keeps: gate, up, and their product. Without a fused kernel also the
-# activated gate and what it is multiplied with, an offset added; where both are clamped, both clamped, the
-# gate's sigmoid, and experts the product times the router's weight.
-_GATED_WIDTHS = {"silu": 3, "gelu_tanh": 5, "clamped_swiglu": 8}
+# Tensors as wide as a gated MLP that it keeps: gate, up, and their product. Without a fused kernel (which a
+# CPU has for none) also the activated gate and what it is multiplied with, an offset added; where both are
+# clamped, both clamped, the gate's sigmoid, and experts the product times the router's weight.
+_FUSED_WIDTHS = 3
+_GATED_WIDTHS = {"silu": 5, "gelu_tanh": 5, "clamped_swiglu": 8}
+_FUSED_GATES = {"silu"}
 # A chunk of logits and its exponentials (or gradient), as measured: docs/memory.md.
 _CHUNK_COPIES = 2
 # Bytes of one logit of a sampling step: on a CPU of the logits, the distribution and its sums; on a GPU the
@@ -51,7 +55,7 @@ class ProcessMemory:
     reference: int = 0
     activations: int = 0
     logits: int = 0
-    head_gradient: int = 0  # of the output weight, while the chunks of its backward pass are summed
+    head_gradient: int = 0  # of the output weight while chunks are summed; on a CPU also of the embedding
     kv_cache: int = 0
     staging: int = 0  # weights on their way to generation
     staging_on_host: int = 0  # the same in the host's memory: what `delta` keeps, whole tensors for loaders
@@ -125,13 +129,22 @@ def estimate_memory(
     return tuple(groups)
 
 
-def policy_memory(experiment: Experiment, shape: ModelShape) -> ProcessMemory:
-    """The fullest rank of the policy: stages differ by embedding, head and micro-batches in flight."""
+def policy_memory(
+    experiment: Experiment, shape: ModelShape, computed_tokens: int | None = None
+) -> ProcessMemory:
+    """The fullest rank of the policy: stages differ by embedding, head and micro-batches in flight.
+
+    `computed_tokens` are the most that one copy computes in an update, where they are known, as of a measured
+    run; otherwise as many as the config allows.
+    """
     stages = range(experiment.policy.layout.pipeline_parallel_size)
-    return max((stage_memory(experiment, shape, stage) for stage in stages), key=lambda rank: rank.total)
+    ranks = (stage_memory(experiment, shape, stage, computed_tokens) for stage in stages)
+    return max(ranks, key=lambda rank: rank.total)
 
 
-def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> ProcessMemory:
+def stage_memory(
+    experiment: Experiment, shape: ModelShape, stage: int, computed_tokens: int | None = None
+) -> ProcessMemory:
     policy, algorithm, generation = experiment.policy, experiment.algorithm, experiment.generation
     layout, item = policy.layout, ITEM_SIZE[policy.precision]
     trained = parameters = stage_parameters(shape, layout, stage)
@@ -162,9 +175,10 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
     # Most tokens of one optimizer step that a data-parallel rank may see. A step without any is refused by
     # another check, of which nothing is known here.
     sequences = -(-max(1, algorithm.sequences_per_update) // layout.data_parallel_size)
-    tokens = min(policy.micro_batch_tokens, sequences * policy.max_sequence_length)
+    most = computed_tokens or sequences * policy.max_sequence_length
+    tokens = min(policy.micro_batch_tokens, most)
     own_tokens = -(-tokens // layout.context_parallel_size)
-    num_micro_batches = -(-sequences * policy.max_sequence_length // tokens)
+    num_micro_batches = -(-most // tokens)
     chunk = min(policy.logprob_chunk_tokens, own_tokens)
     vocabulary = shape.vocab_size if shape.head == "lm" else 0
     # A single chunk keeps its logits for the backward pass, and once more those that no filter has cut.
@@ -172,17 +186,43 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
     logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * copies
 
     last = stage == layout.pipeline_parallel_size - 1
-    head_gradient = 0
+    head_gradient, columns = 0, vocabulary // layout.tensor_parallel_size
     if last and policy.lora is None:
         # Its sum in float32, and in bfloat16 a chunk's product and at the end a copy (docs/memory.md).
-        columns = vocabulary // layout.tensor_parallel_size
         head_gradient = columns * shape.hidden_size * (4 if policy.precision == "float32" else 8)
+    gradients = trained.total * policy.optimizer.gradient_bytes
+    kept = kept_elements(shape, policy, stage, own_tokens, num_micro_batches, fused=on_gpu)
+    activations = kept.on_device * item
+    if not last:
+        logits = 0
+    elif on_gpu and isinstance(policy.recompute, FullRecompute):
+        # What the head has is free before layers are computed again, but for the gradient of a tied weight.
+        waiting = kept_elements(shape, policy, stage, own_tokens, num_micro_batches, again=False)
+        waits = waiting.on_device * item
+        tied = head_gradient and shape.tied_embeddings and layout.pipeline_parallel_size == 1
+        stays = columns * shape.hidden_size * item if tied else 0
+        activations = waits + max(0, activations - waits - (logits + head_gradient - stays))
+    if not on_gpu:
+        embedding = 0
+        if stage == 0 and policy.lora is None:
+            rows = padded_vocab_size(shape, layout.tensor_parallel_size) // layout.tensor_parallel_size
+            embedding = rows * shape.hidden_size * item
+        is_tied = shape.tied_embeddings and layout.pipeline_parallel_size == 1
+        logits, head_gradient = cpu_memory.head_parts(
+            *(logits, head_gradient, embedding), is_one_chunk=chunk == own_tokens, is_tied=is_tied
+        )
+        copies = layout.data_parallel_size * layout.context_parallel_size
+        gradients = cpu_memory.summed_gradients(
+            gradients, copies=copies, is_sharded=policy.optimizer.is_sharded
+        )
+        activations = cpu_memory.with_unused(activations)
 
     cache, rounded = 0, 0
     if isinstance(generation, MegatronGenerationConfig):  # the policy samples without an engine
         if policy.trained_quantization is not None:  # kept while it samples, by few bytes less
             rounded = parameters.total * item
-        logits = max(logits, sampling_bytes(generation.max_batch_size, shape, gpus=on_gpu))
+        if last:
+            logits = max(logits, sampling_bytes(generation.max_batch_size, shape, gpus=on_gpu))
         cached = generation.most_kv_tokens(policy.max_sequence_length)
         heads, dim = shape.num_key_value_heads, shape.head_dim
         if shape.mla is not None:  # kept as attention sees it, values as wide as keys
@@ -202,20 +242,19 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
     if on_gpu and policy.offload.optimizer and not on_host:
         offloaded += pinned_state
 
-    kept = kept_elements(shape, policy, stage, own_tokens, num_micro_batches)
-
     return ProcessMemory(
         "policy",
         layout.world_size,
         weights=weights,
-        gradients=trained.total * policy.optimizer.gradient_bytes,
+        gradients=gradients,
         optimizer=0 if on_host else updated * policy.optimizer.state_bytes(policy.precision),
         reference=reference,
-        activations=kept.on_device * item,
-        logits=logits if last else 0,
+        activations=activations,
+        logits=logits,
         head_gradient=head_gradient,
         kv_cache=cache,
-        staging=buckets_bytes(generation, sent) + rounded,
+        staging=(buckets_bytes(generation, sent) if on_gpu else cpu_memory.buckets_bytes(experiment, sent))
+        + rounded,
         staging_on_host=sent if generation.delta else 0,
         optimizer_on_host=state_copy if on_host else 0,
         offloaded_on_host=offloaded,
@@ -256,9 +295,19 @@ class Kept:
 
 
 def kept_elements(
-    shape: ModelShape, policy: PolicyConfig, stage: int, tokens: int, num_micro_batches: int
+    shape: ModelShape,
+    policy: PolicyConfig,
+    stage: int,
+    tokens: int,
+    num_micro_batches: int,
+    *,
+    fused: bool = True,
+    again: bool = True,
 ) -> Kept:
     """What a rank of a pipeline stage keeps at most, of micro-batches of `tokens` of its own tokens.
+
+    Without `fused` kernels, as on a CPU, norms and gates keep what their operators need. `again` counts what
+    exists while a layer is computed, also again.
 
     A stage of P has P less its number micro-batches in flight, and interleaved ones more, of a part of their
     layers each (arXiv 2104.04473). Of layers whose activations leave the device it has two at a time.
@@ -268,28 +317,29 @@ def kept_elements(
     behind = stages - 1 - stage
     in_flight = behind + 1 if chunks == 1 else 2 * behind + (chunks - 1) * stages + 1
     in_flight = min(in_flight, num_micro_batches * chunks)
-    widths = {with_experts: _layer(shape, policy, with_experts) for with_experts in (False, True)}
+    widths = {with_experts: _layer(shape, policy, with_experts, fused) for with_experts in (False, True)}
     # For a token, by a run of layers: what waits, of which one micro-batch also the layers that pass; and
     # what exists while a layer is computed.
-    kept = newest = again = left = 0
+    kept = newest = extra = left = 0
     for chunk in range(chunks):
         with_experts = [shape.is_moe(i) for i in stage_layers(shape.num_layers, layout, stage, chunk)]
         layers = [widths[each] for each in with_experts]
-        passing = max(_passing(shape, policy, each) for each in with_experts)
-        if policy.offloaded_layers:  # the peak then is where gradients are computed
-            passing += max(_gradients(shape, layout, each) for each in with_experts)
+        passing = max(_passing(shape, policy, each, fused) for each in with_experts)
+        gradients = max(_gradients(shape, layout, each, fused) for each in with_experts)
         saved = _saved(shape, policy, layers)
         number = _offloaded(policy, len(layers))
         stays = sum(saved[number:])
         kept, left = max(kept, stays), max(left, sum(saved[:number]))
         newest = max(newest, stays, *(sum(saved[first : first + 2]) for first in range(number)))
         if not isinstance(recompute, FullRecompute):
-            again = max(again, passing)
+            extra = max(extra, passing + (gradients if number else 0))
         elif recompute.method == "uniform":
-            again = max(again, max(layers) * recompute.num_layers + passing)
+            extra = max(extra, max(layers) * recompute.num_layers + passing + gradients)
         else:
-            again = max(again, max(layers) + passing)
-    on_device = (in_flight - 1) * kept + newest + again
+            rest = saved[max(number, recompute.num_layers) :]
+            more = max(0, max(layers) - sum(rest))  # the others' backward passes have freed theirs
+            extra = max(extra, more + passing + gradients)
+    on_device = (in_flight - 1) * kept + newest + (extra if again else 0)
     return Kept(tokens * on_device, tokens * in_flight * left)
 
 
@@ -322,11 +372,11 @@ def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
     return shape.hidden_size // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
 
 
-def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
+def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool, fused: bool = True) -> int:
     layout, moe = policy.layout, shape.moe
     tensor = layout.tensor_parallel_size
     left_out = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
-    in_norm = _in_norm(shape)
+    in_norm = _in_norm(shape, policy, fused)
     norms = _hidden(shape, layout) * (2 if "layernorm" in left_out else 2 + 2 * in_norm)  # outputs, inputs
     if shape.post_norms:  # whose outputs are added and not kept
         norms += _hidden(shape, layout) * 2 * in_norm
@@ -342,39 +392,42 @@ def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
     attention = latents + query + key + value + output
     if shape.qk_norm:
         attention += (query + key) * (in_norm - 1)
+        if shape.num_key_value_heads > tensor:  # queries of several groups are copied to lie side by side
+            attention += query
     if "core_attn" not in left_out:
         # Under context parallelism keys and values of all ranks are collected.
         attention += query + key + (key + value) * (layout.context_parallel_size - 1)
 
     kept = norms + attention // tensor
     if moe is None or not with_experts:
-        return kept + (0 if "mlp" in left_out else _of_mlp(shape, shape.ffn_hidden_size) // tensor)
+        return kept + (0 if "mlp" in left_out else _of_mlp(shape, shape.ffn_hidden_size, fused) // tensor)
     if "moe" in left_out:
         return kept
     if "shared_experts" not in left_out:
-        kept += _of_mlp(shape, moe.shared_ffn_hidden_size) // tensor
-    return kept + _copies(shape, layout) * (shape.hidden_size + _of_expert(shape, layout)) // _shared(layout)
+        kept += _of_mlp(shape, moe.shared_ffn_hidden_size, fused) // tensor
+    of_copy = shape.hidden_size + _of_expert(shape, layout, fused)
+    return kept + _copies(shape, layout) * of_copy // _shared(layout)
 
 
-def _passing(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
+def _passing(shape: ModelShape, policy: PolicyConfig, with_experts: bool, fused: bool = True) -> int:
     """Elements for a token that exist while a layer is computed, next to what layers keep."""
     layout, moe = policy.layout, shape.moe
     again = policy.recompute.modules if isinstance(policy.recompute, SelectiveRecompute) else ()
     if moe is None or not with_experts:
-        again_in_mlp = _of_mlp(shape, shape.ffn_hidden_size) // layout.tensor_parallel_size
+        again_in_mlp = _of_mlp(shape, shape.ffn_hidden_size, fused) // layout.tensor_parallel_size
         return again_in_mlp if "mlp" in again else 0
     # Copies as they come from other ranks, as they leave the experts, and as they return.
     width = 3 * shape.hidden_size
     if "moe" in again:
-        width += shape.hidden_size + _of_expert(shape, layout)
+        width += shape.hidden_size + _of_expert(shape, layout, fused)
     return _copies(shape, layout) * width // _shared(layout)
 
 
-def _gradients(shape: ModelShape, layout: LayoutConfig, with_experts: bool) -> int:
+def _gradients(shape: ModelShape, layout: LayoutConfig, with_experts: bool, fused: bool = True) -> int:
     """Elements of the largest gradients in a layer for a token: those of what its MLP keeps."""
     if shape.moe is None or not with_experts:
-        return _of_mlp(shape, shape.ffn_hidden_size) // layout.tensor_parallel_size
-    return _copies(shape, layout) * _of_expert(shape, layout) // _shared(layout)
+        return _of_mlp(shape, shape.ffn_hidden_size, fused) // layout.tensor_parallel_size
+    return _copies(shape, layout) * _of_expert(shape, layout, fused) // _shared(layout)
 
 
 def _copies(shape: ModelShape, layout: LayoutConfig) -> int:
@@ -383,20 +436,26 @@ def _copies(shape: ModelShape, layout: LayoutConfig) -> int:
     return shape.moe.top_k * layout.expert_tensor_parallel_size
 
 
-def _of_expert(shape: ModelShape, layout: LayoutConfig) -> int:
+def _of_expert(shape: ModelShape, layout: LayoutConfig, fused: bool = True) -> int:
     """What an expert makes of a copy."""
     assert shape.moe is not None
-    return _of_mlp(shape, shape.moe.ffn_hidden_size) // layout.expert_tensor_parallel_size
+    return _of_mlp(shape, shape.moe.ffn_hidden_size, fused) // layout.expert_tensor_parallel_size
 
 
-def _of_mlp(shape: ModelShape, width: int) -> int:
+def _of_mlp(shape: ModelShape, width: int, fused: bool = True) -> int:
     """What a gated MLP of this width keeps of a token after its input."""
-    return _GATED_WIDTHS[shape.activation] * width
+    is_fused = fused and shape.activation in _FUSED_GATES
+    return (_FUSED_WIDTHS if is_fused else _GATED_WIDTHS[shape.activation]) * width
 
 
-def _in_norm(shape: ModelShape) -> int:
-    """Elements that a norm keeps for one of its input: Gemma's computes in float32."""
-    return 2 if shape.zero_centered_norm else 1
+def _in_norm(shape: ModelShape, policy: PolicyConfig, fused: bool) -> int:
+    """Elements that a norm keeps for one of its input: Gemma's computes in float32.
+
+    Without a fused kernel norms keep their input and what they multiply by their weight, both in float32.
+    """
+    if fused:
+        return 2 if shape.zero_centered_norm else 1
+    return 2 * _FLOAT32 // ITEM_SIZE[policy.precision]
 
 
 def _shared(layout: LayoutConfig) -> int:

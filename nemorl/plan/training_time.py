@@ -1,7 +1,8 @@
 """Lengths of sequences, and seconds of training on them in a layout. Imports no torch.
 
 update = micro-batches * slowest stage's forward and backward + bubble + gradients, optimizer, weights
-bubble = (stages - 1) / chunks of a micro-batch's time (Narayanan et al. 2021, arXiv 2104.04473)
+bubble = the other stages' time of a micro-batch / chunks; with equal stages (stages - 1) / chunks of one
+         (Narayanan et al. 2021, arXiv 2104.04473)
 """
 
 import math
@@ -39,17 +40,24 @@ _MAX_DRAWN = 256  # sequences of which micro-batches are made; more repeat these
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a prompt, and of a response: log-normal with this mean after it is cut at `limit`."""
+    """Tokens of a prompt, and of responses: measured, or log-normal of this mean after a cut at `limit`."""
 
     prompt: float
     response: float
     limit: float  # longest response
     sigma: float = 0.5  # of the logarithm
     scores_prompts: bool = True  # logits are computed for all tokens, and not for those of responses only
-    shared: float | None = None  # share of trained tokens that shared prefixes leave out, if it was measured
+    # Share of trained tokens that shared prefixes leave out, less what padding adds, if it was measured
+    shared: float | None = None
+    quantiles: tuple[float, ...] = ()  # of measured responses, the shortest and the longest included
 
     def quantile(self, share: float) -> float:
         """Response that this share of the responses does not exceed."""
+        if self.quantiles:
+            place = share * (len(self.quantiles) - 1)
+            below = min(int(place), len(self.quantiles) - 2)
+            low, high = self.quantiles[below : below + 2]
+            return low + (high - low) * (place - below)
         if self.sigma == 0 or self.response >= self.limit:
             return min(self.response, self.limit)
         return min(self.limit, math.exp(self._mu + self.sigma * NormalDist().inv_cdf(share)))
@@ -61,7 +69,7 @@ class Lengths:
     @property
     def uncut(self) -> float:
         """Mean of responses without the limit."""
-        if self.sigma == 0 or self.response >= self.limit:
+        if self.sigma == 0 or self.response >= self.limit or self.quantiles:
             return self.response
         return math.exp(self._mu + self.sigma**2 / 2)
 
@@ -79,7 +87,8 @@ class Lengths:
             return replace(self, prompt=self.prompt / group)
         computed = self.sequence * (1 - self.shared)
         response = min(self.response, computed)
-        return replace(self, prompt=computed - response, response=response)
+        scaled = tuple(one * response / self.response for one in self.quantiles)
+        return replace(self, prompt=computed - response, response=response, quantiles=scaled)
 
     @property
     def scored(self) -> float:
@@ -180,9 +189,12 @@ class Training:
     def _passes(self, batches: MicroBatches, *, backward: bool) -> Cost:
         layout = self.policy.layout
         stages = range(layout.pipeline_parallel_size)
-        one = max((self._stage(stage, batches.tokens, backward) for stage in stages), key=lambda c: c.seconds)
-        waits = one * ((len(stages) - 1) / layout.virtual_pipeline_parallel_size)
-        cost = one * batches.count + waits.waiting("bubble")
+        hardware = self.hardware.while_busy(len(stages), batches.count)
+        working = self if hardware is self.hardware else replace(self, hardware=hardware)
+        costs = [working._stage(stage, batches.tokens, backward) for stage in stages]
+        one = max(costs, key=lambda cost: cost.seconds)
+        others = sum(cost.seconds for cost in costs) - one.seconds  # of the first micro-batch
+        cost = one * batches.count + Cost(bubble=others / layout.virtual_pipeline_parallel_size)
         if layout.expert_parallel_size * layout.expert_tensor_parallel_size > self._copy_size:
             # Copies meet in every layer with experts, so each micro-batch waits for the fullest.
             cost += cost.waiting("straggler") * (batches.fullest / batches.tokens - 1)

@@ -34,8 +34,7 @@ aten, prim = torch.ops.aten, torch.ops.prim
 # Elements up to which a tensor of the device keeps its values.
 _MAX_KNOWN = {True: 2**22, False: 2**12}  # of integers, booleans and constants; of others
 # Tensors of the host with more elements have no data either: copies of weights and of the optimizer's state.
-_MAX_REAL = 2**24
-_MAX_PINNED = 2**19  # of pinned ones, which are for copies: offloaded activations, too
+_MAX_REAL = 2**22
 _HERE = str(Path(__file__).parent)
 _ROOT = Path(__file__).parents[2]
 _PRODUCT = tuple(str(_ROOT / name) + "/" for name in ("nemorl", "algorithms"))
@@ -171,8 +170,7 @@ class Execution(TorchDispatchMode):
         if func is aten._pin_memory.default:
             return self._pin(args[0])
         is_pinned = kwargs.pop("pin_memory", False)
-        most = _MAX_PINNED if is_pinned else _MAX_REAL
-        is_large = func in _FACTORIES and _elements(args[0]) > most
+        is_large = func in _FACTORIES and _elements(args[0]) > _MAX_REAL
         result = self._fake_call(func, args, kwargs) if is_large else func(*args, **kwargs)
         if is_pinned:
             result._is_pinned = True

@@ -15,9 +15,8 @@ from tests.plan.test_calibration import CPU, START, write_run
 from tests.scripts import load_script
 
 
-def test_runs_are_predicted_by_constants_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_predicted_by_constants_of_others(tmp_path: Path) -> None:
     benchmark = load_script("benchmarks/plan_time.py", "bench_plan_time")
-    monkeypatch.setattr(benchmark, "measure_machine", lambda: Calibration(CPU, START))
     model = write_model(tmp_path / "model")
     changes = {
         "few prompts": (),
@@ -30,7 +29,7 @@ def test_runs_are_predicted_by_constants_of_others(tmp_path: Path, monkeypatch: 
     runs = {name: read_run(write_run(tmp_path / name, model, *of)) for name, of in changes.items()}
     planned = policy_memory(runs["few prompts"].experiment, runs["few prompts"].shape)
 
-    found = benchmark.compare(cases, runs, dict.fromkeys(cases, planned.total))
+    found = benchmark.compare(cases, runs, dict.fromkeys(cases, planned.total), Calibration(CPU, START))
 
     assert found["largest_error_of_predicted_stages"] < 0.2
     memory = {name: run["memory"] for name, run in found["runs"].items()}

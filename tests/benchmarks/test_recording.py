@@ -32,8 +32,8 @@ def test_each_round_is_compared_with_its_own_run_without_records() -> None:
 
 
 def test_a_config_with_checkpoints_is_run_without_them() -> None:
-    benchmark = load_script("benchmarks/recording.py", "bench_recording")
-    loaded = examine(Path("quickstart/grpo"), benchmark.without_checkpoints())
+    launch = load_script("benchmarks/launch.py", "bench_launch")
+    loaded = examine(Path("quickstart/grpo"), launch.without_checkpoints())
     assert [one for one in loaded.problems if one.field.startswith("checkpointing")] == []
     checkpointing = loaded.sections["checkpointing"]
     assert isinstance(checkpointing, CheckpointingConfig)

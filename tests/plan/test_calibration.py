@@ -8,6 +8,7 @@ import pytest
 
 from nemorl.errors import ConfigError, UsageError
 from nemorl.models.registry import load_shape
+from nemorl.observe.index import IndexWriter, TrajectoryRow
 from nemorl.plan.calibration import (
     Calibration,
     calibrate,
@@ -19,6 +20,7 @@ from nemorl.plan.calibration import (
 )
 from nemorl.plan.costs import Attained
 from nemorl.plan.hardware import HARDWARE, Hardware
+from nemorl.plan.memory import policy_memory
 from nemorl.plan.step_time import RunPlan
 from nemorl.plan.training_time import Lengths
 from tests.config.experiments import GRPO, write
@@ -158,3 +160,32 @@ def test_a_run_says_what_shared_prefixes_leave_out(tmp_path: Path, model: Path) 
     assert run.plan(Calibration(CPU, KNOWN)).training.lengths.sequence == pytest.approx(3)
     unknown = replace(run, lengths=LENGTHS)
     assert unknown.plan(Calibration(CPU, KNOWN)).training.lengths.sequence == pytest.approx(6 + 6 / 8)
+
+
+def test_a_run_says_how_long_its_responses_were(tmp_path: Path, model: Path) -> None:
+    folder = write_run(tmp_path / "run", model)
+    row = TrajectoryRow(2, "training", 0, 0, 0, 1, 9, 3, 1.0, "stop", 0, 0, 1.0, 0.0)
+    others = ({"step": 1}, {"phase": "validation"}, {"step": 3, "sampled": 7})
+    rows = [replace(row, **changes) for changes in ({}, {}, {"sampled": 5}, *others)]
+    IndexWriter(folder / "trajectories").append(rows)
+
+    lengths = read_run(folder).lengths
+
+    # 3, 3 and 5 of the second step, 7 of the third
+    assert lengths.quantiles[::64] == (5, 5, 6)
+    assert len(lengths.quantiles) == 129
+    assert read_run(write_run(tmp_path / "other", model)).lengths.quantiles == ()
+
+
+def test_memory_is_planned_by_the_tokens_that_a_run_computed(tmp_path: Path, model: Path) -> None:
+    """Of 480 trained tokens 120 are computed, and with padding 160, in two updates on one copy."""
+    shares = {"tokens/trained": 480.0, "packing/shared": 0.75, "packing/padding": 0.25}
+    two = "num_prompts_per_step: 4=num_minibatches: 2\n  num_prompts_per_step: 4"
+    run = read_run(write_run(tmp_path / "run", model, two, **shares))
+    plain = read_run(write_run(tmp_path / "plain", model, two))
+
+    assert run.computed_tokens == 80
+    assert run.lengths.shared == pytest.approx(1 - 160 / 480)
+    assert run.memory == policy_memory(run.experiment, run.shape, 80)
+    assert plain.computed_tokens is None
+    assert plain.memory == policy_memory(plain.experiment, plain.shape)

@@ -36,6 +36,7 @@ EMBEDDING = 1000 * 128
 # norms; q and output; k and v; gate, up and down
 LAYER = 2 * 128 + 2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128
 WHOLE = 2 * EMBEDDING + 6 * LAYER + 128
+GPUS = "cluster.gpus_per_node=8"
 
 
 def group(name: str, processes: tuple[ProcessMemory, ...]) -> ProcessMemory:
@@ -118,7 +119,8 @@ def test_pinned_memory_is_counted_in_powers_of_two(configure: Configure) -> None
 
 def test_the_gradient_of_the_head_is_summed_in_float32(configure: Configure) -> None:
     def head(*overrides: str) -> int:
-        return group("policy", estimate_memory(configure(*overrides), SHAPE, training=True)).head_gradient
+        experiment = configure(GPUS, *overrides)
+        return group("policy", estimate_memory(experiment, SHAPE, training=True)).head_gradient
 
     weight = SHAPE.vocab_size * SHAPE.hidden_size
     assert head() == 4 * weight
@@ -268,7 +270,8 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_tensor_parallelis
     configure: Configure,
 ) -> None:
     def activations(*overrides: str) -> int:
-        return group("policy", estimate_memory(configure(*overrides), SHAPE, training=True)).activations
+        experiment = configure(GPUS, *overrides)
+        return group("policy", estimate_memory(experiment, SHAPE, training=True)).activations
 
     # per token and layer: 4 hidden, 3 query, 3 key-value and 3 MLP widths
     assert activations() == 512 * 6 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384) * 4
@@ -280,10 +283,11 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_tensor_parallelis
 def test_norms_in_float32_and_a_gate_without_a_kernel_keep_more(configure: Configure) -> None:
     """Gemma's. Inputs of norms in float32 are two elements of bfloat16 each."""
     gemma = replace(SHAPE, zero_centered_norm=True, post_norms=True, qk_norm=True, activation="gelu_tanh")
-    experiment = configure("policy.precision=bfloat16")
-    # per token and layer: the outputs of two norms and the inputs of four, queries before their norm in
-    # float32 and rotated, keys as well, values, what attention returns, and five MLP widths
-    norms, attention = (2 + 4 * 2) * 128, (3 * 128 + 128) + (3 * 64 + 64)
+    experiment = configure(GPUS, "policy.precision=bfloat16")
+    # per token and layer: the outputs of two norms and the inputs of four, queries as projected, before their
+    # norm in float32 and rotated, keys before it and rotated, values, what attention returns, and five MLP
+    # widths
+    norms, attention = (2 + 4 * 2) * 128, (4 * 128 + 128) + (3 * 64 + 64)
 
     assert policy_memory(experiment, gemma).activations == 512 * 6 * (norms + attention + 5 * 384) * 2
 
@@ -291,7 +295,7 @@ def test_norms_in_float32_and_a_gate_without_a_kernel_keep_more(configure: Confi
 def test_clamped_gates_of_experts_keep_eight_widths(configure: Configure) -> None:
     """gpt-oss: by rehearsals of 2 and 4 layers of gpt-oss-20b each keeps 5.02 more than the 3 of SwiGLU."""
     moe = MoeShape(num_experts=8, top_k=2, ffn_hidden_size=64)
-    experiment = configure("policy.precision=bfloat16")
+    experiment = configure(GPUS, "policy.precision=bfloat16")
     kept = [
         policy_memory(experiment, replace(SHAPE, moe=moe, activation=activation)).activations
         for activation in ("silu", "clamped_swiglu")
@@ -301,10 +305,10 @@ def test_clamped_gates_of_experts_keep_eight_widths(configure: Configure) -> Non
 
 
 def test_a_scalar_head_has_no_logits(configure: Configure) -> None:
-    policy = policy_memory(configure(), replace(SHAPE, head="scalar"))
+    policy = policy_memory(configure(GPUS), replace(SHAPE, head="scalar"))
 
     assert policy.logits == policy.head_gradient == 0
-    assert policy_memory(configure(), SHAPE).logits > 0
+    assert policy_memory(configure(GPUS), SHAPE).logits > 0
 
 
 def test_which_groups_there_are(configure: Configure) -> None:
@@ -379,10 +383,10 @@ def test_logits_and_activations_of_odd_sizes_are_whole_bytes(configure: Configur
     """A vocabulary of 1001 over two ranks, 512 tokens over three."""
     chunk = "policy.logprob_chunk_tokens=101"
     layout = "policy.layout={tensor_parallel_size: 2, sequence_parallel: true}"
-    odd = policy_memory(configure(chunk, layout), replace(SHAPE, vocab_size=1001))
+    odd = policy_memory(configure(GPUS, chunk, layout), replace(SHAPE, vocab_size=1001))
     assert odd.logits == 50550 * 4 * 2  # 101 * 1001 / 2 = 50550.5
 
-    thirds = policy_memory(configure("policy.layout.context_parallel_size=3"), SHAPE)
+    thirds = policy_memory(configure(GPUS, "policy.layout.context_parallel_size=3"), SHAPE)
     # Attention collects the keys and values of the two other ranks.
     assert thirds.activations == 171 * 6 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384 + 2 * 2 * 64) * 4
     assert {type(value) for name, value in asdict(thirds).items() if name != "group"} == {int}
@@ -390,19 +394,19 @@ def test_logits_and_activations_of_odd_sizes_are_whole_bytes(configure: Configur
 
 def test_copies_of_unequal_batches_count_the_largest(configure: Configure) -> None:
     """32 sequences of 64 tokens over three copies: one has 11."""
-    experiment = configure("policy.micro_batch_tokens=8192")
+    experiment = configure(GPUS, "policy.micro_batch_tokens=8192")
     thirds = experiment.policy.model_copy(update={"layout": LayoutConfig(data_parallel_size=3)})
     policy = policy_memory(experiment.model_copy(update={"policy": thirds}), SHAPE)
 
     assert policy.activations == 11 * 64 * 6 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384) * 4
-    one = configure("algorithm.name=sft", "algorithm.num_steps=1", "algorithm.batch_size=1")
+    one = configure(GPUS, "algorithm.name=sft", "algorithm.num_steps=1", "algorithm.batch_size=1")
     assert policy_memory(one, SHAPE).activations == 64 * 6 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384) * 4
 
 
 def test_no_more_micro_batches_are_in_flight_than_there_are(configure: Configure) -> None:
     """2048 tokens are two micro-batches of 1500, on three stages of two layers."""
     layout = "policy.layout.pipeline_parallel_size=3"
-    policy = policy_memory(configure("policy.micro_batch_tokens=1500", layout), SHAPE)
+    policy = policy_memory(configure(GPUS, "policy.micro_batch_tokens=1500", layout), SHAPE)
 
     assert policy.activations == 1500 * 2 * 2 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384) * 4
 
@@ -503,13 +507,31 @@ def test_interleaved_stages_keep_more_of_fewer_layers(stage: int, micro_batches:
 
 
 def test_full_recomputation_keeps_inputs_and_the_layers_that_are_computed_again() -> None:
+    """With the gradients of what an MLP keeps."""
     uniform = FullRecompute(name="full", method="uniform", num_layers=3)
-    assert kept(NARROW, recompute=uniform) == 3 * 100 + 3 * NARROW_LAYER  # runs of 3, 3 and 2 layers
+    assert kept(NARROW, recompute=uniform) == 3 * 100 + 3 * NARROW_LAYER + MLP  # runs of 3, 3 and 2 layers
     block = FullRecompute(name="full", method="block", num_layers=3)
-    assert kept(NARROW, recompute=block) == 3 * 100 + 5 * NARROW_LAYER + NARROW_LAYER
+    assert kept(NARROW, recompute=block) == 3 * 100 + 5 * NARROW_LAYER + MLP
+    whole = FullRecompute(name="full", method="block", num_layers=8)
+    assert kept(NARROW, recompute=whole) == 8 * 100 + NARROW_LAYER + MLP
     each = FullRecompute(name="full", method="uniform", num_layers=1)
     stages = LayoutConfig(pipeline_parallel_size=4)
-    assert kept(NARROW, stages, each) == 4 * 2 * 100 + NARROW_LAYER
+    assert kept(NARROW, stages, each) == 4 * 2 * 100 + NARROW_LAYER + MLP
+
+
+def test_the_head_and_layers_that_are_computed_again_take_turns(configure: Configure) -> None:
+    """512 tokens of 6 layers: their inputs stay; then the head, or a layer and the gradients of its MLP."""
+
+    def parts(chunk: int, *overrides: str, tied: bool = False) -> tuple[int, int]:
+        fields = (GPUS, "policy.recompute={name: full}", f"policy.logprob_chunk_tokens={chunk}", *overrides)
+        policy = policy_memory(configure(*fields), replace(SHAPE, tied_embeddings=tied))
+        return policy.activations, policy.logits + policy.head_gradient
+
+    inputs, table = 512 * 6 * 128 * 4, 1000 * 128 * 4
+    layer = 512 * (4 * 128 + 3 * 128 + 3 * 64 + 3 * 384 + 3 * 384) * 4
+    assert parts(512) == (inputs + layer - (2 * 512 * 1000 * 4 + table), 2 * 512 * 1000 * 4 + table)
+    assert sum(parts(64)) == inputs + layer
+    assert sum(parts(64, tied=True)) == inputs + layer + table  # its gradient waits for the embedding's
 
 
 @pytest.mark.parametrize(

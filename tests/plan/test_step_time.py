@@ -63,6 +63,19 @@ def test_lengths_have_the_mean_and_end_at_the_limit(mean: float, sigma: float) -
     assert math.log(lengths.quantile(0.158655) / lengths.quantile(0.022750)) == pytest.approx(sigma, rel=1e-3)
 
 
+def test_measured_lengths_are_taken_as_they_are() -> None:
+    """Three in four of 8 tokens, and the others between 8 and 128, which no log-normal has."""
+    lengths = Lengths(prompt=8, response=23, limit=128, quantiles=(8, 8, 8, 8, 128))
+    assert lengths.parts(4) == [8, 8, 8, 68]
+    assert (lengths.quantile(0.0), lengths.quantile(0.875), lengths.quantile(1.0)) == (8, 68, 128)
+    assert lengths.uncut == 23
+
+    # Of 31 tokens each, prefixes leave 11.5 out of two: half of what a response has.
+    packed = replace(lengths, shared=1 - 11.5 / 31).packed(4)
+    assert (packed.prompt, packed.response) == (0, 11.5)
+    assert packed.quantiles == (4, 4, 4, 4, 64)
+
+
 def test_tokens_see_half_of_their_sequence() -> None:
     assert SAME.parts(3) == [30, 30, 30]
     assert (SAME.sequence, SAME.seen, SAME.context) == (40, 20, 25)
@@ -135,6 +148,30 @@ def test_stages_wait_for_the_first_and_the_last(configure: Configure) -> None:
     interleaved = policy.layout.model_copy(update={"virtual_pipeline_parallel_size": 3})
     policy = policy.model_copy(update={"layout": interleaved})
     assert replace(plan, policy=policy).update(4).bubble == pytest.approx(3)
+
+
+def test_the_first_micro_batch_fills_a_pipeline_stage_by_stage(configure: Configure) -> None:
+    """Two layers, and four with the head: the last stage waits once for the first, and not for itself."""
+    layout = {"pipeline_parallel_size": 2, "layers_in_first_stage": 2, "layers_in_last_stage": 4}
+    policy = configure(*GPU, "policy.layout.pipeline_parallel_size=2").policy
+    policy = policy.model_copy(update={"micro_batch_tokens": 40, "layout": LayoutConfig(**layout)})
+    cost = Training(policy, SHAPE, FREE, replace(IDLE, launch=1.0), SAME).update(4)
+    assert cost.latency == pytest.approx(4 * 4 * 3)
+    assert cost.bubble == pytest.approx(2 * 3)
+
+
+def test_a_stage_that_works_alone_has_the_memory_of_a_machine_for_itself(configure: Configure) -> None:
+    """Memory only. One micro-batch on two stages takes as long as on one process, two take the half each."""
+    machine = replace(FREE, memory_rate=1e9, cores=2)
+
+    def forward(stages: int, sequences: int) -> float:
+        policy = configure(*GPU, f"policy.layout.pipeline_parallel_size={stages}").policy
+        policy = policy.model_copy(update={"micro_batch_tokens": 40})
+        hardware = machine.shared_by(stages)
+        return Training(policy, SHAPE, hardware, IDLE, SAME).logprobs(sequences).seconds
+
+    assert forward(2, 1) == pytest.approx(forward(1, 1))
+    assert forward(2, 2) > 1.4 * forward(1, 2)  # 3 times a half of the layers, at half of the bandwidth
 
 
 def test_tensor_parallelism_sends_the_hidden_state(configure: Configure) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nemorl.rehearsal.execution import Event, Execution
 
@@ -83,8 +84,10 @@ def memory() -> dict[str, Any]:
         del view
         after_view = execution.memory.total
         c.untyped_storage().resize_(0)
+        copies = [torch.empty(size * megabyte, dtype=torch.uint8, pin_memory=True) for size in (4, 5)]
         peaks = execution.memory.peaks
         return {
+            "copies_on_host": [not isinstance(copy, FakeTensor) for copy in copies],
             "two": (peaks["two"].num_bytes / megabyte, peaks["two"].location),
             "one": (peaks["one"].num_bytes / megabyte, peaks["one"].parts),
             "held": held / megabyte,

@@ -61,6 +61,7 @@ def test_memory_counts_storages_while_they_live() -> None:
     assert "operators.py" in sizes["two"][1]
     assert sizes["one"] == (2, {"weights": 2**20, "activations": 2**20})
     assert (sizes["held"], sizes["after_view"], sizes["resized"]) == (2, 1, 0)
+    assert sizes["copies_on_host"] == [True, False]  # with data, and offloaded state without any
 
 
 def test_other_ranks_have_what_this_one_has() -> None:

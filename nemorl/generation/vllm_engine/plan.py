@@ -20,6 +20,7 @@ from nemorl.config.quantization import QuantizationConfig, QuantizationFormat
 from nemorl.errors import Problem
 from nemorl.models.layout import hf_tensors
 from nemorl.models.shape import ModelShape
+from nemorl.plan import cpu_memory
 from nemorl.plan.drafts import draft_elements, draft_problems
 from nemorl.plan.memory import ITEM_SIZE, ProcessMemory, buckets_bytes, sampling_bytes
 
@@ -184,9 +185,11 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     held = weights if quantization is None else _quantized_bytes(quantization, shape, weights)
     share = -(-held // ranks)
     update = config.update_on("cpu" if on_cpu else "cuda", quantizes=quantization is not None)
-    staging, item = buckets_bytes(config, share), ITEM_SIZE[config.precision or experiment.policy.precision]
+    item = ITEM_SIZE[config.precision or experiment.policy.precision]
+    received = weights if update == "reload" else share
+    staging = cpu_memory.buckets_bytes(experiment, received) if on_cpu else buckets_bytes(config, received)
     if update == "reload":
-        staging = buckets_bytes(config, weights) + 2 * item * _largest_layer(shape)
+        staging += 2 * item * _largest_layer(shape)
     elif config.adapters == "merged":  # separate ones are as small as a bucket
         table = item * shape.vocab_size * shape.hidden_size // config.tensor_parallel_size
         if on_cpu and config.enforce_eager is not False:
