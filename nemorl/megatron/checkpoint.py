@@ -26,7 +26,7 @@ from nemorl.errors import RunError
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_writer import HfFolderWriter, ImportedModel, begin_folder, complete_folder
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import load_shape, policy_shape
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
@@ -151,7 +151,7 @@ class UnfitMegatronCheckpoint(RunError, ValueError):
 
 def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     """Write `out` as `export_hf`, the whole model in memory. Raises FileExistsError where `out` exists."""
-    shape = load_shape(config.model_path, config.head)
+    shape = policy_shape(config)
     folder = begin_folder(out)
     try:
         with _whole_model(shape, config) as (model, weights, boxes):

@@ -20,7 +20,7 @@ from nemorl.models.hf_shards import StoredTensor
 from nemorl.models.hf_writer import SHARD_BYTES, HfFolderWriter, begin_folder, complete_folder
 from nemorl.models.layout import hf_tensors
 from nemorl.models.quantized import Quantizer
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import policy_shape
 from nemorl.models.tensors import merge_adapter
 from nemorl.weights.plan import Box, split
 
@@ -50,7 +50,7 @@ def export_hf(
     """
     weights = _Weights(checkpoint, config)
     if quantization is not None:
-        shape = load_shape(config.model_path, config.head)
+        shape = policy_shape(config)
         amax = input_amax_of(checkpoint, shape, quantization)
         quantizer = Quantizer(shape, quantization.format, quantization.ignore, amax)
         with HfFolderWriter(
@@ -77,7 +77,7 @@ class _Weights:
     """The weights of a checkpoint in the shapes of the Hugging Face folder, of which boxes are read."""
 
     def __init__(self, checkpoint: Path, config: PolicyConfig) -> None:
-        self._checkpoint, self._config, shape = checkpoint, config, load_shape(config.model_path, config.head)
+        self._checkpoint, self._config, shape = checkpoint, config, policy_shape(config)
         trained = adapters.TrainedWeights(shape, config.lora)
         self._saved, self._dtype = SavedState(checkpoint, trained), DTYPES[config.precision]
         self._frozen = cache(lambda: HfFolder(config.model_path))  # read only where something is
@@ -134,7 +134,7 @@ def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
         raise UnsupportedModel(
             f"{checkpoint} holds whole weights, since policy.lora is null in its run: leave out --adapter"
         )
-    shape = load_shape(config.model_path, config.head)
+    shape = policy_shape(config)
     trained = adapters.TrainedWeights(shape, config.lora)
     saved, dtype = SavedState(checkpoint, trained), DTYPES[config.precision]
     of_adapters = adapters.adapter_tensors(shape, config.lora)

@@ -31,6 +31,7 @@ from nemorl.data.losses import (
 from nemorl.data.packed import PackedBatch
 
 from .model import PolicyModel, PolicyParallel
+from .mtp import MtpLoss
 from .packing import MicroBatch
 
 # From hidden states to what is asked of a micro-batch, on ranks of the last stage.
@@ -62,10 +63,11 @@ class Pipeline:
         *,
         backward: bool,
         scored: list[Tensor] | None = None,
+        mtp: MtpLoss | None = None,
     ) -> Metrics:
         """The loss's metrics over all micro-batches; with `backward` also its gradients.
 
-        On ranks of the last stage `scored` receives what the head says of each micro-batch, detached.
+        `mtp` adds the loss of the layers for further tokens. On ranks of the last stage `scored` receives what the head says of each micro-batch, detached.
         """
 
         def apply(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
@@ -90,7 +92,13 @@ class Pipeline:
                 output = loss(micro.batch, outputs, entropy)
             return replace(output, sums={**output.sums, "sampling/dropped": dropped.sum().float()})
 
-        outputs = self._run(made, apply, backward=backward)
+        def apply_all(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
+            output = apply(policy, hidden, micro)
+            if mtp is None:
+                return output
+            return mtp.added_to(output, policy.predict_further(hidden, micro, detach=mtp.detach))
+
+        outputs = self._run(made, apply_all, backward=backward)
         metrics: Any = None
         if parallel_state.is_pipeline_last_stage():
             metrics = (

@@ -33,7 +33,7 @@ from nemorl.data.trained import Trained, trained_of, write_trained
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_slices
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import policy_shape
 from nemorl.models.slices import TensorSlice
 from nemorl.plan.utilization import peak_tflops
 from nemorl.weights.endpoints import WeightSender
@@ -49,6 +49,7 @@ from .kernels import Installed, check_fp8, check_optimizer, choose, recompute_no
 from .lora import Adapters
 from .model import build_model, local_name
 from .moe import Routers
+from .mtp import MtpLoss, predicted_tokens
 from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
 from .packing import MicroBatch, MicroBatchMaker, check_batch
 from .profile import StepProfile
@@ -98,7 +99,7 @@ class PolicyWorker:
         self._config, self._keep_reference = config, keep_reference
         self._calibration_prompts = calibration_prompts
         self._seed = seed  # of adapters and heads that no folder holds
-        self._shape = load_shape(config.model_path, config.head)
+        self._shape = policy_shape(config)
         self._installed = Installed.find()
         check_optimizer(config.optimizer, self._installed)
         self._kernels = choose(
@@ -425,7 +426,10 @@ class PolicyWorker:
             loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
         with stage_range("nemorl: forward and backward"):
             scored: list[Tensor] = []
-            sums, maxima = self._pipeline.run_loss(made, loss, backward=True, scored=scored if keep else None)
+            sums, maxima = self._pipeline.run_loss(
+                made, loss, backward=True, scored=scored if keep else None, mtp=self._mtp_loss(made)
+            )
+        further = {name: sums.pop(name) for name in list(sums) if name.startswith("mtp/")}
         if keep:
             self._keep(made, scored)
         with stage_range("nemorl: optimizer step"):
@@ -449,7 +453,16 @@ class PolicyWorker:
             flops=flops,
             peak_tflops=self._peak,
             experts=experts,
+            mtp=further,
         )
+
+    def _mtp_loss(self, made: list[MicroBatch]) -> MtpLoss | None:
+        """The loss of the layers for further tokens over these micro-batches, if they are trained."""
+        if (section := self._config.multi_token_prediction) is None:
+            return None
+        counts = torch.tensor(predicted_tokens(made), dtype=torch.float64)
+        total = sum_over_data_parallel(counts, self.device).tolist()
+        return MtpLoss(section.loss_weight, section.detach, tuple(total))
 
     def _keep(self, made: list[MicroBatch], scored: list[Tensor]) -> None:
         """Keep the logprobs of these micro-batches, where those of before the update are not known."""

@@ -20,7 +20,7 @@ from nemorl.config.policy import (
 )
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout_rules import layers_by_stage, norms_are_fused, recompute_problems
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import policy_shape
 from nemorl.models.shape import ModelShape
 
 from .machine import Machine, memory_problems
@@ -45,7 +45,7 @@ def with_settled_recompute(experiment: Experiment, machine: Machine, *, training
     if not isinstance(experiment.policy.recompute, AutoRecompute):
         return experiment
     try:
-        shape = load_shape(experiment.policy.model_path, experiment.policy.head)
+        shape = policy_shape(experiment.policy)
     except (BrokenModelFolder, UnsupportedModel):
         return with_recompute(experiment, NoRecompute())
     if not planned_processes(experiment, shape, training=training)[0]:

@@ -1,0 +1,90 @@
+"""Multi-token prediction: its loss and gradients by plain modules, and layouts next to one process."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nemorl.config.policy import SgdConfig
+from nemorl.data.losses import LossOutput
+from nemorl.data.packed import PackedBatch
+from tests.megatron.cases import assert_moved, partition
+from tests.megatron.examples import policy_config, ragged_batch
+from tests.models.mtp_models import further_hidden
+
+WEIGHT = 0.3
+SGD = SgdConfig(name="sgd", lr=1.0, momentum=0.0)
+
+
+class Likelihood:
+    """The weighted cross entropy of the trained tokens."""
+
+    needs_entropy = False
+
+    def __call__(self, batch: PackedBatch, outputs: Tensor, entropy: Tensor | None) -> LossOutput:
+        loss = -(batch.weights * outputs).sum()
+        return LossOutput(loss, {"loss/total": loss.detach(), "tokens": batch.loss_mask.sum()}, {})
+
+
+def expected(model: PreTrainedModel, batch: PackedBatch, depth: int = 1) -> tuple[Tensor, list[Tensor], list[float]]:
+    """The likelihood loss, and of each depth the cross entropy and the share of right guesses."""
+    likelihood, entropies, hits = torch.zeros(()), [[] for _ in range(depth)], [[] for _ in range(depth)]
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        tokens, mask = batch.tokens[start:end], batch.loss_mask[start:end]
+        logprobs = model(tokens.unsqueeze(0)).logits[0].log_softmax(-1)
+        own = logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1)
+        likelihood = likelihood - (own * batch.weights[start + 1 : end]).sum()
+        for k, hidden in enumerate(further_hidden(model, tokens, depth), 1):
+            logprobs = model.lm_head(hidden[:-1]).log_softmax(-1)
+            labels, trained = tokens[k + 1 :], mask[k + 1 :]
+            entropies[k - 1].append(-logprobs.gather(1, labels[:, None]).squeeze(1)[trained])
+            hits[k - 1].append((logprobs.argmax(-1) == labels)[trained])
+    losses = [torch.cat(each).mean() for each in entropies]
+    return likelihood, losses, [float(torch.cat(each).float().mean()) for each in hits]
+
+
+@pytest.mark.parametrize(
+    ("family", "section", "depth"),
+    [
+        ("mimo-mtp", {}, 1),
+        ("mimo-mtp-tied", {}, 1),
+        ("mimo-mtp-two", {}, 2),
+        ("mimo-mtp", {"depth": 3}, 3),
+        ("mimo-mtp", {"detach": True}, 1),
+        ("deepseek-v3-mtp", {}, 1),
+    ],
+)
+def test_loss_and_gradients_are_those_of_plain_modules(start_here, model, family, section, depth):
+    theirs, folder = model(family)
+    batch = ragged_batch()
+    theirs.zero_grad()
+    likelihood, losses, hits = expected(theirs, batch, depth)
+    if section.get("detach"):
+        inside = [p for n, p in theirs.named_parameters() if ".mtp_layers." in n]
+        own = torch.autograd.grad(WEIGHT * losses[0], inside, retain_graph=True)
+        likelihood.backward()
+        for parameter, gradient in zip(inside, own, strict=True):
+            parameter.grad = gradient
+    else:
+        (likelihood + WEIGHT * torch.stack(losses).mean()).backward()
+
+    section = {"loss_weight": WEIGHT, **section}
+    config = policy_config(
+        folder, optimizer=SGD, max_grad_norm=None, multi_token_prediction=section
+    )
+    worker = start_here(config)
+    worker.load_batch(batch)
+    step = worker.train(partition(batch.num_sequences, 3), Likelihood())
+    assert step.sums["loss/total"] == pytest.approx(float(likelihood), rel=1e-5)
+    values = [float(loss) for loss in losses]
+    assert step.mtp["mtp/loss"] == pytest.approx(sum(values) / depth, rel=1e-5)
+    assert step.mtp["mtp/accepted"] == pytest.approx(sum(hits) / depth)
+    if depth > 1:
+        assert [step.mtp[f"mtp/loss_{k}"] for k in range(1, depth + 1)] == pytest.approx(values, rel=1e-5)
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    if family.startswith("mimo"):
+        if "tied" in family:
+            gradients.pop("lm_head.weight", None)
+        assert_moved(worker, theirs, gradients, atol=2e-6)
