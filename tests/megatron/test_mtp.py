@@ -1,6 +1,7 @@
 """Multi-token prediction: its loss and gradients by plain modules, and layouts next to one process."""
 
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from transformers import PreTrainedModel
 from nemorl.config.policy import SgdConfig
 from nemorl.data.losses import LossOutput
 from nemorl.data.packed import PackedBatch
-from tests.megatron.cases import assert_moved, partition
-from tests.megatron.examples import policy_config, ragged_batch
+from tests.megatron.cases import assert_moved, live, partition
+from tests.megatron.course import assert_same_course
+from tests.megatron.examples import layout, policy_config, ragged_batch
 from tests.models.mtp_models import further_hidden
 
 WEIGHT = 0.3
@@ -88,3 +90,42 @@ def test_loss_and_gradients_are_those_of_plain_modules(start_here, model, family
         if "tied" in family:
             gradients.pop("lm_head.weight", None)
         assert_moved(worker, theirs, gradients, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def course(pool, model):
+    """Three steps of a family under a layout, by rank."""
+
+    @cache
+    def run(family, where, per_micro_batch, **section):
+        further = {"loss_weight": WEIGHT, **section}
+        config = policy_config(model(family)[1], layout=where, multi_token_prediction=further)
+        batches = [ragged_batch(seed=seed) for seed in range(3)]
+        return pool.run(where.world_size, live, config, batches, per_micro_batch)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("family", "where", "section"),
+    [
+        ("mimo-mtp", layout(tp=2), {}),
+        ("mimo-mtp", layout(tp=2, sp=True), {}),
+        ("mimo-mtp", layout(pp=2), {}),
+        ("mimo-mtp", layout(pp=2, dp=2), {"detach": True}),
+        ("mimo-mtp", layout(cp=2), {"depth": 2}),
+        ("mimo-mtp", layout(dp=2), {}),
+        ("mimo-mtp-tied", layout(pp=2, tp=2, sp=True), {}),
+        ("mimo-mtp-tied", layout(pp=2, dp=2), {"detach": True}),
+        ("mimo-mtp-two", layout(pp=2, vpp=2), {}),
+        ("deepseek-v3-mtp", layout(dp=2, ep=2), {}),
+        ("deepseek-v3-mtp", layout(cp=2, tp=2, sp=True), {}),
+    ],
+    ids=str,
+)
+def test_steps_equal_one_process(course, family, where, section):
+    (alone,) = course(family, layout(), 8, **section)
+    for life in course(family, where, 3, **section):
+        assert_same_course(life, alone)
+        for mine, its in zip(life.steps, alone.steps, strict=True):
+            assert mine.mtp == pytest.approx(its.mtp, rel=2e-5)
