@@ -228,7 +228,8 @@ def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
             "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
         }
     dense = {**names, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    for layer in model.decoder.layers:
+    further = [layer.transformer_layer for layer in model.mtp.layers] if shape.mtp else []
+    for layer in (*model.decoder.layers, *further):
         is_moe = shape.is_moe(layer.layer_number - 1)
         layer.submodules_config.sharded_state_dict_keys_map = names if is_moe else dense
     return model.sharded_state_dict()  # type: ignore[no-any-return]

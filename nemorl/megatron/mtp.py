@@ -125,7 +125,9 @@ class MtpLoss:
     counts: tuple[float, ...]  # of each depth: tokens of the global batch that it predicts, and that train
 
     def added_to(self, output: LossOutput, predicted: Sequence[Prediction]) -> LossOutput:
-        losses = [-logprobs.sum() / max(n, 1) for (logprobs, _), n in zip(predicted, self.counts, strict=True)]
+        losses = [
+            -logprobs.sum() / max(n, 1) for (logprobs, _), n in zip(predicted, self.counts, strict=True)
+        ]
         hits = [right.sum() / max(n, 1) for (_, right), n in zip(predicted, self.counts, strict=True)]
         mean = torch.stack(losses).mean()
         sums = {"mtp/loss": mean, "mtp/accepted": torch.stack(hits).mean()}
@@ -138,4 +140,6 @@ class MtpLoss:
 
 def predicted_tokens(made: Sequence[MicroBatch]) -> list[int]:
     """Of each depth the tokens of these micro-batches that it predicts."""
-    return [sum(numbers) for numbers in zip(*([f.count for f in micro.further] for micro in made), strict=True)]
+    return [
+        sum(numbers) for numbers in zip(*([f.count for f in micro.further] for micro in made), strict=True)
+    ]

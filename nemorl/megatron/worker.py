@@ -433,10 +433,13 @@ class PolicyWorker:
         if keep:
             self._keep(made, scored)
         with stage_range("nemorl: optimizer step"):
-            step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
+            result = asdict(self.optimizer.step(of_first_rank(guarded_values(sums), self.device)))
+        own_norm = result.pop("mtp_grad_norm")
+        if (section := self._config.multi_token_prediction) is not None and section.detach:
+            further["mtp/grad_norm"] = own_norm
         experts = None
         if self._routers is not None:
-            experts = self._routers.end_step(self.device, updated=not (step.skipped or step.empty))
+            experts = self._routers.end_step(self.device, updated=not (result["skipped"] or result["empty"]))
         if self._rounding is not None and self._adapters is None:
             self._rounding.measure()
         counts = [(m.batch.num_tokens, m.num_distinct, m.num_computed, m.flops) for m in made]
@@ -446,7 +449,7 @@ class PolicyWorker:
         return losses.TrainStats(
             sums=sums,
             maxima=maxima,
-            **asdict(step),
+            **result,
             num_tokens=num_tokens,
             num_distinct=num_distinct,
             num_computed=num_computed,

@@ -112,7 +112,7 @@ def mtp_rules(
     found = []
     for param, name in parts.items():
         is_norm = param.endswith("norm")
-        dims = (Dim.HIDDEN,) if is_norm else (Dim.HIDDEN, (Dim.TWO, Dim.HIDDEN))
+        dims = (Dim.HIDDEN,) if is_norm else (Dim.HIDDEN, Dim.TWICE_HIDDEN)
         split = Split.REPLICATED if is_norm else Split.ROWS
         tensor = HfTensor(f"{hf_layer}{name}.weight", dims)
         found.append(WeightRule(f"mtp.layers.{{layer}}.{param}.weight", (tensor,), split, Stage.MTP))
@@ -130,9 +130,9 @@ class ModelFamily:
     architectures: tuple[str, ...]  # of config.json
     read: Callable[[HfConfig], ModelShape]  # raises UnsupportedModel naming the field that is the reason
     weights: Callable[[ModelShape], tuple[WeightRule, ...]]  # the parameters that a model has
-    # Names under which a checkpoint has a tensor once more, with the tensor's; `{layer}` as in HfTensor.
-    copies: Mapping[str, str] = field(default_factory=dict)
     classifier: str | None = None  # transformers' class with a scalar head, where its name is not the usual
+    # Names under which layers for further tokens have a tensor of the model, with the tensor's name.
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     def scalar_architecture(self) -> str:
         """transformers' class of the same model with a head of classes, or of one number."""

@@ -11,6 +11,7 @@ class Dim(Enum):
     ONE = "one"
     TWO = "two"
     HIDDEN = "hidden"
+    TWICE_HIDDEN = "twice_hidden"
     FFN = "ffn"
     VOCABULARY = "vocabulary"
     HEAD = "head"
@@ -102,7 +103,9 @@ class MtpShape:
     """
 
     num_layers: int
-    hidden_first: bool = False  # the hidden state is in the first columns of the projection, not the embedding
+    hidden_first: bool = (
+        False  # the hidden state is in the first columns of the projection, not the embedding
+    )
     before_final_norm: bool = False  # the model's hidden state is taken before its last norm, not after it
 
 
@@ -166,6 +169,7 @@ class ModelShape:
             Dim.ONE: 1,
             Dim.TWO: 2,
             Dim.HIDDEN: self.hidden_size,
+            Dim.TWICE_HIDDEN: 2 * self.hidden_size,
             Dim.FFN: self.ffn_hidden_size,
             Dim.VOCABULARY: self.vocab_size,
             Dim.HEAD: self.head_dim,
