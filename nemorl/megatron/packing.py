@@ -420,7 +420,7 @@ class MicroBatchMaker:
         self.routes = shape.moe is not None
         further = config.multi_token_prediction
         self.mtp_depth = 0 if further is None else further.depth_of(shape.num_mtp_layers)
-        self._work = ModelWork.of(shape, config.lora)
+        self._work = ModelWork.of(shape, config.lora, config.multi_token_prediction)
         attends = self.kernel is not None or has_dense_attention_with_lse(device)
         self.shares_prefixes = config.may_share_prefixes and attends
 

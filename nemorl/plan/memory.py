@@ -14,10 +14,23 @@ from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec
 from nemorl.config.generation import GenerationConfig, MegatronGenerationConfig
-from nemorl.config.policy import FullRecompute, LayoutConfig, PolicyConfig, SelectiveRecompute
+from nemorl.config.policy import (
+    FullRecompute,
+    LayoutConfig,
+    MultiTokenPredictionConfig,
+    PolicyConfig,
+    SelectiveRecompute,
+)
 from nemorl.models.adapters import adapter_slices
 from nemorl.models.family import LayerKind, Split, Stage, WeightRule
-from nemorl.models.layout import PolicyRank, is_tied_head, padded_vocab_size, stage_layers, weight_rules
+from nemorl.models.layout import (
+    PolicyRank,
+    has_own_head,
+    is_tied_head,
+    padded_vocab_size,
+    stage_layers,
+    weight_rules,
+)
 from nemorl.models.shape import Dim, ModelShape
 
 # Resident memory of a process with its imports and nothing else, as measured on a CPU.
@@ -168,7 +181,10 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
     vocabulary = shape.vocab_size if shape.head == "lm" else 0
     # A single chunk keeps its logits for the backward pass, and once more those that no filter has cut.
     copies = _CHUNK_COPIES + (chunk == own_tokens and _scores_twice(experiment))
-    logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * copies
+    heads = 1  # each depth of multi-token prediction keeps its own chunk, if it is single
+    if policy.multi_token_prediction is not None and chunk == own_tokens:
+        heads += policy.multi_token_prediction.depth_of(shape.num_mtp_layers)
+    logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * (copies + heads - 1)
 
     last = stage == layout.pipeline_parallel_size - 1
     head_gradient = 0
@@ -272,11 +288,29 @@ def kept_elements(
             rest = layers[recompute.num_layers :]
             kept = max(kept, _hidden(shape, layout) * (len(layers) - len(rest)) + sum(rest))
             again = max(again, max(layers) + passing)
+    if stage == stages - 1 and policy.multi_token_prediction is not None:
+        # Of one micro-batch, whose backward pass comes next, before that of the layers above.
+        again = max(again, _further(shape, policy, policy.multi_token_prediction))
     return tokens * (in_flight * kept + again)
 
 
 def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
     return shape.hidden_size // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
+
+
+def _further(shape: ModelShape, policy: PolicyConfig, section: MultiTokenPredictionConfig) -> int:
+    """Elements for a token of all depths of multi-token prediction.
+
+    Of each: the embedding and the hidden state before it, both normed, and the output before and after its
+    norm, which the head has once more.
+    """
+    hidden, depth = _hidden(shape, policy.layout), section.depth_of(shape.num_mtp_layers)
+    with_experts = shape.is_moe(shape.num_layers)
+    layer = _layer(shape, policy, with_experts)
+    passing = _passing(shape, policy, with_experts)
+    if isinstance(policy.recompute, FullRecompute):
+        return depth * (2 * hidden + shape.hidden_size) + 3 * hidden + layer + passing
+    return depth * (5 * hidden + shape.hidden_size + layer) + passing
 
 
 def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool) -> int:
@@ -394,19 +428,17 @@ def _stage_rules(
     """Rules of the parameters that each rank of a stage has, their number, and the elements of one."""
     chunks = range(layout.virtual_pipeline_parallel_size)
     layers = [layer for chunk in chunks for layer in stage_layers(shape.num_layers, layout, stage, chunk)]
-    with_experts = sum(shape.is_moe(layer) for layer in layers)
-    times = {
-        LayerKind.ALL: len(layers),
-        LayerKind.MOE: with_experts,
-        LayerKind.DENSE: len(layers) - with_experts,
-    }
     last = layout.pipeline_parallel_size - 1
+    further = [shape.num_layers + number for number in range(shape.num_mtp_layers if stage == last else 0)]
+    times = {Stage.LAYERS: _by_kind(shape, layers), Stage.MTP: _by_kind(shape, further)}
     for rule, elements in _rules(shape):
-        if rule.stage is Stage.LAYERS:
-            count = times[rule.layers]
+        if rule.stage in times:
+            count = times[rule.stage][rule.layers]
+        elif rule.stage is Stage.FIRST:  # of which layers for further tokens have a copy
+            count = int(stage == 0 or bool(further))
         else:
-            count = int(stage == (0 if rule.stage is Stage.FIRST else last))
-        if is_tied_head(rule, shape) and last == 0:
+            count = int(stage == last)
+        if is_tied_head(rule, shape) and not has_own_head(shape, layout):
             continue  # the head uses the embedding's own parameter
         size = layout.tensor_parallel_size
         if rule.experts:
@@ -418,6 +450,12 @@ def _stage_rules(
         elif rule.split is not Split.REPLICATED:
             elements //= size
         yield rule, count, elements
+
+
+def _by_kind(shape: ModelShape, layers: Sequence[int]) -> dict[LayerKind, int]:
+    with_experts = sum(shape.is_moe(layer) for layer in layers)
+    dense = len(layers) - with_experts
+    return {LayerKind.ALL: len(layers), LayerKind.MOE: with_experts, LayerKind.DENSE: dense}
 
 
 @lru_cache(maxsize=4)

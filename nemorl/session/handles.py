@@ -114,7 +114,7 @@ class ModelHandle:
         self.devices = DeviceScheduler([self])  # replaced if other models compute on the same devices
         self._config = spec.config
         self._shape = policy_shape(spec.config)
-        self.work = ModelWork.of(self._shape, spec.config.lora)
+        self.work = ModelWork.of(self._shape, spec.config.lora, spec.config.multi_token_prediction)
         self._deadlines = cluster.deadlines
         self._offloaded = False
         self._batch: shards.BatchPlan | None = None
