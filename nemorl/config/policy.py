@@ -662,8 +662,6 @@ class PolicyConfig(Config):
             reason = "policy.head is scalar, and these layers predict tokens"
         elif self.lora is not None:
             reason = "policy.lora freezes the weights, and these layers have no adapters"
-        elif self.quantization is not None:
-            reason = "policy.quantization does not cover these layers"
         elif self.fp8 is not None:
             reason = "policy.fp8 does not cover these layers"
         if reason:
