@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # sections that depend on this module
 
 MomentType = Literal["float32", "bfloat16", "float16", "fp8"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
+MOST_FURTHER_TOKENS = 8  # that multi-token prediction predicts
 _TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
@@ -400,7 +401,7 @@ class MultiTokenPredictionConfig(Config):
     detach: bool = False
     """Train these layers alone: embedding, other layers and head get no gradient from their loss, and their
     gradients are clipped by a norm of their own."""
-    depth: int | None = Field(None, ge=1)
+    depth: int | None = Field(None, ge=1, le=MOST_FURTHER_TOKENS)
     """Further tokens that are predicted; null is one for each of these layers. If the model has one layer, it
     predicts them all, each from its own output."""
 
