@@ -192,7 +192,9 @@ def further_tokens(x: Origin) -> Fields:
 def drafts(x: Origin) -> Fields:
     if not (x.get(f"{MODEL}.mtp.enable", False) and x.get(f"{MODEL}.mtp.enable_rollout", False)):
         return {}
-    name = "speculative_num_steps" if x.get(f"{ROLLOUT}.name", "vllm") == "sglang" else "num_speculative_tokens"
+    name = (
+        "speculative_num_steps" if x.get(f"{ROLLOUT}.name", "vllm") == "sglang" else "num_speculative_tokens"
+    )
     tokens = x.get(f"{MODEL}.mtp.{name}")
     return {"generation.speculation": {"method": "mtp", "max_tokens": int(tokens)}}
 

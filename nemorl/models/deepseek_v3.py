@@ -93,6 +93,4 @@ def _moe(config: HfConfig) -> MoeShape:
     )
 
 
-DEEPSEEK_V3 = ModelFamily(
-    "deepseek_v3", ("DeepseekV3ForCausalLM",), _read, _weights, copies=_COPIES
-)
+DEEPSEEK_V3 = ModelFamily("deepseek_v3", ("DeepseekV3ForCausalLM",), _read, _weights, copies=_COPIES)
