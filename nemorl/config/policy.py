@@ -397,17 +397,13 @@ class MultiTokenPredictionConfig(Config):
 
     field_level: ClassVar[FieldLevel] = "expert"
     loss_weight: float = Field(0.1, ge=0)
-    """Weight of the layers' cross entropy, a mean over trained tokens and depths, in the loss; 0 measures it."""
+    """Weight of the layers' cross entropy, a mean over trained tokens and depths; 0 only measures it."""
     detach: bool = False
     """Train these layers alone: embedding, other layers and head get no gradient from their loss, and their
     gradients are clipped by a norm of their own."""
     depth: int | None = Field(None, ge=1, le=MOST_FURTHER_TOKENS)
     """Further tokens that are predicted; null is one for each of these layers. If the model has one layer, it
     predicts them all, each from its own output."""
-
-    def depth_of(self, num_layers: int) -> int:
-        """Further tokens that a model with this many layers for them predicts."""
-        return self.depth or num_layers
 
 
 class LimitsConfig(Config):
@@ -552,7 +548,7 @@ class PolicyConfig(Config):
     """Most tokens of one forward and backward pass; at least `max_sequence_length`."""
     share_prefixes: bool = Field(True, json_schema_extra=EXPERT)
     """Compute tokens that sequences of a micro-batch begin with in common once, such as the prompt of a
-    group. In float32 on a GPU and with `multi_token_prediction` they are always computed for each sequence."""
+    group. In float32 on a GPU and with `multi_token_prediction` they are computed for each sequence."""
     logprob_chunk_tokens: int = Field(1024, ge=1, json_schema_extra=EXPERT)
     """Tokens whose logits exist at one time; bounds the memory of the vocabulary."""
     optimizer: OptimizerConfig = AdamConfig()
@@ -579,11 +575,6 @@ class PolicyConfig(Config):
     other devices."""
     profile: ProfileConfig | None = Field(None, json_schema_extra=EXPERT)
     """Traces of these steps, written into `profiles/` of the run folder; null records none."""
-
-    @property
-    def may_share_prefixes(self) -> bool:
-        """False where beginnings are computed for each sequence: further tokens after them differ."""
-        return self.share_prefixes and self.multi_token_prediction is None
 
     @property
     def tokenizer_folder(self) -> Path:

@@ -44,9 +44,9 @@ def export_hf(
 
     config.json, the tokenizer and frozen weights, with adapters merged into them, come from the model that
     training started from. With `quantization` linear weights are in its format; whole tensors are quantized,
-    one file of them is in memory, and layers for further tokens are left out. A file has at most `shard_bytes`, unless one tensor has more. Files
-    that a killed process had completed are kept. Raises FileExistsError where `out` exists, `UnfitCheckpoint`
-    for another model, and `Unquantizable`.
+    one file of them is in memory, and layers for further tokens are left out. A file has at most
+    `shard_bytes`, unless one tensor has more. Files that a killed process had completed are kept. Raises
+    FileExistsError where `out` exists, `UnfitCheckpoint` for another model, and `Unquantizable`.
     """
     weights = _Weights(checkpoint, config)
     if quantization is not None:

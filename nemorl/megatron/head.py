@@ -97,7 +97,7 @@ def top_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Logprobs [M, C] of `ids` [M, C], entropies [M], 0 unless needed, and if an id is the likeliest [M, C]."""
+    """Of `ids` [M, C] logprobs, and if each is the likeliest; entropies [M] between them, 0 unless needed."""
 
     @staticmethod
     def forward(

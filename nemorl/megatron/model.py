@@ -28,8 +28,11 @@ from .head import VocabularyShard, predictions, token_logprobs, top_logprobs
 from .kernels import Kernels
 from .lora import Adapters
 from .moe import ExpertLayer, RoutedLayer, expert_arguments
-from .mtp import Prediction, mtp_layers, without_gradient
+from .mtp import mtp_layers
 from .packing import MicroBatch, ModelInput
+
+# Of a depth of multi-token prediction: logprobs [N], and 1 where the likeliest token is right [N].
+Prediction = tuple[Tensor, Tensor]
 
 
 class RMSNorm(torch.nn.Module):
@@ -332,9 +335,9 @@ class PolicyModel(GPTModel):
         is_copy = not (self.pre_process or self.share_embeddings_and_output_weights)
         for depth, further in enumerate(micro.further):
             embedded = self._embed(further.tokens, micro.position_ids)
-            if detach:
-                embedded = without_gradient(embedded, is_last_use=is_copy)
             layer = self.mtp.layers[min(depth, len(self.mtp.layers) - 1)]
+            if detach:
+                embedded = layer.cut_off(embedded, is_last_use=is_copy)
             hidden = layer(hidden, embedded, micro.layout)
             logprobs, is_likeliest = predictions(
                 *(self._selected(hidden, further.predictors), weight),

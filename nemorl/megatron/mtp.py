@@ -1,6 +1,6 @@
-"""Layers that predict further tokens: multi-token prediction (MTP; DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Layers that predict further tokens: multi-token prediction (MTP; arXiv 2412.19437, section 2.2).
 
-With t[i] the tokens of a sequence, E their embeddings and h_0 the hidden states of the model, depth k computes
+With t[i] the tokens of a sequence, E their embeddings and h_0 the model's hidden states, depth k computes
 
     h_k[i] = norm(layer(W [norm(E[t[i + k]]); norm(h_(k-1)[i])]))      p_k[i] = softmax(head(h_k[i]))
 
@@ -8,13 +8,9 @@ and p_k[i] predicts t[i + k + 1]; places that have no such token predict nothing
 those of the token i. Embedding and head are the model's. Megatron's own layers find the later tokens by
 shifting what each rank has, sequence by sequence; here `MicroBatchMaker` names them, so packing, padding and
 context parallelism make no difference.
-
-The loss of a depth is the mean cross entropy over the trained tokens of the optimizer step that it predicts,
-at temperature 1; that of the layers is the mean over depths.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +23,23 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from nemorl.data.losses import LossOutput
 from nemorl.models.shape import MtpShape
 
-from .packing import MicroBatch, PackedLayout
+from .packing import PackedLayout
 
 PREFIX = "mtp."  # of the layers' parameters
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The input; its gradient is 0 and not missing, as reductions wait for that of every parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.zeros_like(grads[0])
 
 
 class MtpLayer(MegatronModule):
@@ -66,6 +73,13 @@ class MtpLayer(MegatronModule):
         number = layer_number + config.num_layers - get_transformer_layer_offset(config, vp_stage)
         self.transformer_layer = build_module(layer, config=config, vp_stage=vp_stage, layer_number=number)
 
+    @staticmethod
+    def cut_off(x: Tensor, *, is_last_use: bool) -> Tensor:
+        """`x` without what it was computed from, which gets a gradient of 0 if this `is_last_use` of it."""
+        if is_last_use:
+            return _WithoutGradient.apply(x)  # type: ignore[no-any-return]
+        return x.detach().requires_grad_()  # for recomputed layers, which require it of their input
+
     def forward(self, hidden: Tensor, embedded: Tensor, layout: PackedLayout) -> Tensor:
         """[n, 1, H] from those of the depth before and of the later tokens; n / TP tokens under SP."""
 
@@ -92,54 +106,3 @@ def mtp_layers(
     options = {"mtp": mtp, "norm": norm}
     specs = [ModuleSpec(MtpLayer, params={**options, "layer": layer}) for layer in layers]
     return MultiTokenPredictionBlockSubmodules(layer_specs=specs)
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """The input; its gradient is 0 and not missing, as reductions wait for that of every parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return torch.zeros_like(grads[0])
-
-
-def without_gradient(x: Tensor, *, is_last_use: bool) -> Tensor:
-    """`x` cut off from what it was computed from, which gets a gradient of 0 if this `is_last_use` of it."""
-    if is_last_use:
-        return _WithoutGradient.apply(x)  # type: ignore[no-any-return]
-    return x.detach().requires_grad_()  # for recomputed layers, which require it of their input
-
-
-Prediction = tuple[Tensor, Tensor]  # of a depth: logprobs [N], and 1 where the likeliest token is right [N]
-
-
-@dataclass(frozen=True)
-class MtpLoss:
-    """What the layers' loss adds to that of an algorithm, over the micro-batches of an optimizer step."""
-
-    weight: float
-    detach: bool
-    counts: tuple[float, ...]  # of each depth: tokens of the global batch that it predicts, and that train
-
-    def added_to(self, output: LossOutput, predicted: Sequence[Prediction]) -> LossOutput:
-        losses = [
-            -logprobs.sum() / max(n, 1) for (logprobs, _), n in zip(predicted, self.counts, strict=True)
-        ]
-        hits = [right.sum() / max(n, 1) for (_, right), n in zip(predicted, self.counts, strict=True)]
-        mean = torch.stack(losses).mean()
-        sums = {"mtp/loss": mean, "mtp/accepted": torch.stack(hits).mean()}
-        if len(losses) > 1:
-            sums |= {f"mtp/loss_{depth}": loss for depth, loss in enumerate(losses, 1)}
-            sums |= {f"mtp/accepted_{depth}": share for depth, share in enumerate(hits, 1)}
-        detached = {name: value.detach() for name, value in sums.items()}
-        return replace(output, loss=output.loss + self.weight * mean, sums={**output.sums, **detached})
-
-
-def predicted_tokens(made: Sequence[MicroBatch]) -> list[int]:
-    """Of each depth the tokens of these micro-batches that it predicts."""
-    return [
-        sum(numbers) for numbers in zip(*([f.count for f in micro.further] for micro in made), strict=True)
-    ]

@@ -144,7 +144,7 @@ class PolicyOptimizer:
             return float(self.megatron.get_grad_norm()), 0.0
         squares = [0.0, 0.0]
         for one in self.megatron.chained_optimizers:  # of ordinary parameters, and of experts
-            apart = {self._main[name].gradient.data_ptr() for name in self._apart}
+            apart = {p.gradient.data_ptr() for name, p in self._main.items() if name in self._apart}
             counted = one.get_main_grads_for_grad_norm()  # once over all ranks
             for place in (0, 1):
                 grads = [grad for grad in counted if (grad.data_ptr() in apart) == bool(place)]

@@ -418,11 +418,11 @@ class MicroBatchMaker:
             parallel_state.get_context_parallel_group(),
         )
         self.routes = shape.moe is not None
-        further = config.multi_token_prediction
-        self.mtp_depth = 0 if further is None else further.depth_of(shape.num_mtp_layers)
         self._work = ModelWork.of(shape, config.lora, config.multi_token_prediction)
+        self.mtp_depth = self._work.depth
         attends = self.kernel is not None or has_dense_attention_with_lse(device)
-        self.shares_prefixes = config.may_share_prefixes and attends
+        # Further tokens after a shared beginning differ.
+        self.shares_prefixes = config.share_prefixes and attends and not self.mtp_depth
 
     def make(self, batch: PackedBatch, sequences: list[int]) -> MicroBatch:
         """The named sequences of a batch that lies on the CPU."""

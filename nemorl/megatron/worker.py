@@ -49,15 +49,16 @@ from .kernels import Installed, check_fp8, check_optimizer, choose, recompute_no
 from .lora import Adapters
 from .model import build_model, local_name
 from .moe import Routers
-from .mtp import MtpLoss, predicted_tokens
 from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
 from .packing import MicroBatch, MicroBatchMaker, check_batch
 from .profile import StepProfile
 from .schedule import (
+    MtpLoss,
     Pipeline,
     logprob_gap,
     of_first_rank,
     over_data_parallel,
+    predicted_tokens,
     stage_range,
     sum_over_data_parallel,
     value_metrics,

@@ -112,8 +112,8 @@ def policy_slices(shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
 
     Rows that pad the vocabulary belong to no slice. With tied embeddings the last of several stages holds a
     copy of the embedding in `output_layer.weight`, and with layers for further tokens in any case one in
-    `embedding.word_embeddings.weight`, which tied embeddings then share. Parameters of the second and later runs of layers under
-    VPP are named `chunk1.…` and so on. Raises ValueError naming the sizes that do not divide.
+    `embedding.word_embeddings.weight`, which a tied head then shares. Parameters of the second and later runs
+    of layers under VPP are named `chunk1.…` and so on. Raises ValueError naming the sizes that do not divide.
     """
     return slices_of(weight_rules(shape), shape, rank)
 

@@ -96,7 +96,7 @@ class MlaShape:
 
 @dataclass(frozen=True)
 class MtpShape:
-    """Layers that predict further tokens: multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+    """Layers that predict further tokens: multi-token prediction (arXiv 2412.19437, section 2.2).
 
     Each projects the embedding of a later token and the hidden state before it, both normed, to the input of
     an ordinary layer, the first ones to the hidden state of the model.
@@ -151,6 +151,10 @@ class ModelShape:
     def num_mtp_layers(self) -> int:
         """They are numbered after the others: from `num_layers` on."""
         return self.mtp.num_layers if self.mtp else 0
+
+    def mtp_depth(self, depth: int | None) -> int:
+        """Further tokens that are predicted, of the given `policy.multi_token_prediction.depth`."""
+        return depth or self.num_mtp_layers
 
     def is_moe(self, layer: int) -> bool:
         return self.moe is not None and layer >= self.moe.first_layer

@@ -183,7 +183,7 @@ def stage_memory(experiment: Experiment, shape: ModelShape, stage: int) -> Proce
     copies = _CHUNK_COPIES + (chunk == own_tokens and _scores_twice(experiment))
     heads = 1  # each depth of multi-token prediction keeps its own chunk, if it is single
     if policy.multi_token_prediction is not None and chunk == own_tokens:
-        heads += policy.multi_token_prediction.depth_of(shape.num_mtp_layers)
+        heads += shape.mtp_depth(policy.multi_token_prediction.depth)
     logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * (copies + heads - 1)
 
     last = stage == layout.pipeline_parallel_size - 1
@@ -304,7 +304,7 @@ def _further(shape: ModelShape, policy: PolicyConfig, section: MultiTokenPredict
     Of each: the embedding and the hidden state before it, both normed, and the output before and after its
     norm, which the head has once more.
     """
-    hidden, depth = _hidden(shape, policy.layout), section.depth_of(shape.num_mtp_layers)
+    hidden, depth = _hidden(shape, policy.layout), shape.mtp_depth(section.depth)
     with_experts = shape.is_moe(shape.num_layers)
     layer = _layer(shape, policy, with_experts)
     passing = _passing(shape, policy, with_experts)

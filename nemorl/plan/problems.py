@@ -223,7 +223,7 @@ def _mtp_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
         fix = f"the model in {policy.model_path} has no layers for further tokens that its family"
         fix = f"{fix} ({shape.family}) reads (num_nextn_predict_layers in config.json); remove it"
         yield Problem(field, section.model_dump(), fix)
-    elif layers > 1 and section.depth_of(layers) != layers:
+    elif layers > 1 and shape.mtp_depth(section.depth) != layers:
         fix = f"the model has {layers} layers, each for one further token; remove it"
         yield Problem(f"{field}.depth", section.depth, fix)
 

@@ -203,7 +203,7 @@ class Training:
         if stage == layout.pipeline_parallel_size - 1:
             cost += self._head(tokens, backward)
             if backward and self.policy.multi_token_prediction is not None:
-                depth = self.policy.multi_token_prediction.depth_of(self.shape.num_mtp_layers)
+                depth = self.shape.mtp_depth(self.policy.multi_token_prediction.depth)
                 cost += (self._further_layer(tokens) + self._head(tokens, backward=True)) * depth
         return cost + self._messages(tokens, layers) * (2 if backward else 1)
 

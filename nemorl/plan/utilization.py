@@ -47,7 +47,7 @@ class ModelWork:
         windows = Counter(shape.window(layer) for layer in range(shape.num_layers))
         sizes = () if lora is None else adapter_tensors(shape, lora).values()
         adapters = sum(map(math.prod, sizes))
-        depth = 0 if mtp is None else mtp.depth_of(shape.num_mtp_layers)
+        depth = 0 if mtp is None else shape.mtp_depth(mtp.depth)
         further = depth * mtp_products(shape) if depth else 0
         seen = 2 * attention_width(shape)
         return cls(body, head, seen, tuple(windows.items()), adapters, further, depth)

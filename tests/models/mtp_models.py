@@ -103,7 +103,7 @@ def through(layer: nn.Module, x: Tensor, angles: tuple[Tensor, Tensor], mask: Te
 
 
 def further_hidden(model: PreTrainedModel, tokens: Tensor, depth: int) -> list[Tensor]:
-    """Of one sequence [T] and each depth k: hidden states [T - k, H], of which row i predicts token i + k + 1."""
+    """Of a sequence [T] and each depth k: hidden states [T - k, H]; row i predicts token i + k + 1."""
     trunk, before_norm = model.model, []
     with trunk.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0])):
         hidden = trunk(tokens.unsqueeze(0)).last_hidden_state
