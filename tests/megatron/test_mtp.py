@@ -151,3 +151,18 @@ def test_packed_sequences_do_not_see_each_other(course):
     assert_same_course(apart, packed)
     for mine, its in zip(apart.steps, packed.steps, strict=True):
         assert mine.mtp == pytest.approx(its.mtp, rel=2e-5)
+
+
+def test_rounded_weights_are_those_of_the_other_layers(start_here, model):
+    section = {"format": "int8", "train": "fake"}
+    config = policy_config(
+        model("mimo-mtp")[1], quantization=section, multi_token_prediction={"loss_weight": WEIGHT}
+    )
+    worker = start_here(config)
+    worker.load_batch(ragged_batch())
+    assert worker.train(partition(8, 3), Likelihood()).mtp["mtp/loss"] > 0
+    own, sampled = worker.parameters(), worker.merged_parameters()
+    assert all(torch.equal(own[name], sampled[name]) for name in own if name.startswith("mtp."))
+    assert not torch.equal(
+        own["decoder.layers.0.mlp.linear_fc1.weight"], sampled["decoder.layers.0.mlp.linear_fc1.weight"]
+    )
