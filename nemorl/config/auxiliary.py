@@ -52,6 +52,7 @@ class ModelGroupConfig(Config):
         names = {"model_path", "layout", "precision", "micro_batch_tokens"}
         given = {name: value for name, value in self if name in names and value is not None}
         plain = {"moe": MoeConfig(), "lora": None, "quantization": None, "fp8": None}
+        plain |= {"multi_token_prediction": None}
         return policy.model_copy(update={**given, **plain, "offload": self.offload})
 
     @check

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # sections that depend on this module
 
 MomentType = Literal["float32", "bfloat16", "float16", "fp8"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj"]
+MOST_FURTHER_TOKENS = 8  # that multi-token prediction predicts
 _TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
@@ -413,6 +414,20 @@ class MoeConfig(Config):
     generation back end returns them."""
 
 
+class MultiTokenPredictionConfig(Config):
+    """Train the model's layers that predict further tokens (MTP; DeepSeek-V3, arXiv 2412.19437, 2.2)."""
+
+    field_level: ClassVar[FieldLevel] = "expert"
+    loss_weight: float = Field(0.1, ge=0)
+    """Weight of the layers' cross entropy, a mean over trained tokens and depths; 0 only measures it."""
+    detach: bool = False
+    """Train these layers alone: embedding, other layers and head get no gradient from their loss, and their
+    gradients are clipped by a norm of their own."""
+    depth: int | None = Field(None, ge=1, le=MOST_FURTHER_TOKENS)
+    """Further tokens that are predicted; null is one for each of these layers. If the model has one layer, it
+    predicts them all, each from its own output."""
+
+
 class LimitsConfig(Config):
     """Limits of one quantity of an update; docs/faults.md has the formula of a spike."""
 
@@ -545,6 +560,8 @@ class PolicyConfig(Config):
     """Train adapters and freeze the weights; null trains the weights."""
     moe: MoeConfig = MoeConfig()
     """What is done with routers and experts."""
+    multi_token_prediction: MultiTokenPredictionConfig | None = Field(None, json_schema_extra=EXPERT)
+    """Train the layers for further tokens of models that have some; null leaves them out of the policy."""
     quantization: QuantizationConfig | None = None
     """Numbers of fewer bits in which engines sample; null samples in `generation.precision`."""
     recompute: RecomputeConfig = Field(NoRecompute(), json_schema_extra=ADVANCED)
@@ -555,7 +572,7 @@ class PolicyConfig(Config):
     """Most tokens of one forward and backward pass; at least `max_sequence_length`."""
     share_prefixes: bool = Field(True, json_schema_extra=EXPERT)
     """Compute tokens that sequences of a micro-batch begin with in common once, such as the prompt of a
-    group. In float32 on a GPU they are always computed for each sequence."""
+    group. In float32 on a GPU and with `multi_token_prediction` they are computed for each sequence."""
     logprob_chunk_tokens: int = Field(1024, ge=1, json_schema_extra=EXPERT)
     """Tokens whose logits exist at one time; bounds the memory of the vocabulary."""
     optimizer: OptimizerConfig = AdamConfig()
@@ -676,6 +693,20 @@ class PolicyConfig(Config):
                 reason = f"policy.recompute keeps one input of every {group} layers; set it to at least that"
         if reason:
             yield Problem("offload_activations.layers", self.offload_activations.layers, reason)
+
+    @check
+    def _further_tokens_are_trained(self) -> Problems:
+        if (section := self.multi_token_prediction) is None:
+            return
+        name, reason = "multi_token_prediction", ""
+        if self.head == "scalar":
+            reason = "policy.head is scalar, and these layers predict tokens"
+        elif self.lora is not None:
+            reason = "policy.lora freezes the weights, and these layers have no adapters"
+        elif self.fp8 is not None:
+            reason = "policy.fp8 does not cover these layers"
+        if reason:
+            yield Problem(name, section.model_dump(), f"{reason}; remove one of the two")
 
     @check
     def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Problems:

@@ -123,6 +123,7 @@ class TrainStats:
     flops: float = 0.0  # operations of the model for `num_distinct`, forward and backward (plan.utilization)
     peak_tflops: float | None = None  # of a device, where it is known
     experts: dict[str, float] | None = None  # metrics of the router, of models that have experts
+    mtp: dict[str, float] = field(default_factory=dict)  # metrics of the layers for further tokens
     guards: Mapping[str, bool] = field(default_factory=dict)  # of each quantity with limits: it is beyond one
     skip_reason: str = ""
     skipped_in_a_row: int = 0  # updates until this one

@@ -434,7 +434,9 @@ def plan_sequences(
     layout = config.layout
     fewest = layout.pipeline_parallel_size if layout.virtual_pipeline_parallel_size > 1 else 1
     units = [-place if s.compared is None else s.compared.unit for place, s in enumerate(sequences, 1)]
-    shares = config.share_prefixes and not (on_gpu and config.precision == "float32")  # as `MicroBatchMaker`
+    # As `MicroBatchMaker`.
+    shares = config.share_prefixes and config.multi_token_prediction is None
+    shares = shares and not (on_gpu and config.precision == "float32")
     shortest = shortest_run(layout.context_parallel_size)
     runs = [tuple(run for run in s.runs if shares and run.length >= shortest) for s in sequences]
     return plan_batch(

@@ -62,6 +62,10 @@ LIKENESSES: dict[str, object] = {
     f"{MEGATRON}.peft.exclude_modules": ["*out_proj*"],
     f"{DTENSOR}.lora_cfg.exclude_modules": ["*out_proj*"],
     f"{MEGATRON}.moe_router_bias_update_rate": 0.001,
+    f"{MEGATRON}.mtp_num_layers": 1,
+    f"{MEGATRON}.mtp_loss_scaling_factor": 0.1,
+    f"{MEGATRON}.mtp_use_repeated_layer": False,
+    f"{MEGATRON}.mtp_detach_heads": False,
 }
 
 
@@ -114,6 +118,7 @@ _SETUP: tuple[Rule, ...] = (
         ("policy.fp8",),
         devices.fp8,
     ),
+    Part(devices.FURTHER_TOKENS, ("policy.multi_token_prediction",), devices.further_tokens),
     Part(
         tuple(
             f"{MEGATRON}.{name}"
@@ -290,14 +295,6 @@ _WITHOUT: tuple[Rule, ...] = (
         "no draft model is trained; there its gradient is in the norm that is clipped",
     ),
     Ignored(("policy.draft.*",), "of the draft model, which is not trained"),
-    Lost(
-        (f"{MEGATRON}.mtp_num_layers", f"{MEGATRON}.mtp_loss_scaling_factor"),
-        "multi-token prediction is not trained",
-        _OFF,
-    ),
-    Ignored(
-        (f"{MEGATRON}.mtp_use_repeated_layer", f"{MEGATRON}.mtp_detach_heads"), "of multi-token prediction"
-    ),
     Ignored(
         (f"{MEGATRON}.moe_router_enable_expert_bias",),
         "the model's config.json says whether routers have a bias",

@@ -228,6 +228,27 @@ def fp8(x: Origin) -> Fields:
     return {"policy.fp8": {"format": number, "recipe": recipe}}
 
 
+FURTHER_TOKENS = tuple(
+    f"{MEGATRON}.mtp_{name}"
+    for name in ("num_layers", "loss_scaling_factor", "use_repeated_layer", "detach_heads")
+)
+
+
+def further_tokens(x: Origin) -> Fields:
+    number = int(x.get(f"{MEGATRON}.mtp_num_layers", 0))
+    if not (x.get(f"{MEGATRON}.enabled", False) and number):
+        return {}
+    section: dict[str, Any] = {
+        "loss_weight": float(x.get(f"{MEGATRON}.mtp_loss_scaling_factor", 0.1)),  # Megatron's default
+        "detach": x.get(f"{MEGATRON}.mtp_detach_heads", False),
+    }
+    if x.get(f"{MEGATRON}.mtp_use_repeated_layer", False):
+        section["depth"] = number
+    elif number > 1:
+        x.changed(f"{MEGATRON}.mtp_num_layers", "as many as the model's folder has", changes_result=False)
+    return {"policy.multi_token_prediction": section}
+
+
 # By the last name of ModelOpt's configs in recipes, the format, and if it is of experts alone, or of MLPs.
 _QUANTIZED = {
     "NVFP4_MLP_WEIGHT_ONLY_CFG": ("nvfp4_w4a16", False),

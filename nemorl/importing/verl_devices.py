@@ -171,6 +171,34 @@ def router(x: Origin) -> Fields:
     return fields
 
 
+def further_tokens(x: Origin) -> Fields:
+    if not x.get(f"{MODEL}.mtp.enable", False):
+        return {}
+    if not x.get(f"{MODEL}.mtp.enable_train", False):
+        why = "layers for further tokens stay those of the model's folder, also in exports"
+        x.lost(f"{MODEL}.mtp.enable", why, changes_result=False)
+        return {}
+    weight, detach = f"{MODEL}.mtp.mtp_loss_scaling_factor", f"{MODEL}.mtp.detach_encoder"
+    section = {"loss_weight": float(x.get(weight)), "detach": x.get(detach)}
+    how = "its loss is a mean over the minibatch, not each micro-batch"
+    if section["detach"]:
+        x.changed(detach, "gradients of these layers are clipped by a norm of their own")
+    else:  # verl never trains the head by it
+        how += ", and trains the head too"
+    x.changed(f"{MODEL}.mtp.enable_train", how)
+    return {"policy.multi_token_prediction": section}
+
+
+def drafts(x: Origin) -> Fields:
+    if not (x.get(f"{MODEL}.mtp.enable", False) and x.get(f"{MODEL}.mtp.enable_rollout", False)):
+        return {}
+    name = (
+        "speculative_num_steps" if x.get(f"{ROLLOUT}.name", "vllm") == "sglang" else "num_speculative_tokens"
+    )
+    tokens = x.get(f"{MODEL}.mtp.{name}")
+    return {"generation.speculation": {"method": "mtp", "max_tokens": int(tokens)}}
+
+
 def critic(x: Origin) -> Fields:
     if x.get("algorithm.adv_estimator") != "gae":
         return {}

@@ -26,7 +26,7 @@ from nemorl.errors import RunError
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_writer import HfFolderWriter, ImportedModel, begin_folder, complete_folder
 from nemorl.models.layout import PolicyRank, hf_tensors, policy_slices
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import load_shape, policy_shape
 from nemorl.models.shape import ModelShape
 from nemorl.models.slices import TensorSlice
 from nemorl.models.tensors import local_view
@@ -151,7 +151,7 @@ class UnfitMegatronCheckpoint(RunError, ValueError):
 
 def export_megatron(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
     """Write `out` as `export_hf`, the whole model in memory. Raises FileExistsError where `out` exists."""
-    shape = load_shape(config.model_path, config.head)
+    shape = policy_shape(config)
     folder = begin_folder(out)
     try:
         with _whole_model(shape, config) as (model, weights, boxes):
@@ -228,7 +228,8 @@ def sharded_state(model: PolicyModel, shape: ModelShape) -> dict[str, Any]:
             "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
         }
     dense = {**names, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    for layer in model.decoder.layers:
+    further = [layer.transformer_layer for layer in model.mtp.layers] if shape.mtp else []
+    for layer in (*model.decoder.layers, *further):
         is_moe = shape.is_moe(layer.layer_number - 1)
         layer.submodules_config.sharded_state_dict_keys_map = names if is_moe else dense
     return model.sharded_state_dict()  # type: ignore[no-any-return]

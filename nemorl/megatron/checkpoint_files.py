@@ -102,7 +102,8 @@ class SavedState:
             if tuple(there.get(name, ())) != here.get(name, ()):
                 raise UnfitCheckpoint(
                     f"{folder} is of another model: {name} is {there.get(name)} there, and {here.get(name)} "
-                    "in the model of policy.model_path with policy.lora as it is"
+                    "in the model of policy.model_path with policy.lora as it is, and with "
+                    "policy.multi_token_prediction as it is"
                 )
         if trained.lora and index["adapter_scale"] != trained.lora.scale:
             raise UnfitCheckpoint(

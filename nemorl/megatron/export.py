@@ -18,9 +18,9 @@ from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_shards import StoredTensor
 from nemorl.models.hf_writer import SHARD_BYTES, HfFolderWriter, begin_folder, complete_folder
-from nemorl.models.layout import hf_tensors
+from nemorl.models.layout import hf_copies, hf_tensors
 from nemorl.models.quantized import Quantizer
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import load_shape, policy_shape
 from nemorl.models.tensors import merge_adapter
 from nemorl.weights.plan import Box, split
 
@@ -44,24 +44,28 @@ def export_hf(
 
     config.json, the tokenizer and frozen weights, with adapters merged into them, come from the model that
     training started from. With `quantization` linear weights are in its format; whole tensors are quantized,
-    and one file of them is in memory. A file has at most `shard_bytes`, unless one tensor has more. Files
-    that a killed process had completed are kept. Raises FileExistsError where `out` exists, `UnfitCheckpoint`
-    for another model, and `Unquantizable`.
+    one file of them is in memory, and layers for further tokens are left out. A file has at most
+    `shard_bytes`, unless one tensor has more. Files that a killed process had completed are kept. Raises
+    FileExistsError where `out` exists, `UnfitCheckpoint` for another model, and `Unquantizable`.
     """
     weights = _Weights(checkpoint, config)
     if quantization is not None:
-        shape = load_shape(config.model_path, config.head)
+        shape = load_shape(config.model_path, config.head)  # engines do not quantize further layers
         amax = input_amax_of(checkpoint, shape, quantization)
         quantizer = Quantizer(shape, quantization.format, quantization.ignore, amax)
         with HfFolderWriter(
             out, config.model_path, head=config.head, quantizer=quantizer, shard_bytes=shard_bytes
         ) as writer:
-            for name in weights.stored:
+            for name in hf_tensors(shape):
                 writer.add(name, weights.tensor(name))
         return
     key = weights.identity(shard_bytes)
     with HfFolderWriter(
-        out, config.model_path, head=config.head, shard_bytes=shard_bytes, resume_key=key
+        *(out, config.model_path),
+        head=config.head,
+        with_mtp=weights.has_mtp,
+        shard_bytes=shard_bytes,
+        resume_key=key,
     ) as writer:
         writer.stream(weights.stored, weights.pieces, min(MAX_THREADS, os.cpu_count() or 1))
 
@@ -77,7 +81,7 @@ class _Weights:
     """The weights of a checkpoint in the shapes of the Hugging Face folder, of which boxes are read."""
 
     def __init__(self, checkpoint: Path, config: PolicyConfig) -> None:
-        self._checkpoint, self._config, shape = checkpoint, config, load_shape(config.model_path, config.head)
+        self._checkpoint, self._config, shape = checkpoint, config, policy_shape(config)
         trained = adapters.TrainedWeights(shape, config.lora)
         self._saved, self._dtype = SavedState(checkpoint, trained), DTYPES[config.precision]
         self._frozen = cache(lambda: HfFolder(config.model_path))  # read only where something is
@@ -90,6 +94,8 @@ class _Weights:
             name: StoredTensor(extents, self._frozen().dtype(name) if name in buffers else self._dtype)
             for name, extents in hf_tensors(shape).items()
         }
+        self.has_mtp, self._copies = shape.mtp is not None, hf_copies(shape)
+        self.stored |= {copy: self.stored[name] for copy, name in self._copies.items()}
 
     def identity(self, shard_bytes: int) -> str:
         """A digest of everything that the files of an export depend on."""
@@ -97,15 +103,17 @@ class _Weights:
         paths = (path for folder in folders for path in sorted(Path(folder).iterdir()) if path.is_file())
         files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         lora = self._config.lora
-        settings = (self._config.precision, self._config.head, str(lora), shard_bytes)
+        settings = (self._config.precision, self._config.head, str(lora), self.has_mtp, shard_bytes)
         return hashlib.sha256(repr((files, settings)).encode()).hexdigest()
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        name = self._copies.get(name, name)
         extents = self._extents(name)
         for box in split(Box((0,) * len(extents), extents), PIECE_ELEMENTS):
             yield self._box(name, box)
 
     def tensor(self, name: str) -> torch.Tensor:
+        name = self._copies.get(name, name)
         extents = self._extents(name)
         return self._box(name, Box((0,) * len(extents), extents)).view(self.stored[name].shape)
 
@@ -134,7 +142,7 @@ def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
         raise UnsupportedModel(
             f"{checkpoint} holds whole weights, since policy.lora is null in its run: leave out --adapter"
         )
-    shape = load_shape(config.model_path, config.head)
+    shape = policy_shape(config)
     trained = adapters.TrainedWeights(shape, config.lora)
     saved, dtype = SavedState(checkpoint, trained), DTYPES[config.precision]
     of_adapters = adapters.adapter_tensors(shape, config.lora)

@@ -59,10 +59,19 @@ def token_logprobs(
     Both are of the distribution that the top-k, top-p and min-p of `filters` keep. The logprob of a token
     that they drop is -inf; the caller gives it no gradient.
     """
-    logprobs, entropies = _Logprobs.apply(
+    logprobs, entropies, _ = _Logprobs.apply(
         hidden, weight, ids, shard, temperature, chunk_tokens, entropy, filters
     )
     return logprobs, entropies if entropy else None
+
+
+def predictions(
+    hidden: Tensor, weight: Tensor, ids: Tensor, shard: VocabularyShard, *, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Logprobs [M] of `ids` [M], as `token_logprobs`, and which of them are the likeliest token [M] bool."""
+    options = (1.0, chunk_tokens, False, None)
+    logprobs, _, is_likeliest = _Logprobs.apply(hidden, weight, ids.unsqueeze(1), shard, *options)
+    return logprobs.squeeze(1), is_likeliest.squeeze(1)
 
 
 @torch.no_grad()
@@ -88,7 +97,7 @@ def top_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Logprobs [M, C] of `ids` [M, C], and entropies [M], 0 unless needed."""
+    """Of `ids` [M, C] logprobs, and if each is the likeliest; entropies [M] between them, 0 unless needed."""
 
     @staticmethod
     def forward(
@@ -101,8 +110,9 @@ class _Logprobs(torch.autograd.Function):
         chunk_tokens: int,
         needs_entropy: bool,
         filters: SamplingConfig | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = hidden.new_zeros(ids.shape, dtype=torch.float32)
+        is_likeliest = torch.zeros_like(ids, dtype=torch.bool)
         entropies = logprobs.new_zeros(ids.shape[0])
         lowest = None if filters is None else torch.zeros_like(entropies)  # logits that are kept
         kept: list[tuple[Tensor, Tensor]] = []
@@ -112,7 +122,8 @@ class _Logprobs(torch.autograd.Function):
             if filters is not None and lowest is not None:
                 lowest[rows] = _lowest_kept(shifted, filters, shard)
                 shifted.masked_fill_(shifted < lowest[rows, None], PADDING_LOGIT)
-            log_sum, logprobs[rows], entropies[rows] = _reduce(shifted, ids[rows], shard, needs_entropy)
+            log_sum, logits, entropies[rows] = _reduce(shifted, ids[rows], shard, needs_entropy)
+            logprobs[rows], is_likeliest[rows] = logits - log_sum.unsqueeze(1), logits == 0
             if keeps:
                 kept.append((shifted, log_sum))
             del shifted  # before the next one takes memory
@@ -121,13 +132,14 @@ class _Logprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, ids, entropies, lowest)
         ctx.options = (shard, temperature, chunk_tokens, kept)
-        return logprobs, entropies
+        ctx.mark_non_differentiable(is_likeliest)
+        return logprobs, entropies, is_likeliest
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, entropies, lowest = ctx.saved_tensors
         shard, temperature, chunk_tokens, kept = ctx.options
-        grad_logprobs, grad_entropies = grads
+        grad_logprobs, grad_entropies, _ = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(ids, dtype=torch.float32)
         grad_hidden = torch.zeros_like(hidden)
@@ -227,7 +239,10 @@ def _ranked(shifted: Tensor, count: int, shard: VocabularyShard) -> tuple[Tensor
 
 
 def _reduce(shifted: Tensor, ids: Tensor, shard: VocabularyShard, needs_entropy: bool) -> tuple[Tensor, ...]:
-    """Log of the sum of the exponentials [m], logprobs [m, C] and entropies [m] (0 unless needed)."""
+    """Log of the sum of the exponentials [m], logits of ids [m, C] and entropies [m] (0 unless needed).
+
+    Logits are less the largest of their row.
+    """
     exponentials = shifted.exp()
     column, is_mine = _local_columns(ids, shard)
     logits = shifted.gather(1, column) * is_mine
@@ -237,7 +252,7 @@ def _reduce(shifted: Tensor, ids: Tensor, shard: VocabularyShard, needs_entropy:
     logits, total, weighted = sums[:, :-2], sums[:, -2], sums[:, -1]
     log_sum = total.log()
     entropies = log_sum - weighted / total if needs_entropy else weighted
-    return log_sum, logits - log_sum.unsqueeze(1), entropies
+    return log_sum, logits, entropies
 
 
 def _grad_logits(

@@ -24,11 +24,15 @@ from nemorl.models.shape import ModelShape
 
 from .attention import LatentAttention, PackedAttention
 from .device import DTYPES, DeviceKind, building
-from .head import VocabularyShard, token_logprobs, top_logprobs
+from .head import VocabularyShard, predictions, token_logprobs, top_logprobs
 from .kernels import Kernels
 from .lora import Adapters
 from .moe import ExpertLayer, RoutedLayer, expert_arguments
+from .mtp import mtp_layers
 from .packing import MicroBatch, ModelInput
+
+# Of a depth of multi-token prediction: logprobs [N], and 1 where the likeliest token is right [N].
+Prediction = tuple[Tensor, Tensor]
 
 
 class RMSNorm(torch.nn.Module):
@@ -207,6 +211,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         variable_seq_lengths=True,  # micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # required by variable_seq_lengths, dense models included
+        mtp_num_layers=shape.num_mtp_layers or None,
         calculate_per_token_loss=True,  # losses are sums: see schedule.py
         finalize_model_grads_func=finalize_sums,
         use_cpu_initialization=kind == "cpu",
@@ -242,16 +247,23 @@ class PolicyModel(GPTModel):
         tp_size = policy.layout.tensor_parallel_size
         stage = parallel_state.get_pipeline_model_parallel_rank()
         layers = stage_layers(shape.num_layers, policy.layout, stage, chunk)
+        norm = TENorm if config.transformer_impl == "transformer_engine" else _norm(shape)
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
+        further = None
+        if shape.mtp is not None and is_last:
+            numbers = range(shape.num_layers, shape.num_layers + shape.num_mtp_layers)
+            further = mtp_layers(shape.mtp, norm, [_layer_spec(config, shape, n) for n in numbers])
         super().__init__(
             config=config,
             transformer_layer_spec=TransformerBlockSubmodules(
                 layer_specs=[_layer_spec(config, shape, layer) for layer in layers],
-                layer_norm=TENorm if config.transformer_impl == "transformer_engine" else _norm(shape),
+                layer_norm=norm,
             ),
             vocab_size=padded_vocab_size(shape, tp_size),
             max_sequence_length=policy.max_sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=is_last,
+            mtp_block_spec=further,
             share_embeddings_and_output_weights=shape.tied_embeddings and shape.head == "lm",
             position_embedding_type="none",  # rotary, in the attention
             vp_stage=chunk if policy.layout.virtual_pipeline_parallel_size > 1 else None,
@@ -271,6 +283,13 @@ class PolicyModel(GPTModel):
         if shape.head == "scalar" and self.post_process:
             del self.output_layer
             self.scalar_head = ScalarHead(config)
+        if further is not None and self.share_embeddings_and_output_weights and not self.pre_process:
+            # The head uses the copy of the embedding that is here for these layers.
+            del self.output_layer.weight
+            self.output_layer.weight = None
+        self._mtp_input: Tensor | None = None  # of the newest pass, where it is not what the decoder returns
+        if shape.mtp is not None and shape.mtp.before_final_norm and is_last:
+            self.decoder.final_layernorm.register_forward_pre_hook(self._keep_mtp_input)
         # Mark weights that are shards, or the gradient norm counts those of one rank only. Megatron does this
         # when it draws random weights, which we skip; from 0.17 on in any case.
         for module in self.modules():
@@ -287,13 +306,48 @@ class PolicyModel(GPTModel):
         """Hidden states [N + padding, 1, H] after this stage; of N / TP tokens under sequence parallelism."""
         embedded = None
         if self.pre_process:
-            embedded = self.embedding(input_ids=micro.tokens, position_ids=micro.position_ids)
-            if self.embedding_scale is not None:
-                embedded = embedded * self.embedding_scale
+            embedded = self._embed(micro.tokens, micro.position_ids)
             if torch.is_grad_enabled() and not embedded.requires_grad:
                 # Of frozen weights; recomputed layers need a gradient at their input for what is inside.
                 embedded.requires_grad_()
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=micro.layout)  # type: ignore[no-any-return]
+
+    def _embed(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """[n, 1, H] of tokens [1, n]; of n / TP tokens under sequence parallelism."""
+        embedded: Tensor = self.embedding(input_ids=tokens, position_ids=position_ids)
+        return embedded if self.embedding_scale is None else embedded * self.embedding_scale
+
+    def _keep_mtp_input(self, _: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if torch.is_grad_enabled():
+            (self._mtp_input,) = inputs
+
+    def predict_further(self, hidden: Tensor, micro: MicroBatch, *, detach: bool) -> list[Prediction]:
+        """What each depth of multi-token prediction says of the trained tokens, right after a forward pass.
+
+        With `detach` only these layers get a gradient. All ranks of context parallelism get the values of
+        all tokens, which are 0 at those that are not predicted.
+        """
+        weight, found = self.output_weight(), []
+        if self._mtp_input is not None:
+            hidden, self._mtp_input = self._mtp_input, None
+        if detach:
+            hidden, weight = hidden.detach(), weight.detach()
+        is_copy = not (self.pre_process or self.share_embeddings_and_output_weights)
+        for depth, further in enumerate(micro.further):
+            embedded = self._embed(further.tokens, micro.position_ids)
+            layer = self.mtp.layers[min(depth, len(self.mtp.layers) - 1)]
+            if detach:
+                embedded = layer.cut_off(embedded, is_last_use=is_copy)
+            hidden = layer(hidden, embedded, micro.layout)
+            logprobs, is_likeliest = predictions(
+                *(self._selected(hidden, further.predictors), weight),
+                *(micro.batch.tokens.index_select(0, further.labels), self.vocabulary),
+                chunk_tokens=self.chunk_tokens,
+            )
+            values = logprobs, is_likeliest.float()
+            spread = [_of_whole_batch(each, further.labels, micro) for each in values]
+            found.append((spread[0], spread[1]))
+        return found
 
     def score(
         self,

@@ -68,7 +68,8 @@ class PolicyRouter(TopKRouter):
         size = self.tp_group.size() if self.config.sequence_parallel else 1
         tokens = self.tokens.part(self.tp_group.rank() if size > 1 else 0, size)
         self.router_replay = None
-        if tokens.experts is not None:
+        # Engines return no choices of layers for further tokens.
+        if tokens.experts is not None and self.moe_layer < tokens.experts.shape[1]:
             self.router_replay = _Choice(tokens.experts[:, self.moe_layer].long())
         weights, chosen = super().routing(logits)
         if tokens.chosen is not None:
@@ -114,6 +115,8 @@ class Routers:
         assert shape.moe is not None, "a model without experts has no routers"
         self._config = config
         self._num_layers, self._num_experts = shape.num_moe_layers, shape.moe.num_experts
+        further = range(shape.num_layers, shape.num_layers + shape.num_mtp_layers)
+        self._num_layers += sum(map(shape.is_moe, further))
         self._num_sequences = self._num_tokens = 1
         self._routers = [r for module in modules for r in module.modules() if isinstance(r, PolicyRouter)]
         for router in self._routers:
@@ -234,7 +237,9 @@ class ExpertLayer(MoELayer):
 
     def set_layer_number(self, layer_number: int) -> None:
         super().set_layer_number(layer_number)
-        self.router.moe_layer = sum(self.config.moe_layer_freq[: layer_number - 1])
+        before = layer_number - 1
+        self.router.moe_layer = sum(self.config.moe_layer_freq[:before])
+        self.router.moe_layer += max(0, before - self.config.num_layers)  # those for further tokens
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """[n, 1, H] -> [n, 1, H] and no bias; of n tokens of this rank."""

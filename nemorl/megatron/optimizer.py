@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from torch import Tensor, UntypedStorage
 
 from nemorl.config.policy import OffloadConfig, PolicyConfig, ScheduleConfig
 from nemorl.models.adapters import TrainedWeights
-from nemorl.models.layout import chunk_prefix
+from nemorl.models.layout import chunk_of, chunk_prefix
 
 from .checkpoint_files import WEIGHT, Shard
 from .device import DeviceKind, finish_copies, host_buffer, release_memory
 from .guards import History, UpdateGuards
 from .inner_optimizer import build_optimizer
 from .model import PolicyParallel, local_name
+from .mtp import PREFIX as MTP_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +45,14 @@ def learning_rate(update: int, peak: float, schedule: ScheduleConfig) -> float:
 
 @dataclass(frozen=True)
 class StepResult:
-    grad_norm: float  # before clipping, over all parameters
+    grad_norm: float  # before clipping, over all parameters but those that are clipped apart
     lr: float  # the rate of this step
     skipped: bool = False  # by a guard, so nothing was changed
     empty: bool = False  # the norm was 0, so nothing was changed
     guards: dict[str, bool] = field(default_factory=dict)  # of `Verdict`
     skip_reason: str = ""
     skipped_in_a_row: int = 0
+    mtp_grad_norm: float = 0.0  # of detached layers for further tokens, which are clipped apart
 
 
 @dataclass
@@ -81,6 +84,10 @@ class PolicyOptimizer:
         }
         self.trained = frozenset(parameters)
         self.megatron, self._main = build_optimizer(config, chunks, device, trained, parameters)
+        further = config.multi_token_prediction
+        is_apart = further is not None and further.detach
+        self._apart = {name for name in self._main if is_apart and chunk_of(name)[1].startswith(MTP_PREFIX)}
+        self._has_apart = is_apart  # on some rank
 
     def zero_grad(self) -> None:
         for chunk in self._chunks:
@@ -95,9 +102,11 @@ class PolicyOptimizer:
         """
         lr = learning_rate(self.progress.updates + 1, self._config.optimizer.lr, self._config.schedule)
         self.megatron.prepare_grads()
-        norm = float(self.megatron.get_grad_norm())
+        norm, own_norm = self._norms()
         progress, values = self.progress, {**values, "grad_norm": norm}
-        if norm == 0 and all(map(math.isfinite, values.values())):
+        if self._has_apart:
+            values["mtp/grad_norm"] = own_norm
+        if norm == own_norm == 0 and all(map(math.isfinite, values.values())):
             # Momentum and weight decay would move the weights without anything to learn from.
             return StepResult(norm, lr, empty=True, skipped_in_a_row=progress.skipped_in_a_row)
         verdict = self._guards.judge(values, progress.accepted)
@@ -113,18 +122,35 @@ class PolicyOptimizer:
                 guards=verdict.guards,
                 skip_reason=verdict.reason,
                 skipped_in_a_row=row,
+                mtp_grad_norm=own_norm,
             )
-        if self._config.max_grad_norm is not None and norm > self._config.max_grad_norm:
-            coefficient = self._config.max_grad_norm / (torch.tensor(norm) + 1e-6)
-            for part in self._main.values():
-                part.gradient.mul_(coefficient)
+        for apart, its_norm in ((False, norm), (True, own_norm)):
+            if self._config.max_grad_norm is not None and its_norm > self._config.max_grad_norm:
+                coefficient = self._config.max_grad_norm / (torch.tensor(its_norm) + 1e-6)
+                for name, part in self._main.items():
+                    if (name in self._apart) == apart:
+                        part.gradient.mul_(coefficient)
         for group in self.megatron.param_groups:
             group["lr"] = lr
         self.megatron.step_with_ready_grads()
         progress.updates += 1
         progress.skipped_in_a_row = 0
         progress.accepted = self._guards.accept(values, progress.accepted)
-        return StepResult(norm, lr, guards=verdict.guards)
+        return StepResult(norm, lr, guards=verdict.guards, mtp_grad_norm=own_norm)
+
+    def _norms(self) -> tuple[float, float]:
+        """Of the gradients that are clipped together, and of those that are clipped apart."""
+        if not self._has_apart:
+            return float(self.megatron.get_grad_norm()), 0.0
+        squares = [0.0, 0.0]
+        for one in self.megatron.chained_optimizers:  # of ordinary parameters, and of experts
+            apart = {p.gradient.data_ptr() for name, p in self._main.items() if name in self._apart}
+            counted = one.get_main_grads_for_grad_norm()  # once over all ranks
+            for place in (0, 1):
+                grads = [grad for grad in counted if (grad.data_ptr() in apart) == bool(place)]
+                group = one.get_grad_stats_parallel_group()
+                squares[place] += float(get_grad_norm_fp32(grads, grad_stats_parallel_group=group)) ** 2
+        return math.sqrt(squares[0]), math.sqrt(squares[1])
 
     def weights_changed(self) -> None:
         """Take the model's weights as the new float32 weights, after loading them from outside."""

@@ -357,6 +357,16 @@ class ModelInput:
 
 
 @dataclass(frozen=True)
+class FurtherTokens:
+    """What one depth of multi-token prediction sees and predicts in a micro-batch (`nemorl.megatron.mtp`)."""
+
+    tokens: Tensor  # [1, n] `depth` places after those of the rank in their sequences; 0 beyond the end
+    labels: Tensor  # [m] places in the batch of the trained tokens that this rank predicts
+    predictors: Tensor  # [m] place in the rank's tokens from which each is predicted
+    count: int  # labels of all ranks that share the sequences
+
+
+@dataclass(frozen=True)
 class MicroBatch(ModelInput):
     """Sequences of one forward pass.
 
@@ -379,6 +389,7 @@ class MicroBatch(ModelInput):
     # Of labels that are one token after the same ones: [u] a place in `labels` of each, and [m] the number of
     # each label among them. None where no two are.
     distinct: tuple[Tensor, Tensor] | None = None
+    further: tuple[FurtherTokens, ...] = ()  # by depth
 
     @property
     def num_computed(self) -> int:
@@ -407,9 +418,11 @@ class MicroBatchMaker:
             parallel_state.get_context_parallel_group(),
         )
         self.routes = shape.moe is not None
-        self._work = ModelWork.of(shape, config.lora)
+        self._work = ModelWork.of(shape, config.lora, config.multi_token_prediction)
+        self.mtp_depth = self._work.depth
         attends = self.kernel is not None or has_dense_attention_with_lse(device)
-        self.shares_prefixes = config.share_prefixes and attends
+        # Further tokens after a shared beginning differ.
+        self.shares_prefixes = config.share_prefixes and attends and not self.mtp_depth
 
     def make(self, batch: PackedBatch, sequences: list[int]) -> MicroBatch:
         """The named sequences of a batch that lies on the CPU."""
@@ -467,6 +480,27 @@ class MicroBatchMaker:
                 self._work.scoring(computed, num_scored, adapters=False),
             ),
             distinct=distinct,
+            further=tuple(
+                self._further(depth, selected, real, held, place_here)
+                for depth in range(1, self.mtp_depth + 1)
+            ),
+        )
+
+    def _further(
+        self, depth: int, batch: PackedBatch, real: Tensor, held: Tensor, place_here: Tensor
+    ) -> FurtherTokens:
+        """`real`, `held` and `place_here` as in `make`; the tree is one of separate sequences."""
+        lengths = torch.tensor(batch.lengths)
+        left = torch.repeat_interleave(lengths, lengths) - batch.position_ids  # of a sequence from a token on
+        later = torch.where(left > depth, batch.tokens.roll(-depth), 0)
+        trained = (batch.loss_mask & (batch.position_ids > depth)).nonzero().squeeze(1)
+        predictors = place_here[real[trained - depth - 1]]
+        mine = predictors >= 0
+        return FurtherTokens(
+            tokens=_spread(later, real, len(place_here))[held].to(self.device).unsqueeze(0),
+            labels=trained[mine].to(self.device),
+            predictors=predictors[mine].to(self.device),
+            count=len(trained),
         )
 
     def _tree(self, batch: PackedBatch) -> list[Segment]:

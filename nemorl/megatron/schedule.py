@@ -8,7 +8,7 @@ from dividing.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from nemorl.data.losses import (
 )
 from nemorl.data.packed import PackedBatch
 
-from .model import PolicyModel, PolicyParallel
+from .model import PolicyModel, PolicyParallel, Prediction
 from .packing import MicroBatch
 
 # From hidden states to what is asked of a micro-batch, on ranks of the last stage.
@@ -39,6 +39,39 @@ Compute = Callable[[PolicyModel, Tensor, MicroBatch], Any]
 Metrics = tuple[dict[str, float], dict[str, float]]
 # Of a sampled token that the filters drop with the trainer's logits; it has no gradient (NeMo-RL's value).
 DROPPED_LOGPROB = 0.0
+
+
+@dataclass(frozen=True)
+class MtpLoss:
+    """What layers for further tokens add to the loss of an algorithm, over an optimizer step's micro-batches.
+
+    That of a depth is the mean cross entropy over the trained tokens that it predicts, at temperature 1; that
+    of the layers is the mean over depths.
+    """
+
+    weight: float
+    detach: bool
+    counts: tuple[float, ...]  # of each depth: tokens of the global batch that it predicts, and that train
+
+    def added_to(self, output: LossOutput, predicted: Sequence[Prediction]) -> LossOutput:
+        losses = [
+            -logprobs.sum() / max(n, 1) for (logprobs, _), n in zip(predicted, self.counts, strict=True)
+        ]
+        hits = [right.sum() / max(n, 1) for (_, right), n in zip(predicted, self.counts, strict=True)]
+        mean = torch.stack(losses).mean()
+        sums = {"mtp/loss": mean, "mtp/accepted": torch.stack(hits).mean()}
+        if len(losses) > 1:
+            sums |= {f"mtp/loss_{depth}": loss for depth, loss in enumerate(losses, 1)}
+            sums |= {f"mtp/accepted_{depth}": share for depth, share in enumerate(hits, 1)}
+        detached = {name: value.detach() for name, value in sums.items()}
+        return replace(output, loss=output.loss + self.weight * mean, sums={**output.sums, **detached})
+
+
+def predicted_tokens(made: Sequence[MicroBatch]) -> list[int]:
+    """Of each depth the tokens of these micro-batches that it predicts."""
+    return [
+        sum(numbers) for numbers in zip(*([f.count for f in micro.further] for micro in made), strict=True)
+    ]
 
 
 class Pipeline:
@@ -62,10 +95,12 @@ class Pipeline:
         *,
         backward: bool,
         scored: list[Tensor] | None = None,
+        mtp: MtpLoss | None = None,
     ) -> Metrics:
         """The loss's metrics over all micro-batches; with `backward` also its gradients.
 
-        On ranks of the last stage `scored` receives what the head says of each micro-batch, detached.
+        `mtp` adds the loss of layers for further tokens. On ranks of the last stage `scored` receives what
+        the head says of each micro-batch, detached.
         """
 
         def apply(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
@@ -90,7 +125,13 @@ class Pipeline:
                 output = loss(micro.batch, outputs, entropy)
             return replace(output, sums={**output.sums, "sampling/dropped": dropped.sum().float()})
 
-        outputs = self._run(made, apply, backward=backward)
+        def apply_all(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
+            output = apply(policy, hidden, micro)
+            if mtp is None:
+                return output
+            return mtp.added_to(output, policy.predict_further(hidden, micro, detach=mtp.detach))
+
+        outputs = self._run(made, apply_all, backward=backward)
         metrics: Any = None
         if parallel_state.is_pipeline_last_stage():
             metrics = (

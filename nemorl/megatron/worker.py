@@ -33,7 +33,7 @@ from nemorl.data.trained import Trained, trained_of, write_trained
 from nemorl.models.adapters import TrainedWeights
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_slices
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import policy_shape
 from nemorl.models.slices import TensorSlice
 from nemorl.plan.utilization import peak_tflops
 from nemorl.weights.endpoints import WeightSender
@@ -54,10 +54,12 @@ from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
 from .packing import MicroBatch, MicroBatchMaker, check_batch
 from .profile import StepProfile
 from .schedule import (
+    MtpLoss,
     Pipeline,
     logprob_gap,
     of_first_rank,
     over_data_parallel,
+    predicted_tokens,
     stage_range,
     sum_over_data_parallel,
     value_metrics,
@@ -99,7 +101,7 @@ class PolicyWorker:
         self._config, self._keep_reference = config, keep_reference
         self._calibration_prompts = calibration_prompts
         self._seed = seed  # of adapters and heads that no folder holds
-        self._shape = load_shape(config.model_path, config.head)
+        self._shape = policy_shape(config)
         self._installed = Installed.find()
         check_optimizer(config.optimizer, self._installed)
         self._kernels = choose(
@@ -434,14 +436,20 @@ class PolicyWorker:
             loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
         with stage_range("nemorl: forward and backward"):
             scored: list[Tensor] = []
-            sums, maxima = self._pipeline.run_loss(made, loss, backward=True, scored=scored if keep else None)
+            sums, maxima = self._pipeline.run_loss(
+                made, loss, backward=True, scored=scored if keep else None, mtp=self._mtp_loss(made)
+            )
+        further = {name: sums.pop(name) for name in list(sums) if name.startswith("mtp/")}
         if keep:
             self._keep(made, scored)
         with stage_range("nemorl: optimizer step"):
-            step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
+            result = asdict(self.optimizer.step(of_first_rank(guarded_values(sums), self.device)))
+        own_norm = result.pop("mtp_grad_norm")
+        if (section := self._config.multi_token_prediction) is not None and section.detach:
+            further["mtp/grad_norm"] = own_norm
         experts = None
         if self._routers is not None:
-            experts = self._routers.end_step(self.device, updated=not (step.skipped or step.empty))
+            experts = self._routers.end_step(self.device, updated=not (result["skipped"] or result["empty"]))
         if self._rounding is not None and self._adapters is None:
             self._rounding.measure()
         counts = [(m.batch.num_tokens, m.num_distinct, m.num_computed, m.flops) for m in made]
@@ -451,14 +459,23 @@ class PolicyWorker:
         return losses.TrainStats(
             sums=sums,
             maxima=maxima,
-            **asdict(step),
+            **result,
             num_tokens=num_tokens,
             num_distinct=num_distinct,
             num_computed=num_computed,
             flops=flops,
             peak_tflops=self._peak,
             experts=experts,
+            mtp=further,
         )
+
+    def _mtp_loss(self, made: list[MicroBatch]) -> MtpLoss | None:
+        """The loss of the layers for further tokens over these micro-batches, if they are trained."""
+        if (section := self._config.multi_token_prediction) is None:
+            return None
+        counts = torch.tensor(predicted_tokens(made), dtype=torch.float64)
+        total = sum_over_data_parallel(counts, self.device).tolist()
+        return MtpLoss(section.loss_weight, section.detach, tuple(total))
 
     def _keep(self, made: list[MicroBatch], scored: list[Tensor]) -> None:
         """Keep the logprobs of these micro-batches, where those of before the update are not known."""

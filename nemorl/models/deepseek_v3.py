@@ -1,15 +1,12 @@
-"""DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, and experts chosen by groups and a bias.
-
-The layers that predict further tokens (`num_nextn_predict_layers`) are no part of the policy.
-"""
+"""DeepSeek-V3 and R1 (arXiv 2412.19437): latent attention, and experts chosen by groups and a bias."""
 
 import math
 
-from .family import LayerKind, ModelFamily, Split, WeightRule, layer_rule, layer_tensor
+from .family import LayerKind, ModelFamily, Split, WeightRule, layer_rule, layer_tensor, mtp_rules
 from .hf_config import HfConfig, decoder_shape, yarn_sharpening
 from .llama import EMBEDDINGS, INPUT_NORM, MLP, MLP_NORM, gated_mlp
 from .mixtral import gated_experts, router
-from .shape import Dim, MlaShape, ModelShape, MoeShape
+from .shape import Dim, MlaShape, ModelShape, MoeShape, MtpShape
 
 
 def _projection(param: str, hf: str, split: Split, *dims: Dim) -> WeightRule:
@@ -35,10 +32,23 @@ _MOE = (
     *gated_mlp("mlp.shared_experts", Dim.SHARED_FFN, LayerKind.MOE),
 )
 
+_MTP = {
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "final_layernorm": "shared_head.norm",
+}
+# Of the checkpoint, and not of the model, in which these layers share both.
+_COPIES = {
+    "model.layers.{layer}.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.{layer}.shared_head.head.weight": "lm_head.weight",
+}
+
 
 def _weights(shape: ModelShape) -> tuple[WeightRule, ...]:
     query = _COMPRESSED_QUERY if shape.mla and shape.mla.query_rank else _QUERY
-    return (*EMBEDDINGS, INPUT_NORM, *query, *_KEY_VALUE_AND_OUTPUT, MLP_NORM, *MLP, *_MOE)
+    rules = (*EMBEDDINGS, INPUT_NORM, *query, *_KEY_VALUE_AND_OUTPUT, MLP_NORM, *MLP, *_MOE)
+    return (*rules, *mtp_rules(rules, _MTP)) if shape.mtp else rules
 
 
 def _read(config: HfConfig) -> ModelShape:
@@ -53,7 +63,10 @@ def _read(config: HfConfig) -> ModelShape:
     amount = rope.get("mscale_all_dim")
     sharpening = yarn_sharpening(float(rope["factor"]), amount) if config.rope().scaling and amount else 1.0
     scale, moe = sharpening**2 / math.sqrt(head_dim), _moe(config)
-    return decoder_shape(config, "deepseek_v3", head_dim=head_dim, softmax_scale=scale, mla=mla, moe=moe)
+    mtp = MtpShape(layers) if (layers := config.get("num_nextn_predict_layers", 0)) else None
+    return decoder_shape(
+        config, "deepseek_v3", head_dim=head_dim, softmax_scale=scale, mla=mla, moe=moe, mtp=mtp
+    )
 
 
 def _moe(config: HfConfig) -> MoeShape:
@@ -80,4 +93,4 @@ def _moe(config: HfConfig) -> MoeShape:
     )
 
 
-DEEPSEEK_V3 = ModelFamily("deepseek_v3", ("DeepseekV3ForCausalLM",), _read, _weights)
+DEEPSEEK_V3 = ModelFamily("deepseek_v3", ("DeepseekV3ForCausalLM",), _read, _weights, copies=_COPIES)

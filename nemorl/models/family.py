@@ -4,8 +4,8 @@ Everything else about a family is computed from these, so that a new one is a sh
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from .hf_config import HfConfig
@@ -28,10 +28,11 @@ class Stage(Enum):
     FIRST = "first"
     LAYERS = "layers"  # each stage, for its own layers; `{layer}` is part of the names
     LAST = "last"
+    MTP = "mtp"  # the last one, for the layers that predict further tokens; `{layer}` is part of the names
 
 
 class LayerKind(Enum):
-    """The layers that a rule of `Stage.LAYERS` covers."""
+    """The layers that a rule of `Stage.LAYERS` or `Stage.MTP` covers."""
 
     ALL = "all"
     DENSE = "dense"  # those with an ordinary MLP
@@ -51,7 +52,9 @@ class HfTensor:
     along `Dim.EXPERTS`, and `part` along `Dim.TWO`.
     """
 
-    name: str  # `{layer}` is the layer's number in the whole model, `{expert}` the expert's
+    # `{layer}` is the layer's number in the whole model, `{mtp}` that among those for further tokens, and
+    # `{expert}` the expert's.
+    name: str
     dims: tuple[Dim | tuple[Dim, ...], ...]
     part: int | None = None  # 0 or 1: the place along Dim.TWO that is meant
     transposed: bool = False  # Megatron keeps the two dimensions in the other order
@@ -78,10 +81,13 @@ class WeightRule:
     learns: bool = True  # False for a buffer, which training leaves as the checkpoint has it
 
 
+_LAYER, _HF_LAYER = "decoder.layers.{layer}.", "model.layers.{layer}."  # before names in a layer
+
+
 def layer_tensor(
     name: str, *dims: Dim | tuple[Dim, ...], part: int | None = None, transposed: bool = False
 ) -> HfTensor:
-    return HfTensor("model.layers.{layer}." + name, dims, part, transposed)
+    return HfTensor(_HF_LAYER + name, dims, part, transposed)
 
 
 def layer_rule(
@@ -92,8 +98,30 @@ def layer_rule(
     experts: bool = False,
     learns: bool = True,
 ) -> WeightRule:
-    name = "decoder.layers.{layer}." + param
-    return WeightRule(name, tensors, split, layers=layers, experts=experts, learns=learns)
+    return WeightRule(_LAYER + param, tensors, split, layers=layers, experts=experts, learns=learns)
+
+
+def mtp_rules(
+    rules: Iterable[WeightRule], parts: Mapping[str, str], hf_layer: str = _HF_LAYER
+) -> tuple[WeightRule, ...]:
+    """Rules of layers for further tokens: of `parts`, and of an ordinary layer, which `rules` are about.
+
+    `parts` are names in the checkpoint by Megatron's: norms, and the projection `eh_proj`; `hf_layer` is the
+    beginning of names.
+    """
+    found = []
+    for param, name in parts.items():
+        is_norm = param.endswith("norm")
+        dims = (Dim.HIDDEN,) if is_norm else (Dim.HIDDEN, Dim.TWICE_HIDDEN)
+        split = Split.REPLICATED if is_norm else Split.ROWS
+        tensor = HfTensor(f"{hf_layer}{name}.weight", dims)
+        found.append(WeightRule(f"mtp.layers.{{layer}}.{param}.weight", (tensor,), split, Stage.MTP))
+    for rule in rules:
+        if rule.stage is Stage.LAYERS:
+            tensors = (replace(t, name=hf_layer + t.name.removeprefix(_HF_LAYER)) for t in rule.tensors)
+            name = "mtp.layers.{layer}.transformer_layer." + rule.param.removeprefix(_LAYER)
+            found.append(replace(rule, param=name, tensors=tuple(tensors), stage=Stage.MTP))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -103,6 +131,8 @@ class ModelFamily:
     read: Callable[[HfConfig], ModelShape]  # raises UnsupportedModel naming the field that is the reason
     weights: Callable[[ModelShape], tuple[WeightRule, ...]]  # the parameters that a model has
     classifier: str | None = None  # transformers' class with a scalar head, where its name is not the usual
+    # Names under which layers for further tokens have a tensor of the model, with the tensor's name.
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     def scalar_architecture(self) -> str:
         """transformers' class of the same model with a head of classes, or of one number."""

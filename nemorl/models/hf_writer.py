@@ -24,7 +24,7 @@ from .adapters import peft_names
 from .hf_config import INDEX_FILE, SINGLE_FILE, BrokenModelFolder, read_json_object
 from .hf_folder import HfFolder
 from .hf_shards import Pieces, StoredTensor, plan_shards, whole, write_shard
-from .layout import hf_tensors
+from .layout import hf_copies, hf_tensors
 from .peft_adapter import read_peft_adapter
 from .quantized import Quantizer
 from .registry import family_of, load_shape
@@ -104,6 +104,7 @@ CHECKSUM_FILE = "SHA256SUMS"  # verified by `sha256sum --check`
 class HfFolderWriter:
     """Writes HF tensors, and config.json and tokenizer files copied from the folder `source`.
 
+    With layers for further tokens (`with_mtp`) it holds these, and their copies of tensors of the model.
     With a scalar `head` it is transformers' sequence classification with one label; with a `quantizer` linear
     weights are quantized, and config.json has a `quantization_config`. A context manager: the folder `out`
     appears when the block ends without an exception. Whole tensors come by `add`, of which at most one file
@@ -119,6 +120,7 @@ class HfFolderWriter:
         source: str | Path,
         *,
         head: Literal["lm", "scalar"] = "lm",
+        with_mtp: bool = False,
         shard_bytes: int = SHARD_BYTES,
         quantizer: Quantizer | None = None,
         resume_key: str | None = None,
@@ -126,8 +128,9 @@ class HfFolderWriter:
         self.out, self.source = Path(out), Path(source)
         self._quantizer = quantizer
         self._shard_bytes = shard_bytes
-        self._shape = load_shape(self.source, head)
+        self._shape = load_shape(self.source, head, with_mtp=with_mtp)
         self._missing = hf_tensors(self._shape)
+        self._missing |= {copy: self._missing[name] for copy, name in hf_copies(self._shape).items()}
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self.num_bytes = 0  # of these tensors, and of all
         self._shards: list[list[str]] = []  # names of the tensors in each file

@@ -69,9 +69,9 @@ def weight_rules(shape: ModelShape) -> tuple[WeightRule, ...]:
 
 def tensors_of(rules: Sequence[WeightRule], shape: ModelShape) -> dict[str, tuple[int, ...]]:
     return {
-        tensor.name.format(layer=layer, expert=expert): tensor.stored_shape(shape)
+        tensor_name(tensor.name, shape, layer, expert): tensor.stored_shape(shape)
         for stage in Stage
-        for layer in range(shape.num_layers if stage is Stage.LAYERS else 1)
+        for layer in _layers_of(stage, shape)
         for rule in _rules_of(rules, shape, stage, layer)
         for expert in range(shape.moe.num_experts if rule.experts and shape.moe else 1)
         if not is_tied_head(rule, shape)
@@ -79,12 +79,41 @@ def tensors_of(rules: Sequence[WeightRule], shape: ModelShape) -> dict[str, tupl
     }
 
 
+def hf_copies(shape: ModelShape) -> dict[str, str]:
+    """Names under which layers for further tokens have tensors of the model on disk, with the tensors'."""
+    copies, tensors = family_of(shape).copies, hf_tensors(shape)
+    found = {
+        tensor_name(copy, shape, layer): name
+        for layer in _layers_of(Stage.MTP, shape)
+        for copy, name in copies.items()
+    }
+    # With tied embeddings the head is the embedding.
+    return {copy: name if name in tensors else _EMBEDDING for copy, name in found.items()}
+
+
+def tensor_name(name: str, shape: ModelShape, layer: int, expert: int = 0) -> str:
+    """The name of an HfTensor of a layer by its number, those for further tokens included."""
+    return name.format(layer=layer, expert=expert, mtp=layer - shape.num_layers)
+
+
+def _layers_of(stage: Stage, shape: ModelShape) -> range:
+    """Numbers of the layers for which a stage's rules are; one, which counts for nothing, for no layers."""
+    match stage:
+        case Stage.LAYERS:
+            return range(shape.num_layers)
+        case Stage.MTP:
+            return range(shape.num_layers, shape.num_layers + shape.num_mtp_layers)
+        case _:
+            return range(1)
+
+
 def policy_slices(shape: ModelShape, rank: PolicyRank) -> list[TensorSlice]:
     """The slices of one policy rank, in the parameters of Megatron's local layer spec.
 
     Rows that pad the vocabulary belong to no slice. With tied embeddings the last of several stages holds a
-    copy of the embedding in `output_layer.weight`. Parameters of the second and later runs of layers under
-    VPP are named `chunk1.…` and so on. Raises ValueError naming the sizes that do not divide.
+    copy of the embedding in `output_layer.weight`, and with layers for further tokens in any case one in
+    `embedding.word_embeddings.weight`, which a tied head then shares. Parameters of the second and later runs
+    of layers under VPP are named `chunk1.…` and so on. Raises ValueError naming the sizes that do not divide.
     """
     return slices_of(weight_rules(shape), shape, rank)
 
@@ -98,7 +127,7 @@ def slices_of(rules: Sequence[WeightRule], shape: ModelShape, rank: PolicyRank) 
     def add(stage: Stage, prefix: str, layer: int = 0, local_layer: int = 0) -> None:
         for rule in _rules_of(rules, shape, stage, layer):
             if is_tied_head(rule, shape):
-                if layout.pipeline_parallel_size == 1:  # the head uses the embedding's own parameter
+                if not has_own_head(shape, layout):  # the head uses the embedding's own parameter
                     continue
                 rule = WeightRule(rule.param, (HfTensor(_EMBEDDING, rule.tensors[0].dims),), rule.split)
             for local_expert, expert in enumerate(_experts(rule, shape, rank)):
@@ -115,7 +144,16 @@ def slices_of(rules: Sequence[WeightRule], shape: ModelShape, rank: PolicyRank) 
             add(Stage.LAYERS, prefix, layer, local)
         if rank.pp_rank == layout.pipeline_parallel_size - 1 and chunk == chunks - 1:
             add(Stage.LAST, prefix)
+            for local, layer in enumerate(_layers_of(Stage.MTP, shape)):
+                add(Stage.MTP, prefix, layer, local)
+            if shape.mtp is not None and layout.pipeline_parallel_size > 1:
+                add(Stage.FIRST, prefix)  # the embedding, of which these layers have a copy
     return found
+
+
+def has_own_head(shape: ModelShape, layout: LayoutConfig) -> bool:
+    """True if the last stage has a parameter for the head, and not only the embedding's."""
+    return not shape.tied_embeddings or (layout.pipeline_parallel_size > 1 and shape.mtp is None)
 
 
 def is_tied_head(rule: WeightRule, shape: ModelShape) -> bool:
@@ -136,7 +174,7 @@ def chunk_of(param: str) -> tuple[int, str]:
 def _rules_of(rules: Sequence[WeightRule], shape: ModelShape, stage: Stage, layer: int) -> list[WeightRule]:
     kinds = {LayerKind.ALL, LayerKind.MOE if shape.is_moe(layer) else LayerKind.DENSE}
     here = (rule for rule in rules if rule.stage is stage)
-    return [rule for rule in here if stage is not Stage.LAYERS or rule.layers in kinds]
+    return [rule for rule in here if stage in (Stage.FIRST, Stage.LAST) or rule.layers in kinds]
 
 
 def _experts(rule: WeightRule, shape: ModelShape, rank: PolicyRank) -> range:
@@ -162,7 +200,7 @@ class _Part:
         if tensor.part is not None:
             fixed[dims.index(Dim.TWO)] = tensor.part
         axes = [axis for axis in range(len(dims)) if axis not in fixed]
-        name, extents = tensor.name.format(layer=layer, expert=expert), tuple(map(shape.extent, dims))
+        name, extents = tensor_name(tensor.name, shape, layer, expert), tuple(map(shape.extent, dims))
         return cls(name, extents, fixed, tuple(reversed(axes) if tensor.transposed else axes))
 
     @property

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nemorl.config.policy import PolicyConfig
+
 from .deepseek_v3 import DEEPSEEK_V3
 from .family import ModelFamily
 from .gemma3 import GEMMA3
@@ -14,14 +16,24 @@ from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .published import PUBLISHED
-from .qwen import QWEN2, QWEN3, QWEN3_MOE
+from .qwen import MIMO, QWEN2, QWEN3, QWEN3_MOE
 from .shape import ModelShape
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, GPT_OSS, DEEPSEEK_V3, GEMMA3)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, MIMO, QWEN3, QWEN3_MOE, MIXTRAL, GPT_OSS, DEEPSEEK_V3, GEMMA3)
 
 
-def load_shape(folder: str | Path, head: Literal["lm", "scalar"] = "lm") -> ModelShape:
+def policy_shape(policy: PolicyConfig) -> ModelShape:
+    """The shape of the model that a policy trains; raises as `load_shape`."""
+    with_mtp = policy.multi_token_prediction is not None
+    return load_shape(policy.model_path, policy.head, with_mtp=with_mtp)
+
+
+def load_shape(
+    folder: str | Path, head: Literal["lm", "scalar"] = "lm", *, with_mtp: bool = False
+) -> ModelShape:
     """The shape of the model in a folder, or of a published one; a scalar head may replace the vocabulary's.
+
+    Layers that predict further tokens are a part of it only `with_mtp`, if there are any.
 
     The token ids that end a sequence are those of `generation_config.json` if it has any, as in transformers.
     Raises `UnsupportedModel` naming the field, and `BrokenModelFolder` where config.json is not a model's.
@@ -31,7 +43,7 @@ def load_shape(folder: str | Path, head: Literal["lm", "scalar"] = "lm") -> Mode
     eos = read_json_object(generation).get("eos_token_id") if generation.exists() else None
     if eos is not None:
         config["eos_token_id"] = eos
-    return shape_from_config(config, str(Path(folder) / "config.json"), head)
+    return shape_from_config(config, str(Path(folder) / "config.json"), head, with_mtp=with_mtp)
 
 
 def model_config(folder: str | Path) -> dict[str, Any]:
@@ -41,7 +53,11 @@ def model_config(folder: str | Path) -> dict[str, Any]:
 
 
 def shape_from_config(
-    config: Mapping[str, Any], source: str, head: Literal["lm", "scalar"] = "lm"
+    config: Mapping[str, Any],
+    source: str,
+    head: Literal["lm", "scalar"] = "lm",
+    *,
+    with_mtp: bool = False,
 ) -> ModelShape:
     """The same from the fields of a config.json; with a scalar head an architecture may be a classifier's."""
     architecture = (config.get("architectures") or ["(none)"])[0]
@@ -52,7 +68,8 @@ def shape_from_config(
             fix = "it can be a critic or reward model, with head 'scalar'"
             raise UnsupportedModel(f"{source}: {problem}: {fix}")
         if is_classifier or architecture in family.architectures:
-            return replace(family.read(HfConfig(config, source)), head=head)
+            shape = family.read(HfConfig(config, source))
+            return replace(shape, head=head, mtp=shape.mtp if with_mtp else None)
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnsupportedModel(f"{source}: architectures names {architecture!r}; supported are {known}")
 

@@ -11,6 +11,7 @@ class Dim(Enum):
     ONE = "one"
     TWO = "two"
     HIDDEN = "hidden"
+    TWICE_HIDDEN = "twice_hidden"
     FFN = "ffn"
     VOCABULARY = "vocabulary"
     HEAD = "head"
@@ -93,6 +94,21 @@ class MlaShape:
     value_dim: int
 
 
+@dataclass(frozen=True)
+class MtpShape:
+    """Layers that predict further tokens: multi-token prediction (arXiv 2412.19437, section 2.2).
+
+    Each projects the embedding of a later token and the hidden state before it, both normed, to the input of
+    an ordinary layer, the first ones to the hidden state of the model.
+    """
+
+    num_layers: int
+    hidden_first: bool = (
+        False  # the hidden state is in the first columns of the projection, not the embedding
+    )
+    before_final_norm: bool = False  # the model's hidden state is taken before its last norm, not after it
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     family: str
@@ -123,12 +139,22 @@ class ModelShape:
     embedding_scale: float | None = None
     moe: MoeShape | None = None
     mla: MlaShape | None = None
+    mtp: MtpShape | None = None  # None also where the layers of a checkpoint are left out
     head: Literal["lm", "scalar"] = "lm"
     adapter_rank: int = 0  # of the adapters; 0 for none
 
     @property
     def rotary_dim(self) -> int:
         return self.head_dim if self.mla is None else self.mla.rotary_dim
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """They are numbered after the others: from `num_layers` on."""
+        return self.mtp.num_layers if self.mtp else 0
+
+    def mtp_depth(self, depth: int | None) -> int:
+        """Further tokens that are predicted, of the given `policy.multi_token_prediction.depth`."""
+        return depth or self.num_mtp_layers
 
     def is_moe(self, layer: int) -> bool:
         return self.moe is not None and layer >= self.moe.first_layer
@@ -147,6 +173,7 @@ class ModelShape:
             Dim.ONE: 1,
             Dim.TWO: 2,
             Dim.HIDDEN: self.hidden_size,
+            Dim.TWICE_HIDDEN: 2 * self.hidden_size,
             Dim.FFN: self.ffn_hidden_size,
             Dim.VOCABULARY: self.vocab_size,
             Dim.HEAD: self.head_dim,

@@ -24,7 +24,7 @@ from nemorl.config.yaml import parse_document
 from nemorl.errors import ABSENT, ConfigError, Problem, UsageError
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.hub import with_local_models
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import policy_shape
 from nemorl.models.shape import ModelShape
 from nemorl.observe.files import RunFolderError
 from nemorl.observe.index import TrajectoryIndex
@@ -326,7 +326,7 @@ def load_planned(
         yield from absent
         policy = located.policy
         try:
-            shape = load_shape(policy.model_path, policy.head)
+            shape = policy_shape(policy)
         except (BrokenModelFolder, UnsupportedModel) as error:
             if not any(problem.field == "policy.model_path" for problem in absent):
                 yield model_problem("policy", policy.model_path, str(error))

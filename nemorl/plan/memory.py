@@ -14,10 +14,23 @@ from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import ModelSpec
 from nemorl.config.generation import GenerationConfig, MegatronGenerationConfig
-from nemorl.config.policy import FullRecompute, LayoutConfig, PolicyConfig, SelectiveRecompute
+from nemorl.config.policy import (
+    FullRecompute,
+    LayoutConfig,
+    MultiTokenPredictionConfig,
+    PolicyConfig,
+    SelectiveRecompute,
+)
 from nemorl.models.adapters import adapter_slices
 from nemorl.models.family import LayerKind, Split, Stage, WeightRule
-from nemorl.models.layout import PolicyRank, is_tied_head, padded_vocab_size, stage_layers, weight_rules
+from nemorl.models.layout import (
+    PolicyRank,
+    has_own_head,
+    is_tied_head,
+    padded_vocab_size,
+    stage_layers,
+    weight_rules,
+)
 from nemorl.models.shape import Dim, ModelShape
 
 from . import cpu_memory
@@ -183,7 +196,10 @@ def stage_memory(
     vocabulary = shape.vocab_size if shape.head == "lm" else 0
     # A single chunk keeps its logits for the backward pass, and once more those that no filter has cut.
     copies = _CHUNK_COPIES + (chunk == own_tokens and _scores_twice(experiment))
-    logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * copies
+    heads = 1  # each depth of multi-token prediction keeps its own chunk, if it is single
+    if policy.multi_token_prediction is not None and chunk == own_tokens:
+        heads += shape.mtp_depth(policy.multi_token_prediction.depth)
+    logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * (copies + heads - 1)
 
     last = stage == layout.pipeline_parallel_size - 1
     head_gradient, columns = 0, vocabulary // layout.tensor_parallel_size
@@ -339,7 +355,11 @@ def kept_elements(
             rest = saved[max(number, recompute.num_layers) :]
             more = max(0, max(layers) - sum(rest))  # the others' backward passes have freed theirs
             extra = max(extra, more + passing + gradients)
-    on_device = (in_flight - 1) * kept + newest + (extra if again else 0)
+    further = 0
+    if stage == stages - 1 and policy.multi_token_prediction is not None:
+        # Of one micro-batch, with the head, before the backward pass of the layers above.
+        further = _further(shape, policy, policy.multi_token_prediction, fused)
+    on_device = (in_flight - 1) * kept + newest + max(further, extra if again else 0)
     return Kept(tokens * on_device, tokens * in_flight * left)
 
 
@@ -370,6 +390,24 @@ def _offloaded(policy: PolicyConfig, layers: int) -> int:
 
 def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:
     return shape.hidden_size // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
+
+
+def _further(
+    shape: ModelShape, policy: PolicyConfig, section: MultiTokenPredictionConfig, fused: bool
+) -> int:
+    """Elements for a token of all depths of multi-token prediction.
+
+    Of each: the embedding and the hidden state before it, both normed, and the output before and after its
+    norm, which the head has once more.
+    """
+    hidden, depth = _hidden(shape, policy.layout), shape.mtp_depth(section.depth)
+    with_experts = shape.is_moe(shape.num_layers)
+    layer = _layer(shape, policy, with_experts, fused)
+    passing = _passing(shape, policy, with_experts, fused)
+    if isinstance(policy.recompute, FullRecompute):
+        again = layer + passing + _gradients(shape, policy.layout, with_experts, fused)
+        return depth * (2 * hidden + shape.hidden_size) + 3 * hidden + again
+    return depth * (5 * hidden + shape.hidden_size + layer) + passing
 
 
 def _layer(shape: ModelShape, policy: PolicyConfig, with_experts: bool, fused: bool = True) -> int:
@@ -503,19 +541,17 @@ def _stage_rules(
     """Rules of the parameters that each rank of a stage has, their number, and the elements of one."""
     chunks = range(layout.virtual_pipeline_parallel_size)
     layers = [layer for chunk in chunks for layer in stage_layers(shape.num_layers, layout, stage, chunk)]
-    with_experts = sum(shape.is_moe(layer) for layer in layers)
-    times = {
-        LayerKind.ALL: len(layers),
-        LayerKind.MOE: with_experts,
-        LayerKind.DENSE: len(layers) - with_experts,
-    }
     last = layout.pipeline_parallel_size - 1
+    further = [shape.num_layers + number for number in range(shape.num_mtp_layers if stage == last else 0)]
+    times = {Stage.LAYERS: _by_kind(shape, layers), Stage.MTP: _by_kind(shape, further)}
     for rule, elements in _rules(shape):
-        if rule.stage is Stage.LAYERS:
-            count = times[rule.layers]
+        if rule.stage in times:
+            count = times[rule.stage][rule.layers]
+        elif rule.stage is Stage.FIRST:  # of which layers for further tokens have a copy
+            count = int(stage == 0 or bool(further))
         else:
-            count = int(stage == (0 if rule.stage is Stage.FIRST else last))
-        if is_tied_head(rule, shape) and last == 0:
+            count = int(stage == last)
+        if is_tied_head(rule, shape) and not has_own_head(shape, layout):
             continue  # the head uses the embedding's own parameter
         size = layout.tensor_parallel_size
         if rule.experts:
@@ -527,6 +563,12 @@ def _stage_rules(
         elif rule.split is not Split.REPLICATED:
             elements //= size
         yield rule, count, elements
+
+
+def _by_kind(shape: ModelShape, layers: Sequence[int]) -> dict[LayerKind, int]:
+    with_experts = sum(shape.is_moe(layer) for layer in layers)
+    dense = len(layers) - with_experts
+    return {LayerKind.ALL: len(layers), LayerKind.MOE: with_experts, LayerKind.DENSE: dense}
 
 
 @lru_cache(maxsize=4)

@@ -71,6 +71,12 @@ def forward_products(shape: ModelShape) -> int:
     return head + sum(product.operations for layer in layers for product in layer_products(shape, layer))
 
 
+def mtp_products(shape: ModelShape) -> int:
+    """Operations of a forward pass for a token in one layer for further tokens, without the head's."""
+    projection = 2 * 2 * shape.hidden_size * shape.hidden_size
+    return projection + sum(product.operations for product in layer_products(shape, shape.num_layers))
+
+
 def forward_attention(shape: ModelShape, seen: float) -> float:
     """Operations of attention in a forward pass, in all layers, for a token that sees `seen` others."""
     windows = (shape.window(layer) for layer in range(shape.num_layers))

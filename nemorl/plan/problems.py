@@ -47,7 +47,7 @@ from nemorl.models.layout_rules import (
     recompute_problems,
 )
 from nemorl.models.peft_adapter import start_problem
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import load_shape, policy_shape
 from nemorl.models.shape import ModelShape
 
 from .machine import Machine, host_problems, is_this_machine, memory_problems
@@ -80,7 +80,7 @@ def plan_run(experiment: Experiment, machine: Machine, *, training: bool = True)
         fix = f"{where} has {machine.cores} cores: take no more than that, or leave it out"
         problems += [Problem(field, n, fix) for field, n in threads if n and n > machine.cores]
     try:
-        shape = load_shape(policy.model_path, policy.head)
+        shape = policy_shape(policy)
     except (BrokenModelFolder, UnsupportedModel) as error:
         return Plan((), (*problems, model_problem("policy", policy.model_path, str(error))))
     problems += _shape_problems(experiment, shape, training=training)
@@ -126,7 +126,7 @@ def auxiliary_models(
     for model in models:
         section, config, path = model.section, model.config, model.config.model_path
         try:
-            shape = load_shape(path, config.head)
+            shape = policy_shape(config)
         except (BrokenModelFolder, UnsupportedModel) as error:
             refused.append(model_problem(section, path, str(error)))
             continue
@@ -189,6 +189,7 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
         yield Problem("policy.fp8", policy.fp8.model_dump(), fix)
     if training:
         yield from _router_problems(policy, shape)
+        yield from _mtp_problems(policy, shape)
     if (lora := policy.lora) is None:
         return
     targets, possible = list(lora.targets), adaptable_projections(shape)
@@ -212,6 +213,20 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
         yield Problem("policy.lora.rank", lora.rank, fix)
     elif lora.start is not None and (problem := start_problem(lora, shape, "policy.lora")) is not None:
         yield problem
+
+
+def _mtp_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
+    """Layers for further tokens that the model does not have, or that would not all be trained."""
+    if (section := policy.multi_token_prediction) is None:
+        return
+    layers, field = shape.num_mtp_layers, "policy.multi_token_prediction"
+    if not layers:
+        fix = f"the model in {policy.model_path} has no layers for further tokens that its family"
+        fix = f"{fix} ({shape.family}) reads (num_nextn_predict_layers in config.json); remove it"
+        yield Problem(field, section.model_dump(), fix)
+    elif layers > 1 and shape.mtp_depth(section.depth) != layers:
+        fix = f"the model has {layers} layers, each for one further token; remove it"
+        yield Problem(f"{field}.depth", section.depth, fix)
 
 
 def _router_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
@@ -252,7 +267,8 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
     policy, data = experiment.policy, experiment.data
     model, tokenizer = policy.model_path, policy.tokenizer
     if model.is_dir():
-        yield from weight_problems(model, policy.head)
+        with_mtp = policy.multi_token_prediction is not None
+        yield from weight_problems(model, policy.head, with_mtp=with_mtp)
     folder = tokenizer.path or model
     # A model folder that is missing is reported once, by the check of the model.
     unread: list[Problem] = []
@@ -326,8 +342,12 @@ def weight_problems(
     *,
     section: str = "policy",
     trained_head: bool = False,
+    with_mtp: bool = False,
 ) -> Problems:
-    """What is wrong with the weights; a scalar head may be missing (it begins at 0) unless `trained_head`."""
+    """What is wrong with the weights; a scalar head may be missing (it begins at 0) unless `trained_head`.
+
+    Layers for further tokens are looked at only `with_mtp`.
+    """
     field, value = f"{section}.model_path", str(model)
     if not has_weights(model):
         fix = f"the folder holds no weights; it requires {hf_config.SINGLE_FILE} or {hf_config.INDEX_FILE}"
@@ -335,7 +355,7 @@ def weight_problems(
         return
     single = model / hf_config.SINGLE_FILE
     try:
-        expected = hf_tensors(load_shape(model, head))
+        expected = hf_tensors(load_shape(model, head, with_mtp=with_mtp))
     except (BrokenModelFolder, UnsupportedModel):  # reported elsewhere
         return
     try:

@@ -25,7 +25,7 @@ from nemorl.config.policy import (
 )
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout_rules import layers_by_stage, norms_are_fused, recompute_problems
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import policy_shape
 from nemorl.models.shape import ModelShape
 
 from .costs import Attained
@@ -73,7 +73,7 @@ def settled(experiment: Experiment, machine: Machine, *, training: bool = True) 
     if not leaves_a_choice(experiment.policy):
         return Chosen(experiment)
     try:
-        shape = load_shape(experiment.policy.model_path, experiment.policy.head)
+        shape = policy_shape(experiment.policy)
     except (BrokenModelFolder, UnsupportedModel):
         return Chosen(_with_nothing(experiment))
     if not planned_processes(_with_nothing(experiment), shape, training=training)[0]:

@@ -65,7 +65,8 @@ class RunPlan:
     @cached_property
     def training(self) -> Training:
         policy, lengths, algorithm = self.experiment.policy, self.lengths, self.experiment.algorithm
-        if isinstance(algorithm, OnlineBase) and policy.share_prefixes:  # prompts are computed once a group
+        shares = policy.share_prefixes and policy.multi_token_prediction is None
+        if isinstance(algorithm, OnlineBase) and shares:  # prompts are computed once a group
             lengths = lengths.packed(algorithm.num_generations_per_prompt)
         return Training(policy, self.shape, self._policy_device, self.attained, lengths)
 

@@ -218,6 +218,9 @@ class Training:
                 cost += self._copies(stage_layers(self.shape.num_layers, layout, stage, chunk), tokens)
         if stage == layout.pipeline_parallel_size - 1:
             cost += self._head(tokens, backward)
+            if backward and self.policy.multi_token_prediction is not None:
+                depth = self.shape.mtp_depth(self.policy.multi_token_prediction.depth)
+                cost += (self._further_layer(tokens) + self._head(tokens, backward=True)) * depth
         return cost + self._messages(tokens, layers) * (2 if backward else 1)
 
     def _copies(self, layers: Sequence[int], tokens: float) -> Cost:
@@ -278,6 +281,15 @@ class Training:
             return at_least(forward, launches)
         back += attention * _ATTENTION_BACKWARD + passing * 2
         return at_least(forward * (1 + again) + back, launches * (3 + again))
+
+    def _further_layer(self, tokens: float) -> Cost:
+        """A layer for a further token, both ways."""
+        rows, hidden = tokens / self.policy.layout.context_parallel_size, self.shape.hidden_size
+        part = Product("projections", 2 * hidden, hidden, "columns")
+        part = part.on_rank(self.policy.layout.tensor_parallel_size)
+        projection = self._product(rows, part, 1) + self._gradients(rows, part, 1)
+        with_experts = self.shape.is_moe(self.shape.num_layers)
+        return self._layer(with_experts, None, tokens, backward=True) + projection
 
     def _product(self, rows: float, part: Product, groups: float) -> Cost:
         fp8 = self.policy.fp8 is not None

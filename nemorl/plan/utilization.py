@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import models_of
-from nemorl.config.policy import LoraConfig, PolicyConfig
+from nemorl.config.policy import LoraConfig, MultiTokenPredictionConfig, PolicyConfig
 from nemorl.models.adapters import adapter_tensors
 from nemorl.models.shape import ModelShape
 
 from .hardware import known_hardware
-from .operations import attention_width, forward_products
+from .operations import attention_width, forward_products, mtp_products
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,22 @@ class ModelWork:
     seen: int  # for each token that it sees in one layer
     windows: tuple[tuple[int | None, int], ...]  # how many tokens layers see, None for all, and their number
     adapters: int = 0  # elements of LoRA's matrices, if only these are trained
+    further: int = 0  # products of all depths of multi-token prediction, in training
+    depth: int = 0  # of it
 
     @classmethod
-    def of(cls, shape: ModelShape, lora: LoraConfig | None = None) -> "ModelWork":
+    def of(
+        cls, shape: ModelShape, lora: LoraConfig | None = None, mtp: MultiTokenPredictionConfig | None = None
+    ) -> "ModelWork":
         body = forward_products(shape) - 2 * shape.hidden_size * shape.vocab_size
         head = 2 * shape.hidden_size * (1 if shape.head == "scalar" else shape.vocab_size)
         windows = Counter(shape.window(layer) for layer in range(shape.num_layers))
         sizes = () if lora is None else adapter_tensors(shape, lora).values()
         adapters = sum(map(math.prod, sizes))
-        return cls(body, head, 2 * attention_width(shape), tuple(windows.items()), adapters)
+        depth = 0 if mtp is None else shape.mtp_depth(mtp.depth)
+        further = depth * mtp_products(shape) if depth else 0
+        seen = 2 * attention_width(shape)
+        return cls(body, head, seen, tuple(windows.items()), adapters, further, depth)
 
     def training(self, segments: Sequence[tuple[int, int]], num_scored: int) -> float:
         """Forward and backward over tokens at places [start, end) of their sequences.
@@ -53,6 +60,8 @@ class ModelWork:
         tokens, products, attention = self._parts(segments, num_scored)
         if self.adapters:
             return 2 * products + 3 * attention + 6 * self.adapters * tokens
+        products += tokens * self.further + self.depth * num_scored * self.head
+        attention += self.depth * self.seen * sum(_seen(start, end, None) for start, end in segments)
         return 3 * (products + attention)
 
     def scoring(

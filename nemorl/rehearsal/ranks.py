@@ -20,7 +20,7 @@ from typing import Any
 from nemorl.config.experiment import Experiment
 from nemorl.models.hf_config import INDEX_FILE
 from nemorl.models.layout import hf_tensors
-from nemorl.models.registry import load_shape, model_config
+from nemorl.models.registry import load_shape, model_config, policy_shape
 from nemorl.models.shape import ModelShape
 from nemorl.plan.memory import ProcessMemory, stage_memory
 
@@ -75,7 +75,8 @@ def hollow(experiment: Experiment) -> Iterator[Experiment]:
     source = experiment.policy.model_path
     with tempfile.TemporaryDirectory(prefix="nemorl-rehearsal-") as folder:
         model = Path(folder) / "model"
-        write_hollow_model(model, model_config(source), load_shape(source))
+        with_mtp = experiment.policy.multi_token_prediction is not None
+        write_hollow_model(model, model_config(source), load_shape(source, with_mtp=with_mtp))
         policy = experiment.policy.model_copy(update={"model_path": model})
         cluster = experiment.cluster
         if not cluster.gpus_per_node:
@@ -193,7 +194,7 @@ class Comparison:
 def compare(report: RankReport, experiment: Experiment, phase: str | None = None) -> Comparison:
     """Compare a rank of the policy with the plan, in its highest phase or in a given one."""
     policy = experiment.policy
-    plan = stage_memory(experiment, load_shape(policy.model_path, policy.head), report.stage)
+    plan = stage_memory(experiment, policy_shape(policy), report.stage)
     if phase is None:
         phase, peak = report.peak
     else:

@@ -45,7 +45,7 @@ from nemorl.megatron.kernels import TRITON, Installed
 from nemorl.megatron.worker import PolicyWorker
 from nemorl.models.kv_cache import KVCache, Runner
 from nemorl.models.layout import policy_rank
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import load_shape, policy_shape
 from nemorl.models.shape import ModelShape
 from nemorl.weights import endpoints
 from nemorl.weights.endpoints import WeightReceiver, WeightSender
@@ -128,7 +128,7 @@ class PolicyRehearsal:
     def __init__(self, execution: Execution, experiment: Experiment, rank: int) -> None:
         self._execution, self._experiment, self._rank = execution, experiment, rank
         self._policy: PolicyConfig = experiment.policy
-        self._shape: ModelShape = load_shape(self._policy.model_path, self._policy.head)
+        self._shape: ModelShape = policy_shape(self._policy)
         self._layout = self._policy.layout
         self._place = policy_rank(self._layout, rank)
         self._is_last = self._place.pp_rank == self._layout.pipeline_parallel_size - 1

@@ -33,7 +33,7 @@ from nemorl.errors import RunError
 from nemorl.generation import types
 from nemorl.generation.router import Replica, RouterMetrics
 from nemorl.models.layout_rules import with_fewer_copies
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import policy_shape
 from nemorl.plan.utilization import ModelWork
 from nemorl.rollout.concurrency import PlacesUse
 from nemorl.rollout.groups import Dropped, GroupAssignment, GroupSummary
@@ -113,8 +113,8 @@ class ModelHandle:
         self.trains = spec.trains
         self.devices = DeviceScheduler([self])  # replaced if other models compute on the same devices
         self._config = spec.config
-        self._shape = load_shape(spec.config.model_path, spec.config.head)
-        self.work = ModelWork.of(self._shape, spec.config.lora)
+        self._shape = policy_shape(spec.config)
+        self.work = ModelWork.of(self._shape, spec.config.lora, spec.config.multi_token_prediction)
         self._deadlines = cluster.deadlines
         self._offloaded = False
         self._batch: shards.BatchPlan | None = None

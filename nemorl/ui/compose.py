@@ -23,7 +23,7 @@ from nemorl.config.yaml import field_path, is_written, parse_document, parse_val
 from nemorl.errors import ConfigError, NemorlError, Problem
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.hub import with_local_models
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import policy_shape
 from nemorl.models.shape import ModelShape
 from nemorl.plan.generation_time import default_lengths
 from nemorl.plan.hardware import HARDWARE
@@ -297,7 +297,7 @@ def _planned(text: str, file: str) -> tuple[Experiment, ModelShape]:
     if absent:
         raise ConfigError(file, absent)
     try:
-        return experiment, load_shape(experiment.policy.model_path, experiment.policy.head)
+        return experiment, policy_shape(experiment.policy)
     except (BrokenModelFolder, UnsupportedModel) as error:
         problem = model_problem("policy", experiment.policy.model_path, str(error))
         raise ConfigError(file, [problem]) from error

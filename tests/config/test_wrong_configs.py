@@ -818,7 +818,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         [*SFT, "checkpointing.metric=ratio/mean"],
         "checkpointing.metric",
         "ratio/mean",
-        "loss/balance, loss/router_z, loss/sft, lr, mfu/training, models/restarts, nll, ",
+        "loss/balance, loss/router_z, loss/sft, lr, mfu/training, models/restarts, mtp/accepted, ",
     ),
     "a best checkpoint by a divergence that is not computed": (
         ["checkpointing.metric=kl/reference"],

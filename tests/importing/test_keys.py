@@ -108,6 +108,10 @@ _VALIDATED = {
     for name, base in (("dpo", DPO), ("rm", RM))
 }
 _A, _C, _V = "actor_rollout_ref.actor", "algorithm.rollout_correction", "actor_rollout_ref.rollout.val_kwargs"
+_FURTHER = MEGATRON | {"policy.megatron_cfg.mtp_num_layers": 2}
+_MTP = "actor_rollout_ref.model.mtp"
+_MTP_TRAINED = VERL | {f"{_MTP}.enable": True, f"{_MTP}.enable_train": True}
+_MTP_SAMPLED = VERL | {f"{_MTP}.enable": True, f"{_MTP}.enable_rollout": True}
 _OVERLONG = VERL | {"reward.reward_kwargs.overlong_buffer_cfg.enable": True}
 _COSINE = VERL | {"model_engine": "megatron", f"{_A}.optim.lr_decay_style": "cosine"}
 _FSDP_COSINE = VERL | {f"{_A}.optim.lr_scheduler_type": "cosine"}
@@ -214,6 +218,10 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         ),
         "policy.generation.vllm_cfg.enable_expert_parallel": (GRPO, True, False),
         "policy.megatron_cfg.moe_aux_loss_coeff": (MEGATRON, 0.0, 0.01),
+        "policy.megatron_cfg.mtp_num_layers": (MEGATRON, 0, 1),
+        "policy.megatron_cfg.mtp_loss_scaling_factor": (_FURTHER, 0.1, 0.2),
+        "policy.megatron_cfg.mtp_use_repeated_layer": (_FURTHER, False, True),
+        "policy.megatron_cfg.mtp_detach_heads": (_FURTHER, False, True),
         "data.train.data_path": (GRPO, "one.jsonl", "two.jsonl"),
         "data.validation.data_path": (GRPO | {"grpo.val_period": 5}, "one.jsonl", "two.jsonl"),
         "data.default.prompt_file": (GRPO, "prompt.txt", None),
@@ -252,6 +260,17 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         f"{_GAME}.max_moves": (_PUZZLE, 3, 4),
     },
     "verl": {
+        f"{_MTP}.enable": (VERL | {f"{_MTP}.enable_train": True}, False, True),
+        f"{_MTP}.enable_train": (VERL | {f"{_MTP}.enable": True}, False, True),
+        f"{_MTP}.enable_rollout": (VERL | {f"{_MTP}.enable": True}, False, True),
+        f"{_MTP}.mtp_loss_scaling_factor": (_MTP_TRAINED, 0.1, 0.2),
+        f"{_MTP}.detach_encoder": (_MTP_TRAINED, False, True),
+        f"{_MTP}.num_speculative_tokens": (_MTP_SAMPLED, 1, 2),
+        f"{_MTP}.speculative_num_steps": (
+            _MTP_SAMPLED | {"actor_rollout_ref.rollout.name": "sglang"},
+            1,
+            2,
+        ),
         "algorithm.gamma": (GAE, 1.0, 0.9),
         "algorithm.lam": (GAE, 1.0, 0.9),
         "critic.cliprange_value": (GAE, 0.5, 0.4),

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 from transformers import (
-    AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -23,6 +22,7 @@ from transformers import (
 
 from nemorl.config.policy import AdamConfig, LayoutConfig, PolicyConfig
 from nemorl.data.packed import PackedBatch
+from tests.models.mtp_models import DeepseekV3WithMtp, MiMoConfig, model_of
 from tests.models.tiny_models import DEEPSEEK
 
 VOCABULARY = 53  # not a multiple of the tensor-parallel size, so it gets padded
@@ -76,6 +76,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**COMMON, sliding_window=6),
     "mixtral": MixtralConfig(**COMMON, **EXPERTS),
     "qwen2": Qwen2Config(**COMMON),
+    "mimo": MiMoConfig(**COMMON),
+    "mimo-mtp": MiMoConfig(**COMMON, num_nextn_predict_layers=1),
+    "mimo-mtp-tied": MiMoConfig(**COMMON, num_nextn_predict_layers=1, tie_word_embeddings=True),
+    "mimo-mtp-two": MiMoConfig(**COMMON, num_nextn_predict_layers=2),
     "qwen3": Qwen3Config(**COMMON, head_dim=16),
     "qwen3-two-groups": Qwen3Config(**(COMMON | {"num_key_value_heads": 2}), head_dim=16),
     "qwen3-moe": Qwen3MoeConfig(
@@ -98,17 +102,20 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt-oss": GptOssConfig(**COMMON, **EXPERTS, head_dim=16, sliding_window=8, attn_implementation="eager"),
     "deepseek-v3": DeepseekV3Config(**LATENT),
     "deepseek-v3-plain-query": DeepseekV3Config(**(LATENT | {"q_lora_rank": None})),
+    "deepseek-v3-mtp": DeepseekV3Config(**LATENT, num_nextn_predict_layers=1),
     # Every rank of TP2 has complete blocks of 128 x 128, some of which have rows of several heads.
     "llama-wide": LlamaConfig(**(COMMON | {"hidden_size": 256, "intermediate_size": 512}), head_dim=64),
 }
-FAMILIES = tuple(name for name in CONFIGS if name not in ("qwen3-two-groups", "llama-wide"))
+FAMILIES = tuple(
+    name for name in CONFIGS if name not in ("qwen3-two-groups", "llama-wide") and "-mtp" not in name
+)
 
 
 @torch.no_grad()
 def random_model(family: str) -> PreTrainedModel:
     """A model in which nothing is constant: norms, biases and sinks are drawn, too."""
     torch.manual_seed(5)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(CONFIGS[family])
+    model = model_of(CONFIGS[family])
     for name, values in itertools.chain(model.named_parameters(), model.named_buffers()):
         if name.endswith("e_score_correction_bias"):
             values.normal_(std=0.2)
@@ -119,6 +126,8 @@ def random_model(family: str) -> PreTrainedModel:
     if family == "gemma3":
         # The row of the token that pads is zero, and a norm of zeros has a gradient like no other.
         model.get_input_embeddings().weight.normal_(std=0.15)
+    if isinstance(model, DeepseekV3WithMtp):
+        model.share()
     return model
 
 

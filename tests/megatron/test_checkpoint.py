@@ -130,6 +130,18 @@ def test_stages_and_shares_of_sequences_continue_as_others(pool, model, tmp_path
             assert mine.grad_norm == pytest.approx(its.grad_norm, rel=1e-4)
 
 
+def test_layers_for_further_tokens_continue_in_another_layout(pool, model, tmp_path):
+    folder, further = model("mimo-mtp-tied")[1], {"loss_weight": 0.3}
+    here, there = layout(pp=2, dp=2), layout(tp=2, sp=True)
+    config = policy_config(folder, layout=here, multi_token_prediction=further)
+    saved = pool.run(4, save_in_the_middle, config, tmp_path)
+    config = policy_config(folder, layout=there, multi_token_prediction=further)
+    for steps, _ in pool.run(2, continue_from, config, tmp_path):
+        for mine, its in zip(steps, saved[0][0], strict=True):
+            assert mine.grad_norm == pytest.approx(its.grad_norm, rel=1e-4)
+            assert mine.mtp == pytest.approx(its.mtp, rel=1e-4)
+
+
 def test_experts_continue_in_another_layout_and_buffers_stay(pool, model, tmp_path):
     """DeepSeek-V3: experts shared by EP continue under TP; the router's bias is exported as it was read."""
     folder, saved = model("deepseek-v3")[1], tmp_path / "saved"

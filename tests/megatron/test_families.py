@@ -14,8 +14,10 @@ from tests.megatron.cases import LOSS, partition, start_worker
 from tests.megatron.examples import COMMON, FAMILIES, LENGTHS, VOCABULARY, layout, policy_config, ragged_batch
 
 DISTINCT_MAPS = tuple(
-    name for name in FAMILIES if name not in ("llama", "llama-rope3", "deepseek-v3-plain-query")
+    name for name in FAMILIES if name not in ("llama", "llama-rope3", "mimo", "deepseek-v3-plain-query")
 )
+# Of layers for further tokens: what these have of the model's.
+COPIES = (".4.embed_tokens.weight", ".shared_head.head.weight")
 WITH_EXPERTS = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3")
 
 
@@ -88,17 +90,23 @@ def test_the_embedding_of_the_padding_token_is_trained_unlike_in_transformers(po
     assert not moved[~torch.isin(torch.arange(VOCABULARY), batch.tokens)].any()
 
 
-@pytest.mark.parametrize("name", DISTINCT_MAPS)
+@pytest.mark.parametrize("name", [*DISTINCT_MAPS, "mimo-mtp-tied", "deepseek-v3-mtp"])
 def test_the_folder_comes_back_bit_by_bit_from_all_ranks(pool, model, name):
     folder = model(name)[1]
     layouts = [layout(tp=2, sp=True, pp=2), layout(tp=2, sp=True), layout(pp=2), layout(pp=2, first=1)]
     layouts += [layout(tp=2, sp=True, pp=2, vpp=2)]
-    if name in WITH_EXPERTS:
+    further = {} if "-mtp" in name else None
+    if name.removesuffix("-mtp") in WITH_EXPERTS:
         layouts += [layout(dp=2, ep=2), layout(tp=2, sp=True, dp=2, ep=4)]
     source = load_file(folder / "model.safetensors")
+    source = {tensor: values for tensor, values in source.items() if not tensor.endswith(COPIES)}
     for where in layouts:
         gathered = {tensor: torch.full_like(values, torch.nan) for tensor, values in source.items()}
-        for parts, without_place in pool.run(where.world_size, held, policy_config(folder, layout=where)):
+        for parts, without_place in pool.run(
+            where.world_size,
+            held,
+            policy_config(folder, layout=where, multi_token_prediction=further),
+        ):
             assert not without_place
             for part, values in parts:
                 box = tuple(slice(s, s + n) for s, n in zip(part.start, part.size, strict=True))

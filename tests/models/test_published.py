@@ -46,6 +46,7 @@ ENDS = {
     "meta-llama/Llama-3.1-70B": (128001,),
     "Qwen/Qwen2.5-32B": (151643,),
     "Qwen/Qwen3-8B-Base": (151643,),
+    "XiaomiMiMo/MiMo-7B-Base": (151643,),
 }
 # Public copies of each config.json with which all fields were compared, on github.com and huggingface.co.
 _AICONFIGURATOR = "ai-dynamo/aiconfigurator/blob/095f58a5/aic-core/src/aiconfigurator_core/model_configs"
@@ -90,6 +91,9 @@ COMPARED_WITH_ANOTHER = {
     "lmsys/gpt-oss-20b-bf16": f"{_AICONFIGURATOR}/openai--gpt-oss-20b_config.json",
     "lmsys/gpt-oss-120b-bf16": f"{_AICONFIGURATOR}/openai--gpt-oss-120b_config.json",
     "unsloth/DeepSeek-V3-bf16": f"{_AICONFIGURATOR}/deepseek-ai--DeepSeek-V3_config.json",
+    # all but the end of a sequence, which is that of Qwen's base models, whose tokens it has
+    "XiaomiMiMo/MiMo-7B-Base": "NVIDIA-NeMo/Megatron-Bridge, "
+    "test_generic_mimo_config_dispatches_through_auto_bridge",
     # its own sizes, window and scale, and the rest of Google's and of transformers' Gemma3TextConfig
     "Changgil/google-gemma-3-27b-it-text": "omarespejel/llm-provable-computer/blob/a3c08988/docs/paper/"
     f"evidence/gemma-config-snapshots/gemma_3_27b-extract.json; {_TENSORRT_LLM} at fe6fa01d",

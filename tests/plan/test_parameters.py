@@ -33,6 +33,22 @@ def test_counts_are_those_of_the_slices(name: str, layout: LayoutConfig) -> None
         assert all(part.num_elements for part in slices)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "deepseek-v3"])
+def test_layers_for_further_tokens_count_in_the_last_stage(
+    name: str, tied: bool, layout: LayoutConfig
+) -> None:
+    fields = CONFIGS[name].to_dict() | {"num_nextn_predict_layers": 2, "tie_word_embeddings": tied}
+    architecture = "MiMoForCausalLM" if name == "qwen2" else "DeepseekV3ForCausalLM"
+    shape = shape_from_config(fields | {"architectures": [architecture]}, "", with_mtp=True)
+    last = layout.pipeline_parallel_size - 1
+    for stage in range(layout.pipeline_parallel_size):
+        slices = policy_slices(shape, PolicyRank(layout, pp_rank=stage))
+        assert stage_parameters(shape, layout, stage).total == sum(part.num_elements for part in slices)
+        assert any("mtp.layers.1." in part.param for part in slices) == (stage == last)
+
+
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "moe" in name or name == "gpt-oss"])
 def test_experts_are_divided_by_their_own_axes(name: str) -> None:
     shape = shape_of(name)

@@ -267,6 +267,39 @@ def test_a_setting_that_the_plan_chooses_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        pytest.param({}, NONE, marks=pytest.mark.slow),
+        ({"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2}, NONE),
+        pytest.param({}, {"name": "full"}, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_for_further_tokens_are_planned_within_a_tenth(
+    tmp_path: Path, layout: dict[str, Any], recompute: dict[str, Any]
+) -> None:
+    """Of a model of a few layers, among which one more counts, in its last stage."""
+    model = LLAMA_8B | {"architectures": ["MiMoForCausalLM"], "num_hidden_layers": 4}
+    sound = experiment(
+        tmp_path,
+        model | {"num_nextn_predict_layers": 1},
+        generation=VLLM,
+        layout={"data_parallel_size": 8, **layout},
+        max_sequence_length=4096,
+        micro_batch_tokens=16384,
+        multi_token_prediction={"loss_weight": 0.1},
+        recompute=recompute,
+    )
+    (report,) = rehearsed(sound, [sound.policy.layout.world_size - 1])
+
+    comparison = compare(report, sound, "train")
+    for part in ("weights", "gradients", "optimizer"):
+        measured, plan = comparison.parts[part]
+        assert measured == pytest.approx(plan, rel=1e-3), part
+    assert abs(comparison.difference) < 0.1, comparison.parts
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("case", WITHOUT_FULL_RECOMPUTATION)
 def test_the_plan_of_large_layers_is_right_within_a_tenth(tmp_path: Path, case: str) -> None:
     """With as many tokens as let activations take more than half."""

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from nemorl.config.base import EXPERT, SIMPLE, Config, check
 from nemorl.config.generation import GenerationConfig, SamplingConfig
+from nemorl.config.policy import MOST_FURTHER_TOKENS
 from nemorl.config.yaml import merged
 from nemorl.errors import Problem, Problems
 
@@ -148,6 +149,9 @@ class AlgorithmBase(Config):
                 # Of models with experts; checks of a config do not open the folder of the model.
                 *("experts/load_max", "experts/load_max_of_a_layer", "experts/idle", "loss/balance"),
                 "loss/router_z",
+                # Of models with layers for further tokens, in all and by depth if there are several.
+                *("mtp/loss", "mtp/accepted", "mtp/grad_norm"),
+                *(f"mtp/{what}_{k + 1}" for what in ("loss", "accepted") for k in range(MOST_FURTHER_TOKENS)),
                 *("time/step", "time/training", "time/checkpoint"),
                 *(f"idle/{kind}" for kind in PROCESSES),
                 *(f"critical/{what}" for what in (*PROCESSES, *WAITS)),

@@ -1,0 +1,50 @@
+"""A whole run that trains the layer for further tokens of a model, and its export."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.models.mtp_models import MiMoConfig, model_of
+from tests.run.runs import finish, known_figures, lines, start, write_experiment
+
+
+def with_further_tokens(like: Path, folder: Path) -> Path:
+    """A MiMo of the size of a tiny Llama, with its tokenizer."""
+    size = json.loads((like / "config.json").read_text())
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "vocab_size", "max_position_embeddings", "eos_token_id", "pad_token_id")
+    torch.manual_seed(0)
+    config = MiMoConfig(**{name: size[name] for name in names}, num_nextn_predict_layers=1)
+    model_of(config).save_pretrained(folder)
+    for file in like.glob("tokenizer*"):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+@pytest.mark.ci
+def test_engines_sample_and_the_layer_is_trained_and_exported(folder: Path, model: Path) -> None:
+    mimo = with_further_tokens(model, folder / "mimo")
+    path = write_experiment(folder, mimo, "further", checkpointing={"export_hf": True, "period": 3})
+    tree = yaml.safe_load(path.read_text())
+    tree["policy"]["multi_token_prediction"] = {"loss_weight": 0.5}
+    tree["algorithm"] |= {"num_steps": 3, "validation": {}}
+    path.write_text(yaml.safe_dump(tree))
+    status, output = finish(start("train", path), 500)
+    assert status == 0, output
+    steps = lines(folder / "further")
+    assert len(steps) == 3
+    for step in steps:
+        assert step.values["mtp/loss"] > 0
+        assert 0 <= step.values["mtp/accepted"] <= 1
+        assert step.values["logprob_gap/max"] < 1e-4  # engines have the weights that were trained
+    assert {name for step in steps for name in step.values} <= known_figures(folder / "further")
+    before = load_file(mimo / "model.safetensors")
+    after = load_file(folder / "further" / "checkpoints" / "step_00000003" / "hf" / "model.safetensors")
+    assert after.keys() == before.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name for name in before if name.startswith("model.mtp_layers.0.")} <= moved
