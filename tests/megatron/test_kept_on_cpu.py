@@ -57,8 +57,8 @@ def test_layers_keep_what_is_planned(
         measured.append(kept_bytes(worker))
         worker.close()
         shape, item = load_shape(policy.model_path, policy.head), ITEM_SIZE[policy.precision]
-        planned.append(kept_elements(shape, policy, 0, tokens, 1, fused=False) * item)
-        fused.append(kept_elements(shape, policy, 0, tokens, 1) * item)
+        planned.append(kept_elements(shape, policy, 0, tokens, 1, fused=False).on_device * item)
+        fused.append(kept_elements(shape, policy, 0, tokens, 1).on_device * item)
 
     assert planned[1] - planned[0] == pytest.approx(measured[1] - measured[0], rel=0.03)
     assert fused[1] - fused[0] < measured[1] - measured[0]
