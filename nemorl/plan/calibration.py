@@ -14,8 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-
 from nemorl.config.algorithm import OnlineBase
 from nemorl.config.base import counted, did_you_mean
 from nemorl.config.experiment import Experiment
@@ -27,7 +25,6 @@ from nemorl.models.hub import with_local_models
 from nemorl.models.registry import policy_shape
 from nemorl.models.shape import ModelShape
 from nemorl.observe.files import RunFolderError
-from nemorl.observe.index import TrajectoryIndex
 from nemorl.observe.metrics import StepMetrics, read_metrics
 from nemorl.observe.run_folder import RunPaths
 
@@ -396,6 +393,10 @@ def _lengths(experiment: Experiment, steps: Sequence[StepMetrics]) -> Lengths:
 
 def _quantiles(folder: Path, steps: Sequence[StepMetrics]) -> tuple[float, ...]:
     """Of the responses of a step, each its median over the steps; empty for a run without their index."""
+    import numpy as np  # here, since it takes time and `nemorl check` does not need it
+
+    from nemorl.observe.index import TrajectoryIndex
+
     try:
         columns, rows = TrajectoryIndex(folder).read()
     except RunFolderError:

@@ -134,6 +134,7 @@ def test_time_as_json(nemorl: Nemorl, experiment: Path) -> None:
         "response": 6,
         "limit": 8,
         "sigma": 0.5,
+        "quantiles": [],
         "scores_prompts": False,
         "shared": None,
     }

@@ -100,8 +100,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
         rope_parameters=GEMMA_ROPES,
     ),
     "gpt-oss": GptOssConfig(**COMMON, **EXPERTS, head_dim=16, sliding_window=8, attn_implementation="eager"),
-    "deepseek-v3": DeepseekV3Config(**LATENT),
-    "deepseek-v3-plain-query": DeepseekV3Config(**(LATENT | {"q_lora_rank": None})),
+    "deepseek-v3": DeepseekV3Config(**LATENT, num_nextn_predict_layers=0),
+    "deepseek-v3-plain-query": DeepseekV3Config(
+        **(LATENT | {"q_lora_rank": None}), num_nextn_predict_layers=0
+    ),
     "deepseek-v3-mtp": DeepseekV3Config(**LATENT, num_nextn_predict_layers=1),
     # Every rank of TP2 has complete blocks of 128 x 128, some of which have rows of several heads.
     "llama-wide": LlamaConfig(**(COMMON | {"hidden_size": 256, "intermediate_size": 512}), head_dim=64),
