@@ -7,43 +7,27 @@ real size of the model, with and without `policy.offload_activations`, through l
 and refit. Not run on hardware: no seconds are measured. Results are written after each rank.
 """
 
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import publish, table_of
 from policies import grpo_experiment
-from rehearsal import begun, rehearsed_rows
+from rehearsal import Row, rehearsed_rows, report_rows
 
 from nemorl.config.experiment import Experiment
 
-LLAMA_70B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "eos_token_id": 128009,
-}
+LLAMA_70B = "meta-llama/Llama-3.3-70B-Instruct"  # of which the shape is known without its files
 FULL = {"name": "full"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a layout; `layers` are those of each stage that are offloaded."""
+    """A layout; `layers` are those of each stage that are offloaded."""
 
     name: str
-    model: dict[str, Any]
     tokens: int  # of a sequence, and of a micro-batch
     layout: dict[str, Any]
     recompute: dict[str, Any]
@@ -53,14 +37,14 @@ class Case:
 _TP8_PP4 = {"tensor_parallel_size": 8, "sequence_parallel": True, "pipeline_parallel_size": 4}
 _TP2_PP8 = {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 8}
 CASES = (
-    Case("70b-full", LLAMA_70B, 65536, _TP2_PP8 | {"data_parallel_size": 4}, FULL, 10),
-    Case("70b-none", LLAMA_70B, 16384, _TP8_PP4 | {"data_parallel_size": 4}, {"name": "none"}, 20),
+    Case("70b-full", 65536, _TP2_PP8 | {"data_parallel_size": 4}, FULL, 10),
+    Case("70b-none", 16384, _TP8_PP4 | {"data_parallel_size": 4}, {"name": "none"}, 20),
 )
 
 
 def experiment_of(case: Case, folder: Path, *, offloads: bool) -> Experiment:
     policy = {
-        "model_path": str(folder),
+        "model_path": LLAMA_70B,
         "precision": "bfloat16",
         "max_sequence_length": case.tokens,
         "micro_batch_tokens": case.tokens,
@@ -78,13 +62,10 @@ def experiment_of(case: Case, folder: Path, *, offloads: bool) -> Experiment:
     )
 
 
-def rows_of(case: Case, processes: int) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        config = case.model | {"max_position_embeddings": 131072}
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+def rows_of(case: Case, processes: int) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as folder:
         for offloads in (False, True):
-            experiment = experiment_of(case, folder, offloads=offloads)
+            experiment = experiment_of(case, Path(folder), offloads=offloads)
             stages = {0, experiment.policy.layout.pipeline_parallel_size - 1}
             for row in rehearsed_rows(experiment, processes, sorted(stages)):
                 yield {
@@ -95,7 +76,7 @@ def rows_of(case: Case, processes: int) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _shown(row: dict[str, Any]) -> dict[str, object]:
+def _shown(row: Row) -> dict[str, object]:
     activations = row["parts_bytes"]["activations"]["measured"]
     return {
         "case": row["name"],
@@ -113,14 +94,9 @@ def _shown(row: dict[str, Any]) -> dict[str, object]:
 
 
 def main() -> None:
-    names = [case.name for case in CASES]
-    arguments, rows = begun(__doc__.splitlines()[0], names, "activation_offload", "name")
-    for case in CASES:
-        if case.name in arguments.only:
-            for row in rows_of(case, arguments.processes):
-                rows.append(row)
-                table = table_of("Peaks in training, not run on hardware", [_shown(row) for row in rows])
-                publish("activation_offload", {"rows": rows}, table, arguments.out)
+    cases = {case.name: partial(rows_of, case) for case in CASES}
+    heading = "Peaks in training, not run on hardware"
+    report_rows(__doc__.splitlines()[0], cases, "activation_offload", _shown, heading=heading)
 
 
 if __name__ == "__main__":

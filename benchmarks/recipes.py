@@ -8,11 +8,11 @@ reward models are not rehearsed. Not run on hardware. Results are written after 
 and long sequences a rank takes a few GB of memory, since the places of tokens are real.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from common import publish, table_of
-from rehearsal import begun, rehearsed_rows
+from rehearsal import Row, rehearsed_rows, report_rows
 
 from nemorl.config.load import load_experiment
 
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parents[1] / "configs" / "recipes"
 RECIPES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
 
 
-def _shown(row: dict[str, Any]) -> dict[str, object]:
+def _shown(row: Row) -> dict[str, object]:
     return {
         "recipe": row["recipe"],
         "rank": row["rank"],
@@ -33,13 +33,14 @@ def _shown(row: dict[str, Any]) -> dict[str, object]:
     }
 
 
+def rows_of(name: str, processes: int) -> Iterator[Row]:
+    for row in rehearsed_rows(load_experiment(RECIPES[name]), processes):
+        yield {"recipe": name, **row}
+
+
 def main() -> None:
-    arguments, rows = begun(__doc__.splitlines()[0], list(RECIPES), "recipes", "recipe")
-    for name in arguments.only:
-        for row in rehearsed_rows(load_experiment(RECIPES[name]), arguments.processes):
-            rows = sorted([*rows, {"recipe": name, **row}], key=lambda one: (one["recipe"], one["rank"]))
-            table = table_of("Peaks, not run on hardware", [_shown(row) for row in rows])
-            publish("recipes", {"rows": rows}, table, arguments.out)
+    cases = {name: partial(rows_of, name) for name in RECIPES}
+    report_rows(__doc__.splitlines()[0], cases, "recipes", _shown, key="recipe")
 
 
 if __name__ == "__main__":

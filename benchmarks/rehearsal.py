@@ -12,8 +12,9 @@ says neither how activations are recomputed nor how many of the GPUs of an async
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from nemorl.models.registry import load_shape
 from nemorl.plan.memory import stage_memory
 from nemorl.rehearsal.ranks import compare, faults, rehearse_all
 
+Row = dict[str, Any]
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": QWEN3_30B,
     "Qwen3-235B-A22B": QWEN3_235B,
@@ -154,30 +156,39 @@ def _shown(row: dict[str, Any]) -> dict[str, object]:
     }
 
 
-def begun(
-    title: str, names: Sequence[str], result: str, key: str
-) -> tuple[argparse.Namespace, list[dict[str, Any]]]:
-    """Arguments of a rehearsal of all names or some, and the rows of the others from the earlier result."""
+def report_rows(
+    title: str,
+    cases: Mapping[str, Callable[[int], Iterator[Row]]],
+    result: str,
+    shown: Callable[[Row], dict[str, object]],
+    *,
+    key: str = "name",
+    heading: str = "Peaks, not run on hardware",
+) -> None:
+    """Rehearse all cases or some with a number of processes, and publish after each row.
+
+    Rows of the others, by their `key`, are those of the earlier result.
+    """
     parser = argparse.ArgumentParser(description=title)
-    parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=cases, default=list(cases), metavar="NAME")
     parser.add_argument("--processes", type=int, default=1, help="ranks at a time")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file")
     arguments = parser.parse_args()
     file = arguments.out / f"{result}.json"
     earlier = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
-    others = set(names) - set(arguments.only)
-    return arguments, [row for row in earlier if row[key] in others]
+    rows = [row for row in earlier if row[key] in set(cases) - set(arguments.only)]
+    order = list(cases)
+    for name in order:
+        if name in arguments.only:
+            for row in cases[name](arguments.processes):
+                rows = sorted([*rows, row], key=lambda one: (order.index(one[key]), one["rank"]))
+                table = table_of(heading, [shown(row) for row in rows])
+                publish(result, {"rows": rows}, table, arguments.out)
 
 
 def main() -> None:
-    names = [published.name for published in PUBLISHED]
-    arguments, rows = begun(__doc__.splitlines()[0], names, "rehearsal", "name")
-    for published in PUBLISHED:
-        if published.name in arguments.only:
-            for row in rows_of(published, arguments.processes):
-                rows.append(row)
-                table = table_of("Peaks, not run on hardware", [_shown(row) for row in rows])
-                publish("rehearsal", {"rows": rows}, table, arguments.out)
+    cases = {published.name: partial(rows_of, published) for published in PUBLISHED}
+    report_rows(__doc__.splitlines()[0], cases, "rehearsal", _shown)
 
 
 if __name__ == "__main__":

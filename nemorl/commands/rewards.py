@@ -39,17 +39,12 @@ def register(commands: Commands) -> None:
 
 def _try(arguments: Namespace) -> int:
     from nemorl.rewards.preview import SAMPLES, end_token, preview  # with numpy
-    from nemorl.rollout.earlier_answers import answers_of_file, answers_of_run
+    from nemorl.rollout.earlier_answers import answers_at
 
     experiment = load_experiment(arguments.config, arguments.overrides)
     file: Path = arguments.samples
-    is_of_run = file.is_dir() or file.name == SAMPLES
-    end = end_token(experiment.policy.tokenizer_folder) if is_of_run else ""
     try:
-        if file.is_dir():
-            read = answers_of_run(file, arguments.limit, end)
-        else:
-            read = answers_of_file(file, arguments.limit, end)
+        read = answers_at(file, arguments.limit, end_token(experiment.policy.tokenizer_folder))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise UsageError(f"--samples {file}: {reason}; name a run folder or a file of JSON lines") from error

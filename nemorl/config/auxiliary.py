@@ -51,9 +51,9 @@ class ModelGroupConfig(Config):
         """The section of a policy with which the processes of the group are started."""
         names = {"model_path", "layout", "precision", "micro_batch_tokens"}
         given = {name: value for name, value in self if name in names and value is not None}
-        plain = {"moe": MoeConfig(), "lora": None, "quantization": None, "fp8": None}
-        plain |= {"multi_token_prediction": None}
-        return policy.model_copy(update={**given, **plain, "offload": self.offload})
+        without = dict.fromkeys(("lora", "quantization", "fp8", "multi_token_prediction"))
+        plain = {"moe": MoeConfig(), "offload": self.offload}
+        return policy.model_copy(update={**given, **without, **plain})
 
     @check
     def _has_devices(self, policy: PolicyConfig) -> Problems:

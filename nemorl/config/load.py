@@ -110,9 +110,8 @@ def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
     longer = {
         field for section in (*owners, *around) for field in section.model_fields if name in field.split("_")
     }
-    elsewhere = (nearby or [dotted((*path[:-1], field)) for field in sorted(longer)] or elsewhere)[
-        :_MAX_NAMED
-    ]
+    siblings = [dotted((*path[:-1], field)) for field in sorted(longer)]
+    elsewhere = (nearby or siblings or elsewhere)[:_MAX_NAMED]
     suggestion = f"did you mean {_listed(elsewhere)}? " if elsewhere else did_you_mean(name, known)
     return f"unknown field; {suggestion or f'the fields here are {_listed(known)}'}".rstrip()
 

@@ -611,6 +611,13 @@ class PolicyConfig(Config):
         return offload.layers if offload is not None and offload.layers != "auto" else 0
 
     @property
+    def recomputed_group(self) -> int:
+        """Layers that are computed again from one input, which is all that they keep; else 1."""
+        if isinstance(self.recompute, FullRecompute) and self.recompute.method == "uniform":
+            return self.recompute.num_layers
+        return 1
+
+    @property
     def engine_quantization(self) -> QuantizationConfig | None:
         """What engines quantize; None where they receive weights in a type that they compute with."""
         trained = self.trained_quantization
@@ -679,18 +686,14 @@ class PolicyConfig(Config):
     def _activations_leave_alone(self) -> Problems:
         if self.offload_activations is None:
             return
-        reason, recompute = "", self.recompute
+        reason, group = "", self.recomputed_group
         if self.fp8 is not None:
             reason = "with policy.fp8 layers also save weights in FP8, which would leave with them; remove it"
         elif self.trained_quantization is not None:
-            reason = (
-                "policy.quantization.train is fake: layers save rounded weights, which would leave with them"
-            )
-            reason += "; remove it"
-        elif isinstance(recompute, FullRecompute) and recompute.method == "uniform":
-            group = recompute.num_layers
-            if 0 < self.offloaded_layers < group:
-                reason = f"policy.recompute keeps one input of every {group} layers; set it to at least that"
+            reason = "policy.quantization.train is fake: layers save rounded weights, which would leave with "
+            reason += "them; remove it"
+        elif 0 < self.offloaded_layers < group:
+            reason = f"policy.recompute keeps one input of every {group} layers; set it to at least that"
         if reason:
             yield Problem("offload_activations.layers", self.offload_activations.layers, reason)
 

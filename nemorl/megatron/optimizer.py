@@ -52,7 +52,7 @@ class StepResult:
     guards: dict[str, bool] = field(default_factory=dict)  # of `Verdict`
     skip_reason: str = ""
     skipped_in_a_row: int = 0
-    mtp_grad_norm: float = 0.0  # of detached layers for further tokens, which are clipped apart
+    mtp: dict[str, float] = field(default_factory=dict)  # metrics of what is clipped apart, if anything is
 
 
 @dataclass
@@ -103,12 +103,11 @@ class PolicyOptimizer:
         lr = learning_rate(self.progress.updates + 1, self._config.optimizer.lr, self._config.schedule)
         self.megatron.prepare_grads()
         norm, own_norm = self._norms()
-        progress, values = self.progress, {**values, "grad_norm": norm}
-        if self._has_apart:
-            values["mtp/grad_norm"] = own_norm
+        mtp = {"mtp/grad_norm": own_norm} if self._has_apart else {}
+        progress, values = self.progress, {**values, "grad_norm": norm, **mtp}
         if norm == own_norm == 0 and all(map(math.isfinite, values.values())):
             # Momentum and weight decay would move the weights without anything to learn from.
-            return StepResult(norm, lr, empty=True, skipped_in_a_row=progress.skipped_in_a_row)
+            return StepResult(norm, lr, empty=True, skipped_in_a_row=progress.skipped_in_a_row, mtp=mtp)
         verdict = self._guards.judge(values, progress.accepted)
         if verdict.reason:
             progress.skipped_in_a_row += 1
@@ -122,7 +121,7 @@ class PolicyOptimizer:
                 guards=verdict.guards,
                 skip_reason=verdict.reason,
                 skipped_in_a_row=row,
-                mtp_grad_norm=own_norm,
+                mtp=mtp,
             )
         for apart, its_norm in ((False, norm), (True, own_norm)):
             if self._config.max_grad_norm is not None and its_norm > self._config.max_grad_norm:
@@ -136,7 +135,7 @@ class PolicyOptimizer:
         progress.updates += 1
         progress.skipped_in_a_row = 0
         progress.accepted = self._guards.accept(values, progress.accepted)
-        return StepResult(norm, lr, guards=verdict.guards, mtp_grad_norm=own_norm)
+        return StepResult(norm, lr, guards=verdict.guards, mtp=mtp)
 
     def _norms(self) -> tuple[float, float]:
         """Of the gradients that are clipped together, and of those that are clipped apart."""

@@ -419,10 +419,9 @@ class MicroBatchMaker:
         )
         self.routes = shape.moe is not None
         self._work = ModelWork.of(shape, config.lora, config.multi_token_prediction)
-        self.mtp_depth = self._work.depth
         attends = self.kernel is not None or has_dense_attention_with_lse(device)
         # Further tokens after a shared beginning differ.
-        self.shares_prefixes = config.share_prefixes and attends and not self.mtp_depth
+        self.shares_prefixes = config.share_prefixes and attends and not self._work.depth
 
     def make(self, batch: PackedBatch, sequences: list[int]) -> MicroBatch:
         """The named sequences of a batch that lies on the CPU."""
@@ -482,7 +481,7 @@ class MicroBatchMaker:
             distinct=distinct,
             further=tuple(
                 self._further(depth, selected, real, held, place_here)
-                for depth in range(1, self.mtp_depth + 1)
+                for depth in range(1, self._work.depth + 1)
             ),
         )
 

@@ -113,9 +113,8 @@ class PolicyWorker:
         )
         check_fp8(config.fp8, self._kernels)
         rounding = config.trained_quantization
-        if rounding is not None:  # its kernel adds to gradients of parameters, and a rounded weight is none
-            self._kernels = replace(self._kernels, fused_gradients=False)
-        if saves_weights(config):  # the kernel finds a gradient by its parameter
+        # The kernel adds to gradients of parameters. A rounded weight is none, nor is one that hooks return.
+        if rounding is not None or saves_weights(config):
             self._kernels = replace(self._kernels, fused_gradients=False)
         parallel.join(
             config.layout,
@@ -439,17 +438,14 @@ class PolicyWorker:
             sums, maxima = self._pipeline.run_loss(
                 made, loss, backward=True, scored=scored if keep else None, mtp=self._mtp_loss(made)
             )
-        further = {name: sums.pop(name) for name in list(sums) if name.startswith("mtp/")}
+        mtp = {name: sums.pop(name) for name in list(sums) if name.startswith("mtp/")}
         if keep:
             self._keep(made, scored)
         with stage_range("nemorl: optimizer step"):
-            result = asdict(self.optimizer.step(of_first_rank(guarded_values(sums), self.device)))
-        own_norm = result.pop("mtp_grad_norm")
-        if (section := self._config.multi_token_prediction) is not None and section.detach:
-            further["mtp/grad_norm"] = own_norm
+            step = self.optimizer.step(of_first_rank(guarded_values(sums), self.device))
         experts = None
         if self._routers is not None:
-            experts = self._routers.end_step(self.device, updated=not (result["skipped"] or result["empty"]))
+            experts = self._routers.end_step(self.device, updated=not (step.skipped or step.empty))
         if self._rounding is not None and self._adapters is None:
             self._rounding.measure()
         counts = [(m.batch.num_tokens, m.num_distinct, m.num_computed, m.flops) for m in made]
@@ -459,14 +455,13 @@ class PolicyWorker:
         return losses.TrainStats(
             sums=sums,
             maxima=maxima,
-            **result,
+            **(asdict(step) | {"mtp": mtp | step.mtp}),
             num_tokens=num_tokens,
             num_distinct=num_distinct,
             num_computed=num_computed,
             flops=flops,
             peak_tflops=self._peak,
             experts=experts,
-            mtp=further,
         )
 
     def _mtp_loss(self, made: list[MicroBatch]) -> MtpLoss | None:

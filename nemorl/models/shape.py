@@ -103,9 +103,8 @@ class MtpShape:
     """
 
     num_layers: int
-    hidden_first: bool = (
-        False  # the hidden state is in the first columns of the projection, not the embedding
-    )
+    # The first columns of the projection are those of the hidden state, and not of the embedding.
+    hidden_first: bool = False
     before_final_norm: bool = False  # the model's hidden state is taken before its last norm, not after it
 
 

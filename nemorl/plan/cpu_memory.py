@@ -37,11 +37,8 @@ def summed_gradients(gradients: int, *, copies: int, is_sharded: bool) -> int:
     return gradients * (2 if copies > 1 and is_sharded else 1)
 
 
-def buckets_bytes(experiment: Experiment, weights: int) -> int:
-    """The two buffers for weights on their way to generation; none is larger than what the process holds."""
-    generation = experiment.generation
-    one = generation.bucket_megabytes * 2**20
-    is_near = generation.transport == "auto" and experiment.cluster.num_nodes == 1
-    if is_near or generation.transport == "shared_memory":
-        one = min(one, MAX_BUCKET_BYTES)
-    return 2 * min(one, weights)
+def most_of_bucket(experiment: Experiment) -> int | None:
+    """Bytes that a bucket of weights on their way to generation has at most; None if nothing limits it."""
+    transport = experiment.generation.transport
+    is_near = transport == "auto" and experiment.cluster.num_nodes == 1
+    return MAX_BUCKET_BYTES if is_near or transport == "shared_memory" else None

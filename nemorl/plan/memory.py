@@ -185,69 +185,14 @@ def stage_memory(
     sends = algorithm.generates and generation.has_engines
     sent = parameters.total * ITEM_SIZE[generation.precision or policy.precision] if sends else 0
 
-    # Most tokens of one optimizer step that a data-parallel rank may see. A step without any is refused by
-    # another check, of which nothing is known here.
-    sequences = -(-max(1, algorithm.sequences_per_update) // layout.data_parallel_size)
-    most = computed_tokens or sequences * policy.max_sequence_length
-    tokens = min(policy.micro_batch_tokens, most)
-    own_tokens = -(-tokens // layout.context_parallel_size)
-    num_micro_batches = -(-most // tokens)
-    chunk = min(policy.logprob_chunk_tokens, own_tokens)
-    vocabulary = shape.vocab_size if shape.head == "lm" else 0
-    # A single chunk keeps its logits for the backward pass, and once more those that no filter has cut.
-    copies = _CHUNK_COPIES + (chunk == own_tokens and _scores_twice(experiment))
-    heads = 1  # each depth of multi-token prediction keeps its own chunk, if it is single
-    if policy.multi_token_prediction is not None and chunk == own_tokens:
-        heads += shape.mtp_depth(policy.multi_token_prediction.depth)
-    logits = chunk * vocabulary // layout.tensor_parallel_size * _FLOAT32 * (copies + heads - 1)
-
-    last = stage == layout.pipeline_parallel_size - 1
-    head_gradient, columns = 0, vocabulary // layout.tensor_parallel_size
-    if last and policy.lora is None:
-        # Its sum in float32, and in bfloat16 a chunk's product and at the end a copy (docs/memory.md).
-        head_gradient = columns * shape.hidden_size * (4 if policy.precision == "float32" else 8)
-    gradients = trained.total * policy.optimizer.gradient_bytes
-    kept = kept_elements(shape, policy, stage, own_tokens, num_micro_batches, fused=on_gpu)
-    activations = kept.on_device * item
-    if not last:
-        logits = 0
-    elif on_gpu and isinstance(policy.recompute, FullRecompute):
-        # What the head has is free before layers are computed again, but for the gradient of a tied weight.
-        waiting = kept_elements(shape, policy, stage, own_tokens, num_micro_batches, again=False)
-        waits = waiting.on_device * item
-        tied = head_gradient and shape.tied_embeddings and layout.pipeline_parallel_size == 1
-        stays = columns * shape.hidden_size * item if tied else 0
-        activations = waits + max(0, activations - waits - (logits + head_gradient - stays))
-    if not on_gpu:
-        embedding = 0
-        if stage == 0 and policy.lora is None:
-            rows = padded_vocab_size(shape, layout.tensor_parallel_size) // layout.tensor_parallel_size
-            embedding = rows * shape.hidden_size * item
-        is_tied = shape.tied_embeddings and layout.pipeline_parallel_size == 1
-        logits, head_gradient = cpu_memory.head_parts(
-            *(logits, head_gradient, embedding), is_one_chunk=chunk == own_tokens, is_tied=is_tied
-        )
-        copies = layout.data_parallel_size * layout.context_parallel_size
-        gradients = cpu_memory.summed_gradients(
-            gradients, copies=copies, is_sharded=policy.optimizer.is_sharded
-        )
-        activations = cpu_memory.with_unused(activations)
-
-    cache, rounded = 0, 0
+    step = _step_memory(experiment, shape, stage, trained.total, computed_tokens)
+    logits, cache, rounded = step.logits, 0, 0
     if isinstance(generation, MegatronGenerationConfig):  # the policy samples without an engine
         if policy.trained_quantization is not None:  # kept while it samples, by few bytes less
             rounded = parameters.total * item
-        if last:
+        if stage == layout.pipeline_parallel_size - 1:
             logits = max(logits, sampling_bytes(generation.max_batch_size, shape, gpus=on_gpu))
-        cached = generation.most_kv_tokens(policy.max_sequence_length)
-        heads, dim = shape.num_key_value_heads, shape.head_dim
-        if shape.mla is not None:  # kept as attention sees it, values as wide as keys
-            heads, dim = shape.num_attention_heads, shape.mla.head_dim + shape.mla.rotary_dim
-        own_heads = -(-heads // layout.tensor_parallel_size)
-        cache = 2 * len(stage_layers(shape.num_layers, layout, stage)) * own_heads * dim * cached * item
-        if policy.moe.router_replay and shape.moe is not None:
-            # The choices of all routers, of 2 bytes, which every rank keeps with its keys.
-            cache += 2 * shape.num_moe_layers * shape.moe.top_k * cached
+        cache = _cache_bytes(policy, shape, stage, generation.most_kv_tokens(policy.max_sequence_length))
 
     weights = (parameters.total + (trained.total if policy.lora else 0)) * item
     reference = parameters.total * item if has_reference else 0
@@ -262,23 +207,101 @@ def stage_memory(
         "policy",
         layout.world_size,
         weights=weights,
-        gradients=gradients,
+        gradients=step.gradients,
         optimizer=0 if on_host else updated * policy.optimizer.state_bytes(policy.precision),
         reference=reference,
-        activations=activations,
+        activations=step.activations,
         logits=logits,
-        head_gradient=head_gradient,
+        head_gradient=step.head_gradient,
         kv_cache=cache,
-        staging=(buckets_bytes(generation, sent) if on_gpu else cpu_memory.buckets_bytes(experiment, sent))
+        staging=buckets_bytes(generation, sent, None if on_gpu else cpu_memory.most_of_bucket(experiment))
         + rounded,
         staging_on_host=sent if generation.delta else 0,
         optimizer_on_host=state_copy if on_host else 0,
         offloaded_on_host=offloaded,
-        activations_on_host=kept.on_host * item,
+        activations_on_host=step.activations_on_host,
         checkpoint=pinned_state if copies_state else 0,
         checkpoints_in_memory=in_memory,
         runtime=_POLICY_RUNTIME,
     )
+
+
+@dataclass(frozen=True)
+class _StepMemory:
+    """Bytes of a rank in a training step, besides weights and the optimizer's state: see `ProcessMemory`."""
+
+    gradients: int
+    activations: int
+    logits: int
+    head_gradient: int
+    activations_on_host: int
+
+
+def _step_memory(
+    experiment: Experiment, shape: ModelShape, stage: int, trained: int, computed_tokens: int | None
+) -> _StepMemory:
+    """`trained` are the elements that the rank trains."""
+    policy, algorithm, on_gpu = experiment.policy, experiment.algorithm, experiment.cluster.gpus_per_node > 0
+    layout, item = policy.layout, ITEM_SIZE[policy.precision]
+    tensor, last = layout.tensor_parallel_size, stage == layout.pipeline_parallel_size - 1
+    is_tied = shape.tied_embeddings and layout.pipeline_parallel_size == 1
+    # Most tokens of one optimizer step that a data-parallel rank may see. A step without any is refused by
+    # another check, of which nothing is known here.
+    sequences = -(-max(1, algorithm.sequences_per_update) // layout.data_parallel_size)
+    most = computed_tokens or sequences * policy.max_sequence_length
+    tokens = min(policy.micro_batch_tokens, most)
+    own_tokens = -(-tokens // layout.context_parallel_size)
+    num_micro_batches = -(-most // tokens)
+
+    vocabulary = shape.vocab_size if shape.head == "lm" else 0
+    chunk = min(policy.logprob_chunk_tokens, own_tokens)
+    logits = head_gradient = 0
+    if last:
+        copies = _CHUNK_COPIES
+        if chunk == own_tokens:  # kept for the backward pass, also those that no filter has cut, and by depth
+            copies += _scores_twice(experiment)
+            if (section := policy.multi_token_prediction) is not None:
+                copies += shape.mtp_depth(section.depth)
+        logits = chunk * vocabulary // tensor * _FLOAT32 * copies
+        if policy.lora is None:
+            # Its sum in float32, and in bfloat16 a chunk's product and at the end a copy (docs/memory.md).
+            head_gradient = vocabulary // tensor * shape.hidden_size * (4 if item == _FLOAT32 else 8)
+
+    gradients = trained * policy.optimizer.gradient_bytes
+    kept = kept_elements(shape, policy, stage, own_tokens, num_micro_batches, fused=on_gpu)
+    activations, waits = kept.on_device * item, kept.waiting * item
+    if on_gpu and last and isinstance(policy.recompute, FullRecompute):
+        # What the head has is free before layers are computed again, but for the gradient of a tied weight.
+        stays = vocabulary // tensor * shape.hidden_size * item if head_gradient and is_tied else 0
+        activations = waits + max(0, activations - waits - (logits + head_gradient - stays))
+    if not on_gpu:
+        embedding = 0
+        if stage == 0 and policy.lora is None:
+            embedding = padded_vocab_size(shape, tensor) // tensor * shape.hidden_size * item
+        logits, head_gradient = cpu_memory.head_parts(
+            *(logits, head_gradient, embedding), is_one_chunk=chunk == own_tokens, is_tied=is_tied
+        )
+        copies = layout.data_parallel_size * layout.context_parallel_size
+        is_sharded = policy.optimizer.is_sharded
+        gradients = cpu_memory.summed_gradients(gradients, copies=copies, is_sharded=is_sharded)
+        activations = cpu_memory.with_unused(activations)
+    return _StepMemory(gradients, activations, logits, head_gradient, kept.on_host * item)
+
+
+def _cache_bytes(policy: PolicyConfig, shape: ModelShape, stage: int, tokens: int) -> int:
+    """Keys and values of this number of tokens, where the policy samples."""
+    layout, heads, dim = policy.layout, shape.num_key_value_heads, shape.head_dim
+    if shape.mla is not None:  # kept as attention sees it, values as wide as keys
+        heads, dim = shape.num_attention_heads, shape.mla.head_dim + shape.mla.rotary_dim
+    own_heads, layers = (
+        -(-heads // layout.tensor_parallel_size),
+        stage_layers(shape.num_layers, layout, stage),
+    )
+    cache = 2 * len(layers) * own_heads * dim * tokens * ITEM_SIZE[policy.precision]
+    if policy.moe.router_replay and shape.moe is not None:
+        # The choices of all routers, of 2 bytes, which every rank keeps with its keys.
+        cache += 2 * shape.num_moe_layers * shape.moe.top_k * tokens
+    return cache
 
 
 def _scores_twice(experiment: Experiment) -> bool:
@@ -297,15 +320,20 @@ def sampling_bytes(sequences: int, shape: ModelShape, *, gpus: bool = False) -> 
     return sequences * shape.vocab_size * _SAMPLING_BYTES["gpu" if gpus else "cpu"]
 
 
-def buckets_bytes(generation: GenerationConfig, weights: int) -> int:
-    """The two buckets of a process that sends or receives weights; none is larger than what it holds."""
-    return 2 * min(generation.bucket_megabytes * 2**20, weights)
+def buckets_bytes(generation: GenerationConfig, weights: int, most: int | None = None) -> int:
+    """The two buckets of a process that sends or receives weights; none is larger than what it holds.
+
+    `most` are the bytes that a bucket has at most, if the transport limits it.
+    """
+    one = generation.bucket_megabytes * 2**20
+    return 2 * min(one, weights, one if most is None else most)
 
 
 @dataclass(frozen=True)
 class Kept:
     """Elements that a rank keeps for backward passes at most."""
 
+    waiting: int  # on the device, without what exists only while a layer is computed, also again
     on_device: int
     on_host: int
 
@@ -318,12 +346,10 @@ def kept_elements(
     num_micro_batches: int,
     *,
     fused: bool = True,
-    again: bool = True,
 ) -> Kept:
     """What a rank of a pipeline stage keeps at most, of micro-batches of `tokens` of its own tokens.
 
-    Without `fused` kernels, as on a CPU, norms and gates keep what their operators need. `again` counts what
-    exists while a layer is computed, also again.
+    Without `fused` kernels, as on a CPU, norms and gates keep what their operators need.
 
     A stage of P has P less its number micro-batches in flight, and interleaved ones more, of a part of their
     layers each (arXiv 2104.04473). Of layers whose activations leave the device it has two at a time.
@@ -359,8 +385,9 @@ def kept_elements(
     if stage == stages - 1 and policy.multi_token_prediction is not None:
         # Of one micro-batch, with the head, before the backward pass of the layers above.
         further = _further(shape, policy, policy.multi_token_prediction, fused)
-    on_device = (in_flight - 1) * kept + newest + max(further, extra if again else 0)
-    return Kept(tokens * on_device, tokens * in_flight * left)
+    waits = (in_flight - 1) * kept + newest
+    on_device, waiting = waits + max(further, extra), waits + further
+    return Kept(tokens * waiting, tokens * on_device, tokens * in_flight * left)
 
 
 def offloaded_widths(shape: ModelShape, policy: PolicyConfig, layers: Sequence[int]) -> list[int]:
@@ -382,10 +409,8 @@ def _saved(shape: ModelShape, policy: PolicyConfig, layers: Sequence[int]) -> li
 
 def _offloaded(policy: PolicyConfig, layers: int) -> int:
     """How many of what `_saved` lists leave the device."""
-    recompute, number = policy.recompute, min(policy.offloaded_layers, layers)
-    if isinstance(recompute, FullRecompute) and recompute.method == "uniform":
-        return number // recompute.num_layers  # the input of a group is saved after its last layer
-    return number
+    # The input of a group is saved after its last layer.
+    return min(policy.offloaded_layers, layers) // policy.recomputed_group
 
 
 def _hidden(shape: ModelShape, layout: LayoutConfig) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist, fmean
 
-from nemorl.config.policy import AutoRecompute, FullRecompute, PolicyConfig
+from nemorl.config.policy import AutoRecompute, PolicyConfig
 from nemorl.models.layout import stage_layers
 from nemorl.models.shape import ModelShape
 
@@ -230,9 +230,7 @@ class Training:
         waits for the copy before the last one. Nothing hides the way back of the last layer of a stage, if
         another micro-batch came in between.
         """
-        layout, recompute = self.policy.layout, self.policy.recompute
-        uniform = isinstance(recompute, FullRecompute) and recompute.method == "uniform"
-        group = recompute.num_layers if isinstance(recompute, FullRecompute) and uniform else 1
+        layout, group = self.policy.layout, self.policy.recomputed_group
         size = tokens / layout.context_parallel_size * self.hardware.element_bytes
         rate = self.hardware.host_rate * self.attained.link
         exposed = 0.0

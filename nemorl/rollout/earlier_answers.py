@@ -17,7 +17,7 @@ from nemorl.config.load import load_experiment
 from nemorl.errors import ConfigError, RunError
 from nemorl.observe.files import read_end
 from nemorl.observe.run_folder import RunPaths
-from nemorl.rewards.preview import MAX_ANSWERS, Answer, end_token, read_answers
+from nemorl.rewards.preview import MAX_ANSWERS, SAMPLES, Answer, end_token, read_answers
 from nemorl.trajectories import Task, Trajectory
 
 from .stored import RolloutFiles, StoredGroup, StoredRolloutError
@@ -36,6 +36,16 @@ class Found:
     answers: Sequence[Answer]
     source: str
     problems: list[str] = field(default_factory=list)
+
+
+def answers_at(path: Path, limit: int = MAX_ANSWERS, end: str = "") -> Found:
+    """The newest answers of a run folder, or of a file, of which samples.jsonl of a run has the end token.
+
+    Raises OSError and UnicodeDecodeError.
+    """
+    if path.is_dir():
+        return answers_of_run(path, limit, end)
+    return answers_of_file(path, limit, end if path.name == SAMPLES else "")
 
 
 def answers_of_run(run: Path, limit: int = MAX_ANSWERS, end: str = "") -> Found:

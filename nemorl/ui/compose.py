@@ -356,16 +356,16 @@ def recipe_text(name: str) -> str:
     return "\n".join([*comment, *dump_block(read_document(shipped.file_of(name)).tree)]) + "\n"
 
 
-AnswersOf = Literal["run", "file", "lines"]
+AnswersOf = Literal["path", "lines"]
 
 
 def score(text: str, file: str, kind: AnswersOf, source: str, limit: int) -> Json:
-    """The rewards of answers: `source` is a run folder, a file of JSON lines, or such lines.
+    """The rewards of answers: `source` is the path of a run folder or of a file of JSON lines, or such lines.
 
     Raises ConfigError and NemorlError.
     """
-    from nemorl.rewards.preview import SAMPLES, end_token, preview, read_answers
-    from nemorl.rollout.earlier_answers import Found, answers_of_file, answers_of_run
+    from nemorl.rewards.preview import end_token, preview, read_answers
+    from nemorl.rollout.earlier_answers import Found, answers_at
 
     loaded = examine(Path(file), text=text)
     wrong = [p for p in loaded.problems if p.field.partition(".")[0] in ("rewards", "env")]
@@ -377,14 +377,11 @@ def score(text: str, file: str, kind: AnswersOf, source: str, limit: int) -> Jso
     policy = loaded.sections.get("policy")
     end = end_token(policy.tokenizer_folder) if isinstance(policy, PolicyConfig) else ""
     try:
-        match kind:
-            case "run":
-                found = answers_of_run(Path(source), limit, end)
-            case "file":
-                found = answers_of_file(Path(source), limit, end if Path(source).name == SAMPLES else "")
-            case "lines":
-                answers, problems = read_answers(source, limit)
-                found = Found(answers, "the text", problems)
+        if kind == "path":
+            found = answers_at(Path(source), limit, end)
+        else:
+            answers, problems = read_answers(source, limit)
+            found = Found(answers, "the text", problems)
     except (OSError, UnicodeDecodeError) as error:
         named, reason = getattr(error, "filename", None) or source, getattr(error, "strerror", None)
         fix = "choose a run with trajectories or samples (section logger), or a file of JSON lines"

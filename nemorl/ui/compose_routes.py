@@ -187,9 +187,9 @@ async def _score(request: web.Request) -> web.Response:
     kind: compose.AnswersOf = "lines"
     source = str(body.get("answers", ""))
     if run := str(body.get("run", "")):
-        kind, source = "run", str(folders.run(run).relative_to(folders.root))
+        kind, source = "path", str(folders.run(run).relative_to(folders.root))
     elif name := str(body.get("lines", "")):
-        kind, source = "file", regular(folders, name)
+        kind, source = "path", regular(folders, name)
 
     def scored() -> Any:
         given = text, file, kind, source, limit

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from tests.models.mtp_models import MiMoConfig, model_of
@@ -29,11 +28,12 @@ def with_further_tokens(like: Path, folder: Path) -> Path:
 @pytest.mark.ci
 def test_engines_sample_and_the_layer_is_trained_and_exported(folder: Path, model: Path) -> None:
     mimo = with_further_tokens(model, folder / "mimo")
-    path = write_experiment(folder, mimo, "further", checkpointing={"export_hf": True, "period": 3})
-    tree = yaml.safe_load(path.read_text())
-    tree["policy"]["multi_token_prediction"] = {"loss_weight": 0.5}
-    tree["algorithm"] |= {"num_steps": 3, "validation": {}}
-    path.write_text(yaml.safe_dump(tree))
+    path = write_experiment(
+        *(folder, mimo, "further"),
+        policy={"multi_token_prediction": {"loss_weight": 0.5}},
+        algorithm={"num_steps": 3, "validation": {}},
+        checkpointing={"export_hf": True, "period": 3},
+    )
     status, output = finish(start("train", path), 500)
     assert status == 0, output
     steps = lines(folder / "further")

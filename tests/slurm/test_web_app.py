@@ -27,7 +27,7 @@ def cancelled(root: Path, run: str) -> dict[str, object]:
 def test_the_job_of_a_run_on_another_host_is_cancelled(
     slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for a run: the folder says that its driver is elsewhere, and the job sleeps."""
+    """The job only sleeps in place of a run, whose folder names another host as that of its driver."""
     for name, value in slurm.environment.items():
         monkeypatch.setenv(name, value)
     folder = make_run(tmp_path / "run", pid=1, host="elsewhere", live={})

@@ -187,7 +187,7 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     update = config.update_on("cpu" if on_cpu else "cuda", quantizes=quantization is not None)
     item = ITEM_SIZE[config.precision or experiment.policy.precision]
     received = weights if update == "reload" else share
-    staging = cpu_memory.buckets_bytes(experiment, received) if on_cpu else buckets_bytes(config, received)
+    staging = buckets_bytes(config, received, cpu_memory.most_of_bucket(experiment) if on_cpu else None)
     if update == "reload":
         staging += 2 * item * _largest_layer(shape)
     elif config.adapters == "merged":  # separate ones are as small as a bucket

@@ -176,6 +176,25 @@ def assert_sampled_by(
         assert np.abs(expected.numpy() - one.logprobs).max() < 1e-4
 
 
+def check_updates(
+    client: Client,
+    served: Served,
+    policy: Policy,
+    exchange: WeightExchange,
+    prompts: Sequence[Any],
+    after: Path,
+) -> tuple[int, Any]:
+    """A complete version, then changes from the folder `after`; bytes of the first, network of the second."""
+    whole = asyncio.run(exchange.refit(1))
+    assert_sampled_by(served.network, prompts, client.sample(prompts), 1)
+    policy.load(changed(served.model, after))
+    stats = asyncio.run(exchange.refit(2))
+    assert 0 < stats.num_bytes < 0.05 * whole.num_bytes
+    network = type(served.network).from_pretrained(after).eval()
+    assert_sampled_by(network, prompts, client.sample(prompts), 2)
+    return whole.num_bytes, network
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("update", ["staged", "in_place"])
 def test_a_server_samples_with_the_weights_of_a_run(served: Served, tmp_path: Path, update: Any) -> None:
@@ -183,15 +202,8 @@ def test_a_server_samples_with_the_weights_of_a_run(served: Served, tmp_path: Pa
     client = Client(served.url, served.model, update=update)
     policy = Policy(served.model)
     exchange = exchange_of(client, served, policy)
-    whole = asyncio.run(exchange.refit(1))
-    assert whole.num_bytes == sum(p.numel() for p in served.network.parameters()) * 4
-    assert_sampled_by(served.network, prompts, client.sample(prompts), 1)
-    after = changed(served.model, tmp_path / "after")
-    policy.load(after)
-    stats = asyncio.run(exchange.refit(2))
-    assert 0 < stats.num_bytes < 0.05 * whole.num_bytes
-    network = type(served.network).from_pretrained(after).eval()
-    assert_sampled_by(network, prompts, client.sample(prompts), 2)
+    whole, network = check_updates(client, served, policy, exchange, prompts, tmp_path / "after")
+    assert whole == sum(p.numel() for p in served.network.parameters()) * 4
     # an object is lost: the server keeps what it has, and the next version is a full one
     policy.load(served.model)
     served.store.fails = lambda path: 404 if path.endswith(".bin") else None
@@ -199,7 +211,7 @@ def test_a_server_samples_with_the_weights_of_a_run(served: Served, tmp_path: Pa
         asyncio.run(exchange.refit(3))
     served.store.fails = lambda path: None
     assert_sampled_by(network, prompts, client.sample(prompts), 2)
-    assert asyncio.run(exchange.refit(4)).num_bytes == whole.num_bytes
+    assert asyncio.run(exchange.refit(4)).num_bytes == whole
     assert_sampled_by(served.network, prompts, client.sample(prompts), 4)
     client.close()
 
@@ -209,16 +221,8 @@ def test_the_ranks_of_a_server_read_their_parts(dense: tuple[Path, Any], tmp_pat
     """Complete versions and changes, of a server with two ranks."""
     with serve(dense, tmp_path, ranks=2) as server:
         client, policy = Client(server.url, server.model), Policy(server.model)
-        exchange = exchange_of(client, server, policy)
-        prompts = Prompts().several(4)
-        whole = asyncio.run(exchange.refit(1))
-        assert_sampled_by(server.network, prompts, client.sample(prompts), 1)
-        after = changed(server.model, tmp_path / "after")
-        policy.load(after)
-        stats = asyncio.run(exchange.refit(2))
-        assert 0 < stats.num_bytes < 0.05 * whole.num_bytes
-        network = type(server.network).from_pretrained(after).eval()
-        assert_sampled_by(network, prompts, client.sample(prompts), 2)
+        exchange, prompts = exchange_of(client, server, policy), Prompts().several(4)
+        check_updates(client, server, policy, exchange, prompts, tmp_path / "after")
         client.close()
 
 
