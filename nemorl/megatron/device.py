@@ -207,6 +207,9 @@ def _create_on_cpu(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) ->
 
 @lru_cache(maxsize=1)
 def _patch_megatron_for_cpu() -> None:
+    # Or torch.compile makes kernels of Megatron's small functions: 10 to 30 s a process, with a C++ compiler.
+    dynamo: Any = importlib.import_module("torch._dynamo")
+    dynamo.config.disable = True
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_, **__: None

@@ -463,6 +463,8 @@ class Starter:
             shared["calibration_prompts"] = prompts
         kwargs = [{**shared, "rank": rank} for rank in range(layout.world_size)]
         options = {"threads": threads, "mesh": Mesh.of(layout), "health_seconds": deadlines.health}
+        if not self._on_gpus:  # where nothing is compiled, and the import of the compiler takes two seconds
+            options["environment"] = {"TORCHDYNAMO_DISABLE": "1"}
         group = await self._start(spec.name, target, kwargs, **options)
         return handles.ModelHandle(group, spec, experiment.cluster, shared["rendezvous"])
 

@@ -75,7 +75,7 @@ def pool_with(stand_in: Path) -> Iterator[Pool]:
 
 
 def _serve(pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # as policy processes have them
     while True:
         try:
             number, function, args = pipe.recv()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo as dynamo
 
 from nemorl.megatron.device import select_device
 
@@ -27,3 +28,11 @@ def test_a_process_without_the_gpu_it_was_placed_on_ends_with_the_reason(monkeyp
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     with pytest.raises(RuntimeError, match="rank 1 was placed on a GPU but this process sees none"):
         select_device("cuda", 1)
+
+
+def test_nothing_is_compiled_for_a_cpu():
+    fused = torch.compile(torch.square)
+    select_device("cpu", 0)
+    dynamo.utils.counters.clear()
+    fused(torch.ones(2))
+    assert not dynamo.utils.counters["stats"]

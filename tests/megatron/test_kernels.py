@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo as dynamo
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
 from nemorl.config.policy import AdamConfig, Fp8Config, MuonConfig, NoRecompute, SelectiveRecompute, SgdConfig
@@ -244,7 +245,10 @@ def test_the_fused_activation_computes_the_same():
     torch.manual_seed(0)
     x = torch.randn(5, 1, 16, requires_grad=True)
 
-    fused = bias_swiglu_impl(x, None)
+    dynamo.utils.counters.clear()
+    with dynamo.config.patch(disable=False):  # of policy processes on a CPU
+        fused = bias_swiglu_impl(x, None)
+    assert dynamo.utils.counters["stats"]["unique_graphs"] >= 1
     (fused_gradient,) = torch.autograd.grad(fused.sum(), x)
     gate, up = x.chunk(2, -1)
     plain = torch.nn.functional.silu(gate) * up

@@ -84,15 +84,13 @@ def _train(words: Sequence[str]) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(75)
 
-    signal.signal(signal.SIGTERM, stop)
-    (FOLDER / "began").write_text(" ".join(words))
     behavior = (FOLDER / "train").read_text().split()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if behavior[0] == "saves" else stop)
+    (FOLDER / "began").write_text(" ".join(words))  # the tests send signals from here on
     if behavior[0] == "ends":
         while behavior[2:] and not (FOLDER / "go").exists():
             time.sleep(0.05)
         return int(behavior[1])
-    if behavior[0] == "saves":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(MAX_SECONDS)
     return 1
 
