@@ -2,9 +2,9 @@
 
     python benchmarks/step.py [--prompt-tokens 64 256 1024] [--steps 2] [--rounds 2] [--without-trl]
 
-Both trainers get the same model in float32, the same prompts of each length, groups of `--samples` answers of
-at most `--new-tokens`, which end as the model ends them, the same reward function, temperature 1 and all
-cores. Rounds take turns, each in processes of its own; the first step of a round warms up and is not counted.
+Both trainers get the same model in float32, the same prompts of each length, groups of `--samples` answers, the
+same ragged lengths of these answers of at most `--new-tokens`, the same reward function, temperature 1 and all
+cores. No token ends an answer before its length: the model gets an end token that it does not sample. Rounds take turns, each in processes of its own; the first step of a round warms up and is not counted.
 TRL, in the extra `bench`, accumulates gradients over as many answers as fit into `--trl-tokens`.
 """
 
@@ -16,8 +16,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,11 @@ from common import OUT, Timing, publish, table_of
 from trl_side import train_with_trl
 
 from nemorl.observe.metrics import read_metrics
+from nemorl.trajectories import Episode, Model, Task
 
 STAGES = ("generation", "environment", "logprobs", "training", "refit", "step")
 TEMPLATE_TOKENS = 40  # that the chat template of SmolLM2 adds, at most
+UNUSED = "<empty_output>"  # of SmolLM2's vocabulary
 Steps = list[dict[str, float]]
 
 
@@ -60,19 +64,81 @@ def brevity(completions: list[Any], **_: Any) -> list[float]:
     return [-len(set(text.split())) / 100 for text in texts]
 
 
-def questions(work: Work) -> Iterator[str]:
-    """Different questions of `prompt_tokens` each: sums that are solved, and one that is not."""
+class OneAnswer:
+    """An agent that answers each sample of a task once, in the tokens that `OneAnswerFactory` gives."""
+
+    def __init__(self, factory: "OneAnswerFactory") -> None:
+        self._factory = factory
+
+    async def run(self, task: Task, model: Model) -> Episode:
+        """Call the model once."""
+        await model.chat(task.messages, max_tokens=self._factory.next_length(task))
+        return Episode()
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class OneAnswerFactory:
+    """Gives the lengths of a task to its samples, one after the other; one process samples all of them."""
+
+    reward_weights: Mapping[str, float] = {}
+
+    def __init__(self) -> None:
+        self._given: Counter[int] = Counter()
+
+    def create(self) -> OneAnswer:
+        """For one sample."""
+        return OneAnswer(self)
+
+    def next_length(self, task: Task) -> int:
+        """Tokens of the next sample."""
+        lengths: list[int] = task.columns["lengths"]
+        self._given[task.index] += 1
+        return lengths[(self._given[task.index] - 1) % len(lengths)]
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def with_unused_end(model: Path, folder: Path) -> Path:
+    """The model with an end token that it does not sample, in `folder`."""
+    from transformers import AutoTokenizer
+
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(model, folder, copy_function=os.symlink)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = tokenizer.pad_token = UNUSED
+    changed = tempfile.mkdtemp(dir=folder.parent)
+    tokenizer.save_pretrained(changed)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = json.loads((model / "config.json").read_text(encoding="utf-8")) | ends
+    (Path(changed) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for file in Path(changed).iterdir():
+        file.replace(folder / file.name)
+    Path(changed).rmdir()
+    return folder
+
+
+def questions(work: Work) -> Iterator[tuple[str, list[int]]]:
+    """Different questions of `prompt_tokens` each, with the tokens of their answers.
+
+    A question is sums that are solved, and one that is not. Lengths are log-normal (sigma 0.8) as those of
+    rollouts, with half of the limit as their median.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(work.model)
-    draw = random.Random(1)
+    draw, lengths = random.Random(1), random.Random(2)
     for _ in range(work.prompts * (work.steps + 1)):
         text = ""
         while len(tokenizer.encode(text)) < work.prompt_tokens:
             left, right = draw.randrange(100), draw.randrange(100)
             text += f"{left} + {right} = {left + right}. "
         tokens = tokenizer.encode(text + f"{draw.randrange(100)} + {draw.randrange(100)} =")
-        yield tokenizer.decode(tokens[-work.prompt_tokens :])
+        medians = [work.new_tokens / 2 * lengths.lognormvariate(0, 0.8) for _ in range(work.samples)]
+        of_answers = [round(min(work.new_tokens, max(4, length))) for length in medians]
+        yield tokenizer.decode(tokens[-work.prompt_tokens :]), of_answers
 
 
 def experiment(work: Work, run_dir: Path, tasks: Path) -> dict[str, Any]:
@@ -89,7 +155,7 @@ def experiment(work: Work, run_dir: Path, tasks: Path) -> dict[str, Any]:
         },
         "generation": {"max_new_tokens": work.new_tokens, "max_batch_size": work.answers},
         "data": {"train": {"name": "tasks", "path": str(tasks), "answer_key": None}, "shuffle": False},
-        "env": {"name": "single_turn"},
+        "env": {"name": "custom", "factory": "step:OneAnswerFactory"},
         "rewards": [{"function": "step:brevity", "signature": "trl"}],
         "algorithm": {
             "name": "grpo",
@@ -107,7 +173,8 @@ def run_nemorl(work: Work, number: int) -> Steps:
     run_dir = OUT / f"nemorl-{number}"
     shutil.rmtree(run_dir, ignore_errors=True)
     tasks, config = OUT / f"step-{number}.jsonl", OUT / f"nemorl-{number}.yaml"
-    tasks.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions(work)), encoding="utf-8")
+    rows = [json.dumps({"prompt": question, "lengths": lengths}) for question, lengths in questions(work)]
+    tasks.write_text("".join(row + "\n" for row in rows), encoding="utf-8")
     config.write_text(yaml.safe_dump(experiment(work, run_dir, tasks)), encoding="utf-8")
     command = [sys.executable, "-m", "nemorl.cli", "train", str(config)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}  # for the reward
@@ -142,11 +209,13 @@ def trl_round(work: Work) -> Steps:
 
     fit = max(1, work.trl_tokens // work.longest)
     together = max(n for n in range(1, work.answers + 1) if work.answers % n == 0 and n <= fit)
+    asked, lengths = zip(*questions(work), strict=True)
     train_with_trl(
         Path(work.model),
-        [{"prompt": [{"role": "user", "content": question}]} for question in questions(work)],
+        [{"prompt": [{"role": "user", "content": question}]} for question in asked],
         brevity,
         samples=work.samples,
+        lengths=[one for of_question in lengths for one in of_question],
         answers=work.answers,
         together=together,
         new_tokens=work.new_tokens,
@@ -222,7 +291,7 @@ def main() -> None:
     found = []
     for prompt_tokens in arguments.prompt_tokens:
         work = Work(
-            str(arguments.model.resolve()),
+            str(with_unused_end(arguments.model.resolve(), OUT / "step-model")),
             arguments.prompts,
             arguments.samples,
             prompt_tokens,

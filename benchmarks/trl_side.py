@@ -1,7 +1,7 @@
 """GRPO by TRL on the CPU, for the benchmarks that compare with it. TRL is in the extra `bench`."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ def train_with_trl(
     samples: int,
     answers: int,
     new_tokens: int,
+    lengths: Sequence[int] | None = None,
     together: int | None = None,
     callback: Any,
     **options: Any,
@@ -21,6 +22,7 @@ def train_with_trl(
     """Train a float32 model on all cores, on `rows` in their order; `options` are GRPOConfig's own.
 
     A step has `answers`, `samples` to each prompt, and a backward pass `together` of them, by default all.
+    `lengths` are tokens of all answers of the run, the last one the end token; by default the model ends them.
     """
     import torch
     from datasets import Dataset
@@ -42,11 +44,40 @@ def train_with_trl(
         report_to=[],
         **options,
     )
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if lengths is not None:
+        policy.generate = _in_lengths(policy, iter(lengths))
     GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        model=policy,
         processing_class=AutoTokenizer.from_pretrained(model),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(list(rows)),
         args=config,
         callbacks=[callback],
     ).train()
+
+
+def _in_lengths(policy: Any, lengths: Iterator[int]) -> Callable[..., Any]:
+    """The model's `generate`, whose rows end exactly after the next `lengths`."""
+    import torch
+    from transformers import LogitsProcessorList
+
+    generate = policy.generate
+
+    def in_lengths(input_ids: Any, *, generation_config: Any, **options: Any) -> Any:
+        rows, prompt = input_ids.shape
+        last = torch.tensor([next(lengths) for _ in range(rows)])
+        end = int(torch.as_tensor(generation_config.eos_token_id).flatten()[0])
+
+        def end_at_last(tokens: Any, logits: Any) -> Any:
+            ends = last == tokens.shape[1] - prompt + 1
+            logits[ends] = -torch.inf
+            logits[:, end] = torch.where(ends, 0.0, -torch.inf)
+            return logits
+
+        processors = LogitsProcessorList([end_at_last])
+        return generate(
+            input_ids, generation_config=generation_config, logits_processor=processors, **options
+        )
+
+    return in_lengths

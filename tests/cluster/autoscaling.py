@@ -76,6 +76,7 @@ class LocalAutoscalingCluster(AutoscalingCluster):
         }  # fmt: skip
         command += [f"--{key}" if value is None else f"--{key}={value}" for key, value in options.items()]
         variables = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1", _MARK: self._mark}
+        variables |= {"RAY_enable_metrics_collection": "0"}  # as where nemorl starts Ray
         variables |= {
             "RAY_CLOUD_INSTANCE_ID": _HEAD,
             "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+from nemorl.cluster.runtime import SYSTEM_CONFIG
 from tests.run.runs import finish, lines, start, timeless, tiny_model, write_experiment
 from tests.run.test_reward_runs import reward_model
 
@@ -33,7 +34,8 @@ def two_nodes() -> Cluster:
     """A head and another node."""
     head = {**SHARED, "node_name": "first", "labels": {"ray.io/gpu-domain": "west"}}
     # By default Ray takes 15 s to find a loss; a single answer may still take its default, 10 s.
-    head["_system_config"] = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
+    quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
+    head["_system_config"] = SYSTEM_CONFIG | quick
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**SECOND)
     return cluster

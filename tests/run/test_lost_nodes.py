@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+from nemorl.cluster.runtime import SYSTEM_CONFIG
 from nemorl.observe.metrics import StepMetrics
 from tests.run.runs import assert_same_run, finish, lines, start, write_experiment
 from tests.run.test_layouts_of_runs import assert_same_figures
 
 SHARED = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
 # By default Ray takes 15 s; the bound on a single answer is its default, 10 s.
-QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
+QUICK = SYSTEM_CONFIG | {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
 PART = "nemorl.io/part"
 
 
