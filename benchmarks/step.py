@@ -2,9 +2,10 @@
 
     python benchmarks/step.py [--prompt-tokens 64 256 1024] [--steps 2] [--rounds 2] [--without-trl]
 
-Both trainers get the same model in float32, the same prompts of each length, groups of `--samples` answers, the
-same ragged lengths of these answers of at most `--new-tokens`, the same reward function, temperature 1 and all
-cores. No token ends an answer before its length: the model gets an end token that it does not sample. Rounds take turns, each in processes of its own; the first step of a round warms up and is not counted.
+Both trainers get the same model in float32, the same prompts of each length, groups of `--samples` answers of
+the same ragged lengths up to `--new-tokens`, the same reward function, temperature 1 and all cores. No token
+ends an answer before its length: the model gets an end token that it does not sample. Rounds take turns, each
+in processes of its own; the first step of a round warms up and is not counted.
 TRL, in the extra `bench`, accumulates gradients over as many answers as fit into `--trl-tokens`.
 """
 

@@ -22,7 +22,7 @@ def train_with_trl(
     """Train a float32 model on all cores, on `rows` in their order; `options` are GRPOConfig's own.
 
     A step has `answers`, `samples` to each prompt, and a backward pass `together` of them, by default all.
-    `lengths` are tokens of all answers of the run, the last one the end token; by default the model ends them.
+    `lengths` are tokens of each answer of the run, its end token included; by default the model ends them.
     """
     import torch
     from datasets import Dataset
@@ -46,7 +46,7 @@ def train_with_trl(
     )
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if lengths is not None:
-        policy.generate = _in_lengths(policy, iter(lengths))
+        policy.generate = in_lengths(policy, iter(lengths))
     GRPOTrainer(
         model=policy,
         processing_class=AutoTokenizer.from_pretrained(model),
@@ -57,7 +57,7 @@ def train_with_trl(
     ).train()
 
 
-def _in_lengths(policy: Any, lengths: Iterator[int]) -> Callable[..., Any]:
+def in_lengths(policy: Any, lengths: Iterator[int]) -> Callable[..., Any]:
     """The model's `generate`, whose rows end exactly after the next `lengths`."""
     import torch
     from transformers import LogitsProcessorList
