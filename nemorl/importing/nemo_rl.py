@@ -102,6 +102,7 @@ _SETUP: tuple[Rule, ...] = (
         ("policy.recompute",),
         devices.recompute,
     ),
+    Part(devices.OFFLOADED, ("policy.offload_activations",), devices.offload_activations),
     Part(devices.OPTIMIZER, ("policy.optimizer", "policy.schedule"), devices.optimizer),
     Part(
         devices.TORCH_OPTIMIZER,

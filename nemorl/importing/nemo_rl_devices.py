@@ -6,7 +6,7 @@ from typing import Any
 from . import shared
 from .nemo_rl_learning import GENERATION, colocated, distills, is_online, kind
 from .rules import CannotImport, Fields, Origin, not_imported
-from .shared import layout, lora_targets, replicas, sampling, without_excluded
+from .shared import OFFLOADED_HOW, layout, lora_targets, replicas, sampling, without_excluded
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 VLLM = "policy.generation.vllm_cfg"
@@ -89,6 +89,23 @@ def recompute(x: Origin) -> Fields:
     known = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
     modules = x.get(f"{MEGATRON}.recompute_modules", ["core_attn"])
     return {"policy.recompute": {"name": "selective", "modules": [name for name in modules if name in known]}}
+
+
+OFFLOADED = (f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.fp8_cfg.enabled")
+
+
+def offload_activations(x: Origin) -> Fields:
+    """Megatron-LM offloads what some modules of each layer save, and nemorl what whole layers save."""
+    key, modules = OFFLOADED[0], f"{MEGATRON}.offload_modules"
+    if not (x.get(f"{MEGATRON}.enabled", False) and x.get(key, False)):
+        return {}
+    if x.get(OFFLOADED[1], False) or x.get(QUANTIZATION[0]) is not None:
+        why = "layers that save weights in FP8 or rounded keep their activations on the device"
+        x.lost(key, why, changes_result=False)
+        return {}
+    x.changed(key, OFFLOADED_HOW, changes_result=False)
+    x.lost(modules, f"activations leave the device {OFFLOADED_HOW}", changes_result=False)
+    return shared.OFFLOADED
 
 
 def micro_batches(x: Origin) -> Fields:

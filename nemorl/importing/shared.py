@@ -97,6 +97,11 @@ def trained_sampling(x: Origin, temperature: float, filters: Mapping[str, float]
     return {"temperature": temperature, **{key.rpartition(".")[2]: value for key, value in filters.items()}}
 
 
+# What `policy.offload_activations` is where all layers are offloaded, or modules of every layer.
+OFFLOADED = {"policy.offload_activations": {"layers": "auto"}}
+OFFLOADED_HOW = "of whole layers, as many as the memory plan chooses"
+
+
 def template_arguments(x: Origin, section: str) -> Fields:
     """Arguments of the chat template, those with a value."""
     given = {name: value for name, value in x.below(section).items() if value is not None}

@@ -403,12 +403,12 @@ def test_metrics_are_means_over_the_sampled_tokens():
 
 def test_teachers_by_a_column():
     tasks = [Task(0, (), columns={"of": "sums"}), Task(1, (), columns={"of": "prose"})]
-    assert teachers_of_tasks(tasks, "of", ["prose", "sums"]) == ["sums", "prose"]
-    assert teachers_of_tasks(tasks, None, ["prose"]) == ["prose", "prose"]
+    assert teachers_of_tasks(tasks, "of", {"prose": "prose", "sums": "adder"}) == ["adder", "prose"]
+    assert teachers_of_tasks(tasks, None, {"prose": "prose"}) == ["prose", "prose"]
     with pytest.raises(RunError, match=r"task 1: the column `of`.* is 'prose'.*one of the teachers: sums"):
-        teachers_of_tasks(tasks, "of", ["sums"])
+        teachers_of_tasks(tasks, "of", {"sums": "sums"})
     with pytest.raises(RunError, match=r"task 0: the column `from`.* is missing"):
-        teachers_of_tasks(tasks, "from", ["sums"])
+        teachers_of_tasks(tasks, "from", {"sums": "sums"})
 
 
 class StandInGroup:
