@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from nemorl.config.algorithm import (
+    CorrectionConfig,
     DistillationLossConfig,
+    NoCorrectionConfig,
     OnPolicyDistillationConfig,
     ReverseKlLossConfig,
     TopLossConfig,
@@ -22,6 +24,7 @@ from nemorl.rollout.versions import UNBROKEN, Lineage
 from .metrics import versions_of
 from .objective import (
     MAX_LOG_RATIO,
+    correct,
     engine_gap,
     kl_divergence,
     metrics_of_updates,
@@ -48,15 +51,20 @@ class SampledReverseKL:
     """
 
     config: ReverseKlLossConfig = ReverseKlLossConfig()
+    correction: CorrectionConfig = NoCorrectionConfig()
     needs_entropy: bool = True  # a metric, as in every online algorithm
 
     def __call__(self, batch: PackedBatch, logprobs: Tensor, entropy: Tensor | None) -> LossOutput:
-        """`sum of weight * estimate`; metrics that are means are divided by `finish_metrics`."""
+        """`sum of weight * correction * estimate`; metrics that are means are divided by `finish_metrics`."""
         assert batch.reference_logprobs is not None, "the loss requires the teacher's logprobs"
         assert entropy is not None, "the loss requires the entropy"
         terms = self._terms(logprobs, batch.reference_logprobs)
         gaps, largest = engine_gap(batch, logprobs)
         metrics = {"distillation/reverse_kl": terms, "entropy": entropy, **gaps}
+        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        if (corrected := correct(batch, logprobs, old, self.correction, has_ratio=False)) is not None:
+            terms = corrected.weight * terms
+            metrics, largest = metrics | corrected.metrics, largest | corrected.largest
         return token_loss_output(batch, (batch.weights * terms).sum(), {}, metrics, largest)
 
     def _terms(self, logprobs: Tensor, teacher: Tensor) -> Tensor:
@@ -178,9 +186,9 @@ def jensen_shannon(teacher: Tensor, policy: Tensor, beta: float) -> Tensor:
     return beta * forward_kl(teacher, mixture) + (1 - beta) * forward_kl(policy, mixture)
 
 
-def distillation_loss(config: DistillationLossConfig) -> Loss:
+def distillation_loss(config: DistillationLossConfig, correction: CorrectionConfig | None = None) -> Loss:
     if config.name == "reverse_kl" and config.tokens is None:
-        return SampledReverseKL(config)
+        return SampledReverseKL(config, correction or NoCorrectionConfig())
     return TopDivergence(config)
 
 
@@ -205,10 +213,11 @@ class DistillationUpdate:
         return Batch(
             sequences,
             versions_of(groups),
-            {"policy": distillation_loss(self.config.loss)},
+            {"policy": distillation_loss(self.config.loss, self.config.correction)},
             schedule=[number for number, some in enumerate(trains) if some],
             num_updates=self.config.num_minibatches,
             num_minibatches=self.config.num_minibatches,
+            needs_old_logprobs=self.config.needs_old_logprobs,
             teachers=teachers,
         )
 

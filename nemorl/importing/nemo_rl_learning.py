@@ -77,6 +77,9 @@ def advantage(x: Origin) -> Fields:
             section = {"name": "group_then_batch", "over": "tokens", "variance": "biased"}
         case "reinforce_plus_plus":
             section = {"name": "reinforce", "over": "tokens", "variance": "biased"}
+        case "opd":
+            how = "`on_policy_distillation` with `correction` is its formula (docs/distillation.md)"
+            raise CannotImport(f"{estimator}.name = opd: teachers of NeMo-Gym's agents are not imported; {how}")
         case _:
             raise not_imported(f"{estimator}.name", name, "estimator", ("grpo", "reinforce_plus_plus"))
     return {"algorithm.advantage": section}

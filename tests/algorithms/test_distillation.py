@@ -25,8 +25,10 @@ from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.teachers import EndpointTeacher, Teachers, teachers_of_tasks
 from nemorl.config.algorithm import (
     ForwardKlLossConfig,
+    IcePopCorrectionConfig,
     JsdLossConfig,
     MixedKlLossConfig,
+    NoCorrectionConfig,
     ReverseKlLossConfig,
 )
 from nemorl.config.auxiliary import EndpointTeacherConfig, ModelTeacherConfig
@@ -190,6 +192,35 @@ def test_the_loss_and_gradient_of_nemo_rl(kind, zero_outside):
     if kind == "mixed":
         mixed = sums["distillation/mixed_kl"]
         torch.testing.assert_close(mixed, 0.3 * parts[0] + 0.7 * parts[1])
+
+
+@pytest.mark.parametrize("updates", ["one", "several"])
+def test_the_loss_and_gradient_of_mopd(updates):
+    """NeMo-RL's estimator `opd` with REINFORCE and IcePop (arXiv 2601.02780, equations 7 and 8)."""
+    logits, teacher = distributions()
+    tokens = packed().tokens
+    trainer = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    engine = trainer + torch.tensor([0, 0.3, -2.0, 0, 0, 2.5, -0.4]).double()
+    correction = IcePopCorrectionConfig(name="icepop", low=0.2, high=5.0)
+    old = trainer * 0.9 if updates == "several" else None
+    z = logits.clone().requires_grad_()
+    own = z.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    told = teacher.gather(1, tokens[:, None]).squeeze(1)
+    batch = packed(reference_logprobs=told, logprobs=engine, old_logprobs=old)
+    found = SampledReverseKL(correction=correction)(batch, own, torch.zeros(TOKENS).double())
+    found.loss.backward()
+
+    exact = logits.clone().requires_grad_()
+
+    def term(i):
+        logprob = exact[i].log_softmax(-1)[tokens[i]]
+        weight = ((logprob.detach() if old is None else old[i]) - engine[i]).exp()
+        weight = weight if 0.2 <= weight <= 5 else 0.0
+        return -weight * (told[i] - logprob).detach() * logprob
+
+    weighted(term).backward()
+    torch.testing.assert_close(z.grad, exact.grad, rtol=1e-6, atol=1e-9)
+    assert 0 < found.sums["correction/masked"] < MASK.sum()
 
 
 def of_verl(z, teacher, min_logprob, max_value):
@@ -411,6 +442,17 @@ def test_teachers_by_a_column():
         teachers_of_tasks(tasks, "from", {"sums": "sums"})
 
 
+def of_updates(number: int) -> Any:
+    """The part of a config that an update reads."""
+    return SimpleNamespace(
+        aggregation="token-mean",
+        loss=ReverseKlLossConfig(name="reverse_kl"),
+        correction=NoCorrectionConfig(),
+        num_minibatches=number,
+        needs_old_logprobs=False,
+    )
+
+
 class StandInGroup:
     """A group of processes that says of a sequence `10 * its row`, plus what distinguishes the group."""
 
@@ -515,9 +557,7 @@ def test_teachers_score_while_the_policy_computes_its_logprobs() -> None:
     session = Session(models=cast(Any, {"policy": policy, "teacher_sums": sums, "teacher_prose": prose}))
     model = ModelTeacherConfig(model_path=Path("m"))
     teachers = Teachers(session, {"sums": model, "prose": model}, {"sums": 1, "prose": 1}, None)
-    config: Any = SimpleNamespace(
-        aggregation="token-mean", loss=ReverseKlLossConfig(name="reverse_kl"), num_minibatches=1
-    )
+    config: Any = of_updates(1)
     update = DistillationUpdate(config, ["sums", "prose"], multiple=1)
     observer: Any = SimpleNamespace(
         stage=lambda *_, **__: nullcontext(SimpleNamespace(advance=lambda **_: None))
@@ -531,9 +571,7 @@ def test_teachers_score_while_the_policy_computes_its_logprobs() -> None:
 
 
 def test_where_nothing_trains_neither_policy_nor_teachers_are_asked() -> None:
-    config: Any = SimpleNamespace(
-        aggregation="token-mean", loss=ReverseKlLossConfig(name="reverse_kl"), num_minibatches=1
-    )
+    config: Any = of_updates(1)
     nobody: Any = None
     update = DistillationUpdate(config, ["sums"], multiple=1)
     algorithm = OnlineAlgorithm(config, nobody, nobody, update, nobody, nobody, nobody, teachers=nobody)
@@ -543,9 +581,7 @@ def test_where_nothing_trains_neither_policy_nor_teachers_are_asked() -> None:
 
 def test_each_minibatch_is_weighed_and_filled_up_alone() -> None:
     """Three samples of which the middle one failed, and one more, in two updates of two ranks."""
-    config: Any = SimpleNamespace(
-        aggregation="token-mean", loss=ReverseKlLossConfig(name="reverse_kl"), num_minibatches=2
-    )
+    config: Any = of_updates(2)
     groups = [
         group(0, trajectory(1.0, row=0, sampled=3), trajectory(1.0, row=1, sampled=1)),
         group(1, failed(0), trajectory(1.0, row=1, sampled=5)),

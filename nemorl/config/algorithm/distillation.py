@@ -4,12 +4,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from nemorl.config.base import EXPERT, Config, Variants, check
+from nemorl.config.base import ADVANCED, EXPERT, Config, Variants, check
 from nemorl.errors import Problem, Problems
 
 from .base import Aggregation
 from .offline import PAIR_METRICS, SFT_METRICS, OfflineBase, SampledValidationConfig, sft_problems
-from .online import POLICY_METRICS, MinibatchesBase, OnlineBase
+from .online import POLICY_METRICS, CorrectionConfig, MinibatchesBase, NoCorrectionConfig, OnlineBase
 from .pair_losses import LogisticLossConfig, PairLossConfig
 
 
@@ -130,8 +130,21 @@ class OnPolicyDistillationConfig(MinibatchesBase):
     """The divergence of policy and teacher."""
     aggregation: Aggregation = "token-mean"
     """How divergences of tokens are aggregated."""
+    correction: CorrectionConfig = Field(NoCorrectionConfig(), json_schema_extra=ADVANCED)
+    """How sampled tokens of another policy than the trained one are weighed or left out, with `reverse_kl`
+    of the sampled token (MOPD, arXiv 2601.02780)."""
     teacher_key: str | None = None
     """Column of the tasks that names the teacher of each, if `teachers` has several."""
+
+    @property
+    def corrects_age(self) -> bool:
+        return self.correction.weighs
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True if weights are of the policy before the first of several updates."""
+        decoupled = self.correction.form == "decoupled"
+        return self.num_minibatches > 1 and self.correction.compares and decoupled
 
     @property
     def needs_rewards(self) -> bool:
@@ -139,7 +152,26 @@ class OnPolicyDistillationConfig(MinibatchesBase):
 
     @property
     def metrics(self) -> frozenset[str]:
-        return super().metrics | {*POLICY_METRICS, *self.loss.metrics, "time/teachers"}
+        return super().metrics | {
+            *(*POLICY_METRICS, *self.loss.metrics, "time/teachers"),
+            *self.correction.metrics,
+        }
+
+    @check
+    def _correction_has_what_it_weighs(self) -> Problems:
+        correction = self.correction
+        if correction.changes_terms and self.loss.top_k is not None:
+            fix = "it weighs the sampled token, and the loss is of the teacher's; remove it"
+            yield Problem("correction", correction.model_dump(exclude_defaults=True), fix)
+        elif correction.off_policy_threshold is not None:
+            fix = "it leaves out sequences of negative advantage, and there is no advantage; remove it"
+            yield Problem("correction.off_policy_threshold", correction.off_policy_threshold, fix)
+        elif correction.divisor == "kept":
+            fix = "the divergence of all sampled tokens is divided by their number; use `all`"
+            yield Problem("correction.divisor", "kept", fix)
+        elif correction.form == "bypass" and not correction.changes_terms:
+            fix = "nothing is weighed or left out; remove it, or use `tis`"
+            yield Problem("correction.form", "bypass", fix)
 
 
 class DistillationConfig(OfflineBase):
