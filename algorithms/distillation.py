@@ -93,9 +93,9 @@ class TopDivergence:
         assert batch.top_logprobs is not None, "the loss requires the teacher's logprobs"
         assert entropy is not None, "the loss requires the entropy"
         places = batch.loss_mask.nonzero().squeeze(1)
-        told = batch.top_logprobs[places]
-        terms, values = self.terms(told, logprobs[places, 1:], entropy[places])
-        values["covered"] = told.exp().sum(-1)
+        teacher = batch.top_logprobs[places]
+        terms, values = self.terms(teacher, logprobs[places, 1:], entropy[places])
+        values["covered"] = teacher.exp().sum(-1)
         gaps, largest = engine_gap(batch, logprobs[:, 0])
         metrics = {"entropy": entropy, **gaps}
         for name, of_places in values.items():
@@ -103,15 +103,15 @@ class TopDivergence:
             metrics[f"distillation/{name}"] = zeros.index_copy(0, places, of_places.detach())
         return token_loss_output(batch, (batch.weights[places] * terms).sum(), {}, metrics, largest)
 
-    def terms(self, told: Tensor, policy: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def terms(self, teacher: Tensor, policy: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The divergence [m] of each token, with its gradient, and divergences for metrics by name.
 
         Of logprobs [m, k] of teacher and policy, and the policy's entropy [m] over the whole vocabulary.
         """
         config = self.config
         if config.name == "forward_kl" and config.min_logprob is not None:
-            told, policy = told.clamp(min=config.min_logprob), policy.clamp(min=config.min_logprob)
-        p, q = outcomes(told, policy, config.rest)
+            teacher, policy = teacher.clamp(min=config.min_logprob), policy.clamp(min=config.min_logprob)
+        p, q = outcomes(teacher, policy, config.rest)
         terms = forward_kl(p, q)
         values = {"forward_kl": terms}
         match config.name:

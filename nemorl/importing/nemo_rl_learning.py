@@ -78,8 +78,9 @@ def advantage(x: Origin) -> Fields:
         case "reinforce_plus_plus":
             section = {"name": "reinforce", "over": "tokens", "variance": "biased"}
         case "opd":
+            problem = "teachers of NeMo-Gym's agents are not imported"
             how = "`on_policy_distillation` with `correction` is its formula (docs/distillation.md)"
-            raise CannotImport(f"{estimator}.name = opd: teachers of NeMo-Gym's agents are not imported; {how}")
+            raise CannotImport(f"{estimator}.name = opd: {problem}; {how}")
         case _:
             raise not_imported(f"{estimator}.name", name, "estimator", ("grpo", "reinforce_plus_plus"))
     return {"algorithm.advantage": section}
