@@ -114,7 +114,7 @@ def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Mapping[
     named = []
     for task in tasks:
         value = task.columns.get(key)
-        if value not in teachers:
+        if value is None or value not in teachers:
             problem = f"is {value!r}" if key in task.columns else "is missing"
             raise RunError(
                 f"task {task.index}: the column `{key}`, which algorithm.teacher_key names, {problem}; "

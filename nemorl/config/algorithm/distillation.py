@@ -61,7 +61,9 @@ class ReverseKlLossConfig(DivergenceBase):
 
     @property
     def metrics(self) -> frozenset[str]:
-        return {"distillation/reverse_kl"} | (frozenset() if self.tokens is None else self.of_top)
+        return frozenset({"distillation/reverse_kl"}) | (
+            self.of_top if self.tokens is not None else frozenset()
+        )
 
     @check
     def _settings_have_an_effect(self) -> Problems:
