@@ -251,6 +251,19 @@ def test_the_top_loss_and_gradient_of_verl(low, high):
     torch.testing.assert_close(grad, z.grad, rtol=1e-6, atol=1e-9)
 
 
+def test_a_negative_sum_of_unscaled_terms_counts_as_zero():
+    """The policy gives all of the teacher's tokens more than the teacher does at the last two places."""
+    logits, teacher = distributions()
+    sure = teacher.scatter_add(1, teacher.topk(K, dim=-1).indices, torch.full((TOKENS, K), 2.0).double())
+    logits[5:] = sure[5:]
+    config = ForwardKlLossConfig(name="forward_kl", tokens=K, rest="unscaled")
+    loss, grad, _ = of_a_batch(config, logits, teacher)
+    assert loss == pytest.approx(float(of_verl(logits, teacher, None, None)), rel=1e-6)
+    assert loss > 0
+    assert not grad[5:].any()
+    assert grad[1:3].any()
+
+
 @pytest.mark.parametrize("bound", [None, 0.7])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_sampled_losses_and_gradients_of_verl(estimator, bound):
