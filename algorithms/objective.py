@@ -47,7 +47,7 @@ from nemorl.config.algorithm import (
     KLConfig,
     SequenceMaskConfig,
 )
-from nemorl.data.losses import LossOutput
+from nemorl.data.losses import LossOutput, TrainStats
 from nemorl.data.packed import PackedBatch
 from nemorl.rollout.versions import UNBROKEN, Lineage
 
@@ -287,6 +287,18 @@ def finish_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> di
         of, mean_square = square.removesuffix("square"), means.pop(square)
         means[f"{of}ess"] = means[f"{of}mean"] ** 2 / mean_square if mean_square > 0 else 0.0
     return {**means, **maxima}
+
+
+def metrics_of_updates(updates: Sequence[TrainStats]) -> dict[str, float]:
+    """Metrics of a step: means over its updates, and maxima."""
+    of_updates = [finish_metrics(u.sums, u.maxima) for u in updates]
+    # Compared with the policy that sampled, before later updates change the weights.
+    compared = ("logprob_gap/", "staleness/")
+    first = {key: value for key, value in of_updates[0].items() if key.startswith(compared)}
+    averaged = [key for key in of_updates[0] if key not in first]
+    metrics = {key: sum(m[key] for m in of_updates) / len(of_updates) for key in averaged}
+    metrics |= {key: max(u.maxima[key] for u in updates) for key in updates[0].maxima}
+    return metrics | first
 
 
 @dataclass

@@ -22,7 +22,7 @@ from nemorl.rollout.versions import UNBROKEN, Lineage
 
 from .advantages import Estimator, estimator
 from .metrics import versions_of
-from .objective import Ages, EntropyWeight, finish_metrics, sequence_weights
+from .objective import Ages, EntropyWeight, metrics_of_updates, sequence_weights
 from .online import Batch, RewardPenalty
 from .policy_losses import PolicyLoss, ValueLoss
 from .token_advantages import SequenceKL, TokenEstimator
@@ -120,13 +120,7 @@ class PolicyGradientUpdate:
         return filled_up(self._minibatches(of_members), placeholder)
 
     def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
-        of_updates = [finish_metrics(u.sums, u.maxima) for u in updates]
-        # Compared with the policy that sampled, before later updates change the weights.
-        compared = ("logprob_gap/", "staleness/")
-        first = {key: value for key, value in of_updates[0].items() if key.startswith(compared)}
-        averaged = [key for key in of_updates[0] if key not in first]
-        metrics = {key: sum(m[key] for m in of_updates) / len(of_updates) for key in averaged}
-        metrics |= {key: max(u.maxima[key] for u in updates) for key in updates[0].maxima} | first
+        metrics = metrics_of_updates(updates)
         return metrics | self._entropy.update(metrics["entropy"])
 
     def _in_batch_order(self, groups: Sequence[GroupSummary], of_samples: list[T]) -> list[T]:
@@ -204,11 +198,7 @@ class PolicyGradientUpdate:
         return [weight for part in parts for weight in sequence_weights(part, aggregation, length).tolist()]
 
     def _minibatches(self, values: Sequence[T]) -> list[Sequence[T]]:
-        """Equal parts; the first have one more where the players of a sample do not divide evenly."""
-        parts = self._config.num_minibatches
-        size, rest = divmod(len(values), parts)
-        starts = [part * size + min(part, rest) for part in range(parts + 1)]
-        return [values[start:end] for start, end in pairwise(starts)]
+        return minibatches(values, self._config.num_minibatches)
 
 
 def _places_of_players(groups: Sequence[GroupSummary]) -> Iterable[Mapping[int, list[int]]]:
@@ -285,11 +275,21 @@ def _of_branches(sample: TrajectorySummary, of_turns: Sequence[T]) -> list[tuple
     return [tuple(next(turns) for _ in sequence.turn_rewards) for sequence in sample.sequences]
 
 
-def filled_up(of_minibatches: Sequence[Sequence[Sequence[T]]], filler: Callable[[T], T]) -> list[T]:
-    """The sequences of the samples of each minibatch, filled up to equally many for all minibatches."""
-    minibatches = [list(chain(*samples)) for samples in of_minibatches]
-    longest = max(map(len, minibatches))
-    return [one for part in minibatches for one in (*part, *[filler(part[-1])] * (longest - len(part)))]
+def minibatches(values: Sequence[T], parts: int) -> list[Sequence[T]]:
+    """Equal parts; the first have one more where the players of a sample do not divide evenly."""
+    size, rest = divmod(len(values), parts)
+    starts = [part * size + min(part, rest) for part in range(parts + 1)]
+    return [values[start:end] for start, end in pairwise(starts)]
+
+
+def filled_up(
+    of_minibatches: Sequence[Sequence[Sequence[T]]], filler: Callable[[T], T], multiple: int = 1
+) -> list[T]:
+    """The sequences of the samples of each minibatch, filled up to equally many, a multiple, for all."""
+    filled = [list(chain(*samples)) for samples in of_minibatches]
+    longest = max(map(len, filled))
+    longest += -longest % multiple
+    return [one for part in filled for one in (*part, *[filler(part[-1])] * (longest - len(part)))]
 
 
 def placeholder(place: SequencePlace) -> SequencePlace:

@@ -104,20 +104,23 @@ class Teachers:
         return await teacher.outlasting(compute)
 
 
-def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Sequence[str]) -> list[str]:
-    """The name of each task's teacher: its column `key`, or the only teacher. Raises RunError without one."""
+def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Mapping[str, str]) -> list[str]:
+    """The name of each task's teacher, or of the only one. Raises RunError for a task without one.
+
+    `teachers`: names by what the column `key` of their tasks has.
+    """
     if key is None:
-        return [teachers[0]] * len(tasks)
+        return [*teachers.values()][:1] * len(tasks)
     named = []
     for task in tasks:
-        name = task.columns.get(key)
-        if name not in teachers:
-            problem = f"is {name!r}" if key in task.columns else "is missing"
+        value = task.columns.get(key)
+        if value is None or value not in teachers:
+            problem = f"is {value!r}" if key in task.columns else "is missing"
             raise RunError(
                 f"task {task.index}: the column `{key}`, which algorithm.teacher_key names, {problem}; "
                 f"set it to one of the teachers: {', '.join(teachers)}"
             )
-        named.append(str(name))
+        named.append(teachers[value])
     return named
 
 

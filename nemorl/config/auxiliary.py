@@ -77,7 +77,12 @@ class ReferenceConfig(ModelGroupConfig):
     """A reference in separate processes; it may be another model than the policy's."""
 
 
-class ModelTeacherConfig(ModelGroupConfig):
+class TeacherBase(Config):
+    key: str | None = None
+    """What the tasks that it teaches have in the column `algorithm.teacher_key`; null is its name."""
+
+
+class ModelTeacherConfig(ModelGroupConfig, TeacherBase):
     """A frozen model in processes of the run, with the policy's vocabulary."""
 
     kind: Literal["model"] = "model"
@@ -85,7 +90,7 @@ class ModelTeacherConfig(ModelGroupConfig):
     """Folder of a Hugging Face model."""
 
 
-class EndpointTeacherConfig(Config):
+class EndpointTeacherConfig(TeacherBase):
     """A server with OpenAI's /v1/completions that takes token ids and returns `prompt_logprobs`: vLLM's.
 
     It must have the policy's tokens, and returns logprobs at temperature 1.
@@ -111,6 +116,11 @@ class EndpointTeacherConfig(Config):
 
 TeacherConfig = Annotated[ModelTeacherConfig | EndpointTeacherConfig, Variants(ModelTeacherConfig, by="kind")]
 Teachers = dict[str, TeacherConfig]
+
+
+def teachers_by_key(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
+    """The name of the teacher of each value of the column `algorithm.teacher_key`."""
+    return {one.key or name: name for name, one in teachers.items()}
 
 
 def teachers_held(teachers: Mapping[str, TeacherConfig]) -> dict[str, ModelTeacherConfig]:

@@ -17,6 +17,7 @@ from .auxiliary import (
     ReferenceConfig,
     Teachers,
     auxiliary_models,
+    teachers_by_key,
     used_models,
 )
 from .base import check, check_of_training, counted, did_you_mean, problems_in, run_checks, suggestion
@@ -433,6 +434,14 @@ def teachers_are_used(algorithm: AlgorithmConfig, teachers: Teachers) -> Problem
     elif len(teachers) == 1 and key is not None:
         fix = "there is one teacher, of all tasks; remove this, or add teachers"
         yield Problem("algorithm.teacher_key", key, fix)
+    names = teachers_by_key(teachers)
+    for name, teacher in teachers.items():
+        if teacher.key is not None and key is None:
+            fix = "no column names the teacher of a task; remove this, or set algorithm.teacher_key"
+            yield Problem(f"teachers.{name}.key", teacher.key, fix)
+        elif names[teacher.key or name] != name:
+            fix = f"teachers.{names[teacher.key or name]} has it too; give each teacher a value of its own"
+            yield Problem(f"teachers.{name}.key", teacher.key, fix)
 
 
 @check

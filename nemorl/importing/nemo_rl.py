@@ -1,9 +1,10 @@
-"""NeMo-RL's configs: GRPO and its variants, SFT, DPO and reward models."""
+"""NeMo-RL's configs: GRPO and its variants, distillation, SFT, DPO and reward models."""
 
 from pathlib import Path
 from typing import Any
 
 from . import nemo_rl_devices as devices
+from . import nemo_rl_distillation as distillation
 from . import nemo_rl_learning as learning
 from .nemo_rl_data import DATA_RULES
 from .nemo_rl_devices import DTENSOR, MEGATRON, VLLM
@@ -19,6 +20,7 @@ MARKS = (
 
 _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 LIKENESSES: dict[str, object] = {
+    **distillation.LIKENESSES,
     "loss_fn.truncated_importance_sampling_type": ("tis", "icepop", "seq-mask-tis"),
     "loss_fn.truncated_importance_sampling_ratio": 2.0,
     "loss_fn.truncated_importance_sampling_ratio_min": 0.5,
@@ -100,6 +102,7 @@ _SETUP: tuple[Rule, ...] = (
         ("policy.recompute",),
         devices.recompute,
     ),
+    Part(devices.OFFLOADED, ("policy.offload_activations",), devices.offload_activations),
     Part(devices.OPTIMIZER, ("policy.optimizer", "policy.schedule"), devices.optimizer),
     Part(
         devices.TORCH_OPTIMIZER,
@@ -147,6 +150,9 @@ _SETUP: tuple[Rule, ...] = (
         devices.checkpoints,
     ),
 )
+
+
+_SAMPLES = ("grpo.", "distillation.")  # sections of algorithms that sample
 
 
 def _each(*names: str) -> tuple[str, ...]:
@@ -229,8 +235,13 @@ _TRAINING: tuple[Rule, ...] = (
     Part(
         (
             *_each("val_period", "val_at_start", "val_at_end"),
-            *(key for key in _each("val_batches", "val_global_batch_size") if not key.startswith("grpo.")),
-            *("grpo.max_val_samples", "grpo.val_num_generations_per_prompt", "data.validation.repeat"),
+            *(key for key in _each("val_batches", "val_global_batch_size") if not key.startswith(_SAMPLES)),
+            *(
+                "grpo.max_val_samples",
+                "distillation.max_val_samples",
+                "grpo.val_num_generations_per_prompt",
+                "data.validation.repeat",
+            ),
             *(f"{GENERATION}.val_{name}" for name in ("temperature", "top_p", "top_k")),
         ),
         ("algorithm.validation",),
@@ -401,4 +412,4 @@ _WORKERS: tuple[Rule, ...] = (
     Lost(("data.custom_dataloader", "data.num_prompts_per_dataloader"), "of several data loaders"),
 )
 
-RULES: tuple[Rule, ...] = (*_TRAINING, *_SETUP, *DATA_RULES, *_WITHOUT, *_WORKERS)
+RULES: tuple[Rule, ...] = (*_TRAINING, *distillation.RULES, *_SETUP, *DATA_RULES, *_WITHOUT, *_WORKERS)

@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 from . import shared
-from .nemo_rl_learning import GENERATION, colocated, kind
+from .nemo_rl_learning import GENERATION, colocated, distills, is_online, kind
 from .rules import CannotImport, Fields, Origin, not_imported
-from .shared import layout, lora_targets, replicas, sampling, without_excluded
+from .shared import OFFLOADED_HOW, layout, lora_targets, replicas, sampling, without_excluded
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 VLLM = "policy.generation.vllm_cfg"
@@ -18,7 +18,7 @@ def device_counts(x: Origin) -> tuple[int, int]:
     """GPUs of the policy and of generation, which are the same if they share."""
     nodes, per_node = x.get("cluster.num_nodes", 1), x.get("cluster.gpus_per_node", 1)
     total = nodes * per_node
-    if kind(x) != "grpo" or colocated(x):
+    if not is_online(x) or colocated(x):
         return total, total
     resources = f"{GENERATION}.colocated.resources"
     taken = x.get(f"{resources}.num_nodes", 1) * x.get(f"{resources}.gpus_per_node", per_node)
@@ -28,9 +28,14 @@ def device_counts(x: Origin) -> tuple[int, int]:
 
 
 def policy_layout(x: Origin) -> Fields:
-    gpus, _ = device_counts(x)
-    if x.get(f"{MEGATRON}.enabled", False):
-        x.skip(DTENSOR, f"{MEGATRON}.enabled is true, so nothing uses it")
+    return layout_of(x, "policy", device_counts(x)[0], "policy.layout")
+
+
+def layout_of(x: Origin, model: str, gpus: int, path: str) -> Fields:
+    """The layout of the model of a section, such as the policy or a teacher, on these GPUs."""
+    megatron, dtensor = f"{model}.megatron_cfg", f"{model}.dtensor_cfg"
+    if x.get(f"{megatron}.enabled", False):
+        x.skip(dtensor, f"{megatron}.enabled is true, so nothing uses it")
         names = {
             "tensor": "tensor_model",
             "pipeline": "pipeline_model",
@@ -38,22 +43,22 @@ def policy_layout(x: Origin) -> Fields:
             "expert": "expert_model",
             "expert_tensor": "expert_tensor",
         }
-        sizes = {ours: x.get(f"{MEGATRON}.{name}_parallel_size", 1) for ours, name in names.items()}
-        fields = dict(layout(gpus, sizes, MEGATRON))
+        sizes = {ours: x.get(f"{megatron}.{name}_parallel_size", 1) for ours, name in names.items()}
+        fields = dict(layout(gpus, sizes, megatron, path))
         for ours, stage in (("layers_in_first_stage", "first"), ("layers_in_last_stage", "last")):
-            layers = x.get(f"{MEGATRON}.num_layers_in_{stage}_pipeline_stage")
+            layers = x.get(f"{megatron}.num_layers_in_{stage}_pipeline_stage")
             if layers is not None and sizes["pipeline"] > 1:
-                fields[f"policy.layout.{ours}"] = layers
-        splits = x.get(f"{MEGATRON}.sequence_parallel", False)
+                fields[f"{path}.{ours}"] = layers
+        splits = x.get(f"{megatron}.sequence_parallel", False)
     else:
-        x.skip(MEGATRON, f"{MEGATRON}.enabled is false, so nothing uses it")
+        x.skip(megatron, f"{megatron}.enabled is false, so nothing uses it")
         sizes = {
-            name: x.get(f"{DTENSOR}.{name}_parallel_size", 1) for name in ("tensor", "context", "expert")
+            name: x.get(f"{dtensor}.{name}_parallel_size", 1) for name in ("tensor", "context", "expert")
         }
-        fields = dict(layout(gpus, sizes, DTENSOR))
-        splits = x.get(f"{DTENSOR}.sequence_parallel", False)
+        fields = dict(layout(gpus, sizes, dtensor, path))
+        splits = x.get(f"{dtensor}.sequence_parallel", False)
     if splits and sizes["tensor"] > 1:
-        fields["policy.layout.sequence_parallel"] = True
+        fields[f"{path}.sequence_parallel"] = True
     return fields
 
 
@@ -84,6 +89,23 @@ def recompute(x: Origin) -> Fields:
     known = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
     modules = x.get(f"{MEGATRON}.recompute_modules", ["core_attn"])
     return {"policy.recompute": {"name": "selective", "modules": [name for name in modules if name in known]}}
+
+
+OFFLOADED = (f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.fp8_cfg.enabled")
+
+
+def offload_activations(x: Origin) -> Fields:
+    """Megatron-LM offloads what some modules of each layer save, and nemorl what whole layers save."""
+    key, modules = OFFLOADED[0], f"{MEGATRON}.offload_modules"
+    if not (x.get(f"{MEGATRON}.enabled", False) and x.get(key, False)):
+        return {}
+    if x.get(OFFLOADED[1], False) or x.get(QUANTIZATION[0]) is not None:
+        why = "layers that save weights in FP8 or rounded keep their activations on the device"
+        x.lost(key, why, changes_result=False)
+        return {}
+    x.changed(key, OFFLOADED_HOW, changes_result=False)
+    x.lost(modules, f"activations leave the device {OFFLOADED_HOW}", changes_result=False)
+    return shared.OFFLOADED
 
 
 def micro_batches(x: Origin) -> Fields:
@@ -325,7 +347,7 @@ def model_folder(x: Origin) -> Fields:
 
 
 def generation(x: Origin) -> Fields:
-    if kind(x) != "grpo":
+    if not is_online(x):
         return {}
     backend, (_, gpus) = x.get(f"{GENERATION}.backend", "vllm"), device_counts(x)
     # Sampling ends at the length of the conversation in both; a prompt has a token.
@@ -377,6 +399,12 @@ def generation(x: Origin) -> Fields:
         for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None))
     )
     section["sampling"] = sampling(temperature, top_p, top_k)
+    if distills(x):
+        section["sampling"] = {"temperature": temperature}
+        for name in ("top_p", "top_k"):
+            why = "distributions over all tokens are compared, so that samples are of all tokens"
+            neutral = x.values.get(f"{GENERATION}.{name}") in (None, 1, 1.0, -1)
+            x.lost(f"{GENERATION}.{name}", why, changes_result=not neutral)
     return {"generation": section}
 
 
@@ -450,7 +478,7 @@ def checkpoints(x: Origin) -> Fields:
         section["period"] = period
     section["keep"] = x.get("checkpointing.keep_top_k", 2)
     scheduled = x.get(f"{kind(x)}.val_period", 0) > 0
-    if x.get("checkpointing.metric_name") == "val:accuracy" and scheduled and kind(x) == "grpo":
+    if x.get("checkpointing.metric_name") == "val:accuracy" and scheduled and is_online(x):
         section |= {"metric": "validation/accuracy"}
         section |= {} if x.get("checkpointing.higher_is_better", True) else {"higher_is_better": False}
     elif x.get("checkpointing.metric_name") is not None:

@@ -8,10 +8,16 @@ from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import UNBOUNDED, batch, run_length, sampling
 
 GENERATION = "policy.generation"
-KINDS = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "rm": "reward_model"}
+KINDS = {
+    "grpo": "grpo",
+    "distillation": "on_policy_distillation",
+    "sft": "sft",
+    "dpo": "dpo",
+    "rm": "reward_model",
+}
 ABSENT = {
     "ppo": "PPO with NeMo-RL's value model",
-    "distillation": "on-policy distillation with a mixed divergence over top-k logits",
+    "teachers": "distillation on texts from a list of teachers, whose tokens are aligned with the student's,",
     "token_aligner": "distillation between tokenizers",
 }
 
@@ -23,21 +29,32 @@ def kind(x: Origin) -> str:
             raise CannotImport(f"{name}: {what} is not imported; docs/moving_in.md names what is")
     found = [name for name in KINDS if x.has_section(name)]
     if len(found) != 1:
-        raise CannotImport("the config has none of the sections grpo, sft, dpo and rm; is it NeMo-RL's?")
+        raise CannotImport(f"the config has none of the sections {', '.join(KINDS)}; is it NeMo-RL's?")
     return found[0]
+
+
+def distills(x: Origin) -> bool:
+    return kind(x) == "distillation"
+
+
+def is_online(x: Origin) -> bool:
+    """True if training itself samples."""
+    return kind(x) in ("grpo", "distillation")
 
 
 def algorithm(x: Origin) -> Fields:
     name = KINDS[kind(x)]
     if name == "reward_model":
         return {"algorithm.name": name, "policy.head": "scalar"}
-    if name != "grpo":
+    if not is_online(x):
         return {"algorithm.name": name}
-    return {"algorithm.name": name, **batches(x), **advantage(x)}
+    return {"algorithm.name": name, **batches(x), **({} if distills(x) else advantage(x))}
 
 
 def batches(x: Origin) -> Fields:
-    prompts, members = x.get("grpo.num_prompts_per_step", 0), x.get("grpo.num_generations_per_prompt", 0)
+    section = kind(x)
+    prompts = x.get(f"{section}.num_prompts_per_step", 0)
+    members = x.get(f"{section}.num_generations_per_prompt", 1 if distills(x) else 0)
     per_update = x.get("policy.train_global_batch_size", 0)
     return {
         "algorithm.num_prompts_per_step": prompts,
@@ -60,6 +77,10 @@ def advantage(x: Origin) -> Fields:
             section = {"name": "group_then_batch", "over": "tokens", "variance": "biased"}
         case "reinforce_plus_plus":
             section = {"name": "reinforce", "over": "tokens", "variance": "biased"}
+        case "opd":
+            problem = "teachers of NeMo-Gym's agents are not imported"
+            how = "`on_policy_distillation` with `correction` is its formula (docs/distillation.md)"
+            raise CannotImport(f"{estimator}.name = opd: {problem}; {how}")
         case _:
             raise not_imported(f"{estimator}.name", name, "estimator", ("grpo", "reinforce_plus_plus"))
     return {"algorithm.advantage": section}
@@ -70,11 +91,12 @@ ADVANTAGE = (
     "grpo.adv_estimator.minus_baseline",
     *("grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"),
     *("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
+    *("distillation.num_prompts_per_step", "distillation.num_generations_per_prompt"),
 )
 
 
 def offline_batch(x: Origin) -> Fields:
-    if kind(x) == "grpo":
+    if is_online(x):
         return {}
     return {"algorithm.batch_size": x.get("policy.train_global_batch_size")}
 
@@ -82,7 +104,7 @@ def offline_batch(x: Origin) -> Fields:
 def num_steps(x: Origin) -> Fields:
     section = kind(x)
     steps, epochs = x.get(f"{section}.max_num_steps"), x.get(f"{section}.max_num_epochs")
-    per_step = x.get("grpo.num_prompts_per_step") or x.get("policy.train_global_batch_size", 1)
+    per_step = x.get(f"{section}.num_prompts_per_step") or x.get("policy.train_global_batch_size", 1)
     rows = data_rows(x)
     length = run_length(x, steps, epochs if epochs and epochs > 0 else None, rows, per_step)
     return {"algorithm.num_steps": length}
@@ -269,7 +291,7 @@ def validation(x: Origin) -> Fields:
         result["period"] = period
     if not (period > 0 or start or end):
         return {}
-    if section != "grpo":
+    if not is_online(x):
         batches, size = x.get(f"{section}.val_batches", -1), x.get(f"{section}.val_global_batch_size", 1)
         if batches > 0:
             result["num_prompts"] = batches * size
@@ -277,7 +299,7 @@ def validation(x: Origin) -> Fields:
             result["generate"] = False
         return {"algorithm.validation": result}
     repeats = x.get("data.validation.repeat", 1)  # of each row, which are samples of one task
-    if prompts := x.get("grpo.max_val_samples"):
+    if prompts := x.get(f"{section}.max_val_samples"):
         result["num_prompts"] = max(prompts // repeats, 1)
     if (samples := repeats * x.get("grpo.val_num_generations_per_prompt", 1)) > 1:
         result |= {"num_generations_per_prompt": samples, "pass_at_k": [1, samples]}

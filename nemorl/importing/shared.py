@@ -49,17 +49,17 @@ def batch(trajectories: int, per_update: int, key: str) -> int:
     return updates
 
 
-def layout(gpus: int, sizes: dict[str, int], key: str) -> Fields:
-    """The layout of a policy on these GPUs. `sizes`: of tensor, pipeline, context, expert, expert_tensor.
+def layout(gpus: int, sizes: dict[str, int], key: str, path: str = "policy.layout") -> Fields:
+    """The layout of a model on these GPUs. `sizes`: of tensor, pipeline, context, expert, expert_tensor.
 
     Raises CannotImport if the processes of one copy do not divide them.
     """
     copy = prod(sizes.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
     if gpus % copy or gpus < copy:
-        problem = f"one copy of the policy takes {copy} GPUs, and it has {gpus}"
+        problem = f"one copy of the model takes {copy} GPUs, and it has {gpus}"
         raise CannotImport(f"{key}: {problem}; correct the sizes or the number of GPUs")
-    fields = {f"policy.layout.{axis}_parallel_size": size for axis, size in sizes.items() if size > 1}
-    return fields | {"policy.layout.data_parallel_size": gpus // copy}
+    fields = {f"{path}.{axis}_parallel_size": size for axis, size in sizes.items() if size > 1}
+    return fields | {f"{path}.data_parallel_size": gpus // copy}
 
 
 def replicas(gpus: int, ranks: int, key: str) -> int:
@@ -95,6 +95,11 @@ def trained_sampling(x: Origin, temperature: float, filters: Mapping[str, float]
     for key in filters:
         x.changed(key, "the loss is of the tokens that it keeps, and there of all tokens")
     return {"temperature": temperature, **{key.rpartition(".")[2]: value for key, value in filters.items()}}
+
+
+# What `policy.offload_activations` is where all layers are offloaded, or modules of every layer.
+OFFLOADED = {"policy.offload_activations": {"layers": "auto"}}
+OFFLOADED_HOW = "of whole layers, as many as the memory plan chooses"
 
 
 def template_arguments(x: Origin, section: str) -> Fields:

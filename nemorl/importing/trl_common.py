@@ -4,7 +4,7 @@ from pathlib import PurePath
 from typing import Any
 
 from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, not_imported, take
-from .shared import layout, lora_targets, trackers
+from .shared import OFFLOADED, OFFLOADED_HOW, layout, lora_targets, trackers
 
 # Defaults of what the rules read, of TRL and of transformers' TrainingArguments.
 DEFAULTS: dict[str, Any] = {
@@ -146,6 +146,13 @@ def _trackers(x: Origin) -> Fields:
     return trackers(x, "report_to", names, sections)
 
 
+def _offloaded(x: Origin) -> Fields:
+    if not x.get("activation_offloading", False):
+        return {}
+    x.changed("activation_offloading", OFFLOADED_HOW, changes_result=False)
+    return OFFLOADED
+
+
 def _lora(x: Origin) -> Fields:
     if not x.get("use_peft", False):
         return {}
@@ -193,6 +200,7 @@ RULES: tuple[Rule, ...] = (
         ("cluster.num_nodes", "cluster.gpus_per_node", "policy.layout"),
         _devices,
     ),
+    Part(("activation_offloading",), ("policy.offload_activations",), _offloaded),
     Part(("report_to", "project", "trackio_space_id"), ("logger.trackers",), _trackers),
     take("seed", "seed"),
     Lost(("lora_dropout",), "adapters have no dropout", (0.0, None)),
@@ -253,7 +261,7 @@ RULES: tuple[Rule, ...] = (
             *("dtype", "attn_implementation", "trust_remote_code", "model_revision", "use_cache", "use_cpu"),
             *("ddp_timeout", "ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_static_graph"),
             *("ddp_find_unused_parameters", "deepspeed", "fsdp", "fsdp_config", "tf32", "local_rank"),
-            *("gradient_checkpointing_kwargs", "activation_offloading", "torch_empty_cache_steps"),
+            *("gradient_checkpointing_kwargs", "torch_empty_cache_steps"),
             *("use_liger_kernel", "liger_kernel_config", "torch_compile", "torch_compile_backend"),
             *(
                 "torch_compile_mode",

@@ -1,9 +1,10 @@
-"""verl's configs: `main_ppo` with its advantages and losses, as overrides, a script or a resolved YAML."""
+"""verl's configs: `main_ppo` with its advantages, losses and teachers, as a script, overrides or a YAML."""
 
 from pathlib import Path
 from typing import Any
 
 from . import verl_devices as devices
+from . import verl_distillation as distillation
 from . import verl_learning as learning
 from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, take
 from .shared import template_arguments
@@ -21,6 +22,7 @@ from .verl_learning import ACTOR, CORRECTION, ROLLOUT
 
 # verl's defaults of what the rules read (commit 1dda039b, ppo_trainer.yaml and ppo_megatron_trainer.yaml).
 DEFAULTS: dict[str, Any] = {
+    **distillation.DEFAULTS,
     "algorithm.adv_estimator": "gae",
     "algorithm.gamma": 1.0,
     "algorithm.lam": 1.0,
@@ -100,6 +102,7 @@ MARKS = r"actor_rollout_ref|verl\.trainer"
 _AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 _BUFFERS = ("reward.reward_kwargs", "reward_model.reward_kwargs")
 LIKENESSES: dict[str, object] = {
+    **distillation.LIKENESSES,
     f"{ACTOR}.loss_agg_mode": _AGGREGATIONS,
     "critic.loss_agg_mode": _AGGREGATIONS,
     f"{ACTOR}.kl_loss_coef": 0.001,
@@ -186,10 +189,6 @@ def _refuse(x: Origin) -> Fields:
     """Runs of something that nemorl does not have in this form."""
     if x.get(f"{ROLLOUT}.multi_turn.enable", False):
         raise CannotImport(f"{ROLLOUT}.multi_turn.enable: give the tools as an environment (docs/tools.md)")
-    if x.get("distillation.enabled", False) or x.get("distillation.enable", False):
-        raise CannotImport(
-            "distillation: on-policy distillation of verl is not imported (docs/distillation.md)"
-        )
     if x.get("actor_rollout_ref.hybrid_engine", True) is False:
         raise CannotImport("actor_rollout_ref.hybrid_engine: separate rollouts are not imported")
     return {}
@@ -217,7 +216,7 @@ _MEGATRON_SIZES = (
 RULES: tuple[Rule, ...] = (
     Part(
         (
-            *(f"{ROLLOUT}.multi_turn.enable", "distillation.enabled", "distillation.enable"),
+            f"{ROLLOUT}.multi_turn.enable",
             "actor_rollout_ref.hybrid_engine",
         ),
         (),
@@ -322,12 +321,15 @@ RULES: tuple[Rule, ...] = (
             else {}
         ),
     ),
-    take("trainer.nnodes", "cluster.num_nodes"),
     Part(
-        ("trainer.n_gpus_per_node",),
-        ("cluster.gpus_per_node",),
-        lambda x: {"cluster.gpus_per_node": x.get("trainer.n_gpus_per_node")},
+        (
+            *("trainer.nnodes", "trainer.n_gpus_per_node"),
+            *("distillation.nnodes", "distillation.n_gpus_per_node"),
+        ),
+        ("cluster.num_nodes", "cluster.gpus_per_node"),
+        distillation.cluster,
     ),
+    *distillation.RULES,
     Part(
         (
             *_below(MEGATRON, *_MEGATRON_SIZES),
@@ -523,5 +525,5 @@ RULES: tuple[Rule, ...] = (
         "trackers, profiling, the start of Ray, the order of samples",
     ),
     Ignored(("algorithm.*",), "of a method that is off"),
-    Ignored(("distillation.*",), "distillation is off"),
+    Ignored(("distillation.*",), "distillation is off, or how the teachers' engines compute"),
 )

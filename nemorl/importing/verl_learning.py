@@ -25,13 +25,20 @@ _CRITERIA = (
 # Loss and advantages.
 
 
+def distills(x: Origin) -> bool:
+    return bool(x.get("distillation.enabled", False) or x.get("distillation.enable", False))
+
+
 def batches(x: Origin) -> Fields:
     prompts, minibatch = x.get("data.train_batch_size"), x.get(f"{ACTOR}.ppo_mini_batch_size")
+    epochs = x.get(f"{ACTOR}.ppo_epochs")
+    if distills(x) and epochs != 1:
+        x.lost(f"{ACTOR}.ppo_epochs", "distillation trains once on each sample")
     return {
         "algorithm.num_prompts_per_step": prompts,
         "algorithm.num_generations_per_prompt": x.get(f"{ROLLOUT}.n"),
         "algorithm.num_minibatches": updates(x) if minibatch else 1,
-        "algorithm.num_epochs": x.get(f"{ACTOR}.ppo_epochs"),
+        **({} if distills(x) else {"algorithm.num_epochs": epochs}),
     }
 
 
@@ -42,6 +49,8 @@ def updates(x: Origin) -> int:
 
 
 def advantage(x: Origin) -> Fields:
+    if distills(x):
+        return {}
     name, alone = str(x.get("algorithm.adv_estimator")), x.get(f"{ROLLOUT}.n") == 1
     gamma, normalize = x.get("algorithm.gamma"), x.get("algorithm.norm_adv_by_std_in_grpo")
     fields: dict[str, Any] = {"algorithm.name": "grpo"}
@@ -79,6 +88,8 @@ def critic_learning(x: Origin) -> dict[str, Any]:
 
 
 def loss(x: Origin) -> Fields:
+    if distills(x):
+        return {}
     mode = x.get(f"{ACTOR}.policy_loss.loss_mode")
     low = x.get(f"{ACTOR}.clip_ratio_low", x.get(f"{ACTOR}.clip_ratio"))
     high = x.get(f"{ACTOR}.clip_ratio_high", x.get(f"{ACTOR}.clip_ratio"))
@@ -147,6 +158,8 @@ def aggregation(x: Origin, mode: str) -> dict[str, Any]:
 
 
 def kl(x: Origin) -> Fields:
+    if distills(x):
+        return {}
     in_loss, in_reward = x.get(f"{ACTOR}.use_kl_loss"), x.get("algorithm.use_kl_in_reward")
     if in_loss and x.get(f"{ACTOR}.kl_loss_coef"):
         kind = str(x.get(f"{ACTOR}.kl_loss_type"))
@@ -176,12 +189,16 @@ def kl(x: Origin) -> Fields:
 
 def entropy(x: Origin) -> Fields:
     coefficient = x.get(f"{ACTOR}.entropy_coeff")
-    return {"algorithm.entropy.coefficient": float(coefficient)} if coefficient else {}
+    if distills(x) or not coefficient:
+        return {}
+    return {"algorithm.entropy.coefficient": float(coefficient)}
 
 
 def correction(x: Origin) -> Fields:
     """Importance sampling and rejection of samples whose logprobs differ between engine and trainer."""
     level, section = x.get(f"{CORRECTION}.rollout_is"), dict[str, Any]()
+    if distills(x):
+        return {}
     if level and level != "null":
         low, high = bounds(x.get(f"{CORRECTION}.rollout_is_threshold"))
         section = {"name": "tis", "level": level, "high": high}

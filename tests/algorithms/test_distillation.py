@@ -16,13 +16,21 @@ from nemorl.algorithms.distillation import (
     DistillationUpdate,
     SampledReverseKL,
     TopDivergence,
+    distillation_loss,
     outcomes,
 )
 from nemorl.algorithms.metrics import optimizer_metrics
 from nemorl.algorithms.objective import finish_metrics
 from nemorl.algorithms.online import OnlineAlgorithm
 from nemorl.algorithms.teachers import EndpointTeacher, Teachers, teachers_of_tasks
-from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig, ReverseKlLossConfig
+from nemorl.config.algorithm import (
+    ForwardKlLossConfig,
+    IcePopCorrectionConfig,
+    JsdLossConfig,
+    MixedKlLossConfig,
+    NoCorrectionConfig,
+    ReverseKlLossConfig,
+)
 from nemorl.config.auxiliary import EndpointTeacherConfig, ModelTeacherConfig
 from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.packed import Compared, PackedBatch
@@ -117,6 +125,207 @@ def test_top_divergence_and_its_gradient(config, rest):
         moved[1][i, j] -= step
         slope = (by_hand(moved[0])[0] - by_hand(moved[1])[0]) / (2 * step)
         assert float(z.grad[i, j]) == pytest.approx(slope, rel=1e-3, abs=1e-6)
+
+
+def of_a_batch(config, logits, teacher, k=K):
+    """Loss of a batch in float64, its gradient to the logits [7, 6], and sums."""
+    ids = teacher.topk(k, dim=-1).indices
+    batch = packed(
+        top_ids=ids.int(),
+        top_logprobs=teacher.gather(1, ids),
+        reference_logprobs=teacher.gather(1, packed().tokens[:, None]).squeeze(1),
+    )
+    z = logits.clone().requires_grad_()
+    q = z.log_softmax(-1)
+    own = q.gather(1, batch.tokens[:, None])
+    told = own.squeeze(1) if config.top_k is None else torch.cat((own, q.gather(1, ids)), dim=1)
+    found = distillation_loss(config)(batch, told, -(q.exp() * q).sum(-1))
+    found.loss.backward()
+    return float(found.loss.detach()), z.grad, found.sums
+
+
+def weighted(terms):
+    """Of a function of the place that returns the divergence there, the loss of the batch."""
+    weights = packed().weights.double()
+    return sum(weights[i] * terms(i) for i in MASK.nonzero().flatten().tolist())
+
+
+def of_nemo_rl(z, teacher, kind, weight, *, zero_outside):
+    """NeMo-RL's DistillationLossFn over the complete vocabulary, from the teacher's logits of the top."""
+
+    def term(i):
+        ids = teacher[i].topk(K).indices
+        p = teacher[i][ids].softmax(-1)
+        if zero_outside:
+            log_q, log_p = z[i].log_softmax(-1), torch.full((VOCABULARY,), -100.0).double()
+            log_p[ids] = p.log()
+            reverse = (log_q.exp() * (log_q - log_p)).sum()
+            forward = (p * (p.log() - log_q[ids])).sum()
+        else:
+            log_q = z[i][ids].log_softmax(-1)
+            forward = (p * (p.log() - log_q)).sum()
+            reverse = (log_q.exp() * (log_q - p.log())).sum()
+        return {"forward": forward, "reverse": reverse, "mixed": weight * forward + (1 - weight) * reverse}[
+            kind
+        ]
+
+    return weighted(term)
+
+
+@pytest.mark.parametrize("zero_outside", [True, False])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
+def test_the_loss_and_gradient_of_nemo_rl(kind, zero_outside):
+    logits, teacher = distributions()
+    rest = "zero" if zero_outside else "leave_out"
+    config = {
+        "forward": ForwardKlLossConfig(name="forward_kl", tokens=K, rest=rest),
+        "reverse": ReverseKlLossConfig(tokens=K, rest=rest),
+        "mixed": MixedKlLossConfig(name="mixed_kl", tokens=K, rest=rest, forward_weight=0.3),
+    }[kind]
+    loss, grad, sums = of_a_batch(config, logits, teacher)
+    z = logits.clone().requires_grad_()
+    expected = of_nemo_rl(z, teacher + 1.5, kind, 0.3, zero_outside=zero_outside)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    torch.testing.assert_close(grad, z.grad, rtol=1e-6, atol=1e-9)
+    parts = [sums.get(f"distillation/{name}") for name in ("forward_kl", "reverse_kl")]
+    if kind == "mixed":
+        mixed = sums["distillation/mixed_kl"]
+        torch.testing.assert_close(mixed, 0.3 * parts[0] + 0.7 * parts[1])
+
+
+@pytest.mark.parametrize("updates", ["one", "several"])
+def test_the_loss_and_gradient_of_mopd(updates):
+    """NeMo-RL's estimator `opd` with REINFORCE and IcePop (arXiv 2601.02780, equations 7 and 8)."""
+    logits, teacher = distributions()
+    tokens = packed().tokens
+    trainer = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    engine = trainer + torch.tensor([0, 0.3, -2.0, 0, 0, 2.5, -0.4]).double()
+    correction = IcePopCorrectionConfig(name="icepop", low=0.2, high=5.0)
+    old = trainer * 0.9 if updates == "several" else None
+    z = logits.clone().requires_grad_()
+    own = z.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+    told = teacher.gather(1, tokens[:, None]).squeeze(1)
+    batch = packed(reference_logprobs=told, logprobs=engine, old_logprobs=old)
+    found = SampledReverseKL(correction=correction)(batch, own, torch.zeros(TOKENS).double())
+    found.loss.backward()
+
+    exact = logits.clone().requires_grad_()
+
+    def term(i):
+        logprob = exact[i].log_softmax(-1)[tokens[i]]
+        weight = ((logprob.detach() if old is None else old[i]) - engine[i]).exp()
+        weight = weight if 0.2 <= weight <= 5 else 0.0
+        return -weight * (told[i] - logprob).detach() * logprob
+
+    weighted(term).backward()
+    torch.testing.assert_close(z.grad, exact.grad, rtol=1e-6, atol=1e-9)
+    assert 0 < found.sums["correction/masked"] < MASK.sum()
+
+
+def of_verl(z, teacher, min_logprob, max_value):
+    """verl's `forward_kl_topk` as a loss: clamped logprobs of the complete distributions, nothing scaled."""
+
+    def term(i):
+        ids = teacher[i].topk(K).indices
+        log_q, log_p = z[i].log_softmax(-1)[ids], teacher[i][ids]
+        if min_logprob is not None:
+            log_q, log_p = log_q.clamp_min(min_logprob), log_p.clamp_min(min_logprob)
+        divergence = (log_p.exp() * (log_p - log_q)).sum().clamp_min(0.0)
+        return divergence if max_value is None else divergence.clamp(-max_value, max_value)
+
+    return weighted(term)
+
+
+@pytest.mark.parametrize(("low", "high"), [(None, None), (-3.0, None), (-3.0, 0.8), (None, 0.8)])
+def test_the_top_loss_and_gradient_of_verl(low, high):
+    logits, teacher = distributions()
+    config = ForwardKlLossConfig(
+        name="forward_kl", tokens=K, rest="unscaled", min_logprob=low, max_value=high
+    )
+    loss, grad, _ = of_a_batch(config, logits, teacher)
+    z = logits.clone().requires_grad_()
+    expected = of_verl(z, teacher, low, high)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    torch.testing.assert_close(grad, z.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_a_negative_sum_of_unscaled_terms_counts_as_zero():
+    """The policy gives all of the teacher's tokens more than the teacher does at the last two places."""
+    logits, teacher = distributions()
+    sure = teacher.scatter_add(1, teacher.topk(K, dim=-1).indices, torch.full((TOKENS, K), 2.0).double())
+    logits[5:] = sure[5:]
+    config = ForwardKlLossConfig(name="forward_kl", tokens=K, rest="unscaled")
+    loss, grad, _ = of_a_batch(config, logits, teacher)
+    assert loss == pytest.approx(float(of_verl(logits, teacher, None, None)), rel=1e-6)
+    assert loss > 0
+    assert not grad[5:].any()
+    assert grad[1:3].any()
+
+
+@pytest.mark.parametrize("bound", [None, 0.7])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_sampled_losses_and_gradients_of_verl(estimator, bound):
+    """`k1` as the advantage of a clipped policy gradient whose ratio is 1, the others as losses."""
+    logits, teacher = distributions()
+    loss, grad, _ = of_a_batch(ReverseKlLossConfig(estimator=estimator, max_value=bound), logits, teacher)
+    z = logits.clone().requires_grad_()
+    tokens = packed().tokens
+    bounds = (-math.inf, math.inf) if bound is None else (-bound, bound)
+
+    def term(i):
+        logprob = z[i].log_softmax(-1)[tokens[i]]
+        x = logprob - teacher[i, tokens[i]]
+        if estimator == "k1":
+            advantage, ratio = -x.detach().clamp(*bounds), (logprob - logprob.detach()).exp()
+            return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        return {"k2": x.square() / 2, "k3": (-x).exp() - 1 + x}[estimator].clamp(*bounds)
+
+    expected = weighted(term)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    torch.testing.assert_close(grad, z.grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ReverseKlLossConfig(tokens=VOCABULARY),
+        MixedKlLossConfig(name="mixed_kl", tokens=VOCABULARY, rest="zero"),
+        JsdLossConfig(name="jsd", tokens=VOCABULARY, rest="zero", beta=0.2),
+    ],
+    ids=lambda config: config.name,
+)
+def test_divergences_over_all_tokens_are_those_of_the_distributions(config):
+    logits, teacher = distributions()
+    loss, _, _ = of_a_batch(config, logits, teacher, k=VOCABULARY)
+    p, q = teacher.exp().tolist(), logits.softmax(-1).tolist()
+    forward, reverse = (
+        float(weighted(lambda i, a=a, b=b: divergence_by_hand(a[i], b[i], "forward_kl")))
+        for a, b in ((p, q), (q, p))
+    )
+    jsd = float(weighted(lambda i: divergence_by_hand(p[i], q[i], "jsd", 0.2)))
+    expected = {"reverse_kl": reverse, "mixed_kl": (forward + reverse) / 2, "jsd": jsd}
+    assert loss == pytest.approx(expected[config.name], rel=1e-5)
+
+
+def test_jensen_shannon_with_a_teacher_that_has_only_the_top():
+    """Over the complete vocabulary, in which a token without probability of the teacher has a term."""
+    logits, teacher = distributions()
+    config = JsdLossConfig(name="jsd", tokens=K, rest="zero", beta=0.2)
+    loss, _, _ = of_a_batch(config, logits, teacher)
+
+    def term(i):
+        ids = teacher[i].topk(K).indices
+        p = torch.zeros(VOCABULARY).double()
+        p[ids] = teacher[i][ids].softmax(-1)
+        q = logits[i].softmax(-1)
+        m = 0.2 * p + 0.8 * q
+        forward = (p[ids] * (p[ids] / m[ids]).log()).sum()
+        return 0.2 * forward + 0.8 * (q * (q / m).log()).sum()
+
+    assert loss == pytest.approx(float(weighted(term)), rel=1e-6)
 
 
 def test_top_of_the_whole_vocabulary_is_the_whole_divergence():
@@ -238,12 +447,23 @@ def test_metrics_are_means_over_the_sampled_tokens():
 
 def test_teachers_by_a_column():
     tasks = [Task(0, (), columns={"of": "sums"}), Task(1, (), columns={"of": "prose"})]
-    assert teachers_of_tasks(tasks, "of", ["prose", "sums"]) == ["sums", "prose"]
-    assert teachers_of_tasks(tasks, None, ["prose"]) == ["prose", "prose"]
+    assert teachers_of_tasks(tasks, "of", {"prose": "prose", "sums": "adder"}) == ["adder", "prose"]
+    assert teachers_of_tasks(tasks, None, {"prose": "prose"}) == ["prose", "prose"]
     with pytest.raises(RunError, match=r"task 1: the column `of`.* is 'prose'.*one of the teachers: sums"):
-        teachers_of_tasks(tasks, "of", ["sums"])
+        teachers_of_tasks(tasks, "of", {"sums": "sums"})
     with pytest.raises(RunError, match=r"task 0: the column `from`.* is missing"):
-        teachers_of_tasks(tasks, "from", ["sums"])
+        teachers_of_tasks(tasks, "from", {"sums": "sums"})
+
+
+def of_updates(number: int) -> Any:
+    """The part of a config that an update reads."""
+    return SimpleNamespace(
+        aggregation="token-mean",
+        loss=ReverseKlLossConfig(name="reverse_kl"),
+        correction=NoCorrectionConfig(),
+        num_minibatches=number,
+        needs_old_logprobs=False,
+    )
 
 
 class StandInGroup:
@@ -350,7 +570,7 @@ def test_teachers_score_while_the_policy_computes_its_logprobs() -> None:
     session = Session(models=cast(Any, {"policy": policy, "teacher_sums": sums, "teacher_prose": prose}))
     model = ModelTeacherConfig(model_path=Path("m"))
     teachers = Teachers(session, {"sums": model, "prose": model}, {"sums": 1, "prose": 1}, None)
-    config: Any = SimpleNamespace(aggregation="token-mean", loss=ReverseKlLossConfig(name="reverse_kl"))
+    config: Any = of_updates(1)
     update = DistillationUpdate(config, ["sums", "prose"], multiple=1)
     observer: Any = SimpleNamespace(
         stage=lambda *_, **__: nullcontext(SimpleNamespace(advance=lambda **_: None))
@@ -364,9 +584,26 @@ def test_teachers_score_while_the_policy_computes_its_logprobs() -> None:
 
 
 def test_where_nothing_trains_neither_policy_nor_teachers_are_asked() -> None:
-    config: Any = SimpleNamespace(aggregation="token-mean", loss=ReverseKlLossConfig(name="reverse_kl"))
+    config: Any = of_updates(1)
     nobody: Any = None
     update = DistillationUpdate(config, ["sums"], multiple=1)
     algorithm = OnlineAlgorithm(config, nobody, nobody, update, nobody, nobody, nobody, teachers=nobody)
     batch = update.prepare([group(0, failed(0), failed(1))], 1)
     assert asyncio.run(algorithm.train(batch, 1)) == optimizer_metrics([], left_out=1)
+
+
+def test_each_minibatch_is_weighed_and_filled_up_alone() -> None:
+    """Three samples of which the middle one failed, and one more, in two updates of two ranks."""
+    config: Any = of_updates(2)
+    groups = [
+        group(0, trajectory(1.0, row=0, sampled=3), trajectory(1.0, row=1, sampled=1)),
+        group(1, failed(0), trajectory(1.0, row=1, sampled=5)),
+    ]
+    batch = DistillationUpdate(config, ["sums", "prose"], multiple=4).prepare(groups, 1)
+    assert (batch.num_minibatches, batch.num_updates, list(batch.schedule)) == (2, 2, [0, 1])
+    weights = [place.weight for place in batch.sequences]
+    assert weights == pytest.approx([1 / 4, 1 / 4, 0, 0, 0, 1 / 5, 0, 0])
+    assert batch.teachers == ("sums",) * 4 + ("prose",) * 4
+    lost = DistillationUpdate(config, ["sums", "prose"], multiple=1)
+    batch = lost.prepare([groups[0], group(1, failed(0), failed(1))], 1)
+    assert (list(batch.schedule), batch.left_out) == ([0], 1)

@@ -50,10 +50,10 @@ def test_types_are_in_words() -> None:
 
 
 def test_many_names_of_one_variant_are_called_by_its_class() -> None:
-    (minibatches,) = describe("algorithm.num_minibatches")
+    (compares,) = describe("algorithm.compares")
     (name,) = describe("algorithm.name")
 
-    assert minibatches.variant == "online"
+    assert compares.variant == "online"
     assert "`online`: Sample, score, train" in name.help
     assert "| grpo |" in name.type
 

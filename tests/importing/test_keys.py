@@ -103,6 +103,38 @@ _PUZZLE = GRPO | {"data.default.env_name": "sliding_puzzle_game"}
 _GAME = "env.sliding_puzzle_game.cfg"
 _NVFP4 = GRPO | {"policy.quant_cfg": "quant_configs/nvfp4_experts.yaml"}
 _FP8 = GRPO | {"policy.generation.vllm_cfg.precision": "fp8"}
+_DISTILLED = NEMO_RL | {
+    "distillation.num_prompts_per_step": 128,
+    "distillation.max_num_steps": 30,
+    "distillation.val_period": 5,
+    "teacher.model_name": "org/teacher",
+}
+_TAUGHT_BY_MEGATRON = _DISTILLED | {"teacher.megatron_cfg.enabled": True}
+_STAGED = _TAUGHT_BY_MEGATRON | {"teacher.megatron_cfg.pipeline_model_parallel_size": 2}
+_TEACHER_SIZES = {
+    **{
+        f"teacher.megatron_cfg.{name}_parallel_size": (_TAUGHT_BY_MEGATRON, 1, 2)
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    },
+    **{
+        f"teacher.dtensor_cfg.{name}_parallel_size": (_DISTILLED, 1, 2)
+        for name in ("tensor", "context", "expert")
+    },
+    **{
+        f"teacher.megatron_cfg.num_layers_in_{stage}_pipeline_stage": (_STAGED, 8, 9)
+        for stage in ("first", "last")
+    },
+    "teacher.megatron_cfg.sequence_parallel": (
+        _TAUGHT_BY_MEGATRON | {"teacher.megatron_cfg.tensor_model_parallel_size": 2},
+        True,
+        False,
+    ),
+    "teacher.dtensor_cfg.sequence_parallel": (
+        _DISTILLED | {"teacher.dtensor_cfg.tensor_parallel_size": 2},
+        True,
+        False,
+    ),
+}
 _VALIDATED = {
     name: base | {f"{name}.val_period": 5, f"{name}.val_batches": 2}
     for name, base in (("dpo", DPO), ("rm", RM))
@@ -112,6 +144,18 @@ _FURTHER = MEGATRON | {"policy.megatron_cfg.mtp_num_layers": 2}
 _MTP = "actor_rollout_ref.model.mtp"
 _MTP_TRAINED = VERL | {f"{_MTP}.enable": True, f"{_MTP}.enable_train": True}
 _MTP_SAMPLED = VERL | {f"{_MTP}.enable": True, f"{_MTP}.enable_rollout": True}
+_D, _M = "distillation.distillation_loss", "distillation.teacher_models"
+_TAUGHT = VERL | {
+    "distillation.enabled": True,
+    "distillation.nnodes": 1,
+    f"{_D}.use_task_rewards": False,
+    f"{_M}.teacher_model.model_path": "org/teacher",
+}
+_BY_TOP = _TAUGHT | {f"{_D}.loss_mode": "forward_kl_topk"}
+_TWO = {
+    f"{_M}.{name}": {"model_path": f"org/{name}", "key": f"of/{name}", "num_replicas": 1}
+    for name in ("prose", "sums")
+}
 _OVERLONG = VERL | {"reward.reward_kwargs.overlong_buffer_cfg.enable": True}
 _COSINE = VERL | {"model_engine": "megatron", f"{_A}.optim.lr_decay_style": "cosine"}
 _FSDP_COSINE = VERL | {f"{_A}.optim.lr_scheduler_type": "cosine"}
@@ -140,6 +184,32 @@ def _offline(section: str, base: dict[str, Any]) -> dict[str, Context]:
 
 CONTEXTS: dict[str, dict[str, Context]] = {
     "nemo-rl": {
+        **_TEACHER_SIZES,
+        "teacher.megatron_cfg.enabled": (
+            _DISTILLED | {"teacher.megatron_cfg.tensor_model_parallel_size": 2},
+            True,
+            False,
+        ),
+        "loss_fn.kl_type": (_DISTILLED, "forward", "reverse"),
+        "loss_fn.mixed_kl_weight": (_DISTILLED, 0.5, 0.4),
+        "loss_fn.zero_outside_topk": (_DISTILLED, True, False),
+        "distillation.topk_logits_k": (_DISTILLED, 64, 32),
+        "distillation.num_prompts_per_step": (_DISTILLED, 64, 128),
+        "distillation.num_generations_per_prompt": (_DISTILLED, 1, 2),
+        "distillation.max_num_steps": (_DISTILLED, 30, 40),
+        "distillation.max_num_epochs": (_DISTILLED | {"distillation.max_num_steps": -1}, 1, 2),
+        "distillation.max_val_samples": (_DISTILLED, 256, 512),
+        "distillation.val_period": (_DISTILLED, 5, 6),
+        "distillation.val_at_start": (_DISTILLED, True, False),
+        "distillation.val_at_end": (_DISTILLED, True, False),
+        "distillation.seed": (_DISTILLED, 1, 2),
+        "distillation.max_rollout_turns": (
+            _DISTILLED | {"data.default.env_name": "sliding_puzzle_game"},
+            5,
+            6,
+        ),
+        "teacher.model_name": (_DISTILLED, "org/a", "org/b"),
+        "teacher.precision": (_DISTILLED, "bfloat16", "float32"),
         **_offline("sft", SFT),
         **_offline("dpo", DPO),
         **_offline("rm", RM),
@@ -190,6 +260,7 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "policy.generation.sglang_cfg.tp_size": (GRPO | {"policy.generation.backend": "sglang"}, 1, 2),
         "policy.sequence_packing.enabled": (_PACKED, True, False),
         "policy.dynamic_batching.enabled": (_PACKED, True, False),
+        "policy.megatron_cfg.fine_grained_activation_offloading": (MEGATRON, True, False),
         "policy.megatron_cfg.recompute_modules": (_RECOMPUTED, ["mlp"], ["moe"]),
         "policy.megatron_cfg.optimizer.optimizer": (MEGATRON, "adam", "sgd"),
         "policy.megatron_cfg.optimizer.sgd_momentum": (
@@ -260,6 +331,20 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         f"{_GAME}.max_moves": (_PUZZLE, 3, 4),
     },
     "verl": {
+        "distillation.enabled": (_TAUGHT, False, True),
+        "distillation.enable": (_TAUGHT | {"distillation.enabled": False}, False, True),
+        "distillation.nnodes": (_TAUGHT, 1, 2),
+        "distillation.n_gpus_per_node": (_TAUGHT, 4, 8),
+        "distillation.teacher_key": (_TAUGHT | _TWO, "data_source", "of"),
+        f"{_D}.loss_mode": (_TAUGHT, "k3", "forward_kl_topk"),
+        f"{_D}.topk": (_BY_TOP, 32, 64),
+        f"{_D}.loss_max_clamp": (_BY_TOP, 10.0, 5.0),
+        f"{_D}.log_prob_min_clamp": (_BY_TOP, None, -10.0),
+        f"{_M}.*": (_TAUGHT, {"model_path": "a", "num_replicas": 1}, {"model_path": "b", "num_replicas": 1}),
+        **{
+            f"{_M}.teacher_model.inference.{name}_parallel_size": (_TAUGHT, 2, 4)
+            for name in ("tensor_model", "pipeline_model", "expert")
+        },
         f"{_MTP}.enable": (VERL | {f"{_MTP}.enable_train": True}, False, True),
         f"{_MTP}.enable_train": (VERL | {f"{_MTP}.enable": True}, False, True),
         f"{_MTP}.enable_rollout": (VERL | {f"{_MTP}.enable": True}, False, True),
@@ -478,7 +563,12 @@ CONTEXTS: dict[str, dict[str, Context]] = {
 # Keys with one supported value, or whose other value is remarked on: what is written does not depend on them.
 REFUSED = {
     "nemo-rl": {"policy.optimizer.name": "SGD", "env.should_use_nemo_gym": True},
-    "verl": {f"{_A}.optim.optimizer": "SGD", "actor_rollout_ref.rollout.name": "trtllm"},
+    "verl": {
+        f"{_A}.optim.optimizer": "SGD",
+        "actor_rollout_ref.rollout.name": "trtllm",
+        f"{_D}.use_task_rewards": True,
+        f"{_D}.use_policy_gradient": True,
+    },
     "openrlhf": {
         **{f"{section}optim": "muon" for section in ("actor.", "critic.", "")},
         "train.agent_func_path": "agent.py",
@@ -490,6 +580,11 @@ REMARKED = {
     "nemo-rl": {"async_rl.sampler.name": "windowed"},
     "verl": {"algorithm.kl_penalty": "low_var_kl"},
 }
+
+
+def base_of(project: str, key: str) -> dict[str, Any]:
+    """Values of a run in which the key is read."""
+    return _TAUGHT if key.startswith(f"{_D}.") else BASES[project]
 
 
 def mapped(project: str) -> list[str]:
@@ -589,8 +684,8 @@ def test_a_wrong_type_is_an_error_that_names_the_key(project: str, tmp_path: Pat
     for key in mapped(project):
         if key.endswith(_TEXT):
             continue
-        base = CONTEXTS[project][key][0] if key in CONTEXTS[project] else BASES[project]
-        if ".megatron_cfg." in key:
+        base = CONTEXTS[project][key][0] if key in CONTEXTS[project] else base_of(project, key)
+        if key.startswith("policy.megatron_cfg."):
             base = MEGATRON | base
         try:
             found = import_values(PROJECTS[project], base | {key: "maybe"}, OPTIONS)
@@ -632,7 +727,7 @@ def test_runs_of_openrlhf_that_no_script_shows_pass_the_checks(case: str, tmp_pa
 @pytest.mark.parametrize("project", ["nemo-rl", "verl", "openrlhf"])
 def test_values_without_counterpart_are_refused(project: str) -> None:
     for key, value in REFUSED[project].items():
-        base = OFFLINE["sft"] if key == "optim" else BASES[project]
+        base = OFFLINE["sft"] if key == "optim" else base_of(project, key)
         why = tree(project, base | {key: value})
         assert isinstance(why, str), key
         assert key in why

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from nemorl.config.auxiliary import teachers_held
 from nemorl.config.experiment import Experiment
 from nemorl.importing.document import PROJECTS, checked, to_text
 from nemorl.models.registry import shape_from_config
@@ -17,17 +18,16 @@ from tests.scripts import load_script
 # The beginnings of the reasons why a recipe is not imported, and how many recipes each has.
 REFUSED = {
     "nemo-rl": {
-        "distillation: on-policy distillation": 17,
+        "teachers: distillation on texts": 4,
         "ppo: PPO": 10,
-        "env.should_use_nemo_gym: ": 5,
+        "env.should_use_nemo_gym: ": 6,
         "policy.generation.colocated.enabled: ": 6,
         "grpo.adv_estimator.name = gdpo": 2,
         "grpo.adv_estimator.name = opd": 1,
         "grpo.async_grpo.enabled: ": 1,
     },
     "verl": {
-        "distillation: on-policy distillation": 6,
-        "model_engine = veomni": 5,
+        "model_engine = veomni": 7,
         "algorithm.adv_estimator = optimal_token_baseline": 1,
         "algorithm.adv_estimator = gdpo": 1,
         "actor_rollout_ref.actor.ppo_mini_batch_size: 64 copies": 1,
@@ -78,7 +78,7 @@ def test_no_key_is_unknown_and_reasons_are_known(tool: ModuleType, project: str)
 def test_imported_recipes_pass_the_checks(experiments: dict[tuple[str, str], Experiment]) -> None:
     """`checked` raises otherwise."""
     counts = {project: sum(of == project for of, _ in experiments) for project in FILES}
-    assert counts == {"nemo-rl": 216, "verl": 59, "openrlhf": 9}
+    assert counts == {"nemo-rl": 228, "verl": 63, "openrlhf": 9}
 
 
 def test_filters_of_sampling_are_kept(experiments: dict[tuple[str, str], Experiment]) -> None:
@@ -99,6 +99,9 @@ def test_devices_are_all_in_use(experiments: dict[tuple[str, str], Experiment]) 
         used, generation = experiment.policy.layout.world_size, experiment.generation
         if experiment.algorithm.generates and generation.has_engines and not generation.shares_devices:
             used += generation.replicas * generation.ranks_per_replica
+        for teacher in teachers_held(experiment.teachers).values():
+            own = teacher.worker_config(experiment.policy).layout.world_size
+            used += own if teacher.devices == "own" else 0
         assert used <= gpus, name
         assert used > gpus // 2, name
 

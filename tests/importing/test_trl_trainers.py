@@ -126,6 +126,7 @@ SHARED: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "warmup_ratio": ({}, 0.1, 0.2),
     "bf16": ({}, True, False),
     "gradient_checkpointing": ({}, True, False),
+    "activation_offloading": ({}, True, False),
     "use_peft": ({}, True, False),
     "lora_r": (_PEFT, 8, 16),
     "lora_alpha": (_PEFT, 8, 16),

@@ -8,7 +8,7 @@ import torch
 
 from nemorl.algorithms.distillation import TopDivergence
 from nemorl.algorithms.policy_losses import CrossEntropyLoss
-from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig
+from nemorl.config.algorithm import ForwardKlLossConfig, JsdLossConfig, MixedKlLossConfig
 from nemorl.config.policy import AdamConfig
 from nemorl.config.quantization import CalibrationConfig, QuantizationConfig
 from tests.megatron.cases import share
@@ -18,7 +18,8 @@ from tests.megatron.topk_cases import distilled, taught_by
 K = 5
 FORWARD = TopDivergence(ForwardKlLossConfig(name="forward_kl", tokens=K))
 JSD = TopDivergence(JsdLossConfig(name="jsd", tokens=K, beta=0.3))
-LOSSES = [CrossEntropyLoss(), FORWARD, JSD]
+MIXED = TopDivergence(MixedKlLossConfig(name="mixed_kl", tokens=K, rest="zero"))  # has the entropy's gradient
+LOSSES = [CrossEntropyLoss(), FORWARD, JSD, MIXED]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,11 @@ def test_top_tokens_are_those_of_transformers(model, alone):
 
 
 def test_the_teacher_is_left_and_come_back_to(alone):
-    _, forward, jsd = alone[2]
+    _, forward, jsd, mixed = alone[2]
     assert forward.sums["distillation/forward_kl"] > 1e-4 * forward.sums["tokens"]
     assert 0 < jsd.sums["distillation/jsd"] < jsd.sums["distillation/forward_kl"]
     assert jsd.sums["distillation/forward_kl"] < forward.sums["distillation/forward_kl"]
+    assert mixed.sums["distillation/reverse_kl"] > mixed.sums["distillation/forward_kl"]
 
 
 @pytest.mark.parametrize("loss", [FORWARD, JSD], ids=lambda loss: loss.config.name)

@@ -74,13 +74,20 @@ def test_each_task_has_the_teacher_that_its_column_names(folder: Path, model: Pa
             algorithm=algorithm,
             teachers={
                 "self": {"model_path": str(model)},
-                "other": {"model_path": str(other), "devices": "policy", "offload": {"weights": True}},
+                "another": {
+                    "key": "other",
+                    "model_path": str(other),
+                    "devices": "policy",
+                    "offload": {"weights": True},
+                },
             },
             rewards=None,
         )
 
     several = {"teacher_key": "of", "num_steps": 1}
-    (sampled,) = run("teachers", {"name": "on_policy_distillation", **SAMPLED, **several})
+    of_samples = {"name": "on_policy_distillation", "num_minibatches": 2}
+    (sampled,) = run("teachers", {**of_samples, **SAMPLED, **several})
+    assert sampled.values["updates/all"] == 2
     assert abs(sampled.values["distillation/reverse_kl"]) > 1e-3
     loss = {"name": "forward_kl", "tokens": 4}
     (data,) = run("teachers-of-data", {"name": "distillation", "batch_size": 8, "loss": loss, **several})

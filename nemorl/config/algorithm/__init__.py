@@ -12,6 +12,7 @@ from .distillation import DistillationLossConfig as DistillationLossConfig
 from .distillation import ForwardKlLossConfig as ForwardKlLossConfig
 from .distillation import IterativePreferenceConfig as IterativePreferenceConfig
 from .distillation import JsdLossConfig as JsdLossConfig
+from .distillation import MixedKlLossConfig as MixedKlLossConfig
 from .distillation import OnPolicyDistillationConfig as OnPolicyDistillationConfig
 from .distillation import RejectionSamplingConfig as RejectionSamplingConfig
 from .distillation import ReverseKlLossConfig as ReverseKlLossConfig

@@ -246,6 +246,29 @@ class OnlineBase(AlgorithmBase):
             yield Problem("group_seconds", self.group_seconds, f"{fix}; set it to less")
 
 
+class MinibatchesBase(OnlineBase):
+    num_minibatches: int = Field(1, ge=1)
+    """Optimizer steps that share the batch of one step; divides the number of trajectories. With 1 every
+    update is of the policy that sampled."""
+
+    @property
+    def units_per_update(self) -> int:
+        return self.trajectories_per_step // self.num_minibatches
+
+    @property
+    def described_trajectories(self) -> str:
+        return (
+            f"{self.trajectories_per_step} trajectories "
+            f"({self.num_prompts_per_step} prompts x {self.num_generations_per_prompt} generations)"
+        )
+
+    @check
+    def _minibatches_divide(self) -> Problems:
+        if self.trajectories_per_step % self.num_minibatches:
+            fix = f"it must divide the {self.described_trajectories} of a step"
+            yield Problem("num_minibatches", self.num_minibatches, fix)
+
+
 class SequenceMaskConfig(Config):
     """Leave sequences out by the ratios of their tokens, trainer over engine."""
 
@@ -444,16 +467,13 @@ class LikelihoodConfig(Config):
 PRESETS = dict(sorted((advantages.PRESETS | losses.PRESETS).items()))  # the named online algorithms
 
 
-class OnlineConfig(OnlineBase):
+class OnlineConfig(MinibatchesBase):
     """Sample, score, train, update the weights."""
 
     presets: ClassVar[Mapping[str, Preset]] = PRESETS
     reference_field: ClassVar[str | None] = "algorithm.kl.coefficient"
     trains_filtered: ClassVar[bool] = True
     name: Literal[tuple(PRESETS)]  # type: ignore[valid-type]
-    num_minibatches: int = Field(1, ge=1)
-    """Optimizer steps that share the batch of one step; divides the number of trajectories. With 1 every
-    update is of the policy that sampled."""
     num_epochs: int = Field(1, ge=1)
     """Passes over the batch of a step, in the same minibatches."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
@@ -473,10 +493,6 @@ class OnlineConfig(OnlineBase):
     """How samples of another policy than the trained one are weighed or left out."""
     critic: CriticLearningConfig | None = None
     """Training of a critic, for advantages that need one; the section `critic` says which model it is."""
-
-    @property
-    def units_per_update(self) -> int:
-        return self.trajectories_per_step // self.num_minibatches
 
     @property
     def metrics(self) -> frozenset[str]:
@@ -541,19 +557,6 @@ class OnlineConfig(OnlineBase):
         needed = before_all or (self.updates_per_step > 1 and compared)
         by_entropy = self.loss.selects_by_entropy
         return self.kl_in_reward or by_entropy or (needed and self.correction.form == "decoupled")
-
-    @property
-    def described_trajectories(self) -> str:
-        return (
-            f"{self.trajectories_per_step} trajectories "
-            f"({self.num_prompts_per_step} prompts x {self.num_generations_per_prompt} generations)"
-        )
-
-    @check
-    def _minibatches_divide(self) -> Problems:
-        if self.trajectories_per_step % self.num_minibatches:
-            fix = f"it must divide the {self.described_trajectories} of a step"
-            yield Problem("num_minibatches", self.num_minibatches, fix)
 
     @check
     def _kl_settings_are_used(self) -> Problems:
