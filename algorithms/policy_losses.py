@@ -406,7 +406,7 @@ class CrossEntropyLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """`max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2`, summed with the weights of the batch.
+    """`s max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2`, summed with the weights of the batch.
 
     As in PPO's implementation; Schulman et al. 2017 name the plain error only.
     """
@@ -425,7 +425,7 @@ class ValueLoss:
         if clip is not None:
             bounded = (torch.minimum(torch.maximum(now, old - clip), old + clip) - returns).square()
             errors, clipped = torch.maximum(errors, bounded), bounded > errors
-        loss = (batch.weights * errors / 2).sum()
+        loss = self.config.loss_scale * (batch.weights * errors / 2).sum()
         metrics = {
             "value": old,
             "return": returns,

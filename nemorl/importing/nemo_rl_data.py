@@ -44,12 +44,17 @@ def _env_name(x: Origin) -> str:
 
 
 def _is_offline(x: Origin) -> bool:
-    return not x.has_section("grpo")
+    return not any(map(x.has_section, ("grpo", "ppo")))
+
+
+def _online(x: Origin, name: str, default: Any = None) -> Any:
+    """A key of GRPO's or PPO's section."""
+    return x.get(f"{'ppo' if x.has_section('ppo') else 'grpo'}.{name}", default)
 
 
 def _data(x: Origin) -> Fields:
     if not _is_offline(x) and _env_name(x) == "sliding_puzzle_game":
-        size = x.get("grpo.num_prompts_per_step", 1) * max(x.get("grpo.max_num_steps", 1), 1)
+        size = _online(x, "num_prompts_per_step", 1) * max(_online(x, "max_num_steps", 1), 1)
         size = min(size, 100_000)
         return {"data.train": {"name": "seeds", "size": size}}
     train, validation = _train(x), _validation(x)
@@ -84,7 +89,7 @@ def _data(x: Origin) -> Fields:
 
 
 def _validates(x: Origin) -> bool:
-    names = ("grpo", "sft", "dpo", "rm")
+    names = ("grpo", "ppo", "sft", "dpo", "rm")
     flags = (x.get(f"{n}.val_at_start", False) or x.get(f"{n}.val_at_end", False) for n in names)
     return any(flags) or any(x.get(f"{n}.val_period", 0) > 0 for n in names)
 
@@ -167,7 +172,7 @@ def _environment(x: Origin) -> Fields:
     if name == "sliding_puzzle_game":
         game, template = f"env.{name}.cfg", "policy.tokenizer.template_arguments"
         shown = x.get("data.add_system_prompt")
-        moves = [x.get(f"{game}.max_moves", 20), x.get("grpo.max_rollout_turns")]
+        moves = [x.get(f"{game}.max_moves", 20), _online(x, "max_rollout_turns")]
         return ({} if shown is None else {f"{template}.add_system_prompt": shown}) | {
             "env.name": "sliding_puzzle",
             "env.size": x.get(f"{game}.game_config.size", 3),
@@ -222,7 +227,7 @@ DATA_RULES: tuple[Rule, ...] = (
         (
             *("data.default.env_name", "env.should_use_nemo_gym", "env.reward_model.model_name"),
             *(f"env.{name}.math_verify_impl" for name in _MATH),
-            *("grpo.max_rollout_turns", "data.add_system_prompt"),
+            *("grpo.max_rollout_turns", "ppo.max_rollout_turns", "data.add_system_prompt"),
             *(f"{_GAME}.game_config.size", f"{_GAME}.game_config.shuffle_moves", f"{_GAME}.max_moves"),
         ),
         ("env", "rewards", "policy.tokenizer.template_arguments"),

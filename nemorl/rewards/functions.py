@@ -201,7 +201,17 @@ def repetition_penalty(sampled_ids: Ids, n: int = 3) -> list[float]:
     return [len(set(own)) / len(own) - 1 if own else 0.0 for own in grams]
 
 
+def constant(sampled_ids: Ids) -> list[float]:
+    """1 for every answer: the weight is added to each reward.
+
+    Baselines subtract it again. A critic has to learn it first, as where rewards are -1 and 1 instead of 0
+    and 1.
+    """
+    return [1.0] * len(sampled_ids)
+
+
 BUILT_IN: dict[str, Callable[..., Sequence[float | None]]] = {
+    "constant": constant,
     "exact_match": exact_match,
     "format_tags": format_tags,
     "fuzzy_match": fuzzy_match,

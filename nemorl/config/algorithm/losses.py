@@ -191,6 +191,8 @@ class CriticLearningConfig(Config):
     nothing."""
     aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
     """How squared errors of tokens are aggregated."""
+    loss_scale: float = Field(1.0, gt=0)
+    """Factor of the loss, and so of the gradient before its norm is clipped; NeMo-RL: 0.4."""
     warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic is trained."""
 
