@@ -10,7 +10,18 @@ _PREPARED = "write it into this file with the keys of the section; NeMo-RL forma
 # Rows of training data that NeMo-RL formats in its code, from the datasets' cards.
 _ROWS = {"HelpSteer3": 38_459, "gsm8k": 7_473, "squad": 87_599, "tulu3_sft_mixture": 939_343}
 _MATH = ("math", "dapo")
-_ENVIRONMENTS = (*_MATH, "sliding_puzzle_game", "reward_model")
+_ENVIRONMENTS = (*_MATH, "math_multi_reward", "sliding_puzzle_game", "reward_model")
+_WEIGHTS = "grpo.adv_estimator.reward_weights"
+# Of math_multi_reward, in the order of the weights, which is that of the names.
+_SEVERAL: tuple[dict[str, Any], ...] = (
+    {"name": "correctness", "function": "exact_match", "arguments": {"tag": "answer"}},
+    {
+        "name": "format",
+        "function": "pattern",
+        "arguments": {"regex": r"<think>((?!</?answer>).)*</think>\n<answer>((?!</?answer>).)*</answer>\n?"},
+    },
+    {"name": "integer", "function": "pattern", "arguments": {"regex": r"\d+", "tag": "answer"}},
+)
 _GENERATION = "policy.generation.max_new_tokens"
 
 
@@ -169,6 +180,8 @@ def _environment(x: Origin) -> Fields:
     if name in _MATH:
         by_text = x.get(f"env.{name}.math_verify_impl") == "dapo_math_verify"
         return {"env.name": "math"} | ({"env.comparison": "text"} if by_text else {})
+    if name == "math_multi_reward":
+        return {"env.name": "single_turn", "rewards": _several_rewards(x)}
     if name == "sliding_puzzle_game":
         game, template = f"env.{name}.cfg", "policy.tokenizer.template_arguments"
         shown = x.get("data.add_system_prompt")
@@ -183,6 +196,18 @@ def _environment(x: Origin) -> Fields:
         model = {"kind": "local_model", "model_path": x.get("env.reward_model.model_name")}
         return {"env.name": "single_turn", "rewards": [model | {"devices": "policy"}]}
     raise not_imported("data.default.env_name", name, "environment", _ENVIRONMENTS)
+
+
+def _several_rewards(x: Origin) -> list[dict[str, Any]]:
+    weights = x.get(_WEIGHTS) or [1.0] * len(_SEVERAL)
+    if len(weights) != len(_SEVERAL):
+        problem = f"expected {len(_SEVERAL)}, of {', '.join(one['name'] for one in _SEVERAL)}"
+        raise CannotImport(f"{_WEIGHTS} = {weights}: {problem}")
+    if x.get("grpo.adv_estimator.name") != "gdpo" and x.get(_WEIGHTS):
+        x.changed(_WEIGHTS, "they weigh the sum of the rewards, too; there only GDPO's advantages")
+    how = "an answer without its tags is wrong; there all of its text counts"
+    x.changed("data.default.env_name", how)
+    return [one | {"weight": float(weight)} for one, weight in zip(_SEVERAL, weights, strict=True)]
 
 
 def _longest_prompt(x: Origin) -> Fields:
@@ -227,6 +252,7 @@ DATA_RULES: tuple[Rule, ...] = (
         (
             *("data.default.env_name", "env.should_use_nemo_gym", "env.reward_model.model_name"),
             *(f"env.{name}.math_verify_impl" for name in _MATH),
+            _WEIGHTS,
             *("grpo.max_rollout_turns", "ppo.max_rollout_turns", "data.add_system_prompt"),
             *(f"{_GAME}.game_config.size", f"{_GAME}.game_config.shuffle_moves", f"{_GAME}.max_moves"),
         ),

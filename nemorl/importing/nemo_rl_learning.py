@@ -117,8 +117,9 @@ def advantage(x: Origin) -> Fields:
     normalize = x.get(f"{estimator}.normalize_rewards", x.get("grpo.normalize_rewards", True))
     alone = x.get(f"{estimator}.use_leave_one_out_baseline", x.get("grpo.use_leave_one_out_baseline", True))
     match name:
-        case "grpo":
-            section: dict[str, Any] = {"name": "group", "normalize": normalize, "leave_one_out": alone}
+        case "grpo" | "gdpo":
+            section: dict[str, Any] = {"normalize": normalize, "leave_one_out": alone}
+            section |= {"name": "group"} if name == "grpo" else {"name": "gdpo", "batch_epsilon": 0.0}
             if normalize and alone:
                 section["deviation"] = "others"
         case "reinforce_plus_plus" if x.get(f"{estimator}.minus_baseline", True):
@@ -126,7 +127,9 @@ def advantage(x: Origin) -> Fields:
         case "reinforce_plus_plus":
             section = {"name": "reinforce", "over": "tokens", "variance": "biased"}
         case _:
-            raise not_imported(f"{estimator}.name", name, "estimator", ("grpo", "reinforce_plus_plus"))
+            raise not_imported(
+                f"{estimator}.name", name, "estimator", ("grpo", "gdpo", "reinforce_plus_plus")
+            )
     return {"algorithm.advantage": section}
 
 
