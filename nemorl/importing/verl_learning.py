@@ -17,7 +17,7 @@ _ESTIMATORS = (
     *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "gae", "reinforce_plus_plus"),
     *("reinforce_plus_plus_baseline", "opo", "remax", "gpg", "gdpo"),
 )
-_LOSSES = ("vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
+_LOSSES = ("vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
 _CRITERIA = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3", "geometric"),
@@ -66,6 +66,9 @@ def advantage(x: Origin) -> Fields:
             section = {"name": "gpg"}
         case "gdpo":
             section = {"name": "gdpo", "normalize": normalize, "over": "tokens", "batch_epsilon": 1e-8}
+        case "optimal_token_baseline":
+            why = "it weighs rewards by the vocabulary's sum of squared probabilities at each token"
+            raise CannotImport(f"algorithm.adv_estimator = {name}: {why}, which no pass here computes")
         case _:
             raise not_imported("algorithm.adv_estimator", name, "estimator", _ESTIMATORS)
     return fields | {"algorithm.advantage": section}
@@ -104,6 +107,9 @@ def loss(x: Origin) -> Fields:
             section = {"name": "cispo", **bounds}
             if float(low) >= 1:
                 del section["clip_low"]
+        case "dppo_tv" | "dppo_kl":
+            section = {"name": "dppo", "divergence": str(mode).removeprefix("dppo_"), **bounds}
+            section |= {"max_ratio": float(x.get(f"{ACTOR}.clip_ratio_c"))}
         case "sapo":
             temperatures = (
                 x.get(f"{of}.tau_pos", x.get(f"{ACTOR}.tau_pos")),
