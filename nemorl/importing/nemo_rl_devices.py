@@ -403,12 +403,17 @@ def generation(x: Origin) -> Fields:
     match backend:
         case "vllm":
             section |= vllm(x, gpus)
+        case "megatron" if colocated(x):
+            pass
         case "megatron":
-            if not colocated(x):
-                raise CannotImport(f"{GENERATION}.colocated.enabled: the policy's own processes sample here")
+            tensor = x.get(f"{MEGATRON}.tensor_model_parallel_size", 1)
+            section |= by_vllm(x, gpus, tensor, "Megatron samples in the policy's own processes only")
+        case "trtllm" if colocated(x):
+            tensor = x.get(f"{engine}.tensor_parallel_size", 1)
+            section |= by_vllm(x, gpus, tensor, "TensorRT-LLM has GPUs of its own here")
+            for name in ("max_batch_size", "max_num_tokens"):
+                x.lost(f"{engine}.{name}", "of TensorRT-LLM; vLLM samples", changes_result=False)
         case "trtllm":
-            if colocated(x):
-                raise CannotImport(f"{GENERATION}.colocated.enabled: TensorRT-LLM has GPUs of its own here")
             tensor = x.get(f"{engine}.tensor_parallel_size", 1)
             section |= {"tensor_parallel_size": tensor, "replicas": replicas(gpus, tensor, engine)}
             if x.get(f"{kind(x)}.async_{kind(x)}.in_flight_weight_updates", False):
@@ -421,12 +426,7 @@ def generation(x: Origin) -> Fields:
         case "sglang" | "dynamo":
             server = f"{engine}.sglang_server_config.num_gpus_per_engine"
             tensor = x.get(server, x.get(f"{engine}.tp_size", x.get(f"{VLLM}.tensor_parallel_size", 1)))
-            x.changed(
-                f"{GENERATION}.backend",
-                "vLLM samples; another engine's rounding differs",
-                changes_result=False,
-            )
-            section |= {"backend": "vllm", **engines(x, gpus, tensor, 1)}
+            section |= by_vllm(x, gpus, tensor)
             memory = x.get(f"{engine}.mem_fraction_static", x.get(f"{VLLM}.gpu_memory_utilization"))
             section |= {"gpu_memory_utilization": memory} if memory is not None else {}
         case _:
@@ -440,6 +440,13 @@ def generation(x: Origin) -> Fields:
     )
     section["sampling"] = sampling(temperature, top_p, top_k)
     return {"generation": section}
+
+
+def by_vllm(x: Origin, gpus: int, tensor: int, why: str = "") -> dict[str, Any]:
+    """vLLM for another engine, with the same placement."""
+    how = "vLLM samples; another engine's rounding differs"
+    x.changed(f"{GENERATION}.backend", f"{why}; {how}" if why else how, changes_result=False)
+    return {"backend": "vllm", **engines(x, gpus, tensor, 1)}
 
 
 def engines(x: Origin, gpus: int, tensor: int, stages: int) -> dict[str, Any]:
