@@ -150,6 +150,12 @@ _MTP = "actor_rollout_ref.model.mtp"
 _MTP_TRAINED = VERL | {f"{_MTP}.enable": True, f"{_MTP}.enable_train": True}
 _MTP_SAMPLED = VERL | {f"{_MTP}.enable": True, f"{_MTP}.enable_rollout": True}
 _OVERLONG = VERL | {"reward.reward_kwargs.overlong_buffer_cfg.enable": True}
+_VEOMNI = VERL | {"model_engine": "veomni", f"{_A}.optim.lr_warmup_steps_ratio": 0.1}
+_GDPO = VERL | {
+    "algorithm.adv_estimator": "gdpo",
+    "algorithm.gdpo_reward_keys": ["one", "two"],
+    "reward.custom_reward_function.path": "a.py",
+}
 _COSINE = VERL | {"model_engine": "megatron", f"{_A}.optim.lr_decay_style": "cosine"}
 _FSDP_COSINE = VERL | {f"{_A}.optim.lr_scheduler_type": "cosine"}
 
@@ -385,6 +391,8 @@ CONTEXTS: dict[str, dict[str, Context]] = {
             ["moe"],
         ),
         f"{_A}.optim.betas": (VERL, [0.9, 0.999], [0.9, 0.98]),
+        f"{_A}.optim.lr_start": (_VEOMNI, 0.0, 1e-7),
+        "algorithm.gdpo_reward_weights": (_GDPO, [1.0, 1.0], [1.0, 0.5]),
         f"{_A}.optim.lr_decay_style": (VERL | {"model_engine": "megatron"}, "constant", "cosine"),
         f"{_A}.optim.lr_decay_steps": (_COSINE, 100, 200),
         f"{_A}.optim.lr_scheduler_type": (VERL, "constant", "cosine"),
