@@ -81,21 +81,24 @@ def group_relative(groups: Sequence[GroupSummary], config: configs.GroupAdvantag
     2402.14740), and `deviation: others` scales by theirs, too. Epsilon is 1e-6 as in verl; TRL adds 1e-4,
     OpenRLHF 1e-9.
     """
-    epsilon, leave_one_out = config.epsilon if config.normalize else None, config.leave_one_out
     advantages: list[list[float]] = [[] for _ in groups]
     by_size: defaultdict[int, list[int]] = defaultdict(list)  # as tensors of many groups, which cost far less
     for place, group in enumerate(groups):
         by_size[len(group.trajectories)].append(place)
     for places in by_size.values():
         of_groups = [[t.reward for t in groups[place].trajectories] for place in places]
-        values = torch.tensor(of_groups, dtype=torch.float64)
-        if config.deviation == "others":
-            of_size = relative_to_others(values, config.epsilon).tolist()
-        else:
-            of_size = relative(values, epsilon, leave_one_out=leave_one_out).tolist()
+        of_size = compared(torch.tensor(of_groups, dtype=torch.float64), config).tolist()
         for place, of_group in zip(places, of_size, strict=True):
             advantages[place] = of_group
     return advantages
+
+
+def compared(values: Tensor, config: configs.GroupRelativeBase) -> Tensor:
+    """Values [..., n] of groups of n, compared as the config says."""
+    if config.deviation == "others":
+        return relative_to_others(values, config.epsilon)
+    epsilon = config.epsilon if config.normalize else None
+    return relative(values, epsilon, leave_one_out=config.leave_one_out)
 
 
 def remax(groups: Sequence[GroupSummary]) -> list[list[float]]:
@@ -191,7 +194,8 @@ def gdpo(
     """Each reward separately as in GRPO, then summed by its weight, then whitened over the batch.
 
     GDPO, Liu et al. 2026, arXiv 2601.05242: differences in one reward do not vanish in the sum of all. A
-    reward that does not apply to a trajectory adds 0 to it and does not enter the group's mean of it.
+    reward that does not apply to a trajectory adds 0 to it and does not enter the group's mean of it. verl
+    whitens over tokens, the paper and NeMo-RL over trajectories.
     """
     sums = []
     for group in groups:
@@ -199,11 +203,11 @@ def gdpo(
         for name in sorted({name for t in group.trajectories for name in t.rewards}):
             index = [place for place, t in enumerate(group.trajectories) if name in t.rewards]
             values = torch.tensor([group.trajectories[i].rewards[name] for i in index], dtype=torch.float64)
-            summed[index] += reward_weights[name] * relative(values, config.epsilon)
+            summed[index] += reward_weights[name] * compared(values, config)
         sums.append(summed)
     advantages = _flat(sums)
     if config.whiten_batch:
-        advantages = whitened(advantages, torch.ones_like(advantages), config.epsilon)
+        advantages = whitened(advantages, _counts(groups, config.over), config.batch_epsilon)
     return _grouped(advantages, groups)
 
 

@@ -125,6 +125,28 @@ def cispo(x: Tokens, config: configs.CispoLossConfig) -> TokenLoss:
     return TokenLoss(-ratio.clamp(low, high) * x.advantages * x.logprobs, ratio, metrics)
 
 
+def dppo(x: Tokens, config: configs.DppoLossConfig) -> TokenLoss:
+    """DPPO (arXiv 2602.04879, with binary divergences): tokens beyond a bound have no loss.
+
+    `-sg[min(r, max_ratio)] A logprob` where the token, with the probability p and before q, is within it: by
+    `tv` `p - q <= clip_high` if A > 0, else `q - p <= clip_low`; by `kl` `q log(q / p) + (1 - q) log((1 - q)
+    / (1 - p))` at most the same bounds, or a change against the advantage. As in verl, 1e-8 is added to 1 - p
+    and 1 - q.
+    """
+    new, old = x.logprobs.detach(), x.old
+    p, q = new.exp(), old.exp()
+    if config.divergence == "tv":
+        above, below = p - q > config.clip_high, q - p > config.clip_low
+    else:
+        others = torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        divergence = q * (old - new) + (1 - q) * others
+        above, below = (divergence > config.clip_high) & (p > q), (divergence > config.clip_low) & (p < q)
+    high, low = above & (x.advantages > 0), below & (x.advantages <= 0)
+    ratio = x.ratio.detach()
+    terms = -ratio.clamp(max=config.max_ratio) * x.advantages * x.logprobs * ~(high | low)
+    return TokenLoss(terms, ratio, {"clip_fraction/low": low, "clip_fraction/high": high})
+
+
 def sapo(x: Tokens, config: configs.SapoLossConfig) -> TokenLoss:
     """SAPO (Gao et al. 2025, arXiv 2511.20347): a gate whose gradient fades with the distance from r = 1.
 
@@ -175,6 +197,7 @@ _LOSSES: Mapping[type[configs.PolicyLossBase], Callable[..., TokenLoss]] = {
     configs.GspoTokenLossConfig: gspo_token,
     configs.GmpoLossConfig: gmpo,
     configs.CispoLossConfig: cispo,
+    configs.DppoLossConfig: dppo,
     configs.SapoLossConfig: sapo,
     configs.ReinforceLossConfig: reinforce,
     configs.ClipCovLossConfig: clip_cov,
@@ -406,7 +429,7 @@ class CrossEntropyLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """`max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2`, summed with the weights of the batch.
+    """`s max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2`, summed with the weights of the batch.
 
     As in PPO's implementation; Schulman et al. 2017 name the plain error only.
     """
@@ -425,7 +448,7 @@ class ValueLoss:
         if clip is not None:
             bounded = (torch.minimum(torch.maximum(now, old - clip), old + clip) - returns).square()
             errors, clipped = torch.maximum(errors, bounded), bounded > errors
-        loss = (batch.weights * errors / 2).sum()
+        loss = self.config.loss_scale * (batch.weights * errors / 2).sum()
         metrics = {
             "value": old,
             "return": returns,

@@ -619,6 +619,9 @@ class FunctionRewardConfig(RewardBase):
     """A built-in reward's name, or `package.module:function`."""
     signature: Signature | None = None
     """How the function is called: as TRL, verl or OpenRLHF do; by its parameters when not given."""
+    score_key: str | None = Field(None, min_length=1)
+    """The key of the reward where the function returns a dict; null is `score` for verl's signature and
+    `rewards` for OpenRLHF's. Several rewards can be keys of one function, which is then called for each."""
     arguments: dict[str, Any] = Field(default_factory=dict, json_schema_extra=SIMPLE)
     """Keyword arguments bound to the function."""
 

@@ -1,4 +1,4 @@
-"""NeMo-RL's configs: GRPO and its variants, distillation, SFT, DPO and reward models."""
+"""NeMo-RL's configs: GRPO and its variants, PPO, distillation, SFT, DPO and reward models."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from . import nemo_rl_devices as devices
 from . import nemo_rl_distillation as distillation
 from . import nemo_rl_learning as learning
-from .nemo_rl_data import DATA_RULES
+from .nemo_rl_data import DATA_RULES, ONLINE, REWARDED
 from .nemo_rl_devices import DTENSOR, MEGATRON, VLLM
-from .nemo_rl_learning import GENERATION, KINDS, kind
+from .nemo_rl_learning import GENERATION, KINDS, kind, of_online, of_rewarded
 from .rules import Ignored, Lost, Part, Rule, take, take_given
 from .shared import template_arguments
 from .sources import read_inherited, resolved
@@ -24,8 +24,13 @@ LIKENESSES: dict[str, object] = {
     "loss_fn.truncated_importance_sampling_type": ("tis", "icepop", "seq-mask-tis"),
     "loss_fn.truncated_importance_sampling_ratio": 2.0,
     "loss_fn.truncated_importance_sampling_ratio_min": 0.5,
-    "grpo.async_grpo.max_trajectory_age_steps": 1,
-    "grpo.max_val_samples": 256,
+    **{f"{name}.async_{name}.max_trajectory_age_steps": 1 for name in REWARDED},
+    **dict.fromkeys(of_online("max_val_samples"), 256),
+    **{f"ppo.adv_estimator.gae_lambda{name}": 0.95 for name in ("", "_policy", "_value")},
+    "value_loss_fn.cliprange": 0.2,
+    "grpo.adv_estimator.reward_weights": [1.0, 1.0, 1.0],
+    "value.max_grad_norm": 1.0,
+    "value.optimizer.kwargs.betas": [0.9, 0.999],
     "grpo.val_num_generations_per_prompt": 1,
     "data.validation.repeat": 1,
     "data.train.split_validation_size": 0.05,
@@ -43,8 +48,9 @@ LIKENESSES: dict[str, object] = {
     "policy.sequence_packing.train_mb_tokens": 4096,
     "policy.dynamic_batching.train_mb_tokens": 4096,
     **dict.fromkeys((f"{MEGATRON}.{name}" for name in _STAGES), 8),
-    f"{MEGATRON}.recompute_granularity": ("full", "selective"),
-    f"{MEGATRON}.scheduler.lr_warmup_init": 0.0,
+    **dict.fromkeys((f"value.megatron_cfg.{name}" for name in _STAGES), 8),
+    **{f"{model}.megatron_cfg.recompute_granularity": ("full", "selective") for model in ("policy", "value")},
+    **{f"{model}.megatron_cfg.scheduler.lr_warmup_init": 0.0 for model in ("policy", "value")},
     f"{MEGATRON}.fp8_cfg.fp8": ("hybrid", "e4m3"),
     f"{MEGATRON}.fp8_cfg.fp8_recipe": ("tensorwise", "delayed", "blockwise", "mxfp8"),
     "policy.optimizer.kwargs.betas": [0.9, 0.999],
@@ -53,9 +59,9 @@ LIKENESSES: dict[str, object] = {
         f"env.{name}.math_verify_impl": ("hf_math_verify", "dapo_math_verify")
         for name in ("math", "dapo", "math_multi_reward")
     },
-    "grpo.reward_shaping.stop_properly_penalty_coef": 0.5,
+    **dict.fromkeys(of_rewarded("reward_shaping.stop_properly_penalty_coef"), 0.5),
     "dpo.sft_average_log_probs": False,
-    "grpo.max_rollout_turns": 1,
+    **dict.fromkeys(of_online("max_rollout_turns"), 1),
     "policy.quant_calib_size": 128,
     "data.add_system_prompt": True,
     "async_rl.sampler.name": ("windowed", "ready_first", "weight_fifo", "in_order", "custom"),
@@ -92,13 +98,10 @@ _SETUP: tuple[Rule, ...] = (
     take("policy.max_grad_norm", "policy.max_grad_norm"),
     take_given("policy.logprob_chunk_size", "policy.logprob_chunk_tokens"),
     Part(devices.MICRO, ("policy.max_sequence_length", "policy.micro_batch_tokens"), devices.micro_batches),
-    Part(devices.SIZES, ("policy.layout",), devices.policy_layout),
+    Part(devices.SIZES, ("policy.layout",), devices.model_layout),
     Part(devices.FSDP_SIZES, ("policy.layout",), lambda x: {}, devices.SHARDING),
     Part(
-        (
-            *(f"{MEGATRON}.activation_checkpointing", f"{DTENSOR}.activation_checkpointing"),
-            *(f"{MEGATRON}.recompute_granularity", f"{MEGATRON}.recompute_modules"),
-        ),
+        devices.RECOMPUTE,
         ("policy.recompute",),
         devices.recompute,
     ),
@@ -108,7 +111,7 @@ _SETUP: tuple[Rule, ...] = (
         devices.TORCH_OPTIMIZER,
         ("policy.optimizer", "policy.schedule"),
         lambda x: {},
-        "norms and biases have no weight decay here",
+        devices.DECAY,
     ),
     Part(devices.LORA, ("policy.lora",), devices.lora),
     Part(
@@ -152,7 +155,34 @@ _SETUP: tuple[Rule, ...] = (
 )
 
 
-_SAMPLES = ("grpo.", "distillation.")  # sections of algorithms that sample
+_CRITIC: tuple[Rule, ...] = (
+    Part(
+        (*devices.CRITIC, *devices.of_value(devices.MICRO)),
+        tuple(
+            f"critic.{name}" for name in ("model_path", "precision", "max_grad_norm", "micro_batch_tokens")
+        ),
+        devices.critic,
+    ),
+    Part(devices.of_value(devices.SIZES), ("critic.layout",), devices.of_critic(devices.model_layout)),
+    Part(devices.of_value(devices.FSDP_SIZES), ("critic.layout",), lambda x: {}, devices.SHARDING),
+    Part(
+        devices.of_value(devices.RECOMPUTE),
+        ("critic.recompute",),
+        devices.of_critic(devices.recompute),
+    ),
+    Part(
+        devices.of_value(devices.OPTIMIZER),
+        ("critic.optimizer", "critic.schedule"),
+        devices.of_critic(devices.optimizer),
+    ),
+    Part(
+        devices.of_value(devices.TORCH_OPTIMIZER),
+        ("critic.optimizer", "critic.schedule"),
+        lambda x: {},
+        devices.DECAY,
+    ),
+    Part(devices.of_value(devices.LORA), ("critic.lora",), devices.of_critic(devices.lora)),
+)
 
 
 def _each(*names: str) -> tuple[str, ...]:
@@ -160,9 +190,14 @@ def _each(*names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for section in KINDS for name in names)
 
 
+_ASYNCHRONOUS = (
+    *("enabled", "max_trajectory_age_steps", "in_flight_weight_updates"),
+    "recompute_kv_cache_after_weight_updates",
+)
+_RANGES = ("source", "target")
 _TRAINING: tuple[Rule, ...] = (
     Part(
-        ("policy.train_global_batch_size", *learning.ADVANTAGE),
+        ("policy.train_global_batch_size", *learning.ADVANTAGE, *learning.VALUES),
         ("algorithm",),
         learning.algorithm,
     ),
@@ -188,7 +223,7 @@ _TRAINING: tuple[Rule, ...] = (
             *(f"loss_fn.reference_policy_kl_{name}" for name in ("penalty", "type")),
             "loss_fn.kl_output_clamp_value",
             *("loss_fn.use_on_policy_kl_approximation", "loss_fn.use_kl_in_reward"),
-            "grpo.skip_reference_policy_logprobs_calculation",
+            *of_rewarded("skip_reference_policy_logprobs_calculation"),
         ),
         ("algorithm.kl",),
         learning.kl,
@@ -202,29 +237,23 @@ _TRAINING: tuple[Rule, ...] = (
         learning.correction,
     ),
     Part(
-        (
-            *("grpo.overlong_filtering", "grpo.use_dynamic_sampling"),
-            "grpo.dynamic_sampling_max_gen_batches",
-        ),
+        of_rewarded("overlong_filtering", "use_dynamic_sampling", "dynamic_sampling_max_gen_batches"),
         ("algorithm.filters",),
         learning.filters,
     ),
     Part(
         (
-            *(f"grpo.reward_shaping.{name}" for name in ("enabled", "max_response_length")),
-            "grpo.reward_shaping.stop_properly_penalty_coef",
-            *(f"grpo.reward_shaping.overlong_buffer_{name}" for name in ("length", "penalty")),
-            "grpo.reward_scaling.enabled",
-            *(f"grpo.reward_scaling.{name}_{end}" for name in ("source", "target") for end in ("min", "max")),
+            *of_rewarded("reward_shaping.enabled", "reward_shaping.max_response_length"),
+            *of_rewarded("reward_shaping.stop_properly_penalty_coef", "reward_scaling.enabled"),
+            *of_rewarded(*(f"reward_shaping.overlong_buffer_{name}" for name in ("length", "penalty"))),
+            *of_rewarded(*(f"reward_scaling.{name}_{end}" for name in _RANGES for end in ("min", "max"))),
         ),
         ("rewards", "env.weight", "algorithm.truncated_reward"),
         learning.rewards,
     ),
     Part(
         (
-            *("grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"),
-            "grpo.async_grpo.in_flight_weight_updates",
-            "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+            *(f"{section}.async_{section}.{name}" for section in REWARDED for name in _ASYNCHRONOUS),
             *("async_rl.sampler.max_staleness_versions", "async_rl.sampler.max_lookahead_versions"),
             "async_rl.sampler.name",
             "async_rl.recompute_kv_cache_after_weight_updates",
@@ -235,13 +264,9 @@ _TRAINING: tuple[Rule, ...] = (
     Part(
         (
             *_each("val_period", "val_at_start", "val_at_end"),
-            *(key for key in _each("val_batches", "val_global_batch_size") if not key.startswith(_SAMPLES)),
-            *(
-                "grpo.max_val_samples",
-                "distillation.max_val_samples",
-                "grpo.val_num_generations_per_prompt",
-                "data.validation.repeat",
-            ),
+            *(key for key in _each("val_batches", "val_global_batch_size") if not key.startswith(ONLINE)),
+            *of_online("max_val_samples"),
+            *("grpo.val_num_generations_per_prompt", "data.validation.repeat"),
             *(f"{GENERATION}.val_{name}" for name in ("temperature", "top_p", "top_k")),
         ),
         ("algorithm.validation",),
@@ -257,7 +282,7 @@ _WITHOUT: tuple[Rule, ...] = (
         "off",
     ),
     Lost(
-        ("grpo.seq_logprob_error_threshold",),
+        of_rewarded("seq_logprob_error_threshold"),
         "sequences are not left out by the largest error; `algorithm.correction.sequence_mask` uses the mean",
     ),
     Lost(("grpo.advantage_clip_low", "grpo.advantage_clip_high"), "advantages are not clipped"),
@@ -266,29 +291,35 @@ _WITHOUT: tuple[Rule, ...] = (
         "give the behavior a reward of its own",
     ),
     Lost(("reward_penalties.*",), "penalties of NeMo-Gym's rollouts; give them as rewards"),
-    Lost(("grpo.adv_estimator.reward_weights",), "of GDPO"),
     Lost(("grpo.stop_at_validation_metric",), "`algorithm.early_stop` watches for the lack of improvement"),
     Lost(("grpo.val_start_at",), "validation starts with the run", (-1, 0, None)),
     Ignored(("grpo.stop_at_validation_threshold",), "of grpo.stop_at_validation_metric"),
     Ignored(
-        ("grpo.batch_multiplier",),
+        of_rewarded("batch_multiplier"),
         "how much is sampled at a time for dynamic sampling; the result is the same",
     ),
     Ignored(
         (
-            *("grpo.val_batch_size", "grpo.debug_payload_metrics", "grpo.deduplicate_multimodal_data"),
+            *of_rewarded("val_batch_size"),
+            *("grpo.debug_payload_metrics", "grpo.deduplicate_multimodal_data"),
             *(
                 "grpo.calculate_advantages_on_gpu",
                 "grpo.async_grpo",
                 "grpo.async_grpo.max_generation_failures",
             ),
             *_each("val_micro_batch_size"),
+            *("ppo.async_ppo", "ppo.async_ppo.drop_incomplete_targets_on_restore"),
         ),
         "of its own workers",
     ),
+    Ignored(
+        ("ppo.async_ppo.warmup_generation_lead_steps",),
+        "how far ahead is sampled while the policy does not change",
+    ),
     Lost(("loss_fn.kl_input_clamp_value",), "log ratios are clamped to 20", (20.0,)),
     Ignored((f"{DTENSOR}.enabled",), f"{MEGATRON}.enabled says which back end is used"),
-    Ignored(("policy.optimizer",), "of the other back end"),
+    Ignored(("value.dtensor_cfg.enabled",), "value.megatron_cfg.enabled says which back end is used"),
+    Ignored(("policy.optimizer", "value.optimizer", "value.scheduler"), "of the other back end"),
     Lost(("dpo.preference_loss_weight",), "the loss of pairs has the weight 1", (1, 1.0)),
     Lost(("sft.only_unmask_final",), "every turn of the assistant is trained on"),
     Ignored(
@@ -300,7 +331,11 @@ _WITHOUT: tuple[Rule, ...] = (
         (),
         devices.model_folder,
     ),
-    Lost(("policy.hf_config_overrides.*",), "edit the config.json of the model folder", _OFF),
+    Lost(
+        ("policy.hf_config_overrides.*", "value.hf_config_overrides.*"),
+        "edit the config.json of the model folder",
+        _OFF,
+    ),
     Lost(
         ("policy.draft.enabled",),
         "no draft model is trained; there its gradient is in the norm that is clipped",
@@ -311,7 +346,11 @@ _WITHOUT: tuple[Rule, ...] = (
         "the model's config.json says whether routers have a bias",
     ),
     Lost(
-        (f"{MEGATRON}.peft.dropout", f"{DTENSOR}.lora_cfg.dropout"),
+        tuple(
+            f"{model}.{name}.dropout"
+            for model in ("policy", "value")
+            for name in ("megatron_cfg.peft", "dtensor_cfg.lora_cfg")
+        ),
         "adapters have no dropout; nearly all recipes have 0",
         _OFF,
     ),
@@ -348,8 +387,15 @@ _WITHOUT: tuple[Rule, ...] = (
         (f"{MEGATRON}.optimizer.params_dtype",),
         "Megatron's optimizer does not read it; master weights are float32 in both",
     ),
-    Lost((f"{MEGATRON}.optimizer.fp16",), "training is in bfloat16 or float32"),
-    Lost((f"{MEGATRON}.optimizer.clip_grad",), "policy.max_grad_norm is used", (1.0, None, 0, 0.0)),
+    Lost(
+        (f"{MEGATRON}.optimizer.fp16", "value.megatron_cfg.optimizer.fp16"),
+        "training is in bfloat16 or float32",
+    ),
+    Lost(
+        (f"{MEGATRON}.optimizer.clip_grad", "value.megatron_cfg.optimizer.clip_grad"),
+        "max_grad_norm of the model is used",
+        (1.0, None, 0, 0.0),
+    ),
     Lost(
         (f"{MEGATRON}.scheduler.weight_decay_incr_style",), "the weight decay is constant", ("constant", None)
     ),
@@ -387,6 +433,10 @@ _WITHOUT: tuple[Rule, ...] = (
 _HOW_FAST = "how it computes, and not what: kernels, memory, communication"
 _WORKERS: tuple[Rule, ...] = (
     Ignored(("policy.megatron_cfg.*", "policy.dtensor_cfg.*", "policy.optimizer.kwargs.*"), _HOW_FAST),
+    Ignored(
+        ("value.*",),
+        "how it computes, and not what; its tokens and their lengths are the policy's",
+    ),
     Ignored(("policy.generation.*",), "how the engine computes and receives weights"),
     Ignored(
         (
@@ -412,4 +462,6 @@ _WORKERS: tuple[Rule, ...] = (
     Lost(("data.custom_dataloader", "data.num_prompts_per_dataloader"), "of several data loaders"),
 )
 
-RULES: tuple[Rule, ...] = (*_TRAINING, *distillation.RULES, *_SETUP, *DATA_RULES, *_WITHOUT, *_WORKERS)
+RULES: tuple[Rule, ...] = (
+    *(*_TRAINING, *distillation.RULES, *_SETUP, *_CRITIC, *DATA_RULES, *_WITHOUT, *_WORKERS),
+)

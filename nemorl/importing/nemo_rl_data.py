@@ -10,7 +10,20 @@ _PREPARED = "write it into this file with the keys of the section; NeMo-RL forma
 # Rows of training data that NeMo-RL formats in its code, from the datasets' cards.
 _ROWS = {"HelpSteer3": 38_459, "gsm8k": 7_473, "squad": 87_599, "tulu3_sft_mixture": 939_343}
 _MATH = ("math", "dapo")
-_ENVIRONMENTS = (*_MATH, "sliding_puzzle_game", "reward_model")
+_ENVIRONMENTS = (*_MATH, "math_multi_reward", "sliding_puzzle_game", "reward_model")
+REWARDED = ("grpo", "ppo")  # what sections of the two have in common has the same meaning
+ONLINE = (*REWARDED, "distillation")  # sections of algorithms that sample
+_WEIGHTS = "grpo.adv_estimator.reward_weights"
+# Of math_multi_reward, in the order of the weights, which is that of the names.
+_SEVERAL: tuple[dict[str, Any], ...] = (
+    {"name": "correctness", "function": "exact_match", "arguments": {"tag": "answer"}},
+    {
+        "name": "format",
+        "function": "pattern",
+        "arguments": {"regex": r"<think>((?!</?answer>).)*</think>\n<answer>((?!</?answer>).)*</answer>\n?"},
+    },
+    {"name": "integer", "function": "pattern", "arguments": {"regex": r"\d+", "tag": "answer"}},
+)
 _GENERATION = "policy.generation.max_new_tokens"
 
 
@@ -44,17 +57,17 @@ def _env_name(x: Origin) -> str:
 
 
 def _is_offline(x: Origin) -> bool:
-    return not (x.has_section("grpo") or x.has_section("distillation"))
+    return not any(map(x.has_section, ONLINE))
 
 
-def _of_sampling(x: Origin, name: str, default: Any = None) -> Any:
+def _online(x: Origin, name: str, default: Any = None) -> Any:
     """A value of the section of an algorithm that samples."""
-    return x.get(f"{'grpo' if x.has_section('grpo') else 'distillation'}.{name}", default)
+    return x.get(f"{next(filter(x.has_section, ONLINE))}.{name}", default)
 
 
 def _data(x: Origin) -> Fields:
     if not _is_offline(x) and _env_name(x) == "sliding_puzzle_game":
-        size = _of_sampling(x, "num_prompts_per_step", 1) * max(_of_sampling(x, "max_num_steps", 1), 1)
+        size = _online(x, "num_prompts_per_step", 1) * max(_online(x, "max_num_steps", 1), 1)
         size = min(size, 100_000)
         return {"data.train": {"name": "seeds", "size": size}}
     train, validation = _train(x), _validation(x)
@@ -89,7 +102,7 @@ def _data(x: Origin) -> Fields:
 
 
 def _validates(x: Origin) -> bool:
-    names = ("grpo", "distillation", "sft", "dpo", "rm")
+    names = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
     flags = (x.get(f"{n}.val_at_start", False) or x.get(f"{n}.val_at_end", False) for n in names)
     return any(flags) or any(x.get(f"{n}.val_period", 0) > 0 for n in names)
 
@@ -169,10 +182,12 @@ def _environment(x: Origin) -> Fields:
     if name in _MATH:
         by_text = x.get(f"env.{name}.math_verify_impl") == "dapo_math_verify"
         return {"env.name": "math"} | ({"env.comparison": "text"} if by_text else {})
+    if name == "math_multi_reward":
+        return {"env.name": "single_turn", "rewards": _several_rewards(x)}
     if name == "sliding_puzzle_game":
         game, template = f"env.{name}.cfg", "policy.tokenizer.template_arguments"
         shown = x.get("data.add_system_prompt")
-        moves = [x.get(f"{game}.max_moves", 20), _of_sampling(x, "max_rollout_turns")]
+        moves = [x.get(f"{game}.max_moves", 20), _online(x, "max_rollout_turns")]
         return ({} if shown is None else {f"{template}.add_system_prompt": shown}) | {
             "env.name": "sliding_puzzle",
             "env.size": x.get(f"{game}.game_config.size", 3),
@@ -183,6 +198,18 @@ def _environment(x: Origin) -> Fields:
         model = {"kind": "local_model", "model_path": x.get("env.reward_model.model_name")}
         return {"env.name": "single_turn", "rewards": [model | {"devices": "policy"}]}
     raise not_imported("data.default.env_name", name, "environment", _ENVIRONMENTS)
+
+
+def _several_rewards(x: Origin) -> list[dict[str, Any]]:
+    weights = x.get(_WEIGHTS) or [1.0] * len(_SEVERAL)
+    if len(weights) != len(_SEVERAL):
+        problem = f"expected {len(_SEVERAL)}, of {', '.join(one['name'] for one in _SEVERAL)}"
+        raise CannotImport(f"{_WEIGHTS} = {weights}: {problem}")
+    if x.get("grpo.adv_estimator.name") != "gdpo" and x.get(_WEIGHTS):
+        x.changed(_WEIGHTS, "they weigh the sum of the rewards, too; there only GDPO's advantages")
+    how = "an answer without its tags is wrong; there all of its text counts"
+    x.changed("data.default.env_name", how)
+    return [one | {"weight": float(weight)} for one, weight in zip(_SEVERAL, weights, strict=True)]
 
 
 def _longest_prompt(x: Origin) -> Fields:
@@ -227,7 +254,8 @@ DATA_RULES: tuple[Rule, ...] = (
         (
             *("data.default.env_name", "env.should_use_nemo_gym", "env.reward_model.model_name"),
             *(f"env.{name}.math_verify_impl" for name in _MATH),
-            *("grpo.max_rollout_turns", "distillation.max_rollout_turns", "data.add_system_prompt"),
+            _WEIGHTS,
+            *(*(f"{section}.max_rollout_turns" for section in ONLINE), "data.add_system_prompt"),
             *(f"{_GAME}.game_config.size", f"{_GAME}.game_config.shuffle_moves", f"{_GAME}.max_moves"),
         ),
         ("env", "rewards", "policy.tokenizer.template_arguments"),

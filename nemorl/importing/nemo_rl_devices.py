@@ -1,14 +1,27 @@
-"""NeMo-RL's keys of devices: layout, memory, optimizer, adapters, engines and checkpoints."""
+"""NeMo-RL's keys of devices: layout, memory, optimizer, adapters, engines and checkpoints.
+
+Its sections `policy` and `value` have the same keys, which become our `policy` and `critic`.
+"""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from . import shared
-from .nemo_rl_learning import GENERATION, colocated, distills, is_online, kind
+from .nemo_rl_learning import (
+    GENERATION,
+    colocated,
+    distills,
+    has_critic,
+    is_online,
+    kind,
+    updates_of_pass,
+)
 from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import OFFLOADED_HOW, layout, lora_targets, replicas, sampling, without_excluded
 
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
+OURS = {"policy": "policy", "value": "critic", "teacher": "teachers.main"}
 VLLM = "policy.generation.vllm_cfg"
 _BACKENDS = ("vllm", "megatron", "trtllm", "sglang", "dynamo")
 # Devices.
@@ -27,14 +40,16 @@ def device_counts(x: Origin) -> tuple[int, int]:
     return total - taken, taken
 
 
-def policy_layout(x: Origin) -> Fields:
-    return layout_of(x, "policy", device_counts(x)[0], "policy.layout")
+def backend(x: Origin, model: str = "policy") -> str:
+    """The section of the back end that computes the policy, the critic or the teacher."""
+    name = "megatron_cfg" if x.get(f"{model}.megatron_cfg.enabled", False) else "dtensor_cfg"
+    return f"{model}.{name}"
 
 
-def layout_of(x: Origin, model: str, gpus: int, path: str) -> Fields:
-    """The layout of the model of a section, such as the policy or a teacher, on these GPUs."""
+def model_layout(x: Origin, model: str = "policy") -> Fields:
+    (gpus, _), section, path = device_counts(x), backend(x, model), f"{OURS[model]}.layout"
     megatron, dtensor = f"{model}.megatron_cfg", f"{model}.dtensor_cfg"
-    if x.get(f"{megatron}.enabled", False):
+    if section == megatron:
         x.skip(dtensor, f"{megatron}.enabled is true, so nothing uses it")
         names = {
             "tensor": "tensor_model",
@@ -43,21 +58,16 @@ def layout_of(x: Origin, model: str, gpus: int, path: str) -> Fields:
             "expert": "expert_model",
             "expert_tensor": "expert_tensor",
         }
-        sizes = {ours: x.get(f"{megatron}.{name}_parallel_size", 1) for ours, name in names.items()}
-        fields = dict(layout(gpus, sizes, megatron, path))
-        for ours, stage in (("layers_in_first_stage", "first"), ("layers_in_last_stage", "last")):
-            layers = x.get(f"{megatron}.num_layers_in_{stage}_pipeline_stage")
-            if layers is not None and sizes["pipeline"] > 1:
-                fields[f"{path}.{ours}"] = layers
-        splits = x.get(f"{megatron}.sequence_parallel", False)
     else:
         x.skip(megatron, f"{megatron}.enabled is false, so nothing uses it")
-        sizes = {
-            name: x.get(f"{dtensor}.{name}_parallel_size", 1) for name in ("tensor", "context", "expert")
-        }
-        fields = dict(layout(gpus, sizes, dtensor, path))
-        splits = x.get(f"{dtensor}.sequence_parallel", False)
-    if splits and sizes["tensor"] > 1:
+        names = {name: name for name in ("tensor", "context", "expert")}
+    sizes = {ours: x.get(f"{section}.{name}_parallel_size", 1) for ours, name in names.items()}
+    fields = dict(layout(gpus, sizes, section, path))
+    for ours, stage in (("layers_in_first_stage", "first"), ("layers_in_last_stage", "last")):
+        layers = x.get(f"{megatron}.num_layers_in_{stage}_pipeline_stage")
+        if layers is not None and sizes.get("pipeline", 1) > 1:
+            fields[f"{path}.{ours}"] = layers
+    if x.get(f"{section}.sequence_parallel", False) and sizes["tensor"] > 1:
         fields[f"{path}.sequence_parallel"] = True
     return fields
 
@@ -75,20 +85,23 @@ FSDP_SIZES = tuple(
         "sequence_parallel",
     )
 )
+RECOMPUTE = (
+    *(f"{MEGATRON}.activation_checkpointing", f"{DTENSOR}.activation_checkpointing"),
+    *(f"{MEGATRON}.recompute_granularity", f"{MEGATRON}.recompute_modules"),
+)
+DECAY = "norms and biases have no weight decay here"
 SHARDING = "data parallelism shards the optimizer's state, and not the weights as FSDP does: more memory"
 
 
-def recompute(x: Origin) -> Fields:
-    if not x.get(f"{MEGATRON}.enabled", False):
-        full = x.get(f"{DTENSOR}.activation_checkpointing", False)
-        return {"policy.recompute": {"name": "full"}} if full else {}
-    if not x.get(f"{MEGATRON}.activation_checkpointing", False):
+def recompute(x: Origin, model: str = "policy") -> Fields:
+    section, path = backend(x, model), f"{OURS[model]}.recompute"
+    if not x.get(f"{section}.activation_checkpointing", False):
         return {}
-    if x.get(f"{MEGATRON}.recompute_granularity", "full") == "full":
-        return {"policy.recompute": {"name": "full"}}
+    if section.endswith("dtensor_cfg") or x.get(f"{section}.recompute_granularity", "full") == "full":
+        return {path: {"name": "full"}}
     known = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "mla_up_proj")
-    modules = x.get(f"{MEGATRON}.recompute_modules", ["core_attn"])
-    return {"policy.recompute": {"name": "selective", "modules": [name for name in modules if name in known]}}
+    modules = x.get(f"{section}.recompute_modules", ["core_attn"])
+    return {path: {"name": "selective", "modules": [name for name in modules if name in known]}}
 
 
 OFFLOADED = (f"{MEGATRON}.fine_grained_activation_offloading", f"{MEGATRON}.fp8_cfg.enabled")
@@ -110,12 +123,18 @@ def offload_activations(x: Origin) -> Fields:
 
 def micro_batches(x: Origin) -> Fields:
     length = x.get("policy.max_total_sequence_length", 0)
-    tokens = length * x.get("policy.train_micro_batch_size", 1)
-    for name in ("sequence_packing", "dynamic_batching"):
-        if x.get(f"policy.{name}.enabled", False):
-            tokens = int(x.get(f"policy.{name}.train_mb_tokens", tokens))
-    least = 2 * length if kind(x) in ("dpo", "rm") else length  # a pass holds both answers of a pair
+    # A pass holds both answers of a pair.
+    least = 2 * length if kind(x) in ("dpo", "rm") else length
+    tokens = micro_batch_tokens(x, "policy")
     return {"policy.max_sequence_length": length, "policy.micro_batch_tokens": max(tokens, least)}
+
+
+def micro_batch_tokens(x: Origin, model: str) -> int:
+    tokens = x.get(f"{model}.max_total_sequence_length", 0) * x.get(f"{model}.train_micro_batch_size", 1)
+    for name in ("sequence_packing", "dynamic_batching"):
+        if x.get(f"{model}.{name}.enabled", False):
+            tokens = x.get(f"{model}.{name}.train_mb_tokens", tokens)
+    return int(tokens)
 
 
 MICRO = tuple(
@@ -127,15 +146,26 @@ MICRO = tuple(
 )
 
 
-def optimizer(x: Origin) -> Fields:
-    return megatron_optimizer(x) if x.get(f"{MEGATRON}.enabled", False) else torch_optimizer(x)
+def optimizer(x: Origin, model: str = "policy") -> Fields:
+    """Their schedules advance by one in a pass over the batch, ours with each optimizer step."""
+    by_megatron, ours = backend(x, model).endswith("megatron_cfg"), OURS[model]
+    section, schedule = megatron_optimizer(x, model) if by_megatron else torch_optimizer(x, model)
+    updates = updates_of_pass(x)
+    for name in ("warmup_steps", "decay_steps"):
+        if name in schedule and updates > 1:
+            schedule[name] *= updates
+            key = f"{model}.megatron_cfg.scheduler.lr_warmup_iters" if by_megatron else f"{model}.scheduler"
+            x.changed(key, "the rate changes with each optimizer step, and not once in a pass over the batch")
+    fields: dict[str, Any] = {f"{ours}.optimizer": section}
+    return fields | ({f"{ours}.schedule": schedule} if schedule else {})
 
 
-def megatron_optimizer(x: Origin) -> Fields:
-    o, s = f"{MEGATRON}.optimizer", f"{MEGATRON}.scheduler"
-    why = f"{MEGATRON}.enabled is true, so nothing uses it"
-    x.skip("policy.optimizer", why)
-    for key in ("policy.optimizer", "policy.scheduler"):
+def megatron_optimizer(x: Origin, model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    megatron = f"{model}.megatron_cfg"
+    o, s = f"{megatron}.optimizer", f"{megatron}.scheduler"
+    why = f"{megatron}.enabled is true, so nothing uses it"
+    x.skip(f"{model}.optimizer", why)
+    for key in (f"{model}.optimizer", f"{model}.scheduler"):
         x.lost(key, why, changes_result=False)
     name, lr = x.get(f"{o}.optimizer", "adam"), float(x.get(f"{o}.lr", 1e-6))
     section: dict[str, Any] = {"name": "adam", "lr": lr, "weight_decay": x.get(f"{o}.weight_decay", 0.0)}
@@ -157,17 +187,17 @@ def megatron_optimizer(x: Origin) -> Fields:
         schedule |= {"min_lr": float(x.get(f"{o}.min_lr", 0.0))}
     elif style != "constant":
         raise not_imported(f"{s}.lr_decay_style", style, "schedule", ("constant", "linear", "cosine"))
-    fields: dict[str, Any] = {"policy.optimizer": section}
-    return fields | ({"policy.schedule": schedule} if schedule else {})
+    return section, schedule
 
 
-def torch_optimizer(x: Origin) -> Fields:
-    k = "policy.optimizer.kwargs"
-    name = str(x.get("policy.optimizer.name", "AdamW")).rpartition(".")[2]
+def torch_optimizer(x: Origin, model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    k = f"{model}.optimizer.kwargs"
+    name = str(x.get(f"{model}.optimizer.name", "AdamW")).rpartition(".")[2]
     if name not in ("AdamW", "FusedAdam", "Adam"):
-        raise not_imported("policy.optimizer.name", name, "optimizer", ("AdamW", "FusedAdam", "Adam"))
+        raise not_imported(f"{model}.optimizer.name", name, "optimizer", ("AdamW", "FusedAdam", "Adam"))
     betas = x.get(f"{k}.betas", [0.9, 0.999])
     section: dict[str, Any] = {
+        "name": "adam",
         "lr": float(x.get(f"{k}.lr", 1e-3)),
         "weight_decay": x.get(f"{k}.weight_decay", 0.01),
         **{"beta1": betas[0], "beta2": betas[1], "eps": float(x.get(f"{k}.eps", 1e-8))},
@@ -175,14 +205,12 @@ def torch_optimizer(x: Origin) -> Fields:
     for moment in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if (given := x.get(f"{k}.{moment}")) is not None:
             section[moment] = str(given).rpartition(".")[2]
-    fields: dict[str, Any] = {"policy.optimizer": {"name": "adam", **section}}
-    schedule = torch_schedule(x)
-    return fields | ({"policy.schedule": schedule} if schedule else {})
+    return section, torch_schedule(x, f"{model}.scheduler")
 
 
-def torch_schedule(x: Origin) -> dict[str, Any]:
+def torch_schedule(x: Origin, key: str) -> dict[str, Any]:
     """LinearLR up, then constant or cosine, as a SequentialLR of torch."""
-    parts = x.get("policy.scheduler", [])
+    parts = x.get(key, [])
     parts = parts if isinstance(parts, list) else [parts]
     schedule: dict[str, Any] = {}
     for part in (part for part in parts if "name" in part):
@@ -199,7 +227,7 @@ def torch_schedule(x: Origin) -> dict[str, Any]:
                 schedule |= {"name": "cosine", "decay_steps": end, "first_step": 0}
                 schedule |= {"min_lr": float(given.get("eta_min", 0.0))}
             case _:
-                x.changed("policy.scheduler", f"{name} has no counterpart and is left out")
+                x.changed(key, f"{name} has no counterpart and is left out")
     return schedule
 
 
@@ -219,8 +247,9 @@ TORCH_OPTIMIZER = (
 )
 
 
-def lora(x: Origin) -> Fields:
-    section = f"{MEGATRON}.peft" if x.get(f"{MEGATRON}.enabled", False) else f"{DTENSOR}.lora_cfg"
+def lora(x: Origin, model: str = "policy") -> Fields:
+    section = backend(x, model)
+    section += ".peft" if section.endswith("megatron_cfg") else ".lora_cfg"
     if not x.get(f"{section}.enabled", False):
         return {}
     names = x.get(f"{section}.target_modules", [])
@@ -229,7 +258,7 @@ def lora(x: Origin) -> Fields:
     targets = lora_targets(x, f"{section}.target_modules", names)
     targets = without_excluded(targets, x.get(f"{section}.exclude_modules", []))
     rank, alpha = x.get(f"{section}.dim", 8), x.get(f"{section}.alpha", 32)
-    return {"policy.lora": {"rank": rank, "alpha": alpha, "targets": targets}}
+    return {f"{OURS[model]}.lora": {"rank": rank, "alpha": alpha, "targets": targets}}
 
 
 LORA = (
@@ -238,6 +267,35 @@ LORA = (
     *(f"{section}.exclude_modules" for section in (f"{MEGATRON}.peft", f"{DTENSOR}.lora_cfg")),
     f"{DTENSOR}.lora_cfg.match_all_linear",
 )
+
+
+def of_value(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The same keys of the critic."""
+    return tuple(key.replace("policy", "value", 1) for key in keys)
+
+
+CRITIC = ("value.model_name", "value.precision", "value.max_grad_norm")
+
+
+def critic(x: Origin) -> Fields:
+    """The section of a critic: which model it is, where it runs and how it computes."""
+    if not has_critic(x):
+        return {}
+    section: dict[str, Any] = {"devices": "policy"}
+    if (name := x.get("value.model_name")) not in (None, x.get("policy.model_name")):
+        section["model_path"] = name
+    if (precision := x.get("value.precision")) not in (None, x.get("policy.precision")):
+        section["precision"] = precision
+    section["max_grad_norm"] = x.get("value.max_grad_norm")
+    length = x.get("policy.max_total_sequence_length", 0)
+    section["micro_batch_tokens"] = max(micro_batch_tokens(x, "value"), length)
+    if x.get("value.megatron_cfg.fp8_cfg.enabled", False) and "megatron" in backend(x, "value"):
+        x.lost("value.megatron_cfg.fp8_cfg.enabled", "critics compute in bfloat16 or float32")
+    return {"critic": section}
+
+
+def of_critic(write: Callable[[Origin, str], Fields]) -> Callable[[Origin], Fields]:
+    return lambda x: write(x, "value") if has_critic(x) else {}
 
 
 def fp8(x: Origin) -> Fields:
@@ -363,15 +421,20 @@ def generation(x: Origin) -> Fields:
     match backend:
         case "vllm":
             section |= vllm(x, gpus)
+        case "megatron" if colocated(x):
+            pass
         case "megatron":
-            if not colocated(x):
-                raise CannotImport(f"{GENERATION}.colocated.enabled: the policy's own processes sample here")
+            tensor = x.get(f"{MEGATRON}.tensor_model_parallel_size", 1)
+            section |= by_vllm(x, gpus, tensor, "Megatron samples in the policy's own processes only")
+        case "trtllm" if colocated(x):
+            tensor = x.get(f"{engine}.tensor_parallel_size", 1)
+            section |= by_vllm(x, gpus, tensor, "TensorRT-LLM has GPUs of its own here")
+            for name in ("max_batch_size", "max_num_tokens"):
+                x.lost(f"{engine}.{name}", "of TensorRT-LLM; vLLM samples", changes_result=False)
         case "trtllm":
-            if colocated(x):
-                raise CannotImport(f"{GENERATION}.colocated.enabled: TensorRT-LLM has GPUs of its own here")
             tensor = x.get(f"{engine}.tensor_parallel_size", 1)
             section |= {"tensor_parallel_size": tensor, "replicas": replicas(gpus, tensor, engine)}
-            if x.get("grpo.async_grpo.in_flight_weight_updates", False):
+            if x.get(f"{kind(x)}.async_{kind(x)}.in_flight_weight_updates", False):
                 section["prefix_caching"] = False  # sequences would leave an old cache for others
             for name in ("max_batch_size", "max_num_tokens"):
                 if (value := x.get(f"{engine}.{name}")) is not None:
@@ -381,12 +444,7 @@ def generation(x: Origin) -> Fields:
         case "sglang" | "dynamo":
             server = f"{engine}.sglang_server_config.num_gpus_per_engine"
             tensor = x.get(server, x.get(f"{engine}.tp_size", x.get(f"{VLLM}.tensor_parallel_size", 1)))
-            x.changed(
-                f"{GENERATION}.backend",
-                "vLLM samples; another engine's rounding differs",
-                changes_result=False,
-            )
-            section |= {"backend": "vllm", **engines(x, gpus, tensor, 1)}
+            section |= by_vllm(x, gpus, tensor)
             memory = x.get(f"{engine}.mem_fraction_static", x.get(f"{VLLM}.gpu_memory_utilization"))
             section |= {"gpu_memory_utilization": memory} if memory is not None else {}
         case _:
@@ -406,6 +464,13 @@ def generation(x: Origin) -> Fields:
             neutral = x.values.get(f"{GENERATION}.{name}") in (None, 1, 1.0, -1)
             x.lost(f"{GENERATION}.{name}", why, changes_result=not neutral)
     return {"generation": section}
+
+
+def by_vllm(x: Origin, gpus: int, tensor: int, why: str = "") -> dict[str, Any]:
+    """vLLM for another engine, with the same placement."""
+    how = "vLLM samples; another engine's rounding differs"
+    x.changed(f"{GENERATION}.backend", f"{why}; {how}" if why else how, changes_result=False)
+    return {"backend": "vllm", **engines(x, gpus, tensor, 1)}
 
 
 def engines(x: Origin, gpus: int, tensor: int, stages: int) -> dict[str, Any]:

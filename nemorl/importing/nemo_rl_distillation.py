@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .nemo_rl_devices import device_counts, layout_of
+from .nemo_rl_devices import model_layout
 from .nemo_rl_learning import GENERATION, distills
 from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule
 
@@ -52,7 +52,7 @@ def teacher(x: Origin) -> Fields:
 
 
 def teacher_layout(x: Origin) -> Fields:
-    return layout_of(x, _TEACHER, device_counts(x)[0], f"{_PATH}.layout") if distills(x) else {}
+    return model_layout(x, _TEACHER) if distills(x) else {}
 
 
 _MEGATRON, _DTENSOR = f"{_TEACHER}.megatron_cfg", f"{_TEACHER}.dtensor_cfg"

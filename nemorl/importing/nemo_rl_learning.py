@@ -3,20 +3,20 @@
 from math import ceil
 from typing import Any
 
-from .nemo_rl_data import data_rows
+from .nemo_rl_data import ONLINE, REWARDED, data_rows
 from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import UNBOUNDED, batch, run_length, sampling
 
 GENERATION = "policy.generation"
 KINDS = {
     "grpo": "grpo",
+    "ppo": "ppo",
     "distillation": "on_policy_distillation",
     "sft": "sft",
     "dpo": "dpo",
     "rm": "reward_model",
 }
 ABSENT = {
-    "ppo": "PPO with NeMo-RL's value model",
     "teachers": "distillation on texts from a list of teachers, whose tokens are aligned with the student's,",
     "token_aligner": "distillation between tokenizers",
 }
@@ -39,7 +39,27 @@ def distills(x: Origin) -> bool:
 
 def is_online(x: Origin) -> bool:
     """True if training itself samples."""
-    return kind(x) in ("grpo", "distillation")
+    return kind(x) in ONLINE
+
+
+def has_rewards(x: Origin) -> bool:
+    """True if samples are compared by their rewards."""
+    return kind(x) in REWARDED
+
+
+def of_online(*names: str) -> tuple[str, ...]:
+    """Keys that the sections of all algorithms that sample have in common."""
+    return tuple(f"{section}.{name}" for section in ONLINE for name in names)
+
+
+def of_rewarded(*names: str) -> tuple[str, ...]:
+    """Keys that the sections of GRPO and PPO have in common."""
+    return tuple(f"{section}.{name}" for section in REWARDED for name in names)
+
+
+def get(x: Origin, name: str, default: Any = None) -> Any:
+    """A value of the algorithm's section."""
+    return x.get(f"{kind(x)}.{name}", default)
 
 
 def algorithm(x: Origin) -> Fields:
@@ -48,19 +68,69 @@ def algorithm(x: Origin) -> Fields:
         return {"algorithm.name": name, "policy.head": "scalar"}
     if not is_online(x):
         return {"algorithm.name": name}
+    if name == "ppo":
+        return {**batches(x), **values_and_advantage(x)}
     return {"algorithm.name": name, **batches(x), **({} if distills(x) else advantage(x))}
 
 
 def batches(x: Origin) -> Fields:
-    section = kind(x)
-    prompts = x.get(f"{section}.num_prompts_per_step", 0)
-    members = x.get(f"{section}.num_generations_per_prompt", 1 if distills(x) else 0)
+    prompts = get(x, "num_prompts_per_step", 0)
+    members = get(x, "num_generations_per_prompt", 1 if distills(x) else 0)
     per_update = x.get("policy.train_global_batch_size", 0)
-    return {
+    fields = {
         "algorithm.num_prompts_per_step": prompts,
         "algorithm.num_generations_per_prompt": members,
         "algorithm.num_minibatches": batch(prompts * members, per_update, "policy.train_global_batch_size"),
     }
+    return fields | ({"algorithm.num_epochs": x.get("ppo.ppo_epochs", 4)} if kind(x) == "ppo" else {})
+
+
+def updates_of_pass(x: Origin) -> int:
+    """Optimizer steps of the policy in a pass over the batch, in which schedules advance by one there."""
+    if not is_online(x) or x.has_section("async_rl"):
+        return 1
+    return int(batches(x)["algorithm.num_minibatches"])
+
+
+def has_critic(x: Origin) -> bool:
+    return kind(x) == "ppo" and x.get("ppo.adv_estimator.name", "gae") == "gae"
+
+
+def values_and_advantage(x: Origin) -> Fields:
+    """PPO's estimator, and how its critic learns."""
+    estimator = "ppo.adv_estimator"
+    whiten = x.get(f"{estimator}.normalize_advantages", True)
+    match x.get(f"{estimator}.name", "gae"):
+        case "gae":
+            pass
+        case "raw_reward":
+            x.skip("value", "the advantage is the reward, so no critic is used")
+            x.skip("value_loss_fn", "the advantage is the reward, so no critic is used")
+            scaled = {"over": "tokens", "variance": "biased"} if whiten else {"normalization": "none"}
+            return {"algorithm.name": "grpo", "algorithm.advantage": {"name": "reinforce", **scaled}}
+        case name:
+            raise not_imported(f"{estimator}.name", name, "estimator", ("gae", "raw_reward"))
+    lam = x.get(f"{estimator}.gae_lambda", 0.95)
+    of_policy = x.get(f"{estimator}.gae_lambda_policy", lam)
+    of_values = x.get(f"{estimator}.gae_lambda_value", lam)
+    alpha = x.get(f"{estimator}.length_adaptive_alpha", 0.0)
+    section: dict[str, Any] = {"name": "gae", "gamma": x.get(f"{estimator}.gae_gamma", 1.0)}
+    section |= {"length_adaptive_alpha": alpha} if alpha > 0 else {"lam": of_policy}
+    if alpha > 0 or of_values != of_policy:
+        section["critic_lam"] = of_values
+    if not whiten:
+        section["whiten"] = False
+    learning: dict[str, Any] = {
+        "value_clip": x.get("value_loss_fn.cliprange") or None,
+        "loss_scale": x.get("value_loss_fn.scale", 1.0),
+    }
+    if warmup := x.get("ppo.policy_training_start_step", 0):
+        learning["warmup_steps"] = warmup
+    per_update, of_critic = (x.get(f"{model}.train_global_batch_size", 0) for model in ("policy", "value"))
+    if of_critic not in (0, per_update):
+        x.changed("value.train_global_batch_size", f"{per_update}, as many as the policy's updates have")
+    fields = {"algorithm.advantage": section, "algorithm.critic": learning}
+    return {"algorithm.name": "ppo", **fields}
 
 
 def advantage(x: Origin) -> Fields:
@@ -69,8 +139,9 @@ def advantage(x: Origin) -> Fields:
     normalize = x.get(f"{estimator}.normalize_rewards", x.get("grpo.normalize_rewards", True))
     alone = x.get(f"{estimator}.use_leave_one_out_baseline", x.get("grpo.use_leave_one_out_baseline", True))
     match name:
-        case "grpo":
-            section: dict[str, Any] = {"name": "group", "normalize": normalize, "leave_one_out": alone}
+        case "grpo" | "gdpo":
+            section: dict[str, Any] = {"normalize": normalize, "leave_one_out": alone}
+            section |= {"name": "group"} if name == "grpo" else {"name": "gdpo", "batch_epsilon": 0.0}
             if normalize and alone:
                 section["deviation"] = "others"
         case "reinforce_plus_plus" if x.get(f"{estimator}.minus_baseline", True):
@@ -82,7 +153,9 @@ def advantage(x: Origin) -> Fields:
             how = "`on_policy_distillation` with `correction` is its formula (docs/distillation.md)"
             raise CannotImport(f"{estimator}.name = opd: {problem}; {how}")
         case _:
-            raise not_imported(f"{estimator}.name", name, "estimator", ("grpo", "reinforce_plus_plus"))
+            raise not_imported(
+                f"{estimator}.name", name, "estimator", ("grpo", "gdpo", "reinforce_plus_plus")
+            )
     return {"algorithm.advantage": section}
 
 
@@ -90,8 +163,13 @@ ADVANTAGE = (
     *(f"grpo.adv_estimator.{name}" for name in ("name", "normalize_rewards", "use_leave_one_out_baseline")),
     "grpo.adv_estimator.minus_baseline",
     *("grpo.normalize_rewards", "grpo.use_leave_one_out_baseline"),
-    *("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
-    *("distillation.num_prompts_per_step", "distillation.num_generations_per_prompt"),
+    *of_online("num_prompts_per_step", "num_generations_per_prompt"),
+)
+VALUES = (
+    *(f"ppo.adv_estimator.{name}" for name in ("name", "gae_gamma", "gae_lambda", "gae_lambda_policy")),
+    *(f"ppo.adv_estimator.{name}" for name in ("gae_lambda_value", "length_adaptive_alpha")),
+    *("ppo.adv_estimator.normalize_advantages", "ppo.ppo_epochs", "ppo.policy_training_start_step"),
+    *("value_loss_fn.cliprange", "value_loss_fn.scale"),
 )
 
 
@@ -115,7 +193,7 @@ def loss(x: Origin) -> Fields:
     match kind(x):
         case "dpo":
             return dpo(x)
-        case "grpo":
+        case "grpo" | "ppo":
             pass
         case _:
             return {}
@@ -138,7 +216,8 @@ def loss(x: Origin) -> Fields:
         if (dual := x.get("loss_fn.ratio_clip_c")) is not None:
             section["dual_clip"] = dual
     if x.get("loss_fn.force_on_policy_ratio", False):
-        several = batches(x)["algorithm.num_minibatches"] > 1
+        shape = batches(x)
+        several = shape["algorithm.num_minibatches"] * shape.get("algorithm.num_epochs", 1) > 1
         why = "with one update in a step the ratio is 1 here, too"
         x.lost("loss_fn.force_on_policy_ratio", why, changes_result=several)
     fields: dict[str, Any] = {"algorithm.loss": section}
@@ -163,10 +242,10 @@ def dpo(x: Origin) -> Fields:
 
 
 def kl(x: Origin) -> Fields:
-    if kind(x) != "grpo":
+    if not has_rewards(x):
         return {}
     coefficient = x.get("loss_fn.reference_policy_kl_penalty", 0.01)
-    if not coefficient or x.get("grpo.skip_reference_policy_logprobs_calculation", False):
+    if not coefficient or get(x, "skip_reference_policy_logprobs_calculation", kind(x) == "ppo"):
         return {"algorithm.kl": {"coefficient": 0.0}}
     estimator = x.get("loss_fn.reference_policy_kl_type", "k3")
     if x.get("loss_fn.use_kl_in_reward", False):
@@ -176,6 +255,7 @@ def kl(x: Origin) -> Fields:
     by_engine = x.get("loss_fn.use_on_policy_kl_approximation", False)
     section = {
         "coefficient": coefficient,
+        "placement": "loss",
         "estimator": estimator,
         "importance_weighted": True,
         "sampled_by": "engine" if by_engine else "current",
@@ -188,7 +268,7 @@ def kl(x: Origin) -> Fields:
 
 
 def correction(x: Origin) -> Fields:
-    if kind(x) != "grpo" or not x.get("loss_fn.use_importance_sampling_correction", False):
+    if not has_rewards(x) or not x.get("loss_fn.use_importance_sampling_correction", False):
         return {}
     name = x.get("loss_fn.truncated_importance_sampling_type")
     low = x.get("loss_fn.truncated_importance_sampling_ratio_min")
@@ -206,34 +286,36 @@ def correction(x: Origin) -> Fields:
 
 
 def filters(x: Origin) -> Fields:
-    if kind(x) != "grpo":
+    if not has_rewards(x):
         return {}
     section: dict[str, Any] = {}
-    if x.get("grpo.overlong_filtering", False):
+    if get(x, "overlong_filtering", False):
         section["drop_truncated"] = True
-    if x.get("grpo.use_dynamic_sampling", False):
-        most = x.get("grpo.dynamic_sampling_max_gen_batches", 10.0)
+    if get(x, "use_dynamic_sampling", False):
+        most = get(x, "dynamic_sampling_max_gen_batches", 10.0)
         batches = max(2, ceil(most))
         if batches != most:
             how = f"{batches}: at least 2, and whole batches"
-            x.changed("grpo.dynamic_sampling_max_gen_batches", how)
+            x.changed(f"{kind(x)}.dynamic_sampling_max_gen_batches", how)
         section |= {"drop_equal_rewards": True, "refill": {"max_batches": batches, "at_cap": "stop"}}
         if shaped(x):
             section["reward"] = "math"  # NeMo-RL compares the rewards before they are shaped
-        if x.get("grpo.use_leave_one_out_baseline", True):
+        if kind(x) == "grpo" and x.get("grpo.use_leave_one_out_baseline", True):
             how = "groups with different rewards are kept as a whole; there samples whose others are equal go"
             x.changed("grpo.use_dynamic_sampling", how)
     return {"algorithm.filters": section} if section else {}
 
 
 def shaped(x: Origin) -> bool:
-    return bool(x.get("grpo.reward_shaping.enabled", False))
+    return bool(get(x, "reward_shaping.enabled", False))
 
 
 def rewards(x: Origin) -> Fields:
     """DAPO's overlong penalty, and the scale of the environment's reward."""
+    if not has_rewards(x):
+        return {}
     fields: dict[str, Any] = {}
-    shaping, scaling = "grpo.reward_shaping", "grpo.reward_scaling"
+    shaping, scaling = f"{kind(x)}.reward_shaping", f"{kind(x)}.reward_scaling"
     if (scale := x.get(f"{shaping}.stop_properly_penalty_coef")) is not None and shaped(x):
         fields["algorithm.truncated_reward"] = {"scale": float(scale)}
     elif shaped(x):
@@ -250,14 +332,19 @@ def rewards(x: Origin) -> Fields:
         to_low, to_high = x.get(f"{scaling}.target_min", 0.0), x.get(f"{scaling}.target_max", 1.0)
         fields["env.weight"] = (to_high - to_low) / (high - low)
         how = "the reward is multiplied; what is added to all is left out, as baselines subtract it again"
+        if kind(x) == "ppo":  # a critic first has to learn it
+            how = "the reward is multiplied, and what is added to all is a reward of its own"
+            added = to_low - low * fields["env.weight"]
+            constant = [{"function": "constant", "weight": added}] if added else []
+            fields["rewards"] = [*fields.get("rewards", []), *constant]
         for name in ("source_min", "source_max", "target_min", "target_max"):
             x.changed(f"{scaling}.{name}", how, changes_result=False)
     return fields
 
 
 def asynchronous(x: Origin) -> Fields:
-    """Both of its asynchronous loops: the older `async_grpo` and the single controller's `async_rl`."""
-    old, new = "grpo.async_grpo", "async_rl.sampler"
+    """Its asynchronous loops: `async_grpo` and `async_ppo`, and the single controller's `async_rl`."""
+    old, new = f"{kind(x)}.async_{kind(x)}", "async_rl.sampler"
     if x.has_section("async_rl"):
         age = x.get(f"{new}.max_staleness_versions", x.get(f"{new}.max_lookahead_versions", 0))
         restarts = x.get("async_rl.recompute_kv_cache_after_weight_updates", False)
@@ -299,7 +386,7 @@ def validation(x: Origin) -> Fields:
             result["generate"] = False
         return {"algorithm.validation": result}
     repeats = x.get("data.validation.repeat", 1)  # of each row, which are samples of one task
-    if prompts := x.get(f"{section}.max_val_samples"):
+    if prompts := get(x, "max_val_samples"):
         result["num_prompts"] = max(prompts // repeats, 1)
     if (samples := repeats * x.get("grpo.val_num_generations_per_prompt", 1)) > 1:
         result |= {"num_generations_per_prompt": samples, "pass_at_k": [1, samples]}

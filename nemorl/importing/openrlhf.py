@@ -466,7 +466,11 @@ RULES: tuple[Rule, ...] = (
     ),
     # Without counterpart, and the result changes.
     Lost(("algo.kl.target",), "the coefficient is fixed", (None,)),
-    Lost(("reward.normalize_enable",), "scores of reward models are not shifted and scaled"),
+    Lost(
+        ("reward.normalize_enable",),
+        "scores are not shifted and scaled; with mean and std of the model's config.json give the reward the "
+        "weight 1 / std, and add the reward `constant` with -mean / std",
+    ),
     Lost(("reward.clip_range",), "rewards are not clipped; OpenRLHF clips to -10 and 10", (None,)),
     Lost(("train.enable_ema",), "no average of weights is kept"),
     Lost(

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +183,8 @@ def read_command(
     """The words of the last command of a shell script that `find` accepts, as far as they can be known.
 
     Assignments, arrays and defaults such as `${N:-8}` are followed; a branch is taken if its test compares
-    two texts that are equal. Nothing is executed. Variables that are not assigned are looked up in
+    two texts that are equal, and of `case` the first whose pattern matches. Nothing is executed. Variables
+    that are not assigned are looked up in
     `environment`, and otherwise stay as `$NAME`.
     """
     shell = _Shell(dict(environment or {}), find)
@@ -229,6 +231,7 @@ class _Shell:
         self._values, self._find = environment, find
         self._arrays: dict[str, list[str]] = {}
         self._taken: list[bool] = []  # of the branches around the statement
+        self._cases: dict[int, tuple[str, bool]] = {}  # by depth: the word, and if a pattern has matched it
         self.command: list[str] = []
 
     def run(self, line: str) -> None:
@@ -239,12 +242,36 @@ class _Shell:
                 self._taken[-1] = not self._taken[-1] and self._holds(match[2])
             else:
                 self._taken.append(self._holds(match[2]))
+        elif match := re.match(r"^case\s+(.*?)\s+in$", line):
+            self._taken.append(False)
+            self._cases[len(self._taken)] = self._expanded(match[1].strip("\"'")), False
+        elif line == "esac" and self._taken:
+            self._cases.pop(len(self._taken), None)
+            self._taken.pop()
+        elif len(self._taken) in self._cases:
+            self._run_in_case(line)
         elif line == "else" and self._taken:
             self._taken[-1] = not self._taken[-1]
         elif line == "fi" and self._taken:
             self._taken.pop()
         elif all(self._taken):
             self._statement(line)
+
+    def _run_in_case(self, line: str) -> None:
+        """A line of `case`: a pattern, a statement or `;;`, or several of them."""
+        depth = len(self._taken)
+        word, has_matched = self._cases[depth]
+        if match := re.match(r"^\(?([^()\s]+(?:\s*\|\s*[^()\s]+)*)\)\s*(.*)$", line):
+            patterns = [self._expanded(one.strip(" \"'")) for one in match[1].split("|")]
+            matches = any(fnmatch(word, pattern) for pattern in patterns)
+            self._taken[-1] = matches and not has_matched
+            self._cases[depth] = word, has_matched or matches
+            line = match[2]
+        statement = line.removesuffix(";;").strip()
+        if statement and all(self._taken):
+            self._statement(statement)
+        if line.endswith(";;"):
+            self._taken[-1] = False
 
     def _holds(self, test: str) -> bool:
         """True if all comparisons of a test hold; what is not a comparison of texts does not."""

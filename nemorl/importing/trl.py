@@ -105,7 +105,7 @@ def _num_steps(x: Origin) -> Fields:
 def _advantage(x: Origin) -> Fields:
     scale = x.get("scale_rewards")
     if x.get("multi_objective_aggregation") == "normalize_then_sum":
-        return {"algorithm.advantage": {"name": "gdpo", "epsilon": 1e-4}}
+        return {"algorithm.advantage": {"name": "gdpo", "epsilon": 1e-4, "batch_epsilon": 1e-4}}
     if scale == "batch":
         x.changed("scale_rewards", "the deviation is of the advantages of the batch; there of its rewards")
         return {"algorithm.advantage": {"name": "group_then_batch", "over": "trajectories", "epsilon": 1e-4}}

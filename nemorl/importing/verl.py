@@ -17,7 +17,7 @@ from .sources import (
     resolved,
     words_with_values,
 )
-from .verl_devices import MEGATRON, MODEL, TRANSFORMER
+from .verl_devices import MEGATRON, MODEL, TRANSFORMER, VEOMNI
 from .verl_learning import ACTOR, CORRECTION, ROLLOUT
 
 # verl's defaults of what the rules read (commit 1dda039b, ppo_trainer.yaml and ppo_megatron_trainer.yaml).
@@ -143,10 +143,16 @@ LIKENESSES: dict[str, object] = {
         "sinkhorn",
     ),
     f"{ACTOR}.optim.lr_warmup_init": 0.0,
+    **dict.fromkeys((f"{ACTOR}.optim.{name}" for name in ("lr_min", "lr_start", "lr_decay_ratio")), 0.0),
     f"{MODEL}.lora_alpha": 16,
     f"{MODEL}.lora.alpha": 32,
     f"{ACTOR}.router_replay.mode": ("disabled", "R2", "R3"),
     f"{MEGATRON}.router_replay.mode": ("disabled", "R2", "R3"),
+    f"{VEOMNI}.router_replay.mode": ("disabled", "R2", "R3"),
+    f"{VEOMNI}.ulysses_parallel_size": 1,
+    f"{VEOMNI}.expert_parallel_size": 1,
+    "algorithm.gdpo_reward_keys": ["accuracy_reward", "format_reward"],
+    "algorithm.gdpo_reward_weights": [1.0, 1.0],
     f"{ROLLOUT}.enable_prefix_caching": True,
     f"{ROLLOUT}.quantization": ("fp8", "torchao"),
     f"{ACTOR}.checkpoint.save_contents": ["model"],
@@ -273,6 +279,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Part(
         (
+            *("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
             *_below("reward.custom_reward_function", "path", "name"),
             *_below("custom_reward_function", "path", "name"),
             *_OVERLONG,
@@ -343,8 +350,9 @@ RULES: tuple[Rule, ...] = (
         (
             f"{ACTOR}.ulysses_sequence_parallel_size",
             f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+            *_below(VEOMNI, "ulysses_parallel_size", "expert_parallel_size"),
         ),
-        ("policy.layout.context_parallel_size",),
+        ("policy.layout.context_parallel_size", "policy.layout.expert_parallel_size"),
         lambda x: {},
         "data parallelism shards the optimizer's state, and not the weights as FSDP does: more memory",
     ),
@@ -371,6 +379,7 @@ RULES: tuple[Rule, ...] = (
                 f"{ACTOR}.optim",
                 "lr_warmup_steps_ratio",
                 "lr_warmup_init",
+                *("lr_min", "lr_start", "lr_decay_ratio"),
                 "lr_decay_style",
                 "lr_decay_steps",
             ),
@@ -393,6 +402,7 @@ RULES: tuple[Rule, ...] = (
             *(
                 f"{ACTOR}.router_replay.mode",
                 f"{MEGATRON}.router_replay.mode",
+                f"{VEOMNI}.router_replay.mode",
                 f"{ROLLOUT}.enable_rollout_routing_replay",
             ),
             f"{MODEL}.override_config.moe_config.freeze_moe_router",
@@ -441,15 +451,14 @@ RULES: tuple[Rule, ...] = (
     Part(("data.seed", "trainer.seed"), ("seed",), devices.seed),
     Part(("trainer.logger", "trainer.project_name"), ("logger.trackers",), devices.trackers),
     # Without counterpart, and the result changes.
-    Lost((f"{CORRECTION}.rollout_is_batch_normalize",), "weights are not divided by their mean"),
+    Lost(
+        (f"{CORRECTION}.rollout_is_batch_normalize",),
+        "weights are not divided by their mean; in the bypass form that is the mean of a micro-batch, which "
+        "depends on the layout",
+    ),
     Lost((f"{ACTOR}.shuffle",), "minibatches are in the order of the batch"),
     Lost(("algorithm.use_pf_ppo",), "preference feedback PPO"),
     Lost(("algorithm.kl_ctrl.type",), "the coefficient is fixed", ("fixed", None)),
-    Lost(
-        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
-        "give each as a reward of its own",
-        (None,),
-    ),
     Ignored(
         (f"{TRANSFORMER}.moe_router_enable_expert_bias",),
         "the model's config.json says whether routers have a bias",

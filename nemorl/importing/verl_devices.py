@@ -10,15 +10,16 @@ from .sources import home
 from .verl_learning import ACTOR, ROLLOUT
 
 MODEL = "actor_rollout_ref.model"
+VEOMNI = f"{ACTOR}.veomni"
 MEGATRON, TRANSFORMER = f"{ACTOR}.megatron", f"{ACTOR}.megatron.override_transformer_config"
 
 
 def engine(x: Origin) -> str:
     key = "model_engine" if x.get("model_engine") else f"{ACTOR}.strategy"
     engine = x.get(key, "fsdp")
-    if engine not in ("megatron", "dp", "fsdp", "fsdp2", "fsdp_turbo"):
+    if engine not in ("megatron", "dp", "fsdp", "fsdp2", "fsdp_turbo", "veomni"):
         raise CannotImport(f"{key} = {engine}: its layouts are not imported")
-    return "megatron" if engine == "megatron" else "fsdp"
+    return str(engine) if engine in ("megatron", "veomni") else "fsdp"
 
 
 # Devices.
@@ -29,6 +30,10 @@ def count_gpus(x: Origin) -> int:
 
 
 def policy_layout(x: Origin) -> Fields:
+    if engine(x) == "veomni":
+        sizes = {"context": x.get(f"{VEOMNI}.ulysses_parallel_size", 1)}
+        sizes["expert"] = x.get(f"{VEOMNI}.expert_parallel_size", 1)
+        return layout(count_gpus(x), sizes, f"{VEOMNI}.ulysses_parallel_size")
     if engine(x) != "megatron":
         sizes = {"context": x.get(f"{ACTOR}.ulysses_sequence_parallel_size", 1)}
         sizes["context"] = max(
@@ -48,7 +53,8 @@ def policy_layout(x: Origin) -> Fields:
     per_update = x.get("data.train_batch_size") * x.get(f"{ROLLOUT}.n") // learning.updates(x)
     if per_update % fields["policy.layout.data_parallel_size"]:
         copies = f"{fields['policy.layout.data_parallel_size']} copies of the policy"
-        raise CannotImport(f"{ACTOR}.ppo_mini_batch_size: {copies} do not divide {per_update} trajectories")
+        problem = f"{copies} do not divide {per_update} trajectories, which verl refuses, too; change one"
+        raise CannotImport(f"{ACTOR}.ppo_mini_batch_size: {problem}")
     if x.get(f"{MEGATRON}.sequence_parallel") and sizes["tensor"] > 1:
         fields["policy.layout.sequence_parallel"] = True
     for ours, stage in (("layers_in_first_stage", "first"), ("layers_in_last_stage", "last")):
@@ -112,22 +118,26 @@ def rate_schedule(x: Origin, o: str) -> dict[str, Any]:
     """verl changes the rate once in a step, and nemorl with each of its optimizer steps."""
     updates, steps = learning.updates(x) * x.get(f"{ACTOR}.ppo_epochs"), learning.num_steps(x)
     warmup = x.get(f"{o}.lr_warmup_steps")
-    if warmup <= 0:
+    by_veomni = engine(x) == "veomni"  # which has names and a default of its own, and counts by shares
+    if warmup <= 0 or by_veomni:
         warmup = int(x.get(f"{o}.lr_warmup_steps_ratio") * steps)
     schedule: dict[str, Any] = {}
     if warmup > 0:
         schedule = {"warmup_steps": warmup * updates, "first_step": 0}
-        if start := float(x.get(f"{o}.lr_warmup_init", 0.0)) / float(x.get(f"{o}.lr")):
+        name = "lr_start" if by_veomni else "lr_warmup_init"
+        if start := float(x.get(f"{o}.{name}", 0.0)) / float(x.get(f"{o}.lr")):
             schedule["warmup_start"] = min(start, 1.0)
         if updates > 1:
             how = "the rate rises with each optimizer step, and not once in a step"
             x.changed(f"{o}.lr_warmup_steps", how)
     key = f"{o}.lr_decay_style" if engine(x) == "megatron" else f"{o}.lr_scheduler_type"
-    style = x.get(key, "constant")
+    style = x.get(key, "cosine" if by_veomni else "constant")
     if style in ("cosine", "linear"):
-        end = int(x.get(f"{o}.lr_decay_steps", steps)) * updates
-        peak = float(x.get(f"{o}.lr"))
-        least = float(x.get(f"{o}.min_lr", peak * float(x.get(f"{o}.min_lr_ratio", 0.0))))
+        end, peak = x.get(f"{o}.lr_decay_steps", steps), float(x.get(f"{o}.lr"))
+        least = x.get(f"{o}.min_lr", peak * float(x.get(f"{o}.min_lr_ratio", 0.0)))
+        if by_veomni:
+            end, least = steps * x.get(f"{o}.lr_decay_ratio", 1.0), x.get(f"{o}.lr_min", 0.0)
+        end, least = int(end) * updates, float(least)
         schedule |= {"name": style, "decay_steps": end, "min_lr": least, "first_step": 0}
     elif style != "constant":
         raise not_imported(key, style, "schedule", ("constant", "cosine", "linear"))
@@ -153,7 +163,11 @@ def lora(x: Origin) -> Fields:
 
 def router(x: Origin) -> Fields:
     fields: dict[str, Any] = {}
-    modes = (x.get(f"{section}.router_replay.mode", "disabled") for section in (ACTOR, MEGATRON))
+    for section in (ACTOR, MEGATRON, VEOMNI):
+        if x.get(f"{section}.router_replay.mode") == "R2":
+            why = "updates choose experts by their own weights, and not as the pass for old logprobs did"
+            x.lost(f"{section}.router_replay.mode", why)
+    modes = (x.get(f"{section}.router_replay.mode", "disabled") for section in (ACTOR, MEGATRON, VEOMNI))
     if any(mode == "R3" for mode in modes) or x.get(f"{ROLLOUT}.enable_rollout_routing_replay", False):
         fields["policy.moe.router_replay"] = True
     if x.get(f"{MODEL}.override_config.moe_config.freeze_moe_router", False):

@@ -15,9 +15,9 @@ CORRECTION = "algorithm.rollout_correction"
 ROWS = {"gsm8k": 7_473, "dapo-math-17k": 1_791_700, "dapo_math": 1_791_700, "math": 7_500}
 _ESTIMATORS = (
     *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "gae", "reinforce_plus_plus"),
-    *("reinforce_plus_plus_baseline", "opo", "remax", "gpg"),
+    *("reinforce_plus_plus_baseline", "opo", "remax", "gpg", "gdpo"),
 )
-_LOSSES = ("vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg", "clip_cov", "kl_cov")
+_LOSSES = ("vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
 _CRITERIA = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3", "geometric"),
@@ -73,6 +73,11 @@ def advantage(x: Origin) -> Fields:
             section = {"name": name}
         case "gpg":
             section = {"name": "gpg"}
+        case "gdpo":
+            section = {"name": "gdpo", "normalize": normalize, "over": "tokens", "batch_epsilon": 1e-8}
+        case "optimal_token_baseline":
+            why = "it weighs rewards by the vocabulary's sum of squared probabilities at each token"
+            raise CannotImport(f"algorithm.adv_estimator = {name}: {why}, which no pass here computes")
         case _:
             raise not_imported("algorithm.adv_estimator", name, "estimator", _ESTIMATORS)
     return fields | {"algorithm.advantage": section}
@@ -113,6 +118,9 @@ def loss(x: Origin) -> Fields:
             section = {"name": "cispo", **bounds}
             if float(low) >= 1:
                 del section["clip_low"]
+        case "dppo_tv" | "dppo_kl":
+            section = {"name": "dppo", "divergence": str(mode).removeprefix("dppo_"), **bounds}
+            section |= {"max_ratio": float(x.get(f"{ACTOR}.clip_ratio_c"))}
         case "sapo":
             temperatures = (
                 x.get(f"{of}.tau_pos", x.get(f"{ACTOR}.tau_pos")),
@@ -318,7 +326,8 @@ def rewards(x: Origin) -> Fields:
     key = key if x.get(f"{key}.path") else "custom_reward_function"
     if path := x.get(f"{key}.path"):
         module, name = Path(str(path)).stem, x.get(f"{key}.name", "compute_score")
-        rewards.append({"function": f"{module}:{name}", "signature": "verl"})
+        function = {"function": f"{module}:{name}", "signature": "verl"}
+        rewards += [function | part for part in gdpo_parts(x)] or [function]
         x.changed(f"{key}.path", f"copy the file into the current folder as {module}.py")
         fields = {"env": {"name": "single_turn"}}
     if x.get("reward.reward_model.enable", False):
@@ -328,6 +337,24 @@ def rewards(x: Origin) -> Fields:
     if overlong := overlong_penalty(x):
         rewards.append(overlong)
     return fields | ({"rewards": rewards} if rewards else {})
+
+
+def gdpo_parts(x: Origin) -> list[dict[str, Any]]:
+    """Of GDPO's rewards, which are keys of what one function returns: name, key and weight."""
+    if x.get("algorithm.adv_estimator") != "gdpo":
+        return []
+    keys = x.get("algorithm.gdpo_reward_keys", [])
+    weights = x.get("algorithm.gdpo_reward_weights") or [1.0] * len(keys)
+    if len(weights) != len(keys):
+        problem = (
+            f"{len(weights)} weights for {len(keys)} keys; give one for each of algorithm.gdpo_reward_keys"
+        )
+        raise CannotImport(f"algorithm.gdpo_reward_weights: {problem}")
+    if len(keys) < 2:
+        problem = "GDPO normalizes several rewards; name at least two keys of what the function returns"
+        raise CannotImport(f"algorithm.gdpo_reward_keys = {keys}: {problem}")
+    pairs = zip(keys, weights, strict=True)
+    return [{"name": str(key), "score_key": str(key), "weight": float(weight)} for key, weight in pairs]
 
 
 def files(x: Origin, key: str) -> list[str]:

@@ -57,6 +57,7 @@ class FunctionReward(Scorer):
         super().__init__(config, seconds)
         self._arguments = config.arguments
         self._found = find_reward(config)
+        self._key = config.score_key
         self._one_by_one = self._found.signature == "verl"
 
     @property
@@ -89,7 +90,7 @@ class FunctionReward(Scorer):
 
     def _read(self, value: Any, count: int) -> list[Score]:
         if isinstance(value, dict):
-            key = {"verl": "score", "openrlhf": "rewards"}.get(self._found.signature, "")
+            key = self._key or {"verl": "score", "openrlhf": "rewards"}.get(self._found.signature, "")
             value = value.get(key, value)
         scores = value.tolist() if hasattr(value, "tolist") else value  # tensors and arrays
         if self._one_by_one:

@@ -42,6 +42,23 @@ def format_tags(completions: Sequence[Completion], tag: str = "answer") -> list[
     return rewards
 
 
+def pattern(completions: Sequence[Completion], regex: str, tag: str | None = None) -> list[float]:
+    """1 when the complete text matches the regular expression, in which a dot is any character, else 0.
+
+    With `tag`, the text inside the last `<tag>...</tag>` without white space around it is matched, and a
+    missing one is worth 0. Raises ValueError for a regular expression that Python's `re` does not accept.
+    """
+    try:
+        whole = re.compile(regex, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"regex = {regex!r}: {error}") from error
+    texts = said_in(completions, tag)
+    return [
+        float(text is not None and whole.fullmatch(text if tag is None else text.strip()) is not None)
+        for text in texts
+    ]
+
+
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # Ways to name a choice, of which the last in the text counts: \boxed{B}; the answer is (B); Answer: **B**.
 _STATED = re.compile(r"\\boxed\{\W{0,3}([A-Z])\W{0,3}\}|\b[Aa]nswer(?: is|:)\W{0,6}([A-Z])\b")
@@ -201,7 +218,17 @@ def repetition_penalty(sampled_ids: Ids, n: int = 3) -> list[float]:
     return [len(set(own)) / len(own) - 1 if own else 0.0 for own in grams]
 
 
+def constant(sampled_ids: Ids) -> list[float]:
+    """1 for every answer: the weight is added to each reward.
+
+    Baselines subtract it again. A critic has to learn it first, as where rewards are -1 and 1 instead of 0
+    and 1.
+    """
+    return [1.0] * len(sampled_ids)
+
+
 BUILT_IN: dict[str, Callable[..., Sequence[float | None]]] = {
+    "constant": constant,
     "exact_match": exact_match,
     "format_tags": format_tags,
     "fuzzy_match": fuzzy_match,
@@ -210,6 +237,7 @@ BUILT_IN: dict[str, Callable[..., Sequence[float | None]]] = {
     "length_penalty": length_penalty,
     "multiple_choice": multiple_choice,
     "overlong_penalty": overlong_penalty,
+    "pattern": pattern,
     "relative_length": relative_length,
     "repetition_penalty": repetition_penalty,
 }

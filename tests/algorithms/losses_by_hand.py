@@ -68,6 +68,19 @@ def cispo(x: Floats, sg: Floats, old: Floats, advantages: Floats, c: Any) -> lis
     return losses
 
 
+def dppo(x: Floats, sg: Floats, old: Floats, advantages: Floats, c: Any) -> list[float]:
+    losses = []
+    for p, frozen, q, a in zip(x, sg, old, advantages, strict=True):
+        now, before = math.exp(frozen), math.exp(q)
+        moved = abs(now - before)
+        if c.divergence == "kl":
+            moved = before * math.log(before / now)
+            moved += (1 - before) * math.log((1 - before + 1e-8) / (1 - now + 1e-8))
+        too_far = now > before and moved > c.clip_high if a > 0 else now < before and moved > c.clip_low
+        losses.append(0.0 if too_far else -min(now / before, c.max_ratio) * a * p)
+    return losses
+
+
 def sapo(x: Floats, sg: Floats, old: Floats, advantages: Floats, c: Any) -> list[float]:
     losses = []
     for p, q, a in zip(x, old, advantages, strict=True):

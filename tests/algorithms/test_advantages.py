@@ -242,6 +242,49 @@ def test_gdpo(whiten_batch: bool) -> None:
     assert_equal(found, [[(value - shift) / scale for value in row] for row in sums])
 
 
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_gdpo_of_other_projects(leave_one_out: bool) -> None:
+    """verl whitens over tokens; NeMo-RL may leave the sample out of its baseline, and adds nothing."""
+    rewards = [[(1.0, 0.0), (0.0, 1.0), (1.0, 1.0)], [(0.5, 0.25), (0.5, 1.0), (0.0, 0.5)]]
+    lengths = [[3, 1, 4], [1, 5, 2]]
+    names = ("exact", "format")
+    sums = []
+    for of_group in rewards:
+        row = [0.0] * len(of_group)
+        for place, name in enumerate(names):
+            values = [mine[place] for mine in of_group]
+            for i, value in enumerate(values):
+                others = values[:i] + values[i + 1 :] if leave_one_out else values
+                deviation = stdev(others)
+                scale = deviation + 1e-6 if deviation > 0 else 1.0
+                row[i] += WEIGHTS[name] * (value - fmean(others)) / scale
+        sums.append(row)
+    groups = [
+        group(
+            number,
+            *(
+                trajectory(0.0, row, rewards=dict(zip(names, mine, strict=True)), num_sampled=size)
+                for row, (mine, size) in enumerate(zip(of_group, sizes, strict=True))
+            ),
+        )
+        for number, (of_group, sizes) in enumerate(zip(rewards, lengths, strict=True))
+    ]
+    options: dict[str, Any] = {"leave_one_out": True, "deviation": "others"} if leave_one_out else {}
+    tokens = [
+        value
+        for row, sizes in zip(sums, lengths, strict=True)
+        for value, size in zip(row, sizes, strict=True)
+        for _ in range(size)
+    ]
+    found = estimate(groups, name="gdpo", over="tokens", batch_epsilon=1e-8, **options)
+    shift, scale = fmean(tokens), stdev(tokens) + 1e-8
+    assert_equal(found, [[(value - shift) / scale for value in row] for row in sums])
+    flat = [value for row in sums for value in row]
+    found = estimate(groups, name="gdpo", batch_epsilon=0.0, **options)
+    shift, scale = fmean(flat), stdev(flat)
+    assert_equal(found, [[(value - shift) / scale for value in row] for row in sums])
+
+
 def test_gdpo_keeps_apart_what_a_sum_makes_equal() -> None:
     """The paper's example: sums of (0, 1) and of (0, 2) are equal once they are normalized."""
 

@@ -14,6 +14,7 @@ from nemorl.config.algorithm.losses import (
     ClipCovLossConfig,
     ClipLossConfig,
     CustomLossConfig,
+    DppoLossConfig,
     GmpoLossConfig,
     GspoLossConfig,
     GspoTokenLossConfig,
@@ -38,6 +39,11 @@ LOSSES: dict[str, tuple[Any, by_hand.ByHand]] = {
     "gmpo": (GmpoLossConfig(name="gmpo", clip_low=0.1, clip_high=0.15), by_hand.gmpo),
     "cispo": (CispoLossConfig(name="cispo", clip_high=0.2), by_hand.cispo),
     "cispo, both": (CispoLossConfig(name="cispo", clip_low=0.1, clip_high=0.2), by_hand.cispo),
+    "dppo": (DppoLossConfig(name="dppo", clip_low=0.02, clip_high=0.03, max_ratio=1.1), by_hand.dppo),
+    "dppo, kl": (
+        DppoLossConfig(name="dppo", divergence="kl", clip_low=0.001, clip_high=0.002),
+        by_hand.dppo,
+    ),
     "sapo": (SapoLossConfig(name="sapo", temperature_negative=2.0), by_hand.sapo),
     "reinforce": (ReinforceLossConfig(name="reinforce"), by_hand.reinforce),
 }

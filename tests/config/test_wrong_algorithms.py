@@ -23,7 +23,7 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.advantage={name: opo, normalize: false}"],
         "algorithm.advantage.normalize",
         False,
-        "this field belongs to `group`, `gpg`, `turn`",
+        "this field belongs to `group`, `gpg`, `gdpo`, `turn`",
     ),
     "a number that is true": (
         ["algorithm.max_staleness=true"],

@@ -261,9 +261,9 @@ def test_a_misspelled_value_has_its_choices(config: Path, key: str, value: str, 
 
 def test_a_value_of_the_origin_is_no_misspelling_of_another(config: Path) -> None:
     script = config.with_suffix(".sh")
-    words = "algorithm.adv_estimator=gdpo trainer.total_training_steps=5"
+    words = "algorithm.adv_estimator=gpdo trainer.total_training_steps=5"
     error = error_of(script, f"python3 -m verl.trainer.main_ppo {words}\n", "--from", "verl")
-    assert "adv_estimator = gdpo: this estimator is not imported; those that are: grpo, " in error
+    assert "adv_estimator = gpdo: this estimator is not imported; those that are: grpo, " in error
 
 
 def test_what_is_no_yaml_has_its_line(config: Path) -> None:

@@ -29,6 +29,12 @@ GRPO = NEMO_RL | {
     "grpo.num_generations_per_prompt": 4,
     "grpo.max_num_steps": 30,
 }
+PPO = NEMO_RL | {
+    "ppo.num_prompts_per_step": 16,
+    "ppo.num_generations_per_prompt": 4,
+    "ppo.max_num_steps": 30,
+    "value.model_name": "org/model",
+}
 SFT, DPO, RM = (NEMO_RL | {f"{name}.max_num_steps": 30} for name in ("sft", "dpo", "rm"))
 OFF = {"sft.max_num_steps": -1, "dpo.max_num_steps": -1, "rm.max_num_steps": -1}
 MEGATRON = GRPO | {"policy.megatron_cfg.enabled": True}
@@ -70,6 +76,9 @@ OFFLINE = {
 }
 BASES = {"nemo-rl": GRPO, "verl": VERL, "openrlhf": OPENRLHF, "trl": TRL}
 
+# By the beginning of a key of NeMo-RL's PPO, a config that reads it.
+PPO_BASES: dict[str, dict[str, Any]] = {}
+
 # Of keys that recipes do not show: values of others with which they have an effect, and two of their own.
 Context = tuple[dict[str, Any], Any, Any]
 _SHAPED = GRPO | {
@@ -77,7 +86,35 @@ _SHAPED = GRPO | {
     "grpo.reward_shaping.max_response_length": 100,
     "grpo.reward_shaping.overlong_buffer_length": 10,
 }
-_SCALED = GRPO | {"grpo.reward_scaling.enabled": True}
+_SCALED = {
+    name: base | {f"{name}.reward_scaling.enabled": True} for name, base in (("grpo", GRPO), ("ppo", PPO))
+}
+_PPO = PPO | {
+    **{key.replace("grpo.", "ppo."): value for key, value in _SHAPED.items() if "shaping" in key},
+    "ppo.use_dynamic_sampling": True,
+    "ppo.reward_scaling.enabled": True,
+    "ppo.async_ppo.enabled": True,
+    "ppo.async_ppo.in_flight_weight_updates": True,
+    "policy.generation.colocated.enabled": False,
+    "policy.generation.colocated.resources.gpus_per_node": 4,
+    "value.max_total_sequence_length": 512,
+}
+_CRITIC_MEGATRON = PPO | {
+    "value.megatron_cfg.enabled": True,
+    "value.megatron_cfg.activation_checkpointing": True,
+    "value.megatron_cfg.pipeline_model_parallel_size": 2,
+    "value.megatron_cfg.scheduler.lr_decay_style": "cosine",
+    "value.megatron_cfg.scheduler.lr_warmup_iters": 2,
+    "value.megatron_cfg.peft.enabled": True,
+}
+_CRITIC_LORA = PPO | {"value.dtensor_cfg.lora_cfg.enabled": True}
+_CRITIC_PACKED = PPO | {
+    "value.max_total_sequence_length": 512,
+    "value.sequence_packing.enabled": True,
+    "value.sequence_packing.train_mb_tokens": 4096,
+    "value.dynamic_batching.enabled": True,
+    "value.dynamic_batching.train_mb_tokens": 4096,
+}
 _ASYNC = GRPO | {
     "grpo.async_grpo.enabled": True,
     "policy.generation.colocated.enabled": False,
@@ -157,6 +194,12 @@ _TWO = {
     for name in ("prose", "sums")
 }
 _OVERLONG = VERL | {"reward.reward_kwargs.overlong_buffer_cfg.enable": True}
+_VEOMNI = VERL | {"model_engine": "veomni", f"{_A}.optim.lr_warmup_steps_ratio": 0.1}
+_GDPO = VERL | {
+    "algorithm.adv_estimator": "gdpo",
+    "algorithm.gdpo_reward_keys": ["one", "two"],
+    "reward.custom_reward_function.path": "a.py",
+}
 _COSINE = VERL | {"model_engine": "megatron", f"{_A}.optim.lr_decay_style": "cosine"}
 _FSDP_COSINE = VERL | {f"{_A}.optim.lr_scheduler_type": "cosine"}
 
@@ -181,6 +224,16 @@ def _offline(section: str, base: dict[str, Any]) -> dict[str, Context]:
         ),
     }
 
+
+PPO_BASES |= {
+    "ppo.": _PPO,
+    "value.megatron_cfg.optimizer.sgd": _CRITIC_MEGATRON | {"value.megatron_cfg.optimizer.optimizer": "sgd"},
+    "value.megatron_cfg": _CRITIC_MEGATRON,
+    "value.dtensor_cfg.lora_cfg": _CRITIC_LORA,
+    "value.sequence_packing": _CRITIC_PACKED,
+    "value.dynamic_batching": _CRITIC_PACKED,
+    "value": PPO,
+}
 
 CONTEXTS: dict[str, dict[str, Context]] = {
     "nemo-rl": {
@@ -244,7 +297,8 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "grpo.reward_shaping.overlong_buffer_length": (_SHAPED, 10, 20),
         "grpo.reward_shaping.overlong_buffer_penalty": (_SHAPED, 1.0, 0.5),
         **{
-            f"grpo.reward_scaling.{name}": (_SCALED, -1.0, 2.0)
+            f"{section}.reward_scaling.{name}": (base, -1.0, 2.0)
+            for section, base in _SCALED.items()
             for name in ("source_min", "source_max", "target_min", "target_max")
         },
         "grpo.async_grpo.in_flight_weight_updates": (_ASYNC, True, False),
@@ -422,6 +476,8 @@ CONTEXTS: dict[str, dict[str, Context]] = {
             ["moe"],
         ),
         f"{_A}.optim.betas": (VERL, [0.9, 0.999], [0.9, 0.98]),
+        f"{_A}.optim.lr_start": (_VEOMNI, 0.0, 1e-7),
+        "algorithm.gdpo_reward_weights": (_GDPO, [1.0, 1.0], [1.0, 0.5]),
         f"{_A}.optim.lr_decay_style": (VERL | {"model_engine": "megatron"}, "constant", "cosine"),
         f"{_A}.optim.lr_decay_steps": (_COSINE, 100, 200),
         f"{_A}.optim.lr_scheduler_type": (VERL, "constant", "cosine"),
@@ -685,7 +741,8 @@ def test_a_wrong_type_is_an_error_that_names_the_key(project: str, tmp_path: Pat
         if key.endswith(_TEXT):
             continue
         base = CONTEXTS[project][key][0] if key in CONTEXTS[project] else base_of(project, key)
-        if key.startswith("policy.megatron_cfg."):
+        base = next((found for start, found in PPO_BASES.items() if key.startswith(start)), base)
+        if "policy.megatron_cfg." in key:
             base = MEGATRON | base
         try:
             found = import_values(PROJECTS[project], base | {key: "maybe"}, OPTIONS)

@@ -77,6 +77,29 @@ def test_a_script_is_read_and_not_executed(tmp_path: Path) -> None:
     }
 
 
+CASES = """
+MODE=${MODE:-dppo_tv}
+case $MODE in
+    dppo_tv)  BOUND=0.15 ;;
+    dppo_kl | other)
+        BOUND=0.05
+        ;;
+    *) echo "unknown: $MODE"; exit 1 ;;
+esac
+case "$BOUND" in
+    0.*) KIND=small ;;
+    *) KIND=large ;;
+esac
+python3 -m verl.trainer.main_ppo a.bound=${BOUND} a.kind=$KIND
+"""
+
+
+@pytest.mark.parametrize(("mode", "bound"), [("dppo_tv", 0.15), ("other", 0.05)])
+def test_the_first_pattern_of_a_case_decides(tmp_path: Path, mode: str, bound: float) -> None:
+    write(tmp_path, run__sh=CASES.replace("MODE:-dppo_tv", f"MODE:-{mode}"))
+    assert dict(leaves(verl.read(tmp_path / "run.sh"))) == {"a.bound": bound, "a.kind": "small"}
+
+
 def test_a_script_without_a_command_is_refused() -> None:
     with pytest.raises(CannotImport, match="no command"):
         read_command("echo hello\n")

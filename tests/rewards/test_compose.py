@@ -165,6 +165,15 @@ def test_verls_functions_see_one_answer_at_a_time():
     assert paid.trajectories[2].error == "reward `compute_score`: ValueError: no such solution"
     assert paid.scoring["compute_score"].errors == 1
     assert [t.reward for t in apply([own("compute_score_async")], said[:2])] == [1.0, 0.0]
+    parts = [
+        own("compute_score", arguments={"factor": 0.5}),
+        own("compute_score", name="acc", score_key="acc"),
+    ]
+    paid = pay(parts, said[:2], task=task)
+    assert [t.rewards for t in paid.trajectories] == [
+        {"compute_score": 0.0, "acc": 0.0},
+        {"compute_score": 0.5, "acc": 1.0},
+    ]
 
 
 @pytest.mark.parametrize("name", ["reward_func", "reward_func_with_logs"])
@@ -246,7 +255,7 @@ def test_a_slow_function_holds_nothing_else_up():
     [
         (
             FunctionRewardConfig(function="exakt"),
-            "unknown reward `exakt`; built-in rewards: exact_match, format_tags",
+            "unknown reward `exakt`; built-in rewards: constant, exact_match, format_tags",
         ),
         (FunctionRewardConfig(function="exact_mach"), "`exact_mach`; did you mean `exact_match`. built-in"),
         (own("halve"), rf"{OWN} has no halve; did you mean `half`\?"),

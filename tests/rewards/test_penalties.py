@@ -4,7 +4,13 @@ from fractions import Fraction
 
 import pytest
 
-from nemorl.rewards.functions import length_penalty, overlong_penalty, relative_length, repetition_penalty
+from nemorl.rewards.functions import (
+    constant,
+    length_penalty,
+    overlong_penalty,
+    relative_length,
+    repetition_penalty,
+)
 
 
 def of_lengths(*lengths):
@@ -30,6 +36,10 @@ def test_overlong_answers_are_scored_as_in_dapos_equation_13():
 def test_a_buffer_that_does_not_fit_is_refused(buffer):
     with pytest.raises(ValueError, match=f"buffer = {buffer} is not between 1 and max_length = 100"):
         overlong_penalty([[1]], max_length=100, buffer=buffer)
+
+
+def test_every_answer_is_worth_the_same():
+    assert constant([[1, 2], [3]]) == [1.0, 1.0]
 
 
 def test_every_token_costs_the_same():

@@ -11,6 +11,7 @@ from nemorl.rewards.functions import (
     fuzzy_match,
     json_schema,
     multiple_choice,
+    pattern,
 )
 
 
@@ -86,6 +87,27 @@ def test_choices_are_numbered_from_0_and_looked_for_in_a_tag():
     assert multiple_choice(completions, ["2"] * 3, tag="answer") == [1.0, 0.0, 0.0]
     with pytest.raises(ValueError, match="the task's answer is 'Rome': expected a letter"):
         multiple_choice(["B"], ["Rome"])
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("<think>a\nb</think>\n<answer>12</answer>", 1.0),
+        ("<think>a</think> <answer>12</answer>", 0.0),
+        ("<think>a</think>\n<answer>12</answer> and more", 0.0),
+        ("12", 0.0),
+    ],
+)
+def test_a_pattern_matches_the_complete_text(text, score):
+    shape = r"<think>.*?</think>\n<answer>.*?</answer>"
+    assert pattern([text, [{"role": "assistant", "content": text}]], regex=shape) == [score, score]
+
+
+def test_a_pattern_is_looked_for_in_a_tag_and_checked():
+    texts = ["<answer> 12 </answer>", "<answer>1.5</answer>", "12"]
+    assert pattern(texts, regex=r"\d+", tag="answer") == [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match=r"regex = '\('"):
+        pattern(["a"], regex="(")
 
 
 def test_fuzzy_match_is_the_share_of_common_characters():

@@ -102,11 +102,10 @@ class TokenReturnsConfig(TokenAdvantageBase):
     """Discount from one sampled token to the next."""
 
 
-class GroupAdvantageConfig(AdvantageBase):
-    """The mean of the group is the baseline (Shao et al. 2024, arXiv 2402.03300)."""
+class GroupRelativeBase(AdvantageBase):
+    """How a reward is compared with those of its group."""
 
     needs_group: ClassVar[bool] = True
-    name: Literal["group"] = "group"
     normalize: bool = True
     """Divide by the standard deviation of the group (unbiased)."""
     leave_one_out: bool = False
@@ -122,6 +121,12 @@ class GroupAdvantageConfig(AdvantageBase):
         if self.deviation == "others" and not (self.leave_one_out and self.normalize):
             fix = "it requires leave_one_out and normalize; set both, or set this to all"
             yield Problem("deviation", self.deviation, fix)
+
+
+class GroupAdvantageConfig(GroupRelativeBase):
+    """The mean of the group is the baseline (Shao et al. 2024, arXiv 2402.03300)."""
+
+    name: Literal["group"] = "group"
 
 
 class ReinforceAdvantageConfig(AdvantageBase):
@@ -186,16 +191,23 @@ class GpgAdvantageConfig(AdvantageBase):
     """Added to the standard deviation."""
 
 
-class GdpoAdvantageConfig(AdvantageBase):
+class GdpoAdvantageConfig(GroupRelativeBase):
     """Each reward is normalized in its group before they are summed (GDPO, arXiv 2601.05242)."""
 
-    needs_group: ClassVar[bool] = True
     uses_reward_sum: ClassVar[bool] = False
     name: Literal["gdpo"]
     whiten_batch: bool = True
-    """Shift and scale the sums to mean 0 and variance 1 over the trajectories of the batch."""
-    epsilon: float = Field(1e-6, gt=0)
-    """Added to each standard deviation."""
+    """Shift and scale the sums to mean 0 and variance 1 over the batch."""
+    over: Over = "trajectories"
+    """That mean and variance are over trajectories, or over sampled tokens, as in verl."""
+    batch_epsilon: float = Field(1e-6, ge=0)
+    """Added to the standard deviation of the batch."""
+
+    @check
+    def _batch_is_whitened(self) -> Problems:
+        if not self.whiten_batch:
+            reason = "algorithm.advantage.whiten_batch is false; set it, or remove this"
+            yield from self.without_effect(("over", "batch_epsilon"), reason)
 
 
 class PassAtKAdvantageConfig(AdvantageBase):

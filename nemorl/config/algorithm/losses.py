@@ -104,6 +104,20 @@ class CispoLossConfig(PolicyLossBase):
     """The weight is at most 1 + clip_high; TRL's epsilon_high is this bound itself."""
 
 
+class DppoLossConfig(PolicyLossBase):
+    """A bound on the divergence of each token instead of its ratio (DPPO, arXiv 2602.04879)."""
+
+    name: Literal["dppo"]
+    divergence: Literal["tv", "kl"] = "tv"
+    """Of the token and all others as two events: total variation, or the divergence from old to current."""
+    clip_low: float = Field(0.15, ge=0)
+    """Tokens that became less likely by more than this have no loss where the advantage is not positive."""
+    clip_high: float = Field(0.15, ge=0)
+    """Tokens that became more likely by more than this have no loss where the advantage is positive."""
+    max_ratio: float = Field(20.0, gt=0)
+    """The ratio that weighs a token is cut to this."""
+
+
 class SapoLossConfig(PolicyLossBase):
     """A sigmoid gate instead of clipping (Gao et al. 2025, arXiv 2511.20347)."""
 
@@ -174,7 +188,14 @@ class CustomLossConfig(PolicyLossBase):
 
 
 _Clipped = ClipLossConfig | GspoLossConfig | GspoTokenLossConfig | GmpoLossConfig | CispoLossConfig
-_Other = SapoLossConfig | ReinforceLossConfig | ClipCovLossConfig | KlCovLossConfig | CustomLossConfig
+_Other = (
+    DppoLossConfig
+    | SapoLossConfig
+    | ReinforceLossConfig
+    | ClipCovLossConfig
+    | KlCovLossConfig
+    | CustomLossConfig
+)
 PolicyLossConfig = Annotated[_Clipped | _Other, Variants(ClipLossConfig)]
 
 
@@ -191,6 +212,8 @@ class CriticLearningConfig(Config):
     nothing."""
     aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
     """How squared errors of tokens are aggregated."""
+    loss_scale: float = Field(1.0, gt=0)
+    """Factor of the loss, and so of the gradient before its norm is clipped; NeMo-RL: 0.4."""
     warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic is trained."""
 
