@@ -618,7 +618,11 @@ CONTEXTS: dict[str, dict[str, Context]] = {
 }
 # Keys with one supported value, or whose other value is remarked on: what is written does not depend on them.
 REFUSED = {
-    "nemo-rl": {"policy.optimizer.name": "SGD", "env.should_use_nemo_gym": True},
+    "nemo-rl": {
+        "policy.optimizer.name": "SGD",
+        "value.optimizer.name": "SGD",
+        "env.should_use_nemo_gym": True,
+    },
     "verl": {
         f"{_A}.optim.optimizer": "SGD",
         "actor_rollout_ref.rollout.name": "trtllm",
@@ -640,6 +644,8 @@ REMARKED = {
 
 def base_of(project: str, key: str) -> dict[str, Any]:
     """Values of a run in which the key is read."""
+    if key.startswith("value."):
+        return PPO
     return _TAUGHT if key.startswith(f"{_D}.") else BASES[project]
 
 
@@ -648,6 +654,37 @@ def mapped(project: str) -> list[str]:
         key for rule in PROJECTS[project].rules if isinstance(rule, Part) and rule.fields for key in rule.keys
     ]
     return list(dict.fromkeys(keys))
+
+
+def _of_critic(context: Context) -> Context:
+    """A context of a key of the policy, for the same key of the critic."""
+    base, first, second = context
+    own = {key.replace("policy.", "value.", 1): value for key, value in base.items() if key not in GRPO}
+    return PPO | {"value.max_total_sequence_length": 512} | own, first, second
+
+
+_CRITIC_KEYS = {
+    key.replace("policy.", "value.", 1): _of_critic(context)
+    for key, context in CONTEXTS["nemo-rl"].items()
+    if key.startswith(("policy.megatron_cfg.", "policy.dtensor_cfg.", "policy.sequence_", "policy.dynamic_"))
+}
+_SEVERAL_REWARDS = GRPO | {
+    "grpo.adv_estimator.name": "gdpo",
+    "data.default.env_name": "math_multi_reward",
+}
+_COSINE = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 10}}
+CONTEXTS["nemo-rl"] |= {key: context for key, context in _CRITIC_KEYS.items() if key in mapped("nemo-rl")} | {
+    "grpo.adv_estimator.reward_weights": (_SEVERAL_REWARDS, [1.0, 1.0, 1.0], [1.0, 0.5, 0.25]),
+    "ppo.adv_estimator.name": (PPO, "gae", "raw_reward"),
+    "ppo.dynamic_sampling_max_gen_batches": (PPO | {"ppo.use_dynamic_sampling": True}, 5, 6),
+    "ppo.max_rollout_turns": (PPO | {"data.default.env_name": "sliding_puzzle_game"}, 5, 6),
+    "value.megatron_cfg.peft.enabled": (PPO | {"value.megatron_cfg.enabled": True}, True, False),
+    "value.dtensor_cfg.expert_parallel_size": (PPO, 1, 2),
+    "value.scheduler": (PPO, [], [_COSINE]),
+    "value.optimizer.kwargs.betas": (PPO, [0.9, 0.999], [0.9, 0.95]),
+    "value.optimizer.kwargs.exp_avg_dtype": (PPO, None, "torch.bfloat16"),
+    "value.optimizer.kwargs.exp_avg_sq_dtype": (PPO, None, "torch.bfloat16"),
+}
 
 
 def tree(project: str, values: dict[str, Any]) -> dict[str, Any] | str:
