@@ -81,7 +81,7 @@ class OneAnswer:
 
 
 class OneAnswerFactory:
-    """Gives the lengths of a task to its samples, one after the other; one process samples all of them."""
+    """Gives the lengths of a task to its samples in sequence; one process samples all of them."""
 
     reward_weights: Mapping[str, float] = {}
 

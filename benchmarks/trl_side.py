@@ -69,13 +69,13 @@ def in_lengths(policy: Any, lengths: Iterator[int]) -> Callable[..., Any]:
         last = torch.tensor([next(lengths) for _ in range(rows)])
         end = int(torch.as_tensor(generation_config.eos_token_id).flatten()[0])
 
-        def end_at_last(tokens: Any, logits: Any) -> Any:
+        def ends_rows(tokens: Any, logits: Any) -> Any:
             ends = last == tokens.shape[1] - prompt + 1
             logits[ends] = -torch.inf
             logits[:, end] = torch.where(ends, 0.0, -torch.inf)
             return logits
 
-        processors = LogitsProcessorList([end_at_last])
+        processors = LogitsProcessorList([ends_rows])
         return generate(
             input_ids, generation_config=generation_config, logits_processor=processors, **options
         )
