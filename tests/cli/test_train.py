@@ -115,7 +115,7 @@ def test_config_model_and_files_are_refused_in_one_list(nemorl: Nemorl, experime
         "algorithm.num_minibatches = 7",
         "data.train.path = nowhere.jsonl",
         "rewards.0.function = exact_mach",
-        "did you mean `exact_match`? built-in rewards: exact_match, format_tags",
+        "did you mean `exact_match`? built-in rewards: constant, exact_match, format_tags",
         "cannot import nowhere.at_all: ModuleNotFoundError",
         "put it in the current folder or install it",
     ):
