@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from nemorl.config.algorithm import (
     TopLossConfig,
 )
 from nemorl.data.losses import Loss, LossOutput, TrainStats
-from nemorl.data.packed import PLACEHOLDER_TOKENS, PackedBatch
+from nemorl.data.packed import PackedBatch
 from nemorl.data.shards import SequencePlace
 from nemorl.rollout.groups import GroupSummary, TrajectorySummary
 from nemorl.rollout.versions import UNBROKEN, Lineage
@@ -32,7 +32,7 @@ from .objective import (
     token_loss_output,
 )
 from .online import Batch
-from .policy_gradient import filled_up, minibatches
+from .policy_gradient import filled_up, minibatches, placeholder
 
 _SMALLEST_REST = 1e-6  # the least probability of all that is not among the top, known up to rounding
 _ABSENT = -100.0  # logprob of a token to which the teacher gives no probability
@@ -209,7 +209,8 @@ class DistillationUpdate:
             weights = sequence_weights(counts, self.config.aggregation).tolist()
             trains.append(any(weights))
             parts.append([self._places(*one, weight) for one, weight in zip(part, weights, strict=True)])
-        sequences, teachers = zip(*filled_up(parts, _placeholder, self.multiple), strict=True)
+        filled = filled_up(parts, lambda taught: (placeholder(taught[0]), taught[1]), self.multiple)
+        sequences, teachers = zip(*filled, strict=True)
         return Batch(
             sequences,
             versions_of(groups),
@@ -223,16 +224,11 @@ class DistillationUpdate:
 
     def _places(self, group: GroupSummary, t: TrajectorySummary, weight: float) -> list[_Taught]:
         """The sequences of a trajectory, each with its teacher."""
-        places = []
-        for one in t.sequences:
-            size, runs = (one.num_tokens, one.runs) if weight > 0 else (PLACEHOLDER_TOKENS, ())
-            places.append(SequencePlace(group.reference, one.row, size, weight=weight, runs=runs))
-        return [(place, self.task_teachers[group.task_index]) for place in places]
+        store, teacher = group.reference, self.task_teachers[group.task_index]
+        places = [
+            SequencePlace(store, one.row, one.num_tokens, weight=weight, runs=one.runs) for one in t.sequences
+        ]
+        return [(place if weight > 0 else placeholder(place), teacher) for place in places]
 
     def metrics(self, updates: Sequence[TrainStats]) -> dict[str, float]:
         return metrics_of_updates(updates)
-
-
-def _placeholder(taught: _Taught) -> _Taught:
-    place, teacher = taught
-    return replace(place, num_tokens=PLACEHOLDER_TOKENS, weight=0.0, runs=()), teacher

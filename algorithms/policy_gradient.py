@@ -301,4 +301,5 @@ def placeholder(place: SequencePlace) -> SequencePlace:
         weight=0.0,
         likelihood=None if place.likelihood is None else 0.0,
         rewards=None if place.rewards is None else (),
+        runs=(),
     )

@@ -110,7 +110,7 @@ def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Mapping[
     `teachers`: names by what the column `key` of their tasks has.
     """
     if key is None:
-        return [*teachers.values()][:1] * len(tasks)
+        return list(teachers.values())[:1] * len(tasks)
     named = []
     for task in tasks:
         value = task.columns.get(key)

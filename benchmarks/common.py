@@ -17,6 +17,7 @@ How a benchmark is written:
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,11 @@ from rich.table import Table
 from nemorl.observe.run_folder import git_commit, installed_versions
 
 OUT = Path("runs/bench")
+
+
+def ragged_length(draw: random.Random, median: float, longest: int) -> int:
+    """Tokens of a completion as rollouts have them: log-normal (sigma 0.8), at least 4."""
+    return round(min(longest, max(4, median * draw.lognormvariate(0, 0.8))))
 
 
 @dataclass(frozen=True)

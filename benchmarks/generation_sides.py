@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from common import ragged_length
 
 from nemorl.config.generation import MegatronGenerationConfig, TorchGenerationConfig, VllmGenerationConfig
 from nemorl.config.policy import PolicyConfig
@@ -72,9 +73,9 @@ def equal_work(batch: int, tokens: int, vocab_size: int, seed: int = 0) -> Work:
 
 
 def ragged_work(batch: int, median: int, vocab_size: int, seed: int = 0) -> Work:
-    """Log-normal lengths (sigma 0.8) of at most five medians, as rollouts have them."""
+    """Lengths of at most five medians."""
     draw = random.Random(seed + 1)
-    lengths = (round(min(5 * median, max(4, median * draw.lognormvariate(0, 0.8)))) for _ in range(batch))
+    lengths = (ragged_length(draw, median, 5 * median) for _ in range(batch))
     return Work("ragged", _prompts(batch, vocab_size, seed), tuple(lengths))
 
 

@@ -17,7 +17,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import OUT, Timing, publish, table_of
+from common import OUT, Timing, publish, ragged_length, table_of
 from trl_side import train_with_trl
 
 from nemorl.observe.metrics import read_metrics
@@ -107,25 +106,22 @@ def with_unused_end(model: Path, folder: Path) -> Path:
     from transformers import AutoTokenizer
 
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(model, folder, copy_function=os.symlink)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = tokenizer.pad_token = UNUSED
-    changed = tempfile.mkdtemp(dir=folder.parent)
-    tokenizer.save_pretrained(changed)
+    tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = json.loads((model / "config.json").read_text(encoding="utf-8")) | ends
-    (Path(changed) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    for file in Path(changed).iterdir():
-        file.replace(folder / file.name)
-    Path(changed).rmdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for file in model.iterdir():
+        if not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file)
     return folder
 
 
 def questions(work: Work) -> Iterator[tuple[str, list[int]]]:
     """Different questions of `prompt_tokens` each, with the tokens of their answers.
 
-    A question is sums that are solved, and one that is not. Lengths are log-normal (sigma 0.8) as those of
-    rollouts, with half of the limit as their median.
+    A question is sums that are solved, and one that is not. The median length is half of the limit.
     """
     from transformers import AutoTokenizer
 
@@ -137,8 +133,9 @@ def questions(work: Work) -> Iterator[tuple[str, list[int]]]:
             left, right = draw.randrange(100), draw.randrange(100)
             text += f"{left} + {right} = {left + right}. "
         tokens = tokenizer.encode(text + f"{draw.randrange(100)} + {draw.randrange(100)} =")
-        medians = [work.new_tokens / 2 * lengths.lognormvariate(0, 0.8) for _ in range(work.samples)]
-        of_answers = [round(min(work.new_tokens, max(4, length))) for length in medians]
+        of_answers = [
+            ragged_length(lengths, work.new_tokens / 2, work.new_tokens) for _ in range(work.samples)
+        ]
         yield tokenizer.decode(tokens[-work.prompt_tokens :]), of_answers
 
 
@@ -289,10 +286,11 @@ def main() -> None:
         out, work = arguments.trl_round
         Path(out).write_text(json.dumps(trl_round(Work(**json.loads(work)))), encoding="utf-8")
         return
+    model = with_unused_end(arguments.model.resolve(), OUT / "step-model")
     found = []
     for prompt_tokens in arguments.prompt_tokens:
         work = Work(
-            str(with_unused_end(arguments.model.resolve(), OUT / "step-model")),
+            str(model.resolve()),
             arguments.prompts,
             arguments.samples,
             prompt_tokens,

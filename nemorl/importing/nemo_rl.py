@@ -1,14 +1,16 @@
 """NeMo-RL's configs: GRPO and its variants, PPO, distillation, SFT, DPO and reward models."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import nemo_rl_devices as devices
 from . import nemo_rl_distillation as distillation
 from . import nemo_rl_learning as learning
-from .nemo_rl_data import DATA_RULES, ONLINE, REWARDED
+from .nemo_rl_data import DATA_RULES
 from .nemo_rl_devices import DTENSOR, MEGATRON, VLLM
-from .nemo_rl_learning import GENERATION, KINDS, kind, of_online, of_rewarded
+from .nemo_rl_learning import GENERATION
+from .nemo_rl_sections import KINDS, ONLINE, REWARDED, kind, of_online, of_rewarded
 from .rules import Ignored, Lost, Part, Rule, take, take_given
 from .shared import template_arguments
 from .sources import read_inherited, resolved
@@ -155,33 +157,34 @@ _SETUP: tuple[Rule, ...] = (
 )
 
 
+_of_value = partial(devices.keys_of, "value")
 _CRITIC: tuple[Rule, ...] = (
     Part(
-        (*devices.CRITIC, *devices.of_value(devices.MICRO)),
+        (*devices.CRITIC, *_of_value(devices.MICRO)),
         tuple(
             f"critic.{name}" for name in ("model_path", "precision", "max_grad_norm", "micro_batch_tokens")
         ),
         devices.critic,
     ),
-    Part(devices.of_value(devices.SIZES), ("critic.layout",), devices.of_critic(devices.model_layout)),
-    Part(devices.of_value(devices.FSDP_SIZES), ("critic.layout",), lambda x: {}, devices.SHARDING),
+    Part(_of_value(devices.SIZES), ("critic.layout",), devices.of_critic(devices.model_layout)),
+    Part(_of_value(devices.FSDP_SIZES), ("critic.layout",), lambda x: {}, devices.SHARDING),
     Part(
-        devices.of_value(devices.RECOMPUTE),
+        _of_value(devices.RECOMPUTE),
         ("critic.recompute",),
         devices.of_critic(devices.recompute),
     ),
     Part(
-        devices.of_value(devices.OPTIMIZER),
+        _of_value(devices.OPTIMIZER),
         ("critic.optimizer", "critic.schedule"),
         devices.of_critic(devices.optimizer),
     ),
     Part(
-        devices.of_value(devices.TORCH_OPTIMIZER),
+        _of_value(devices.TORCH_OPTIMIZER),
         ("critic.optimizer", "critic.schedule"),
         lambda x: {},
         devices.DECAY,
     ),
-    Part(devices.of_value(devices.LORA), ("critic.lora",), devices.of_critic(devices.lora)),
+    Part(_of_value(devices.LORA), ("critic.lora",), devices.of_critic(devices.lora)),
 )
 
 

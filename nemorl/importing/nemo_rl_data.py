@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from .nemo_rl_sections import get, is_online, of_online
 from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, not_imported
 from .shared import PUBLIC, PublicData
 
@@ -11,8 +12,6 @@ _PREPARED = "write it into this file with the keys of the section; NeMo-RL forma
 _ROWS = {"HelpSteer3": 38_459, "gsm8k": 7_473, "squad": 87_599, "tulu3_sft_mixture": 939_343}
 _MATH = ("math", "dapo")
 _ENVIRONMENTS = (*_MATH, "math_multi_reward", "sliding_puzzle_game", "reward_model")
-REWARDED = ("grpo", "ppo")  # what sections of the two have in common has the same meaning
-ONLINE = (*REWARDED, "distillation")  # sections of algorithms that sample
 _WEIGHTS = "grpo.adv_estimator.reward_weights"
 # Of math_multi_reward, in the order of the weights, which is that of the names.
 _SEVERAL: tuple[dict[str, Any], ...] = (
@@ -56,18 +55,9 @@ def _env_name(x: Origin) -> str:
     return str(_train(x).get("env_name") or _defaults(x).get("env_name") or "math")
 
 
-def _is_offline(x: Origin) -> bool:
-    return not any(map(x.has_section, ONLINE))
-
-
-def _online(x: Origin, name: str, default: Any = None) -> Any:
-    """A value of the section of an algorithm that samples."""
-    return x.get(f"{next(filter(x.has_section, ONLINE))}.{name}", default)
-
-
 def _data(x: Origin) -> Fields:
-    if not _is_offline(x) and _env_name(x) == "sliding_puzzle_game":
-        size = _online(x, "num_prompts_per_step", 1) * max(_online(x, "max_num_steps", 1), 1)
+    if is_online(x) and _env_name(x) == "sliding_puzzle_game":
+        size = get(x, "num_prompts_per_step", 1) * max(get(x, "max_num_steps", 1), 1)
         size = min(size, 100_000)
         return {"data.train": {"name": "seeds", "size": size}}
     train, validation = _train(x), _validation(x)
@@ -102,9 +92,7 @@ def _data(x: Origin) -> Fields:
 
 
 def _validates(x: Origin) -> bool:
-    names = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
-    flags = (x.get(f"{n}.val_at_start", False) or x.get(f"{n}.val_at_end", False) for n in names)
-    return any(flags) or any(x.get(f"{n}.val_period", 0) > 0 for n in names)
+    return bool(get(x, "val_at_start", False) or get(x, "val_at_end", False) or get(x, "val_period", 0) > 0)
 
 
 def _validation(x: Origin) -> dict[str, Any]:
@@ -172,7 +160,7 @@ def _read(x: Origin, name: str) -> str | None:
 
 
 def _environment(x: Origin) -> Fields:
-    if _is_offline(x):
+    if not is_online(x):
         return {}
     name = _env_name(x)
     if x.get("env.should_use_nemo_gym", False):
@@ -187,7 +175,7 @@ def _environment(x: Origin) -> Fields:
     if name == "sliding_puzzle_game":
         game, template = f"env.{name}.cfg", "policy.tokenizer.template_arguments"
         shown = x.get("data.add_system_prompt")
-        moves = [x.get(f"{game}.max_moves", 20), _online(x, "max_rollout_turns")]
+        moves = [x.get(f"{game}.max_moves", 20), get(x, "max_rollout_turns")]
         return ({} if shown is None else {f"{template}.add_system_prompt": shown}) | {
             "env.name": "sliding_puzzle",
             "env.size": x.get(f"{game}.game_config.size", 3),
@@ -218,7 +206,7 @@ def _longest_prompt(x: Origin) -> Fields:
     longest, length = x.get(key), x.get("policy.max_total_sequence_length", 0)
     if longest is None or longest >= length:
         return {}
-    if _is_offline(x):
+    if not is_online(x):
         x.lost(key, "examples that are longer are an error; there they are left out")
         return {}
     return {"data.max_prompt_tokens": longest - 1}
@@ -255,7 +243,7 @@ DATA_RULES: tuple[Rule, ...] = (
             *("data.default.env_name", "env.should_use_nemo_gym", "env.reward_model.model_name"),
             *(f"env.{name}.math_verify_impl" for name in _MATH),
             _WEIGHTS,
-            *(*(f"{section}.max_rollout_turns" for section in ONLINE), "data.add_system_prompt"),
+            *(*of_online("max_rollout_turns"), "data.add_system_prompt"),
             *(f"{_GAME}.game_config.size", f"{_GAME}.game_config.shuffle_moves", f"{_GAME}.max_moves"),
         ),
         ("env", "rewards", "policy.tokenizer.template_arguments"),

@@ -8,15 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from . import shared
-from .nemo_rl_learning import (
-    GENERATION,
-    colocated,
-    distills,
-    has_critic,
-    is_online,
-    kind,
-    updates_of_pass,
-)
+from .nemo_rl_learning import GENERATION, colocated, has_critic, updates_of_pass
+from .nemo_rl_sections import distills, is_online, kind
 from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import OFFLOADED_HOW, layout, lora_targets, replicas, sampling, without_excluded
 
@@ -269,9 +262,9 @@ LORA = (
 )
 
 
-def of_value(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """The same keys of the critic."""
-    return tuple(key.replace("policy", "value", 1) for key in keys)
+def keys_of(model: str, keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The policy's keys in the section of another model."""
+    return tuple(key.replace("policy", model, 1) for key in keys)
 
 
 CRITIC = ("value.model_name", "value.precision", "value.max_grad_norm")

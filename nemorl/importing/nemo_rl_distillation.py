@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from .nemo_rl_devices import model_layout
-from .nemo_rl_learning import GENERATION, distills
+from .nemo_rl_devices import FSDP_SIZES, SIZES, keys_of, model_layout
+from .nemo_rl_learning import GENERATION
+from .nemo_rl_sections import distills
 from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule
 
 _TEACHER, _PATH = "teacher", "teachers.main"
@@ -15,8 +16,6 @@ LIKENESSES: dict[str, object] = {
     "distillation.topk_logits_k": 64,
     "distillation.num_prompts_per_step": 128,
     "distillation.num_generations_per_prompt": 1,
-    "distillation.max_rollout_turns": 1,
-    "distillation.max_val_samples": 512,
     "teacher.precision": ("bfloat16", "float32"),
 }
 
@@ -55,7 +54,6 @@ def teacher_layout(x: Origin) -> Fields:
     return model_layout(x, _TEACHER) if distills(x) else {}
 
 
-_MEGATRON, _DTENSOR = f"{_TEACHER}.megatron_cfg", f"{_TEACHER}.dtensor_cfg"
 RULES: tuple[Rule, ...] = (
     Part(
         (
@@ -71,14 +69,7 @@ RULES: tuple[Rule, ...] = (
         teacher,
     ),
     Part(
-        (
-            *(f"{_MEGATRON}.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
-            *(f"{_MEGATRON}.{name}_parallel_size" for name in ("expert_model", "expert_tensor")),
-            *(f"{_MEGATRON}.num_layers_in_{stage}_pipeline_stage" for stage in ("first", "last")),
-            *(f"{_MEGATRON}.sequence_parallel", f"{_MEGATRON}.enabled"),
-            *(f"{_DTENSOR}.{name}_parallel_size" for name in ("tensor", "context", "expert")),
-            f"{_DTENSOR}.sequence_parallel",
-        ),
+        keys_of(_TEACHER, (*SIZES, *FSDP_SIZES)),
         (f"{_PATH}.layout",),
         teacher_layout,
     ),

@@ -3,63 +3,12 @@
 from math import ceil
 from typing import Any
 
-from .nemo_rl_data import ONLINE, REWARDED, data_rows
+from .nemo_rl_data import data_rows
+from .nemo_rl_sections import KINDS, distills, get, has_rewards, is_online, kind, of_online
 from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import UNBOUNDED, batch, run_length, sampling
 
 GENERATION = "policy.generation"
-KINDS = {
-    "grpo": "grpo",
-    "ppo": "ppo",
-    "distillation": "on_policy_distillation",
-    "sft": "sft",
-    "dpo": "dpo",
-    "rm": "reward_model",
-}
-ABSENT = {
-    "teachers": "distillation on texts from a list of teachers, whose tokens are aligned with the student's,",
-    "token_aligner": "distillation between tokenizers",
-}
-
-
-def kind(x: Origin) -> str:
-    """The section of the algorithm. Raises CannotImport for one without counterpart."""
-    for name, what in ABSENT.items():
-        if x.has_section(name) or (name in x.values and x.values[name] is not None):
-            raise CannotImport(f"{name}: {what} is not imported; docs/moving_in.md names what is")
-    found = [name for name in KINDS if x.has_section(name)]
-    if len(found) != 1:
-        raise CannotImport(f"the config has none of the sections {', '.join(KINDS)}; is it NeMo-RL's?")
-    return found[0]
-
-
-def distills(x: Origin) -> bool:
-    return kind(x) == "distillation"
-
-
-def is_online(x: Origin) -> bool:
-    """True if training itself samples."""
-    return kind(x) in ONLINE
-
-
-def has_rewards(x: Origin) -> bool:
-    """True if samples are compared by their rewards."""
-    return kind(x) in REWARDED
-
-
-def of_online(*names: str) -> tuple[str, ...]:
-    """Keys that the sections of all algorithms that sample have in common."""
-    return tuple(f"{section}.{name}" for section in ONLINE for name in names)
-
-
-def of_rewarded(*names: str) -> tuple[str, ...]:
-    """Keys that the sections of GRPO and PPO have in common."""
-    return tuple(f"{section}.{name}" for section in REWARDED for name in names)
-
-
-def get(x: Origin, name: str, default: Any = None) -> Any:
-    """A value of the algorithm's section."""
-    return x.get(f"{kind(x)}.{name}", default)
 
 
 def algorithm(x: Origin) -> Fields:

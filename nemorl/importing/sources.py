@@ -184,8 +184,7 @@ def read_command(
 
     Assignments, arrays and defaults such as `${N:-8}` are followed; a branch is taken if its test compares
     two texts that are equal, and of `case` the first whose pattern matches. Nothing is executed. Variables
-    that are not assigned are looked up in
-    `environment`, and otherwise stay as `$NAME`.
+    that are not assigned are looked up in `environment`, and otherwise stay as `$NAME`.
     """
     shell = _Shell(dict(environment or {}), find)
     for line in _lines(_HERE.sub(lambda match: f"{match[1]}='{match[3]}'", text)):

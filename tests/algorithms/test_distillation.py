@@ -138,8 +138,8 @@ def of_a_batch(config, logits, teacher, k=K):
     z = logits.clone().requires_grad_()
     q = z.log_softmax(-1)
     own = q.gather(1, batch.tokens[:, None])
-    told = own.squeeze(1) if config.top_k is None else torch.cat((own, q.gather(1, ids)), dim=1)
-    found = distillation_loss(config)(batch, told, -(q.exp() * q).sum(-1))
+    candidates = own.squeeze(1) if config.top_k is None else torch.cat((own, q.gather(1, ids)), dim=1)
+    found = distillation_loss(config)(batch, candidates, -(q.exp() * q).sum(-1))
     found.loss.backward()
     return float(found.loss.detach()), z.grad, found.sums
 
@@ -205,8 +205,8 @@ def test_the_loss_and_gradient_of_mopd(updates):
     old = trainer * 0.9 if updates == "several" else None
     z = logits.clone().requires_grad_()
     own = z.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-    told = teacher.gather(1, tokens[:, None]).squeeze(1)
-    batch = packed(reference_logprobs=told, logprobs=engine, old_logprobs=old)
+    of_teacher = teacher.gather(1, tokens[:, None]).squeeze(1)
+    batch = packed(reference_logprobs=of_teacher, logprobs=engine, old_logprobs=old)
     found = SampledReverseKL(correction=correction)(batch, own, torch.zeros(TOKENS).double())
     found.loss.backward()
 
@@ -216,7 +216,7 @@ def test_the_loss_and_gradient_of_mopd(updates):
         logprob = exact[i].log_softmax(-1)[tokens[i]]
         weight = ((logprob.detach() if old is None else old[i]) - engine[i]).exp()
         weight = weight if 0.2 <= weight <= 5 else 0.0
-        return -weight * (told[i] - logprob).detach() * logprob
+        return -weight * (of_teacher[i] - logprob).detach() * logprob
 
     weighted(term).backward()
     torch.testing.assert_close(z.grad, exact.grad, rtol=1e-6, atol=1e-9)
@@ -375,8 +375,8 @@ def test_reverse_kl_of_samples_is_the_divergence_in_expectation_with_its_gradien
 def test_what_the_teacher_would_never_say_is_pushed_away_all_the_same():
     """The divergence from a reference has no gradient beyond ±20."""
     logprobs = torch.full((TOKENS,), -1.0, requires_grad=True)
-    told = torch.tensor([0.0, -31.0, -2.0, 0.0, 0.0, -22.0, -1.0])
-    found = SampledReverseKL()(packed(reference_logprobs=told), logprobs, torch.zeros(TOKENS))
+    of_teacher = torch.tensor([0.0, -31.0, -2.0, 0.0, 0.0, -22.0, -1.0])
+    found = SampledReverseKL()(packed(reference_logprobs=of_teacher), logprobs, torch.zeros(TOKENS))
     found.loss.backward()
     x = [0.0, 20.0, 1.0, 0.0, 0.0, 20.0, 0.0]
     weights = packed().weights.tolist()
@@ -418,9 +418,9 @@ def test_a_policy_that_samples_comes_to_its_teacher(kind):
             top_logprobs=teacher.gather(1, ids)[at],
         )
         own = q[at, tokens]
-        told = own if kind == "reverse_kl" else torch.cat((own[:, None], q.gather(1, ids)[at]), dim=1)
+        candidates = own if kind == "reverse_kl" else torch.cat((own[:, None], q.gather(1, ids)[at]), dim=1)
         optimizer.zero_grad()
-        loss(batch, told, torch.zeros(2 * draws)).loss.backward()
+        loss(batch, candidates, torch.zeros(2 * draws)).loss.backward()
         optimizer.step()
     assert before > 1
     assert divergence() < 0.01 * before
@@ -430,19 +430,21 @@ def test_metrics_are_means_over_the_sampled_tokens():
     logits, teacher = distributions()
     tokens = packed().tokens[:, None]
     logprobs = (logits.log_softmax(-1).gather(1, tokens).squeeze(1) * MASK).float()
-    told = (teacher.gather(1, tokens).squeeze(1) * MASK).float()
-    batch = packed(reference_logprobs=told, logprobs=logprobs + 0.25 * MASK)
+    of_teacher = (teacher.gather(1, tokens).squeeze(1) * MASK).float()
+    batch = packed(reference_logprobs=of_teacher, logprobs=logprobs + 0.25 * MASK)
     found = SampledReverseKL()(batch, logprobs, torch.full((TOKENS,), 0.5) * MASK)
     metrics = finish_metrics(
         {name: float(value) for name, value in found.sums.items()},
         {name: float(value) for name, value in found.maxima.items()},
     )
     assert metrics["distillation/reverse_kl"] == pytest.approx(
-        float((logprobs - told)[MASK].mean()), rel=1e-5
+        float((logprobs - of_teacher)[MASK].mean()), rel=1e-5
     )
     assert metrics["logprob_gap/mean"] == metrics["logprob_gap/max"] == pytest.approx(0.25, rel=1e-5)
     assert metrics["entropy"] == pytest.approx(0.5)
-    assert "logprob_gap/mean" not in SampledReverseKL()(replace(batch, logprobs=None), logprobs, told).sums
+    assert (
+        "logprob_gap/mean" not in SampledReverseKL()(replace(batch, logprobs=None), logprobs, of_teacher).sums
+    )
 
 
 def test_teachers_by_a_column():
@@ -499,7 +501,9 @@ class StandInGroup:
         self.taken[field] = list(column.places)
 
 
-def told(top_k: int | None, *, shares_devices: bool) -> tuple[StandInGroup, StandInGroup, StandInGroup]:
+def ask_teachers(
+    top_k: int | None, *, shares_devices: bool
+) -> tuple[StandInGroup, StandInGroup, StandInGroup]:
     """Five sequences, by the teachers: sums, prose, sums, far (a server), sums."""
     policy, sums, prose = StandInGroup(0), StandInGroup(1), StandInGroup(2)
     models: Any = {"policy": policy, "teacher_sums": sums, "teacher_prose": prose}
@@ -522,7 +526,7 @@ def told(top_k: int | None, *, shares_devices: bool) -> tuple[StandInGroup, Stan
 
 @pytest.mark.parametrize("shares_devices", [True, False])
 def test_each_sequence_gets_what_its_teacher_says(shares_devices: bool) -> None:
-    policy, sums, prose = told(None, shares_devices=shares_devices)
+    policy, sums, prose = ask_teachers(None, shares_devices=shares_devices)
     assert [place.row for place in sums.loaded[0]] == [0, 2, 4, 0]  # filled up to a multiple of two
     assert [place.weight for place in sums.loaded[0]] == [0.5, 0.5, 0.5, 0]
     assert [place.row for place in prose.loaded[0]] == [1]
@@ -534,7 +538,7 @@ def test_each_sequence_gets_what_its_teacher_says(shares_devices: bool) -> None:
 
 
 def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
-    policy, sums, _ = told(8, shares_devices=False)
+    policy, sums, _ = ask_teachers(8, shares_devices=False)
     assert sums.calls == [8]
     assert policy.calls == [("teachers.far", {3}, 8)]
     assert policy.taken.keys() == {"top_ids", "top_logprobs"}

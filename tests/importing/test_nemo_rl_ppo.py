@@ -14,7 +14,7 @@ from nemorl.config.algorithm.advantages import GaeConfig
 from nemorl.config.algorithm.losses import CriticLearningConfig
 from nemorl.importing.document import PROJECTS, import_values
 from tests.algorithms.test_token_advantages import batch_of
-from tests.importing.test_keys import GRPO, OPTIONS, PPO
+from tests.importing.contexts import GRPO, OPTIONS, PPO
 
 SEQUENCES = ((3, 7), (2, 1), (4, 5))  # a prompt and an answer each
 

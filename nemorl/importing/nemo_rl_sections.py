@@ -1,0 +1,60 @@
+"""NeMo-RL's sections of algorithms: which one a config has, and what several have in common."""
+
+from typing import Any
+
+from .rules import CannotImport, Origin
+
+KINDS = {
+    "grpo": "grpo",
+    "ppo": "ppo",
+    "distillation": "on_policy_distillation",
+    "sft": "sft",
+    "dpo": "dpo",
+    "rm": "reward_model",
+}
+REWARDED = ("grpo", "ppo")  # what sections of the two have in common has the same meaning
+ONLINE = (*REWARDED, "distillation")  # sections of algorithms that sample
+ABSENT = {
+    "teachers": "distillation on texts from a list of teachers, whose tokens are aligned with the student's,",
+    "token_aligner": "distillation between tokenizers",
+}
+
+
+def kind(x: Origin) -> str:
+    """The section of the algorithm. Raises CannotImport for one without counterpart."""
+    for name, what in ABSENT.items():
+        if x.has_section(name) or (name in x.values and x.values[name] is not None):
+            raise CannotImport(f"{name}: {what} is not imported; docs/moving_in.md names what is")
+    found = [name for name in KINDS if x.has_section(name)]
+    if len(found) != 1:
+        raise CannotImport(f"the config has none of the sections {', '.join(KINDS)}; is it NeMo-RL's?")
+    return found[0]
+
+
+def distills(x: Origin) -> bool:
+    return kind(x) == "distillation"
+
+
+def is_online(x: Origin) -> bool:
+    """True if training itself samples."""
+    return kind(x) in ONLINE
+
+
+def has_rewards(x: Origin) -> bool:
+    """True if samples are compared by their rewards."""
+    return kind(x) in REWARDED
+
+
+def of_online(*names: str) -> tuple[str, ...]:
+    """Keys that the sections of all algorithms that sample have in common."""
+    return tuple(f"{section}.{name}" for section in ONLINE for name in names)
+
+
+def of_rewarded(*names: str) -> tuple[str, ...]:
+    """Keys that the sections of GRPO and PPO have in common."""
+    return tuple(f"{section}.{name}" for section in REWARDED for name in names)
+
+
+def get(x: Origin, name: str, default: Any = None) -> Any:
+    """A value of the algorithm's section."""
+    return x.get(f"{kind(x)}.{name}", default)
