@@ -11,7 +11,7 @@ help:  ## Show these targets
 quickstart: .venv/ready-base  ## Train a tiny model on sums: SFT, then GRPO (under 5 minutes after the installation)
 	@$(BIN)/nemorl quickstart
 
-test: .venv/ready-dev  ## Run tests of every package in two processes (about 15 minutes)
+test: .venv/ready-dev  ## Run tests of every package in two processes (15 to 25 minutes)
 	@$(BIN)/pytest -m "not ci and not slow" --numprocesses 2
 
 test-ci: .venv/ready-dev  ## Run the second part of the tests, which .ci/run includes
