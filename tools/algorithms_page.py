@@ -15,7 +15,7 @@ from nemorl.config.algorithm import OnlineConfig
 from nemorl.config.algorithm.base import Preset
 from nemorl.config.algorithm.online import PRESETS
 from nemorl.config.base import Config
-from nemorl.config.schema import names, type_text, variants
+from nemorl.config.schema import help_text, names, type_text, variants
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 _SETTINGS = "The preset:"
@@ -79,7 +79,7 @@ def _parts() -> Iterator[str]:
     for part in PARTS:
         field = OnlineConfig.model_fields[part]
         yield f"### algorithm.{part}"
-        yield field.description or ""
+        yield help_text(OnlineConfig, part)
         for variant in variants(field.annotation):
             yield from _variant(variant)
         yield ""
@@ -98,7 +98,7 @@ def _variant(variant: type[Config]) -> Iterator[str]:
             "required" if field.is_required() else _default(field.get_default(call_default_factory=True))
         )
         kind = "" if variants(field.annotation) else f"{type_text(field)}, "
-        yield f"- `{name}` ({kind}{default}): {' '.join((field.description or '').split())}"
+        yield f"- `{name}` ({kind}{default}): {help_text(variant, name)}"
         for inner in variants(field.annotation):
             yield from (f"    {line}" for line in _variant(inner) if line)
 

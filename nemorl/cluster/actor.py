@@ -6,6 +6,7 @@ require. Its coroutine methods, and all methods of a concurrent target, run in t
 
 import asyncio
 import faulthandler
+import gc
 import importlib
 import inspect
 import logging
@@ -21,6 +22,8 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ObjectLostError
+
+from nemorl.garbage_collection import no_collections
 
 from .activity import Activity, Call, ServiceCalls, collectives, place_of, stacks
 from .errors import ClusterError, NotShared, ObjectsLost, WorkerFailed
@@ -97,7 +100,10 @@ class Actor:
             raise NotShared(f"{problem}: {fix}")
         os.chdir(self._identity.folder)
         module, _, name = path.partition(":")
-        return getattr(importlib.import_module(module), name)(**kwargs)
+        with no_collections():  # thousands of modules, torch's among them, which stay
+            target = getattr(importlib.import_module(module), name)
+        gc.freeze()
+        return target(**kwargs)
 
     async def call(self, invocation: Invocation, *args: Any, **kwargs: Any) -> Any:
         with self._reporting(invocation) as running:

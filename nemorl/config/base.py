@@ -62,8 +62,8 @@ class Config(BaseModel):
 
     model_config = ConfigDict(
         frozen=True,
+        defer_build=True,  # a process validates few of the sections that it imports
         extra="forbid",
-        use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
         protected_namespaces=(),

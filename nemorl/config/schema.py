@@ -1,10 +1,13 @@
 """The schema as data: sections, fields and their help; and what stays of a section whose variant changes."""
 
+import ast
+import inspect
+import itertools
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from inspect import get_annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -172,8 +175,45 @@ def _label(section: type[Config]) -> str:
 def help_text(section: type[Config], field: str) -> str:
     """A field's help in one line; a variant that only changes the default inherits it."""
     owners = (owner for owner in section.__mro__ if issubclass(owner, Config))
-    texts = (owner.model_fields[field].description for owner in owners if field in owner.model_fields)
+    texts = (_texts_under_fields(owner.__module__).get((owner.__name__, field)) for owner in owners)
     return " ".join(next((text for text in texts if text), "").split())
+
+
+@cache
+def _texts_under_fields(module: str) -> dict[tuple[str, str], str]:
+    """The string under each annotated field of a module's classes, by the names of class and field.
+
+    Read when help is asked for: every process imports the sections, and pydantic's own way of reading these
+    strings takes longer than the rest of that import.
+    """
+    sections = (node for node in ast.walk(ast.parse(_source(module))) if isinstance(node, ast.ClassDef))
+    return {
+        (section.name, target): text
+        for section in sections
+        for field, below in itertools.pairwise(section.body)
+        if (target := _annotated(field)) and (text := _string(below))
+    }
+
+
+def _source(module: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):  # removed, without a file, or typed into an interpreter
+        return ""
+
+
+def _annotated(statement: ast.stmt) -> str | None:
+    match statement:
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return name
+    return None
+
+
+def _string(statement: ast.stmt) -> str | None:
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str() as text)):
+            return text
+    return None
 
 
 def type_text(field: FieldInfo) -> str:
@@ -252,4 +292,4 @@ def _staying(path: FieldPath, base: Tree, over: Tree, unnamed: type[Config] | No
 
 def _declaration(section: type[Config], field: str) -> type:
     """The class that declares a section's field; variants that share a field share its class."""
-    return next(owner for owner in reversed(section.__mro__) if field in get_annotations(owner))
+    return next(owner for owner in reversed(section.__mro__) if field in inspect.get_annotations(owner))

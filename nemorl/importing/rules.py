@@ -8,10 +8,12 @@ An origin's module is a table of rules. Each key of a config has to match one, o
 """
 
 import difflib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -105,7 +107,12 @@ class Origin:
         return tree
 
     def has_section(self, name: str) -> bool:
-        return any(key.startswith(f"{name}.") for key in self.values)
+        return name in self._sections
+
+    @cached_property
+    def _sections(self) -> frozenset[str]:
+        parents = (itertools.accumulate(key.split(".")[:-1], "{}.{}".format) for key in self.values)
+        return frozenset(itertools.chain.from_iterable(parents))
 
     def note(self, value: str, text: str) -> None:
         """Write a comment where the experiment has a value that the config does not have, such as a path."""
