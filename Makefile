@@ -14,10 +14,10 @@ quickstart: .venv/ready-base  ## Train a tiny model on sums: SFT, then GRPO (und
 test: .venv/ready-dev  ## Run tests of every package in two processes (15 to 25 minutes)
 	@$(BIN)/pytest -m "not ci and not slow" --numprocesses 2
 
-test-ci: .venv/ready-dev  ## Run the second part of the tests, which .ci/run includes
-	@$(BIN)/pytest -m "ci and not slow" --numprocesses 2
+test-ci: .venv/ready-dev  ## Run all tests but the slow ones, as .ci/run does (about an hour)
+	@$(BIN)/pytest -m "not slow" --numprocesses 2
 
-test-all: .venv/ready-dev  ## Run all tests, including the slow ones (more than an hour)
+test-all: .venv/ready-dev  ## Run all tests, including the slow ones (two to three hours)
 	@$(BIN)/pytest --numprocesses 2
 
 libraries: .venv/ready-dev  ## Test against OpenEnv, NeMo-Gym, lm_eval, trackers and object stores, in environments of their own (needs Python 3.12)

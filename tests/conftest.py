@@ -1,4 +1,4 @@
-"""How the tests are divided between `make test` and `make test-ci`, and among the processes of each.
+"""Which tests only `make test-ci` runs and not `make test`, and how they are divided among processes.
 
 Both run two processes: most tests wait for processes to start more than they compute.
 """
@@ -16,9 +16,9 @@ settings.load_profile("nemorl")
 # Folders whose files share what is dear to start: a pool of Megatron's processes, engines, a Slurm.
 SHARING = ("tests/megatron/", "tests/generation/", "tests/serve/", "tests/slurm/")
 
-# The second part, `make test-ci`: the longest files of their folders. `make test` keeps others of each folder
-# that reach the same code. CONTRIBUTING.md has the minutes.
-SECOND_PART = {
+# What `make test` leaves out, with the tests that are marked `ci`: the longest files of their folders. It keeps
+# others of each folder that reach the same code. CONTRIBUTING.md has the minutes.
+ONLY_IN_CI = {
     "tests/cluster/test_nodes.py",
     "tests/cluster/test_relay.py",
     "tests/cluster/test_runtime.py",
@@ -41,24 +41,18 @@ SECOND_PART = {
     "tests/megatron/test_transformer_engine.py",
     "tests/models/test_policy_layout.py",
     "tests/rollout/test_environment_actors.py",
-    "tests/run/test_async_validation.py",
     "tests/run/test_autoscaled_runs.py",
     "tests/run/test_critic_runs.py",
     "tests/run/test_data_of_runs.py",
     "tests/run/test_engines_of_runs.py",
     "tests/run/test_faults_of_runs.py",
     "tests/run/test_guards.py",
-    "tests/run/test_layouts_of_runs.py",
     "tests/run/test_lost_nodes.py",
     "tests/run/test_megatron_generation.py",
     "tests/run/test_restarts.py",
     "tests/run/test_profiles_of_runs.py",
     "tests/run/test_reward_runs.py",
-    "tests/run/test_services_of_runs.py",
-    "tests/run/test_scaled_runs.py",
-    "tests/run/test_stalled_runs.py",
     "tests/run/test_updates_while_sampling.py",
-    "tests/run/test_stop_seconds.py",
     "tests/run/test_supervise.py",
     "tests/run/test_vllm_runs.py",
     "tests/slurm/test_on_cluster.py",
@@ -80,9 +74,9 @@ LONG = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the second part, and put the long folders first."""
+    """Mark the tests of `ONLY_IN_CI`, and put the long folders first."""
     for item in items:
-        if item.nodeid.partition("::")[0] in SECOND_PART:
+        if item.nodeid.partition("::")[0] in ONLY_IN_CI:
             item.add_marker("ci")
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 

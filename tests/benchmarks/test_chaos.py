@@ -86,7 +86,7 @@ def test_each_loss_is_of_the_fault_before_it(tmp_path: Path) -> None:
     assert rows["rollout worker, SIGKILL"]["measured"] == 0
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_run_outlives_two_minutes_of_faults(tmp_path: Path) -> None:
     """The script checks the run, and fails with what it finds.
 

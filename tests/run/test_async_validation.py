@@ -14,6 +14,7 @@ from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 METRICS = ("validation/accuracy", "validation/reward", "validation/length")
 
 
+@pytest.mark.slow
 def test_a_validation_is_of_the_version_of_its_step_and_survives_a_kill(tmp_path: Path) -> None:
     """`nemorl eval` measures the exported weights of a step with the same tasks and seeds."""
     path = write_experiment(

@@ -90,6 +90,7 @@ def test_an_engine_joins_with_a_node_is_lost_with_it_and_gives_another_back(
 
 
 # The head has places for all but the policy.
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", [(2, 2)], indirect=True)
 def test_a_policy_whose_node_is_lost_waits_for_another_and_no_task_is_lost(
     cluster: LocalAutoscalingCluster, tmp_path: Path

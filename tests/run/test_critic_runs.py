@@ -95,6 +95,7 @@ def test_a_critic_learns_next_to_the_policy_and_lies_in_its_checkpoints(apart: P
     assert {"weight_00000.safetensors", "critic/weight_00000.safetensors"} <= files
 
 
+@pytest.mark.slow
 def test_a_lost_critic_returns_with_the_policy_and_a_lost_reference_alone(
     folder: Path, apart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

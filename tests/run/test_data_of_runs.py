@@ -53,7 +53,7 @@ def data_of(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.ci), 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_resumed_run_draws_the_tasks_of_the_run_that_would_have_been(
     tmp_path: Path, staleness: int
 ) -> None:

@@ -102,6 +102,7 @@ def test_a_server_of_the_same_model_trains(folder: Path, model: Path, server: di
     assert "refit/gigabytes" not in steps[1].values
 
 
+@pytest.mark.slow
 def test_a_server_of_another_model_is_stopped_before_anything_is_learned(
     model: Path, server: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_server_of_another_model_is_stopped_before_anything_is_learned(
     assert lines(tmp_path / "wrong") == []
 
 
+@pytest.mark.slow
 def test_engines_sample_with_the_rounded_weights_of_the_trainer(folder: Path, model: Path) -> None:
     """The gap is that of unquantized runs, though the weights change and are rounded to 8 bits."""
     rounding = {"format": "int8", "train": "fake"}

@@ -8,7 +8,7 @@ import yaml
 from tests.run.runs import finish, lines, start, write_experiment
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_gap_is_rounding_as_without_filters(folder: Path, model: Path) -> None:
     """Three steps with a divergence in the loss, under TP2."""
     path = write_experiment(folder, model, "filtered")

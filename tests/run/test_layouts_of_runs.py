@@ -61,6 +61,7 @@ def assert_same_figures(ours: list[StepMetrics], theirs: list[StepMetrics]) -> N
         assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5), f"step {mine.step}"
 
 
+@pytest.mark.slow
 def test_grpo_on_adapters_does_not_notice_context_parallelism(folder: Path, model: Path) -> None:
     """Adapters, merged for the engine at every refit, under one process and under CP2 with recomputation."""
     policy = {

@@ -128,6 +128,7 @@ def test_a_policy_waits_for_a_node_and_takes_its_state_from_the_buddy(
     assert_same_run(without_nodes(run), lines(undisturbed))
 
 
+@pytest.mark.slow
 def test_a_policy_shrinks_to_the_nodes_that_are_left(
     cluster: Cluster, folder: Path, model: Path, undisturbed: Path
 ) -> None:
@@ -162,6 +163,7 @@ def without_nodes(run: Path) -> list[StepMetrics]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_node_ends_with_the_reason(cluster: Cluster, folder: Path, model: Path) -> None:
     lost = add_node(cluster, "one", cpus=2)
     run = folder / "bereft"

@@ -90,7 +90,7 @@ def test_experts_spread_over_copies_sample_and_learn(folder: Path, model: Path) 
     assert status == 0, output
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantization", "metric", "bound"),
     [

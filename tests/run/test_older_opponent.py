@@ -23,7 +23,7 @@ def opponent(tmp_path: Path) -> Iterator[dict[str, Any]]:
         yield {"name": "endpoint", "max_tokens": 3, **address}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_run_plays_against_the_weights_behind_a_server(tmp_path: Path, opponent: dict[str, Any]) -> None:
     """Each turn of an untrained model is a move of this game, whatever else it says."""
     create_tiny_model(tmp_path / "newer", CHAT, hidden=32, ffn=64, heads=4, kv_heads=2, seed=2)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ci
 STEPS, SAMPLES, TASKS = 16, 16, 20
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_has_each_trajectory_once_with_what_was_trained(tmp_path: Path) -> None:
     model, run = tiny_model(tmp_path / "model"), tmp_path / "run"
     config = write_experiment(

@@ -13,6 +13,7 @@ QUIET = {"period": None, "at_start": False, "at_end": False}
 OF_ENGINES = ("refit/", "generation/", "logprob_gap/")
 
 
+@pytest.mark.slow
 def test_a_replay_repeats_the_run_and_rollouts_are_its_first_groups(tmp_path: Path) -> None:
     model = tiny_model(tmp_path / "model")
     algorithm = {"num_steps": 2, "validation": QUIET}

@@ -82,6 +82,7 @@ def test_a_rank_is_killed_in_a_checkpoint_and_one_hangs(
     assert (noticed - stopped).total_seconds() < 2 * 10.0 + 6.0 + 4.0  # two periods, the stall report
 
 
+@pytest.mark.slow
 def test_samples_of_other_weights_outlive_a_restart(
     folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 
 
@@ -25,6 +27,7 @@ def wait_for_steps(driver: "subprocess.Popen[str]", run: Path, count: int) -> No
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_engines_join_and_leave_an_asynchronous_run(tmp_path: Path) -> None:
     config = write_experiment(
         tmp_path, tiny_model(tmp_path / "model"), "scaled", policy={"layout": {}},

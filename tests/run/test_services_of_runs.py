@@ -126,6 +126,7 @@ def assert_same(run: Path, other: Path) -> None:
         assert mine["errors"] == 0
 
 
+@pytest.mark.slow
 def test_killed_services_change_nothing(
     folder: Path, service: RewardService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

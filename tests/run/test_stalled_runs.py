@@ -5,10 +5,13 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from nemorl.session.stalls import StallReport
 from tests.run.runs import finish, lines, start, tiny_model, worker_pid, write_experiment
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     # Long enough for the first steps on a busy machine; what waits for the stopped rank waits for all of it.
     deadlines = {"stall": 2.0} | dict.fromkeys(("logprobs", "training", "refit", "checkpoint"), 10.0)

@@ -93,6 +93,7 @@ def test_a_stop_costs_no_more_than_the_step_that_does_not_end(model: Path) -> No
     assert (run.folder / file).read_bytes() == (undisturbed.folder / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_samples_in_progress_are_taken_again(model: Path) -> None:
     run = Run(model, "ahead", max_staleness=2, validation={"period": None})
     step, message = run.stop_in(ModelHandle, "train", 3)

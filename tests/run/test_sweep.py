@@ -230,7 +230,7 @@ def test_a_killed_driver_starts_nothing_twice(tmp_path: Path) -> None:
         assert events == ["start", "saved", "start", "end"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_sweep_is_stopped_and_continued(tmp_path: Path) -> None:
     """Two runs: the first is stopped within its steps, the second has not begun."""
     config = write_experiment(

@@ -15,7 +15,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("models") / "model")
 
 
-@pytest.mark.parametrize("mode", ["continue", pytest.param("finish", marks=pytest.mark.slow), "restart"])
+@pytest.mark.parametrize(
+    "mode", ["continue", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("finish", "restart"))]
+)
 def test_an_asynchronous_run_by_mode(tmp_path: Path, model: Path, mode: str) -> None:
     config = write_experiment(
         tmp_path, model, "run",

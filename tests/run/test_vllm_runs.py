@@ -98,7 +98,7 @@ def test_adapters_alone_go_to_engines_that_share_the_policys_time(tmp_path: Path
     assert all(s.values["version/lag"] == 0 for s in steps)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_engines_sample_in_int8_while_the_policy_trains_in_float32(tmp_path: Path, model: Path) -> None:
     policy = {"layout": {}, "optimizer": {"name": "adam", "lr": 1e-3}}
     engine = {"backend": "vllm", "threads": 1}
@@ -132,6 +132,7 @@ def test_samples_of_an_asynchronous_run_have_the_logprobs_of_their_versions(
     assert max(s.values["staleness/gap_max_0"] for s in steps) < 1e-3  # tokens of the trained version
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_outlives_the_engine_core_of_its_only_replica(
     tmp_path: Path, model: Path
 ) -> None:

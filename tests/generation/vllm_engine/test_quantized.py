@@ -94,7 +94,7 @@ def printed_by(program: str, *arguments: str) -> Any:
     return json.loads(line.partition(" ")[2])
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_vllm_loads_an_exported_folder(model_folder: Path, tmp_path: Path, family: str) -> None:
     """Of gpt-oss, whose experts are one tensor, with attention in int8."""
@@ -113,7 +113,7 @@ def test_vllm_loads_an_exported_folder(model_folder: Path, tmp_path: Path, famil
     assert 0.01 < distances(network).mean() < 0.1  # what int8 costs this model of random weights
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_a_reload_of_vllm_takes_updates_with_scales_of_activations(
     tmp_path: Path, model_folder: Path, family: str
 ) -> None:
@@ -215,7 +215,7 @@ def test_workers_quantize_what_they_load_and_receive(engine: Any, dense: Any) ->
                 assert completion.logprobs.tolist() == loaded[name].logprobs.tolist()
 
 
-@pytest.mark.parametrize("quantizes", [False, True])
+@pytest.mark.parametrize("quantizes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_updates_reach_experts_that_are_one_tensor(
     tmp_path: Path, model_folder: Path, quantizes: bool
 ) -> None:

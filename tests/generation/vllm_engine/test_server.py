@@ -196,7 +196,7 @@ def check_updates(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("update", ["staged", "in_place"])
+@pytest.mark.parametrize("update", ["staged", pytest.param("in_place", marks=pytest.mark.slow)])
 def test_a_server_samples_with_the_weights_of_a_run(served: Served, tmp_path: Path, update: Any) -> None:
     prompts = Prompts().several(4)
     client = Client(served.url, served.model, update=update)
