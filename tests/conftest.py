@@ -16,8 +16,8 @@ settings.load_profile("nemorl")
 # Folders whose files share what is dear to start: a pool of Megatron's processes, engines, a Slurm.
 SHARING = ("tests/megatron/", "tests/generation/", "tests/serve/", "tests/slurm/")
 
-# What `make test` leaves out, with the tests that are marked `ci`: the longest files of their folders. It keeps
-# others of each folder that reach the same code. CONTRIBUTING.md has the minutes.
+# What `make test` leaves out, with the tests that are marked `ci`: the longest files of their folders. It
+# keeps others of each folder that reach the same code. CONTRIBUTING.md has the minutes.
 ONLY_IN_CI = {
     "tests/cluster/test_nodes.py",
     "tests/cluster/test_relay.py",
