@@ -1,5 +1,6 @@
 """Agents of NeMo-Gym (https://github.com/NVIDIA-NeMo/Gym), whose servers run the episode over HTTP.
 
+nemorl   asks the head server for the agent of the row, where `url_of` is `head`
 nemorl   POST {url}/run      a row, with the address of the episode's endpoint in its metadata
 agent    seeds the session of its resources server, calls the model and the server's tools
 model    examples/nemo_gym: each call goes to the endpoint of its episode, which records the tokens
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import yaml
 
 from nemorl.config.server_environments import NemoGymEnvConfig
 from nemorl.trajectories import (
@@ -27,6 +29,7 @@ REWARD = "nemo_gym"
 COLUMN = "nemo_gym_row"
 _PARAMETERS = "responses_create_params"
 _SAMPLING = ("model", "temperature", "top_p")  # which the run decides
+_CONFIG = "/global_config_dict_yaml"  # of the head server
 _SHOWN_CHARACTERS = 500  # of an answer in an error
 
 
@@ -66,39 +69,89 @@ class NemoGymEnvironment(EpisodeEnvironment):
         parameters = {key: value for key, value in row[_PARAMETERS].items() if key not in _SAMPLING}
         address = {"nemorl_base_url": model.base_url, "nemorl_api_key": model.api_key}
         parameters["metadata"] = {**(parameters.get("metadata") or {}), **address}
-        verified = await self._factory.post("/run", {**row, _PARAMETERS: parameters})
-        reward = verified.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise AgentFailed(f"the agent at {self._config.url} gives the reward {reward!r}, not a number")
-        return Episode(rewards={REWARD: float(reward)})
+        url = await self._factory.address_of(row)
+        verified = await self._factory.post(url, {**row, _PARAMETERS: parameters})
+        if self._config.skip_flagged and verified.get("mask_sample"):
+            raise AgentFailed(f"the agent at {url} flags the sample as one not to train on")
+        if not self._config.components:
+            return Episode(rewards={REWARD: _number(url, "reward", verified.get("reward"))})
+        found = verified.get("reward_components")
+        if not isinstance(found, dict):
+            raise AgentFailed(f"the agent at {url} gives no reward_components; remove env.components")
+        rewards = {name: _number(url, name, found.get(name, 0.0)) for name in self._config.components}
+        return Episode(rewards=rewards)
+
+
+def _number(url: str, name: str, given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise AgentFailed(f"the agent at {url} gives the {name} {given!r}, not a number")
+    return float(given)
+
+
+def _agents(config: str) -> dict[str, str]:
+    """Addresses of agents by name, of a head server's answer: NeMo-Gym's configuration as YAML in JSON."""
+    try:
+        servers = yaml.safe_load(json.loads(config))
+        return {
+            name: f"http://{agent['host']}:{agent['port']}"
+            for name, server in servers.items()
+            if isinstance(server, dict)
+            for agent in (server.get("responses_api_agents") or {}).values()
+        }
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise EnvironmentLost(f"the head server's configuration cannot be read: {error}") from error
 
 
 class NemoGymFactory(EnvironmentFactory):
     def __init__(self, config: NemoGymEnvConfig) -> None:
         self.reward_weights, self._config = config.reward_weights, config
         self._client: aiohttp.ClientSession | None = None
+        self._agents: dict[str, str] = {}  # addresses by name, as the head server said
 
     def create(self) -> NemoGymEnvironment:
         return NemoGymEnvironment(self._config, self)
 
-    async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def address_of(self, row: dict[str, Any]) -> str:
+        """Where the row's episode is run.
+
+        Raises EnvironmentLost, TimeoutError, and ValueError if the head server does not have the row's agent.
+        """
+        url = self._config.url.rstrip("/")
+        if self._config.url_of == "agent":
+            return f"{url}/run"
+        name = (row.get("agent_ref") or {}).get("name")
+        if name not in self._agents:  # or its server was started since
+            self._agents = _agents(await self._answer("GET", f"{url}{_CONFIG}"))
+        if name not in self._agents:
+            known = ", ".join(sorted(self._agents)) or "none"
+            raise ValueError(f"agent_ref of a row names {name!r}; the agents of {url} are: {known}")
+        return f"{self._agents[name]}/run"
+
+    async def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer of the agent's server. Raises EnvironmentLost, AgentFailed and TimeoutError."""
+        try:
+            found = json.loads(await self._answer("POST", url, body))
+        except EnvironmentLost:
+            self._agents = {}  # it may be started again elsewhere
+            raise
+        return found if isinstance(found, dict) else {}
+
+    async def _answer(self, method: str, url: str, body: dict[str, Any] | None = None) -> str:
         if self._client is None:  # made where a loop runs
             # An agent has a session for each episode, which no cookie of another one may take over.
             self._client = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
-        url, limit = self._config.url.rstrip("/") + path, self._config.time_limit_seconds
+        limit = self._config.time_limit_seconds
         try:
             timeout = aiohttp.ClientTimeout(total=limit)
-            async with self._client.post(url, json=body, timeout=timeout) as answer:
+            async with self._client.request(method, url, json=body, timeout=timeout) as answer:
                 text = await answer.text()
         except TimeoutError:
             raise TimeoutError(f"{url} has not answered within {limit:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise EnvironmentLost(f"the agent's server does not answer at {url}: {error}") from error
+            raise EnvironmentLost(f"the server does not answer at {url}: {error}") from error
         if answer.status != 200:
             raise AgentFailed(f"{url} answered with status {answer.status}: {text[:_SHOWN_CHARACTERS]}")
-        found = json.loads(text)
-        return found if isinstance(found, dict) else {}
+        return text
 
     async def close(self) -> None:
         if self._client is not None:

@@ -81,14 +81,20 @@ class GeneratorDataset(TaskRows):
     """Path of the function, as `package.module:name`."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the function."""
-    size: int = Field(ge=1)
-    """Rows of an epoch, after which the function is called again; it may yield more, or without end."""
+    size: int | None = Field(None, ge=1)
+    """Rows of an epoch, after which the function is called again; it may yield more, or without end. null
+    takes all that it yields, before the run."""
     window: int = Field(1000, ge=1)
-    """Rows that are taken, shuffled and kept together."""
+    """With `size`: rows that are taken, shuffled and kept together."""
 
     @property
-    def stream(self) -> StreamConfig:
-        return StreamConfig(size=self.size, window=self.window)
+    def stream(self) -> StreamConfig | None:
+        return None if self.size is None else StreamConfig(size=self.size, window=self.window)
+
+    @check
+    def _window_has_an_effect(self) -> Problems:
+        if self.size is None:
+            yield from self.without_effect(("window",), "all rows are taken before the run; set size too")
 
 
 class ReasoningGymDataset(Config):

@@ -57,10 +57,28 @@ class NemoGymEnvConfig(ServerEnvBase):
     factory_path: ClassVar[str] = "nemorl.environments.nemo_gym:NemoGymFactory"
     calls_model: ClassVar[bool | None] = True
     name: Literal["nemo_gym"]
+    url_of: Literal["agent", "head"] = "agent"
+    """`agent`: the server at `url` runs all episodes. `head`: it is NeMo-Gym's head server, which knows where
+    the agent is that each row names in `agent_ref`."""
     time_limit_seconds: float = Field(600.0, gt=0)
     """Time of an episode, calls of the model included; an agent that takes longer has failed."""
+    skip_flagged: bool = True
+    """An episode whose answer has `mask_sample` has failed, for example because its sandbox did; false trains
+    on it."""
+    components: dict[str, float] = Field(default_factory=dict)
+    """Weights of rewards in the answer's `reward_components`, which take the place of `nemo_gym`; one that an
+    answer does not have is 0."""
     weight: float = 1.0
     """Weight of the reward `nemo_gym` in the sum."""
+
+    @check
+    def _weight_has_an_effect(self) -> Problems:
+        if self.components:
+            yield from self.without_effect(("weight",), "components have weights of their own; remove this")
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        return self.components or super().reward_weights
 
 
 ServerEnvConfig = OpenEnvConfig | NemoGymEnvConfig

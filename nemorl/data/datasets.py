@@ -82,9 +82,7 @@ def load_tasks(dataset: DatasetConfig | MixtureDataset, data: DataConfig) -> Seq
     match dataset:
         case MixtureDataset(sources=sources):
             return MixedTasks({name: _load_source(source, data) for name, source in sources.items()}, data)
-        case GeneratorDataset():
-            return StreamedTasks(dataset, data)
-        case TasksDataset():
+        case GeneratorDataset() | TasksDataset():
             return _read(dataset, data) if dataset.stream is None else StreamedTasks(dataset, data)
         case ReasoningGymDataset():
             return ReasoningGymTasks(dataset, data)

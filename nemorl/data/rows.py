@@ -19,6 +19,7 @@ from nemorl.errors import NemorlError
 Row = dict[str, Any]
 RowsDataset = FileDataset | GeneratorDataset
 _HUB_SECONDS = 10.0  # for an answer
+_MAX_ROWS = 10_000_000  # of a generator whose end is awaited
 _PACKAGES = "install it with `pip install 'nemorl[data]'`"
 
 
@@ -261,6 +262,10 @@ def _generated(dataset: GeneratorDataset, skip: int) -> Iterator[tuple[str, Row 
         raise DatasetError(str(error)) from error
     try:
         for number, row in enumerate(islice(function(**dataset.arguments), skip, None), start=skip + 1):
+            if dataset.size is None and number > _MAX_ROWS:
+                raise DatasetError(
+                    f"{name} yields more than {_MAX_ROWS:,} rows; set size (option `data.*.size`)"
+                )
             if isinstance(row, dict):
                 yield f"{name}, row {number}", row
             else:

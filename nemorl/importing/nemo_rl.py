@@ -9,6 +9,7 @@ from . import nemo_rl_distillation as distillation
 from . import nemo_rl_learning as learning
 from .nemo_rl_data import DATA_RULES
 from .nemo_rl_devices import DTENSOR, MEGATRON, VLLM
+from .nemo_rl_gym import GYM_RULES
 from .nemo_rl_learning import GENERATION
 from .nemo_rl_sections import KINDS, ONLINE, REWARDED, kind, of_online, of_rewarded
 from .rules import Ignored, Lost, Part, Rule, take, take_given
@@ -290,7 +291,11 @@ _WITHOUT: tuple[Rule, ...] = (
     ),
     Lost(("grpo.advantage_clip_low", "grpo.advantage_clip_high"), "advantages are not clipped"),
     Lost(
-        ("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"),
+        (
+            *("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"),
+            *("grpo.penalize_invalid_tool_call", "grpo.penalize_malformed_thinking"),
+            "grpo.invalid_tool_call_strategy",
+        ),
         "give the behavior a reward of its own",
     ),
     Lost(("reward_penalties.*",), "penalties of NeMo-Gym's rollouts; give them as rewards"),
@@ -466,5 +471,5 @@ _WORKERS: tuple[Rule, ...] = (
 )
 
 RULES: tuple[Rule, ...] = (
-    *(*_TRAINING, *distillation.RULES, *_SETUP, *_CRITIC, *DATA_RULES, *_WITHOUT, *_WORKERS),
+    *(*_TRAINING, *distillation.RULES, *_SETUP, *_CRITIC, *DATA_RULES, *GYM_RULES, *_WITHOUT, *_WORKERS),
 )

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from . import nemo_rl_gym as gym
 from .nemo_rl_sections import get, is_online, of_online
 from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, not_imported
 from .shared import PUBLIC, PublicData
@@ -82,13 +83,20 @@ def _data(x: Origin) -> Fields:
         where = "data.validation" if "data.validation" in x.values else "data.validation.dataset_name"
         fields["data.validation"] = _section(x, validation, where)
     elif "data.validation" not in fields and _validates(x):
-        fields["data.validation"] = fields["data.train"] | {"path": "data/validation.jsonl"}
-        fields["data.validation"].pop("split", None)
-        fields["data.validation"].pop("subset", None)
+        fields["data.validation"] = _of_file(fields["data.train"], "data/validation.jsonl")
         how = "validation has no data in this config; give it in data/validation.jsonl"
         x.changed(prefix, how)
         x.note("data/validation.jsonl", "write the rows of validation here; the config has none")
     return fields
+
+
+def _of_file(section: dict[str, Any], path: str) -> dict[str, Any]:
+    """The same dataset in another file."""
+    if section["name"] == "generator":
+        return section | {"arguments": {"path": path}}
+    return {name: value for name, value in section.items() if name not in ("split", "subset")} | {
+        "path": path
+    }
 
 
 def _validates(x: Origin) -> bool:
@@ -108,7 +116,9 @@ def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
     """A dataset of ours for one of NeMo-RL's."""
     name, preferences = given.get("dataset_name"), x.has_section("dpo") or x.has_section("rm")
     prompt, answer = given.get("input_key", "input"), given.get("output_key", "output")
-    if path := given.get("data_path"):
+    if (path := given.get("data_path")) and gym.is_used(x):
+        return gym.rows(str(path))
+    if path:
         keys = {
             "prompt_key": given.get("prompt_key", "prompt"),
             "chosen_key": given.get("chosen_key", "chosen"),
@@ -163,10 +173,8 @@ def _environment(x: Origin) -> Fields:
     if not is_online(x):
         return {}
     name = _env_name(x)
-    if x.get("env.should_use_nemo_gym", False):
-        raise CannotImport(
-            "env.should_use_nemo_gym: connect the environment as a service (docs/environments.md)"
-        )
+    if gym.is_used(x):
+        return gym.environment(x)
     if name in _MATH:
         by_text = x.get(f"env.{name}.math_verify_impl") == "dapo_math_verify"
         return {"env.name": "math"} | ({"env.comparison": "text"} if by_text else {})
@@ -241,6 +249,7 @@ DATA_RULES: tuple[Rule, ...] = (
     Part(
         (
             *("data.default.env_name", "env.should_use_nemo_gym", "env.reward_model.model_name"),
+            "env.should_mask_flagged_samples",
             *(f"env.{name}.math_verify_impl" for name in _MATH),
             _WEIGHTS,
             *(*of_online("max_rollout_turns"), "data.add_system_prompt"),

@@ -31,6 +31,10 @@ def sums(first: int = 0) -> Iterator[dict[str, object]]:
         yield {"prompt": f"{number}+1=", "answer": number + 1, "level": number % 4}
 
 
+def ten_sums() -> Iterator[dict[str, object]]:
+    return itertools.islice(sums(), 10)
+
+
 def wrong() -> Iterator[object]:
     yield {"prompt": "1+1=", "answer": "2"}
     yield "1+2="
@@ -132,6 +136,16 @@ def test_a_stream_reads_only_forward_and_again_only_what_lies_behind() -> None:
     assert calls == [5]
     assert streamed[3].answer == "9"
     assert calls == [5, 5]
+
+
+def test_a_generator_without_a_size_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = GeneratorDataset(name="generator", function=f"{HERE}:ten_sums")
+    tasks = load_tasks(dataset, DataConfig(train=dataset))
+    assert [task.answer for task in tasks] == [str(n + 1) for n in range(10)]
+    monkeypatch.setattr("nemorl.data.rows._MAX_ROWS", 100)
+    endless = GeneratorDataset(name="generator", function=f"{HERE}:sums")
+    with pytest.raises(DatasetError, match="sums yields more than 100 rows; set size"):
+        load_tasks(endless, DataConfig(train=endless))
 
 
 def test_a_stream_that_ends_early_is_named(tmp_path: Path) -> None:

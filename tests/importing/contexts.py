@@ -611,7 +611,6 @@ REFUSED = {
     "nemo-rl": {
         "policy.optimizer.name": "SGD",
         "value.optimizer.name": "SGD",
-        "env.should_use_nemo_gym": True,
     },
     "verl": {
         f"{_A}.optim.optimizer": "SGD",
@@ -658,12 +657,25 @@ _CRITIC_KEYS = {
     for key, context in CONTEXTS["nemo-rl"].items()
     if key.startswith(("policy.megatron_cfg.", "policy.dtensor_cfg.", "policy.sequence_", "policy.dynamic_"))
 }
+_GYM = GRPO | {"env.should_use_nemo_gym": True, "data.default.env_name": "nemo_gym"}
+_GYM_MODEL = "env.nemo_gym.policy_model.responses_api_models.vllm_model"
+_GYM_TEMPLATES = (
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.default_chat_template_kwargs",
+    f"{_GYM_MODEL}.chat_template_kwargs",
+    f"{_GYM_MODEL}.extra_body.chat_template_kwargs",
+)
 _SEVERAL_REWARDS = GRPO | {
     "grpo.adv_estimator.name": "gdpo",
     "data.default.env_name": "math_multi_reward",
 }
 _COSINE_OF_TORCH = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 10}}
 CONTEXTS["nemo-rl"] |= {key: context for key, context in _CRITIC_KEYS.items() if key in mapped("nemo-rl")} | {
+    "env.should_mask_flagged_samples": (_GYM, True, False),
+    **{
+        f"{section}.{name}": (_GYM, True, False)
+        for section in _GYM_TEMPLATES
+        for name in ("enable_thinking", "truncate_history_thinking", "force_nonempty_content")
+    },
     "grpo.adv_estimator.reward_weights": (_SEVERAL_REWARDS, [1.0, 1.0, 1.0], [1.0, 0.5, 0.25]),
     "ppo.adv_estimator.name": (PPO, "gae", "raw_reward"),
     "ppo.dynamic_sampling_max_gen_batches": (PPO | {"ppo.use_dynamic_sampling": True}, 5, 6),

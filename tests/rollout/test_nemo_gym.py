@@ -80,7 +80,7 @@ def test_a_server_that_is_gone_is_lost():
         factory = NemoGymFactory(config)
         try:
             with pytest.raises(EnvironmentLost, match="does not answer"):
-                await factory.post("/run", {})
+                await factory.post(f"{config.url}/run", {})
             with pytest.raises(ValueError, match="has no row of NeMo-Gym"):
                 await factory.create().run(task(), None)
         finally:
