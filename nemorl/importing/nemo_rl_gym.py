@@ -9,7 +9,7 @@ from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule
 
 ENVIRONMENT = "nemo_gym"
 _SECTION = f"env.{ENVIRONMENT}"
-_HEAD = "http://127.0.0.1:11000"  # of NeMo-Gym's head server, unless it is told another
+_HEAD = "http://127.0.0.1:11000"  # of NeMo-Gym's head server by default
 _ROWS = "nemorl.environments.nemo_gym:rows"
 _WEIGHTS = "grpo.adv_estimator.reward_weights"
 # What NeMo-RL reads itself, or needs to start the servers in its own processes.

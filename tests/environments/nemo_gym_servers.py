@@ -1,4 +1,4 @@
-"""Servers of NeMo-Gym for tests, in one process: the agent at `PORT`, then its resources and its model.
+"""Servers of NeMo-Gym for tests, in one process: the agent at `PORT`, then its resources, model and head.
 
 They are the classes that `ng_run` starts, with its configuration, without a virtual environment for each and
 without Ray. Run by an interpreter that has the package `nemo_gym`.
@@ -40,7 +40,7 @@ os.environ["NEMO_GYM_CONFIG_DICT"] = json.dumps(CONFIG)
 import uvicorn
 from nemo_gym.base_resources_server import BaseVerifyRequest, BaseVerifyResponse
 from nemo_gym.config_types import BaseServerConfig
-from nemo_gym.server_utils import ServerClient
+from nemo_gym.server_utils import HeadServer, ServerClient
 from omegaconf import OmegaConf
 from resources_servers.example_single_tool_call.app import SimpleWeatherResourcesServer
 from responses_api_agents.simple_agent.app import SimpleAgent
@@ -73,6 +73,9 @@ async def serve() -> None:
         server.setup_liveness(app)
         options = {"host": "127.0.0.1", "port": section["port"], "log_level": "warning"}
         servers.append(uvicorn.Server(uvicorn.Config(app, **options)))
+    head = HeadServer(config=client.head_server_config)
+    options = {**CONFIG["head_server"], "log_level": "warning"}
+    servers.append(uvicorn.Server(uvicorn.Config(head.setup_webserver(), **options)))
     await asyncio.gather(*(server.serve() for server in servers))
 
 

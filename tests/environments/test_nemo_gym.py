@@ -105,8 +105,11 @@ def test_each_row_goes_to_the_agent_that_it_names() -> None:
 
 def test_a_server_that_is_no_head_is_named() -> None:
     async def main() -> None:
+        async def config(request: web.Request) -> web.Response:
+            return web.json_response("- a list")
+
         app = web.Application()
-        app.router.add_get("/global_config_dict_yaml", lambda _: web.json_response("- a list"))
+        app.router.add_get("/global_config_dict_yaml", config)
         async with agent({"reward": 1}) as server, TestServer(app) as odd:
             for one, error, words in (
                 (server, AgentFailed, "global_config_dict_yaml answered with status 404"),

@@ -670,6 +670,7 @@ _SEVERAL_REWARDS = GRPO | {
 }
 _COSINE_OF_TORCH = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 10}}
 CONTEXTS["nemo-rl"] |= {key: context for key, context in _CRITIC_KEYS.items() if key in mapped("nemo-rl")} | {
+    "env.should_use_nemo_gym": (GRPO | {"data.train.data_path": "rows.jsonl"}, True, False),
     "env.should_mask_flagged_samples": (_GYM, True, False),
     **{
         f"{section}.{name}": (_GYM, True, False)

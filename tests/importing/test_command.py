@@ -11,6 +11,7 @@ import yaml
 
 from nemorl.cli import main
 from nemorl.config.load import load_experiment
+from nemorl.config.server_environments import NemoGymEnvConfig
 from nemorl.importing.rules import place
 from tests.importing.recipes import recipes
 from tests.plan.models import write_model
@@ -166,14 +167,39 @@ def test_an_experiment_that_is_not_valid_is_an_error(
     assert "algorithm.kl.coefficient = -1" in error
 
 
-def test_a_chat_template_is_written_next_to_the_experiment(tmp_path: Path) -> None:
-    values = recipes("nemo-rl")["sft.yaml"] | {"policy.tokenizer.chat_template": "{{ messages }}"}
+def imported_recipe(tmp_path: Path, name: str, **changes: object) -> Path:
+    """The experiment `mine.yaml` of a recipe of NeMo-RL."""
     tree: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in (recipes("nemo-rl")[name] | changes).items():
         place(tree, key, value)
-    config, out = tmp_path / "sft.yaml", tmp_path / "mine.yaml"
+    config, out = tmp_path / "recipe.yaml", tmp_path / "mine.yaml"
     config.write_text(yaml.safe_dump(tree), encoding="utf-8")
     assert main(["import", str(config), "--from", "nemo-rl", "-o", str(out)]) == 0
+    return out
+
+
+def test_settings_of_the_servers_of_nemo_gym_are_written_next_to_the_experiment(tmp_path: Path) -> None:
+    out = imported_recipe(tmp_path, "recipes/llm/grpo-nanov3-30BA3B-2n8g-megatron_generation-async-gym.yaml")
+    env = load_experiment(out).env
+    assert isinstance(env, NemoGymEnvConfig)
+    assert (env.url, env.url_of, env.skip_flagged) == ("http://127.0.0.1:11000", "head", True)
+    servers = yaml.safe_load((tmp_path / "mine.nemo_gym.yaml").read_text(encoding="utf-8"))
+    assert sorted(servers) == [
+        "code_gen",
+        "math_with_judge",
+    ]  # without what NeMo-RL itself reads
+    judged = servers["math_with_judge"]["resources_servers"]["math_with_judge"]
+    assert judged == {"should_use_judge": False, "judge_model_server": {"name": "policy_model"}}
+
+
+def test_rewards_of_nemo_gym_have_the_weights_of_gdpo(tmp_path: Path) -> None:
+    out = imported_recipe(tmp_path, "recipes/llm/gdpo-qwen2.5-1.5b-1n8g-gym-multireward.yaml")
+    env = load_experiment(out).env
+    assert env.reward_weights == {"correctness": 1.0, "format": 0.5, "schema_valid": 0.25}
+
+
+def test_a_chat_template_is_written_next_to_the_experiment(tmp_path: Path) -> None:
+    out = imported_recipe(tmp_path, "sft.yaml", **{"policy.tokenizer.chat_template": "{{ messages }}"})
     assert (tmp_path / "mine.jinja").read_text(encoding="utf-8") == "{{ messages }}"
     assert load_experiment(out).policy.tokenizer.chat_template == tmp_path / "mine.jinja"
 

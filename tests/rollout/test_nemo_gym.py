@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }  # fmt: skip
 ROW = {
+    "agent_ref": {"type": "responses_api_agents", "name": "agent"},
     "responses_create_params": {
         "input": [{"role": "developer", "content": "ab"}, {"role": "user", "content": "12?"}],
         "tools": [TOOL], "temperature": 0.1,
@@ -38,16 +40,16 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def of_rows(tmp_path: Path, url: str) -> Experiment:
+def of_rows(tmp_path: Path, url: str, **env: Any) -> Experiment:
     path = tmp_path / "rows.jsonl"
     path.write_text((json.dumps(ROW) + "\n") * 5)
     name = "nemorl.environments.nemo_gym:rows"
     arguments = {"path": str(path)}
-    rows = GeneratorDataset(name="generator", function=name, arguments=arguments, size=5, answer_key=None)
+    rows = GeneratorDataset(name="generator", function=name, arguments=arguments, answer_key=None)
     folder = save_tokenizer(tmp_path, TOOLS_TEMPLATE)
     config = {
         "data": DataConfig(train=rows),
-        "env": NemoGymEnvConfig(name="nemo_gym", url=url),
+        "env": NemoGymEnvConfig(name="nemo_gym", url=url, **env),
         "rewards": (),
     }
     return experiment(folder, "CallsTools", {}).model_copy(update=config)
@@ -65,6 +67,13 @@ def test_an_agent_of_nemo_gym_is_recorded_and_rewarded(url, tmp_path, tokenizer)
     assert 'tool\n{"city":"ab","weather_description":"The weather in ab is cold."}<|im_end|>' in text
     # A call, its output and the message: the server's verification has seen all of them.
     assert group.trajectories[0].rewards == {"nemo_gym": pytest.approx(1 / 3)}
+
+
+def test_the_head_server_says_where_the_agent_of_a_row_is(url, tmp_path, tokenizer):
+    head = f"http://127.0.0.1:{int(url.rpartition(':')[2]) + 3}"
+    group, _ = sample(of_rows(tmp_path, head, url_of="head"), scripted(tokenizer, "cold").generate)
+    assert group.trajectories[0].error is None
+    assert group.trajectories[0].rewards == {"nemo_gym": 0.0}  # without a call
 
 
 def test_an_agent_that_fails_is_a_failed_environment(url, tmp_path, tokenizer):
