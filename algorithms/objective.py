@@ -409,6 +409,8 @@ def _left_out(token_log: Tensor, batch: PackedBatch, mask: SequenceMaskConfig) -
         out |= mean > mask.high
     if mask.max_difference is not None:
         out |= totals((token_log.abs() > mask.max_difference).float(), batch) > 0
+    if mask.max_mean_factor is not None:
+        out |= averages(bounded_exp(token_log.abs()), batch) > mask.max_mean_factor
     return out.index_select(0, sequence_of(batch))
 
 

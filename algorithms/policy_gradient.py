@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, pairwise, repeat
+from math import inf
 from typing import TypeVar
 
 from nemorl.config.algorithm import Aggregation, OnlineConfig
 from nemorl.config.algorithm.advantages import TokenAdvantageBase
+from nemorl.config.algorithm.online import AdvantageClipConfig
 from nemorl.data.losses import Loss, TrainStats
 from nemorl.data.packed import PLACEHOLDER_TOKENS, Advantage
 from nemorl.data.shards import SequencePlace
@@ -145,7 +147,7 @@ class PolicyGradientUpdate:
                 estimated = self._estimate([compared[n].only(places) for n, places in counting.items()])
                 for (number, places), of_group in zip(counting.items(), estimated, strict=True):
                     for place, advantage in zip(places, of_group, strict=True):
-                        advantages[number][place] = advantage
+                        advantages[number][place] = clipped(advantage, self._config.advantage_clip)
         of_groups = zip(groups, compared, advantages, strict=True)
         return [_of_samples(group, units, of_units) for group, units, of_units in of_groups]
 
@@ -220,6 +222,16 @@ def _of_samples(
     if compared is group:
         return list(of_members)
     return [list(chain(*islice(of_members, max(1, len(t.branches))))) for t in group.trajectories]
+
+
+def clipped(advantage: Advantage, bounds: AdvantageClipConfig | None) -> Advantage:
+    """An advantage, or those of turns, within the bounds."""
+    if bounds is None:
+        return advantage
+    low, high = -inf if bounds.low is None else bounds.low, inf if bounds.high is None else bounds.high
+    if isinstance(advantage, tuple):
+        return tuple(min(max(one, low), high) for one in advantage)
+    return min(max(advantage, low), high)
 
 
 def branch_advantages(sample: TrajectorySummary, advantage: Advantage) -> list[Advantage]:

@@ -233,9 +233,15 @@ _TRAINING: tuple[Rule, ...] = (
         learning.kl,
     ),
     Part(
+        ("grpo.advantage_clip_low", "grpo.advantage_clip_high"),
+        ("algorithm.advantage_clip",),
+        learning.advantage_clip,
+    ),
+    Part(
         (
             "loss_fn.use_importance_sampling_correction",
             *(f"loss_fn.truncated_importance_sampling_{name}" for name in ("type", "ratio", "ratio_min")),
+            *of_rewarded("seq_logprob_error_threshold"),
         ),
         ("algorithm.correction",),
         learning.correction,
@@ -285,11 +291,6 @@ _WITHOUT: tuple[Rule, ...] = (
         ("loss_fn.force_on_policy_ratio",),
         "off",
     ),
-    Lost(
-        of_rewarded("seq_logprob_error_threshold"),
-        "sequences are not left out by the largest error; `algorithm.correction.sequence_mask` uses the mean",
-    ),
-    Lost(("grpo.advantage_clip_low", "grpo.advantage_clip_high"), "advantages are not clipped"),
     Lost(
         (
             *("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"),

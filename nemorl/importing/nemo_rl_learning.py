@@ -195,6 +195,8 @@ def kl(x: Origin) -> Fields:
         return {}
     coefficient = x.get("loss_fn.reference_policy_kl_penalty", 0.01)
     if not coefficient or get(x, "skip_reference_policy_logprobs_calculation", kind(x) == "ppo"):
+        if "loss_fn.kl_input_clamp_value" in x.values:
+            x.lost("loss_fn.kl_input_clamp_value", "there is no divergence", changes_result=False)
         return {"algorithm.kl": {"coefficient": 0.0}}
     estimator = x.get("loss_fn.reference_policy_kl_type", "k3")
     if x.get("loss_fn.use_kl_in_reward", False):
@@ -217,7 +219,21 @@ def kl(x: Origin) -> Fields:
 
 
 def correction(x: Origin) -> Fields:
-    if not has_rewards(x) or not x.get("loss_fn.use_importance_sampling_correction", False):
+    if not has_rewards(x):
+        return {}
+    section = _weights_of_samples(x)
+    threshold, name = f"{kind(x)}.seq_logprob_error_threshold", section.get("name")
+    if (factor := x.get(threshold)) is not None:
+        if name == "icepop" or "sequence_mask" in section:
+            x.lost(threshold, "next to masks of another kind sequences are not left out by it")
+        else:
+            masked = {"sequence_mask": {"max_mean_factor": factor}, "divisor": "kept"}
+            section = {"name": "none"} | section | masked
+    return {"algorithm.correction": section} if section else {}
+
+
+def _weights_of_samples(x: Origin) -> dict[str, Any]:
+    if not x.get("loss_fn.use_importance_sampling_correction", False):
         return {}
     name = x.get("loss_fn.truncated_importance_sampling_type")
     low = x.get("loss_fn.truncated_importance_sampling_ratio_min")
@@ -231,7 +247,13 @@ def correction(x: Origin) -> Fields:
             section |= {"name": "icepop", "low": low, "high": high}
         case "seq-mask-tis":
             section |= {"sequence_mask": {"low": low, "high": high}}
-    return {"algorithm.correction": section}
+    return section
+
+
+def advantage_clip(x: Origin) -> Fields:
+    bounds = {"low": x.get("grpo.advantage_clip_low"), "high": x.get("grpo.advantage_clip_high")}
+    given = {name: float(value) for name, value in bounds.items() if value is not None}
+    return {"algorithm.advantage_clip": given} if given and kind(x) == "grpo" else {}
 
 
 def filters(x: Origin) -> Fields:

@@ -182,6 +182,22 @@ def test_sequences_are_left_out_by_their_largest_difference() -> None:
     assert 0 < sum(expected) < len(expected), "all or none are left out"
 
 
+def test_sequences_are_left_out_by_their_mean_factor() -> None:
+    """NeMo-RL's `seq_logprob_error_threshold`: the mean of exp(|trainer - engine|) over sampled tokens."""
+    batch = ragged(6)
+    assert batch.old_logprobs is not None
+    assert batch.logprobs is not None
+    config = NoCorrectionConfig(sequence_mask=SequenceMaskConfig(max_mean_factor=1.2))
+    found = correct(batch, current(batch, 6), batch.old_logprobs, config)
+    expected = []
+    for p, q in zip(by_sequence(batch, batch.old_logprobs), by_sequence(batch, batch.logprobs), strict=True):
+        factors = [math.exp(abs(a - b)) for a, b in zip(p, q, strict=True)]
+        expected += [bool(factors) and sum(factors) / len(factors) <= 1.2] * len(factors)
+    assert found is not None
+    assert found.weight[batch.loss_mask].bool().tolist() == expected
+    assert 0 < sum(expected) < len(expected), "all or none are left out"
+
+
 def test_off_policy_sequences_of_negative_advantage_are_left_out() -> None:
     """DeepSeek-V3.2's equation 9."""
     batch = ragged(7)

@@ -7,8 +7,9 @@ import pytest
 from nemorl.algorithms.best_of_n import best_of, pairs_of
 from nemorl.algorithms.filters import filter_groups
 from nemorl.algorithms.metrics import rollout_metrics
+from nemorl.algorithms.policy_gradient import clipped
 from nemorl.config.algorithm import OnlineConfig
-from nemorl.config.algorithm.online import FiltersConfig
+from nemorl.config.algorithm.online import AdvantageClipConfig, FiltersConfig
 from nemorl.rollout.groups import GroupSummary
 from tests.algorithms.groups import failed, group, score, trajectory
 
@@ -48,6 +49,15 @@ def test_a_baseline_over_the_batch_is_of_one_player() -> None:
     # Over both groups the mean of white is -1/3, that of black 1/3.
     assert [found["store-0", row] for row in (0, 1)] == pytest.approx([4 / 3, -4 / 3])
     assert [found["store-1", row] for row in (0, 1)] == pytest.approx([-2 / 3, 2 / 3])
+
+
+def test_advantages_are_clipped_after_all_else() -> None:
+    unclipped = {"name": "group", "normalize": False}
+    found = advantages(config(advantage=unclipped, advantage_clip={"low": -1.0, "high": 0.5}), GAMES)
+    assert [found["store-0", row] for row in range(6)] == pytest.approx([0.5, -2 / 3, 0.5, -2 / 3, -1.0, 0.5])
+    one_bound = advantages(config(advantage=unclipped, advantage_clip={"high": 1.0}), GAMES)
+    assert [one_bound["store-0", row] for row in range(4, 6)] == pytest.approx([-4 / 3, 1.0])
+    assert clipped((3.0, -0.5, -3.0), AdvantageClipConfig(low=-1.0, high=2.0)) == (2.0, -0.5, -1.0)
 
 
 def test_a_group_without_a_difference_within_any_player_is_dropped() -> None:

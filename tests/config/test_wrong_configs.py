@@ -980,7 +980,7 @@ RELATIONS: dict[str, tuple[list[str], str, Any, str]] = {
         ["algorithm.correction={name: tis, sequence_mask: {}}"],
         "algorithm.correction.sequence_mask",
         {},
-        "set `low`, `high` or `max_difference`, or set this to null",
+        "no sequence is left out; set one of its bounds, or set this to null",
     ),
     "an epsilon that is added to nothing": (
         ["algorithm.advantage={normalize: false, epsilon: 1e-4}"],

@@ -279,11 +279,14 @@ class SequenceMaskConfig(Config):
     """A sequence counts when the geometric mean of its ratios is at most this."""
     max_difference: float | None = Field(None, gt=0)
     """A sequence counts when the logprobs of none of its tokens differ by more nats than this."""
+    max_mean_factor: float | None = Field(None, gt=1)
+    """A sequence counts when the mean factor between the probabilities of its tokens, the larger one over the
+    smaller one, is at most this."""
 
     @check
     def _leaves_something_out(self) -> Problems:
-        if self.low is self.high is self.max_difference is None:
-            fix = "no sequence is left out; set `low`, `high` or `max_difference`, or set this to null"
+        if all(getattr(self, name) is None for name in type(self).model_fields):
+            fix = "no sequence is left out; set one of its bounds, or set this to null"
             yield Problem("", {}, fix)
 
 
@@ -467,6 +470,21 @@ class LikelihoodConfig(Config):
 PRESETS = dict(sorted((advantages.PRESETS | losses.PRESETS).items()))  # the named online algorithms
 
 
+class AdvantageClipConfig(Config):
+    """An advantage out of bounds becomes the nearer bound."""
+
+    field_level: ClassVar[FieldLevel] = "expert"
+    low: float | None = Field(None, le=0)
+    """The smallest advantage; null has no bound."""
+    high: float | None = Field(None, ge=0)
+    """The largest advantage; null has no bound."""
+
+    @check
+    def _a_bound_is_set(self) -> Problems:
+        if self.low is self.high is None:
+            yield Problem("", {}, "no advantage is out of bounds; set `low` or `high`, or set this to null")
+
+
 class OnlineConfig(MinibatchesBase):
     """Sample, score, train, update the weights."""
 
@@ -478,6 +496,8 @@ class OnlineConfig(MinibatchesBase):
     """Passes over the batch of a step, in the same minibatches."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
     """How rewards become advantages."""
+    advantage_clip: AdvantageClipConfig | None = Field(None, json_schema_extra=EXPERT)
+    """Bounds of the advantages, after all else; null has none."""
     compares: Literal["samples", "branches"] = Field("samples", json_schema_extra=EXPERT)
     """What has an advantage of its own. `branches`: each branch of a sample, such as a step of an agent that
     begins with a new prompt, by the rewards of its answers (docs/agents.md)."""
@@ -608,6 +628,13 @@ class OnlineConfig(MinibatchesBase):
         ):
             problem = f"`{name}` does not compare the sums of rewards of branches"
             yield Problem("compares", self.compares, f"{problem}; remove this, or use the advantage `group`")
+
+    @check
+    def _advantages_can_be_clipped(self) -> Problems:
+        if self.advantage_clip is not None and self.advantage.per_token:
+            given = self.advantage_clip.model_dump(mode="json", exclude_unset=True)
+            fix = f"those of `{self.advantage.name}` are of tokens, which have no bounds; set this to null"
+            yield Problem("advantage_clip", given, fix)
 
     @check
     def _divergence_reaches_advantages(self) -> Problems:
