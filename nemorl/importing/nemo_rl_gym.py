@@ -12,12 +12,12 @@ _SECTION = f"env.{ENVIRONMENT}"
 _HEAD = "http://127.0.0.1:11000"  # of NeMo-Gym's head server by default
 _ROWS = "nemorl.environments.nemo_gym:rows"
 _WEIGHTS = "grpo.adv_estimator.reward_weights"
-# What NeMo-RL reads itself, or needs to start the servers in its own processes.
-_OF_NEMO_RL = (
-    *("config_paths", "effort_levels", "invalid_tool_call_patterns", "thinking_tags", "num_gpu_nodes"),
-    *("port_range_low", "port_range_high", "is_trajectory_collection", "use_absolute_ip"),
+# NeMo-RL starts the servers with these, and reads the others itself.
+_STARTING = (
+    *("port_range_low", "port_range_high", "num_gpu_nodes", "is_trajectory_collection", "use_absolute_ip"),
     *("skip_venv_if_present", "uv_venv_dir", "uv_cache_dir"),
 )
+_FLAGS = ("invalid_tool_call_patterns", "thinking_tags")
 _MODEL = "policy_model"  # the server of the policy, in whose place nemorl has one of its own
 # Rewards of the resources servers that answer with several, sorted, as NeMo-RL's weights are.
 _COMPONENTS = {"example_tool_call_multireward": ("correctness", "format", "schema_valid")}
@@ -45,9 +45,10 @@ def environment(x: Origin) -> Fields:
     fields: dict[str, Any] = {"env.name": ENVIRONMENT, "env.url": _HEAD, "env.url_of": "head"}
     masked = "env.should_mask_flagged_samples"
     if masked in x.values:
-        fields["env.skip_flagged"] = bool(x.get(masked, False))
-        if x.get(masked, False):
-            x.changed(masked, "flagged samples are left out; there their rewards count in those of the group")
+        fields["env.skip_flagged"] = x.get(masked, True)
+        if x.get(masked, True):
+            how = "flagged samples are sampled once more and then left out"
+            x.changed(masked, f"{how}; there they count in the baseline of their group")
     if x.get("grpo.adv_estimator.name") == "gdpo":
         fields["env.components"] = _components(x)
     return fields
@@ -67,7 +68,7 @@ def _components(x: Origin) -> dict[str, float]:
 
 def _write_servers(x: Origin) -> None:
     """The section as a configuration of NeMo-Gym, next to the experiment if that is written to a file."""
-    own = {*_OF_NEMO_RL, _MODEL}
+    own = {*_STARTING, *_FLAGS, "config_paths", "effort_levels", _MODEL}
     servers = {name: value for name, value in x.below(_SECTION).items() if name not in own}
     if servers and x.options.template is not None:
         path = str(Path(x.options.template).with_suffix(".nemo_gym.yaml"))
@@ -99,14 +100,8 @@ GYM_RULES: tuple[Rule, ...] = (
     ),
     Lost((f"{_SHAPING}.low_string",), "give a function in `rewards` that adjusts the reward", (None, "")),
     Ignored((f"{_SHAPING}.*",), "of env.nemo_gym.effort_levels.low_string"),
-    Ignored(
-        (f"{_SECTION}.invalid_tool_call_patterns", f"{_SECTION}.thinking_tags"),
-        "flags for penalties, which are keys of their own",
-    ),
-    Ignored(
-        tuple(f"{_SECTION}.{name}" for name in _OF_NEMO_RL if name not in ("config_paths", "effort_levels")),
-        "how NeMo-RL starts the servers",
-    ),
+    Ignored(tuple(f"{_SECTION}.{name}" for name in _FLAGS), "for penalties, which are keys of their own"),
+    Ignored(tuple(f"{_SECTION}.{name}" for name in _STARTING), "how NeMo-RL starts the servers"),
     Ignored((f"{_SECTION}.{_MODEL}.*",), "of its model server; examples/nemo_gym has nemorl's"),
     Ignored(
         (f"{_SECTION}.*",),
