@@ -53,7 +53,6 @@ from nemorl.config.load import to_yaml
 from nemorl.config.run import ClusterConfig
 from nemorl.data.losses import LogprobStats, TrainStats
 from nemorl.data.trained import Trained
-from nemorl.garbage_collection import rare_collections
 from nemorl.generation.router import RouterMetrics
 from nemorl.generation.types import EngineHealth, EngineStats
 from nemorl.models.slices import TensorSlice
@@ -64,6 +63,7 @@ from nemorl.rollout.groups import GroupAssignment, GroupSummary, TrajectorySumma
 from nemorl.rollout.order import TaskOrder
 from nemorl.rollout.schedule import CollectorPlan, GroupSchedule
 from nemorl.rollout.worker import GroupRunner
+from nemorl.run.train import rare_collections
 from nemorl.session.handles import (
     GenerationReceivers,
     ModelHandle,

@@ -23,8 +23,6 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import ObjectLostError
 
-from nemorl.garbage_collection import no_collections
-
 from .activity import Activity, Call, ServiceCalls, collectives, place_of, stacks
 from .errors import ClusterError, NotShared, ObjectsLost, WorkerFailed
 from .logs import send_output_to
@@ -100,8 +98,11 @@ class Actor:
             raise NotShared(f"{problem}: {fix}")
         os.chdir(self._identity.folder)
         module, _, name = path.partition(":")
-        with no_collections():  # thousands of modules, torch's among them, which stay
+        gc.disable()  # it would look again and again through thousands of modules, which stay
+        try:
             target = getattr(importlib.import_module(module), name)
+        finally:
+            gc.enable()
         gc.freeze()
         return target(**kwargs)
 

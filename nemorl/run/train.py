@@ -4,10 +4,11 @@ data ─▶ session ─▶ [reference sums] ─▶ [restore] ─▶ { step ─�
 """
 
 import asyncio
+import gc
 import json
 import logging
-from collections.abc import Sequence
-from contextlib import AsyncExitStack, closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -31,7 +32,6 @@ from nemorl.config.facts import reward_weights
 from nemorl.config.load import to_yaml
 from nemorl.data.datasets import MixedTasks, difficulties, load_tasks, source_sizes
 from nemorl.errors import NemorlError, RunError, RunStopped
-from nemorl.garbage_collection import rare_collections
 from nemorl.megatron.checkpoint_store import CheckpointStore, Found
 from nemorl.observe.files import JsonLinesWriter, write_atomically
 from nemorl.observe.index import IndexWriter
@@ -60,12 +60,32 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_OBJECTS_PER_COLLECTION = 200_000  # by default 700
+
 
 @dataclass(frozen=True)
 class RunResult:
     run_dir: Path
     report: Path | None  # None if the disk was full
     hf_dir: Path | None  # the final weights, with `checkpointing.save_hf`
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Inside, the cyclic garbage collector leaves out what exists already, and rarely passes over the rest.
+
+    The summaries of a large step have no cycles and are as many objects as the program: by default each step
+    would take several passes over both.
+    """
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_PER_COLLECTION)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def train(experiment: Experiment, resume: bool = False, replay: Path | None = None) -> RunResult:

@@ -11,17 +11,18 @@ A box is packed and sent once for up to 16 receivers, which pass it on. Ranks wi
 only the choice of senders grows with the ranks.
 """
 
+import gc
 import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import TypeVar
 
-from nemorl.garbage_collection import no_collections
 from nemorl.models.slices import TensorSlice
 
 from .messages import ITEM_BYTES, Part, PartBucket, ReceiverLayout, SenderLayout
@@ -279,7 +280,7 @@ class TransferPlan:
 
 
 def _parts(count: int, shares: Iterable[tuple[Bucket, int, tuple[TensorSlice, ...]]]) -> list[Part]:
-    with no_collections():
+    with _without_garbage_collection():
         of_ranks: list[list[PartBucket]] = [[] for _ in range(count)]
         for bucket, rank, slices in shares:
             of_ranks[rank].append(PartBucket(bucket.sender, bucket.receivers, bucket.dtype, slices))
@@ -324,7 +325,7 @@ def plan_transfers(
     """Plan each needed element once, in buckets of `bucket_bytes`. Raises `UnservedBox` and ValueError."""
     if bucket_bytes < max(ITEM_BYTES.values()):
         raise ValueError(f"bucket_bytes is {bucket_bytes}, less than one element; set a larger value")
-    with no_collections():
+    with _without_garbage_collection():
         holdings, consumers = Holdings(senders), Consumers(receivers)
         loads = _loads(_pieces(consumers, holdings, bucket_bytes), bucket_bytes)
         groups = _choose_senders(loads, consumers, holdings)
@@ -339,7 +340,7 @@ def plan_files(
     A receiver needs all of a box or nothing: it reads boxes completely to check them, and so reads its slices
     and nothing else. If these were more than `MAX_STORED_BOXES`, some are joined, and receivers read more.
     """
-    with no_collections():
+    with _without_garbage_collection():
         cuts = _cuts_between(Consumers(receivers))
         _join_boxes(cuts.values())
         slices, dtypes = [], []
@@ -497,3 +498,15 @@ def _rounds(group: _Group, size: int, num_senders: int) -> Iterator[list[tuple[_
             found = []
         found.append((load, sender))
     yield found
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Turn the collector off: it would look through millions of objects that stay, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
