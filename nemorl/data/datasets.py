@@ -17,7 +17,6 @@ from nemorl.config.data import (
     DataConfig,
     DatasetConfig,
     FeedbackDataset,
-    FileDataset,
     GeneratorDataset,
     MixtureDataset,
     PreferenceDataset,
@@ -203,7 +202,7 @@ def row_errors(
     return errors
 
 
-def _read(dataset: FileDataset, data: DataConfig) -> list[Any]:
+def _read(dataset: RowsDataset, data: DataConfig) -> list[Any]:
     """Raises DatasetError at the first wrong line, and for a file without rows."""
     rows = []
     for row in _rows(dataset, data):
