@@ -112,6 +112,7 @@ def with_unused_end(model: Path, folder: Path) -> Path:
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = json.loads((model / "config.json").read_text(encoding="utf-8")) | ends
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
     for file in model.iterdir():
         if not (folder / file.name).exists():
             (folder / file.name).symlink_to(file)
