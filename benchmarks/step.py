@@ -107,12 +107,13 @@ def with_unused_end(model: Path, folder: Path) -> Path:
 
     shutil.rmtree(folder, ignore_errors=True)
     tokenizer = AutoTokenizer.from_pretrained(model)
+    # The token with which the template ends a turn ends answers, too.
+    tokenizer.chat_template = tokenizer.chat_template.replace(tokenizer.eos_token, UNUSED)
     tokenizer.eos_token = tokenizer.pad_token = UNUSED
     tokenizer.save_pretrained(folder)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = json.loads((model / "config.json").read_text(encoding="utf-8")) | ends
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    (folder / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
     for file in model.iterdir():
         if not (folder / file.name).exists():
             (folder / file.name).symlink_to(file)
