@@ -17,7 +17,7 @@ test: .venv/ready-dev  ## Run tests of every package in two processes (15 to 25 
 test-ci: .venv/ready-dev  ## Run all tests but the slow ones, as .ci/run does (about an hour)
 	@$(BIN)/pytest -m "not slow" --numprocesses 2
 
-test-all: .venv/ready-dev  ## Run all tests, including the slow ones (two to three hours)
+test-all: .venv/ready-dev  ## Run all tests, including the slow ones (hours)
 	@$(BIN)/pytest --numprocesses 2
 
 libraries: .venv/ready-dev  ## Test against OpenEnv, NeMo-Gym, lm_eval, trackers and object stores, in environments of their own (needs Python 3.12)

@@ -186,13 +186,14 @@ def _texts_under_fields(module: str) -> dict[tuple[str, str], str]:
     Read when help is asked for: every process imports the sections, and pydantic's own way of reading these
     strings takes longer than the rest of that import.
     """
+    found = {}
     sections = (node for node in ast.walk(ast.parse(_source(module))) if isinstance(node, ast.ClassDef))
-    return {
-        (section.name, target): text
-        for section in sections
-        for field, below in itertools.pairwise(section.body)
-        if (target := _annotated(field)) and (text := _string(below))
-    }
+    for section in sections:
+        for pair in itertools.pairwise(section.body):
+            match pair:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    found[section.name, name] = text
+    return found
 
 
 def _source(module: str) -> str:
@@ -200,20 +201,6 @@ def _source(module: str) -> str:
         return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):  # removed, without a file, or typed into an interpreter
         return ""
-
-
-def _annotated(statement: ast.stmt) -> str | None:
-    match statement:
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return name
-    return None
-
-
-def _string(statement: ast.stmt) -> str | None:
-    match statement:
-        case ast.Expr(value=ast.Constant(value=str() as text)):
-            return text
-    return None
 
 
 def type_text(field: FieldInfo) -> str:

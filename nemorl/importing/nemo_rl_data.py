@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from . import nemo_rl_gym as gym
-from .nemo_rl_sections import get, is_online, of_online
-from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, not_imported
+from .nemo_rl_sections import WEIGHTS, get, is_online, of_online, reward_weights
+from .rules import Fields, Ignored, Lost, Origin, Part, Rule, not_imported
 from .shared import PUBLIC, PublicData
 
 _PREPARED = "write it into this file with the keys of the section; NeMo-RL formats the dataset in its code"
@@ -13,7 +13,6 @@ _PREPARED = "write it into this file with the keys of the section; NeMo-RL forma
 _ROWS = {"HelpSteer3": 38_459, "gsm8k": 7_473, "squad": 87_599, "tulu3_sft_mixture": 939_343}
 _MATH = ("math", "dapo")
 _ENVIRONMENTS = (*_MATH, "math_multi_reward", "sliding_puzzle_game", "reward_model")
-_WEIGHTS = "grpo.adv_estimator.reward_weights"
 # Of math_multi_reward, in the order of the weights, which is that of the names.
 _SEVERAL: tuple[dict[str, Any], ...] = (
     {"name": "correctness", "function": "exact_match", "arguments": {"tag": "answer"}},
@@ -83,20 +82,19 @@ def _data(x: Origin) -> Fields:
         where = "data.validation" if "data.validation" in x.values else "data.validation.dataset_name"
         fields["data.validation"] = _section(x, validation, where)
     elif "data.validation" not in fields and _validates(x):
-        fields["data.validation"] = _of_file(fields["data.train"], "data/validation.jsonl")
+        fields["data.validation"] = _of_file(x, fields["data.train"], "data/validation.jsonl")
         how = "validation has no data in this config; give it in data/validation.jsonl"
         x.changed(prefix, how)
         x.note("data/validation.jsonl", "write the rows of validation here; the config has none")
     return fields
 
 
-def _of_file(section: dict[str, Any], path: str) -> dict[str, Any]:
+def _of_file(x: Origin, section: dict[str, Any], path: str) -> dict[str, Any]:
     """The same dataset in another file."""
-    if section["name"] == "generator":
-        return section | {"arguments": {"path": path}}
-    return {name: value for name, value in section.items() if name not in ("split", "subset")} | {
-        "path": path
-    }
+    if gym.is_used(x):
+        return gym.rows(path)
+    kept = {name: value for name, value in section.items() if name not in ("split", "subset")}
+    return kept | {"path": path}
 
 
 def _validates(x: Origin) -> bool:
@@ -116,9 +114,9 @@ def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
     """A dataset of ours for one of NeMo-RL's."""
     name, preferences = given.get("dataset_name"), x.has_section("dpo") or x.has_section("rm")
     prompt, answer = given.get("input_key", "input"), given.get("output_key", "output")
-    if (path := given.get("data_path")) and gym.is_used(x):
-        return gym.rows(str(path))
-    if path:
+    if path := given.get("data_path"):
+        if gym.is_used(x):
+            return gym.rows(str(path))
         keys = {
             "prompt_key": given.get("prompt_key", "prompt"),
             "chosen_key": given.get("chosen_key", "chosen"),
@@ -197,15 +195,12 @@ def _environment(x: Origin) -> Fields:
 
 
 def _several_rewards(x: Origin) -> list[dict[str, Any]]:
-    weights = x.get(_WEIGHTS) or [1.0] * len(_SEVERAL)
-    if len(weights) != len(_SEVERAL):
-        problem = f"expected {len(_SEVERAL)}, of {', '.join(one['name'] for one in _SEVERAL)}"
-        raise CannotImport(f"{_WEIGHTS} = {weights}: {problem}")
-    if x.get("grpo.adv_estimator.name") != "gdpo" and x.get(_WEIGHTS):
-        x.changed(_WEIGHTS, "they weigh the sum of the rewards, too; there only GDPO's advantages")
+    weights = reward_weights(x, [one["name"] for one in _SEVERAL])
+    if x.get("grpo.adv_estimator.name") != "gdpo" and x.get(WEIGHTS):
+        x.changed(WEIGHTS, "they weigh the sum of the rewards, too; there only GDPO's advantages")
     how = "an answer without its tags is wrong; there all of its text counts"
     x.changed("data.default.env_name", how)
-    return [one | {"weight": float(weight)} for one, weight in zip(_SEVERAL, weights, strict=True)]
+    return [one | {"weight": weights[one["name"]]} for one in _SEVERAL]
 
 
 def _longest_prompt(x: Origin) -> Fields:
@@ -251,7 +246,7 @@ DATA_RULES: tuple[Rule, ...] = (
             *("data.default.env_name", "env.should_use_nemo_gym", "env.reward_model.model_name"),
             "env.should_mask_flagged_samples",
             *(f"env.{name}.math_verify_impl" for name in _MATH),
-            _WEIGHTS,
+            WEIGHTS,
             *(*of_online("max_rollout_turns"), "data.add_system_prompt"),
             *(f"{_GAME}.game_config.size", f"{_GAME}.game_config.shuffle_moves", f"{_GAME}.max_moves"),
         ),

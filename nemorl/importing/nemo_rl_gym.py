@@ -5,13 +5,13 @@ from typing import Any
 
 import yaml
 
+from .nemo_rl_sections import reward_weights
 from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule
 
 ENVIRONMENT = "nemo_gym"
 _SECTION = f"env.{ENVIRONMENT}"
 _HEAD = "http://127.0.0.1:11000"  # of NeMo-Gym's head server by default
 _ROWS = "nemorl.environments.nemo_gym:rows"
-_WEIGHTS = "grpo.adv_estimator.reward_weights"
 # NeMo-RL starts the servers with these, and reads the others itself.
 _STARTING = (
     *("port_range_low", "port_range_high", "num_gpu_nodes", "is_trajectory_collection", "use_absolute_ip"),
@@ -60,10 +60,7 @@ def _components(x: Origin) -> dict[str, float]:
     if names is None:
         problem = f"the rewards of {', '.join(servers) or 'its servers'} are not known by name"
         raise CannotImport(f"grpo.adv_estimator.name = gdpo: {problem}, which GDPO compares one by one")
-    weights = x.get(_WEIGHTS) or [1.0] * len(names)
-    if len(weights) != len(names):
-        raise CannotImport(f"{_WEIGHTS} = {weights}: expected {len(names)}, of {', '.join(names)}")
-    return dict(zip(names, map(float, weights), strict=True))
+    return reward_weights(x, names)
 
 
 def _write_servers(x: Origin) -> None:

@@ -1,5 +1,6 @@
 """NeMo-RL's sections of algorithms: which one a config has, and what several have in common."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from .rules import CannotImport, Origin
@@ -14,6 +15,7 @@ KINDS = {
 }
 REWARDED = ("grpo", "ppo")  # what sections of the two have in common has the same meaning
 ONLINE = (*REWARDED, "distillation")  # sections of algorithms that sample
+WEIGHTS = "grpo.adv_estimator.reward_weights"
 ABSENT = {
     "teachers": "distillation on texts from a list of teachers, whose tokens are aligned with the student's,",
     "token_aligner": "distillation between tokenizers",
@@ -58,3 +60,11 @@ def of_rewarded(*names: str) -> tuple[str, ...]:
 def get(x: Origin, name: str, default: Any = None) -> Any:
     """A value of the algorithm's section."""
     return x.get(f"{kind(x)}.{name}", default)
+
+
+def reward_weights(x: Origin, names: Sequence[str]) -> dict[str, float]:
+    """Weights of several rewards by name, given in the order of the names; 1 where there are none."""
+    weights = x.get(WEIGHTS) or [1.0] * len(names)
+    if len(weights) != len(names):
+        raise CannotImport(f"{WEIGHTS} = {weights}: expected {len(names)}, of {', '.join(names)}")
+    return dict(zip(names, map(float, weights), strict=True))

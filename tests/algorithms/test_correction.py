@@ -1,6 +1,7 @@
 """Weights, masks and metrics of the correction, one token at a time in Python floats."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -166,33 +167,33 @@ def test_sequences_are_left_out_by_the_geometric_mean(form: Any) -> None:
     assert 0 < sum(expected) < len(expected), "all or none are left out"
 
 
-def test_sequences_are_left_out_by_their_largest_difference() -> None:
-    """verl's `seq_max_k2`: the largest `log(r)^2 / 2` of a sequence."""
+@pytest.mark.parametrize(
+    ("mask", "counts"),
+    [
+        pytest.param(
+            {"max_difference": 0.35},
+            lambda of_tokens: max(math.log(r) ** 2 / 2 for r in of_tokens) <= 0.35**2 / 2,
+            id="verl's seq_max_k2",
+        ),
+        pytest.param(
+            {"max_mean_factor": 1.2},
+            lambda of_tokens: sum(math.exp(abs(math.log(r))) for r in of_tokens) / len(of_tokens) <= 1.2,
+            id="NeMo-RL's seq_logprob_error_threshold",
+        ),
+    ],
+)
+def test_sequences_are_left_out_by_the_ratios_of_their_tokens(
+    mask: dict[str, float], counts: Callable[[list[float]], bool]
+) -> None:
     batch = ragged(6)
     assert batch.old_logprobs is not None
     assert batch.logprobs is not None
-    config = NoCorrectionConfig(sequence_mask=SequenceMaskConfig(max_difference=0.35))
+    config = NoCorrectionConfig(sequence_mask=SequenceMaskConfig.model_validate(mask))
     found = correct(batch, current(batch, 6), batch.old_logprobs, config)
-    expected = []
+    expected: list[bool] = []
     for p, q in zip(by_sequence(batch, batch.old_logprobs), by_sequence(batch, batch.logprobs), strict=True):
-        largest = max((math.log(r) ** 2 / 2 for r in ratios(p, q, "token")), default=0.0)
-        expected += [largest <= 0.35**2 / 2] * len(p)
-    assert found is not None
-    assert found.weight[batch.loss_mask].bool().tolist() == expected
-    assert 0 < sum(expected) < len(expected), "all or none are left out"
-
-
-def test_sequences_are_left_out_by_their_mean_factor() -> None:
-    """NeMo-RL's `seq_logprob_error_threshold`: the mean of exp(|trainer - engine|) over sampled tokens."""
-    batch = ragged(6)
-    assert batch.old_logprobs is not None
-    assert batch.logprobs is not None
-    config = NoCorrectionConfig(sequence_mask=SequenceMaskConfig(max_mean_factor=1.2))
-    found = correct(batch, current(batch, 6), batch.old_logprobs, config)
-    expected = []
-    for p, q in zip(by_sequence(batch, batch.old_logprobs), by_sequence(batch, batch.logprobs), strict=True):
-        factors = [math.exp(abs(a - b)) for a, b in zip(p, q, strict=True)]
-        expected += [bool(factors) and sum(factors) / len(factors) <= 1.2] * len(factors)
+        of_tokens = ratios(p, q, "token")
+        expected += [counts(of_tokens)] * len(of_tokens)
     assert found is not None
     assert found.weight[batch.loss_mask].bool().tolist() == expected
     assert 0 < sum(expected) < len(expected), "all or none are left out"

@@ -1,7 +1,4 @@
-"""The environment `nemo_gym` against stand-ins of its servers, by their documented paths and answers.
-
-tests/rollout/test_nemo_gym.py is against real ones.
-"""
+"""The environment `nemo_gym` with stand-ins for its servers; those of tests/rollout/ are real."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,7 +27,7 @@ MODEL: Model = Address()  # type: ignore[assignment]
 
 @asynccontextmanager
 async def agent(answer: dict[str, Any]) -> AsyncIterator[TestServer]:
-    """An agent that gives this answer, with the name of the row that it got."""
+    """An agent that gives this answer."""
 
     async def run(request: web.Request) -> web.Response:
         row = await request.json()

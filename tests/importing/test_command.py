@@ -184,10 +184,8 @@ def test_settings_of_the_servers_of_nemo_gym_are_written_next_to_the_experiment(
     assert isinstance(env, NemoGymEnvConfig)
     assert (env.url, env.url_of, env.skip_flagged) == ("http://127.0.0.1:11000", "head", True)
     servers = yaml.safe_load((tmp_path / "mine.nemo_gym.yaml").read_text(encoding="utf-8"))
-    assert sorted(servers) == [
-        "code_gen",
-        "math_with_judge",
-    ]  # without what NeMo-RL itself reads
+    # Without what NeMo-RL itself reads.
+    assert sorted(servers) == ["code_gen", "math_with_judge"]
     judged = servers["math_with_judge"]["resources_servers"]["math_with_judge"]
     assert judged == {"should_use_judge": False, "judge_model_server": {"name": "policy_model"}}
 
