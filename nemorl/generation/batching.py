@@ -17,7 +17,7 @@ import torch
 
 from nemorl.config.generation import BatchingConfig, PromptLookupConfig
 from nemorl.device import cheap_rows, upload
-from nemorl.models.kv_cache import Prompt, PromptReader, Runner, StepTokens, padded_slots
+from nemorl.models.kv_cache import Beginning, Prompt, PromptReader, Runner, StepTokens, padded_slots
 from nemorl.trajectories import Int16Array, Int32Array, StopReason
 
 from .drafts import DraftModel, DraftRow, ModelDrafts, PromptLookup, StepCost
@@ -37,6 +37,7 @@ class ActiveSequence:
     sampled: TokenBuffer = field(default_factory=TokenBuffer)
     last_sampled: float | None = None
     read_by: int | None = None  # the version that computed its keys and values; None for several
+    reading: Prompt | None = None  # sequences with one have the same keys and values of their prompts
     drafts: PromptLookup | ModelDrafts | None = None
 
     def __post_init__(self) -> None:
@@ -75,6 +76,16 @@ class ActiveSequence:
 def _draws(sequence: ActiveSequence) -> int:
     """Tokens drawn for a request so far, here and on engines before."""
     return sequence.request.sampled_before + len(sequence.sampled)
+
+
+def _beginnings(sequences: Sequence[ActiveSequence]) -> list[Beginning]:
+    """The prompts of the rows 0..n-1; none if no two of them were read together."""
+    rows: dict[Prompt | None, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        rows.setdefault(sequence.reading, []).append(row)
+    if len(rows) == len(sequences):
+        return []
+    return [Beginning(same, len(sequences[same[0]].request.prompt)) for same in rows.values()]
 
 
 class Scheduler:
@@ -150,8 +161,8 @@ class Scheduler:
 class BatchingEngine:
     """The synchronous core: requests go in by `add`, a `step` samples one token for every running sequence.
 
-    Who shares the batch changes what is sampled for a request by rounding at most, and where oneDNN computes,
-    not at all. Nothing ends a turn but what its request names, not even the model's own end token. Not
+    Who shares the batch changes what is sampled for a request by rounding at most, and where oneDNN computes
+    and no prompt is read for several requests, not at all. Nothing ends a turn but what its request names, not even the model's own end token. Not
     thread-safe.
     """
 
@@ -253,6 +264,8 @@ class BatchingEngine:
             elif self._draft_model is not None:
                 sequence.drafts = ModelDrafts()
         prompts = {s.prompt_key: Prompt(s.request.prompt, rows[s.prompt_key]) for _, s in admitted}
+        for _, sequence in admitted:
+            sequence.reading = prompts[sequence.prompt_key]
         hidden = self._reader.read(list(prompts.values()))
         logits = self._runner.logits(hidden)
         sequences = [sequence for _, sequence in admitted]
@@ -292,7 +305,8 @@ class BatchingEngine:
         # A step has one upload and one download, since a GPU's host may wait for each.
         numbers = sampler.uniform_bits(draws)
         bits, *uploaded = upload(self._device, numbers, tokens, positions, padded_slots(counts))
-        logits = self._runner.decode(StepTokens(tokens, positions, counts, tuple(uploaded)))
+        step = StepTokens(tokens, positions, counts, tuple(uploaded), _beginnings(sequences))
+        logits = self._runner.decode(step)
         completions = self._take(sequences, drafts, sampler(logits, bits))
         if self._drafts_tokens:
             self._step_cost.update(sum(counts), self._clock() - began)

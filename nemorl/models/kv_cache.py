@@ -6,7 +6,8 @@ counts rows times the longest. Storage grows by reallocation, layer by layer.
 
 New tokens continue rows: a decoding step each by one token, or by one and its drafts, and a prompt whose
 beginning is cached its own by the rest. Where rows of a product round in the same way (`whole_places`), the
-outputs are the same to the bit, however many tokens of a row are computed together. Who drives a network with
+outputs are the same to the bit, however many tokens of a row are computed together; where rows of one prompt
+attend to one copy of it (`SharedBeginnings`), they are the same up to rounding. Who drives a network with
 such a cache sees a `Runner`; a `PromptReader` has it read what no page holds.
 """
 
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nemorl.device import takes_flash_attention, upload
+from nemorl.device import has_dense_attention_with_lse, takes_flash_attention, upload
 
 # Numbers of places that the attention kernel reads, within each of its blocks of 512. With 256 or 320 the
 # CPU's matrix product splits a row's sum elsewhere, and a sequence's rounding would depend on the longest one
@@ -31,6 +32,10 @@ _BLOCK = 512
 _READ_IN_BLOCK = (64, 128, 192, 384, 448, 512)
 
 PAGE_TOKENS = 8
+
+# Rows share the read of their beginnings if that saves so many places of keys for each beginning, for which an
+# attention call more is made; own parts are read from multiples of _ALIGNMENT, to which kernels sum.
+_FEWEST_PLACES, _ALIGNMENT = 1024, 64
 
 # Tokens of a prompt that attend in one kernel call, and of a row up to which masks are kept for all layers:
 # together they bound the memory of masks, which grow with tokens times places.
@@ -174,10 +179,13 @@ class KVCache:
         for stored, value in zip(self._layers[layer].flatten(1, 2), values, strict=True):
             stored.index_copy_(0, slots, value)
 
-    def read(self, layer: int, rows: range, longest: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [rows, kv_heads, places, dim] of rows of which the longest has `longest` tokens."""
-        places = min(whole_places(longest + self.empty_places), self.length + self.empty_places)
-        key, value = self._layers[layer][:, rows.start : rows.stop, :places].transpose(2, 3)
+    def read(self, layer: int, rows: range, longest: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, kv_heads, places, dim] of rows of which the longest has `longest` tokens.
+
+        They begin at the place `first`.
+        """
+        end = min(first + whole_places(longest + self.empty_places - first), self.length + self.empty_places)
+        key, value = self._layers[layer][:, rows.start : rows.stop, first:end].transpose(2, 3)
         return key, value
 
     def stored(self, layer: int, rows: range) -> tuple[Tensor, Tensor]:
@@ -266,6 +274,13 @@ class Prompt:
         return len(self.tokens) - self.start
 
 
+class Beginning(NamedTuple):
+    """Cache rows with the same first `length` tokens, and thus the same keys and values of these."""
+
+    rows: Sequence[int]
+    length: int
+
+
 class StepTokens(NamedTuple):
     """What each of the cache rows 0..n-1 reads next: one token, and drafts of those that may follow."""
 
@@ -273,6 +288,7 @@ class StepTokens(NamedTuple):
     positions: Sequence[int]  # [N]
     counts: Sequence[int]  # [n] tokens of each row
     uploaded: tuple[Tensor, ...]  # tokens, positions and their `padded_slots`, [N] int64
+    beginnings: Sequence[Beginning] = ()  # with each row in one of them; empty where no two rows share one
 
 
 class RowCache(Protocol):
@@ -361,6 +377,40 @@ def padded_slots(counts: Sequence[int]) -> NDArray[np.int64]:
     return slots
 
 
+@dataclass(frozen=True)
+class SharedBeginnings:
+    """What several rows of a step begin with; their queries attend to one row's copy of it, in one call.
+
+    The softmax over a row is joined from those over its beginning and over its own part, by their sums.
+    """
+
+    cache: KVCache
+    beginnings: Sequence[Beginning]
+    first: int  # position from which the rows' own parts are read; what lies before is in all beginnings
+    lengths: Tensor  # [rows] of the beginning of each
+    order: Tensor  # [rows] the rows, those of a beginning side by side
+    places: Tensor  # [rows] where each is in this order
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
+    ) -> Tensor:
+        """Outputs [rows, kv_heads, q, dim] of queries; keys, values and mask are of the rows' own parts."""
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        own, own_lse = attention(query, key, value, attn_mask=mask, scale=scale)
+        outs, all_lse = [], []
+        queries = query.index_select(0, self.order).split([len(rows) for rows, _ in self.beginnings])
+        for (rows, length), of_rows in zip(self.beginnings, queries, strict=True):
+            of_first = self.cache.read(layer, range(rows[0], rows[0] + 1), length)
+            k, v = (stored[:, :, :length] for stored in of_first)
+            found = attention(of_rows.transpose(0, 1).flatten(1, 2).unsqueeze(0), k, v, scale=scale)
+            out, lse = (x[0].unflatten(1, (len(rows), -1)).transpose(0, 1) for x in found)
+            outs.append(out)
+            all_lse.append(lse)
+        before, lse_before = (torch.cat(parts).index_select(0, self.places) for parts in (outs, all_lse))
+        share = torch.sigmoid(own_lse - lse_before).unsqueeze(-1).type_as(own)
+        return torch.lerp(before, own, share)
+
+
 @dataclass
 class ContinuedRows:
     """New tokens of neighboring cache rows: of each row some, at consecutive positions."""
@@ -372,6 +422,7 @@ class ContinuedRows:
     longest: int  # the largest position, plus one
     dtype: torch.dtype  # of scores
     slots: Tensor | None = None  # [n], see `padded_slots`; None where all rows are as wide
+    shared: SharedBeginnings | None = None
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def attend(
@@ -383,7 +434,8 @@ class ContinuedRows:
         if self.cache.kernel is not None and one_each and not self.cache.empty_places:
             key, value = self.cache.stored(layer, self.rows)
             return self.cache.kernel(query, key, value, self.positions + 1, scale)
-        key, value = self.cache.read(layer, self.rows, self.longest)
+        first = 0 if self.shared is None else self.shared.first
+        key, value = self.cache.read(layer, self.rows, self.longest, first)
         heads, dim = query.shape[1:]
         kv_heads, group = key.shape[1], heads // key.shape[1]
         if slots is not None:
@@ -396,8 +448,12 @@ class ContinuedRows:
             of_rows = sinks.to(mask.dtype).view(kv_heads, 1, group).expand(-1, width, -1).flatten(1)
             mask = mask.expand(-1, kv_heads, q.shape[2], -1).clone()
             mask[..., : width * group, 0] = of_rows
-        out = F.scaled_dot_product_attention(q, key, value, mask, scale=scale)[:, :, : width * group]
-        out = out.unflatten(2, (width, group)).transpose(1, 2)
+        if self.shared is None:
+            out = F.scaled_dot_product_attention(q, key, value, mask, scale=scale)
+        else:
+            assert window is None and sinks is None, "a layer with a window or sinks shares no beginnings"
+            out = self.shared.attend(layer, q, key, value, mask, scale)
+        out = out[:, :, : width * group].unflatten(2, (width, group)).transpose(1, 2)
         packed: Tensor = out.reshape(rows * width, heads, value.shape[-1])
         return packed if slots is None else packed.index_select(0, slots)
 
@@ -409,8 +465,12 @@ class ContinuedRows:
         if self.slots is not None:
             own = own.new_zeros(rows * width).index_copy_(0, self.slots, own)
         own = own.view(rows, width, 1)
+        first: int | Tensor = 0
         position = torch.arange(places, device=own.device) - self.cache.empty_places
-        sees = (position >= 0) & (position <= own)
+        if self.shared is not None:
+            first = self.shared.lengths.view(rows, 1, 1)
+            position += self.shared.first
+        sees = (position >= first) & (position <= own)
         if window is not None:
             sees &= position > own - window
         mask = torch.zeros(sees.shape, device=own.device, dtype=self.dtype).masked_fill_(~sees, -torch.inf)
@@ -456,12 +516,30 @@ class CachedPass:
         return F.pad(out, (0, 0, 0, 0, 0, len(query) - start))
 
 
+def share_beginnings(
+    cache: KVCache, beginnings: Sequence[Beginning], longest: int, device: torch.device
+) -> SharedBeginnings | None:
+    """None where reading each row as a whole takes no longer; rows have at most `longest` tokens."""
+    if not beginnings or cache.empty_places or not has_dense_attention_with_lse(device):
+        return None
+    first = min(length for _, length in beginnings) // _ALIGNMENT * _ALIGNMENT
+    rows = [row for beginning in beginnings for row in beginning.rows]
+    apart = len(rows) * longest
+    together = sum(length for _, length in beginnings) + len(rows) * (longest - first)
+    if apart - together < _FEWEST_PLACES * len(beginnings):
+        return None
+    places, lengths = np.argsort(rows), np.repeat([b.length for b in beginnings], [len(b.rows) for b in beginnings])
+    uploaded = upload(device, lengths[places], rows, places)
+    return SharedBeginnings(cache, beginnings, first, *uploaded)
+
+
 def next_tokens(cache: KVCache, step: StepTokens, dtype: torch.dtype) -> CachedPass:
     _, positions, slots = step.uploaded
     width = max(step.counts)
     ragged = None if min(step.counts) == width else slots
     longest = max(step.positions) + 1
-    rows = ContinuedRows(cache, range(len(step.counts)), width, positions, longest, dtype, ragged)
+    shared = share_beginnings(cache, step.beginnings, longest, positions.device)
+    rows = ContinuedRows(cache, range(len(step.counts)), width, positions, longest, dtype, ragged, shared)
     return CachedPass(cache, cache.slots(slots // width, positions), continued=[rows])
 
 

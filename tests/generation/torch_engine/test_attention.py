@@ -11,6 +11,7 @@ from nemorl.generation.torch_engine.engine import (
     PrefillAttention,
 )
 from nemorl.models.kv_cache import (
+    Beginning,
     CachedPass,
     ContinuedRows,
     KVCache,
@@ -49,10 +50,10 @@ def new_tokens(rows):
     return [torch.randn(rows, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-def step_attention(cache, positions, longest, counts=None):
+def step_attention(cache, positions, longest, counts=None, beginnings=()):
     counts = counts or [1] * len(positions)
     uploaded = positions, positions, torch.from_numpy(padded_slots(counts))
-    step = StepTokens([], [*positions.tolist(), longest - 1], counts, uploaded)
+    step = StepTokens([], [*positions.tolist(), longest - 1], counts, uploaded, beginnings)
     return ContinuedAttention(next_tokens(cache, step, torch.float32))
 
 
@@ -130,6 +131,23 @@ def test_several_tokens_of_a_row_are_those_of_a_step_for_each(counts):
         step = CachedPass(cache, cache.slots(torch.tensor([row]), at[None]), None, [alone])
         one_by_one.append(ContinuedAttention(step)(0, *(x[token, None] for x in (query, key, value))))
     torch.testing.assert_close(together, torch.cat(one_by_one), **ROUNDING)
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1, 1], [1, 4, 2, 1, 3]])
+def test_what_rows_begin_with_is_read_once_and_they_attend_as_to_rows_of_their_own(counts):
+    """In rows 1 and 4 what lies before the first multiple of 64 is never read, and may be anything."""
+    beginnings = [Beginning([3, 0, 1], 1500), Beginning([2, 4], 1430)]
+    starts = [1500, 1523, 1431, 1590, 1430]
+    cache = filled_cache(5, 1600)
+    cache.copy_rows([3, 3], [0, 1], 1500)
+    cache.copy_rows([2], [4], 1430)
+    query, key, value = new_tokens(sum(counts))
+    positions = torch.cat([torch.arange(n) + start for start, n in zip(starts, counts, strict=True)])
+    own = step_attention(cache, positions, 1600, counts)(0, query, key, value)
+    for row in (1, 4):
+        cache.tokens(0, row, 0, 1430 // 64 * 64).fill_(torch.nan)
+    shared = step_attention(cache, positions, 1600, counts, beginnings)(0, query, key, value)
+    torch.testing.assert_close(shared, own, rtol=0, atol=2e-6)
 
 
 @pytest.mark.usefixtures("_two_threads")

@@ -13,7 +13,8 @@ from nemorl.config.generation import TorchGenerationConfig
 from nemorl.device import prefill_tokens
 from nemorl.generation.torch_engine.engine import TorchEngine
 from nemorl.generation.types import RequestRefused, SamplingParams
-from nemorl.models.kv_cache import PAGE_TOKENS
+from nemorl.models import kv_cache
+from nemorl.models.kv_cache import PAGE_TOKENS, share_beginnings
 from nemorl.models.registry import load_shape
 from nemorl.trajectories import StopReason
 from tests.generation.examples import (
@@ -169,6 +170,38 @@ def test_identical_prompts_are_read_once_and_sampled_as_if_each_were_alone():
         alone |= serve(small_engine(), [one])
     assert_same(shared, alone)
     assert len({tuple(shared[f"{i}"].tokens) for i in range(10)}) > 5
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_groups_read_their_prompts_once_in_a_step_and_sample_what_they_would_have_sampled(
+    monkeypatch, restart
+):
+    """Rows move as sequences end, new groups join, and new weights come in the middle."""
+    shared = []
+
+    def watched(*arguments):
+        found = share_beginnings(*arguments)
+        shared.append(found is not None)
+        return found
+
+    def sampled(fewest):
+        monkeypatch.setattr(kv_cache, "_FEWEST_PLACES", fewest)
+        engine = small_engine(max_batch_size=7, max_sequence_length=500)
+        for group, prompt in enumerate(Prompts(5).several(4, 100, 300)):
+            for sample in range(4):
+                name, tokens = f"{group}-{sample}", 3 + 5 * sample + group
+                engine.add(request(prompt, name, SAMPLINGS[sample], tokens, seed=4 * group + sample))
+        completions = {c.id: c for _ in range(9) for c in engine.step()}
+        random_weights(engine.model, 1)
+        engine.commit(1, restart=restart)
+        return completions | finish(engine)
+
+    monkeypatch.setattr(kv_cache, "share_beginnings", watched)
+    apart = sampled(10**9)
+    assert not any(shared)
+    together = sampled(0)
+    assert shared.count(True) > 10
+    assert_same(together, apart)
 
 
 def test_a_prompt_that_runs_already_is_copied_from_pages_while_the_weights_are_the_same():
