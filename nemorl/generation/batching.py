@@ -162,8 +162,8 @@ class BatchingEngine:
     """The synchronous core: requests go in by `add`, a `step` samples one token for every running sequence.
 
     Who shares the batch changes what is sampled for a request by rounding at most, and where oneDNN computes
-    and no prompt is read for several requests, not at all. Nothing ends a turn but what its request names, not even the model's own end token. Not
-    thread-safe.
+    and no prompt is read for several requests, not at all. Nothing ends a turn but what its request names, not
+    even the model's own end token. Not thread-safe.
     """
 
     def __init__(

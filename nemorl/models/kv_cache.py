@@ -33,8 +33,8 @@ _READ_IN_BLOCK = (64, 128, 192, 384, 448, 512)
 
 PAGE_TOKENS = 8
 
-# Rows share the read of their beginnings if that saves so many places of keys for each beginning, for which an
-# attention call more is made; own parts are read from multiples of _ALIGNMENT, to which kernels sum.
+# Rows share the read of their beginnings where it saves so many places for each beginning, which takes a kernel
+# call more. Their own parts are read from a multiple of _ALIGNMENT on, since kernels sum in blocks.
 _FEWEST_PLACES, _ALIGNMENT = 1024, 64
 
 # Tokens of a prompt that attend in one kernel call, and of a row up to which masks are kept for all layers:
@@ -451,7 +451,8 @@ class ContinuedRows:
         if self.shared is None:
             out = F.scaled_dot_product_attention(q, key, value, mask, scale=scale)
         else:
-            assert window is None and sinks is None, "a layer with a window or sinks shares no beginnings"
+            assert window is None, "a layer with a window shares no beginnings"
+            assert sinks is None, "a layer with sinks shares no beginnings"
             out = self.shared.attend(layer, q, key, value, mask, scale)
         out = out[:, :, : width * group].unflatten(2, (width, group)).transpose(1, 2)
         packed: Tensor = out.reshape(rows * width, heads, value.shape[-1])
@@ -528,7 +529,10 @@ def share_beginnings(
     together = sum(length for _, length in beginnings) + len(rows) * (longest - first)
     if apart - together < _FEWEST_PLACES * len(beginnings):
         return None
-    places, lengths = np.argsort(rows), np.repeat([b.length for b in beginnings], [len(b.rows) for b in beginnings])
+    places, lengths = (
+        np.argsort(rows),
+        np.repeat([b.length for b in beginnings], [len(b.rows) for b in beginnings]),
+    )
     uploaded = upload(device, lengths[places], rows, places)
     return SharedBeginnings(cache, beginnings, first, *uploaded)
 
