@@ -161,8 +161,8 @@ class Scheduler:
 class BatchingEngine:
     """The synchronous core: requests go in by `add`, a `step` samples one token for every running sequence.
 
-    Who shares the batch changes what is sampled for a request by rounding at most, and where oneDNN computes
-    and no prompt is read for several requests, not at all. Nothing ends a turn but what its request names, not
+    Who shares the batch changes what is sampled for a request by rounding at most; where oneDNN computes and
+    no prompt is read for several requests, not at all. Nothing ends a turn but what its request names, not
     even the model's own end token. Not thread-safe.
     """
 

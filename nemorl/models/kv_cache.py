@@ -33,7 +33,7 @@ _READ_IN_BLOCK = (64, 128, 192, 384, 448, 512)
 
 PAGE_TOKENS = 8
 
-# Rows share the read of their beginnings where it saves so many places for each beginning, which takes a kernel
+# Rows share the read of their beginnings where it saves this number of places for each, which is a kernel
 # call more. Their own parts are read from a multiple of _ALIGNMENT on, since kernels sum in blocks.
 _FEWEST_PLACES, _ALIGNMENT = 1024, 64
 
