@@ -525,6 +525,11 @@ CONTEXTS: dict[str, dict[str, Context]] = {
             [0.0, 1.0],
             [0.2, 0.8],
         ),
+        "reward.normalize_enable": (
+            OPENRLHF | {"reward.remote_url": None, "reward.model_name_or_path": "org/rm"},
+            True,
+            False,
+        ),
         "reward.overlong_buffer_len": (OPENRLHF, 100.0, 200.0),
         "reward.overlong_penalty_factor": (OPENRLHF | {"reward.overlong_buffer_len": 100.0}, 1.0, 0.5),
         "train.async_queue_size": (OPENRLHF | {"train.async_enable": True}, 1, 2),
