@@ -31,6 +31,7 @@ from .environment_base import EnvBase as EnvBase
 from .environment_base import EpisodeLimits as EpisodeLimits
 from .environment_base import OnError
 from .environment_base import ServerPlacement as ServerPlacement
+from .environment_base import TurnFlagConfig as TurnFlagConfig
 from .generation import ADDRESS, is_address
 from .library_environments import (
     AviaryEnvConfig,
