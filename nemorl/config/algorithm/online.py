@@ -422,6 +422,9 @@ class KLConfig(Config):
     """The policy that this ratio takes for the one that sampled: the trainer's before the step, the engine's,
     or the current one, of which the ratio is 1 and only its gradient is left. NeMo-RL: `current`, and
     `engine` with its on-policy approximation."""
+    max_log_ratio: float | None = Field(20.0, gt=0, json_schema_extra=EXPERT)
+    """Clamp the log ratio of policy and reference, of which each estimate is, to ± this, without gradient
+    beyond; null does not, and k3 may overflow."""
     max_value: float | None = Field(None, gt=0, json_schema_extra=EXPERT)
     """Clamp each token's estimate to ± this, without gradient beyond, also of k2's in `straight_through`;
     verl and OpenRLHF: 10."""
@@ -586,7 +589,8 @@ class OnlineConfig(MinibatchesBase):
         if self.kl.active:
             return
         by_preset = PRESETS[self.name].settings.get("kl", {})
-        for name in ("estimator", "straight_through", "importance_weighted", "sampled_by", "max_value"):
+        names = ("estimator", "straight_through", "importance_weighted", "sampled_by", "max_log_ratio")
+        for name in (*names, "max_value"):
             value = getattr(self.kl, name)
             if value != by_preset.get(name, KLConfig.model_fields[name].default):
                 fix = "algorithm.kl.coefficient is 0, so nothing is estimated; raise it, or remove this"
