@@ -201,7 +201,8 @@ def kl(x: Origin) -> Fields:
     if x.get("loss_fn.use_kl_in_reward", False):
         if estimator != "k1":
             x.changed("loss_fn.reference_policy_kl_type", "k1 here: others have a wrong gradient in a reward")
-        return {"algorithm.kl": {"coefficient": coefficient, "estimator": "k1", "placement": "reward"}}
+        section = {"coefficient": coefficient, "estimator": "k1", "placement": "reward"}
+        return {"algorithm.kl": section | {"max_value": 10.0}}  # whatever the loss clamps
     by_engine = x.get("loss_fn.use_on_policy_kl_approximation", False)
     section = {
         "coefficient": coefficient,

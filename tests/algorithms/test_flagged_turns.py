@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemorl.algorithms.objective import EntropyWeight
-from nemorl.algorithms.policy_gradient import PolicyGradientUpdate, with_flags
+from nemorl.algorithms.policy_gradient import PolicyGradientUpdate, branches_as_samples, with_flags
 from nemorl.config.algorithm import OnlineConfig
 from nemorl.data.packed import pack_trajectories
 from nemorl.data.shards import SequencePlace
@@ -73,7 +73,9 @@ def test_each_branch_has_the_flags_of_its_turns(compares: str) -> None:
     fields: Any = {"num_turns": 3, "turn_rewards": (0.0,) * 3, "turn_flags": FLAGS, "branches": branches}
     of_config = config(flagged_advantages=ADVANTAGES, compares=compares)
     others = group(1, trajectory(0.0), trajectory(0.0, 1))
-    places = found(of_config, group(0, trajectory(1.0, 1, 6, **fields), trajectory(0.0, 2)), others)
+    sample = trajectory(1.0, 1, 6, **fields)
+    assert [one.turn_flags for one in branches_as_samples(sample)] == [FLAGS[:2], FLAGS[2:]]
+    places = found(of_config, group(0, sample, trajectory(0.0, 2)), others)
     own = 0.5 if compares == "samples" else -1 / 3  # the first branch earned nothing, as the other sample
     assert places["store-0", 0].advantage == pytest.approx((own, -2.0))
     assert places["store-0", 1].advantage == (-5.0,)

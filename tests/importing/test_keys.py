@@ -233,6 +233,16 @@ def test_keys_that_nemo_rl_does_not_read_lose_nothing() -> None:
         assert {key for key in given if rows[key].changes_result} == (loaders.keys() if several else set())
 
 
+def test_only_the_loss_of_nemo_rl_has_clamps_of_its_own() -> None:
+    """A divergence in the reward is clamped to 10 there, its log ratios to 20."""
+    given = {"loss_fn.kl_input_clamp_value": None, "loss_fn.kl_output_clamp_value": 5.0}
+    for in_reward in (False, True):
+        values = GRPO | given | {"loss_fn.use_kl_in_reward": in_reward}
+        section = import_values(PROJECTS["nemo-rl"], values, OPTIONS).tree["algorithm"]["kl"]
+        clamps = (section.get("max_log_ratio", 20.0), section["max_value"])
+        assert clamps == ((20.0, 10.0) if in_reward else (None, 5.0))
+
+
 def test_turns_that_nemo_rl_flags_have_its_advantages() -> None:
     """With its default texts; without an advantage its texts do nothing."""
     given: dict[str, Any] = {

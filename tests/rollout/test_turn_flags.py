@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemorl.algorithms.metrics import rollout_metrics
 from nemorl.config.environment import TurnFlagConfig
@@ -15,9 +17,10 @@ from nemorl.rollout.groups import GroupSummary, summarize
 from nemorl.rollout.stored import RolloutFiles, SampledBy, StoredGroup, spread
 from nemorl.rollout.turn_loop import SampleKey, Sampler, TurnLimits, TurnLoop
 from nemorl.trajectories import Message, Reply, Step, Task
+from tests.algorithms.local_session import start_host
 from tests.data.tokenizers import IM_END, save_tokenizer
 from tests.rollout.stand_ins import ScriptedEnvironment, ScriptedGenerator
-from tests.rollout.test_episodes import TOOLS_TEMPLATE, experiment, sample, scripted
+from tests.rollout.test_episodes import TOOLS_TEMPLATE, experiment, sample, scripted, updated
 
 CALL, THINKING = "invalid_tool_call", "malformed_thinking"
 SECTION: dict[str, Any] = {
@@ -77,10 +80,8 @@ def test_turns_of_a_conversation_are_flagged(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", ["StepDriven", "EpisodeDriven", "OverHttp"])
-def test_flags_of_all_shapes_are_in_summaries_and_metrics(
-    shape: str, chat_template_folder: Path, tokenizer: Any
-) -> None:
-    config = experiment(chat_template_folder, shape, {}, turn_flags=SECTION)
+def test_flags_of_all_shapes_are_in_summaries_and_metrics(shape: str, folder: Path, tokenizer: Any) -> None:
+    config = experiment(folder, shape, {}, turn_flags=SECTION)
     engine = scripted(tokenizer, "<tool_call>{", "2", "<think> <think> 12 <think>")
     group, (trajectory,) = sample(config, engine.generate)
     assert [turn.flags for turn in trajectory.turns] == [(CALL,), (), (THINKING,)]
@@ -92,16 +93,16 @@ def test_flags_of_all_shapes_are_in_summaries_and_metrics(
     assert {name for name in metrics if name.startswith("flagged")} <= set(config.env.metrics)
 
 
-def test_turns_without_flags_have_a_share_of_none(chat_template_folder: Path, tokenizer: Any) -> None:
-    config = experiment(chat_template_folder, "StepDriven", {}, turn_flags=SECTION)
+def test_turns_without_flags_have_a_share_of_none(folder: Path, tokenizer: Any) -> None:
+    config = experiment(folder, "StepDriven", {}, turn_flags=SECTION)
     group, _ = sample(config, scripted(tokenizer, "1", "2", "3").generate)
     assert group.trajectories[0].turn_flags == ()
     assert rollout_metrics([group], 0)[f"flagged_turns/{CALL}"] == 0.0
 
 
-def test_branches_have_the_flags_of_their_turns(chat_template_folder: Path, tokenizer: Any) -> None:
+def test_branches_have_the_flags_of_their_turns(folder: Path, tokenizer: Any) -> None:
     """As `Delegates` makes them: the turns of the main agent are in the last two of four sequences."""
-    config = experiment(chat_template_folder, "Delegates", {}, turn_flags=SECTION)
+    config = experiment(folder, "Delegates", {}, turn_flags=SECTION)
     engine = scripted(tokenizer, "plan", "two", "one", "</tool_call>", "end")
     group, _ = sample(config, engine.generate)
     (summary,) = group.trajectories
@@ -109,8 +110,8 @@ def test_branches_have_the_flags_of_their_turns(chat_template_folder: Path, toke
     assert summary.turn_flags == ((), (), (), (CALL,), ())
 
 
-def test_stored_turns_keep_their_flags(chat_template_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    config = experiment(chat_template_folder, "StepDriven", {}, turn_flags=SECTION)
+def test_stored_turns_keep_their_flags(folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    config = experiment(folder, "StepDriven", {}, turn_flags=SECTION)
     group, sequences = sample(config, scripted(tokenizer, "a</think>b</think>", "2", "3").generate)
     files = RolloutFiles(tmp_path / "trajectories")
     files.begin(SampledBy("model", "checksum", 1.0, {}, turn_flags={"env": SECTION}))
@@ -124,7 +125,35 @@ def test_stored_turns_keep_their_flags(chat_template_folder: Path, tokenizer: An
     assert files.origin().turn_flags == {"env": SECTION}
 
 
+def test_an_update_trains_on_the_advantages_of_flagged_turns(
+    folder: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """Before the first update ratios are 1, so the loss is less the mean of the tokens' advantages."""
+    config = experiment(folder, "StepDriven", {}, turn_flags=SECTION)
+    algorithm = config.algorithm.model_copy(update={"flagged_advantages": {CALL: -5.0}})
+    config = config.model_copy(update={"algorithm": algorithm})
+    group, (trajectory,) = sample(config, scripted(tokenizer, "1", "<tool_call> 2", "3").generate)
+    lengths = [turn.end - turn.start for turn in trajectory.turns]
+    host = start_host(config, tmp_path)
+    try:
+        update = updated(config, host, group)
+    finally:
+        host.close()
+    # Alone in its group, the sample has the advantage 0.
+    assert update.sums["loss/policy"] == pytest.approx(5.0 * lengths[1] / sum(lengths), rel=1e-5)
+    assert update.grad_norm > 0
+
+
 @pytest.fixture(scope="module")
-def chat_template_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer whose template shows the format of tool calls, so that answers are read."""
-    return save_tokenizer(tmp_path_factory.mktemp("chat"), TOOLS_TEMPLATE)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose template shows the format of tool calls, so that answers are read."""
+    made = save_tokenizer(tmp_path_factory.mktemp("chat"), TOOLS_TEMPLATE)
+    torch.manual_seed(3)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=264, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=512, eos_token_id=IM_END,
+            tie_word_embeddings=False,
+        )
+    ).save_pretrained(made)  # fmt: skip
+    return made
