@@ -63,6 +63,7 @@ def rollout_metrics(
         "turns/mean": fmean(turns),
         "trajectory_seconds/generation": fmean(generation),
         "trajectory_seconds/environment": fmean(environment),
+        **_flag_metrics(groups),
         **{f"stop/{reason}": count / len(members) for reason, count in Counter(stops).items()},
         "errors": float(len(members) - len(sound)),
         "environment/errors": float(sum(failed)),
@@ -73,6 +74,16 @@ def rollout_metrics(
         **_environment_metrics(groups),
         **({"reward/of_greedy": fmean(greedy)} if greedy else {}),
     }
+
+
+def _flag_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:
+    """Of each flag the share of the turns that have it, of the groups whose turns may."""
+    metrics = {}
+    for name in sorted({name for group in groups for name in group.flags}):
+        members = [t for group in groups if name in group.flags for t in group.trajectories]
+        flagged = sum(name in flags for t in members for flags in t.turn_flags)
+        metrics[f"flagged_turns/{name}"] = flagged / max(1, sum(t.num_turns for t in members))
+    return metrics
 
 
 def _environment_metrics(groups: Sequence[GroupSummary]) -> dict[str, float]:

@@ -128,9 +128,16 @@ def sequence_means(values: Tensor, batch: PackedBatch) -> Tensor:
     return averages(values, batch).index_select(0, sequence_of(batch))
 
 
-def kl_divergence(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """The estimate of each token [N]; `x` is clamped to ±20, without gradient beyond (verl: for k3)."""
-    x = (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def kl_divergence(
+    logprobs: Tensor,
+    reference: Tensor,
+    estimator: Literal["k1", "k2", "k3"],
+    max_log_ratio: float | None = MAX_LOG_RATIO,
+) -> Tensor:
+    """The estimate of each token [N]; `x` is clamped to ± the maximum, without gradient beyond."""
+    x = logprobs - reference
+    if max_log_ratio is not None:
+        x = x.clamp(-max_log_ratio, max_log_ratio)
     match estimator:
         case "k1":
             return x
@@ -143,8 +150,9 @@ def kl_divergence(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", 
 def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Tensor | None = None) -> Tensor:
     """What enters the loss, or is taken from the reward, for each token [N], without the coefficient.
 
-    `max_value` clamps the estimate (verl clamps k3 and OpenRLHF all of them to ±10, TRL none). A clamped
-    token has no gradient, with `straight_through` too (in verl's `k3+` it has).
+    `max_log_ratio` clamps `x` (verl: of k3 to ±20, NeMo-RL: to ±20 or not at all), and `max_value` the
+    estimate (verl clamps k3 and OpenRLHF all of them to ±10, TRL none). A clamped token has no gradient, with
+    `straight_through` too (in verl's `k3+` it has).
 
     With `importance_weighted` the estimate is multiplied by `ratio`, of the current policy to the one that is
     taken for the sampling one, with its gradient. Of k3 the gradient is then exactly `ratio * x` times that
@@ -156,12 +164,15 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, config: KLConfig, ratio: Ten
     NeMo-RL's term, whose gradient for a ratio of 1 is that of the estimate plus the estimate times that of
     the logprob.
     """
-    estimate = kl_divergence(logprobs, reference, config.estimator)
+    largest = config.max_log_ratio
+    estimate = kl_divergence(logprobs, reference, config.estimator, largest)
     if config.straight_through:
-        pull = kl_divergence(logprobs, reference, "k2")
+        pull = kl_divergence(logprobs, reference, "k2", largest)
         estimate = estimate.detach() + (pull - pull.detach())
     if config.importance_weighted and config.sampled_by != "old":
         assert ratio is not None, "a divergence weighted by the ratio requires one"
+        if largest is not None:
+            ratio = torch.where((logprobs - reference).abs() <= largest, ratio, ratio.detach())
         estimate = estimate * ratio
     if config.max_value is not None:
         estimate = estimate.clamp(-config.max_value, config.max_value)

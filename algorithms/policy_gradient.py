@@ -147,9 +147,24 @@ class PolicyGradientUpdate:
                 estimated = self._estimate([compared[n].only(places) for n, places in counting.items()])
                 for (number, places), of_group in zip(counting.items(), estimated, strict=True):
                     for place, advantage in zip(places, of_group, strict=True):
-                        advantages[number][place] = clipped(advantage, self._config.advantage_clip)
+                        advantages[number][place] = advantage
         of_groups = zip(groups, compared, advantages, strict=True)
-        return [_of_samples(group, units, of_units) for group, units, of_units in of_groups]
+        return [
+            self._changed(group, _of_samples(group, units, of_units)) for group, units, of_units in of_groups
+        ]
+
+    def _changed(self, group: GroupSummary, estimated: list[list[Advantage]]) -> list[list[Advantage]]:
+        """The advantages of the sequences of a group with those of flagged turns, within the bounds."""
+        by_flag, bounds = self._config.flagged_advantages, self._config.advantage_clip
+        if not by_flag and bounds is None:
+            return estimated
+        return [
+            [
+                clipped(with_flags(advantage, sequence.turn_flags, by_flag), bounds)
+                for sequence, advantage in zip(t.sequences, of_sample, strict=True)
+            ]
+            for t, of_sample in zip(group.trajectories, estimated, strict=True)
+        ]
 
     def _compared(self, group: GroupSummary) -> GroupSummary:
         """The group with what is compared as its members: samples, or each of their branches."""
@@ -224,6 +239,18 @@ def _of_samples(
     return [list(chain(*islice(of_members, max(1, len(t.branches))))) for t in group.trajectories]
 
 
+def with_flags(
+    advantage: Advantage, turn_flags: Sequence[tuple[str, ...]], by_flag: Mapping[str, float]
+) -> Advantage:
+    """An advantage of a sequence, or those of its turns, with those of flagged turns in their place."""
+    counting = [[name for name in by_flag if name in flags] for flags in turn_flags]
+    if not any(counting):
+        return advantage
+    of_turns = advantage if isinstance(advantage, tuple) else (advantage,) * len(turn_flags)
+    pairs = zip(of_turns, counting, strict=True)
+    return tuple(by_flag[names[0]] if names else own for own, names in pairs)
+
+
 def clipped(advantage: Advantage, bounds: AdvantageClipConfig | None) -> Advantage:
     """An advantage, or those of turns, within the bounds."""
     if bounds is None:
@@ -261,6 +288,7 @@ def branches_as_samples(sample: TrajectorySummary) -> list[TrajectorySummary]:
             num_sampled=branch.num_sampled,
             num_turns=len(branch.turn_rewards),
             turn_rewards=branch.turn_rewards,
+            turn_flags=branch.turn_flags,
             branches=(),
         )
         for branch, earned in zip(sample.branches, of_turns, strict=True)

@@ -353,6 +353,7 @@ class Turn:
     reward: float = 0.0  # the weighted sum of these
     # The last token of each step, and what it earned, weighted: parts of `reward`.
     steps: tuple[tuple[int, float], ...] = ()
+    flags: tuple[str, ...] = ()  # names of `env.turn_flags` that fit what it says
     seconds: float = field(default=0.0, compare=False)  # of its generation, with the wait for the engine
 
 

@@ -80,6 +80,8 @@ def _lost(done: list[Imported]) -> Iterator[str]:
         lost = [row for row in imported.rows if row.outcome == "none" and row.changes_result]
         counts.update(row.key for row in lost)
         reasons |= {row.key: row.note for row in lost}
+    if not counts:
+        return
     yield ""
     yield "| key that changes the result | recipes | reason |"
     yield "|---|---|---|"

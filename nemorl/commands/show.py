@@ -164,8 +164,9 @@ def _remark(trajectory: "Trajectory", advantages: Sequence[float], start: int, e
         remarks.append(f"logprob {float(trajectory.logprobs[start:end].sum()):.4g}")
         remarks.append(f"version {first}" if first == last else f"versions {first} to {last}")
         remarks.append(f"advantage {_advantage(advantages[start])}")
-        rewards = next(turn.rewards for turn in trajectory.turns if turn.start == start)
-        remarks += [f"{name} {value:g}" for name, value in rewards.items()]
+        turn = next(turn for turn in trajectory.turns if turn.start == start)
+        remarks += [f"{name} {value:g}" for name, value in turn.rewards.items()]
+        remarks += [f"flagged {name}" for name in turn.flags]
     return ", ".join(remarks)
 
 

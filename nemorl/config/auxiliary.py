@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, Variants, check, counted
+from .base import EXPERT, Config, Variants, check, counted
 from .generation import ADDRESS, is_address
 from .policy import (
     AdamConfig,
@@ -130,6 +130,9 @@ def teachers_held(teachers: Mapping[str, TeacherConfig]) -> dict[str, ModelTeach
 class CriticConfig(ModelGroupConfig):
     """The model that estimates returns; it has its own optimizer."""
 
+    normalize_values: bool = Field(False, json_schema_extra=EXPERT)
+    """Subtract `mean` of the model's config.json from its values and divide them by its `std` (OpenRLHF's
+    `normalize_enable`)."""
     lora: LoraConfig | None = None
     """Train adapters and the head; null trains all weights."""
     recompute: Annotated[ChosenRecompute, Variants(NoRecompute)] | None = None
@@ -144,7 +147,7 @@ class CriticConfig(ModelGroupConfig):
     """Limits beyond which an optimizer step of the critic is skipped."""
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
-        names = ("lora", "optimizer", "schedule", "max_grad_norm", "guards")
+        names = ("normalize_values", "lora", "optimizer", "schedule", "max_grad_norm", "guards")
         fields = {name: getattr(self, name) for name in names}
         fields |= {"head": "scalar", "recompute": self.recompute or policy.recompute}
         return super().worker_config(policy).model_copy(update=fields)

@@ -330,6 +330,17 @@ def validation_has_tasks(data: DataConfig, algorithm: AlgorithmConfig) -> Proble
 
 
 @check
+def flags_are_known(algorithm: AlgorithmConfig, env: EnvConfig) -> Problems:
+    """Those whose turns have an advantage of their own."""
+    known = sorted({name for _, one in environments_in(env) for name in one.turn_flags})
+    given = algorithm.flagged_advantages if isinstance(algorithm, OnlineConfig) else {}
+    for name, advantage in given.items():
+        if name not in known:
+            fix = f"no environment has this flag in its turn_flags; {suggestion(name, known)}"
+            yield Problem(f"algorithm.flagged_advantages.{name}", advantage, fix)
+
+
+@check
 def named_metrics_are_measured(
     algorithm: AlgorithmConfig, env: EnvConfig, rewards: Rewards, data: DataConfig, sections: Sections
 ) -> Problems:

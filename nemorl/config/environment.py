@@ -31,6 +31,7 @@ from .environment_base import EnvBase as EnvBase
 from .environment_base import EpisodeLimits as EpisodeLimits
 from .environment_base import OnError
 from .environment_base import ServerPlacement as ServerPlacement
+from .environment_base import TurnFlagConfig as TurnFlagConfig
 from .generation import ADDRESS, is_address
 from .library_environments import (
     AviaryEnvConfig,
@@ -677,6 +678,9 @@ class LocalModelRewardConfig(RewardBase, ModelGroupConfig):
     """A reward model in processes of the run, of the same kind as the policy's; it is not trained."""
     model_path: Path
     """Folder of a …ForSequenceClassification with one label; it uses its tokenizer and chat template."""
+    normalize_values: bool = Field(False, json_schema_extra=EXPERT)
+    """Subtract `mean` of the model's config.json from scores and divide them by its `std` (OpenRLHF's
+    `normalize_enable`)."""
     layout: LayoutConfig = LayoutConfig()
     """Its layout over processes."""
     batch_size: int = Field(16, ge=1)
@@ -686,6 +690,7 @@ class LocalModelRewardConfig(RewardBase, ModelGroupConfig):
 
     def worker_config(self, policy: PolicyConfig) -> PolicyConfig:
         fields = {"head": "scalar", "tokenizer": TokenizerConfig(), "recompute": NoRecompute()}
+        fields |= {"normalize_values": self.normalize_values}
         return super().worker_config(policy).model_copy(update=fields)
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import EXPERT, Config, FieldLevel, Variants, check, function_at
+from .base import EXPERT, Config, FieldLevel, Key, Variants, check, function_at
 from .generation import ADDRESS, LOOPBACK, is_address
 
 # Of a reward that cannot be computed or an environment that fails; all but `fail` are counted.
@@ -63,6 +63,21 @@ class ServerPlacement(Config):
 PlacementConfig = Annotated[WorkerPlacement | ActorPlacement | ServerPlacement, Variants(WorkerPlacement)]
 
 
+class TurnFlagConfig(Config):
+    """A flag of turns, by what their answers say; one with a tool call that can be read has none."""
+
+    texts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(min_length=1)
+    """An answer with one of these in its content is flagged."""
+    max_in_reasoning: int = Field(0, ge=0)
+    """An answer that has reasoning and no content is flagged if one of them is there more often than this."""
+
+    def fits(self, content: str, reasoning: str) -> bool:
+        """True for a turn that says this."""
+        if reasoning and not content.strip():
+            return any(reasoning.count(text) > self.max_in_reasoning for text in self.texts)
+        return any(text in content for text in self.texts)
+
+
 class EnvBase(Config):
     factory_path: ClassVar[str]  # `module:class` of an EnvironmentFactory that takes this section
     dataset: ClassVar[str | None] = None  # name of the only datasets that it supports; None supports all
@@ -82,6 +97,9 @@ class EnvBase(Config):
     end the run."""
     limits: EpisodeLimits = EpisodeLimits()
     """Limits of each episode (docs/agents.md)."""
+    turn_flags: dict[Key, TurnFlagConfig] = Field(default_factory=dict, json_schema_extra=EXPERT)
+    """Flags of the policy's turns, by names of your choice: metrics `flagged_turns/NAME`, and advantages by
+    `algorithm.flagged_advantages` (docs/rewards.md)."""
     placement: PlacementConfig = Field(WorkerPlacement(), json_schema_extra=EXPERT)
     """Where it runs."""
     endpoint_host: str = Field(LOOPBACK, json_schema_extra=EXPERT)
@@ -123,7 +141,8 @@ class EnvBase(Config):
 
     @property
     def metrics(self) -> Iterator[str]:
-        """Names of the metrics of single environments, and of their actors."""
+        """Names of the metrics of single environments, of their actors and of flags."""
+        yield from (f"flagged_turns/{name}" for name in self.turn_flags)
         if isinstance(self.placement, ActorPlacement):
             yield from (f"environment/actors{what}" for what in ("", "_lost", "_restarted"))
             yield "environment/restarts_failed"

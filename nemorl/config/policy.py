@@ -556,6 +556,9 @@ class PolicyConfig(Config):
     """How the policy is spread over processes."""
     head: Literal["lm", "scalar"] = "lm"
     """`lm`: the vocabulary. `scalar`: one number after each token, as critics and reward models have it."""
+    normalize_values: bool = Field(False, json_schema_extra=EXPERT)
+    """With `head: scalar`, subtract `mean` of the model's config.json from these numbers and divide them by
+    its `std` (OpenRLHF's `normalize_enable`)."""
     lora: LoraConfig | None = Field(None, json_schema_extra=SIMPLE)
     """Train adapters and freeze the weights; null trains the weights."""
     moe: MoeConfig = MoeConfig()
@@ -710,6 +713,12 @@ class PolicyConfig(Config):
             reason = "policy.fp8 does not cover these layers"
         if reason:
             yield Problem(name, section.model_dump(), f"{reason}; remove one of the two")
+
+    @check
+    def _values_can_be_normalized(self) -> Problems:
+        if self.head != "scalar":
+            reason = "policy.head is lm, which computes no values; remove this"
+            yield from self.without_effect(("normalize_values",), reason)
 
     @check
     def _something_offloads_it(self, algorithm: "AlgorithmConfig") -> Problems:

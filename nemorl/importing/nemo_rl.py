@@ -32,6 +32,9 @@ LIKENESSES: dict[str, object] = {
     **{f"ppo.adv_estimator.gae_lambda{name}": 0.95 for name in ("", "_policy", "_value")},
     "value_loss_fn.cliprange": 0.2,
     "grpo.adv_estimator.reward_weights": [1.0, 1.0, 1.0],
+    **dict.fromkeys(("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"), -5.0),
+    **{key: ["<think>"] for key in learning.FLAGGED_BY},
+    "loss_fn.kl_input_clamp_value": 20.0,
     "value.max_grad_norm": 1.0,
     "value.optimizer.kwargs.betas": [0.9, 0.999],
     "grpo.val_num_generations_per_prompt": 1,
@@ -225,7 +228,7 @@ _TRAINING: tuple[Rule, ...] = (
     Part(
         (
             *(f"loss_fn.reference_policy_kl_{name}" for name in ("penalty", "type")),
-            "loss_fn.kl_output_clamp_value",
+            *("loss_fn.kl_input_clamp_value", "loss_fn.kl_output_clamp_value"),
             *("loss_fn.use_on_policy_kl_approximation", "loss_fn.use_kl_in_reward"),
             *of_rewarded("skip_reference_policy_logprobs_calculation"),
         ),
@@ -236,6 +239,14 @@ _TRAINING: tuple[Rule, ...] = (
         ("grpo.advantage_clip_low", "grpo.advantage_clip_high"),
         ("algorithm.advantage_clip",),
         learning.advantage_clip,
+    ),
+    Part(
+        (
+            *("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"),
+            *learning.FLAGGED_BY,
+        ),
+        ("algorithm.flagged_advantages", "env.turn_flags"),
+        learning.flagged_turns,
     ),
     Part(
         (
@@ -291,13 +302,12 @@ _WITHOUT: tuple[Rule, ...] = (
         ("loss_fn.force_on_policy_ratio",),
         "off",
     ),
-    Lost(
+    Ignored(
         (
-            *("grpo.invalid_tool_call_advantage", "grpo.malformed_thinking_advantage"),
             *("grpo.penalize_invalid_tool_call", "grpo.penalize_malformed_thinking"),
             "grpo.invalid_tool_call_strategy",
         ),
-        "give the behavior a reward of its own",
+        "NeMo-RL does not read it; the advantage of flagged turns is a key of its own",
     ),
     Lost(("reward_penalties.*",), "penalties of NeMo-Gym's rollouts; give them as rewards"),
     Lost(("grpo.stop_at_validation_metric",), "`algorithm.early_stop` watches for the lack of improvement"),
@@ -325,7 +335,6 @@ _WITHOUT: tuple[Rule, ...] = (
         ("ppo.async_ppo.warmup_generation_lead_steps",),
         "how far ahead is sampled while the policy does not change",
     ),
-    Lost(("loss_fn.kl_input_clamp_value",), "log ratios are clamped to 20", (20.0,)),
     Ignored((f"{DTENSOR}.enabled",), f"{MEGATRON}.enabled says which back end is used"),
     Ignored(("value.dtensor_cfg.enabled",), "value.megatron_cfg.enabled says which back end is used"),
     Ignored(("policy.optimizer", "value.optimizer", "value.scheduler"), "of the other back end"),
@@ -412,10 +421,10 @@ _WITHOUT: tuple[Rule, ...] = (
         (f"{MEGATRON}.scheduler.start_weight_decay", f"{MEGATRON}.scheduler.end_weight_decay"),
         "the weight decay is that of the optimizer",
     ),
-    Lost(
-        (f"{MEGATRON}.scheduler.override_opt_param_scheduler", f"{MEGATRON}.train_iters"),
-        "of checkpoints",
-        (None, True),
+    Lost((f"{MEGATRON}.scheduler.override_opt_param_scheduler",), "of checkpoints", (None, True)),
+    Ignored(
+        (f"{MEGATRON}.train_iters",),
+        "NeMo-RL replaces it by the steps of the run",
     ),
     Ignored(("policy.tokenizer.*",), "of its tokenizer's implementation"),
     Lost((f"{VLLM}.num_first_layers_in_bf16", f"{VLLM}.num_last_layers_in_bf16"), "of FP8 in vLLM", _OFF),
@@ -468,7 +477,6 @@ _WORKERS: tuple[Rule, ...] = (
     Ignored(("cluster.*",), "ports and the topology of nodes; cluster.topology places workers"),
     Lost(("on_policy_distillation.*",), "distillation within GRPO"),
     Lost(("policy.generation.speculative_config",), "drafts"),
-    Lost(("data.custom_dataloader", "data.num_prompts_per_dataloader"), "of several data loaders"),
 )
 
 RULES: tuple[Rule, ...] = (

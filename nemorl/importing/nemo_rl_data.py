@@ -23,7 +23,7 @@ _SEVERAL: tuple[dict[str, Any], ...] = (
     },
     {"name": "integer", "function": "pattern", "arguments": {"regex": r"\d+", "tag": "answer"}},
 )
-_GENERATION = "policy.generation.max_new_tokens"
+_LOADERS = ("data.custom_dataloader", "data.num_prompts_per_dataloader")
 
 
 def data_rows(x: Origin) -> int | None:
@@ -56,6 +56,10 @@ def _env_name(x: Origin) -> str:
 
 
 def _data(x: Origin) -> Fields:
+    one_loader = not x.get("data.use_multiple_dataloader", False)
+    for key in _LOADERS:
+        why = "read with data.use_multiple_dataloader only" if one_loader else "tasks come from one order"
+        x.lost(key, why, changes_result=not one_loader)
     if is_online(x) and _env_name(x) == "sliding_puzzle_game":
         size = get(x, "num_prompts_per_step", 1) * max(get(x, "max_num_steps", 1), 1)
         size = min(size, 100_000)

@@ -5,7 +5,7 @@ Its sections `policy` and `value` have the same keys, which become our `policy` 
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from . import shared
 from .nemo_rl_learning import GENERATION, colocated, has_critic, updates_of_pass
@@ -322,13 +322,17 @@ def further_tokens(x: Origin) -> Fields:
     return {"policy.multi_token_prediction": section}
 
 
-# By the last name of ModelOpt's configs in recipes, the format, and if it is of experts alone, or of MLPs.
-_QUANTIZED = {
-    "NVFP4_MLP_WEIGHT_ONLY_CFG": ("nvfp4_w4a16", False),
-    "nvfp4_a16_mlp_only": ("nvfp4_w4a16", False),
-    "nano3_nvfp4_weightonly": ("nvfp4_w4a16", False),
-    "nvfp4_experts_weightonly": ("nvfp4_w4a16", True),
-    "nvfp4_experts": ("nvfp4", True),
+# By the last name of ModelOpt's configs in recipes, the format, and the linear layers that have it. Its
+# defaults, too, leave out the head, routers and convolutions, which are none of ours.
+_Layers = Literal["all", "mlp", "experts", "nano3"]
+_QUANTIZED: dict[str, tuple[str, _Layers]] = {
+    "NVFP4_DEFAULT_CFG": ("nvfp4", "all"),
+    "NVFP4_MLP_WEIGHT_ONLY_CFG": ("nvfp4_w4a16", "mlp"),
+    "nvfp4_a16_mlp_only": ("nvfp4_w4a16", "mlp"),
+    "nano3_nvfp4_default": ("nvfp4", "nano3"),
+    "nano3_nvfp4_weightonly": ("nvfp4_w4a16", "nano3"),
+    "nvfp4_experts_weightonly": ("nvfp4_w4a16", "experts"),
+    "nvfp4_experts": ("nvfp4", "experts"),
 }
 _ATTENTION = ("*self_attn*",)
 _MIXERS = ("*.mixer.[qkvo]_proj*", "*.mixer.in_proj*", "*.mixer.out_proj*")  # of Nemotron's hybrid models
@@ -345,11 +349,12 @@ def quantization(x: Origin) -> Fields:
         for key in (*QUANTIZATION, f"{GENERATION}.real_quant"):
             x.lost(key, why, changes_result=x.values.get(key) not in (None, False))
         return {}
-    name, of_experts = _QUANTIZED[config]
+    name, layers = _QUANTIZED[config]
     hybrid = "nemotron" in str(x.get("policy.model_name")).lower()
-    ignore = _NANO_3 if config.startswith("nano3") else _MIXERS if hybrid else _ATTENTION
-    ignore += ("*shared_expert*",) if of_experts and hybrid else ()
-    section: dict[str, Any] = {"format": name, "ignore": list(ignore), "train": "fake"}
+    section: dict[str, Any] = {"format": name, "train": "fake"}
+    if layers != "all":
+        ignore = _NANO_3 if layers == "nano3" else _MIXERS if hybrid else _ATTENTION
+        section["ignore"] = [*ignore, *(["*shared_expert*"] if layers == "experts" and hybrid else [])]
     if name == "nvfp4":
         section |= {"activations": True, "calibration": {"prompts": x.get("policy.quant_calib_size", 128)}}
         x.changed("policy.quant_cfg", "ranges of activations are measured on prompts of data.train")

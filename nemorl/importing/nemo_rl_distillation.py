@@ -76,6 +76,10 @@ RULES: tuple[Rule, ...] = (
     Ignored(
         ("distillation.val_batch_size",), "how many tasks of a validation are sampled at the same time there"
     ),
+    Ignored(
+        (f"{_TEACHER}.hf_config_overrides.router_aux_loss_coef",),
+        "the weight of a loss of training, which a teacher does not do",
+    ),
     Lost((f"{_TEACHER}.hf_config_overrides.*",), "edit the config.json of the teacher's folder", (None, {})),
     Lost((f"{_TEACHER}.quant_cfg",), "teachers are not quantized", (None,)),
     Ignored((f"{_TEACHER}.tokenizer.*",), "the teacher has the policy's tokens"),

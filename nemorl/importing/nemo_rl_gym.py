@@ -17,7 +17,7 @@ _STARTING = (
     *("port_range_low", "port_range_high", "num_gpu_nodes", "is_trajectory_collection", "use_absolute_ip"),
     *("skip_venv_if_present", "uv_venv_dir", "uv_cache_dir"),
 )
-_FLAGS = ("invalid_tool_call_patterns", "thinking_tags")
+_FLAGS = ("invalid_tool_call_patterns", "thinking_tags")  # of turns, which are not the servers'
 _MODEL = "policy_model"  # the server of the policy, in whose place nemorl has one of its own
 # Rewards of the resources servers that answer with several, sorted, as NeMo-RL's weights are.
 _COMPONENTS = {"example_tool_call_multireward": ("correctness", "format", "schema_valid")}
@@ -97,7 +97,6 @@ GYM_RULES: tuple[Rule, ...] = (
     ),
     Lost((f"{_SHAPING}.low_string",), "give a function in `rewards` that adjusts the reward", (None, "")),
     Ignored((f"{_SHAPING}.*",), "of env.nemo_gym.effort_levels.low_string"),
-    Ignored(tuple(f"{_SECTION}.{name}" for name in _FLAGS), "for penalties, which are keys of their own"),
     Ignored(tuple(f"{_SECTION}.{name}" for name in _STARTING), "how NeMo-RL starts the servers"),
     Ignored((f"{_SECTION}.{_MODEL}.*",), "of its model server; examples/nemo_gym has nemorl's"),
     Ignored(

@@ -9,6 +9,7 @@ from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import UNBOUNDED, batch, run_length, sampling
 
 GENERATION = "policy.generation"
+_MAX_LOG_RATIO = 20.0  # NeMo-RL's default, and ours
 
 
 def algorithm(x: Origin) -> Fields:
@@ -195,14 +196,13 @@ def kl(x: Origin) -> Fields:
         return {}
     coefficient = x.get("loss_fn.reference_policy_kl_penalty", 0.01)
     if not coefficient or get(x, "skip_reference_policy_logprobs_calculation", kind(x) == "ppo"):
-        if "loss_fn.kl_input_clamp_value" in x.values:
-            x.lost("loss_fn.kl_input_clamp_value", "there is no divergence", changes_result=False)
         return {"algorithm.kl": {"coefficient": 0.0}}
     estimator = x.get("loss_fn.reference_policy_kl_type", "k3")
     if x.get("loss_fn.use_kl_in_reward", False):
         if estimator != "k1":
             x.changed("loss_fn.reference_policy_kl_type", "k1 here: others have a wrong gradient in a reward")
-        return {"algorithm.kl": {"coefficient": coefficient, "estimator": "k1", "placement": "reward"}}
+        section = {"coefficient": coefficient, "estimator": "k1", "placement": "reward"}
+        return {"algorithm.kl": section | {"max_value": 10.0}}  # whatever the loss clamps
     by_engine = x.get("loss_fn.use_on_policy_kl_approximation", False)
     section = {
         "coefficient": coefficient,
@@ -211,9 +211,10 @@ def kl(x: Origin) -> Fields:
         "importance_weighted": True,
         "sampled_by": "engine" if by_engine else "current",
     }
-    # Null means no clamp, and pydantic's default is NeMo-RL's 10.
-    clamp = x.values.get("loss_fn.kl_output_clamp_value", 10.0)
-    if clamp is not None:
+    # Null means no clamp; an absent key has NeMo-RL's default.
+    if (clamp := x.values.get("loss_fn.kl_input_clamp_value", _MAX_LOG_RATIO)) != _MAX_LOG_RATIO:
+        section["max_log_ratio"] = clamp
+    if (clamp := x.values.get("loss_fn.kl_output_clamp_value", 10.0)) is not None:
         section["max_value"] = clamp
     return {"algorithm.kl": section}
 
@@ -254,6 +255,31 @@ def advantage_clip(x: Origin) -> Fields:
     bounds = {"low": x.get("grpo.advantage_clip_low"), "high": x.get("grpo.advantage_clip_high")}
     given = {name: float(value) for name, value in bounds.items() if value is not None}
     return {"algorithm.advantage_clip": given} if given and kind(x) == "grpo" else {}
+
+
+FLAGGED_BY = ("env.nemo_gym.invalid_tool_call_patterns", "env.nemo_gym.thinking_tags")
+_PATTERNS, _TAGS = FLAGGED_BY
+_CALL_TEXTS = ["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"]  # NeMo-RL's default
+
+
+def flagged_turns(x: Origin) -> Fields:
+    """Texts of calls that nothing executed, and tags of reasoning, which reasoning may have once."""
+    calls, tags = x.get(_PATTERNS) or _CALL_TEXTS, x.get(_TAGS) or ["<think>", "</think>"]
+    flags: dict[str, tuple[str, dict[str, Any]]] = {
+        "invalid_tool_call": (_PATTERNS, {"texts": calls}),
+        "malformed_thinking": (_TAGS, {"texts": tags, "max_in_reasoning": 1}),
+    }
+    fields: dict[str, Any] = {}
+    for name, (texts, flag) in flags.items():
+        if (advantage := x.get(f"grpo.{name}_advantage")) is None:
+            x.lost(texts, f"grpo.{name}_advantage is not set", changes_result=False)
+            continue
+        fields[f"algorithm.flagged_advantages.{name}"] = float(advantage)
+        fields[f"env.turn_flags.{name}"] = flag
+        if name == "malformed_thinking":
+            how = "a further complete pair of tags in the content counts, which is taken out of it there"
+            x.changed(f"grpo.{name}_advantage", how)
+    return fields
 
 
 def filters(x: Origin) -> Fields:

@@ -53,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "algo.kl.use_loss": False,
     "algo.dynamic_filtering_enable": False,
     "algo.dynamic_filtering_range": [0.0, 1.0],
+    "reward.normalize_enable": False,
     "rollout.batch_size": 1024,
     "rollout.n_samples_per_prompt": 1,
     "rollout.temperature": 1.0,
@@ -371,7 +372,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Part(
         (
-            *_of("reward", "remote_url", "model_name_or_path", "overlong_buffer_len"),
+            *_of("reward", "remote_url", "model_name_or_path", "normalize_enable", "overlong_buffer_len"),
             *("reward.overlong_penalty_factor", "train.agent_func_path"),
         ),
         ("env", "rewards"),
@@ -412,7 +413,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Part(("actor.model_name_or_path", "model.model_name_or_path"), ("policy.model_path",), devices.model),
     Part(
-        ("critic.model_name_or_path", "critic.value_clip", "critic.freezing_steps"),
+        (
+            *("critic.model_name_or_path", "critic.value_clip", "critic.freezing_steps"),
+            "reward.normalize_enable",
+        ),
         ("critic", "algorithm.critic"),
         devices.critic,
     ),
@@ -466,11 +470,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # Without counterpart, and the result changes.
     Lost(("algo.kl.target",), "the coefficient is fixed", (None,)),
-    Lost(
-        ("reward.normalize_enable",),
-        "scores are not shifted and scaled; with mean and std of the model's config.json give the reward the "
-        "weight 1 / std, and add the reward `constant` with -mean / std",
-    ),
     Lost(("reward.clip_range",), "rewards are not clipped; OpenRLHF clips to -10 and 10", (None,)),
     Lost(("train.enable_ema",), "no average of weights is kept"),
     Lost(

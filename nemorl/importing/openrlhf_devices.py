@@ -90,6 +90,13 @@ def critic(x: Origin) -> Fields:
     fields: dict[str, Any] = {"critic.devices": "policy"}
     if own and own != x.get("actor.model_name_or_path"):
         fields["critic.model_path"] = own
+    scores = learning.split(x.get("reward.model_name_or_path"))
+    if scores and x.get("reward.normalize_enable"):
+        if own in scores:
+            fields["critic.normalize_values"] = True
+        else:
+            how = "of scores; set critic.normalize_values if config.json of the critic has mean and std"
+            x.changed("reward.normalize_enable", how)
     section: dict[str, Any] = {"value_clip": x.get("critic.value_clip")}
     if (frozen := x.get("critic.freezing_steps")) > 0:
         section["warmup_steps"] = frozen

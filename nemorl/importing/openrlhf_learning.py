@@ -238,7 +238,7 @@ def rewards(x: Origin) -> Fields:
     if x.get("reward.model_name_or_path") is None:
         why = "only scores of reward models are shifted and scaled there, not those of functions"
         x.lost("reward.normalize_enable", why, changes_result=False)
-    for url in _split(x.get("reward.remote_url")):
+    for url in split(x.get("reward.remote_url")):
         if not url.endswith(".py"):
             problem = "serve the model with `nemorl serve`, and give it as a reward (docs/reward_models.md)"
             raise CannotImport(f"reward.remote_url = {url}: {problem}")
@@ -246,8 +246,11 @@ def rewards(x: Origin) -> Fields:
         found.append({"function": f"{module}:reward_func", "signature": "openrlhf"})
         x.changed("reward.remote_url", f"copy the file into the current folder as {module}.py")
     if not found:
-        names = _split(x.get("reward.model_name_or_path"))
-        found = [{"kind": "local_model", "model_path": name, "devices": "policy"} for name in names]
+        shared: dict[str, Any] = {"devices": "policy"}
+        if x.get("reward.normalize_enable"):
+            shared["normalize_values"] = True
+        names = split(x.get("reward.model_name_or_path"))
+        found = [{"kind": "local_model", "model_path": name, **shared} for name in names]
     if not found:
         raise CannotImport("reward.remote_url: give it or reward.model_name_or_path; the run has no reward")
     if (buffer := x.get("reward.overlong_buffer_len")) is not None:
@@ -267,7 +270,8 @@ def truncated_reward(x: Origin) -> Fields:
     return {"algorithm.truncated_reward": {"value": given} if given < 0 else {"scale": given}}
 
 
-def _split(given: object) -> list[str]:
+def split(given: object) -> list[str]:
+    """Names that are separated by commas."""
     return [] if given is None else [part.strip() for part in str(given).split(",")]
 
 

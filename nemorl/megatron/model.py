@@ -118,10 +118,14 @@ def _norm(shape: ModelShape) -> type[RMSNorm]:
 
 
 class ScalarHead(torch.nn.Module):
-    """A linear layer to one number, the same on all tensor-parallel ranks; zero until weights are loaded."""
+    """A linear layer to one number, the same on all tensor-parallel ranks; zero until weights are loaded.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    The shape's mean is subtracted from the number, and the rest divided by its deviation.
+    """
+
+    def __init__(self, config: TransformerConfig, shape: ModelShape) -> None:
         super().__init__()
+        self._mean, self._std = shape.value_mean, shape.value_std
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self._sequence_parallel = config.sequence_parallel
         # Then a rank multiplies it with its own tokens only, and Megatron sums the gradients.
@@ -129,7 +133,7 @@ class ScalarHead(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values [n] float32, from hidden states [n, 1, H], of n / TP tokens under sequence parallelism."""
-        values = F.linear(hidden, self.weight).float().flatten()
+        values = (F.linear(hidden, self.weight).float().flatten() - self._mean) / self._std
         if not self._sequence_parallel:
             return values
         # All ranks compute the same loss from the values, so each has the whole gradient of its own.
@@ -282,7 +286,7 @@ class PolicyModel(GPTModel):
         self.scalar_head: ScalarHead | None = None
         if shape.head == "scalar" and self.post_process:
             del self.output_layer
-            self.scalar_head = ScalarHead(config)
+            self.scalar_head = ScalarHead(config, shape)
         if further is not None and self.share_embeddings_and_output_weights and not self.pre_process:
             # The head uses the copy of the embedding that is here for these layers.
             del self.output_layer.weight

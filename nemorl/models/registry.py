@@ -24,8 +24,16 @@ FAMILIES = (LLAMA, MISTRAL, QWEN2, MIMO, QWEN3, QWEN3_MOE, MIXTRAL, GPT_OSS, DEE
 
 def policy_shape(policy: PolicyConfig) -> ModelShape:
     """The shape of the model that a policy trains; raises as `load_shape`."""
-    with_mtp = policy.multi_token_prediction is not None
-    return load_shape(policy.model_path, policy.head, with_mtp=with_mtp)
+    folder, with_mtp = policy.model_path, policy.multi_token_prediction is not None
+    shape = load_shape(folder, policy.head, with_mtp=with_mtp)
+    if not policy.normalize_values:
+        return shape
+    config = model_config(folder)
+    mean, std = config.get("mean"), config.get("std")
+    if not (isinstance(mean, int | float) and isinstance(std, int | float) and std > 0):
+        problem = f"normalize_values requires the numbers `mean` and `std` (mean {mean!r}, std {std!r})"
+        raise UnsupportedModel(f"{folder / 'config.json'}: {problem}; write them there, or remove it")
+    return replace(shape, value_mean=float(mean), value_std=float(std))
 
 
 def load_shape(

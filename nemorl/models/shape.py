@@ -140,6 +140,8 @@ class ModelShape:
     mla: MlaShape | None = None
     mtp: MtpShape | None = None  # None also where the layers of a checkpoint are left out
     head: Literal["lm", "scalar"] = "lm"
+    value_mean: float = 0.0  # subtracted from what a scalar head says
+    value_std: float = 1.0  # by which the rest is divided
     adapter_rank: int = 0  # of the adapters; 0 for none
 
     @property

@@ -35,6 +35,7 @@ class Branch:
     num_tokens: int
     num_sampled: int
     turn_rewards: tuple[float, ...] = ()  # of its turns
+    turn_flags: tuple[tuple[str, ...], ...] = ()  # of its turns; empty if none has a flag
     runs: tuple[Run, ...] = ()  # that it shares with other sequences of its group
 
 
@@ -55,6 +56,7 @@ class TrajectorySummary:
     seconds_generation: float
     seconds_environment: float
     turn_rewards: tuple[float, ...] = ()  # of each turn, weighted: those of the environment and of steps
+    turn_flags: tuple[tuple[str, ...], ...] = ()  # of each turn; empty if none has a flag
     answer: str | None = None  # canonical final answer; in validations with votes
     trains: bool = True  # False after an error, or where a filter takes it out
     environment_failed: bool = False
@@ -108,6 +110,7 @@ class GroupSummary:
     greedy: TrajectorySummary | None = None  # the additional greedy sample; not in the list
     scoring: Mapping[str, ScoringMetrics] = field(default_factory=dict)  # by reward, of those computed
     environment: str = ""  # its name, where the run has several
+    flags: tuple[str, ...] = ()  # that its turns may have
     node: str = ""  # ID of the node that has its trajectories, in a run over several
 
     def moved(self, rows: int) -> "GroupSummary":
@@ -182,10 +185,11 @@ def summarize(sequences: Sequence[Trajectory], row: int, num_unfinished: int = 0
     `num_unfinished`: tokens of a turn that did not end, which are not in the sequences.
     """
     last, turns = sequences[-1], [[turn.reward for turn in t.turns] for t in sequences]
+    flags = [_flags([turn.flags for turn in t.turns]) for t in sequences]
     versions = np.concatenate([t.versions[t.versions >= 0] for t in sequences])
     branches = [
-        Branch(row + number, t.num_tokens, t.num_sampled, tuple(rewards))
-        for number, (t, rewards) in enumerate(zip(sequences, turns, strict=True))
+        Branch(row + number, t.num_tokens, t.num_sampled, tuple(rewards), of_turns)
+        for number, (t, rewards, of_turns) in enumerate(zip(sequences, turns, flags, strict=True))
     ]
     return TrajectorySummary(
         row=branches[-1].row,
@@ -201,11 +205,16 @@ def summarize(sequences: Sequence[Trajectory], row: int, num_unfinished: int = 0
         seconds_generation=last.seconds_generation,
         seconds_environment=last.seconds_environment,
         turn_rewards=tuple(chain(*turns)),
+        turn_flags=_flags([turn.flags for t in sequences for turn in t.turns]),
         trains=last.error is None,
         player=last.player,
         fork=last.fork,
         branches=tuple(branches) if len(branches) > 1 else (),
     )
+
+
+def _flags(of_turns: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(of_turns) if any(of_turns) else ()
 
 
 _MAX_LENGTH = 200  # characters that go to the driver; of longer answers their hash

@@ -305,10 +305,11 @@ class ModelCalls:
             self.account.fail(error)
             raise
         self.account.add(completion)
-        call = Call(asked.number, request.prompt, completion, asked.parent)
-        self.recording.add(call)
         text = self.sampler.text_of(completion)
         reply = asked.prompts.read(text, asked.number, request.prompt.tolist())
+        flags = self.sampler.flags_of(reply)
+        call = Call(asked.number, request.prompt, completion, asked.parent, flags)
+        self.recording.add(call)
         message = asked.prompts.message(text, reply)
         self._answered.append(_Answered(asked, call, text, reply, message))
         return completion

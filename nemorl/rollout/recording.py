@@ -40,7 +40,12 @@ class TokenSequence:
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
-    def add_turn(self, completion: Completion, rewards: Mapping[str, float] | None = None) -> None:
+    def add_turn(
+        self,
+        completion: Completion,
+        rewards: Mapping[str, float] | None = None,
+        flags: tuple[str, ...] = (),
+    ) -> None:
         """Tokens that train, as they were sampled."""
         start = len(self.tokens)
         self.tokens += completion.tokens.tolist()
@@ -48,10 +53,8 @@ class TokenSequence:
         self.logprobs += completion.logprobs.tolist()
         self.versions += completion.versions.tolist()
         self.add_experts(completion)
-        seconds = completion.seconds
-        self.turns.append(
-            Turn(start, len(self.tokens), completion.stop, dict(rewards or {}), seconds=seconds)
-        )
+        end, stop, seconds = len(self.tokens), completion.stop, completion.seconds
+        self.turns.append(Turn(start, end, stop, dict(rewards or {}), flags=flags, seconds=seconds))
 
     def add_experts(self, completion: Completion) -> None:
         """Rows of what the engine read for this answer, after those that are known."""
@@ -105,6 +108,7 @@ class Call:
     prompt: Int32Array  # [P]
     completion: Completion
     parent: "Call | None" = None  # the call that it continues
+    flags: tuple[str, ...] = ()  # of the turn
 
     @property
     def tokens(self) -> Int32Array:
@@ -171,7 +175,7 @@ class Recording:
                     sequence.add_given(call.completion.tokens.tolist())
                     sequence.add_experts(call.completion)
                 else:
-                    sequence.add_turn(call.completion, (rewards or {}).get(call.number))
+                    sequence.add_turn(call.completion, (rewards or {}).get(call.number), call.flags)
             trained.update(path)
             sequences.append(sequence)
         return sequences

@@ -124,6 +124,11 @@ def _other_origin(experiment: Experiment, sampled_by: SampledBy) -> Problems:
         there = ", ".join(f"{name} {weight:g}" for name, weight in sampled_by.reward_weights.items())
         fix = f"the stored rewards have the weights {there or 'of no reward'}; set env and rewards to these"
         yield Problem("rewards", ours.reward_weights, fix)
+    flagged = getattr(experiment.algorithm, "flagged_advantages", {})
+    if flagged and ours.turn_flags != sampled_by.turn_flags:
+        there = ", ".join(f"{path}.turn_flags" for path in sampled_by.turn_flags) or "none"
+        fix = f"the stored turns have other flags ({there}); set turn_flags to those, or sample again"
+        yield Problem("algorithm.flagged_advantages", flagged, fix)
     if ours.data != sampled_by.data:
         fix = "the stored groups are of another dataset; set data.train to that of the run that sampled them"
         yield Problem("data.train", ours.data.get("name"), fix)

@@ -27,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from nemorl.cluster.errors import ClusterError
+from nemorl.config.environment import environments_in
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import reward_weights
 from nemorl.data.trained import save_arrays
@@ -60,6 +61,7 @@ class SampledBy:
     reward_weights: dict[str, float]
     data: dict[str, Any] = field(default_factory=dict)  # section `data.train`
     filters: dict[str, float] = field(default_factory=dict)  # top_k, top_p and min_p, where they leave out
+    turn_flags: dict[str, Any] = field(default_factory=dict)  # those of each environment, by its section
     format: int = FORMAT
 
     @classmethod
@@ -72,6 +74,11 @@ class SampledBy:
         return cls(
             *(str(policy.model_path), sha256(tokenizer).hexdigest(), sampling.temperature, weights, data),
             filters=sampling.model_dump(exclude={"temperature"}, exclude_defaults=True),
+            turn_flags={
+                path: {name: flag.model_dump(mode="json") for name, flag in one.turn_flags.items()}
+                for path, one in environments_in(experiment.env)
+                if one.turn_flags
+            },
         )
 
 

@@ -6,13 +6,13 @@ task ─reset▶ opening ─▶ tokens ─▶ [ generate ─▶ step ─▶ obse
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from nemorl.config.environment import EpisodeLimits
+from nemorl.config.environment import EpisodeLimits, TurnFlagConfig
 from nemorl.data.tokenizer import Prompts, TemplateRewrites, Tokenizer, TokenizerError
 from nemorl.generation.types import Completion, GenerationRequest, Generator, SamplingParams
 from nemorl.rewards.scored import Service, attempt
@@ -23,6 +23,7 @@ from nemorl.trajectories import (
     EnvironmentLost,
     Int32Array,
     Message,
+    Reply,
     Step,
     StopReason,
     Task,
@@ -105,9 +106,9 @@ class Record(Part):
         self.num_prompt_tokens = len(tokens)
         self.sequence.add_given(tokens)
 
-    def add_turn(self, completion: Completion, message: Message) -> None:
+    def add_turn(self, completion: Completion, message: Message, flags: tuple[str, ...] = ()) -> None:
         """A turn as it was sampled, and as a message of the conversation."""
-        self.sequence.add_turn(completion)
+        self.sequence.add_turn(completion, flags=flags)
         self.note(completion.versions)
         self.num_unfinished = 0
         self.exchange.append(message)
@@ -289,12 +290,20 @@ class Sampler:
     prompts: Prompts
     limits: TurnLimits
     service: Service = field(default_factory=lambda: Service("the environment"))  # for stall reports
+    flags: Mapping[str, TurnFlagConfig] = field(default_factory=dict)  # of turns
 
     def text_of(self, completion: Completion) -> str:
         """What was sampled, without its end token."""
         tokens = completion.tokens.tolist()
         ended = tokens and tokens[-1] in self.limits.stop_token_ids
         return self.tokenizer.decode(tokens[:-1] if ended else tokens)
+
+    def flags_of(self, reply: Reply) -> tuple[str, ...]:
+        """Names of the flags of a turn that says this."""
+        if reply.tool_calls:
+            return ()
+        said = reply.content, reply.reasoning or ""
+        return tuple(name for name, flag in self.flags.items() if flag.fits(*said))
 
 
 class TurnLoop:
@@ -404,7 +413,7 @@ class TurnLoop:
         record.seconds_generation += time.monotonic() - start
         text = self.sampler.text_of(completion)
         reply = prompts.read(text, turn, request.prompt.tolist())
-        record.add_turn(completion, prompts.message(text, reply))
+        record.add_turn(completion, prompts.message(text, reply), self.sampler.flags_of(reply))
         refuse_broken(completion, turn)
         return Action(text, completion.tokens, completion.stop, reply)
 

@@ -247,7 +247,8 @@ class RolloutWorker(GroupRunner):
             label = f"environment `{name or config.name}`"
             calls, episodes = Service(label), Service(label, outage_seconds)
             of_kind = replace(limits, episode=config.limits)
-            turns = TurnLoop(Sampler(generator, self._tokenizer, prompts, of_kind, calls))
+            sampler = Sampler(generator, self._tokenizer, prompts, of_kind, calls, config.turn_flags)
+            turns = TurnLoop(sampler)
             kind = EnvironmentKind(name, config, factories[name], turns, calls, episodes)
             self._environments[name] = replace(kind, remote=self._remote.get(name))
 
@@ -354,6 +355,7 @@ class RolloutWorker(GroupRunner):
             greedy=greedy,
             scoring=scored.scoring,
             environment=kind.name,
+            flags=tuple(kind.config.turn_flags),
         )
 
     def _kind_for(self, task: Task) -> EnvironmentKind:

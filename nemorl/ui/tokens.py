@@ -151,6 +151,7 @@ class Segment:
     reward: float | None = None  # given in this turn, weighted
     rewards: dict[str, float] = field(default_factory=dict)  # before weights
     seconds: float | None = None  # of generation; None where it is unknown
+    flags: tuple[str, ...] = ()  # of the turn
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,7 @@ def segments(trajectory: Trajectory) -> Iterator[Segment]:
     for turn in trajectory.turns:
         if turn.start > before:
             yield Segment("given" if before else "prompt", before, turn.start)
-        known = (str(turn.stop), turn.reward, turn.rewards, turn.seconds or None)
+        known = (str(turn.stop), turn.reward, turn.rewards, turn.seconds or None, turn.flags)
         yield Segment("policy", turn.start, turn.end, *known)
         before = turn.end
     if before < trajectory.num_tokens:

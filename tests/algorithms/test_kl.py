@@ -59,6 +59,30 @@ def test_estimates_are_clamped_where_asked() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("sampled_by", [None, "current"])
+@pytest.mark.parametrize("bound", [0.3, 1.0, 20.0, None])
+def test_log_ratios_are_clamped_before_the_estimate(
+    estimator: Any, sampled_by: Any, bound: float | None
+) -> None:
+    """Beyond `max_log_ratio` the value is that of the bound, and there is no gradient; 30 is beyond 20."""
+    given = {} if sampled_by is None else {"importance_weighted": True, "sampled_by": sampled_by}
+    chosen = config(estimator=estimator, max_log_ratio=bound, **given)
+    logprobs, references = [*POLICY, -1.0], [*REFERENCE, -31.0]
+    policy = torch.tensor(logprobs, requires_grad=True)
+    ratio = None if sampled_by is None else (policy - policy.detach()).exp()
+    penalty = kl_penalty(policy, torch.tensor(references), chosen, ratio)
+    (gradient,) = torch.autograd.grad(penalty.sum(), policy)
+    for p, q, value, slope in zip(logprobs, references, penalty.tolist(), gradient.tolist(), strict=True):
+        limit = math.inf if bound is None else bound
+        x, is_beyond = max(min(p - q, limit), -limit), abs(p - q) > limit
+        expected = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[estimator]
+        of_x = {"k1": 1.0, "k2": x, "k3": 1 - math.exp(-x)}[estimator]
+        assert value == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        weighted = of_x + (expected if sampled_by else 0.0)
+        assert slope == pytest.approx(0.0 if is_beyond else weighted, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_clamped_tokens_have_no_gradient_of_k2_either(estimator: Any, weighted: bool) -> None:
     """`max_value` with `straight_through`: where the estimate is clamped the token teaches nothing."""

@@ -1,5 +1,6 @@
 """`nemorl show` on a run folder with stored trajectories."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     files = RolloutFiles(folder / "trajectories")
     files.begin(SampledBy("model", "abc", 1.0, {"point": 1.0}))
-    one = stored(8, [[trajectory(2, 3, version=2)], [failed(trajectory(1), "it fell")]])
+    two = trajectory(2, 3, version=2)
+    two = replace(two, turns=(two.turns[0], replace(two.turns[1], flags=("loud",))))
+    one = stored(8, [[two], [failed(trajectory(1), "it fell")]])
     files.write(3, [one, stored(9, [[trajectory(2), trajectory(1)]])])
     model = tiny_model(tmp_path / "model")
     (folder / "config.yaml").write_text(yaml.safe_dump({"policy": {"model_path": str(model)}}))
@@ -41,7 +44,7 @@ def test_a_trajectory_is_printed_turn_by_turn(nemorl: Nemorl, run: Path) -> None
         "prompt    01  [2 tokens]",
         "policy    23  [2 tokens, logprob -0.09, version 2, advantage 0.5, point 1]",  # 4 / 100 + 5 / 100
         "given     4  [1 token]",
-        "policy    567  [3 tokens, logprob -0.24, version 2, advantage 0.5, point 1]",
+        "policy    567  [3 tokens, logprob -0.24, version 2, advantage 0.5, point 1, flagged loud]",
     ]
     errors = nemorl("show", run, "3/8/1").out
     assert "reward: 0, ended by stop: it fell" in errors

@@ -35,6 +35,11 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
         "algorithm.critic",
         "the advantage `group` uses no values; set this to null, or use `gae`",
     ),
+    "values of a policy": (
+        ["policy.normalize_values=true"],
+        "policy.normalize_values",
+        "policy.head is lm, which computes no values; remove this",
+    ),
     "a critic beside GRPO": (
         ["critic={devices: own}"],
         "critic",
@@ -222,3 +227,18 @@ def test_what_colocated_engines_need_is_derived_and_shown_with_its_reason(tmp_pa
     assert not without_gpus.policy.offload.weights
     (problem,) = problems_of(write(tmp_path), *overrides, "policy.offload.optimizer=false")
     assert (problem.field, problem.value) == ("policy.offload.optimizer", False)
+
+
+def test_models_with_a_scalar_head_normalize_their_own_values(tmp_path: Path) -> None:
+    """Neither a critic nor a reward model does it for the other."""
+    for critic, reward in ((True, False), (False, True)):
+        section = f"critic={{devices: policy, normalize_values: {str(critic).lower()}}}"
+        overrides = [*PPO, section, paid(f"devices: policy, normalize_values: {str(reward).lower()}")]
+        models = {
+            model.name: model.config for model in models_of(load_experiment(write(tmp_path), overrides))
+        }
+        assert [models[name].normalize_values for name in ("policy", "critic", "reward_0")] == [
+            False,
+            critic,
+            reward,
+        ]

@@ -11,6 +11,7 @@ from tests.config.experiments import refuses
 ALONE = "algorithm.num_generations_per_prompt=1"
 AGENT = ["data.chat=true", "env={name: calculator}", "rewards=[]"]
 TWO_REWARDS = "env.name=math"
+LOUD = "env.turn_flags={loud: {texts: ['!']}}"
 
 WRONG: dict[str, tuple[list[str], str, Any, str]] = {
     "an advantage nobody knows": (
@@ -111,6 +112,30 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "algorithm.compares",
         "branches",
         "conversations in `single_turn` have one turn, so one branch; remove this, or use another env",
+    ),
+    "an advantage of a flag that nobody sets": (
+        [LOUD, "algorithm.flagged_advantages={lout: -1.0}"],
+        "algorithm.flagged_advantages.lout",
+        -1.0,
+        "no environment has this flag in its turn_flags; did you mean `loud`?",
+    ),
+    "flags of turns whose tokens have advantages": (
+        ["algorithm.name=ppo", LOUD, "algorithm.flagged_advantages={loud: -1.0}"],
+        "algorithm.flagged_advantages",
+        {"loud": -1.0},
+        "those of `gae` are of tokens, which flags do not change; remove this, or use the advantage `group`",
+    ),
+    "flags of turns in a loss of sequences": (
+        ["algorithm.loss.name=gspo", LOUD, "algorithm.flagged_advantages={loud: -1.0}"],
+        "algorithm.loss.name",
+        "gspo",
+        "flagged_advantages has several advantages in a sequence; use `gspo_token` or `clip`",
+    ),
+    "a flag without texts": (
+        ["env.turn_flags={loud: {texts: []}}"],
+        "env.turn_flags.loud.texts",
+        [],
+        "at least 1",
     ),
     "turns of conversations with one": (
         ["algorithm.name=mt_grpo"],

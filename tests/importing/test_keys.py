@@ -199,13 +199,89 @@ def test_the_output_of_a_command_is_no_value(value: str) -> None:
     assert f"actor_rollout_ref.model.path = {value}: nothing is executed" in why
 
 
-def test_scores_of_functions_are_not_normalized() -> None:
-    """OpenRLHF's reward models subtract a mean of their config.json; a function's scores stay as they are."""
-    model = OPENRLHF | {"reward.remote_url": None, "reward.model_name_or_path": "org/rm"}
-    for base, changes in ((OPENRLHF, False), (model, True)):
-        found = import_values(PROJECTS["openrlhf"], base | {"reward.normalize_enable": True}, OPTIONS)
+def test_scores_of_models_are_normalized_and_those_of_functions_are_not() -> None:
+    """OpenRLHF subtracts a mean of the config.json of reward models, also from the values of a critic that
+    starts from one."""
+    normalized = {"reward.normalize_enable": True}
+    model = normalized | {"reward.remote_url": None, "reward.model_name_or_path": "org/rm"}
+    cases: list[tuple[dict[str, Any], str, bool, bool]] = [
+        (normalized, "none", False, False),
+        (model, "mapped", True, True),
+        (model | {"critic.model_name_or_path": "org/critic"}, "changed", True, False),
+        (model | {"algo.advantage.estimator": "reinforce"}, "mapped", True, False),
+    ]
+    for given, outcome, of_scores, of_values in cases:
+        found = import_values(PROJECTS["openrlhf"], OPENRLHF | given, OPTIONS)
         (row,) = [one for one in found.rows if one.key == "reward.normalize_enable"]
-        assert (row.outcome, row.changes_result) == ("none", changes)
+        assert (row.outcome, row.changes_result) == (outcome, outcome == "changed")
+        (reward,) = found.tree["rewards"]
+        assert reward.get("normalize_values", False) == of_scores
+        assert found.tree.get("critic", {}).get("normalize_values", False) == of_values
+
+
+def test_keys_that_nemo_rl_does_not_read_lose_nothing() -> None:
+    loaders = {"data.custom_dataloader": "a.b", "data.num_prompts_per_dataloader": 16}
+    never = {
+        "grpo.penalize_invalid_tool_call": True,
+        "grpo.invalid_tool_call_strategy": "mask",
+        "policy.megatron_cfg.train_iters": 1000,
+        "teacher.hf_config_overrides.router_aux_loss_coef": 0.1,
+    }
+    for several in (False, True):
+        given = {"data.use_multiple_dataloader": several} | loaders | never
+        rows = {row.key: row for row in import_values(PROJECTS["nemo-rl"], GRPO | given, OPTIONS).rows}
+        assert {key for key in given if rows[key].changes_result} == (loaders.keys() if several else set())
+
+
+def test_only_the_loss_of_nemo_rl_has_clamps_of_its_own() -> None:
+    """A divergence in the reward is clamped to 10 there, its log ratios to 20."""
+    given = {"loss_fn.kl_input_clamp_value": None, "loss_fn.kl_output_clamp_value": 5.0}
+    for in_reward in (False, True):
+        values = GRPO | given | {"loss_fn.use_kl_in_reward": in_reward}
+        section = import_values(PROJECTS["nemo-rl"], values, OPTIONS).tree["algorithm"]["kl"]
+        clamps = (section.get("max_log_ratio", 20.0), section["max_value"])
+        assert clamps == ((20.0, 10.0) if in_reward else (None, 5.0))
+
+
+def test_turns_that_nemo_rl_flags_have_its_advantages() -> None:
+    """With its default texts; without an advantage its texts do nothing."""
+    given: dict[str, Any] = {
+        "grpo.invalid_tool_call_advantage": -5.0,
+        "env.nemo_gym.thinking_tags": ["[THINK]"],
+    }
+    found = import_values(PROJECTS["nemo-rl"], GRPO | given, OPTIONS)
+    assert found.tree["algorithm"]["flagged_advantages"] == {"invalid_tool_call": -5.0}
+    texts = ["<tool_call>", "</tool_call>", "<function_call>", "</function_call>"]
+    assert found.tree["env"]["turn_flags"] == {"invalid_tool_call": {"texts": texts}}
+    (row,) = [row for row in found.rows if row.key == "env.nemo_gym.thinking_tags"]
+    assert (row.outcome, row.changes_result) == ("none", False)
+    given["grpo.malformed_thinking_advantage"] = -4
+    both = import_values(PROJECTS["nemo-rl"], GRPO | given, OPTIONS)
+    assert list(both.tree["algorithm"]["flagged_advantages"].items()) == [
+        ("invalid_tool_call", -5.0),
+        ("malformed_thinking", -4.0),
+    ]
+    assert both.tree["env"]["turn_flags"]["malformed_thinking"] == {
+        "texts": ["[THINK]"],
+        "max_in_reasoning": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "section"),
+    [
+        ("NVFP4_DEFAULT_CFG", {"format": "nvfp4"}),
+        ("quant_configs/nano3_nvfp4_default.yaml", {"format": "nvfp4", "ignore": True}),
+        ("NVFP4_MLP_WEIGHT_ONLY_CFG", {"format": "nvfp4_w4a16", "ignore": True}),
+    ],
+)
+def test_configs_of_modelopt_are_formats(config: str, section: dict[str, Any]) -> None:
+    given = {"policy.quant_cfg": config, "policy.generation.quant_cfg": config}
+    written = import_values(PROJECTS["nemo-rl"], GRPO | given, OPTIONS).tree["policy"]["quantization"]
+    assert written["train"] == "fake"
+    assert written["format"] == section["format"]
+    assert ("ignore" in written) == section.get("ignore", False)
+    assert written.get("activations", False) == (section["format"] == "nvfp4")
 
 
 def test_what_the_folder_of_the_model_needs_is_a_comment() -> None:

@@ -1,7 +1,9 @@
 """Critics and reward models against transformers' sequence classification, and under every layout."""
 
 import itertools
+import json
 import math
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +15,7 @@ from nemorl.config.policy import LoraConfig
 from nemorl.data.losses import LossOutput
 from nemorl.megatron.export import export_adapter, export_hf
 from nemorl.models.hf_config import UnsupportedModel
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import load_shape, policy_shape
 from tests.megatron.cases import LOSS, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch, random_model
 
@@ -101,6 +103,33 @@ def test_values_and_a_step_equal_transformers(worker, critic, family):
     step = policy.train(partition(batch.num_sequences, 3), SquaredError())
     assert step.sums["loss/value"] == pytest.approx(loss.item(), rel=1e-5)
     assert step.grad_norm == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in grads)), rel=1e-4)
+
+
+def test_values_are_normalized_by_the_numbers_of_the_folder(worker, critic, tmp_path):
+    """(value - mean) / std, and its gradient: OpenRLHF's `normalize_reward`."""
+    theirs, folder = critic("llama-tied")
+    own = tmp_path / "normalized"
+    shutil.copytree(folder, own)
+    fields = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(fields | {"mean": 0.5, "std": 2.0}))
+    batch = ragged_batch()
+    policy = worker(critic_config(own, normalize_values=True))
+    policy.load_batch(batch)
+    policy.compute_values(partition(batch.num_sequences, 3))
+
+    values = (their_values(theirs, batch) - 0.5) / 2
+    torch.testing.assert_close(policy.batch.values, values.detach(), atol=1e-4, rtol=0)
+    loss = (batch.weights * (values - batch.advantages).square()).sum()
+    grads = torch.autograd.grad(loss, list(theirs.parameters()))
+    step = policy.train(partition(batch.num_sequences, 3), SquaredError())
+    assert step.sums["loss/value"] == pytest.approx(loss.item(), rel=1e-5)
+    assert step.grad_norm == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in grads)), rel=1e-4)
+
+
+def test_a_folder_without_these_numbers_is_refused(critic):
+    _, folder = critic("llama-tied")
+    with pytest.raises(UnsupportedModel, match="requires the numbers `mean` and `std`"):
+        policy_shape(critic_config(folder, normalize_values=True))
 
 
 def test_a_language_model_gets_a_head_of_zeros_that_learns(worker, model):

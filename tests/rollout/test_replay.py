@@ -81,6 +81,13 @@ NO_LOGPROB = replace(trajectory(2), logprobs=np.full(4, np.nan, dtype=np.float32
         ({"reward_weights": {"a": 2.0}}, GOOD, [], "rewards", "have the weights a 2; set env and rewards"),
         ({"data": {}}, GOOD, [], "data.train", "of another dataset"),
         (
+            {"turn_flags": {"env": {}}},
+            GOOD,
+            ["env.turn_flags={loud: {texts: ['!']}}", "algorithm.flagged_advantages={loud: -1.0}"],
+            "algorithm.flagged_advantages",
+            "the stored turns have other flags (env.turn_flags); set turn_flags to those",
+        ),
+        (
             {},
             GOOD,
             ["algorithm.num_steps=3"],

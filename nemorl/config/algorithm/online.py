@@ -422,6 +422,9 @@ class KLConfig(Config):
     """The policy that this ratio takes for the one that sampled: the trainer's before the step, the engine's,
     or the current one, of which the ratio is 1 and only its gradient is left. NeMo-RL: `current`, and
     `engine` with its on-policy approximation."""
+    max_log_ratio: float | None = Field(20.0, gt=0, json_schema_extra=EXPERT)
+    """Clamp the log ratio of policy and reference, of which each estimate is, to ± this, without gradient
+    beyond; null does not, and k3 may overflow."""
     max_value: float | None = Field(None, gt=0, json_schema_extra=EXPERT)
     """Clamp each token's estimate to ± this, without gradient beyond, also of k2's in `straight_through`;
     verl and OpenRLHF: 10."""
@@ -496,6 +499,9 @@ class OnlineConfig(MinibatchesBase):
     """Passes over the batch of a step, in the same minibatches."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
     """How rewards become advantages."""
+    flagged_advantages: dict[str, float] = Field(default_factory=dict, json_schema_extra=EXPERT)
+    """Advantages of the tokens of flagged turns, by names of `env.turn_flags`, in place of those of their
+    samples; of a turn with several flags the first one here counts (docs/rewards.md)."""
     advantage_clip: AdvantageClipConfig | None = Field(None, json_schema_extra=EXPERT)
     """Bounds of the advantages, after all else; null has none."""
     compares: Literal["samples", "branches"] = Field("samples", json_schema_extra=EXPERT)
@@ -583,7 +589,8 @@ class OnlineConfig(MinibatchesBase):
         if self.kl.active:
             return
         by_preset = PRESETS[self.name].settings.get("kl", {})
-        for name in ("estimator", "straight_through", "importance_weighted", "sampled_by", "max_value"):
+        names = ("estimator", "straight_through", "importance_weighted", "sampled_by", "max_log_ratio")
+        for name in (*names, "max_value"):
             value = getattr(self.kl, name)
             if value != by_preset.get(name, KLConfig.model_fields[name].default):
                 fix = "algorithm.kl.coefficient is 0, so nothing is estimated; raise it, or remove this"
@@ -596,8 +603,9 @@ class OnlineConfig(MinibatchesBase):
         if loss.acts_from_second_update and decoupled and self.updates_per_step == 1:
             fix = f"`{loss.name}` has no gradient in the first update of a step; set it to 2 or more"
             yield Problem("num_minibatches", self.num_minibatches, fix)
-        if loss.per_sequence and self.advantage.per_turn:
-            fix = f"`{self.advantage.name}` has several advantages in a sequence; use `gspo_token` or `clip`"
+        if loss.per_sequence and (self.advantage.per_turn or self.flagged_advantages):
+            given = "flagged_advantages" if self.flagged_advantages else f"`{self.advantage.name}`"
+            fix = f"{given} has several advantages in a sequence; use `gspo_token` or `clip`"
             yield Problem("loss.name", loss.name, fix)
         if decoupled:
             return
@@ -630,11 +638,16 @@ class OnlineConfig(MinibatchesBase):
             yield Problem("compares", self.compares, f"{problem}; remove this, or use the advantage `group`")
 
     @check
-    def _advantages_can_be_clipped(self) -> Problems:
-        if self.advantage_clip is not None and self.advantage.per_token:
+    def _advantages_can_be_changed(self) -> Problems:
+        if not self.advantage.per_token:
+            return
+        of_tokens = f"those of `{self.advantage.name}` are of tokens, which"
+        if self.advantage_clip is not None:
             given = self.advantage_clip.model_dump(mode="json", exclude_unset=True)
-            fix = f"those of `{self.advantage.name}` are of tokens, which have no bounds; set this to null"
-            yield Problem("advantage_clip", given, fix)
+            yield Problem("advantage_clip", given, f"{of_tokens} have no bounds; set this to null")
+        if self.flagged_advantages:
+            fix = f"{of_tokens} flags do not change; remove this, or use the advantage `group`"
+            yield Problem("flagged_advantages", self.flagged_advantages, fix)
 
     @check
     def _divergence_reaches_advantages(self) -> Problems:

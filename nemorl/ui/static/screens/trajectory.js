@@ -169,6 +169,7 @@ function Tokens({ data, params }) {
                 ${segment.role}${segment.role === "policy" ? ` · turn ${segments.slice(0, n + 1).filter((each) => each.role === "policy").length}` : ""}
                 <span class="muted">
                   ${` ${number(segment.end - segment.start)} tokens`}${segment.stop && ` · ended by ${segment.stop}`}${segment.seconds && ` · ${seconds(segment.seconds)}`}
+                  ${segment.flags.length > 0 && ` · flagged ${segment.flags.join(", ")}`}
                   ${Object.keys(segment.rewards).length > 0 &&
                   ` · reward ${number(segment.reward)} (${Object.entries(segment.rewards).map(([part, value]) => `${part} ${number(value)}`).join(", ")})`}
                 </span>
