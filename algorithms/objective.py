@@ -29,11 +29,11 @@ weight for the loss of each token.
 
 Masked tokens still count in the divisor: a mask makes a term 0 and the others no larger. Divergence and
 entropy terms are neither weighted nor masked. verl removes masked tokens from the divisor, the divergence and
-the entropy too: `divisor: kept`.
+the entropy too: `divisor: kept`. With `normalize` the weights are divided by their mean over the step.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -51,6 +51,8 @@ from nemorl.data.losses import LossOutput, TrainStats
 from nemorl.data.packed import PackedBatch
 from nemorl.rollout.versions import UNBROKEN, Lineage
 
+OverRanks = Callable[[Tensor], Tensor]  # from values [n] of this rank to those of all data-parallel ranks
+MIN_MEAN_WEIGHT = 1e-8  # below it weights are not divided by their mean (verl)
 MAX_LOG_RATIO = 20.0  # beyond it a ratio carries no information and its exponential overflows in float32
 
 
@@ -425,10 +427,31 @@ def _left_out(token_log: Tensor, batch: PackedBatch, mask: SequenceMaskConfig) -
     return out.index_select(0, sequence_of(batch))
 
 
-@torch.no_grad()
-def kept(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
-    """[N] bool: sampled tokens that bounds and sequence mask keep, which is known before a step's updates."""
-    assert batch.old_logprobs is not None, "a mask of tokens requires old logprobs"
+def weights_before(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
+    """[N] weights by bounds and sequence mask with the old policy, known before the updates of a step."""
+    assert batch.old_logprobs is not None, "weights before the updates require old logprobs"
     of_old = config.model_copy(update={"off_policy_threshold": None})
-    corrected = correct(batch, batch.old_logprobs, batch.old_logprobs, of_old)
-    return batch.loss_mask if corrected is None else batch.loss_mask & (corrected.weight > 0)
+    corrected = correct(batch, batch.old_logprobs, batch.old_logprobs, of_old, has_ratio=False)
+    return torch.ones_like(batch.old_logprobs) if corrected is None else corrected.weight
+
+
+def kept(batch: PackedBatch, config: CorrectionConfig) -> Tensor:
+    """[N] bool: sampled tokens that bounds and sequence mask keep."""
+    return batch.loss_mask & (weights_before(batch, config) > 0)
+
+
+def mean_weight(batch: PackedBatch, config: CorrectionConfig, over_ranks: OverRanks) -> float:
+    """Mean of the weights before the updates, of a step's sampled tokens, or by level of its sequences.
+
+    Also of those that the sequence mask leaves out; `batch` is this rank's part. 1 where all weights are 0.
+    verl: `rollout_is_batch_normalize`.
+    """
+    weights = weights_before(batch, config.model_copy(update={"sequence_mask": None})).double()
+    counts = totals(torch.ones_like(weights), batch)
+    if getattr(config, "level", "token") == "token":
+        sums = totals(weights, batch)
+    else:
+        sums, counts = averages(weights, batch), (counts > 0).double()
+    total, count = float(over_ranks(sums).sum()), float(over_ranks(counts).sum())
+    mean = total / max(count, 1)
+    return mean if mean > MIN_MEAN_WEIGHT else 1.0

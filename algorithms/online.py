@@ -76,6 +76,7 @@ class Batch:
     needs_reference: bool = False
     needs_old_logprobs: bool = False
     needs_old_entropies: bool = False
+    needs_old_collisions: bool = False
     token_estimator: TokenEstimator | None = None  # of advantages that differ between tokens
     penalty: RewardPenalty | None = None
     teachers: Sequence[str] = ()  # the teacher of each sequence, for distillation
@@ -245,8 +246,12 @@ class OnlineAlgorithm:
         async def logprobs() -> Fields:
             with stage("logprobs"):
                 if batch.needs_old_logprobs or self.gate.due(number):
-                    of_entropies = batch.needs_old_entropies
-                    compared = await policy.logprobs(old=True, reference=False, entropy=of_entropies)
+                    compared = await policy.logprobs(
+                        old=True,
+                        reference=False,
+                        entropy=batch.needs_old_entropies,
+                        collision=batch.needs_old_collisions,
+                    )
                     gap["logprob_gap/mean"], gap["logprob_gap/max"] = compared.gap_mean, compared.gap_max
                     flops["flops/logprobs"] = compared.flops
                     if batch.sampled_by.start >= version:  # else the update shows the gap by age

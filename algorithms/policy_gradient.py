@@ -50,7 +50,7 @@ class PolicyGradientUpdate:
         self._divergence: SequenceKL | None = None  # that is subtracted from the rewards of trajectories
         kl = config.kl if config.kl_in_reward else None
         if isinstance(config.advantage, TokenAdvantageBase):
-            self._token_estimator = TokenEstimator(config.advantage, kl)
+            self._token_estimator = TokenEstimator(config.advantage, kl, config.correction)
         else:
             self._estimate = estimator(config.advantage, reward_weights or {})
             self._divergence = SequenceKL(kl) if kl is not None else None
@@ -62,7 +62,7 @@ class PolicyGradientUpdate:
             needs_reference=config.keeps_reference,
             needs_old_logprobs=config.needs_old_logprobs,
             needs_old_entropies=config.loss.selects_by_entropy,
-            token_estimator=self._token_estimator,
+            needs_old_collisions=config.advantage.needs_collisions,
         )
 
     def prepare(self, groups: Sequence[GroupSummary], number: int, lineage: Lineage = UNBROKEN) -> Batch:
@@ -78,6 +78,9 @@ class PolicyGradientUpdate:
         penalty = None
         if self._divergence is not None:
             penalty = RewardPenalty(self._divergence, partial(self._penalized, groups, places))
+        token_estimator = self._token_estimator
+        if token_estimator is not None:
+            token_estimator = replace(token_estimator, longest=_longest_of_groups(places))
         trains = [any(p.weight > 0 for p in part) for part in self._minibatches(places)]
         return self._batch(
             places,
@@ -85,6 +88,7 @@ class PolicyGradientUpdate:
             losses,
             schedule=[number for number, some in enumerate(trains) if some] * config.num_epochs,
             critic_sequences=self._for_critic(groups, places),
+            token_estimator=token_estimator,
             penalty=penalty,
         )
 
@@ -107,8 +111,9 @@ class PolicyGradientUpdate:
             imitated = [count * (t.reward >= imitation.min_reward) for count, (_, t) in counted]
             likelihoods = self._weights(imitated, "token-mean")
         of_members = []
-        values = zip(members, advantages, weights, likelihoods, strict=True)
-        for (group, t), of_sample, weight, likelihood in values:
+        numbers = self._in_batch_order(groups, self._numbers(groups))
+        values = zip(members, advantages, weights, likelihoods, numbers, strict=True)
+        for (group, t), of_sample, weight, likelihood, number in values:
             places = []
             of_sequences = of_sample if weight > 0 else [0.0] * len(of_sample)
             rewards = repeat(None) if self._estimate is not None else branch_rewards(t)
@@ -116,7 +121,9 @@ class PolicyGradientUpdate:
                 store, size = group.reference, one.num_tokens if weight > 0 else PLACEHOLDER_TOKENS
                 runs = one.runs if weight > 0 else ()
                 places.append(
-                    SequencePlace(store, one.row, size, advantage, weight, likelihood, of_turns, runs=runs)
+                    SequencePlace(
+                        store, one.row, size, advantage, weight, likelihood, of_turns, number, runs=runs
+                    )
                 )
             of_members.append(places)
         return filled_up(self._minibatches(of_members), placeholder)
@@ -132,6 +139,14 @@ class PolicyGradientUpdate:
         trains, parts = [t.trains for g in groups for t in g.trajectories], self._config.num_minibatches
         ordered = sorted(range(len(trains)), key=lambda number: not trains[number])
         return [of_samples[number] for part in range(parts) for number in ordered[part::parts]]
+
+    def _numbers(self, groups: Sequence[GroupSummary]) -> list[int | None]:
+        """Of each sample the number of what its tokens are compared with: those of its group and player."""
+        players = [(group.group, t.player) for group in groups for t in group.trajectories]
+        if self._token_estimator is None or not self._config.advantage.needs_group:
+            return [None] * len(players)
+        numbers = {player: number for number, player in enumerate(dict.fromkeys(players))}
+        return [numbers[player] for player in players]
 
     def _advantages(self, groups: Sequence[GroupSummary]) -> list[list[list[Advantage]]]:
         """Of each sequence of each sample of each group; 0 after an error, in groups that do not train, and
@@ -216,6 +231,15 @@ class PolicyGradientUpdate:
 
     def _minibatches(self, values: Sequence[T]) -> list[Sequence[T]]:
         return minibatches(values, self._config.num_minibatches)
+
+
+def _longest_of_groups(places: Sequence[SequencePlace]) -> list[int]:
+    """Of each group whose tokens are compared the number of tokens of its longest sequence."""
+    longest: defaultdict[int, int] = defaultdict(int)
+    for place in places:
+        if place.group is not None:
+            longest[place.group] = max(longest[place.group], place.num_tokens)
+    return [longest[number] for number in range(len(longest))]
 
 
 def _places_of_players(groups: Sequence[GroupSummary]) -> Iterable[Mapping[int, list[int]]]:

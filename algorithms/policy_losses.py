@@ -28,7 +28,7 @@ from nemorl.data.packed import PackedBatch
 from . import objective
 from .custom import custom_loss
 from .metrics import guard_metrics
-from .objective import TokenLoss, bounded_exp, log_ratio, loss_output, sequence_means
+from .objective import OverRanks, TokenLoss, bounded_exp, log_ratio, loss_output, sequence_means
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,6 @@ def token_loss(
     return _LOSSES[type(config)](Tokens(batch, logprobs, old, advantages, choice), config)
 
 
-OverRanks = Callable[[Tensor], Tensor]  # from values [n] of this rank to those of all data-parallel ranks
 
 
 @dataclass(frozen=True)
@@ -314,7 +313,7 @@ class PolicyLoss:
     And `likelihood_coefficient * likelihood_weights * -logprob` (VAPO, Yue et al. 2025, arXiv 2504.05118).
     With `loss.top_entropy_quantile` only the tokens of the highest entropy have a policy loss. With
     `correction.divisor: kept` the tokens that a correction leaves out have no term at all, and the others
-    share the weight (`prepared`).
+    share the weight; with `correction.normalize` its weights are divided by their mean (`prepared`).
 
     Needs `advantages`. The `old` logprobs are the engine's in the bypass form of the correction, otherwise
     the batch's `old_logprobs`, or where it has none the current ones: with one update in a step the ratio is
@@ -329,17 +328,26 @@ class PolicyLoss:
     choice: Choice | None = None  # of losses that choose among all tokens of an update
     least_entropy: float | None = None  # of tokens with a policy loss; None takes all
     divisor: objective.Divisor | None = None  # of tokens that the correction keeps; None: the batch's weights
+    mean_weight: float = 1.0  # that weights of the correction are divided by; metrics are of those before
     ages: objective.Ages | None = None  # of runs that train on stale samples
     needs_entropy: bool = True  # also a metric: a collapsing policy shows there first
 
-    def prepared(self, batch: PackedBatch, over_ranks: OverRanks) -> "PolicyLoss":
-        """The loss for all micro-batches of an update, of which `batch` is this rank's part."""
+    def prepared(
+        self, batch: PackedBatch, over_ranks: OverRanks, step: PackedBatch | None = None
+    ) -> "PolicyLoss":
+        """The loss for all micro-batches of an update; `batch` and `step` are this rank's parts.
+
+        Without a `step` the update is all of it.
+        """
         loss, quantile = self, self.config.top_entropy_quantile
         if quantile < 1:
             loss = replace(loss, least_entropy=least_entropy(batch, quantile, over_ranks))
         if self.correction.divisor == "kept":
             counts = over_ranks(objective.totals(objective.kept(batch, self.correction).double(), batch))
             loss = replace(loss, divisor=objective.Divisor.of(counts.tolist()))
+        if self.correction.normalize:
+            mean = objective.mean_weight(batch if step is None else step, self.correction, over_ranks)
+            loss = replace(loss, mean_weight=mean)
         if self.config.selects_tokens:
             old = batch.logprobs if self.correction.form == "bypass" else batch.old_logprobs
             assert old is not None, "a choice by covariance requires old logprobs"
@@ -379,7 +387,7 @@ class PolicyLoss:
         terms, metrics = found.loss, {**found.metrics, **gaps, "entropy": entropy}
         corrected = objective.correct(batch, logprobs, old, self.correction, self.config.has_ratio)
         if corrected is not None:
-            terms = terms * corrected.weight
+            terms = terms * corrected.weight / self.mean_weight
             metrics, largest = metrics | corrected.metrics, largest | corrected.largest
         if self.ages is not None:
             weight, gap = None if corrected is None else corrected.weight, gaps.get("logprob_gap/mean")

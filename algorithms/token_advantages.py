@@ -6,22 +6,23 @@ sampled token nothing is expected, also where a trajectory was cut off at its le
 in float64, [S, L] for S sequences of at most L sampled tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nemorl.config.algorithm import KLConfig
+from nemorl.config.algorithm import CorrectionConfig, KLConfig, NoCorrectionConfig
 from nemorl.config.algorithm import advantages as configs
 from nemorl.data.losses import TokenEstimate
 from nemorl.data.packed import PackedBatch
 
-from .objective import kl_penalty, totals
+from .objective import kept, kl_penalty, totals, weights_before
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
 WHITENING_EPSILON = 1e-8  # added to the variance, so that equal advantages become 0
+MIN_ENERGY = 1e-8  # added to the sum of energies that divides a baseline (verl)
 
 
 class SampledTokens:
@@ -118,6 +119,39 @@ def bi_level_gae(
     return discounted_sums(deltas * is_sampled, config.gamma * config.lam * ~last)
 
 
+def energies(batch: PackedBatch) -> Tensor:
+    """[N] float64: the squared norm of the gradient of each token's logprob with respect to the logits.
+
+    `|1[y] - p|^2 = (1 - p_y)^2 + sum of p_j^2 over j != y` (verl: `1 - 2 p_y + sum of p^2`).
+    """
+    assert batch.old_logprobs is not None, "energies require the policy's logprobs"
+    assert batch.old_collisions is not None, "energies require sums of squared probabilities"
+    chances = batch.old_logprobs.double().exp()
+    others = batch.old_collisions.double() - chances.square()  # rounded; so small energies stay positive
+    return (1 - chances).square() + others.clamp(min=0)
+
+
+def optimal_baselines(
+    returns: Tensor,
+    weights: Tensor,
+    compared: Tensor,
+    places: Tensor,
+    num_places: int,
+    sum_over_ranks: SumOverRanks,
+) -> Tensor:
+    """[S, L] the baseline `B = sum(W G) / (sum(W) + 1e-8)` of each token, over the same tokens of its group.
+
+    OTB (arXiv 2602.07078), of returns G and weights W [S, L], where a token is `compared` [S, L]; `places`
+    [S, L] numbers the tokens of each group, up to `num_places` over all groups. Beyond the second longest
+    sequence of a group there is nothing to compare, and the baseline is 0, as in verl.
+    """
+    terms = torch.stack((weights * returns, weights, torch.ones_like(weights)), dim=-1)
+    sums = torch.zeros(num_places, 3, dtype=torch.float64)
+    sums.index_add_(0, places[compared], terms[compared])
+    weighted, total, count = sum_over_ranks(sums)[places].unbind(-1)
+    return torch.where(compared & (count > 1), weighted / (total + MIN_ENERGY), 0.0)
+
+
 def whiten(
     advantages: Tensor,
     mask: Tensor,
@@ -162,15 +196,24 @@ class TokenEstimator:
 
     config: configs.TokenAdvantageBase
     kl: KLConfig | None  # where it is taken from the rewards
+    correction: CorrectionConfig = NoCorrectionConfig()
+    longest: Sequence[int] = ()  # of each group that is compared: sampled tokens of a sequence, at most
 
     def __call__(self, batch: PackedBatch, sum_over_ranks: SumOverRanks) -> TokenEstimate:
-        """Needs `rewards`, and as the config requires `values`, `turns`, `old_` and `reference_logprobs`."""
+        """Needs `rewards`, and what the config requires: `values`, `turns`, `groups`, of the old policy
+        `old_logprobs` and `old_collisions`, and `reference_logprobs`.
+        """
         assert batch.rewards is not None, "advantages of tokens require rewards by token"
         tokens = SampledTokens(batch)
         penalties = torch.zeros(batch.num_tokens)
         if self.kl is not None:
             penalties = self.kl.coefficient * kl_of_tokens(batch, self.kl)
-        table, returns = self._estimate(tokens, tokens.table(batch.rewards), tokens.table(penalties))
+        rewards = tokens.table(batch.rewards)
+        if isinstance(self.config, configs.OptimalTokenBaselineConfig):
+            of_tokens = discounted_sums(rewards - tokens.table(penalties), 1.0)
+            table, returns = of_tokens - self._baselines(tokens, of_tokens, sum_over_ranks), None
+        else:
+            table, returns = self._estimate(tokens, rewards, tokens.table(penalties))
         advantages = tokens.spread(table)
 
         # Metrics of the advantages before they are whitened, and of the penalty of a trajectory.
@@ -184,9 +227,27 @@ class TokenEstimator:
             "advantage/std": max(squares / max(count, 1) - mean**2, 0.0) ** 0.5,
             "kl/penalty": taken / max(sequences, 1),
         }
-        if self.config.whiten:
+        if isinstance(self.config, configs.WhitenedAdvantageBase) and self.config.whiten:
             advantages = whiten(advantages, batch.loss_mask, sum_over_ranks, self.config.variance)
         return TokenEstimate(advantages, None if returns is None else tokens.spread(returns), metrics)
+
+    def _baselines(self, tokens: SampledTokens, returns: Tensor, sum_over_ranks: SumOverRanks) -> Tensor:
+        """[S, L] of OTB, whose weights are sums of energies from the first sampled token on.
+
+        A weight of the correction scales the gradient, so its square the energy. What the correction takes
+        out of the loss (`divisor: kept`) is not compared.
+        """
+        batch = tokens.batch
+        assert batch.groups is not None, "this baseline requires the groups of sequences"
+        weights = tokens.table(energies(batch) * weights_before(batch, self.correction).square()).cumsum(1)
+        compared = batch.loss_mask
+        if self.correction.divisor == "kept":
+            compared = kept(batch, self.correction)
+        is_compared = tokens.table(compared).bool()
+        sizes = torch.tensor(self.longest)
+        first = (sizes.cumsum(0) - sizes)[tokens.table(batch.groups).long()]
+        places = torch.where(is_compared, first + torch.arange(returns.shape[1]), 0)
+        return optimal_baselines(returns, weights, is_compared, places, int(sizes.sum()), sum_over_ranks)
 
     def _estimate(
         self, tokens: SampledTokens, rewards: Tensor, penalties: Tensor

@@ -37,8 +37,13 @@ class Loss(Protocol):
 class UpdateLoss(Loss, Protocol):
     """A loss that looks at all of an optimizer step's sequences before it is asked about any micro-batch."""
 
-    def prepared(self, batch: PackedBatch, over_ranks: Callable[[Tensor], Tensor], /) -> Loss:
-        """The loss of micro-batches of `batch`; `over_ranks` joins values [n] of all data-parallel ranks."""
+    def prepared(
+        self, batch: PackedBatch, over_ranks: Callable[[Tensor], Tensor], step: PackedBatch, /
+    ) -> Loss:
+        """The loss of micro-batches of `batch`, a part of `step`, which all updates of a step share.
+
+        `over_ranks` joins values [n] of all data-parallel ranks.
+        """
 
 
 @runtime_checkable

@@ -35,6 +35,7 @@ class PackedBatch:
     likelihood_weights: Tensor | None = None  # [N] float32, as `weights`, of what a policy loss imitates
     old_logprobs: Tensor | None = None  # [N] float32, of the trainer before the first update of the step
     old_entropies: Tensor | None = None  # [N] float32, of its distribution before each token
+    old_collisions: Tensor | None = None  # [N] float32, the sum of the squared probabilities of that one
     reference_logprobs: Tensor | None = None  # [N] float32
     top_ids: Tensor | None = None  # [N, k] int32, the likeliest tokens at each place by a teacher
     top_logprobs: Tensor | None = None  # [N, k] float32, the teacher's of these; both 0 outside the mask
@@ -42,6 +43,7 @@ class PackedBatch:
     turns: Tensor | None = None  # [N] int64, number of the turn that sampled each token, -1 elsewhere
     rewards: Tensor | None = None  # [N] float32, reward at each token; 0 where loss_mask is False
     returns: Tensor | None = None  # [N] float32, that a critic learns of the state before each token
+    groups: Tensor | None = None  # [N] int64, number of the group whose members an estimator compares
     routed_experts: Tensor | None = None  # [N, MoE layers, top_k] int16, -1 where the router may choose
     # Of sequences that a loss compares, at each of their tokens; labels of steps at their ends.
     # [N] int64, sequences with the same number are trained on together, as those of a pair

@@ -40,6 +40,7 @@ class SequencePlace:
     weight: float = 0.0  # of each of its trained tokens, see algorithms/objective.py; 0 trains nothing
     likelihood: float | None = None  # of its negative logprob, for losses that imitate some sequences
     rewards: tuple[float, ...] | None = None  # of each turn, for advantages that workers compute
+    group: int | None = None  # that such advantages compare it in
     compared: Compared | None = None  # of a sequence that a loss compares with others
     runs: tuple[Run, ...] = ()  # that other sequences begin with, too
 
@@ -61,6 +62,7 @@ class Shard(ColumnShard):
     weights: tuple[float, ...]  # [S]
     likelihood: tuple[float, ...] | None = None  # [S]
     rewards: tuple[tuple[float, ...], ...] | None = None  # [S]
+    groups: tuple[int, ...] | None = None  # [S]
     compared: tuple[Compared, ...] | None = None  # [S]
 
 
@@ -98,6 +100,7 @@ class BatchPlan:
                 weights=tuple(s.weight for s in mine),
                 likelihood=_all_or_none([s.likelihood for s in mine], "weighted to be imitated"),
                 rewards=_all_or_none([s.rewards for s in mine], "rewarded"),
+                groups=_all_or_none([s.group for s in mine], "in a group"),
                 compared=_all_or_none([s.compared for s in mine], "compared"),
             )
             for mine in ([sequences[place] for place in held] for held in self.ranks)

@@ -267,7 +267,7 @@ RULES: tuple[Rule, ...] = (
     Part(
         (
             *_below(CORRECTION, "rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"),
-            *_below(CORRECTION, "bypass_mode", "loss_type"),
+            *_below(CORRECTION, "rollout_is_batch_normalize", "bypass_mode", "loss_type"),
         ),
         ("algorithm.correction",),
         learning.correction,
@@ -451,11 +451,6 @@ RULES: tuple[Rule, ...] = (
     Part(("data.seed", "trainer.seed"), ("seed",), devices.seed),
     Part(("trainer.logger", "trainer.project_name"), ("logger.trackers",), devices.trackers),
     # Without counterpart, and the result changes.
-    Lost(
-        (f"{CORRECTION}.rollout_is_batch_normalize",),
-        "weights are not divided by their mean; in the bypass form that is the mean of a micro-batch, which "
-        "depends on the layout",
-    ),
     Lost((f"{ACTOR}.shuffle",), "minibatches are in the order of the batch"),
     Lost(("algorithm.use_pf_ppo",), "preference feedback PPO"),
     Lost(("algorithm.kl_ctrl.type",), "the coefficient is fixed", ("fixed", None)),

@@ -16,6 +16,7 @@ ROWS = {"gsm8k": 7_473, "dapo-math-17k": 1_791_700, "dapo_math": 1_791_700, "mat
 _ESTIMATORS = (
     *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "gae", "reinforce_plus_plus"),
     *("reinforce_plus_plus_baseline", "opo", "remax", "gpg", "gdpo"),
+    *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 _LOSSES = ("vanilla", "gspo", "geo_mean", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
 _CRITERIA = (
@@ -75,9 +76,10 @@ def advantage(x: Origin) -> Fields:
             section = {"name": "gpg"}
         case "gdpo":
             section = {"name": "gdpo", "normalize": normalize, "over": "tokens", "batch_epsilon": 1e-8}
-        case "optimal_token_baseline":
-            why = "it weighs rewards by the vocabulary's sum of squared probabilities at each token"
-            raise CannotImport(f"algorithm.adv_estimator = {name}: {why}, which no pass here computes")
+        case "optimal_token_baseline" | "tir_optimal_token_baseline" if alone:
+            section = {"name": "token_returns", "whiten": False}  # there is no baseline then
+        case "optimal_token_baseline" | "tir_optimal_token_baseline":
+            section = {"name": "otb"}
         case _:
             raise not_imported("algorithm.adv_estimator", name, "estimator", _ESTIMATORS)
     return fields | {"algorithm.advantage": section}
@@ -212,6 +214,8 @@ def correction(x: Origin) -> Fields:
         section = {"name": "tis", "level": level, "high": high}
         if low is not None:
             section |= {"name": "icepop", "low": low}
+        if x.get(f"{CORRECTION}.rollout_is_batch_normalize", False):
+            section["normalize"] = True
     # In the bypass form the ratio of a loss corrects already, and what is left are masks.
     only_masks = x.get(f"{CORRECTION}.bypass_mode", False) and x.get(f"{CORRECTION}.loss_type") == "ppo_clip"
     if only_masks:
@@ -227,6 +231,11 @@ def correction(x: Origin) -> Fields:
         why = f"{', '.join(without)} has no counterpart here (docs/off_policy.md lists those that have one)"
         x.lost(f"{CORRECTION}.rollout_rs", why)
         x.lost(f"{CORRECTION}.rollout_rs_threshold", f"of {', '.join(without)}")
+    if section.get("normalize") and x.get(f"{CORRECTION}.bypass_mode", False):
+        how = "by the mean over the step before its updates, which takes a pass; there over a micro-batch"
+        x.changed(f"{CORRECTION}.rollout_is_batch_normalize", how)
+    elif section.get("normalize") and any(name == "token_k1" for name, *_ in criteria(x)):
+        x.changed(f"{CORRECTION}.rollout_is_batch_normalize", "weights of rejected tokens count as 0")
     if x.get(f"{CORRECTION}.bypass_mode", False):
         section = {name: value for name, value in section.items() if name != "divisor"} | {"form": "bypass"}
     return {"algorithm.correction": section} if section else {}

@@ -1,9 +1,10 @@
-"""From hidden states to logprobs and entropies, vocab-parallel and in chunks: a batch's logits never exist.
+"""From hidden states to logprobs and statistics, vocab-parallel and in chunks: a batch's logits never exist.
 
 With logits `z`, divided by the temperature, whose columns are spread over the TP ranks:
 
     logprob of token i:  z_i - lse(z)      d/dz_j of sum_i g_i logprob_i: sum_i g_i 1[j = i] - p_j sum_i g_i
     entropy:             lse(z) - sum_j p_j z_j                   d/dz_j: -p_j (z_j - lse(z) + entropy)
+    collision:           sum_j p_j^2, without a gradient
 
 One chunk keeps its logits for backward; of several, each is computed again.
 
@@ -15,7 +16,7 @@ equal logits does not matter.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,14 @@ class VocabularyShard:
     group: dist.ProcessGroup | None  # tensor-parallel ranks; None when this rank holds all columns
 
 
+class Scores(NamedTuple):
+    """What a head says of M tokens, float32; statistics are of the distribution that each was drawn from."""
+
+    logprobs: Tensor  # [M], or [M, C] of several ids each
+    entropies: Tensor | None = None  # [M]
+    collisions: Tensor | None = None  # [M] sums of squared probabilities; no gradient
+
+
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -49,28 +58,28 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int,
     entropy: bool,
+    collision: bool = False,
     filters: SamplingConfig | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Logprobs of `ids` [M, C], a token once or more in a row, and, if asked for, entropies [M], in float32.
+) -> Scores:
+    """Logprobs of `ids` [M, C], a token once or more in a row, and statistics, if asked for.
 
     Equal on all tensor-parallel ranks. `hidden` [M, H] predicts the ids; `weight` [V / TP, H]. Of `hidden`
     each rank gets the gradient of its own columns only: the caller sums it over the tensor-parallel ranks.
 
-    Both are of the distribution that the top-k, top-p and min-p of `filters` keep. The logprob of a token
+    All are of the distribution that the top-k, top-p and min-p of `filters` keep. The logprob of a token
     that they drop is -inf; the caller gives it no gradient.
     """
-    logprobs, entropies, _ = _Logprobs.apply(
-        hidden, weight, ids, shard, temperature, chunk_tokens, entropy, filters
-    )
-    return logprobs, entropies if entropy else None
+    options = (temperature, chunk_tokens, entropy, collision, filters)
+    logprobs, entropies, collisions, _ = _Logprobs.apply(hidden, weight, ids, shard, *options)
+    return Scores(logprobs, entropies if entropy else None, collisions if collision else None)
 
 
 def predictions(
     hidden: Tensor, weight: Tensor, ids: Tensor, shard: VocabularyShard, *, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """Logprobs [M] of `ids` [M], as `token_logprobs`, and which of them are the likeliest token [M] bool."""
-    options = (1.0, chunk_tokens, False, None)
-    logprobs, _, is_likeliest = _Logprobs.apply(hidden, weight, ids.unsqueeze(1), shard, *options)
+    options = (1.0, chunk_tokens, False, False, None)
+    logprobs, _, _, is_likeliest = _Logprobs.apply(hidden, weight, ids.unsqueeze(1), shard, *options)
     return logprobs.squeeze(1), is_likeliest.squeeze(1)
 
 
@@ -97,7 +106,7 @@ def top_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Of `ids` [M, C] logprobs, and if each is the likeliest; entropies [M] between them, 0 unless needed."""
+    """Of `ids` [M, C] logprobs, and if each is the likeliest; statistics [M] between them, 0 unless needed."""
 
     @staticmethod
     def forward(
@@ -109,20 +118,22 @@ class _Logprobs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         needs_entropy: bool,
+        needs_collision: bool,
         filters: SamplingConfig | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logprobs = hidden.new_zeros(ids.shape, dtype=torch.float32)
         is_likeliest = torch.zeros_like(ids, dtype=torch.bool)
-        entropies = logprobs.new_zeros(ids.shape[0])
+        entropies, collisions = (logprobs.new_zeros(ids.shape[0]) for _ in range(2))
         lowest = None if filters is None else torch.zeros_like(entropies)  # logits that are kept
         kept: list[tuple[Tensor, Tensor]] = []
+        needs = needs_entropy, needs_collision
         keeps = ids.shape[0] <= chunk_tokens and (hidden.requires_grad or weight.requires_grad)
         for rows in _chunks(ids.shape[0], chunk_tokens):
             shifted = _shifted_logits(hidden[rows], weight, shard, temperature)
             if filters is not None and lowest is not None:
                 lowest[rows] = _lowest_kept(shifted, filters, shard)
                 shifted.masked_fill_(shifted < lowest[rows, None], PADDING_LOGIT)
-            log_sum, logits, entropies[rows] = _reduce(shifted, ids[rows], shard, needs_entropy)
+            log_sum, logits, entropies[rows], collisions[rows] = _reduce(shifted, ids[rows], shard, *needs)
             logprobs[rows], is_likeliest[rows] = logits - log_sum.unsqueeze(1), logits == 0
             if keeps:
                 kept.append((shifted, log_sum))
@@ -132,14 +143,14 @@ class _Logprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, ids, entropies, lowest)
         ctx.options = (shard, temperature, chunk_tokens, kept)
-        ctx.mark_non_differentiable(is_likeliest)
-        return logprobs, entropies, is_likeliest
+        ctx.mark_non_differentiable(collisions, is_likeliest)
+        return logprobs, entropies, collisions, is_likeliest
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, entropies, lowest = ctx.saved_tensors
         shard, temperature, chunk_tokens, kept = ctx.options
-        grad_logprobs, grad_entropies, _ = grads
+        grad_logprobs, grad_entropies, _, _ = grads
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(ids, dtype=torch.float32)
         grad_hidden = torch.zeros_like(hidden)
@@ -166,7 +177,7 @@ class _Logprobs(torch.autograd.Function):
                     grad_weight.add_(grad.t() @ hidden[rows])
             del shifted, grad
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None, None
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:
@@ -238,21 +249,27 @@ def _ranked(shifted: Tensor, count: int, shard: VocabularyShard) -> tuple[Tensor
     return gathered.sort(dim=-1, descending=True).values, unseen
 
 
-def _reduce(shifted: Tensor, ids: Tensor, shard: VocabularyShard, needs_entropy: bool) -> tuple[Tensor, ...]:
-    """Log of the sum of the exponentials [m], logits of ids [m, C] and entropies [m] (0 unless needed).
+def _reduce(
+    shifted: Tensor, ids: Tensor, shard: VocabularyShard, needs_entropy: bool, needs_collision: bool
+) -> tuple[Tensor, ...]:
+    """Log of the sum of the exponentials [m], logits of ids [m, C], entropies and collisions [m].
 
-    Logits are less the largest of their row.
+    Logits are less the largest of their row. A statistic is 0 unless it is needed.
     """
     exponentials = shifted.exp()
     column, is_mine = _local_columns(ids, shard)
     logits = shifted.gather(1, column) * is_mine
     total = exponentials.sum(-1)
-    weighted = exponentials.mul_(shifted).sum(-1) if needs_entropy else torch.zeros_like(total)
-    sums = _sum_over_ranks(torch.cat((logits, total.unsqueeze(1), weighted.unsqueeze(1)), dim=1), shard)
-    logits, total, weighted = sums[:, :-2], sums[:, -2], sums[:, -1]
+    zeros = torch.zeros_like(total)
+    # By the norm, which takes no memory for the squares.
+    squares = torch.linalg.vector_norm(exponentials, dim=-1).square() if needs_collision else zeros
+    weighted = exponentials.mul_(shifted).sum(-1) if needs_entropy else zeros
+    of_rows = torch.stack((total, weighted, squares), dim=1)
+    sums = _sum_over_ranks(torch.cat((logits, of_rows), dim=1), shard)
+    logits, (total, weighted, squares) = sums[:, :-3], sums[:, -3:].unbind(1)
     log_sum = total.log()
     entropies = log_sum - weighted / total if needs_entropy else weighted
-    return log_sum, logits, entropies
+    return log_sum, logits, entropies, squares / total.square()
 
 
 def _grad_logits(

@@ -24,7 +24,7 @@ from nemorl.models.shape import ModelShape
 
 from .attention import LatentAttention, PackedAttention
 from .device import DTYPES, DeviceKind, building
-from .head import VocabularyShard, predictions, token_logprobs, top_logprobs
+from .head import Scores, VocabularyShard, predictions, token_logprobs, top_logprobs
 from .kernels import Kernels
 from .lora import Adapters
 from .moe import ExpertLayer, RoutedLayer, expert_arguments
@@ -360,12 +360,13 @@ class PolicyModel(GPTModel):
         temperature: float,
         *,
         entropy: bool,
+        collision: bool = False,
         candidates: Tensor | None = None,
         filters: SamplingConfig | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logprobs [N] and entropies [N] of the micro-batch, 0 where its loss mask is False.
+    ) -> Scores:
+        """Logprobs [N] and statistics [N] of the micro-batch, 0 where its loss mask is False.
 
-        They are of what `filters` keep, and -inf where these drop the token itself.
+        They are of what `filters` keep, and logprobs are -inf where these drop the token itself.
 
         With `candidates` [N, C] the logprobs are [N, 1 + C], of the token itself and of these in its place,
         and the entropies have no gradient. With a scalar head its values [N], of all tokens, alone. Under
@@ -373,7 +374,7 @@ class PolicyModel(GPTModel):
         """
         if self.scalar_head is not None:
             values = self.scalar_head(hidden).index_select(0, micro.local_positions)
-            return _of_whole_batch(values, micro.own, micro), None
+            return Scores(_of_whole_batch(values, micro.own, micro))
         labels, predictors, number = micro.labels, micro.predictors, None
         if micro.distinct is not None and candidates is None:  # those of a shared place may differ
             first, number = micro.distinct
@@ -382,21 +383,23 @@ class PolicyModel(GPTModel):
         ids = micro.batch.tokens.index_select(0, labels).unsqueeze(1)
         if candidates is not None:
             ids = torch.cat((ids, candidates.index_select(0, labels)), dim=1)
-        logprobs, entropies = token_logprobs(
+        logprobs, *statistics = token_logprobs(
             *(hidden, self.output_weight(), ids, self.vocabulary),
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             entropy=entropy or candidates is not None,
+            collision=collision,
             filters=filters,
         )
-        if number is not None:
-            logprobs = logprobs.index_select(0, number)
-            entropies = None if entropies is None else entropies.index_select(0, number)
-        if entropies is not None:  # with candidates a metric only
-            entropies = entropies if candidates is None else entropies.detach()
-            entropies = _of_whole_batch(entropies, micro.labels, micro)
+
+        def of_all(values: Tensor) -> Tensor:
+            values = values if number is None else values.index_select(0, number)
+            return _of_whole_batch(values, micro.labels, micro)
+
+        if candidates is not None:  # the entropy is a metric only
+            statistics = [None if one is None else one.detach() for one in statistics]
         logprobs = logprobs.squeeze(1) if candidates is None else logprobs
-        return _of_whole_batch(logprobs, micro.labels, micro), entropies
+        return Scores(of_all(logprobs), *(None if one is None else of_all(one) for one in statistics))
 
     def top(self, hidden: Tensor, micro: MicroBatch, k: int, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Ids [N, k] of the likeliest tokens at each place and their logprobs [N, k]; 0 outside the mask."""

@@ -30,6 +30,7 @@ from nemorl.data.losses import (
 )
 from nemorl.data.packed import PackedBatch
 
+from .head import Scores
 from .model import PolicyModel, PolicyParallel, Prediction
 from .packing import MicroBatch
 
@@ -105,7 +106,7 @@ class Pipeline:
 
         def apply(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
             candidates = loss.candidates(micro.batch) if isinstance(loss, CandidateLoss) else None
-            outputs, entropy = policy.score(
+            outputs, entropy, _ = policy.score(
                 *(hidden, micro, self._temperature),
                 entropy=loss.needs_entropy,
                 candidates=candidates,
@@ -119,7 +120,7 @@ class Pipeline:
             if dropped is None:
                 return loss(micro.batch, outputs, entropy)
             if isinstance(loss, UnfilteredLoss) and loss.needs_unfiltered:
-                unfiltered, _ = policy.score(hidden, micro, self._temperature, entropy=False)
+                unfiltered = policy.score(hidden, micro, self._temperature, entropy=False).logprobs
                 output = loss(micro.batch, outputs, entropy, unfiltered)
             else:
                 output = loss(micro.batch, outputs, entropy)
@@ -154,24 +155,27 @@ class Pipeline:
         made: Sequence[MicroBatch],
         *,
         entropy: bool = False,
+        collision: bool = False,
         filtered: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logprobs or a scalar head's values, and entropies if requested: [N] on the CPU, or 0.
+    ) -> Scores:
+        """Logprobs or a scalar head's values, and statistics if requested: [N] on the CPU, or 0.
 
         With `filtered` they are of the distribution that is trained, as in `run_loss`.
         """
         filters = self._filters if filtered else None
 
-        def score(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
-            outputs, entropies = policy.score(
-                hidden, micro, self._temperature, entropy=entropy, filters=filters
+        def score(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> list[Tensor]:
+            outputs, *statistics = policy.score(
+                hidden, micro, self._temperature, entropy=entropy, collision=collision, filters=filters
             )
             if filters is not None:
                 outputs = outputs.masked_fill(outputs.isneginf(), DROPPED_LOGPROB)
-            return outputs, entropies
+            return [outputs, *(one for one in statistics if one is not None)]
 
-        values = self._over_batch(batch, made, score, [torch.empty(0)] * (2 if entropy else 1))
-        return values[0], values[1] if entropy else None
+        like = [torch.empty(0)] * (1 + entropy + collision)
+        outputs, *statistics = self._over_batch(batch, made, score, like)
+        entropies = statistics.pop(0) if entropy else None
+        return Scores(outputs, entropies, *statistics)
 
     def top(self, batch: PackedBatch, made: Sequence[MicroBatch], k: int) -> list[Tensor]:
         """Ids [N, k] int32 and logprobs [N, k] of the likeliest tokens where the mask is set, on the CPU."""

@@ -320,6 +320,8 @@ class PolicyWorker:
             batch = packed.with_likelihood(batch, shard.likelihood)
         if shard.rewards is not None:
             batch = packed.with_turns(batch, shard.rows(), shard.rewards)
+        if shard.groups is not None:
+            batch = replace(batch, groups=batch.spread(shard.groups, torch.int64))
         self.load_batch(batch if shard.compared is None else packed.with_compared(batch, shard.compared))
 
     def load_examples(self, shard: Shard) -> None:
@@ -378,11 +380,17 @@ class PolicyWorker:
         return [values[mask].tolist() for values, mask in of_sequences]
 
     def compute_logprobs(
-        self, micro_batches: list[list[int]], *, old: bool, reference: bool, entropy: bool = False
+        self,
+        micro_batches: list[list[int]],
+        *,
+        old: bool,
+        reference: bool,
+        entropy: bool = False,
+        collision: bool = False,
     ) -> losses.LogprobStats:
-        """Fill `old_logprobs`, `old_entropies` and `reference_logprobs`; the gap to the engine's if `old`.
+        """Fill `old_logprobs` and `reference_logprobs`; the gap to the engine's if `old`.
 
-        Filters of sampling do not apply to the reference: it would drop tokens that the policy keeps.
+        Of the old policy also `old_entropies` and `old_collisions`, if asked for. Filters of sampling do not apply to the reference: it would drop tokens that the policy keeps.
         """
         batch, made = self._prepared("compute_logprobs", micro_batches, head="lm")
         if reference:
@@ -391,11 +399,18 @@ class PolicyWorker:
                 unrouted = replace(batch, routed_experts=None)
                 made_of = [self._maker.make(unrouted, sequences) for sequences in micro_batches]
             with self._reference_in_place(), stage_range("nemorl: reference logprobs"):
-                batch = replace(batch, reference_logprobs=self._pipeline.outputs(batch, made_of)[0])
+                batch = replace(batch, reference_logprobs=self._pipeline.outputs(batch, made_of).logprobs)
         if old:
             with stage_range("nemorl: logprobs"):
-                logprobs, entropies = self._pipeline.outputs(batch, made, entropy=entropy, filtered=True)
-            batch = replace(batch, old_logprobs=logprobs, old_entropies=entropies)
+                found = self._pipeline.outputs(
+                    batch, made, entropy=entropy, collision=collision, filtered=True
+                )
+            batch = replace(
+                batch,
+                old_logprobs=found.logprobs,
+                old_entropies=found.entropies,
+                old_collisions=found.collisions,
+            )
         self._batch = batch
         stats = logprob_gap(batch, batch.old_logprobs if old else None, self.device)
         own, frozen = self._scoring_flops(made)
@@ -432,7 +447,7 @@ class PolicyWorker:
         self.optimizer.zero_grad()
         if isinstance(loss, losses.UpdateLoss):
             minibatch = batch.select([sequence for micro in micro_batches for sequence in micro])
-            loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device))
+            loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device), self.batch)
         with stage_range("nemorl: forward and backward"):
             scored: list[Tensor] = []
             sums, maxima = self._pipeline.run_loss(
@@ -504,7 +519,7 @@ class PolicyWorker:
         """[S] sums of the logprobs of each sequence's masked tokens; 0 for sequences that are not named."""
         batch, made = self._prepared("sequence_logprobs", micro_batches, head="lm")
         with self._reference_in_place() if reference else nullcontext():
-            logprobs, _ = self._pipeline.outputs(batch, made)
+            logprobs = self._pipeline.outputs(batch, made).logprobs
         return [float(part.double().sum()) for part in logprobs.split(batch.lengths)]
 
     @property

@@ -323,11 +323,16 @@ class ModelHandle:
         of_rank, seconds = partial(compute, seconds=seconds), seconds + GRACE_SECONDS
         await self._call("fill", of_rank, shards=numbers, axis="rank", stage=stage, seconds=seconds)
 
-    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> "losses.LogprobStats":
-        """Compute `old_logprobs`, `reference_logprobs` and `old_entropies`, which stay on the workers."""
-        options = {"old": old, "reference": reference, "entropy": entropy, "outputs": "first"}
+    async def logprobs(
+        self, *, old: bool, reference: bool, entropy: bool = False, collision: bool = False
+    ) -> "losses.LogprobStats":
+        """Compute `old_` and `reference_logprobs`, `old_entropies` and `old_collisions`.
+
+        They stay on the workers.
+        """
+        options = {"old": old, "reference": reference, "entropy": entropy, "collision": collision}
         stats: list[losses.LogprobStats]
-        stats = await self._forward("compute_logprobs", stage="logprobs", **options)
+        stats = await self._forward("compute_logprobs", stage="logprobs", outputs="first", **options)
         return stats[0]
 
     async def values(self) -> "losses.ValueStats":

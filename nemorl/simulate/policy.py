@@ -41,7 +41,9 @@ class SimulatedPolicy:
         self._tokens = [sum(lengths[start : start + size]) for start in range(0, len(lengths), size)]
         await self._spend("loading", self.workload.loading)
 
-    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> LogprobStats:
+    async def logprobs(
+        self, *, old: bool, reference: bool, entropy: bool = False, collision: bool = False
+    ) -> LogprobStats:
         tokens = sum(self._tokens)
         await self._spend("logprobs", (old + reference) * FORWARD_SHARE * tokens * self.workload.training)
         return LogprobStats(gap_mean=0.0, gap_max=0.0, num_tokens=tokens)

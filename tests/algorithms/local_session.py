@@ -73,7 +73,9 @@ class LocalLearner:
         getattr(self.host, f"load_{kind}")(shard)
         self.loads += 1
 
-    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> LogprobStats:
+    async def logprobs(
+        self, *, old: bool, reference: bool, entropy: bool = False, collision: bool = False
+    ) -> LogprobStats:
         """Of the loaded batch."""
         return self.host.compute_logprobs(self._micro_batches, old=old, reference=reference)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemorl.algorithms.objective import Ages, correct, finish_metrics
+from nemorl.algorithms.objective import Ages, correct, finish_metrics, mean_weight
 from nemorl.algorithms.policy_losses import PolicyLoss
 from nemorl.config.algorithm import (
     CorrectionConfig,
@@ -228,10 +228,13 @@ CORRECTIONS: list[CorrectionConfig] = [
     KINDS["mis"]("token").model_copy(
         update={"sequence_mask": MASK, "off_policy_threshold": 0.1, "divisor": "kept"}
     ),
+    KINDS["tis"]("token").model_copy(update={"normalize": True}),
 ]
 
 
-@pytest.mark.parametrize("config", CORRECTIONS, ids=lambda c: f"{c.name}-{c.level}-{c.form}-{c.divisor}")
+@pytest.mark.parametrize(
+    "config", CORRECTIONS, ids=lambda c: f"{c.name}-{c.level}-{c.form}-{c.divisor}-{c.normalize}"
+)
 def test_micro_batches_change_nothing(config: CorrectionConfig) -> None:
     batch = ragged(8)
     kl = KLConfig(coefficient=0.1, importance_weighted=True)
@@ -321,6 +324,55 @@ def test_what_is_left_out_can_leave_the_divisor_the_divergence_and_the_entropy(a
     assert output.loss.item() == pytest.approx(expected, rel=1e-5)
     assert output.sums["tokens"] == batch.loss_mask.sum()
     assert output.sums["correction/masked"] == batch.loss_mask.sum() - kept
+
+
+@pytest.mark.parametrize("form", ["decoupled", "bypass"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_divided_by_their_mean_over_the_step(kind: str, level: str, form: Any) -> None:
+    """Over all tokens, or sequences, of both updates, with the old policy; the mask does not enter."""
+    batch = ragged(7)
+    assert batch.old_logprobs is not None
+    update = {"form": form, "normalize": True, "sequence_mask": SequenceMaskConfig(max_difference=0.35)}
+    config = KINDS[kind](level).model_copy(update=update)
+    loss = PolicyLoss(ReinforceLossConfig(name="reinforce"), correction=config)
+    rows = by_sequence(batch, batch.old_logprobs)
+    engine = by_sequence(batch, batch.logprobs)  # type: ignore[arg-type]
+    weights = [
+        [weight(r, kind) for r in ratios(p, q, level)] for p, q in zip(rows, engine, strict=True)
+    ]
+    counted = weights if level == "token" else [of_sequence[:1] for of_sequence in weights]
+    mean = sum(map(sum, counted)) / sum(map(len, counted))
+    logprobs = current(batch, 7)
+    for part in ([0, 2], [1, 3]):  # the sequences of each update
+        mine = batch.select(part)
+        places = torch.cat([torch.arange(*batch.cu_seqlens[i : i + 2].tolist()) for i in part])
+        now = logprobs[places].requires_grad_()
+        prepared = loss.prepared(mine, lambda values: values, batch)
+        apart = replace(loss, correction=config.model_copy(update={"normalize": False}))
+        zeros = torch.zeros(mine.num_tokens)
+        (found,) = torch.autograd.grad(prepared(mine, now, zeros).loss, now)
+        (unscaled,) = torch.autograd.grad(apart(mine, now, zeros).loss, now)
+        torch.testing.assert_close(found, unscaled / mean, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_mean_of_weights_is_that_of_all_ranks(level: str) -> None:
+    batch, config = ragged(7), KINDS["tis"](level)
+    mine, others = batch.select([0, 2]), batch.select([1, 3])
+    gathered: list[Tensor] = []  # what the other rank gives, in the order in which both are asked
+
+    def keep(values: Tensor) -> Tensor:
+        gathered.append(values)
+        return values
+
+    mean_weight(others, config, keep)
+    found = mean_weight(mine, config, lambda values: torch.cat((values, gathered.pop(0))))
+    assert found == pytest.approx(mean_weight(batch, config, lambda values: values), rel=1e-12)
+
+
+def test_weights_without_any_are_divided_by_1() -> None:
+    assert mean_weight(ragged(7), MaskedCorrectionConfig(name="mis", high=1e-6), lambda values: values) == 1
 
 
 def test_where_all_is_left_out_a_divisor_of_nothing_is_no_error() -> None:

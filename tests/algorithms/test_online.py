@@ -49,9 +49,12 @@ class Model:
         self.places = places
         self.log.append(f"{self.name} load")
 
-    async def logprobs(self, *, old: bool, reference: bool, entropy: bool = False) -> LogprobStats:
+    async def logprobs(
+        self, *, old: bool, reference: bool, entropy: bool = False, collision: bool = False
+    ) -> LogprobStats:
         await self.meet_others()
-        self.log.append(f"{self.name} logprobs{' old' * old}{' reference' * reference}{' entropy' * entropy}")
+        of = f"{' old' * old}{' reference' * reference}{' entropy' * entropy}{' collision' * collision}"
+        self.log.append(f"{self.name} logprobs{of}")
         of_this = 2.0 if self.name == "policy" else 3.0
         return LogprobStats(0.0, 0.0, 9, flops=of_this * old, reference_flops=5.0 * reference)
 
@@ -206,6 +209,25 @@ def test_a_divisor_of_what_is_kept_requires_old_logprobs() -> None:
 def test_a_choice_by_entropy_requires_the_entropies_before_the_updates() -> None:
     log, _, _ = step_of(["policy"], name="grpo", loss={"top_entropy_quantile": 0.2})
     assert log == ["policy load", "policy logprobs old entropy", "policy trains 0"]
+
+
+@pytest.mark.parametrize("form", ["decoupled", "bypass"])
+def test_a_mean_of_weights_requires_old_logprobs(form: str) -> None:
+    correction = {"name": "tis", "form": form, "normalize": True}
+    log, _, _ = step_of(["policy"], name="grpo", loss={"name": "reinforce"}, correction=correction)
+    assert log == ["policy load", "policy logprobs old", "policy trains 0"]
+
+
+def test_a_baseline_of_tokens_requires_what_the_old_policy_says_of_all_tokens() -> None:
+    log, models, _ = step_of(["policy"], name="otb")
+    assert log == [
+        "policy load",
+        "policy logprobs old collision",
+        "policy estimates otb",
+        "policy trains 0",
+    ]
+    assert [place.group for place in models["policy"].places] == [0, 0, 1, 1]
+    assert [place.rewards for place in models["policy"].places] == [(1.0,), (0.0,), (0.25, 0.75), (0.0,)]
 
 
 def test_well_rewarded_trajectories_are_imitated_by_the_tokens_of_their_minibatch() -> None:

@@ -51,6 +51,12 @@ def test_a_baseline_over_the_batch_is_of_one_player() -> None:
     assert [found["store-1", row] for row in (0, 1)] == pytest.approx([-2 / 3, 2 / 3])
 
 
+def test_tokens_of_a_player_are_compared_with_its_own_in_other_samples() -> None:
+    places = score(config(name="otb"), GAMES)
+    assert [place.group for place in places] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
+    assert {place.group for place in score(config(name="ppo", critic={}), GAMES)} == {None}
+
+
 def test_advantages_are_clipped_after_all_else() -> None:
     unclipped = {"name": "group", "normalize": False}
     found = advantages(config(advantage=unclipped, advantage_clip={"low": -1.0, "high": 0.5}), GAMES)

@@ -12,8 +12,21 @@ import torch
 from torch import Tensor
 
 from nemorl.algorithms.token_advantages import SequenceKL, TokenEstimator, length_adaptive_lambda, whiten
-from nemorl.config.algorithm import KLConfig
-from nemorl.config.algorithm.advantages import BiLevelGaeConfig, GaeConfig, TokenReturnsConfig, TurnGaeConfig
+from nemorl.config.algorithm import (
+    CorrectionConfig,
+    KLConfig,
+    MaskedCorrectionConfig,
+    NoCorrectionConfig,
+    SequenceMaskConfig,
+    TruncatedCorrectionConfig,
+)
+from nemorl.config.algorithm.advantages import (
+    BiLevelGaeConfig,
+    GaeConfig,
+    OptimalTokenBaselineConfig,
+    TokenReturnsConfig,
+    TurnGaeConfig,
+)
 from nemorl.data.packed import PackedBatch
 
 # Lengths of prompt, turn, observation, turn ... of each sequence: several turns, one, one token, none at all.
@@ -214,9 +227,130 @@ def test_returns_of_tokens_whitened_over_the_batch():
     assert found.metrics["kl/penalty"] == pytest.approx(taken / 4, abs=1e-6)  # of four that were sampled
 
 
+OTB = OptimalTokenBaselineConfig(name="otb")
+GROUPS = (0, 1, 1, 0, 0)  # of the sequences: of 12, none and 3 sampled tokens, and of 6 and 1
+SAMPLED = (12, 6)  # tokens of the longest of each
+
+
+def compared_batch(seed: int = 0) -> PackedBatch:
+    """The batch in groups, with the engine's logprobs, and collisions that the old logprobs allow."""
+    batch = batch_of(seed=seed)
+    p = batch.old_logprobs.exp()
+    others = (1 - p).square() * torch.rand(batch.num_tokens)
+    return replace(
+        batch,
+        groups=batch.spread(GROUPS, torch.int64),
+        logprobs=batch.old_logprobs + 0.3 * torch.randn(batch.num_tokens),
+        old_collisions=(p.square() + others) * batch.loss_mask,
+    )
+
+
+def baselines_by_loops(
+    batch: PackedBatch, kl: float, weight: Callable[[int], float], kept: Callable[[list[int]], bool]
+) -> list[float]:
+    """Advantages by verl's formula, token by token: `w_t = 1 - 2 p_t + sum of p^2`."""
+    found = [0.0] * batch.num_tokens
+    of_sequences = sampled(batch)
+    for group in set(GROUPS):
+        members = [places for places, g in zip(of_sequences, GROUPS, strict=True) if g == group]
+        for places in members:
+            for t, i in enumerate(places):
+                numerator, denominator, count = 0.0, 0.0, 0
+                for other in members:
+                    if len(other) <= t or not kept(other):
+                        continue
+                    energy = sum(
+                        weight(j) ** 2
+                        * (1 - 2 * math.exp(batch.old_logprobs[j]) + batch.old_collisions[j].item())
+                        for j in other[: t + 1]
+                    )
+                    numerator += energy * returns_of(batch, other, t, kl)
+                    denominator += energy
+                    count += 1
+                baseline = numerator / (denominator + 1e-8) if count > 1 and kept(places) else 0.0
+                found[i] = returns_of(batch, places, t, kl) - baseline
+    return found
+
+
+def returns_of(batch: PackedBatch, places: list[int], t: int, kl: float) -> float:
+    return sum(batch.rewards[j].item() - penalty(batch, j, kl) for j in places[t:])
+
+
+@pytest.mark.parametrize("kl", [None, KL], ids=["plain", "less-divergence"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_optimal_baseline_of_each_token(seed, kl):
+    batch = compared_batch(seed)
+    found = TokenEstimator(OTB, kl, longest=SAMPLED)(batch, one_rank)
+    expected = baselines_by_loops(batch, 0.3 if kl else 0.0, lambda _: 1.0, lambda _: True)
+    torch.testing.assert_close(found.advantages, torch.tensor(expected), atol=1e-6, rtol=1e-6)
+    assert found.returns is None
+    # Where only one sequence of the group is left, nothing is compared: the tokens from the fourth on.
+    longest = sampled(batch)[0]
+    for t, i in enumerate(longest[3:], 3):
+        assert found.advantages[i].item() == pytest.approx(
+            returns_of(batch, longest, t, 0.3 if kl else 0.0), abs=1e-6
+        )
+
+
+CORRECTIONS: dict[str, tuple[CorrectionConfig, bool]] = {
+    "weights of tokens": (TruncatedCorrectionConfig(name="tis", low=0.8, high=1.1), False),
+    "what is left out": (
+        NoCorrectionConfig(sequence_mask=SequenceMaskConfig(low=0.95, high=1.05), divisor="kept"),
+        True,
+    ),
+    "what has a weight of 0": (MaskedCorrectionConfig(name="mis", high=1.05), False),
+}
+
+
+@pytest.mark.parametrize("case", CORRECTIONS)
+def test_the_optimal_baseline_of_corrected_tokens(case):
+    """Energies are multiplied by squared weights; what leaves the loss leaves the baseline."""
+    correction, leaves = CORRECTIONS[case]
+    batch = compared_batch(2)
+
+    def ratio(i: int) -> float:
+        return math.exp(batch.old_logprobs[i].item() - batch.logprobs[i].item())
+
+    def weight(i: int) -> float:
+        if correction.name == "tis":
+            return min(max(ratio(i), 0.8), 1.1)
+        return ratio(i) * (ratio(i) <= 1.05) if correction.name == "mis" else 1.0
+
+    def kept(places: list[int]) -> bool:
+        mean = math.exp(sum(math.log(ratio(i)) for i in places) / max(len(places), 1))
+        return not leaves or 0.95 <= mean <= 1.05
+
+    found = TokenEstimator(OTB, None, correction, SAMPLED)(batch, one_rank)
+    expected = baselines_by_loops(batch, 0.0, weight, kept)
+    torch.testing.assert_close(found.advantages, torch.tensor(expected), atol=1e-6, rtol=1e-6)
+    if leaves:
+        assert 0 < sum(kept(places) for places in sampled(batch) if places) < 4
+
+
+def test_energies_of_certain_tokens_are_not_negative():
+    """A token of probability 1 by rounded logprobs has no energy, and the rest of the group the baseline."""
+    batch = batch_of(((1, 2), (1, 2)))
+    certain = replace(
+        batch,
+        groups=batch.spread((0, 0), torch.int64),
+        old_logprobs=torch.zeros(6),
+        old_collisions=torch.full((6,), 1 - 3e-7),
+    )
+    found = TokenEstimator(OTB, None, longest=(2,))(certain, one_rank)
+    assert found.advantages.isfinite().all()
+    half = torch.tensor([0.0, math.log(0.5), 0.0, 0.0, 0.0, 0.0])
+    uncertain = replace(certain, old_logprobs=half, old_collisions=torch.where(half < 0, 0.5, 1.0))
+    found = TokenEstimator(OTB, None, longest=(2,))(uncertain, one_rank)
+    for t in range(2):  # the first sequence alone has energy
+        assert found.advantages[1 + t].item() == pytest.approx(0.0, abs=1e-6)
+        expected = returns_of(batch, [4, 5], t, 0.0) - returns_of(batch, [1, 2], t, 0.0)
+        assert found.advantages[4 + t].item() == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     "config",
     [
+        OTB,
         GaeConfig(name="gae", lam=0.9, length_adaptive_alpha=0.3),
         TurnGaeConfig(name="turn_gae", gamma=0.9),
         BiLevelGaeConfig(name="bi_level_gae", turn_gamma=0.9),
@@ -227,8 +361,8 @@ def test_returns_of_tokens_whitened_over_the_batch():
 @pytest.mark.parametrize("parts", [((0, 2), (1, 3, 4)), ((3,), (0, 1, 2, 4))])
 def test_data_parallel_ranks_have_the_advantages_of_one_process(config, parts):
     """Also where a rank has nothing that was sampled."""
-    whole = batch_of()
-    alone = TokenEstimator(config, KL)(whole, one_rank)
+    whole = compared_batch()
+    alone = TokenEstimator(config, KL, longest=SAMPLED)(whole, one_rank)
     rows = alone.advantages.split(whole.lengths)
     barrier, slots = Barrier(len(parts)), {}
 
@@ -240,7 +374,7 @@ def test_data_parallel_ranks_have_the_advantages_of_one_process(config, parts):
             barrier.wait()
             return total
 
-        return TokenEstimator(config, KL)(whole.select(list(parts[number])), over_ranks)
+        return TokenEstimator(config, KL, longest=SAMPLED)(whole.select(list(parts[number])), over_ranks)
 
     with ThreadPoolExecutor(len(parts)) as ranks:
         found = list(ranks.map(rank, range(len(parts))))

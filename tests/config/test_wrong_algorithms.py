@@ -44,6 +44,36 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         1,
         "a trajectory alone in its group has advantage 0",
     ),
+    "tokens of groups of one": (
+        ["algorithm.name=otb", ALONE],
+        "algorithm.num_generations_per_prompt",
+        1,
+        "a trajectory alone in its group has no baseline; set it to 2 or more, or use `token_returns`",
+    ),
+    "probabilities that the engine does not give": (
+        ["algorithm.name=otb", "algorithm.correction={form: bypass}"],
+        "algorithm.correction.form",
+        "bypass",
+        "`otb` takes probabilities of the old policy",
+    ),
+    "a ratio of sequences with advantages of tokens": (
+        ["algorithm.name=otb", "algorithm.loss={name: gspo}"],
+        "algorithm.loss.name",
+        "gspo",
+        "`otb` has several advantages in a sequence",
+    ),
+    "a mean of no weights": (
+        ["algorithm.correction={normalize: true}"],
+        "algorithm.correction.normalize",
+        True,
+        "there are no weights; remove this, or use `tis`",
+    ),
+    "a mean of weights that a ratio has": (
+        ["algorithm.correction={name: mis, form: bypass, normalize: true}"],
+        "algorithm.correction.normalize",
+        True,
+        "in the bypass form the ratio of `clip` weighs tokens; remove this",
+    ),
     "a likelihood that counts nothing": (
         ["algorithm.likelihood={min_reward: 0.5}"],
         "algorithm.likelihood.min_reward",

@@ -448,6 +448,7 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         f"{_A}.kl_loss_type": (VERL | {f"{_A}.use_kl_loss": True}, "low_var_kl", "mse"),
         "algorithm.kl_ctrl.kl_coef": (VERL | {"algorithm.use_kl_in_reward": True}, 0.1, 0.2),
         f"{_C}.rollout_is_threshold": (VERL | {f"{_C}.rollout_is": "token"}, 2.0, "0.5_5.0"),
+        f"{_C}.rollout_is_batch_normalize": (VERL | {f"{_C}.rollout_is": "token"}, False, True),
         f"{_C}.rollout_rs": (VERL | {f"{_C}.rollout_rs_threshold": "0.9_1.1"}, None, "seq_mean_k1"),
         f"{_C}.rollout_rs_threshold": (VERL | {f"{_C}.rollout_rs": "seq_mean_k1"}, "0.9_1.1", "0.8_1.2"),
         f"{_C}.loss_type": (VERL | {f"{_C}.bypass_mode": True}, "ppo_clip", "reinforce"),

@@ -200,6 +200,15 @@ def reference_logprobs(model: PreTrainedModel, batch: PackedBatch, temperature: 
     return logprobs * batch.loss_mask
 
 
+def reference_collisions(model: PreTrainedModel, batch: PackedBatch, temperature: float = 1.0) -> Tensor:
+    """Sums [N] of squared probabilities of the distribution before each token, by transformers' logits."""
+    collisions = torch.zeros(batch.num_tokens)
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        logits = model(batch.tokens[start:end].unsqueeze(0)).logits[0, :-1] / temperature
+        collisions[start + 1 : end] = logits.double().softmax(-1).square().sum(-1).float()
+    return collisions * batch.loss_mask
+
+
 def reference_entropies(model: PreTrainedModel, batch: PackedBatch, temperature: float = 1.0) -> Tensor:
     """Entropies [N] of the distribution before each token by transformers, 0 where the loss mask is False."""
     entropies = torch.zeros(batch.num_tokens)

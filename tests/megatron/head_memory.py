@@ -30,7 +30,7 @@ def main(tokens: int, vocabulary: int, chunk: int, mode: str) -> int:
     with torch.no_grad():  # code and buffers that libraries load with the first product
         token_logprobs(hidden[:8], weight[:8], ids[:8] % 8, VocabularyShard(0, 8, None), **options)
     before = memory("VmRSS")
-    logprobs, entropies = token_logprobs(
+    logprobs, entropies, _ = token_logprobs(
         hidden,
         weight,
         ids,

@@ -75,7 +75,7 @@ def expected(filters, temperature, scale=0.5):
 def computed(filters, temperature, chunk_tokens, dtype, scale=0.5):
     hidden, weight, ids, grads = inputs(scale)
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-    logprobs, entropies = head.token_logprobs(
+    logprobs, entropies, _ = head.token_logprobs(
         *(hidden, weight, ids, WHOLE),
         temperature=temperature,
         chunk_tokens=chunk_tokens,
@@ -114,7 +114,7 @@ def test_the_embedded_engine_samples_from_what_is_kept(filters):
     logits = hidden @ weight[:VOCABULARY].t()
     sampler = Sampler([SamplingParams(0.7, **filters)] * TOKENS, list(range(TOKENS)), torch.device("cpu"))
     sampled = sampler(logits, torch.from_numpy(sampler.uniform_bits([0] * TOKENS)))
-    found, _ = head.token_logprobs(
+    found, *_ = head.token_logprobs(
         *(hidden, weight, sampled.tokens[:, None], WHOLE),
         temperature=0.7,
         chunk_tokens=7,

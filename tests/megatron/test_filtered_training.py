@@ -22,8 +22,10 @@ SGD = {"optimizer": {"name": "sgd", "lr": 1.0, "momentum": 0.0}, "max_grad_norm"
 
 
 def by_formula(model, batch, temperature, filters):
-    """[N] each: filtered logprobs and entropies, which are dropped, and unfiltered logprobs."""
-    logprobs, entropies, complete = (torch.zeros(batch.num_tokens, dtype=torch.float64) for _ in range(3))
+    """[N] each: filtered logprobs, entropies and collisions, which are dropped, and unfiltered logprobs."""
+    logprobs, entropies, collisions, complete = (
+        torch.zeros(batch.num_tokens, dtype=torch.float64) for _ in range(4)
+    )
     dropped = torch.zeros(batch.num_tokens, dtype=torch.bool)
     for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
         tokens = batch.tokens[start:end]
@@ -34,10 +36,11 @@ def by_formula(model, batch, temperature, filters):
         log_p = torch.where(kept, logits - total, 0.0)
         logprobs[places] = log_p.gather(1, ids).squeeze(1)
         entropies[places] = -torch.where(kept, log_p.exp() * log_p, 0.0).sum(-1)
+        collisions[places] = torch.where(kept, log_p.exp() ** 2, 0.0).sum(-1)
         complete[places] = logits.log_softmax(-1).gather(1, ids).squeeze(1)
         dropped[places] = ~kept.gather(1, ids).squeeze(1)
     mask = batch.loss_mask
-    return logprobs * mask, entropies * mask, dropped & mask, complete * mask
+    return logprobs * mask, entropies * mask, collisions * mask, dropped & mask, complete * mask
 
 
 @pytest.fixture
@@ -50,18 +53,19 @@ def test_logprobs_before_the_update_are_filtered_and_those_of_the_reference_are_
     batch = ragged_batch()
     filters = {"top_k": FILTERS.top_k, "top_p": FILTERS.top_p}
     with torch.no_grad():
-        logprobs, entropies, dropped, complete = by_formula(
+        logprobs, entropies, collisions, dropped, complete = by_formula(
             model("llama")[0], batch, FILTERS.temperature, filters
         )
     assert 0.1 < dropped.sum() / batch.loss_mask.sum() < 0.9
     assert (logprobs[dropped] == 0).all()
 
     worker.load_batch(batch)
-    stats = worker.compute_logprobs(ALL, old=True, reference=True, entropy=True)
+    stats = worker.compute_logprobs(ALL, old=True, reference=True, entropy=True, collision=True)
 
     found = worker.batch
     torch.testing.assert_close(found.old_logprobs.double(), logprobs, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.old_entropies.double(), entropies, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.old_collisions.double(), collisions, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.reference_logprobs.double(), complete, atol=1e-5, rtol=0)
     gaps = (logprobs - batch.logprobs)[batch.loss_mask].abs()  # of a dropped token the engine's logprob
     assert stats.gap_mean == pytest.approx(gaps.mean().item(), rel=1e-5)
@@ -76,7 +80,7 @@ def test_an_update_is_that_of_the_formula(worker, model, sampled_by):
     loss = PolicyLoss(ClipLossConfig(), kl, entropy_coefficient=0.1)
     theirs, batch = model("llama")[0], ragged_batch()
     filters = {"top_k": FILTERS.top_k, "top_p": FILTERS.top_p}
-    logprobs, entropies, dropped, complete = by_formula(theirs, batch, FILTERS.temperature, filters)
+    logprobs, entropies, _, dropped, complete = by_formula(theirs, batch, FILTERS.temperature, filters)
     noise = torch.randn(2, batch.num_tokens, generator=torch.Generator().manual_seed(0)) * 0.1
     old = torch.where(dropped, 0.0, (logprobs.detach() + noise[0]).float()) * batch.loss_mask
     reference = (complete.detach() + noise[1]).float() * batch.loss_mask

@@ -19,7 +19,7 @@ WHOLE = VocabularyShard(start=0, num_real=VOCABULARY, group=None)
 
 def token_logprobs(hidden, weight, labels, shard, **options):
     """Of one id for each hidden state."""
-    logprobs, entropies = head.token_logprobs(hidden, weight, labels[:, None], shard, **options)
+    logprobs, entropies, _ = head.token_logprobs(hidden, weight, labels[:, None], shard, **options)
     return logprobs.squeeze(1), entropies
 
 
@@ -56,6 +56,24 @@ def test_any_chunk_size_equals_log_softmax(chunk_tokens, temperature):
 
     for mine, its in zip((logprobs, entropies, hidden.grad, weight.grad), expected(temperature), strict=True):
         torch.testing.assert_close(mine.double(), its, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, 13])
+def test_collisions_are_sums_of_squared_probabilities_without_a_gradient(chunk_tokens):
+    hidden, weight, labels, grads = inputs()
+    hidden.requires_grad_()
+    options = {"temperature": 0.7, "chunk_tokens": chunk_tokens, "entropy": False, "collision": True}
+    found = head.token_logprobs(hidden, weight, labels[:, None], WHOLE, **options)
+    p = (hidden.detach().double() @ weight[:VOCABULARY].double().t() / 0.7).softmax(-1)
+    torch.testing.assert_close(found.collisions.double(), (p * p).sum(-1), atol=1e-6, rtol=1e-6)
+    assert found.entropies is None
+    assert not found.collisions.requires_grad
+
+    (grads[0] * found.logprobs.squeeze(1)).sum().backward()
+    alone = inputs()[0].requires_grad_()
+    logprobs, _ = token_logprobs(alone, weight, labels, WHOLE, **options | {"collision": False})
+    (grads[0] * logprobs).sum().backward()
+    assert torch.equal(hidden.grad, alone.grad)
 
 
 def test_many_chunks_round_no_more_than_one_in_bfloat16():

@@ -64,7 +64,7 @@ def computed(model: Model, start_here: Start) -> Computed:
         worker = start_here(config, filters=filters)
         micro_batches = [[0, 2, 4, 6, 1], [3, 5, 7]]
         worker.load_batch(batch)
-        worker.compute_logprobs(micro_batches, old=True, reference=False, entropy=True)
+        worker.compute_logprobs(micro_batches, old=True, reference=False, entropy=True, collision=True)
         stats = worker.train(micro_batches, LOSS)
         grads = [
             parameter.main_grad.flatten().clone()
@@ -76,6 +76,7 @@ def computed(model: Model, start_here: Start) -> Computed:
         return {
             "logprobs": worker.batch.old_logprobs,
             "entropies": worker.batch.old_entropies,
+            "collisions": worker.batch.old_collisions,
             "gradients": torch.cat(grads),
             "stats": stats,
             "shape": worker._shape,
@@ -86,7 +87,7 @@ def computed(model: Model, start_here: Start) -> Computed:
 
 def assert_equal(shared: dict[str, Any], apart: dict[str, Any]) -> None:
     """Within what float32 and sums in another order change."""
-    for name in ("logprobs", "entropies"):
+    for name in ("logprobs", "entropies", "collisions"):
         torch.testing.assert_close(shared[name], apart[name], atol=1e-5, rtol=1e-5)
     gradients = apart["gradients"]
     assert (shared["gradients"] - gradients).norm() <= 1e-4 * gradients.norm()

@@ -32,7 +32,7 @@ def test_logprobs_of_several_tokens_equal_log_softmax_with_its_gradient(chunk_to
     (grads * log_p.gather(1, ids)).sum().backward()
     hidden.requires_grad_()
     weight.requires_grad_()
-    found, entropies = token_logprobs(
+    found, entropies, _ = token_logprobs(
         hidden, weight, ids, WHOLE, temperature=temperature, chunk_tokens=chunk_tokens, entropy=True
     )
     (grads * found).sum().backward()
@@ -54,7 +54,7 @@ def test_nothing_to_score():
     hidden, weight, *_ = inputs()
     nothing = torch.zeros((0, 4), dtype=torch.long)
     options = {"temperature": 1.0, "chunk_tokens": 4}
-    found, entropies = token_logprobs(hidden[:0], weight, nothing, WHOLE, **options, entropy=True)
+    found, entropies, _ = token_logprobs(hidden[:0], weight, nothing, WHOLE, **options, entropy=True)
     assert found.shape == (0, 4)
     assert entropies.shape == (0,)
     assert top_logprobs(hidden[:0], weight, 2, WHOLE, **options)[0].shape == (0, 2)
@@ -69,6 +69,8 @@ def test_two_ranks_agree_with_one(pool):
         assert torch.equal(rank["top_ids"], alone["top_ids"])
         for name in ("top", "logprobs", "entropies"):
             torch.testing.assert_close(rank[name], alone[name], atol=1e-5, rtol=1e-5)
+        squares = log_softmax(hidden.double(), weight.double(), 0.7).exp().square().sum(-1)
+        torch.testing.assert_close(rank["collisions"].double(), squares, atol=1e-6, rtol=1e-6)
     # Each has the gradient of its own columns.
     hidden_grad = both[0]["hidden_grad"] + both[1]["hidden_grad"]
     torch.testing.assert_close(hidden_grad, alone["hidden_grad"], atol=1e-5, rtol=1e-5)

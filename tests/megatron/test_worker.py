@@ -19,6 +19,7 @@ from tests.megatron.examples import (
     layout,
     policy_config,
     ragged_batch,
+    reference_collisions,
     reference_entropies,
     reference_logprobs,
 )
@@ -62,6 +63,25 @@ def test_logprobs_equal_transformers(worker, model, family, temperature):
     assert stats.gap_mean == pytest.approx(gaps.mean().item(), rel=1e-4)
     assert stats.gap_max == pytest.approx(gaps.max().item(), rel=1e-4)
     assert stats.num_tokens == int(batch.loss_mask.sum())
+
+
+def collisions_of(rank, world_size, rendezvous, config, batch):
+    worker = start_worker(rank, world_size, rendezvous, config)
+    worker.load_batch(batch)
+    micro_batches = partition(batch.num_sequences, 3)
+    worker.compute_logprobs(micro_batches, old=True, reference=False, collision=True)
+    worker.close()
+    return worker.batch
+
+
+@pytest.mark.parametrize("where", [layout(tp=2, sp=True), layout(cp=2), layout(pp=2)], ids=["TP2", "CP2", "PP2"])
+def test_collisions_are_those_of_whole_logits_in_every_layout(pool, model, where):
+    original, folder = model("llama")
+    batch = ragged_batch()
+    expected = reference_collisions(original, batch)
+    for found in pool.run(where.world_size, collisions_of, policy_config(folder, layout=where), batch):
+        torch.testing.assert_close(found.old_collisions, expected, atol=1e-5, rtol=0)
+        assert found.old_entropies is None
 
 
 def test_a_step_of_sgd_equals_transformers(worker, model):

@@ -49,15 +49,19 @@ def heads_over_ranks(
     """Both functions of the head, with this rank's columns of the weight."""
     with shard_of(rank, world_size, rendezvous, hidden, weight, vocabulary) as (shard, own, mine):
         options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 4}
-        found, entropies = token_logprobs(mine, own, ids, shard, **options, entropy=True)
+        found, entropies, collisions = token_logprobs(
+            mine, own, ids, shard, **options, entropy=True, collision=True
+        )
         (grads * found).sum().backward()
         top_ids, top = top_logprobs(hidden, own, k, shard, **options)
         assert mine.grad is not None
         assert own.grad is not None
         assert entropies is not None
+        assert collisions is not None
         return {
             "logprobs": found.detach(),
             "entropies": entropies.detach(),
+            "collisions": collisions,
             "hidden_grad": mine.grad,
             "weight_grad": own.grad,
             "top_ids": top_ids,
@@ -122,7 +126,7 @@ def filtered_heads_over_ranks(
     try:
         with shard_of(rank, world_size, rendezvous, hidden, weight, vocabulary) as (shard, own, mine):
             options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 16, "filters": filters}
-            found, entropies = token_logprobs(mine, own, ids, shard, **options, entropy=True)
+            found, entropies, _ = token_logprobs(mine, own, ids, shard, **options, entropy=True)
             assert entropies is not None
             taken = found.masked_fill(found.isneginf(), 0.0)
             ((grads[0] * taken).sum() + (grads[1, :, 0] * entropies).sum()).backward()

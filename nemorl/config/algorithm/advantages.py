@@ -17,6 +17,7 @@ class AdvantageBase(Config):
     per_token: ClassVar[bool] = False  # policy workers compute an advantage for each token
     per_turn: ClassVar[bool] = False  # tokens of different turns have different advantages
     needs_values: ClassVar[bool] = False  # of a critic, at each token
+    needs_collisions: ClassVar[bool] = False  # sums of squared probabilities of the old policy, at each token
     needs_group: ClassVar[bool] = False  # compares the trajectories of a task with each other
     needs_greedy_sample: ClassVar[bool] = False  # of each task
     uses_reward_sum: ClassVar[bool] = True  # so that a divergence can be subtracted from it
@@ -36,6 +37,9 @@ class AdvantageBase(Config):
 class TokenAdvantageBase(AdvantageBase):
     per_token: ClassVar[bool] = True
     per_turn: ClassVar[bool] = True
+
+
+class WhitenedAdvantageBase(TokenAdvantageBase):
     needs_values: ClassVar[bool] = True
     whiten: bool = True
     """Shift and scale the advantages to mean 0 and variance 1 over the sampled tokens of the batch."""
@@ -49,7 +53,7 @@ class TokenAdvantageBase(AdvantageBase):
             yield from self.without_effect(("variance",), reason)
 
 
-class GaeConfig(TokenAdvantageBase):
+class GaeConfig(WhitenedAdvantageBase):
     """Generalized advantage estimation over sampled tokens (Schulman et al. 2015, arXiv 1506.02438)."""
 
     name: Literal["gae"]
@@ -69,7 +73,7 @@ class GaeConfig(TokenAdvantageBase):
             yield from self.without_effect(("lam",), reason)
 
 
-class TurnGaeConfig(TokenAdvantageBase):
+class TurnGaeConfig(WhitenedAdvantageBase):
     """GAE in which a turn is one action; all its tokens have its advantage."""
 
     name: Literal["turn_gae"]
@@ -79,7 +83,7 @@ class TurnGaeConfig(TokenAdvantageBase):
     """Lambda over turns."""
 
 
-class BiLevelGaeConfig(TokenAdvantageBase):
+class BiLevelGaeConfig(WhitenedAdvantageBase):
     """GAE over turns, and inside each turn over its tokens (VAGEN, arXiv 2510.16907)."""
 
     name: Literal["bi_level_gae"]
@@ -93,13 +97,21 @@ class BiLevelGaeConfig(TokenAdvantageBase):
     """Lambda over turns."""
 
 
-class TokenReturnsConfig(TokenAdvantageBase):
+class TokenReturnsConfig(WhitenedAdvantageBase):
     """The sum of rewards from each token on, without a critic (REINFORCE++, arXiv 2501.03262)."""
 
     needs_values: ClassVar[bool] = False
     name: Literal["token_returns"]
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount from one sampled token to the next."""
+
+
+class OptimalTokenBaselineConfig(TokenAdvantageBase):
+    """A baseline of the group for each token, weighted by squared gradients (OTB, arXiv 2602.07078)."""
+
+    needs_collisions: ClassVar[bool] = True
+    needs_group: ClassVar[bool] = True
+    name: Literal["otb"]
 
 
 class GroupRelativeBase(AdvantageBase):
@@ -256,7 +268,8 @@ _WithMean = GroupAdvantageConfig | ReinforceAdvantageConfig | GroupThenBatchAdva
 _WithBaseline = _WithMean | RemaxAdvantageConfig | OptimalBaselineAdvantageConfig | GpgAdvantageConfig
 _Other = GdpoAdvantageConfig | PassAtKAdvantageConfig | TurnAdvantageConfig | CustomAdvantageConfig
 OfGroupsConfig = _WithBaseline | _Other
-OfTokensConfig = GaeConfig | TurnGaeConfig | BiLevelGaeConfig | TokenReturnsConfig
+_WithCritic = GaeConfig | TurnGaeConfig | BiLevelGaeConfig
+OfTokensConfig = _WithCritic | TokenReturnsConfig | OptimalTokenBaselineConfig
 
 AdvantageConfig = Annotated[OfGroupsConfig | OfTokensConfig, Variants(GroupAdvantageConfig)]
 
@@ -276,6 +289,7 @@ PRESETS = {
     "grpo": online_preset("Group relative policy optimization", "2402.03300"),
     "mt_grpo": online_preset("GRPO with an advantage for each turn", "2505.11821", "turn"),
     "opo": online_preset("On-policy RL with the optimal baseline", "2505.23585", "opo", _REINFORCE),
+    "otb": online_preset("GRPO with the optimal baseline of each token", "2602.07078", "otb"),
     "pass_at_k": online_preset("Training on pass@k", "2508.10751", "pass_at_k"),
     "ppo": online_preset("Proximal policy optimization with a critic", "1707.06347", "gae", **_PPO),
     "reinforce": online_preset(

@@ -305,6 +305,10 @@ class CorrectionBase(Config):  # docs/off_policy.md has the formulas
     """What divides the loss: all sampled tokens, also those left out, which keep divergence and entropy; or,
     as in verl, those that the bounds of `mis` and `icepop` and `sequence_mask` keep: others have no term."""
 
+    normalize: bool = Field(False, json_schema_extra=EXPERT)
+    """Divide the weights of `tis`, `mis` or `icepop` by their mean over the step, of its tokens or, by level,
+    of its sequences, with the policy before the updates. verl: `rollout_is_batch_normalize`."""
+
     @property
     def leaves_out(self) -> bool:
         """True if tokens may have no loss because old policy and engine differ."""
@@ -342,6 +346,11 @@ class CorrectionBase(Config):  # docs/off_policy.md has the formulas
             field, value, bound = ("low", low, "at most") if low > 1 else ("high", high, "at least")
             fix = f"set it to {bound} 1, the weight of a token on which engine and trainer agree"
             yield Problem(field, value, fix)
+
+    @check
+    def _weights_have_a_mean(self) -> Problems:
+        if self.normalize and not self.weighs:
+            yield Problem("normalize", True, "there are no weights; remove this, or use `tis`, `mis` or `icepop`")
 
     @check
     def _divisor_differs(self) -> Problems:
@@ -573,16 +582,21 @@ class OnlineConfig(MinibatchesBase):
         """True if the policy's logprobs before the first update have to be computed.
 
         A single update sees the weights before it, so its own logprobs are the old ones, unless the loss
-        selects among all tokens before it computes any, by covariance or by entropy, or is divided by those
-        that the correction keeps. Several updates need the pass if a ratio, a weight or a mask is relative to
+        selects among all tokens before it computes any, by covariance or by entropy, is divided by those that
+        the correction keeps, or by the mean of its weights. Several updates need the pass if a ratio, a weight or a mask is relative to
         the old policy; in the bypass form of the correction the engine's logprobs are the old ones.
         """
         of_kl = self.kl.importance_weighted and self.kl.sampled_by == "old"
         compared = self.loss.has_ratio or self.correction.compares or of_kl
         before_all = self.loss.selects_tokens or self.correction.divisor == "kept"
         needed = before_all or (self.updates_per_step > 1 and compared)
-        by_entropy = self.loss.selects_by_entropy
-        return self.kl_in_reward or by_entropy or (needed and self.correction.form == "decoupled")
+        in_all_forms = (
+            self.kl_in_reward
+            or self.loss.selects_by_entropy
+            or self.advantage.needs_collisions
+            or self.correction.normalize
+        )
+        return in_all_forms or (needed and self.correction.form == "decoupled")
 
     @check
     def _kl_settings_are_used(self) -> Problems:
@@ -614,6 +628,9 @@ class OnlineConfig(MinibatchesBase):
             ratio = f"the ratio of `{loss.name}` is relative to the engine, and weighs each token"
             fix = f"in the bypass form {ratio}; use `mis` or `icepop`, or form `decoupled`"
             yield Problem("correction.name", correction.name, fix)
+        if correction.normalize and loss.has_ratio:
+            fix = f"in the bypass form the ratio of `{loss.name}` weighs tokens; remove this"
+            yield Problem("correction.normalize", True, fix)
         if not correction.changes_terms and not loss.has_ratio:
             fix = f"`{loss.name}` has no ratio to the engine; remove it, or use `tis`"
             yield Problem("correction.form", correction.form, fix)
@@ -622,11 +639,20 @@ class OnlineConfig(MinibatchesBase):
     def _groups_can_be_compared(self) -> Problems:
         members = self.num_generations_per_prompt
         if self.advantage.needs_group and members == 1 and self.compares == "samples":
-            fix = "a trajectory alone in its group has advantage 0; set it to 2 or more, or use `reinforce`"
+            what, other = "advantage 0", "reinforce"
+            if self.advantage.per_token:
+                what, other = "no baseline", "token_returns"
+            fix = f"a trajectory alone in its group has {what}; set it to 2 or more, or use `{other}`"
             yield Problem("num_generations_per_prompt", 1, fix)
         if isinstance(self.advantage, PassAtKAdvantageConfig) and 1 < members <= self.advantage.k:
             fix = f"in a group of {members} all sets of it have the same reward; use less, or larger groups"
             yield Problem("advantage.k", self.advantage.k, fix)
+
+    @check
+    def _old_policy_is_computed(self) -> Problems:
+        if self.advantage.needs_collisions and self.correction.form == "bypass":
+            fix = f"`{self.advantage.name}` takes probabilities of the old policy, here the engine, which gives"
+            yield Problem("correction.form", "bypass", f"{fix} those of its tokens only; use `decoupled`")
 
     @check
     def _branches_can_be_compared(self) -> Problems:

@@ -91,7 +91,7 @@ def test_filtered_logprobs_are_the_trainers(one: Any, dense: Any, filters: dict[
         tokens = torch.tensor([*asked.prompt.tolist(), *got.tokens.tolist()])
         with torch.no_grad():
             hidden = network.model(tokens.unsqueeze(0)).last_hidden_state[0, len(asked.prompt) - 1 : -1]
-        theirs, _ = token_logprobs(
+        theirs, *_ = token_logprobs(
             *(hidden, network.lm_head.weight.detach(), tokens[len(asked.prompt) :, None], shard),
             temperature=0.9,
             chunk_tokens=64,
