@@ -208,12 +208,8 @@ class TokenEstimator:
         penalties = torch.zeros(batch.num_tokens)
         if self.kl is not None:
             penalties = self.kl.coefficient * kl_of_tokens(batch, self.kl)
-        rewards = tokens.table(batch.rewards)
-        if isinstance(self.config, configs.OptimalTokenBaselineConfig):
-            of_tokens = discounted_sums(rewards - tokens.table(penalties), 1.0)
-            table, returns = of_tokens - self._baselines(tokens, of_tokens, sum_over_ranks), None
-        else:
-            table, returns = self._estimate(tokens, rewards, tokens.table(penalties))
+        terms = tokens.table(batch.rewards), tokens.table(penalties)
+        table, returns = self._estimate(tokens, *terms, sum_over_ranks)
         advantages = tokens.spread(table)
 
         # Metrics of the advantages before they are whitened, and of the penalty of a trajectory.
@@ -250,11 +246,14 @@ class TokenEstimator:
         return optimal_baselines(returns, weights, is_compared, places, int(sizes.sum()), sum_over_ranks)
 
     def _estimate(
-        self, tokens: SampledTokens, rewards: Tensor, penalties: Tensor
+        self, tokens: SampledTokens, rewards: Tensor, penalties: Tensor, sum_over_ranks: SumOverRanks
     ) -> tuple[Tensor, Tensor | None]:  # advantages, and what the critic learns, both [S, L]
         config = self.config
         if isinstance(config, configs.TokenReturnsConfig):
             return discounted_sums(rewards - penalties, config.gamma), None
+        if isinstance(config, configs.OptimalTokenBaselineConfig):
+            to_come = discounted_sums(rewards - penalties, 1.0)
+            return to_come - self._baselines(tokens, to_come, sum_over_ranks), None
         assert tokens.batch.values is not None, "these advantages require a critic's values"
         # Of the state in which each token is chosen; no sequence begins with a sampled token.
         values = tokens.table(tokens.batch.values.roll(1))

@@ -90,6 +90,18 @@ def interleaved_stages_have_work(policy: PolicyConfig, algorithm: AlgorithmConfi
 
 
 @check
+def choices_of_experts_can_be_replayed(policy: PolicyConfig, algorithm: AlgorithmConfig) -> Problems:
+    if not policy.moe.update_replay:
+        return
+    field = "policy.moe.update_replay"
+    if not (isinstance(algorithm, OnlineConfig) and algorithm.needs_old_logprobs):
+        yield Problem(field, True, "no pass for old logprobs chooses experts (docs/off_policy.md); remove this")
+    elif algorithm.updates_per_step == 1:
+        fix = "the only update of a step has the weights of that pass; raise algorithm.num_minibatches"
+        yield Problem(field, True, f"{fix}, or remove this")
+
+
+@check
 def turn_and_cache_fit_sequence(
     policy: PolicyConfig, generation: GenerationConfig, algorithm: AlgorithmConfig
 ) -> Problems:

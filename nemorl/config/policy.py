@@ -412,6 +412,14 @@ class MoeConfig(Config):
     router_replay: bool = False
     """Compute the policy's logprobs and gradients with the experts that were chosen when sampling, where the
     generation back end returns them."""
+    update_replay: bool = False
+    """Compute gradients with the experts that the pass for old logprobs chose (arXiv 2507.18071, 5.3)."""
+
+    @check
+    def _choices_come_from_one_pass(self) -> Problems:
+        if self.router_replay and self.update_replay:
+            fix = "with router_replay all passes have the experts of sampling; remove one of the two"
+            yield Problem("update_replay", True, fix)
 
 
 class MultiTokenPredictionConfig(Config):

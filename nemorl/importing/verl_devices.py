@@ -163,13 +163,18 @@ def lora(x: Origin) -> Fields:
 
 def router(x: Origin) -> Fields:
     fields: dict[str, Any] = {}
-    for section in (ACTOR, MEGATRON, VEOMNI):
-        if x.get(f"{section}.router_replay.mode") == "R2":
-            why = "updates choose experts by their own weights, and not as the pass for old logprobs did"
-            x.lost(f"{section}.router_replay.mode", why)
-    modes = (x.get(f"{section}.router_replay.mode", "disabled") for section in (ACTOR, MEGATRON, VEOMNI))
-    if any(mode == "R3" for mode in modes) or x.get(f"{ROLLOUT}.enable_rollout_routing_replay", False):
+    modes = {
+        x.get(key, "disabled"): key
+        for key in (f"{section}.router_replay.mode" for section in (ACTOR, MEGATRON, VEOMNI))
+    }
+    if "R3" in modes or x.get(f"{ROLLOUT}.enable_rollout_routing_replay", False):
         fields["policy.moe.router_replay"] = True
+    # A single update has the weights of the pass for old logprobs, and so chooses the same experts.
+    elif "R2" in modes and learning.updates(x) * x.get(f"{ACTOR}.ppo_epochs") > 1:
+        if learning.computes_old_logprobs(x):
+            fields["policy.moe.update_replay"] = True
+        else:
+            x.lost(modes["R2"], "there is no pass for old logprobs, whose experts updates could have")
     if x.get(f"{MODEL}.override_config.moe_config.freeze_moe_router", False):
         fields["policy.moe.freeze_router"] = True
     kind = str(x.get(f"{TRANSFORMER}.moe_router_load_balancing_type", "aux_loss")).strip('"')

@@ -241,6 +241,12 @@ def correction(x: Origin) -> Fields:
     return {"algorithm.correction": section} if section else {}
 
 
+def computes_old_logprobs(x: Origin) -> bool:
+    """True if several updates of a step compare themselves with the policy before them."""
+    with_ratio = x.get(f"{ACTOR}.policy_loss.loss_mode") != "gpg"
+    return with_ratio and not (distills(x) or x.get(f"{CORRECTION}.bypass_mode", False))
+
+
 def criteria(x: Origin) -> list[tuple[str, float, float]]:
     """Those of `rollout_rs`, once each, with their bounds; 0 for no lower one. Raises `CannotImport`."""
     key, of_bounds = f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"

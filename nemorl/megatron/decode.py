@@ -38,6 +38,7 @@ from nemorl.models.kv_cache import (
 from . import packing
 from .head import columns_of_all_ranks
 from .model import PolicyModel
+from .moe import experts_of_rank
 
 
 class CachedModel:
@@ -111,7 +112,12 @@ class CachedModel:
         if not self._is_last:
             dist.send(hidden, parallel_state.get_pipeline_model_parallel_next_rank(), group=stages)
         if cached is not None and self._kept_experts is not None:
-            cached.keep(packing.EXPERTS, self._chosen_experts(step, self._kept_experts))
+            assert step.layout.routing is not None
+            experts = experts_of_rank(
+                *(step.layout.routing, step.tokens.numel(), self._kept_experts),
+                sequence_parallel=config.sequence_parallel,
+            )
+            cached.keep(packing.EXPERTS, experts.to(torch.int16))
         if not self._is_last:
             return None
         if config.sequence_parallel:
@@ -140,18 +146,6 @@ class CachedModel:
                 (places < n).int(), torch.zeros_like(places), nothing[None], nothing, chosen=chosen
             )
         return packing.ModelInput(tokens.unsqueeze(0), positions.unsqueeze(0), layout)
-
-    def _chosen_experts(self, step: packing.ModelInput, size: tuple[int, int]) -> Tensor:
-        """[n, MoE layers, top_k] of all tokens and layers, which are spread over the ranks of the copy."""
-        assert step.layout.routing is not None
-        experts = torch.full((step.tokens.numel(), *size), -1, dtype=torch.int32, device=self._device)
-        rank = parallel_state.get_tensor_model_parallel_rank() if self._model.config.sequence_parallel else 0
-        for layer, chosen in (step.layout.routing.chosen or {}).items():
-            experts[len(chosen) * rank : len(chosen) * (rank + 1), layer] = chosen.to(torch.int32)
-        group = parallel_state.get_model_parallel_group()
-        if group.size() > 1:
-            dist.all_reduce(experts, op=dist.ReduceOp.MAX, group=group)
-        return experts.to(torch.int16)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] float32 of hidden states [n, H], on all tensor-parallel ranks."""

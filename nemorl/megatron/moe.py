@@ -1,6 +1,6 @@
 """Layers with experts, and their router in reinforcement learning: replay, an exact balance loss, counts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from nemorl.config.policy import MoeConfig, PolicyConfig
 from nemorl.models.shape import ModelShape
 
 from .compatibility import expert_parts
-from .packing import PackedLayout, TokenRouting
+from .packing import MicroBatch, PackedLayout, TokenRouting
 
 
 class _Choice:
@@ -171,6 +171,46 @@ class Routers:
         if self._config.z_loss_coefficient:
             metrics["loss/router_z"] = float(losses[1]) / self._num_tokens
         return metrics
+
+
+def experts_of_rank(
+    routing: TokenRouting, num_tokens: int, size: tuple[int, int], *, sequence_parallel: bool
+) -> Tensor:
+    """[num_tokens, MoE layers, top_k] int32: what the routers chose for a rank's tokens in a recorded pass.
+
+    `size` (MoE layers, top_k). Tokens and layers are spread over the ranks of the copy, which all call it.
+    """
+    device = routing.uses.device
+    experts = torch.full((num_tokens, *size), -1, dtype=torch.int32, device=device)
+    rank = parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0
+    for layer, chosen in (routing.chosen or {}).items():
+        experts[len(chosen) * rank : len(chosen) * (rank + 1), layer] = chosen.to(torch.int32)
+    group = parallel_state.get_model_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(experts, op=dist.ReduceOp.MAX, group=group)
+    return experts
+
+
+def chosen_experts(
+    num_tokens: int, made: Sequence[MicroBatch], size: tuple[int, int], *, sequence_parallel: bool
+) -> Tensor:
+    """[num_tokens, MoE layers, top_k] int16 on the CPU, of a batch whose micro-batches were recorded.
+
+    -1 for tokens that are in none. All ranks that share the batch call it.
+    """
+    experts = torch.full((num_tokens, *size), -1, dtype=torch.int16)
+    group = parallel_state.get_context_parallel_group()
+    for micro in made:
+        assert micro.layout.routing is not None, "routers are recorded by their micro-batches"
+        of_rank = experts_of_rank(
+            *(micro.layout.routing, micro.tokens.numel(), size), sequence_parallel=sequence_parallel
+        )
+        of_all = of_rank.new_full((micro.batch.num_tokens, *size), -1)
+        of_all[micro.own] = of_rank[micro.local_positions]
+        if group.size() > 1:
+            dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=group)
+        experts[micro.places] = of_all.to(torch.int16).cpu()
+    return experts
 
 
 def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:

@@ -49,7 +49,7 @@ from .guards import guarded_values
 from .kernels import Installed, check_fp8, check_optimizer, choose, recompute_notes
 from .lora import Adapters
 from .model import build_model, local_name
-from .moe import Routers
+from .moe import Routers, chosen_experts
 from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
 from .packing import MicroBatch, MicroBatchMaker, check_batch
 from .profile import StepProfile
@@ -390,7 +390,8 @@ class PolicyWorker:
     ) -> losses.LogprobStats:
         """Fill `old_logprobs` and `reference_logprobs`; the gap to the engine's if `old`.
 
-        Of the old policy also `old_entropies` and `old_collisions`, if asked for. Filters of sampling do not apply to the reference: it would drop tokens that the policy keeps.
+        Of the old policy also `old_entropies` and `old_collisions`, if asked for, and with
+        `policy.moe.update_replay` the experts that it chose, which updates then take. Filters of sampling do not apply to the reference: it would drop tokens that the policy keeps.
         """
         batch, made = self._prepared("compute_logprobs", micro_batches, head="lm")
         if reference:
@@ -400,7 +401,11 @@ class PolicyWorker:
                 made_of = [self._maker.make(unrouted, sequences) for sequences in micro_batches]
             with self._reference_in_place(), stage_range("nemorl: reference logprobs"):
                 batch = replace(batch, reference_logprobs=self._pipeline.outputs(batch, made_of).logprobs)
+        moe = self._shape.moe if self._config.moe.update_replay else None
         if old:
+            for micro in made if moe is not None else ():
+                assert micro.layout.routing is not None, "a model with experts routes"
+                micro.layout.routing = replace(micro.layout.routing, chosen={})
             with stage_range("nemorl: logprobs"):
                 found = self._pipeline.outputs(
                     batch, made, entropy=entropy, collision=collision, filtered=True
@@ -411,6 +416,12 @@ class PolicyWorker:
                 old_entropies=found.entropies,
                 old_collisions=found.collisions,
             )
+            if moe is not None:
+                experts = chosen_experts(
+                    *(batch.num_tokens, made, (self._shape.num_moe_layers, moe.top_k)),
+                    sequence_parallel=self._config.layout.sequence_parallel,
+                )
+                batch = replace(batch, routed_experts=experts)
         self._batch = batch
         stats = logprob_gap(batch, batch.old_logprobs if old else None, self.device)
         own, frozen = self._scoring_flops(made)

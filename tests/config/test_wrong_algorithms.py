@@ -74,6 +74,24 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         True,
         "in the bypass form the ratio of `clip` weighs tokens; remove this",
     ),
+    "experts of two passes": (
+        ["policy.moe={router_replay: true, update_replay: true}", "algorithm.num_minibatches=2"],
+        "policy.moe.update_replay",
+        True,
+        "with router_replay all passes have the experts of sampling; remove one of the two",
+    ),
+    "experts of a pass that is not made": (
+        ["policy.moe={update_replay: true}"],
+        "policy.moe.update_replay",
+        True,
+        "no pass for old logprobs chooses experts",
+    ),
+    "experts of a pass with the weights of the update": (
+        ["policy.moe={update_replay: true}", "algorithm.name=otb"],
+        "policy.moe.update_replay",
+        True,
+        "the only update of a step has the weights of that pass; raise algorithm.num_minibatches",
+    ),
     "a likelihood that counts nothing": (
         ["algorithm.likelihood={min_reward: 0.5}"],
         "algorithm.likelihood.min_reward",

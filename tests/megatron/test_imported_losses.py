@@ -100,6 +100,7 @@ class Padded:
     engine: Tensor
     reference: Tensor
     mask: Tensor
+    collisions: Tensor  # of the old policy
     values: Tensor
     rewards: Tensor
     members: int
@@ -144,13 +145,15 @@ def verl_advantages(x: Padded) -> Tensor:
     return (centered / (groups.std(1, keepdim=True) + 1e-6)).reshape(-1, 1)
 
 
-def verl(x: Padded, kept: Tensor | None = None) -> Tensor:
+def verl(
+    x: Padded, kept: Tensor | None = None, advantages: Tensor | None = None, weights: float | Tensor = 1.0
+) -> Tensor:
     mask = x.mask if kept is None else x.mask * kept
-    advantages = verl_advantages(x)
+    advantages = verl_advantages(x) if advantages is None else advantages
     ratio = (x.logprobs - x.old).clamp(-20, 20).exp()
     first, second = -advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)
     clipped = torch.maximum(first, second)
-    terms = torch.where(advantages < 0, torch.minimum(-advantages * 1.2, clipped), clipped)
+    terms = torch.where(advantages < 0, torch.minimum(-advantages * 1.2, clipped), clipped) * weights
     log = (x.reference - x.logprobs).clamp(-20, 20)
     kl = (log.exp() - log - 1).clamp(-10, 10)
     return ((terms - 0.01 * x.entropies + 0.1 * kl) * mask).sum() / mask.sum()
@@ -162,6 +165,36 @@ def verl_masked(x: Padded) -> Tensor:
     kept = (mean.exp() >= 0.98) & (mean.exp() <= 1.02)
     assert 0 < int(kept.sum()) < len(kept)
     return verl(x, kept)
+
+
+def verl_token_baselines(x: Padded, weights: Tensor | None = None) -> Tensor:
+    """[B, T] by loops over groups and tokens: all rewards are at the last token, so they are all returns."""
+    advantages = torch.zeros_like(x.mask)
+    energies = 1 - 2 * x.old.exp() + x.collisions
+    energies = energies if weights is None else energies * weights**2
+    places = [row.nonzero().squeeze(1).tolist() for row in x.mask]
+    for first in range(0, len(places), x.members):
+        group = range(first, first + x.members)
+        for t in range(max(len(places[i]) for i in group)):
+            present = [i for i in group if len(places[i]) > t]
+            sums = [sum(float(energies[i, j]) for j in places[i][: t + 1]) for i in present]
+            rewards = [float(x.rewards[i]) for i in present]
+            weighed = sum(w * r for w, r in zip(sums, rewards, strict=True))
+            baseline = weighed / (sum(sums) + 1e-8) if len(present) > 1 else 0.0
+            for i, reward in zip(present, rewards, strict=True):
+                advantages[i, places[i][t]] = reward - baseline
+    return advantages
+
+
+def verl_otb(x: Padded) -> Tensor:
+    return verl(x, advantages=verl_token_baselines(x))
+
+
+def verl_otb_weighted(x: Padded) -> Tensor:
+    """Weights are cut, and then divided by their mean over the tokens of the step."""
+    weights = (x.old - x.engine).exp().clamp(max=1.05) * x.mask
+    weights = weights / (weights.sum() / x.mask.sum())
+    return verl(x, advantages=verl_token_baselines(x, weights), weights=weights)
 
 
 def trl(x: Padded) -> Tensor:
@@ -258,6 +291,12 @@ ALONE = {
     "data.train_batch_size": 8,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
 }
+OTB = {"algorithm.adv_estimator": "optimal_token_baseline"}
+NORMALIZED = {
+    "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_is_threshold": 1.05,
+    "algorithm.rollout_correction.rollout_is_batch_normalize": True,
+}
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[Padded], Tensor]]] = {
     "nemo-rl": ("nemo-rl", NEMO_RL, nemo_rl),
     "nemo-rl with the on-policy approximation": (
@@ -268,6 +307,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[Padded], Tensor]]] = {
     "verl": ("verl", VERL, verl),
     "verl with rejected sequences": ("verl", VERL | MASKED, verl_masked),
     "verl with groups of one": ("verl", VERL | ALONE, verl),
+    "verl with a baseline of tokens": ("verl", VERL | OTB, verl_otb),
+    "verl with normalized weights": ("verl", VERL | OTB | NORMALIZED, verl_otb_weighted),
     "openrlhf with normalized groups": (
         "openrlhf",
         OPENRLHF
@@ -353,7 +394,11 @@ def estimated(batch: PackedBatch, algorithm: OnlineConfig) -> PackedBatch:
     rewards = torch.zeros(batch.num_tokens)
     rewards[ends] = torch.tensor(REWARDS).flatten()
     kl = algorithm.kl if algorithm.kl.placement == "reward" else None
-    estimate = TokenEstimator(algorithm.advantage, kl)(replace(batch, rewards=rewards), lambda sums: sums)
+    number, members = batch.num_sequences, algorithm.num_generations_per_prompt
+    groups = batch.spread([place // members for place in range(number)], torch.int64)
+    longest = [max(batch.lengths)] * (number // members)
+    estimator = TokenEstimator(algorithm.advantage, kl, algorithm.correction, longest)
+    estimate = estimator(replace(batch, rewards=rewards, groups=groups), lambda sums: sums)
     return replace(batch, advantages=estimate.advantages)
 
 
@@ -367,7 +412,7 @@ def padded(theirs: Any, batch: PackedBatch, members: int) -> Padded:
             "entropies": -(log.exp() * log).sum(-1),
         }
         row |= {"old": batch.old_logprobs[a + 1 : b], "engine": batch.logprobs[a + 1 : b]}
-        row |= {"values": batch.values[a : b - 1]}
+        row |= {"values": batch.values[a : b - 1], "collisions": batch.old_collisions[a + 1 : b]}
         row |= {"reference": batch.reference_logprobs[a + 1 : b], "mask": batch.loss_mask[a + 1 : b].float()}
         rows.append(row)
     stacked = {
@@ -396,6 +441,7 @@ def test_a_step_equals_the_origin(case, model, start_here, tmp_path):
     batch = replace(
         scored(sampled, algorithm),
         old_logprobs=old,
+        old_collisions=old.exp() ** 2 + 0.7 * (1 - old.exp()) ** 2,
         logprobs=near(old, 0.1),
         reference_logprobs=near(current, 0.5),
         values=near(current, 0.5),

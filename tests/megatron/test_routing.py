@@ -120,6 +120,49 @@ def test_replay_and_balance_do_not_depend_on_the_layout(pool, model, where, reco
             assert mine.experts == pytest.approx(its.experts, rel=1e-5)
 
 
+def own_choices(model, batch):
+    """[N, layers, top_k] of transformers' routers, by their number."""
+    chosen = []
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        logits = model(batch.tokens[start:end].unsqueeze(0), output_router_logits=True).router_logits
+        chosen.append(torch.stack([one.topk(TOP_K).indices.sort().values for one in logits], dim=1))
+    return torch.cat(chosen).to(torch.int16)
+
+
+def updates_of(rank, world_size, rendezvous, config, batch, per_micro_batch):
+    """Two updates on the same sequences, and the experts of the batch before them."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    worker.load_batch(share(batch, rank, config))
+    micro_batches = partition(worker.batch.num_sequences, per_micro_batch)
+    worker.compute_logprobs(micro_batches, old=True, reference=True)
+    steps = [worker.train(micro_batches, LOSS) for _ in range(2)]
+    worker.close()
+    return worker.batch.routed_experts, steps
+
+
+@pytest.mark.parametrize(
+    "where",
+    [layout(), layout(tp=2, sp=True, ep=2), layout(pp=2, vpp=2), layout(cp=2, ep=2)],
+    ids=["alone", "TP2-SP-EP2", "PP2-VPP2", "CP2-EP2"],
+)
+def test_updates_take_the_experts_of_the_pass_for_old_logprobs(pool, model, where):
+    """Transformers' choices, recorded in every layout; the updates are those with the same ones replayed."""
+    original, folder = model("qwen3-moe")
+    batch, fields = ragged_batch(), {"optimizer": AdamConfig(lr=0.05)}
+    chosen = own_choices(original, batch)
+    given = policy_config(folder, moe=MoeConfig(router_replay=True), **fields)
+    ((_, replayed),) = pool.run(1, updates_of, given, replace(batch, routed_experts=chosen), 8)
+    ((_, free),) = pool.run(1, updates_of, policy_config(folder, **fields), batch, 8)
+    config = policy_config(folder, moe=MoeConfig(update_replay=True), layout=where, **fields)
+    for experts, steps in pool.run(where.world_size, updates_of, config, batch, 3):
+        assert torch.equal(experts.sort().values, chosen)
+        for mine, its in zip(steps, replayed, strict=True):
+            assert mine.sums == pytest.approx(its.sums, rel=1e-4, abs=1e-5)
+            assert mine.experts == pytest.approx(its.experts, rel=1e-5)
+    assert replayed[0].grad_norm == pytest.approx(free[0].grad_norm, rel=1e-5)
+    assert replayed[1].experts != pytest.approx(free[1].experts, rel=1e-3)  # the routers have moved
+
+
 def train_on_nothing(rank, world_size, rendezvous, config, batch):
     worker = start_worker(rank, world_size, rendezvous, config)
     worker.load_batch(share(batch, rank, config))

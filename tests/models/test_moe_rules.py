@@ -29,8 +29,10 @@ REPLAY = MoeConfig(router_replay=True)
         (DENSE, {"freeze_router": True}, "freeze_router"),
         (DENSE, {"load_balancing_loss_coefficient": 0.1}, "load_balancing_loss_coefficient"),
         (DENSE, {"router_replay": True}, "router_replay"),
+        (DENSE, {"update_replay": True}, "update_replay"),
         (EXPERTS, {"freeze_router": True}, None),
         (EXPERTS, {"router_replay": True}, None),
+        (EXPERTS, {"update_replay": True}, None),
     ],
 )
 def test_each_setting(shape, fields, refused):

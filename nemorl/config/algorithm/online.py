@@ -304,7 +304,6 @@ class CorrectionBase(Config):  # docs/off_policy.md has the formulas
     divisor: Literal["all", "kept"] = Field("all", json_schema_extra=EXPERT)
     """What divides the loss: all sampled tokens, also those left out, which keep divergence and entropy; or,
     as in verl, those that the bounds of `mis` and `icepop` and `sequence_mask` keep: others have no term."""
-
     normalize: bool = Field(False, json_schema_extra=EXPERT)
     """Divide the weights of `tis`, `mis` or `icepop` by their mean over the step, of its tokens or, by level,
     of its sequences, with the policy before the updates. verl: `rollout_is_batch_normalize`."""
