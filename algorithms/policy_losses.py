@@ -218,8 +218,6 @@ def token_loss(
     return _LOSSES[type(config)](Tokens(batch, logprobs, old, advantages, choice), config)
 
 
-
-
 @dataclass(frozen=True)
 class Choice:
     """The chosen tokens of an update: of a covariance within bounds, and the first of these by `draws`."""

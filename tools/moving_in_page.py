@@ -52,7 +52,8 @@ def _lines(project: str) -> Iterator[str]:
     origin = table(project)
     recipes_done = f"{len(done)} of {len(found)} recipes are imported, with"
     yield f"{origin['origin']} at {origin['commit'][:8]}: {recipes_done}"
-    yield f"{min(shares):.0%} to {max(shares):.0%} of the keys that matter mapped; {complete} lose no key"
+    share = " to ".join(dict.fromkeys(f"{one:.0%}" for one in (min(shares), max(shares))))
+    yield f"{share} of the keys that matter mapped; {complete} lose no key"
     yield "that changes the result."
     yield ""
     yield "| recipe | keys | mapped | changed | no effect on the result | changes the result | which |"

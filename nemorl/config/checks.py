@@ -95,7 +95,8 @@ def choices_of_experts_can_be_replayed(policy: PolicyConfig, algorithm: Algorith
         return
     field = "policy.moe.update_replay"
     if not (isinstance(algorithm, OnlineConfig) and algorithm.needs_old_logprobs):
-        yield Problem(field, True, "no pass for old logprobs chooses experts (docs/off_policy.md); remove this")
+        fix = "no pass for old logprobs chooses experts (docs/off_policy.md); remove this"
+        yield Problem(field, True, fix)
     elif algorithm.updates_per_step == 1:
         fix = "the only update of a step has the weights of that pass; raise algorithm.num_minibatches"
         yield Problem(field, True, f"{fix}, or remove this")

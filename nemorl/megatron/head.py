@@ -106,7 +106,7 @@ def top_logprobs(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Of `ids` [M, C] logprobs, and if each is the likeliest; statistics [M] between them, 0 unless needed."""
+    """Of `ids` [M, C] logprobs, and if each is the likeliest; statistics [M] between, 0 unless needed."""
 
     @staticmethod
     def forward(

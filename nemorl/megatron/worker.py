@@ -391,7 +391,8 @@ class PolicyWorker:
         """Fill `old_logprobs` and `reference_logprobs`; the gap to the engine's if `old`.
 
         Of the old policy also `old_entropies` and `old_collisions`, if asked for, and with
-        `policy.moe.update_replay` the experts that it chose, which updates then take. Filters of sampling do not apply to the reference: it would drop tokens that the policy keeps.
+        `policy.moe.update_replay` the experts that it chose, which updates then take. Filters of sampling do
+        not apply to the reference: it would drop tokens that the policy keeps.
         """
         batch, made = self._prepared("compute_logprobs", micro_batches, head="lm")
         if reference:

@@ -331,19 +331,17 @@ def test_what_is_left_out_can_leave_the_divisor_the_divergence_and_the_entropy(a
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_divided_by_their_mean_over_the_step(kind: str, level: str, form: Any) -> None:
     """Over all tokens, or sequences, of both updates, with the old policy; the mask does not enter."""
-    batch = ragged(7)
+    batch = ragged(8)
     assert batch.old_logprobs is not None
     update = {"form": form, "normalize": True, "sequence_mask": SequenceMaskConfig(max_difference=0.35)}
     config = KINDS[kind](level).model_copy(update=update)
     loss = PolicyLoss(ReinforceLossConfig(name="reinforce"), correction=config)
     rows = by_sequence(batch, batch.old_logprobs)
     engine = by_sequence(batch, batch.logprobs)  # type: ignore[arg-type]
-    weights = [
-        [weight(r, kind) for r in ratios(p, q, level)] for p, q in zip(rows, engine, strict=True)
-    ]
+    weights = [[weight(r, kind) for r in ratios(p, q, level)] for p, q in zip(rows, engine, strict=True)]
     counted = weights if level == "token" else [of_sequence[:1] for of_sequence in weights]
     mean = sum(map(sum, counted)) / sum(map(len, counted))
-    logprobs = current(batch, 7)
+    logprobs = current(batch, 8)
     for part in ([0, 2], [1, 3]):  # the sequences of each update
         mine = batch.select(part)
         places = torch.cat([torch.arange(*batch.cu_seqlens[i : i + 2].tolist()) for i in part])
@@ -358,7 +356,7 @@ def test_weights_divided_by_their_mean_over_the_step(kind: str, level: str, form
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_mean_of_weights_is_that_of_all_ranks(level: str) -> None:
-    batch, config = ragged(7), KINDS["tis"](level)
+    batch, config = ragged(8), KINDS["tis"](level)
     mine, others = batch.select([0, 2]), batch.select([1, 3])
     gathered: list[Tensor] = []  # what the other rank gives, in the order in which both are asked
 
@@ -372,7 +370,7 @@ def test_a_mean_of_weights_is_that_of_all_ranks(level: str) -> None:
 
 
 def test_weights_without_any_are_divided_by_1() -> None:
-    assert mean_weight(ragged(7), MaskedCorrectionConfig(name="mis", high=1e-6), lambda values: values) == 1
+    assert mean_weight(ragged(8), MaskedCorrectionConfig(name="mis", high=1e-6), lambda values: values) == 1
 
 
 def test_where_all_is_left_out_a_divisor_of_nothing_is_no_error() -> None:

@@ -295,7 +295,7 @@ def test_the_optimal_baseline_of_each_token(seed, kl):
 CORRECTIONS: dict[str, tuple[CorrectionConfig, bool]] = {
     "weights of tokens": (TruncatedCorrectionConfig(name="tis", low=0.8, high=1.1), False),
     "what is left out": (
-        NoCorrectionConfig(sequence_mask=SequenceMaskConfig(low=0.95, high=1.05), divisor="kept"),
+        NoCorrectionConfig(sequence_mask=SequenceMaskConfig(low=0.9, high=1.05), divisor="kept"),
         True,
     ),
     "what has a weight of 0": (MaskedCorrectionConfig(name="mis", high=1.05), False),
@@ -306,7 +306,7 @@ CORRECTIONS: dict[str, tuple[CorrectionConfig, bool]] = {
 def test_the_optimal_baseline_of_corrected_tokens(case):
     """Energies are multiplied by squared weights; what leaves the loss leaves the baseline."""
     correction, leaves = CORRECTIONS[case]
-    batch = compared_batch(2)
+    batch = compared_batch(5)
 
     def ratio(i: int) -> float:
         return math.exp(batch.old_logprobs[i].item() - batch.logprobs[i].item())
@@ -318,13 +318,13 @@ def test_the_optimal_baseline_of_corrected_tokens(case):
 
     def kept(places: list[int]) -> bool:
         mean = math.exp(sum(math.log(ratio(i)) for i in places) / max(len(places), 1))
-        return not leaves or 0.95 <= mean <= 1.05
+        return not leaves or 0.9 <= mean <= 1.05
 
     found = TokenEstimator(OTB, None, correction, SAMPLED)(batch, one_rank)
     expected = baselines_by_loops(batch, 0.0, weight, kept)
     torch.testing.assert_close(found.advantages, torch.tensor(expected), atol=1e-6, rtol=1e-6)
     if leaves:
-        assert 0 < sum(kept(places) for places in sampled(batch) if places) < 4
+        assert [kept(places) for places in sampled(batch) if places] == [True, False, False, True]
 
 
 def test_energies_of_certain_tokens_are_not_negative():

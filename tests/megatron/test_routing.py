@@ -148,7 +148,8 @@ def updates_of(rank, world_size, rendezvous, config, batch, per_micro_batch):
 def test_updates_take_the_experts_of_the_pass_for_old_logprobs(pool, model, where):
     """Transformers' choices, recorded in every layout; the updates are those with the same ones replayed."""
     original, folder = model("qwen3-moe")
-    batch, fields = ragged_batch(), {"optimizer": AdamConfig(lr=0.05)}
+    batch, sgd = ragged_batch(), {"name": "sgd", "lr": 5.0, "momentum": 0.0}
+    fields = {"optimizer": sgd, "max_grad_norm": None}
     chosen = own_choices(original, batch)
     given = policy_config(folder, moe=MoeConfig(router_replay=True), **fields)
     ((_, replayed),) = pool.run(1, updates_of, given, replace(batch, routed_experts=chosen), 8)

@@ -74,7 +74,9 @@ def collisions_of(rank, world_size, rendezvous, config, batch):
     return worker.batch
 
 
-@pytest.mark.parametrize("where", [layout(tp=2, sp=True), layout(cp=2), layout(pp=2)], ids=["TP2", "CP2", "PP2"])
+@pytest.mark.parametrize(
+    "where", [layout(tp=2, sp=True), layout(cp=2), layout(pp=2)], ids=["TP2-SP", "CP2", "PP2"]
+)
 def test_collisions_are_those_of_whole_logits_in_every_layout(pool, model, where):
     original, folder = model("llama")
     batch = ragged_batch()

@@ -172,7 +172,8 @@ class OnPolicyDistillationConfig(MinibatchesBase):
             fix = "the divergence of all sampled tokens is divided by their number; use `all`"
             yield Problem("correction.divisor", "kept", fix)
         elif correction.normalize:
-            yield Problem("correction.normalize", True, "in distillation weights keep their mean; remove this")
+            fix = "in distillation weights are not divided by their mean; remove this"
+            yield Problem("correction.normalize", True, fix)
         elif correction.form == "bypass" and not correction.changes_terms:
             fix = "nothing is weighed or left out; remove it, or use `tis`"
             yield Problem("correction.form", "bypass", fix)

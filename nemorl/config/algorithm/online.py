@@ -349,7 +349,8 @@ class CorrectionBase(Config):  # docs/off_policy.md has the formulas
     @check
     def _weights_have_a_mean(self) -> Problems:
         if self.normalize and not self.weighs:
-            yield Problem("normalize", True, "there are no weights; remove this, or use `tis`, `mis` or `icepop`")
+            fix = "there are no weights; remove this, or use `tis`, `mis` or `icepop`"
+            yield Problem("normalize", True, fix)
 
     @check
     def _divisor_differs(self) -> Problems:
@@ -581,9 +582,10 @@ class OnlineConfig(MinibatchesBase):
         """True if the policy's logprobs before the first update have to be computed.
 
         A single update sees the weights before it, so its own logprobs are the old ones, unless the loss
-        selects among all tokens before it computes any, by covariance or by entropy, is divided by those that
-        the correction keeps, or by the mean of its weights. Several updates need the pass if a ratio, a weight or a mask is relative to
-        the old policy; in the bypass form of the correction the engine's logprobs are the old ones.
+        selects among all tokens before it computes any, by covariance or by entropy, or is divided by those
+        that the correction keeps or by the mean of its weights, or advantages take the old policy's
+        probabilities. Several updates need the pass if a ratio, a weight or a mask is relative to the old
+        policy; in the bypass form of the correction the engine's logprobs are the old ones.
         """
         of_kl = self.kl.importance_weighted and self.kl.sampled_by == "old"
         compared = self.loss.has_ratio or self.correction.compares or of_kl
@@ -650,8 +652,12 @@ class OnlineConfig(MinibatchesBase):
     @check
     def _old_policy_is_computed(self) -> Problems:
         if self.advantage.needs_collisions and self.correction.form == "bypass":
-            fix = f"`{self.advantage.name}` takes probabilities of the old policy, here the engine, which gives"
-            yield Problem("correction.form", "bypass", f"{fix} those of its tokens only; use `decoupled`")
+            fix = (
+                f"`{self.advantage.name}` takes probabilities of the old policy, which here is the engine and"
+            )
+            yield Problem(
+                "correction.form", "bypass", f"{fix} gives those of its tokens only; use `decoupled`"
+            )
 
     @check
     def _branches_can_be_compared(self) -> Problems:
