@@ -47,6 +47,35 @@ def test_a_teacher_that_is_the_policy_has_no_divergence_from_it(folder: Path, mo
     assert last.values["time/teachers"] > 0
 
 
+def test_tokens_are_compared_over_the_policys_processes(folder: Path, model: Path) -> None:
+    """The tokens of a group, whose trajectories are on two ranks; the engine is the policy itself."""
+    steps = train(
+        folder,
+        model,
+        "tokens",
+        policy={
+            "model_path": str(model),
+            "precision": "float32",
+            "max_sequence_length": 16,
+            "micro_batch_tokens": 128,
+            "layout": {"data_parallel_size": 2},
+            "optimizer": {"name": "adam", "lr": 1e-3},
+        },
+        algorithm={
+            "name": "otb",
+            **SAMPLED,
+            "num_generations_per_prompt": 4,
+            "num_minibatches": 2,
+            "correction": {"name": "tis", "normalize": True},
+        },
+    )
+    for step in steps:
+        assert step.values["advantage/std"] > 0
+        assert step.values["correction/mean"] == pytest.approx(1, abs=1e-4)
+        assert step.values["grad_norm"] > 0
+        assert step.values["time/advantages"] > 0
+
+
 def test_each_task_has_the_teacher_that_its_column_names(folder: Path, model: Path) -> None:
     """Half of the tasks have the policy itself as the teacher, the others another model."""
     other = tiny_model(folder / "other", seed=1)
