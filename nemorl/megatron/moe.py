@@ -1,6 +1,7 @@
 """Layers with experts, and their router in reinforcement learning: replay, an exact balance loss, counts."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,6 +109,24 @@ class PolicyRouter(TopKRouter):
         return by_sequence.sum() * (self.num_experts / self.topk)  # type: ignore[no-any-return]
 
 
+def experts_of_rank(
+    routing: TokenRouting, num_tokens: int, size: tuple[int, int], *, sequence_parallel: bool
+) -> Tensor:
+    """[num_tokens, MoE layers, top_k] int32: what the routers chose for a rank's tokens in a recorded pass.
+
+    `size` (MoE layers, top_k). Tokens and layers are spread over the ranks of the copy, which all call it.
+    """
+    device = routing.uses.device
+    experts = torch.full((num_tokens, *size), -1, dtype=torch.int32, device=device)
+    rank = parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0
+    for layer, chosen in (routing.chosen or {}).items():
+        experts[len(chosen) * rank : len(chosen) * (rank + 1), layer] = chosen.to(torch.int32)
+    group = parallel_state.get_model_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(experts, op=dist.ReduceOp.MAX, group=group)
+    return experts
+
+
 class Routers:
     """All routers of a rank, over one optimizer step after another."""
 
@@ -115,6 +134,7 @@ class Routers:
         assert shape.moe is not None, "a model without experts has no routers"
         self._config = config
         self._num_layers, self._num_experts = shape.num_moe_layers, shape.moe.num_experts
+        self._size = shape.num_moe_layers, shape.moe.top_k
         further = range(shape.num_layers, shape.num_layers + shape.num_mtp_layers)
         self._num_layers += sum(map(shape.is_moe, further))
         self._num_sequences = self._num_tokens = 1
@@ -144,6 +164,31 @@ class Routers:
             router.tokens_per_expert = torch.zeros_like(router.tokens_per_expert)
             router.balance_loss = torch.zeros_like(router.balance_loss)
 
+    def record(self, made: Sequence[MicroBatch]) -> None:
+        """Keep what the routers choose in the next pass over these micro-batches."""
+        for micro in made:
+            assert micro.layout.routing is not None, "a model with experts routes"
+            micro.layout.routing = replace(micro.layout.routing, chosen={})
+
+    def recorded(self, num_tokens: int, made: Sequence[MicroBatch], *, sequence_parallel: bool) -> Tensor:
+        """[num_tokens, MoE layers, top_k] int16 on the CPU, of the batch of the recorded micro-batches.
+
+        -1 for tokens that are in none. All ranks that share the batch call it.
+        """
+        experts = torch.full((num_tokens, *self._size), -1, dtype=torch.int16)
+        group = parallel_state.get_context_parallel_group()
+        for micro in made:
+            assert micro.layout.routing is not None, "a model with experts routes"
+            of_rank = experts_of_rank(
+                *(micro.layout.routing, micro.tokens.numel(), self._size), sequence_parallel=sequence_parallel
+            )
+            of_all = of_rank.new_full((micro.batch.num_tokens, *self._size), -1)
+            of_all[micro.own] = of_rank[micro.local_positions]
+            if group.size() > 1:
+                dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=group)
+            experts[micro.places] = of_all.to(torch.int16).cpu()
+        return experts
+
     @torch.no_grad()
     def end_step(self, device: torch.device, updated: bool) -> dict[str, float]:
         """Metrics of the step, equal on all ranks; after an update of the weights the biases have theirs."""
@@ -171,46 +216,6 @@ class Routers:
         if self._config.z_loss_coefficient:
             metrics["loss/router_z"] = float(losses[1]) / self._num_tokens
         return metrics
-
-
-def experts_of_rank(
-    routing: TokenRouting, num_tokens: int, size: tuple[int, int], *, sequence_parallel: bool
-) -> Tensor:
-    """[num_tokens, MoE layers, top_k] int32: what the routers chose for a rank's tokens in a recorded pass.
-
-    `size` (MoE layers, top_k). Tokens and layers are spread over the ranks of the copy, which all call it.
-    """
-    device = routing.uses.device
-    experts = torch.full((num_tokens, *size), -1, dtype=torch.int32, device=device)
-    rank = parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0
-    for layer, chosen in (routing.chosen or {}).items():
-        experts[len(chosen) * rank : len(chosen) * (rank + 1), layer] = chosen.to(torch.int32)
-    group = parallel_state.get_model_parallel_group()
-    if group.size() > 1:
-        dist.all_reduce(experts, op=dist.ReduceOp.MAX, group=group)
-    return experts
-
-
-def chosen_experts(
-    num_tokens: int, made: Sequence[MicroBatch], size: tuple[int, int], *, sequence_parallel: bool
-) -> Tensor:
-    """[num_tokens, MoE layers, top_k] int16 on the CPU, of a batch whose micro-batches were recorded.
-
-    -1 for tokens that are in none. All ranks that share the batch call it.
-    """
-    experts = torch.full((num_tokens, *size), -1, dtype=torch.int16)
-    group = parallel_state.get_context_parallel_group()
-    for micro in made:
-        assert micro.layout.routing is not None, "routers are recorded by their micro-batches"
-        of_rank = experts_of_rank(
-            *(micro.layout.routing, micro.tokens.numel(), size), sequence_parallel=sequence_parallel
-        )
-        of_all = of_rank.new_full((micro.batch.num_tokens, *size), -1)
-        of_all[micro.own] = of_rank[micro.local_positions]
-        if group.size() > 1:
-            dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=group)
-        experts[micro.places] = of_all.to(torch.int16).cpu()
-    return experts
 
 
 def expert_arguments(shape: ModelShape, policy: PolicyConfig) -> dict[str, Any]:

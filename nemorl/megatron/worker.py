@@ -49,7 +49,7 @@ from .guards import guarded_values
 from .kernels import Installed, check_fp8, check_optimizer, choose, recompute_notes
 from .lora import Adapters
 from .model import build_model, local_name
-from .moe import Routers, chosen_experts
+from .moe import Routers
 from .optimizer import Offload, PolicyOptimizer, ReferenceWeights
 from .packing import MicroBatch, MicroBatchMaker, check_batch
 from .profile import StepProfile
@@ -402,11 +402,10 @@ class PolicyWorker:
                 made_of = [self._maker.make(unrouted, sequences) for sequences in micro_batches]
             with self._reference_in_place(), stage_range("nemorl: reference logprobs"):
                 batch = replace(batch, reference_logprobs=self._pipeline.outputs(batch, made_of).logprobs)
-        moe = self._shape.moe if self._config.moe.update_replay else None
+        routers = self._routers if self._config.moe.update_replay else None
         if old:
-            for micro in made if moe is not None else ():
-                assert micro.layout.routing is not None, "a model with experts routes"
-                micro.layout.routing = replace(micro.layout.routing, chosen={})
+            if routers is not None:
+                routers.record(made)
             with stage_range("nemorl: logprobs"):
                 found = self._pipeline.outputs(
                     batch, made, entropy=entropy, collision=collision, filtered=True
@@ -417,11 +416,9 @@ class PolicyWorker:
                 old_entropies=found.entropies,
                 old_collisions=found.collisions,
             )
-            if moe is not None:
-                experts = chosen_experts(
-                    *(batch.num_tokens, made, (self._shape.num_moe_layers, moe.top_k)),
-                    sequence_parallel=self._config.layout.sequence_parallel,
-                )
+            if routers is not None:
+                is_parallel = self._config.layout.sequence_parallel
+                experts = routers.recorded(batch.num_tokens, made, sequence_parallel=is_parallel)
                 batch = replace(batch, routed_experts=experts)
         self._batch = batch
         stats = logprob_gap(batch, batch.old_logprobs if old else None, self.device)
