@@ -3,7 +3,7 @@
 from math import ceil
 from typing import Any
 
-from .nemo_rl_data import data_rows
+from .nemo_rl_data import data_rows, repeats
 from .nemo_rl_sections import KINDS, distills, get, has_rewards, is_online, kind, of_online
 from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import UNBOUNDED, batch, run_length, sampling
@@ -382,10 +382,10 @@ def validation(x: Origin) -> Fields:
         if section == "sft":
             result["generate"] = False
         return {"algorithm.validation": result}
-    repeats = x.get("data.validation.repeat", 1)  # of each row, which are samples of one task
+    repeated = repeats(x)  # each row, whose copies are samples of one task
     if prompts := get(x, "max_val_samples"):
-        result["num_prompts"] = max(prompts // repeats, 1)
-    if (samples := repeats * x.get("grpo.val_num_generations_per_prompt", 1)) > 1:
+        result["num_prompts"] = max(prompts // repeated, 1)
+    if (samples := repeated * x.get("grpo.val_num_generations_per_prompt", 1)) > 1:
         result |= {"num_generations_per_prompt": samples, "pass_at_k": [1, samples]}
     names = ("temperature", "top_p", "top_k")
     own, shared = (tuple(x.get(f"{GENERATION}.{prefix}{name}") for name in names) for prefix in ("val_", ""))
