@@ -203,6 +203,7 @@ RULES: tuple[Rule, ...] = (
     Ignored((_SECTION, _APART), "off"),
     Ignored((f"{_SECTION}.enabled", f"{_APART}.enabled"), "the estimator opd requires it"),
     Ignored((f"{_DEFAULT}.*",), _HOW),
+    Ignored(("_teachers.*",), "models by names, to which values of teacher_model_by_agent_name refer"),
     Ignored(
         (f"{_SECTION}.use_orm_advantage", f"{_SECTION}.orm_advantage_weight"), "NeMo-RL does not read it"
     ),
