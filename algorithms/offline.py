@@ -19,7 +19,6 @@ from pathlib import Path
 
 from nemorl.config import algorithm as configs
 from nemorl.config.algorithm.base import TOTAL_LOSSES
-from nemorl.config.auxiliary import teachers_by_key
 from nemorl.config.data import DatasetConfig, TaskRows
 from nemorl.config.experiment import Experiment
 from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
@@ -295,8 +294,8 @@ def _units(
             return [Unit((example,)) for example in encoder.dialogues(dialogues, config.train_on)]
         case configs.DistillationConfig():
             examples = encoder.dialogues(load_dialogues(dataset, data), config.train_on)
-            tasks, teachers = load_tasks(dataset, data), teachers_by_key(experiment.teachers)
-            names = teachers_of_tasks(tasks, config.teacher_key, teachers)
+            tasks = load_tasks(dataset, data)
+            names = teachers_of_tasks(tasks, config.teacher_key, experiment.teachers)
             return [Unit((e,), teacher=name) for e, name in zip(examples, names, strict=True)]
         case configs.KtoConfig():
             feedback = load_feedback(dataset, data)

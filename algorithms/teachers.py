@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemorl.config.auxiliary import EndpointTeacherConfig, TeacherConfig
+from nemorl.config.auxiliary import (
+    EndpointTeacherConfig,
+    TeacherConfig,
+    default_teacher,
+    teachers_by_key,
+)
 from nemorl.config.facts import group_name
 from nemorl.data.packed import PackedBatch
 from nemorl.data.shards import Column, Field, SequencePlace
@@ -104,23 +109,27 @@ class Teachers:
         return await teacher.outlasting(compute)
 
 
-def teachers_of_tasks(tasks: Sequence[Task], key: str | None, teachers: Mapping[str, str]) -> list[str]:
+def teachers_of_tasks(
+    tasks: Sequence[Task], key: str | None, teachers: Mapping[str, TeacherConfig]
+) -> list[str]:
     """The name of each task's teacher, or of the only one. Raises RunError for a task without one.
 
-    `teachers`: names by what the column `key` of their tasks has.
+    `key` is the column whose value is of one of the teachers; the default one has the tasks of other values.
     """
     if key is None:
-        return list(teachers.values())[:1] * len(tasks)
+        return list(teachers)[:1] * len(tasks)
+    names, default = teachers_by_key(teachers), default_teacher(teachers)
     named = []
     for task in tasks:
         value = task.columns.get(key)
-        if value is None or value not in teachers:
+        name = None if value is None else names.get(value, default)
+        if name is None:
             problem = f"is {value!r}" if key in task.columns else "is missing"
             raise RunError(
                 f"task {task.index}: the column `{key}`, which algorithm.teacher_key names, {problem}; "
-                f"set it to one of the teachers: {', '.join(teachers)}"
+                f"set it to one of the teachers: {', '.join(names)}"
             )
-        named.append(teachers[value])
+        named.append(name)
     return named
 
 

@@ -26,7 +26,7 @@ from nemorl.trajectories import (
 )
 
 REWARD = "nemo_gym"
-COLUMN = "nemo_gym_row"
+COLUMN, AGENT = "nemo_gym_row", "agent"  # of a task: the row, and the name in its agent_ref
 _PARAMETERS = "responses_create_params"
 _SAMPLING = ("model", "temperature", "top_p")  # which the run decides
 _CONFIG = "/global_config_dict_yaml"  # of the head server
@@ -46,7 +46,12 @@ def rows(path: str) -> Iterator[dict[str, Any]]:
             if not given:
                 raise ValueError(f"{path}, line {number}: there is no {_PARAMETERS}.input")
             texts = [given] if isinstance(given, str) else [_text_of(one) for one in given]
-            yield {"prompt": "\n\n".join(text for text in texts if text), COLUMN: row}
+            prompt, agent = "\n\n".join(text for text in texts if text), _agent(row)
+            yield {"prompt": prompt, COLUMN: row} | ({} if agent is None else {AGENT: agent})
+
+
+def _agent(row: dict[str, Any]) -> str | None:
+    return (row.get("agent_ref") or {}).get("name")
 
 
 def _text_of(item: dict[str, Any]) -> str:
@@ -119,7 +124,7 @@ class NemoGymFactory(EnvironmentFactory):
         url = self._config.url.rstrip("/")
         if self._config.url_of == "agent":
             return f"{url}/run"
-        name = (row.get("agent_ref") or {}).get("name")
+        name = _agent(row)
         if name not in self._agents:  # or its server was started since
             self._agents = _agents(await self._answer("GET", f"{url}{_CONFIG}"))
         if name not in self._agents:

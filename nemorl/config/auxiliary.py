@@ -78,8 +78,22 @@ class ReferenceConfig(ModelGroupConfig):
 
 
 class TeacherBase(Config):
-    key: str | None = None
-    """What the tasks that it teaches have in the column `algorithm.teacher_key`; null is its name."""
+    key: str | tuple[str, ...] | None = None
+    """What the tasks that it teaches have in the column `algorithm.teacher_key`, or a list of such values;
+    null is its name."""
+    default: bool = False
+    """It also teaches the tasks whose value in this column is of no teacher."""
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """The values of the column, of a teacher with this name."""
+        if isinstance(self.key, tuple):
+            return self.key
+        return (self.key or name,)
+
+    @check
+    def _has_tasks(self) -> Problems:
+        if self.key == ():
+            yield Problem("key", [], "it teaches no task; name a value, or set it to null")
 
 
 class ModelTeacherConfig(ModelGroupConfig, TeacherBase):
@@ -120,7 +134,12 @@ Teachers = dict[str, TeacherConfig]
 
 def teachers_by_key(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
     """The name of the teacher of each value of the column `algorithm.teacher_key`."""
-    return {one.key or name: name for name, one in teachers.items()}
+    return {key: name for name, one in teachers.items() for key in one.keys(name)}
+
+
+def default_teacher(teachers: Mapping[str, TeacherConfig]) -> str | None:
+    """The name of the teacher of all other values of this column."""
+    return next((name for name, one in teachers.items() if one.default), None)
 
 
 def teachers_held(teachers: Mapping[str, TeacherConfig]) -> dict[str, ModelTeacherConfig]:

@@ -17,6 +17,7 @@ from .auxiliary import (
     ReferenceConfig,
     Teachers,
     auxiliary_models,
+    default_teacher,
     teachers_by_key,
     used_models,
 )
@@ -458,14 +459,18 @@ def teachers_are_used(algorithm: AlgorithmConfig, teachers: Teachers) -> Problem
     elif len(teachers) == 1 and key is not None:
         fix = "there is one teacher, of all tasks; remove this, or add teachers"
         yield Problem("algorithm.teacher_key", key, fix)
-    names = teachers_by_key(teachers)
+    names, default = teachers_by_key(teachers), default_teacher(teachers)
     for name, teacher in teachers.items():
-        if teacher.key is not None and key is None:
-            fix = "no column names the teacher of a task; remove this, or set algorithm.teacher_key"
+        if key is None:
+            reason = "no column names the teacher of a task; remove this, or set algorithm.teacher_key"
+            yield from teacher.without_effect(("key", "default"), reason, f"teachers.{name}.")
+            continue
+        if others := [one for one in teacher.keys(name) if names[one] != name]:
+            fix = f"teachers.{names[others[0]]} has it too; give each teacher a value of its own"
             yield Problem(f"teachers.{name}.key", teacher.key, fix)
-        elif names[teacher.key or name] != name:
-            fix = f"teachers.{names[teacher.key or name]} has it too; give each teacher a value of its own"
-            yield Problem(f"teachers.{name}.key", teacher.key, fix)
+        if teacher.default and default != name:
+            fix = f"teachers.{default} teaches all other tasks; remove one of the two"
+            yield Problem(f"teachers.{name}.default", True, fix)
 
 
 @check

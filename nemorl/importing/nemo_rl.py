@@ -7,11 +7,12 @@ from typing import Any
 from . import nemo_rl_devices as devices
 from . import nemo_rl_distillation as distillation
 from . import nemo_rl_learning as learning
+from . import nemo_rl_mopd as mopd
 from .nemo_rl_data import DATA_RULES
-from .nemo_rl_devices import DTENSOR, MEGATRON, VLLM
+from .nemo_rl_devices import DTENSOR, VLLM
 from .nemo_rl_gym import GYM_RULES
 from .nemo_rl_learning import GENERATION
-from .nemo_rl_sections import KINDS, ONLINE, REWARDED, kind, of_online, of_rewarded
+from .nemo_rl_sections import KINDS, MEGATRON, ONLINE, REWARDED, kind, of_online, of_rewarded
 from .rules import Ignored, Lost, Part, Rule, take, take_given
 from .shared import template_arguments
 from .sources import read_inherited, resolved
@@ -24,6 +25,7 @@ MARKS = (
 _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 LIKENESSES: dict[str, object] = {
     **distillation.LIKENESSES,
+    **mopd.LIKENESSES,
     "loss_fn.truncated_importance_sampling_type": ("tis", "icepop", "seq-mask-tis"),
     "loss_fn.truncated_importance_sampling_ratio": 2.0,
     "loss_fn.truncated_importance_sampling_ratio_min": 0.5,
@@ -475,10 +477,10 @@ _WORKERS: tuple[Rule, ...] = (
     Ignored(("async_rl.*",), "queues, retries and health checks; docs/faults.md has ours"),
     Ignored(("checkpointing.*",), "format and time of checkpoints"),
     Ignored(("cluster.*",), "ports and the topology of nodes; cluster.topology places workers"),
-    Lost(("on_policy_distillation.*",), "distillation within GRPO"),
     Lost(("policy.generation.speculative_config",), "drafts"),
 )
 
 RULES: tuple[Rule, ...] = (
-    *(*_TRAINING, *distillation.RULES, *_SETUP, *_CRITIC, *DATA_RULES, *GYM_RULES, *_WITHOUT, *_WORKERS),
+    *(*_TRAINING, *distillation.RULES, *mopd.RULES, *_SETUP, *_CRITIC, *DATA_RULES, *GYM_RULES),
+    *(*_WITHOUT, *_WORKERS),
 )

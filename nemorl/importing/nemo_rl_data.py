@@ -1,5 +1,6 @@
 """NeMo-RL's sections `data` and `env`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,32 @@ _LOADERS = ("data.custom_dataloader", "data.num_prompts_per_dataloader")
 
 def data_rows(x: Origin) -> int | None:
     """Rows that are trained on, as far as they are known."""
-    train = _train(x)
-    name, held_out = train.get("dataset_name"), train.get("split_validation_size", 0) or 0
-    rows = PUBLIC[name].rows if name in PUBLIC else _ROWS.get(str(name))
-    if rows is None:
-        return None
-    return int(rows * (1 - held_out)) if held_out < 1 else rows - int(held_out)
+    total = 0
+    for train in _trained_on(x):
+        name, held_out = train.get("dataset_name"), train.get("split_validation_size", 0) or 0
+        rows = PUBLIC[name].rows if name in PUBLIC else _ROWS.get(str(name))
+        if rows is None:
+            return None
+        total += int(rows * (1 - held_out)) if held_out < 1 else rows - int(held_out)
+    return total
 
 
-def _train(x: Origin) -> dict[str, Any]:
-    given = x.get("data.train")
+def _datasets(x: Origin, key: str) -> list[dict[str, Any]]:
+    """Those of `data.train` or `data.validation`, a section or a list of sections."""
+    given = x.get(key)
     if isinstance(given, list):
-        if len(given) > 1:
-            names = [f"data.train.{i}" for i in range(len(given))]
-            how = "the first of several datasets; write the others as a mixture (docs/data.md)"
-            x.changed("data.train", f"{how}: {', '.join(names[1:])}")
-        return dict(given[0])
-    return x.below("data.train") or {"dataset_name": x.get("data.dataset_name")}
+        return [dict(one) for one in given]
+    return [below] if (below := x.below(key)) else []
+
+
+def _trained_on(x: Origin) -> list[dict[str, Any]]:
+    return _datasets(x, "data.train") or [{"dataset_name": x.get("data.dataset_name")}]
+
+
+def repeats(x: Origin) -> int:
+    """How often each row of validation is sampled; 1 where its datasets are repeated differently."""
+    found = {int(one.get("repeat") or 1) for one in _datasets(x, "data.validation")}
+    return found.pop() if len(found) == 1 else 1
 
 
 def _defaults(x: Origin) -> dict[str, Any]:
@@ -52,7 +62,7 @@ def _defaults(x: Origin) -> dict[str, Any]:
 
 
 def _env_name(x: Origin) -> str:
-    return str(_train(x).get("env_name") or _defaults(x).get("env_name") or "math")
+    return str(_trained_on(x)[0].get("env_name") or _defaults(x).get("env_name") or "math")
 
 
 def _data(x: Origin) -> Fields:
@@ -64,33 +74,92 @@ def _data(x: Origin) -> Fields:
         size = get(x, "num_prompts_per_step", 1) * max(get(x, "max_num_steps", 1), 1)
         size = min(size, 100_000)
         return {"data.train": {"name": "seeds", "size": size}}
-    train, validation = _train(x), _validation(x)
-    held_out = train.get("split_validation_size", 0) or 0
-    fields: dict[str, Any] = {}
-    name = train.get("dataset_name")
-    prefix = "data.train" if "data.train" in x.values else "data.train.dataset_name"
-    if held_out and name in PUBLIC and not train.get("data_path"):
-        share = f"{held_out * 100:g}%" if held_out < 1 else f"{held_out:g}"
-        kept = f"{100 - held_out * 100:g}%" if held_out < 1 else f"-{held_out:g}"
-        split = train.get("split", PUBLIC[name].split)
-        section = _section(x, train, prefix)
-        fields["data.train"] = section | {"split": f"{split}[:{kept}]"}
-        if not validation:
-            held = f"{split}[-{share}:]" if held_out >= 1 else f"{split}[{kept}:]"
-            fields["data.validation"] = section | {"split": held}
-        how = "the last rows are held out, and not random ones"
-        x.changed("data.train.split_validation_size", how)
-    else:
-        fields["data.train"] = _section(x, train, prefix)
-    if validation:
-        where = "data.validation" if "data.validation" in x.values else "data.validation.dataset_name"
-        fields["data.validation"] = _section(x, validation, where)
-    elif "data.validation" not in fields and _validates(x):
-        fields["data.validation"] = _of_file(x, fields["data.train"], "data/validation.jsonl")
+    given, where = _trained_on(x), "data.train" if "data.train" in x.values else "data.train.dataset_name"
+    trained = [_without_held_out(x, one, where) for one in given]
+    fields: dict[str, Any] = {"data.train": trained[0][0]}
+    if len(given) > 1:
+        sections = zip(_names(given), trained, strict=True)
+        sources = {name: {"dataset": section} for name, (section, _) in sections}
+        fields["data.train"] = {"name": "mixture", "sources": sources}
+        _remark_on_mixture(x, given)
+    held_out = [(one, held) for one, (_, held) in zip(given, trained, strict=True) if held is not None]
+    fields |= _validation(x, held_out)
+    if "data.validation" not in fields and _validates(x):
+        fields["data.validation"] = _of_file(x, trained[0][0], "data/validation.jsonl")
         how = "validation has no data in this config; give it in data/validation.jsonl"
-        x.changed(prefix, how)
+        x.changed(where, how)
         x.note("data/validation.jsonl", "write the rows of validation here; the config has none")
     return fields
+
+
+def _without_held_out(
+    x: Origin, given: dict[str, Any], where: str
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """A dataset that is trained on, and the part of it that is held out."""
+    section, name = _section(x, given, where), given.get("dataset_name")
+    held_out = given.get("split_validation_size", 0) or 0
+    if not held_out or name not in PUBLIC or given.get("data_path"):
+        return section, None
+    share = f"{held_out * 100:g}%" if held_out < 1 else f"{held_out:g}"
+    kept = f"{100 - held_out * 100:g}%" if held_out < 1 else f"-{held_out:g}"
+    split = given.get("split", PUBLIC[name].split)
+    key = "data.train" if "data.train" in x.values else "data.train.split_validation_size"
+    x.changed(key, "the last rows are held out, and not random ones")
+    held = f"{split}[-{share}:]" if held_out >= 1 else f"{split}[{kept}:]"
+    return section | {"split": f"{split}[:{kept}]"}, section | {"split": held}
+
+
+def _validation(x: Origin, held_out: list[tuple[dict[str, Any], dict[str, Any]]]) -> Fields:
+    """The datasets of validation: those that the config names, or else parts of those trained on.
+
+    `held_out`: of each the dataset there, and the section here.
+    """
+    where = "data.validation" if "data.validation" in x.values else "data.validation.dataset_name"
+    named = _datasets(x, "data.validation") if _validates(x) else []
+    pairs = [(one, _section(x, one, where)) for one in named] or held_out
+    if not pairs:
+        return {}
+    given, found = zip(*pairs, strict=True)
+    fields: dict[str, Any] = {"data.validation": found[0]}
+    if len(found) == 1:
+        return fields
+    where = where if named else "data.train"
+    if not is_online(x):
+        x.changed(where, "the first of several datasets; validation measures the loss on one")
+        return fields
+    fields["data.validation_sets"] = dict(zip(_names(given)[1:], found[1:], strict=True))
+    how = "each dataset has metrics of its own, those of `validation/` being the first one's"
+    if len({one.get("repeat") or 1 for one in given}) > 1:
+        how += "; all rows are sampled once, as `repeat` is not the same"
+    x.changed(where, how)
+    return fields
+
+
+def _remark_on_mixture(x: Origin, given: list[dict[str, Any]]) -> None:
+    """NeMo-RL concatenates the datasets, and shuffles the rows."""
+    known, (before, differs) = _env_name(x), x.remarks.get("data.train", ("", False))
+    hows = [before] if before else []
+    if x.get("data.shuffle", True):
+        hows.append("each step has the shares of the datasets; there they vary by chance")
+    else:
+        hows.append("each step has the shares of the datasets; there one follows the other")
+        differs = True
+    if any((one.get("env_name") or known) != known for one in given):
+        hows.append(f"the environment of all is {known}")
+        differs = True
+    x.changed("data.train", "; ".join(hows), changes_result=differs)
+
+
+def _names(given: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of the sources of a mixture, or of sets of validation."""
+    names = []
+    for place, one in enumerate(given):
+        shown = str(one.get("dataset_name") or Path(str(one.get("data_path", ""))).stem).lower()
+        name = "".join(c if c.isascii() and c.isalnum() else "_" for c in shown)
+        if not name[:1].isalpha() or name in names:
+            name = f"source_{place}"
+        names.append(name)
+    return names
 
 
 def _of_file(x: Origin, section: dict[str, Any], path: str) -> dict[str, Any]:
@@ -103,15 +172,6 @@ def _of_file(x: Origin, section: dict[str, Any], path: str) -> dict[str, Any]:
 
 def _validates(x: Origin) -> bool:
     return bool(get(x, "val_at_start", False) or get(x, "val_at_end", False) or get(x, "val_period", 0) > 0)
-
-
-def _validation(x: Origin) -> dict[str, Any]:
-    if not _validates(x):
-        return {}
-    given = x.get("data.validation")
-    if isinstance(given, list):
-        return dict(given[0])
-    return x.below("data.validation")
 
 
 def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
@@ -232,7 +292,7 @@ DATA_RULES: tuple[Rule, ...] = (
             *("data.train.split_validation_size", "data.validation"),
             *(f"data.validation.{name}" for name in ("dataset_name", "data_path", "split")),
         ),
-        ("data.train", "data.validation"),
+        ("data.train", "data.validation", "data.validation_sets"),
         _data,
     ),
     Part(

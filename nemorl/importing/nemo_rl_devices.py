@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 from . import shared
 from .nemo_rl_learning import GENERATION, colocated, has_critic, updates_of_pass
-from .nemo_rl_sections import distills, is_online, kind
+from .nemo_rl_mopd import teacher_nodes
+from .nemo_rl_sections import MEGATRON, distills, has_agents_teachers, is_online, kind
 from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import OFFLOADED_HOW, layout, lora_targets, replicas, sampling, without_excluded
 
-MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
+DTENSOR = "policy.dtensor_cfg"
 OURS = {"policy": "policy", "value": "critic", "teacher": "teachers.main"}
 VLLM = "policy.generation.vllm_cfg"
 _BACKENDS = ("vllm", "megatron", "trtllm", "sglang", "dynamo")
@@ -21,8 +22,8 @@ _BACKENDS = ("vllm", "megatron", "trtllm", "sglang", "dynamo")
 
 
 def device_counts(x: Origin) -> tuple[int, int]:
-    """GPUs of the policy and of generation, which are the same if they share."""
-    nodes, per_node = x.get("cluster.num_nodes", 1), x.get("cluster.gpus_per_node", 1)
+    """GPUs of the policy and of generation, which are the same if they share. Teachers may have others."""
+    nodes, per_node = x.get("cluster.num_nodes", 1) - teacher_nodes(x), x.get("cluster.gpus_per_node", 1)
     total = nodes * per_node
     if not is_online(x) or colocated(x):
         return total, total
@@ -455,7 +456,7 @@ def generation(x: Origin) -> Fields:
         for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", None))
     )
     section["sampling"] = sampling(temperature, top_p, top_k)
-    if distills(x):
+    if distills(x) or has_agents_teachers(x):
         section["sampling"] = {"temperature": temperature}
         for name in ("top_p", "top_k"):
             why = "distributions over all tokens are compared, so that samples are of all tokens"

@@ -12,6 +12,7 @@ ENVIRONMENT = "nemo_gym"
 _SECTION = f"env.{ENVIRONMENT}"
 _HEAD = "http://127.0.0.1:11000"  # of NeMo-Gym's head server by default
 _ROWS = "nemorl.environments.nemo_gym:rows"
+AGENT = "agent"  # the column of its tasks with the name of their agent
 # NeMo-RL starts the servers with these, and reads the others itself.
 _STARTING = (
     *("port_range_low", "port_range_high", "num_gpu_nodes", "is_trajectory_collection", "use_absolute_ip"),

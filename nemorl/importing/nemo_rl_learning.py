@@ -3,8 +3,17 @@
 from math import ceil
 from typing import Any
 
-from .nemo_rl_data import data_rows
-from .nemo_rl_sections import KINDS, distills, get, has_rewards, is_online, kind, of_online
+from .nemo_rl_data import data_rows, repeats
+from .nemo_rl_sections import (
+    KINDS,
+    distills,
+    get,
+    has_agents_teachers,
+    has_rewards,
+    is_online,
+    kind,
+    of_online,
+)
 from .rules import CannotImport, Fields, Origin, not_imported
 from .shared import UNBOUNDED, batch, run_length, sampling
 
@@ -20,7 +29,10 @@ def algorithm(x: Origin) -> Fields:
         return {"algorithm.name": name}
     if name == "ppo":
         return {**batches(x), **values_and_advantage(x)}
-    return {"algorithm.name": name, **batches(x), **({} if distills(x) else advantage(x))}
+    if has_agents_teachers(x):
+        name = KINDS["distillation"]
+    estimator = {} if name == KINDS["distillation"] else advantage(x)
+    return {"algorithm.name": name, **batches(x), **estimator}
 
 
 def batches(x: Origin) -> Fields:
@@ -98,14 +110,9 @@ def advantage(x: Origin) -> Fields:
             section = {"name": "group_then_batch", "over": "tokens", "variance": "biased"}
         case "reinforce_plus_plus":
             section = {"name": "reinforce", "over": "tokens", "variance": "biased"}
-        case "opd":
-            problem = "teachers of NeMo-Gym's agents are not imported"
-            how = "`on_policy_distillation` with `correction` is its formula (docs/distillation.md)"
-            raise CannotImport(f"{estimator}.name = opd: {problem}; {how}")
         case _:
-            raise not_imported(
-                f"{estimator}.name", name, "estimator", ("grpo", "gdpo", "reinforce_plus_plus")
-            )
+            known = ("grpo", "gdpo", "opd", "reinforce_plus_plus")
+            raise not_imported(f"{estimator}.name", name, "estimator", known)
     return {"algorithm.advantage": section}
 
 
@@ -143,7 +150,7 @@ def loss(x: Origin) -> Fields:
     match kind(x):
         case "dpo":
             return dpo(x)
-        case "grpo" | "ppo":
+        case "grpo" | "ppo" if not has_agents_teachers(x):
             pass
         case _:
             return {}
@@ -192,7 +199,7 @@ def dpo(x: Origin) -> Fields:
 
 
 def kl(x: Origin) -> Fields:
-    if not has_rewards(x):
+    if not has_rewards(x) or has_agents_teachers(x):
         return {}
     coefficient = x.get("loss_fn.reference_policy_kl_penalty", 0.01)
     if not coefficient or get(x, "skip_reference_policy_logprobs_calculation", kind(x) == "ppo"):
@@ -225,11 +232,14 @@ def correction(x: Origin) -> Fields:
     section = _weights_of_samples(x)
     threshold, name = f"{kind(x)}.seq_logprob_error_threshold", section.get("name")
     if (factor := x.get(threshold)) is not None:
-        if name == "icepop" or "sequence_mask" in section:
+        distills, masked = has_agents_teachers(x), {"sequence_mask": {"max_mean_factor": factor}}
+        if "sequence_mask" in section or (name == "icepop" and not distills):
             x.lost(threshold, "next to masks of another kind sequences are not left out by it")
-        else:
-            masked = {"sequence_mask": {"max_mean_factor": factor}, "divisor": "kept"}
+        elif distills:
+            x.changed(threshold, "tokens of sequences that are left out count in the divisor; there not")
             section = {"name": "none"} | section | masked
+        else:
+            section = {"name": "none"} | section | masked | {"divisor": "kept"}
     return {"algorithm.correction": section} if section else {}
 
 
@@ -254,7 +264,8 @@ def _weights_of_samples(x: Origin) -> dict[str, Any]:
 def advantage_clip(x: Origin) -> Fields:
     bounds = {"low": x.get("grpo.advantage_clip_low"), "high": x.get("grpo.advantage_clip_high")}
     given = {name: float(value) for name, value in bounds.items() if value is not None}
-    return {"algorithm.advantage_clip": given} if given and kind(x) == "grpo" else {}
+    clips = kind(x) == "grpo" and not has_agents_teachers(x)
+    return {"algorithm.advantage_clip": given} if given and clips else {}
 
 
 FLAGGED_BY = ("env.nemo_gym.invalid_tool_call_patterns", "env.nemo_gym.thinking_tags")
@@ -273,6 +284,10 @@ def flagged_turns(x: Origin) -> Fields:
     for name, (texts, flag) in flags.items():
         if (advantage := x.get(f"grpo.{name}_advantage")) is None:
             x.lost(texts, f"grpo.{name}_advantage is not set", changes_result=False)
+            continue
+        if has_agents_teachers(x):
+            for key in (f"grpo.{name}_advantage", texts):
+                x.lost(key, "tokens have a teacher's logprobs, and no advantages that could be replaced")
             continue
         fields[f"algorithm.flagged_advantages.{name}"] = float(advantage)
         fields[f"env.turn_flags.{name}"] = flag
@@ -313,6 +328,10 @@ def rewards(x: Origin) -> Fields:
         return {}
     fields: dict[str, Any] = {}
     shaping, scaling = f"{kind(x)}.reward_shaping", f"{kind(x)}.reward_scaling"
+    if has_agents_teachers(x):
+        for section in (shaping, scaling):
+            x.skip(section, "teachers are learned from, and rewards are only shown")
+        return {}
     if (scale := x.get(f"{shaping}.stop_properly_penalty_coef")) is not None and shaped(x):
         fields["algorithm.truncated_reward"] = {"scale": float(scale)}
     elif shaped(x):
@@ -382,10 +401,10 @@ def validation(x: Origin) -> Fields:
         if section == "sft":
             result["generate"] = False
         return {"algorithm.validation": result}
-    repeats = x.get("data.validation.repeat", 1)  # of each row, which are samples of one task
+    repeated = repeats(x)  # each row, whose copies are samples of one task
     if prompts := get(x, "max_val_samples"):
-        result["num_prompts"] = max(prompts // repeats, 1)
-    if (samples := repeats * x.get("grpo.val_num_generations_per_prompt", 1)) > 1:
+        result["num_prompts"] = max(prompts // repeated, 1)
+    if (samples := repeated * x.get("grpo.val_num_generations_per_prompt", 1)) > 1:
         result |= {"num_generations_per_prompt": samples, "pass_at_k": [1, samples]}
     names = ("temperature", "top_p", "top_k")
     own, shared = (tuple(x.get(f"{GENERATION}.{prefix}{name}") for name in names) for prefix in ("val_", ""))

@@ -16,6 +16,7 @@ KINDS = {
 REWARDED = ("grpo", "ppo")  # what sections of the two have in common has the same meaning
 ONLINE = (*REWARDED, "distillation")  # sections of algorithms that sample
 WEIGHTS = "grpo.adv_estimator.reward_weights"
+MEGATRON = "policy.megatron_cfg"
 ABSENT = {
     "teachers": "distillation on texts from a list of teachers, whose tokens are aligned with the student's,",
     "token_aligner": "distillation between tokenizers",
@@ -37,13 +38,18 @@ def distills(x: Origin) -> bool:
     return kind(x) == "distillation"
 
 
+def has_agents_teachers(x: Origin) -> bool:
+    """True for MOPD (arXiv 2601.02780): GRPO's loop, whose advantages are of a teacher for each agent."""
+    return kind(x) == "grpo" and x.get("grpo.adv_estimator.name") == "opd"
+
+
 def is_online(x: Origin) -> bool:
     """True if training itself samples."""
     return kind(x) in ONLINE
 
 
 def has_rewards(x: Origin) -> bool:
-    """True if samples are compared by their rewards."""
+    """True if samples are compared by their rewards, or would be by another estimator."""
     return kind(x) in REWARDED
 
 

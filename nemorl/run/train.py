@@ -26,7 +26,7 @@ from nemorl.algorithms.policy_gradient import PolicyGradientUpdate
 from nemorl.algorithms.teachers import Teachers, teachers_of_tasks
 from nemorl.cluster.nodes import lost_nodes
 from nemorl.config import algorithm as configs
-from nemorl.config.auxiliary import teachers_by_key, teachers_held
+from nemorl.config.auxiliary import teachers_held
 from nemorl.config.experiment import Experiment
 from nemorl.config.facts import reward_weights
 from nemorl.config.load import to_yaml
@@ -290,7 +290,7 @@ def load_data(experiment: Experiment) -> TrainingData:
     sizes = source_sizes(tasks)
     teachers: Sequence[str] = ()
     if isinstance(config, configs.OnPolicyDistillationConfig):
-        teachers = teachers_of_tasks(tasks, config.teacher_key, teachers_by_key(experiment.teachers))
+        teachers = teachers_of_tasks(tasks, config.teacher_key, experiment.teachers)
     curriculum = data.sampling.curriculum
     levels = difficulties(tasks, curriculum) if curriculum is not None else ()
     order = order_of(data, sizes, experiment.seed, config.num_prompts_per_step, levels)

@@ -449,12 +449,32 @@ def test_metrics_are_means_over_the_sampled_tokens():
 
 def test_teachers_by_a_column():
     tasks = [Task(0, (), columns={"of": "sums"}), Task(1, (), columns={"of": "prose"})]
-    assert teachers_of_tasks(tasks, "of", {"prose": "prose", "sums": "adder"}) == ["adder", "prose"]
-    assert teachers_of_tasks(tasks, None, {"prose": "prose"}) == ["prose", "prose"]
+
+    def teacher(key=None, default=False):
+        return ModelTeacherConfig(model_path=Path("a"), key=key, default=default)
+
+    assert teachers_of_tasks(tasks, "of", {"prose": teacher(), "adder": teacher("sums")}) == [
+        "adder",
+        "prose",
+    ]
+    assert teachers_of_tasks(tasks, None, {"prose": teacher()}) == ["prose", "prose"]
+    several = {"prose": teacher(), "adder": teacher(("products", "sums"))}
+    assert teachers_of_tasks(tasks, "of", several) == ["adder", "prose"]
     with pytest.raises(RunError, match=r"task 1: the column `of`.* is 'prose'.*one of the teachers: sums"):
-        teachers_of_tasks(tasks, "of", {"sums": "sums"})
+        teachers_of_tasks(tasks, "of", {"sums": teacher()})
     with pytest.raises(RunError, match=r"task 0: the column `from`.* is missing"):
-        teachers_of_tasks(tasks, "from", {"sums": "sums"})
+        teachers_of_tasks(tasks, "from", {"sums": teacher()})
+
+
+def test_the_default_teacher_has_tasks_of_other_values():
+    tasks = [Task(0, (), columns={"of": "poems"}), Task(1, (), columns={"of": "sums"})]
+    teachers = {
+        "sums": ModelTeacherConfig(model_path=Path("a")),
+        "prose": ModelTeacherConfig(model_path=Path("b"), default=True),
+    }
+    assert teachers_of_tasks(tasks, "of", teachers) == ["prose", "sums"]
+    with pytest.raises(RunError, match=r"task 2: the column `of`.* is missing"):
+        teachers_of_tasks([*tasks, Task(2, ())], "of", teachers)
 
 
 def of_updates(number: int) -> Any:

@@ -117,6 +117,33 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         None,
         "teachers.prose has it too",
     ),
+    "a task of two teachers": (
+        [*ON_POLICY, TWO, "teachers.prose.key=[tales, sums]", "algorithm.teacher_key=of"],
+        "teachers.sums.key",
+        None,
+        "teachers.prose has it too",
+    ),
+    "a teacher without tasks": (
+        [*ON_POLICY, TWO, "teachers.prose.key=[]", "algorithm.teacher_key=of"],
+        "teachers.prose.key",
+        [],
+        "it teaches no task; name a value",
+    ),
+    "two teachers of all other tasks": (
+        [
+            *(*ON_POLICY, TWO, "algorithm.teacher_key=of"),
+            *("teachers.sums.default=true", "teachers.prose.default=true"),
+        ],
+        "teachers.prose.default",
+        True,
+        "teachers.sums teaches all other tasks",
+    ),
+    "other tasks of the only teacher": (
+        [*ON_POLICY, TEACHER, "teachers.sums.default=true"],
+        "teachers.sums.default",
+        True,
+        "no column names the teacher of a task",
+    ),
     "minibatches that do not divide": (
         [*ON_POLICY, TEACHER, "algorithm.num_minibatches=7"],
         "algorithm.num_minibatches",
@@ -187,6 +214,10 @@ RIGHT: dict[str, list[str]] = {
     "a teacher behind an endpoint": [*ON_POLICY, FAR, "algorithm.loss={name: jsd, tokens: 8}"],
     "without a reward": [*ON_POLICY, TEACHER, "rewards=[]"],
     "two teachers": [*OFF_POLICY, TWO, "algorithm.teacher_key=of"],
+    "a teacher of several tasks, and of all others": [
+        *(*ON_POLICY, TWO, "algorithm.teacher_key=of"),
+        *("teachers.prose.key=[tales, poems]", "teachers.sums.default=true"),
+    ],
     "a stop by a vote of a further set": [
         VOTES,
         SETS,

@@ -687,12 +687,59 @@ _GYM_TEMPLATES = (
     f"{_GYM_MODEL}.chat_template_kwargs",
     f"{_GYM_MODEL}.extra_body.chat_template_kwargs",
 )
+_OPD = "on_policy_distillation"
+_OPD_APART = f"{_OPD}.non_colocated_teachers"
+_OPD_DEFAULT = f"{_OPD_APART}.default_teacher_cfg"
+_OPD_MODELS = f"{_OPD}.teacher_model_by_agent_name"
+MOPD = _GYM | {
+    "cluster.num_nodes": 5,
+    "grpo.adv_estimator.name": "opd",
+    "data.train.data_path": "rows.jsonl",
+    f"{_OPD}.enabled": True,
+    f"{_OPD_APART}.enabled": True,
+    f"{_OPD_DEFAULT}.num_nodes": 1,
+    f"{_OPD_MODELS}.sums": "org/sums",
+}
+_SEVERAL_TEACHERS = MOPD | {f"{_OPD_MODELS}.prose": "org/prose", f"{_OPD_MODELS}.tales": "org/prose"}
+_OPD_KEYS: dict[str, Context] = {
+    f"{_OPD_MODELS}.*": (MOPD, "org/one", "org/two"),
+    f"{_OPD}.default_teacher_alias": (_SEVERAL_TEACHERS, "sums", "tales"),
+    f"{_OPD}.strict_agent_name_match": (
+        _SEVERAL_TEACHERS | {f"{_OPD}.default_teacher_alias": "sums"},
+        True,
+        False,
+    ),
+    f"{_OPD}.deduplicate_shared_teacher_checkpoints": (_SEVERAL_TEACHERS, True, False),
+    **{
+        f"{_OPD_DEFAULT}.{name}": (MOPD, 1, 2)
+        for name in (
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+            *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_nodes"),
+        )
+    },
+    f"{_OPD_DEFAULT}.gpus_per_node": (MOPD, 4, 8),
+    **{
+        f"{section}.sequence_parallel": (
+            MOPD | {f"{_OPD_DEFAULT}.tensor_model_parallel_size": 2},
+            True,
+            False,
+        )
+        for section in (_OPD_DEFAULT, f"{_OPD_DEFAULT}.megatron_cfg_overrides")
+    },
+    f"{_OPD_DEFAULT}.megatron_cfg_overrides.expert_tensor_parallel_size": (MOPD, 1, 2),
+    f"{_OPD_APART}.teacher_overrides.*": (
+        _SEVERAL_TEACHERS | {f"{_OPD_MODELS}.*": "org/others"},
+        {"tensor_model_parallel_size": 1},
+        {"tensor_model_parallel_size": 2},
+    ),
+}
 _SEVERAL_REWARDS = GRPO | {
     "grpo.adv_estimator.name": "gdpo",
     "data.default.env_name": "math_multi_reward",
 }
 _COSINE_OF_TORCH = {"name": "torch.optim.lr_scheduler.CosineAnnealingLR", "kwargs": {"T_max": 10}}
 CONTEXTS["nemo-rl"] |= {key: context for key, context in _CRITIC_KEYS.items() if key in mapped("nemo-rl")} | {
+    **_OPD_KEYS,
     "env.should_use_nemo_gym": (GRPO | {"data.train.data_path": "rows.jsonl"}, True, False),
     "env.should_mask_flagged_samples": (_GYM, True, False),
     **{
