@@ -17,6 +17,7 @@ from nemorl.errors import ConfigError, Problem
 
 from . import nemo_rl, openrlhf, trl, trl_offline, verl
 from .rules import CannotImport, Imported, Options, Origin, Rule, apply
+from .sources import read_text
 from .trl_trainers import IMPORTED, trainer_of
 
 _WIDTH = 2**31  # no line is broken
@@ -128,7 +129,7 @@ def import_file(
 
 
 def _require_origin(project: Project, file: Path) -> None:
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = read_text(file)
     found = project_of(text)
     if found is not None and found is not project:
         (name,) = [name for name, one in PROJECTS.items() if one is found]

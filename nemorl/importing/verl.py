@@ -13,6 +13,7 @@ from .sources import (
     omegaconf,
     overridden,
     read_command,
+    read_text,
     read_yaml,
     resolved,
     words_with_values,
@@ -170,7 +171,7 @@ def read(file: Path) -> dict[str, Any]:
         if any("megatron" in group for group in groups):
             tree["model_engine"] = "megatron"
         return tree
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     words = read_command(text) if "python" in text else ["", *text.split()]
     return from_words(words, str(file))
 
