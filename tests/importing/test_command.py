@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import re
+import shlex
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -408,3 +410,24 @@ def test_a_folder_that_cannot_be_written_is_named(
     )
     assert problem in capsys.readouterr().err
     assert [path.name for path in config.parent.iterdir()] == ["grpo.yaml"]
+
+
+@pytest.mark.parametrize("recipe", ["grpo_math_1B.yaml", "recipes/llm/dapo-qwen2.5-7b.v2.yaml"])
+def test_the_overrides_of_the_page_make_an_imported_recipe_run_here(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/moving_in.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^nemorl train experiment\.yaml (.*?)^```", page, re.DOTALL | re.MULTILINE)
+    sizes = re.sub(r"(\S*){(\w+(?:,\w+)+)}(\S*)", each_of_braces, command.replace("\\\n", " "))
+    out = imported_recipe(tmp_path, recipe)
+    reward = "def digits(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+    (tmp_path / "my_rewards.py").write_text(reward, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["models", "create", "arithmetic", "models/arithmetic"]) == 0
+    assert main(["train", str(out), *shlex.split(sizes), "--dry-run"]) == 0
+
+
+def each_of_braces(match: re.Match[str]) -> str:
+    """The words that a shell makes of `a{b,c}d`."""
+    return " ".join(f"{match[1]}{one}{match[3]}" for one in match[2].split(","))
