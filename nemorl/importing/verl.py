@@ -314,7 +314,7 @@ RULES: tuple[Rule, ...] = (
     Part(
         (
             *("trainer.test_freq", "trainer.val_before_train"),
-            *_below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n", "do_sample"),
+            *_below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n"),
         ),
         ("algorithm.validation",),
         learning.validated,
@@ -460,6 +460,10 @@ RULES: tuple[Rule, ...] = (
     Lost((f"{ACTOR}.shuffle",), "minibatches are in the order of the batch"),
     Lost(("algorithm.use_pf_ppo",), "preference feedback PPO"),
     Lost(("algorithm.kl_ctrl.type",), "the coefficient is fixed", ("fixed", None)),
+    Ignored(
+        (f"{ROLLOUT}.val_kwargs.do_sample",),
+        "verl's agent loops sample validation by its temperature, whatever this is",
+    ),
     Ignored(
         (f"{TRANSFORMER}.moe_router_enable_expert_bias",),
         "the model's config.json says whether routers have a bias",
