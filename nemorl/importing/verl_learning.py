@@ -43,9 +43,8 @@ def batches(x: Origin) -> Fields:
 
 
 def updates(x: Origin) -> int:
-    return batch(
-        x.get("data.train_batch_size"), x.get(f"{ACTOR}.ppo_mini_batch_size"), f"{ACTOR}.ppo_mini_batch_size"
-    )
+    key = f"{ACTOR}.ppo_mini_batch_size"
+    return batch(x.get("data.train_batch_size"), x.get(key), key, "prompts")
 
 
 def advantage(x: Origin) -> Fields:

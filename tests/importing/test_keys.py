@@ -270,6 +270,14 @@ def test_validation_of_verl_is_sampled_by_its_temperature(do_sample: bool) -> No
     assert section["num_generations_per_prompt"] == 4
 
 
+def test_minibatches_of_verl_count_prompts() -> None:
+    key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    with pytest.raises(
+        CannotImport, match=f"{key} = 6: the 16 prompts of a step are no multiple of it; change"
+    ):
+        import_values(PROJECTS["verl"], VERL | {"data.train_batch_size": 16, key: 6})
+
+
 def test_rejected_tokens_of_verl_are_bounds() -> None:
     """Next to weights that the bounds do not cut, or where the ratio of the loss is the weight."""
     rejected = {f"{_C}.rollout_rs": "token_k1", f"{_C}.rollout_rs_threshold": "0.5_2.5"}
