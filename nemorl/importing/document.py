@@ -13,10 +13,11 @@ import yaml
 from nemorl.config.experiment import Experiment
 from nemorl.config.load import load_experiment
 from nemorl.config.yaml import VARIANT_KEYS, leaves
-from nemorl.errors import ConfigError, Problem
+from nemorl.errors import ConfigError, Problem, UsageError
 
 from . import nemo_rl, openrlhf, trl, trl_offline, verl
 from .rules import CannotImport, Imported, Options, Origin, Rule, apply
+from .sources import read_text
 from .trl_trainers import IMPORTED, trainer_of
 
 _WIDTH = 2**31  # no line is broken
@@ -128,7 +129,7 @@ def import_file(
 
 
 def _require_origin(project: Project, file: Path) -> None:
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = read_text(file)
     found = project_of(text)
     if found is not None and found is not project:
         (name,) = [name for name, one in PROJECTS.items() if one is found]
@@ -164,7 +165,11 @@ def checked(
     Raises ConfigError with all problems, as `nemorl check` has them, of what was imported from `source`; the
     origin of each is the keys that its field comes from.
     """
-    handle, name = tempfile.mkstemp(suffix=".yaml", prefix="imported-", dir=folder)
+    try:
+        handle, name = tempfile.mkstemp(suffix=".yaml", prefix="imported-", dir=folder)
+    except OSError as error:
+        problem = f"{folder}: nothing can be written here: {error.strerror}"
+        raise UsageError(f"{problem}; name a file in another folder with -o") from error
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -185,7 +190,8 @@ def _keys_of(problem: Problem, imported: Imported | None) -> str:
         for row in imported.rows
         if any(f"{problem.field}.".startswith(f"{field}.") for field in row.fields)
     ]
-    same = [row for row in given if problem.value is not None and row.value == problem.value]
+    value = str(problem.value)  # as NaN is not equal to itself
+    same = [row for row in given if problem.value is not None and str(row.value) == value]
     keys = [row.key for row in same or given][:_NAMED]
     if keys:
         return f"from {', '.join(keys)}"

@@ -317,7 +317,7 @@ _WITHOUT: tuple[Rule, ...] = (
     Ignored(("grpo.stop_at_validation_threshold",), "of grpo.stop_at_validation_metric"),
     Ignored(
         of_rewarded("batch_multiplier"),
-        "how much is sampled at a time for dynamic sampling; the result is the same",
+        "how much is sampled at a time for dynamic sampling; num_steps counts the steps of an epoch with it",
     ),
     Ignored(
         (

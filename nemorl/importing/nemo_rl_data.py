@@ -8,6 +8,7 @@ from . import nemo_rl_gym as gym
 from .nemo_rl_sections import WEIGHTS, get, is_online, of_online, reward_weights
 from .rules import Fields, Ignored, Lost, Origin, Part, Rule, not_imported
 from .shared import PUBLIC, PublicData
+from .sources import read_text
 
 _PREPARED = "write it into this file with the keys of the section; NeMo-RL formats the dataset in its code"
 # Rows of training data that NeMo-RL formats in its code, from the datasets' cards.
@@ -227,7 +228,7 @@ def _read(x: Origin, name: str) -> str | None:
     folder = Path(x.options.folder).resolve()
     for base in (Path(), folder, *folder.parents):
         if (file := base / name).is_file():
-            return file.read_text(encoding="utf-8")
+            return read_text(file)
     return None
 
 

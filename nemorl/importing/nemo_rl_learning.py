@@ -140,7 +140,12 @@ def num_steps(x: Origin) -> Fields:
     section = kind(x)
     steps, epochs = x.get(f"{section}.max_num_steps"), x.get(f"{section}.max_num_epochs")
     per_step = x.get(f"{section}.num_prompts_per_step") or x.get("policy.train_global_batch_size", 1)
+    if x.get(f"{section}.use_dynamic_sampling", False):
+        per_step = int(per_step * x.get(f"{section}.batch_multiplier", 1.0))  # rows drawn at a time
     rows = data_rows(x)
+    if epochs and epochs > 0 and rows is None and x.options.rows is None:
+        how = "the rows of the data are not known, so max_num_steps alone ends the run; give --rows N"
+        x.changed(f"{section}.max_num_epochs", how)
     length = run_length(x, steps, epochs if epochs and epochs > 0 else None, rows, per_step)
     return {"algorithm.num_steps": length}
 

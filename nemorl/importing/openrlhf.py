@@ -7,7 +7,7 @@ from . import openrlhf_devices as devices
 from . import openrlhf_learning as learning
 from .openrlhf_learning import KINDS
 from .rules import CannotImport, Ignored, Lost, Part, Rule, take
-from .sources import options_of, read_command
+from .sources import options_of, read_command, read_text
 
 # OpenRLHF's defaults of what the rules read (commit 3c3be623, train_ppo_ray.py); the others are in the rules.
 DEFAULTS: dict[str, Any] = {
@@ -264,7 +264,7 @@ _SHARED = {  # of the actor and the critic, or of the only model
 
 def read(file: Path) -> dict[str, Any]:
     """The options of a command in a script or a text. Raises CannotImport."""
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     if "openrlhf.cli" not in text:
         return _from_words(["", *text.replace("\\\n", " ").split()], [], str(file))
     launch: list[str] = []

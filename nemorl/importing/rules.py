@@ -216,7 +216,7 @@ def apply(
             if any(one.startswith((f"{key} = ", f"{key}: ")) for key in rule.keys for one in problems):
                 continue
             with _listing(problems):
-                for path, value in _written(rule, origin).items():
+                for path, value in _written(rule, origin, is_first=not problems).items():
                     place(tree, path, value)
                     known = sources.setdefault(path.partition(".")[0], [])
                     known += [key for key in rule.keys if key in origin.values and key not in known]
@@ -243,7 +243,8 @@ def _listing(problems: list[str]) -> Iterator[None]:
         problems += [problem for problem in error.problems if problem not in problems]
 
 
-def _written(rule: Part, origin: Origin) -> Fields:
+def _written(rule: Part, origin: Origin, *, is_first: bool) -> Fields:
+    """The fields of a rule; `is_first` if nothing is refused so far, which may be why the rule fails."""
     for key in rule.keys:
         if isinstance(value := origin.values.get(key), str) and _COMMAND.search(value):
             raise CannotImport(f"{key} = {value}: nothing is executed; write what the command prints there")
@@ -251,8 +252,10 @@ def _written(rule: Part, origin: Origin) -> Fields:
         return rule.write(origin)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         given = {key: origin.values[key] for key in rule.keys if key in origin.values}
-        odd = {key: value for key, value in given.items() if not _is_plausible(value)} or given
-        listed = ", ".join(f"{key} = {value}" for key, value in odd.items())
+        odd = {key: value for key, value in given.items() if not _is_plausible(value)}
+        if not odd and not is_first:
+            return {}
+        listed = ", ".join(f"{key} = {value}" for key, value in (odd or given).items())
         raise CannotImport(
             f"{listed or rule.keys[0]}: expected a value of the type that the key has there; correct it"
         ) from error

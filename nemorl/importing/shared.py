@@ -40,12 +40,12 @@ PUBLIC = {
 }
 
 
-def batch(trajectories: int, per_update: int, key: str) -> int:
-    """Optimizer steps of a batch. Raises CannotImport if it does not divide."""
-    updates, rest = divmod(trajectories, per_update)
+def batch(size: int, per_update: int, key: str, unit: str = "trajectories") -> int:
+    """Optimizer steps of a batch; `unit`: what sizes count. Raises CannotImport if it does not divide."""
+    updates, rest = divmod(size, per_update)
     if rest or not updates:
-        problem = f"the {trajectories} trajectories of a step are no multiple of it"
-        raise CannotImport(f"{key} = {per_update}: {problem}; nemorl trains on equal minibatches")
+        problem = f"the {size} {unit} of a step are no multiple of it"
+        raise CannotImport(f"{key} = {per_update}: {problem}; change one, as minibatches are equal here")
     return updates
 
 

@@ -23,6 +23,26 @@ _OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)$", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{(\w+)(?::?-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
 _HERE = re.compile(r"^read -r -d '' (\w+) <<(\w+)\n(.*?)\n\2$", re.DOTALL | re.MULTILINE)
 _ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+)?(\w+)(\+?)=(.*)$", re.DOTALL)
+_MAX_BYTES = 8 * 2**20  # of a config; the longest public one has 60 kB
+
+
+def read_text(file: Path) -> str:
+    """The text of a config or script. Raises CannotImport if it is none."""
+    try:
+        if (size := file.stat().st_size) > _MAX_BYTES:
+            raise CannotImport(f"{file}: {size / 2**20:.0f} MiB are no config; name the config, not its data")
+        data = file.read_bytes()
+    except OSError as error:
+        raise CannotImport(
+            f"{file}: cannot be read: {error.strerror}; correct the path or its rights"
+        ) from error
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        problem = f"the byte {data[error.start]:#04x} is no UTF-8"
+        fix = "name a text file, or convert it, such as with `iconv -f latin1 -t utf-8`"
+        raise CannotImport(f"{file}:{line}: {problem}; {fix}") from error
 
 
 def omegaconf() -> Any:
@@ -38,17 +58,25 @@ def omegaconf() -> Any:
     return OmegaConf
 
 
-def read_inherited(file: Path) -> "DictConfig":
+def read_inherited(file: Path, heirs: tuple[Path, ...] = ()) -> "DictConfig":
     """A file over those that its `defaults` names, by paths relative to it; the last one has precedence.
 
-    `_override_: true` in a section drops the section of the files below. Raises CannotImport.
+    `_override_: true` in a section drops the section of the files below. `heirs` are the files that inherit
+    from it. Raises CannotImport.
     """
     conf = omegaconf()
     config = read_yaml(file)
     names = config.pop("defaults", None) or []
     base = conf.create({})
+    chain = (*heirs, file)
     for name in [names] if isinstance(names, str) else list(names):
-        base = _merged(base, read_inherited(file.parent / str(name)))
+        parent = file.parent / str(name)
+        if any(parent.resolve() == one.resolve() for one in chain):
+            raise CannotImport(f"{file}: defaults = {name}: the file inherits from itself; remove the entry")
+        if not parent.is_file():
+            problem = f"there is no file {parent}"
+            raise CannotImport(f"{file}: defaults = {name}: {problem}; correct the path, or add the file")
+        base = _merged(base, read_inherited(parent, chain))
     return _merged(base, config)
 
 
@@ -68,6 +96,7 @@ def read_yaml(file: Path) -> "DictConfig":
     conf = omegaconf()
     from omegaconf.errors import GrammarParseError
 
+    text = read_text(file)
     try:
         config = conf.load(file)
     except yaml.MarkedYAMLError as error:
@@ -75,8 +104,8 @@ def read_yaml(file: Path) -> "DictConfig":
         line = f":{mark.line + 1}" if mark is not None else ""
         raise CannotImport(f"{file}{line}: invalid YAML: {problem}; correct the line") from error
     except GrammarParseError as error:
-        lines = enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
-        line = next((f":{number}" for number, text in lines if text.count("${") > text.count("}")), "")
+        lines = enumerate(text.splitlines(), start=1)
+        line = next((f":{number}" for number, one in lines if one.count("${") > one.count("}")), "")
         raise CannotImport(f"{file}{line}: {_why(error)}") from error
     except Exception as error:
         raise CannotImport(f"{file}: cannot be read: {str(error).partition(chr(10))[0]}") from error
@@ -354,7 +383,7 @@ def _words(text: str) -> list[str]:
 
 def _arithmetic(text: str) -> str:
     """The integer that an expression of numbers is; the expression itself if it has names."""
-    if not re.fullmatch(r"[\d\s+*/()%-]+", text):
+    if not re.fullmatch(r"[\d\s+*/()%-]+", text) or "**" in text:  # powers of any size
         return f"$(({text}))"
     try:
         return str(int(eval(text.replace("/", "//"), {"__builtins__": {}})))

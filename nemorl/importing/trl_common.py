@@ -153,10 +153,13 @@ def _offloaded(x: Origin) -> Fields:
     return OFFLOADED
 
 
+_PEFT_TARGETS = ["q_proj", "v_proj"]  # PEFT's for Llama, Mistral, Mixtral, Qwen and Gemma; others have none
+
+
 def _lora(x: Origin) -> Fields:
     if not x.get("use_peft", False):
         return {}
-    names = x.get("lora_target_modules", x.get("target_modules", "all-linear"))
+    names = x.get("lora_target_modules", x.get("target_modules", _PEFT_TARGETS))
     targets = lora_targets(x, "lora_target_modules", names)
     return {"policy.lora": {"rank": x.get("lora_r"), "alpha": x.get("lora_alpha"), "targets": targets}}
 

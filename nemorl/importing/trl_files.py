@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .rules import CannotImport
-from .sources import options_of, read_command, read_yaml, resolved
+from .sources import options_of, read_command, read_text, read_yaml, resolved
 from .trl_trainers import OWN
 
 _SIZES = "num_processes", "num_machines"  # of `accelerate launch`, which `trl` takes as well
@@ -27,7 +27,7 @@ def read(file: Path, trainers: Mapping[str, str]) -> dict[str, Any]:
         return _of_python(file, trainers)
     if file.suffix in (".yaml", ".yml"):
         return _launched(_of_yaml(file), folder)
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     starts = any(word in _LAUNCHERS for word in text.split())
     words = read_command(text, find=_launch_command) if starts else text.replace("\\\n", " ").split()
     return from_words(words, folder, trainers)
@@ -101,7 +101,7 @@ def _of_python(file: Path, trainers: Mapping[str, str]) -> dict[str, Any]:
     """The literal keyword arguments of configs and trainers; nothing is executed."""
     tree: dict[str, Any] = {}
     try:
-        module = ast.parse(file.read_text(encoding="utf-8"))
+        module = ast.parse(read_text(file))
     except SyntaxError as error:
         raise CannotImport(f"{file}:{error.lineno}: this is no Python: {error.msg}") from error
     found: dict[str, None] = {}

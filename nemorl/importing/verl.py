@@ -13,6 +13,7 @@ from .sources import (
     omegaconf,
     overridden,
     read_command,
+    read_text,
     read_yaml,
     resolved,
     words_with_values,
@@ -170,7 +171,7 @@ def read(file: Path) -> dict[str, Any]:
         if any("megatron" in group for group in groups):
             tree["model_engine"] = "megatron"
         return tree
-    text = file.read_text(encoding="utf-8")
+    text = read_text(file)
     words = read_command(text) if "python" in text else ["", *text.split()]
     return from_words(words, str(file))
 
@@ -313,7 +314,7 @@ RULES: tuple[Rule, ...] = (
     Part(
         (
             *("trainer.test_freq", "trainer.val_before_train"),
-            *_below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n", "do_sample"),
+            *_below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k", "n"),
         ),
         ("algorithm.validation",),
         learning.validated,
@@ -454,6 +455,10 @@ RULES: tuple[Rule, ...] = (
     Lost((f"{ACTOR}.shuffle",), "minibatches are in the order of the batch"),
     Lost(("algorithm.use_pf_ppo",), "preference feedback PPO"),
     Lost(("algorithm.kl_ctrl.type",), "the coefficient is fixed", ("fixed", None)),
+    Ignored(
+        (f"{ROLLOUT}.val_kwargs.do_sample",),
+        "verl's agent loops sample validation by its temperature, whatever this is",
+    ),
     Ignored(
         (f"{TRANSFORMER}.moe_router_enable_expert_bias",),
         "the model's config.json says whether routers have a bias",

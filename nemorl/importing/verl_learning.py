@@ -44,9 +44,8 @@ def batches(x: Origin) -> Fields:
 
 
 def updates(x: Origin) -> int:
-    return batch(
-        x.get("data.train_batch_size"), x.get(f"{ACTOR}.ppo_mini_batch_size"), f"{ACTOR}.ppo_mini_batch_size"
-    )
+    key = f"{ACTOR}.ppo_mini_batch_size"
+    return batch(x.get("data.train_batch_size"), x.get(key), key, "prompts")
 
 
 def advantage(x: Origin) -> Fields:
@@ -448,15 +447,11 @@ def validation(x: Origin) -> dict[str, Any]:
         return {}
     section: dict[str, Any] = {"at_start": start} | ({"period": period} if period > 0 else {})
     own = f"{ROLLOUT}.val_kwargs"
-    samples = x.get(f"{own}.n")
-    if x.get(f"{own}.do_sample"):
-        section["sampling"] = sampling(
-            float(x.get(f"{own}.temperature")), x.get(f"{own}.top_p"), x.get(f"{own}.top_k")
-        )
-        if samples > 1:
-            section |= {"num_generations_per_prompt": samples, "pass_at_k": [1, samples]}
-    else:
-        section["sampling"] = {"temperature": 0.0}
+    temperature, samples = float(x.get(f"{own}.temperature")), x.get(f"{own}.n")
+    top_p, top_k = x.get(f"{own}.top_p"), x.get(f"{own}.top_k")
+    section["sampling"] = sampling(temperature, top_p, top_k) if temperature else {"temperature": 0.0}
+    if samples > 1:
+        section |= {"num_generations_per_prompt": samples, "pass_at_k": [1, samples]}
     return section
 
 

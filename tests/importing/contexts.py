@@ -471,7 +471,8 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "reward.reward_kwargs.max_resp_len": (_OVERLONG, 100, 200),
         "reward.reward_kwargs.overlong_buffer_cfg.len": (_OVERLONG, 10, 20),
         "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": (_OVERLONG, 1.0, 0.5),
-        f"{_V}.top_k": (VERL | {f"{_V}.do_sample": True}, -1, 10),
+        f"{_V}.top_k": (VERL | {f"{_V}.temperature": 1.0}, -1, 10),
+        f"{_V}.top_p": (VERL | {f"{_V}.temperature": 1.0}, 1.0, 0.7),
         "trainer.max_actor_ckpt_to_keep": (VERL | {"trainer.save_freq": 5}, 1, 2),
         "model_engine": (VERL, "dp", "megatron"),
         f"{_A}.megatron.override_transformer_config.recompute_modules": (

@@ -3,6 +3,10 @@
 import contextlib
 import io
 import json
+import re
+import shlex
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,8 @@ import yaml
 from nemorl.cli import main
 from nemorl.config.load import load_experiment
 from nemorl.config.server_environments import NemoGymEnvConfig
-from nemorl.importing.rules import place
+from nemorl.importing.document import PROJECTS, import_values
+from nemorl.importing.rules import Options, place
 from tests.importing.recipes import recipes
 from tests.plan.models import write_model
 
@@ -167,13 +172,18 @@ def test_an_experiment_that_is_not_valid_is_an_error(
     assert "algorithm.kl.coefficient = -1" in error
 
 
+def flat(values: Mapping[str, object]) -> str:
+    """A YAML file with values by their dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        place(tree, key, value)
+    return yaml.safe_dump(tree)
+
+
 def imported_recipe(tmp_path: Path, name: str, **changes: object) -> Path:
     """The experiment `mine.yaml` of a recipe of NeMo-RL."""
-    tree: dict[str, Any] = {}
-    for key, value in (recipes("nemo-rl")[name] | changes).items():
-        place(tree, key, value)
     config, out = tmp_path / "recipe.yaml", tmp_path / "mine.yaml"
-    config.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    config.write_text(flat(recipes("nemo-rl")[name] | changes), encoding="utf-8")
     assert main(["import", str(config), "--from", "nemo-rl", "-o", str(out)]) == 0
     return out
 
@@ -340,3 +350,84 @@ def test_reward_functions_are_remarked_on(config: Path, capsys: pytest.CaptureFi
         assert (row["outcome"], row["note"], row["changes_result"]) == ("changed", note, False)
     error = error_of(config, TRL.replace("[rewards.accuracy]", "accuracy_rewrd"), "--from", "trl")
     assert "reward_funcs = accuracy_rewrd: did you mean `accuracy_reward`?" in error
+
+
+def test_what_follows_from_a_wrong_value_is_not_listed(config: Path) -> None:
+    """The number of prompts is read with the length of the run, too."""
+    recipe = flat(recipes("nemo-rl")["grpo_math_1B.yaml"] | {"grpo.num_prompts_per_step": "many"})
+    error = error_of(config, recipe, "--from", "nemo-rl")
+    assert (
+        error.strip() == f"{config}: grpo.num_prompts_per_step = many: expected an integer; correct the value"
+    )
+
+
+def test_a_value_that_is_no_number_is_named_with_its_own_key(config: Path) -> None:
+    recipe = flat(recipes("nemo-rl")["grpo_math_1B.yaml"] | {"loss_fn.ratio_clip_min": float("nan")})
+    error = error_of(config, recipe, "--from", "nemo-rl")
+    assert "algorithm.loss.clip_low = NaN  (from loss_fn.ratio_clip_min)" in error
+
+
+def steps_and_notes(recipe: str, rows: int | None = None, **values: object) -> tuple[int, dict[str, str]]:
+    """Steps of the run that a recipe of NeMo-RL becomes, and the notes on its keys."""
+    imported = import_values(PROJECTS["nemo-rl"], recipes("nemo-rl")[recipe] | values, Options(rows=rows))
+    return imported.tree["algorithm"]["num_steps"], {row.key: row.note for row in imported.rows}
+
+
+def test_an_epoch_of_dynamic_sampling_has_a_step_for_each_batch_of_its_loader() -> None:
+    """The recipe draws 3 * 512 rows at a time, of 95% of 1,791,700."""
+    recipe = "recipes/llm/dapo-qwen2.5-7b.v2.yaml"
+    assert steps_and_notes(recipe)[0] == 1_702_115 // 1536
+    assert steps_and_notes(recipe, **{"grpo.use_dynamic_sampling": False})[0] == 1_702_115 // 512
+
+
+def test_epochs_of_data_whose_rows_are_not_known_are_reported() -> None:
+    values = {"data.train.dataset_name": "mine", "grpo.num_prompts_per_step": 32}
+    steps, notes = steps_and_notes("grpo_math_1B.yaml", **values)
+    assert steps == 1_000_000
+    assert "give --rows N" in notes["grpo.max_num_epochs"]
+    steps, notes = steps_and_notes("grpo_math_1B.yaml", 3200, **values)
+    assert (steps, notes["grpo.max_num_epochs"]) == (100, "")
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma3_text"])
+def test_adapters_of_trl_without_targets_have_those_of_peft(family: str) -> None:
+    peft = pytest.importorskip("peft.utils.constants")
+    values = yaml.safe_load(TRL) | {"use_peft": True}
+    targets = import_values(PROJECTS["trl"], values).tree["policy"]["lora"]["targets"]
+    assert targets == peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[family]
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    assert main(["import", str(config), "--from", "trl", "-o", str(config.parent / "mine.yaml")]) == 2
+    problem = (
+        f"{config.parent}: nothing can be written here: Permission denied; name a file in another folder"
+    )
+    assert problem in capsys.readouterr().err
+    assert [path.name for path in config.parent.iterdir()] == ["grpo.yaml"]
+
+
+@pytest.mark.parametrize("recipe", ["grpo_math_1B.yaml", "recipes/llm/dapo-qwen2.5-7b.v2.yaml"])
+def test_the_overrides_of_the_page_make_an_imported_recipe_run_here(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/moving_in.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^nemorl train experiment\.yaml (.*?)^```", page, re.DOTALL | re.MULTILINE)
+    sizes = re.sub(r"(\S*){(\w+(?:,\w+)+)}(\S*)", each_of_braces, command.replace("\\\n", " "))
+    out = imported_recipe(tmp_path, recipe)
+    reward = "def digits(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+    (tmp_path / "my_rewards.py").write_text(reward, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["models", "create", "arithmetic", "models/arithmetic"]) == 0
+    assert main(["train", str(out), *shlex.split(sizes), "--dry-run"]) == 0
+
+
+def each_of_braces(match: re.Match[str]) -> str:
+    """The words that a shell makes of `a{b,c}d`."""
+    return " ".join(f"{match[1]}{one}{match[3]}" for one in match[2].split(","))

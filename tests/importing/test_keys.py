@@ -332,6 +332,28 @@ def test_rejected_sequences_are_those_of_verl(
     assert 0 < sum(expected) < len(expected), "all or none are left out"
 
 
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_validation_of_verl_is_sampled_by_its_temperature(do_sample: bool) -> None:
+    """AgentLoopWorker.generate_sequences reads temperature, top_p and top_k, and never do_sample."""
+    own = "actor_rollout_ref.rollout.val_kwargs"
+    given = {"temperature": 1.0, "top_p": 0.7, "n": 4, "do_sample": do_sample}
+    found = tree(
+        "verl", VERL | {"trainer.test_freq": 5} | {f"{own}.{key}": one for key, one in given.items()}
+    )
+    assert isinstance(found, dict)
+    section = found["algorithm"]["validation"]
+    assert section["sampling"] == {"temperature": 1.0, "top_p": 0.7}
+    assert section["num_generations_per_prompt"] == 4
+
+
+def test_minibatches_of_verl_count_prompts() -> None:
+    key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    with pytest.raises(
+        CannotImport, match=f"{key} = 6: the 16 prompts of a step are no multiple of it; change"
+    ):
+        import_values(PROJECTS["verl"], VERL | {"data.train_batch_size": 16, key: 6})
+
+
 def test_rejected_tokens_of_verl_are_bounds() -> None:
     """Next to weights that the bounds do not cut, or where the ratio of the loss is the weight."""
     rejected = {f"{_C}.rollout_rs": "token_k1", f"{_C}.rollout_rs_threshold": "0.5_2.5"}

@@ -1,5 +1,6 @@
 """Configs as their projects read them: inheritance, resolvers, overrides, scripts, Python files."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,48 @@ def test_options_of_earlier_openrlhf(tmp_path: Path) -> None:
     }
     with pytest.raises(CannotImport, match=r"train_kto is not imported; openrlhf\.cli\.train_ppo_ray"):
         openrlhf.read(tmp_path / "bad.sh")
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("a.yaml", nemo_rl.read),
+        ("a.sh", verl.read),
+        ("a.sh", openrlhf.read),
+        ("a.sh", trl.read),
+        ("a.py", trl.read),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(
+    tmp_path: Path, name: str, read: Callable[[Path], Mapping[str, Any]]
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"a: 1\nb: caf\xe9\n")
+    with pytest.raises(CannotImport, match=rf"{name}:2: the byte 0xe9 is no UTF-8; .* `iconv"):
+        read(file)
+    file.write_bytes(b"a" * 9 * 2**20)
+    with pytest.raises(CannotImport, match="9 MiB are no config; name the config"):
+        read(file)
+
+
+def test_files_that_inherit_from_each_other_or_from_none_are_named(tmp_path: Path) -> None:
+    write(
+        tmp_path, a__yaml="defaults: b.yaml\n", b__yaml="defaults: ./a.yaml\n", c__yaml="defaults: [d.yaml]\n"
+    )
+    with pytest.raises(CannotImport, match=r"b\.yaml: defaults = \./a\.yaml: the file inherits from itself"):
+        nemo_rl.read(tmp_path / "a.yaml")
+    with pytest.raises(
+        CannotImport, match=r"c\.yaml: defaults = d\.yaml: there is no file .*; correct the path"
+    ):
+        nemo_rl.read(tmp_path / "c.yaml")
+
+
+def test_two_files_may_inherit_from_the_same_one(tmp_path: Path) -> None:
+    write(tmp_path, a__yaml="defaults: [b.yaml, c.yaml]\n", b__yaml="defaults: d.yaml\n")
+    write(tmp_path, c__yaml="defaults: d.yaml\n", d__yaml="x: 1\n")
+    assert nemo_rl.read(tmp_path / "a.yaml") == {"x": 1}
+
+
+def test_powers_of_a_script_are_not_computed() -> None:
+    words = read_command("N=$((9**9**9))\npython -m verl.trainer.main_ppo a.n=$N\n")
+    assert words[-1] == "a.n=$((9**9**9))"
