@@ -36,6 +36,8 @@ def read_text(file: Path) -> str:
         raise CannotImport(
             f"{file}: cannot be read: {error.strerror}; correct the path or its rights"
         ) from error
+    if 0 in data:
+        raise CannotImport(f"{file}: there are null bytes in it, so it is no text; name a text file")
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -263,6 +263,9 @@ def test_a_file_that_is_no_text_is_refused(
     file.write_bytes(b"a: 1\nb: caf\xe9\n")
     with pytest.raises(CannotImport, match=rf"{name}:2: the byte 0xe9 is no UTF-8; .* `iconv"):
         read(file)
+    file.write_bytes(b"a: 1\0\n")
+    with pytest.raises(CannotImport, match=rf"{name}: there are null bytes"):
+        read(file)
     file.write_bytes(b"a" * 9 * 2**20)
     with pytest.raises(CannotImport, match="9 MiB are no config; name the config"):
         read(file)
