@@ -308,4 +308,13 @@ class _Calls:
             raise _Failed(f"{what} {late}") from None
 
     def end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Cancel what is left and stop the loop; what blocks its thread is not waited for."""
+        asyncio.run_coroutine_threadsafe(self._cancel_rest(), self._loop)
+
+    async def _cancel_rest(self) -> None:
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*rest, return_exceptions=True), END_SECONDS)
+        self._loop.stop()

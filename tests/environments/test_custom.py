@@ -4,6 +4,7 @@ import gc
 import re
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,18 @@ def test_a_call_that_hangs_is_ended_without_a_complaint_of_asyncio(
     assert "reset() returned nothing within 0.5 s" in found.fix
     gc.collect()
     assert "Task was destroyed" not in caplog.text
+
+
+def test_an_agent_that_blocked_its_thread_leaves_no_task(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What asyncio finds later it reports in the middle of other code, which may be a parser."""
+    source = AGENT.replace("await model.chat(", "time.sleep(2), (")
+    (found,) = problems(monkeypatch, tmp_path, source)
+    assert "run() returned nothing within 0.5 s" in found.fix
+    time.sleep(3)
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 @pytest.mark.parametrize(
