@@ -104,20 +104,21 @@ def teachers(x: Origin) -> Fields:
     if not has_agents_teachers(x):
         x.skip(_SECTION, "grpo.adv_estimator.name is not opd, so nothing uses it")
         return {}
-    found, (first, *further) = x.below(_MODELS), list(_agents_of_models(x).items())
+    found, of_models = x.below(_MODELS), _agents_of_models(x)
     strict, default = f"{_SECTION}.strict_agent_name_match", f"{_SECTION}.default_teacher_alias"
     _remark_on_teachers(x)
-    if not further:
+    if len(of_models) == 1:
+        (only,) = of_models
         x.lost(default, "the one teacher scores all samples", changes_result=False)
         x.lost(strict, "the one teacher scores all samples, of other agents too", changes_result=False)
-        return _teacher(x, first[0], "main", str(found[first[0]]))
+        return _teacher(x, only, "main", str(found[only]))
     fields: dict[str, Any] = {"algorithm.teacher_key": AGENT}
-    for name, agents in (first, *further):
+    for name, agents in of_models.items():
         fields |= _teacher(x, name, name, str(found[name]))
         if agents != [name]:
             fields[f"teachers.{name}.key"] = agents
     if not x.get(strict, False) and (alias := x.get(default)) is not None:
-        others = next((name for name, agents in _agents_of_models(x).items() if alias in agents), None)
+        others = next((name for name, agents in of_models.items() if alias in agents), None)
         if others is None:
             problem = f"no agent of {_MODELS} has this name; expected one of {', '.join(found)}"
             raise CannotImport(f"{default} = {alias}: {problem}")

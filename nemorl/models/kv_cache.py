@@ -529,11 +529,9 @@ def share_beginnings(
     together = sum(length for _, length in beginnings) + len(rows) * (longest - first)
     if apart - together < _FEWEST_PLACES * len(beginnings):
         return None
-    places, lengths = (
-        np.argsort(rows),
-        np.repeat([b.length for b in beginnings], [len(b.rows) for b in beginnings]),
-    )
-    uploaded = upload(device, lengths[places], rows, places)
+    lengths = [beginning.length for beginning in beginnings for _ in beginning.rows]
+    places = np.argsort(rows)
+    uploaded = upload(device, np.array(lengths)[places], rows, places)
     return SharedBeginnings(cache, beginnings, first, *uploaded)
 
 

@@ -604,8 +604,8 @@ class OnlineConfig(MinibatchesBase):
         if self.kl.active:
             return
         by_preset = PRESETS[self.name].settings.get("kl", {})
-        names = ("estimator", "straight_through", "importance_weighted", "sampled_by", "max_log_ratio")
-        for name in (*names, "max_value"):
+        of_estimate = ("estimator", "straight_through", "importance_weighted", "sampled_by")
+        for name in (*of_estimate, "max_log_ratio", "max_value"):
             value = getattr(self.kl, name)
             if value != by_preset.get(name, KLConfig.model_fields[name].default):
                 fix = "algorithm.kl.coefficient is 0, so nothing is estimated; raise it, or remove this"
@@ -652,12 +652,9 @@ class OnlineConfig(MinibatchesBase):
     @check
     def _old_policy_is_computed(self) -> Problems:
         if self.advantage.needs_collisions and self.correction.form == "bypass":
-            fix = (
-                f"`{self.advantage.name}` takes probabilities of the old policy, which here is the engine and"
-            )
-            yield Problem(
-                "correction.form", "bypass", f"{fix} gives those of its tokens only; use `decoupled`"
-            )
+            reason = f"`{self.advantage.name}` takes probabilities of the old policy"
+            fix = f"{reason}, which here is the engine and gives those of its tokens only; use `decoupled`"
+            yield Problem("correction.form", "bypass", fix)
 
     @check
     def _branches_can_be_compared(self) -> Problems:
