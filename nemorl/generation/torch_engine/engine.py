@@ -8,10 +8,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -54,6 +55,8 @@ _PREFILL_STEP = 8  # tokens; prompts are padded to multiples of this, or of an e
 _TYPICAL_ROWS = 16  # what the packed layout is chosen for; any number of rows works
 _SCORED_ROWS = 256  # of logits that exist at one time
 _END_SECONDS = 10.0  # for the step during which the engine is closed
+
+T = TypeVar("T")
 
 
 class Attention(Protocol):
@@ -464,8 +467,7 @@ class TorchHost(StepDriver):
 
     def __init__(self, config: TorchGenerationConfig, options: EngineOptions) -> None:
         self._options, self._on_update = options, config.on_update
-        self._set_threads()
-        self.engine = create_engine(config, options)
+        self.engine = self._apart(lambda: create_engine(config, options)).result()
         super().__init__(self.engine, f"generation engine {options.rank}")
         model = self.engine.model
         self._receiver = WeightReceiver(model.slices(), model.staging_parameters, self._commit)
@@ -479,10 +481,10 @@ class TorchHost(StepDriver):
         self._receiver.prepare(parts[0])
 
     async def receive_weights(self, session: RefitSession) -> tuple[ReceiveReport, ...]:
-        return (await asyncio.to_thread(self._receiver.begin(session)),)
+        return (await asyncio.wrap_future(self._apart(self._receiver.begin(session))),)
 
     async def commit_weights(self, version: int) -> None:
-        await asyncio.to_thread(self._receiver.commit, version)
+        await asyncio.wrap_future(self._apart(lambda: self._receiver.commit(version)))
 
     def abandon_refit(self) -> None:
         self._receiver.abandon()
@@ -490,6 +492,25 @@ class TorchHost(StepDriver):
     def close(self) -> None:
         super().close()
         self._thread.join(_END_SECONDS)
+
+    def _apart(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function in a thread that ends with it, and so do its OpenMP threads.
+
+        Each thread that computes has OpenMP threads of its own. GNU OpenMP counts those of all threads: while
+        there are more than cores, they sleep between two kernels, and each kernel of the engine wakes them.
+        """
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # so that nobody cancels it any more
+
+        def run() -> None:
+            try:
+                self._set_threads()
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name=f"work of rank {self._options.rank}", daemon=True).start()
+        return future
 
     def _set_threads(self) -> None:
         if self._options.threads is not None:
