@@ -12,7 +12,7 @@ from rich.table import Table
 
 from nemorl.config.base import counted
 from nemorl.config.experiment import Experiment
-from nemorl.config.policy import ActivationOffloadConfig, RecomputeConfig
+from nemorl.config.policy import ActivationOffloadConfig
 from nemorl.errors import UsageError
 from nemorl.plan.calibration import (
     HERE,
@@ -29,7 +29,7 @@ from nemorl.plan.hardware import HARDWARE, MARGIN, known_hardware
 from nemorl.plan.layouts import ORDER, LayoutChoice, list_layouts
 from nemorl.plan.machine import read_machine
 from nemorl.plan.memory import MEMORY_PARTS, policy_memory
-from nemorl.plan.recompute import fitting, fitting_recompute, leaves_a_choice
+from nemorl.plan.recompute import fitting, fitting_recompute, kept_by, leaves_a_choice
 from nemorl.plan.step_time import RunPlan, StepTime, UnplannedRun
 from nemorl.plan.suggest import Suggestion, suggest
 from nemorl.plan.training_time import Lengths
@@ -347,7 +347,7 @@ def _suggestions(found: list[Suggestion], simulated: list[float]) -> Table:
         result.add_row(
             *(_digits(one.step.seconds), *times, placement, f"{layout.world_size}: {layout.name}"),
             f"{one.memory / 1e9:.1f} ({one.memory / one.plan.hardware.memory_bytes:.0%})",
-            _kept_by(experiment.policy.recompute, experiment.policy.offload_activations),
+            kept_by(experiment.policy.recompute, experiment.policy.offload_activations),
             *(
                 f"{one.plan.replicas} x TP{engine.tensor}",
                 str(getattr(experiment.algorithm, "max_staleness", 0)),
@@ -416,11 +416,6 @@ def _offloaded(offload: ActivationOffloadConfig | None) -> str:
     return "nothing" if offload is None else offload.described
 
 
-def _kept_by(recompute: RecomputeConfig, offload: ActivationOffloadConfig | None) -> str:
-    """What is recomputed, and offloaded if something is."""
-    return recompute.described + ("" if offload is None else f"; offloaded: {offload.described}")
-
-
 def _as_json(choice: LayoutChoice) -> dict[str, object]:
     memory = asdict(choice.memory)
     return {
@@ -453,7 +448,7 @@ def _table(choices: list[LayoutChoice], *, is_chosen: bool) -> Table:
         fits = {True: "yes", False: "no", None: "?"}[choice.fits]
         memory = (_digits(size / 1e9) for size in (whole, *sizes, whole - sum(sizes)))
         traffic, idle = _digits(choice.bytes_per_token / 1000), f"{choice.idle:.0%}"
-        names = [choice.layout.name, *(_kept_by(choice.recompute, choice.offload) for _ in recomputed)]
+        names = [choice.layout.name, *(kept_by(choice.recompute, choice.offload) for _ in recomputed)]
         result.add_row(*names, fits, *memory, traffic, idle)
     return result
 
@@ -482,7 +477,7 @@ def _rehearse(arguments: Namespace) -> int:
     rates = HARDWARE["h100"]
     settled = fitting_recompute(experiment, shape, int(arguments.memory_gb * 1e9), rates)
     if settled is not experiment:
-        chosen = _kept_by(settled.policy.recompute, settled.policy.offload_activations)
+        chosen = kept_by(settled.policy.recompute, settled.policy.offload_activations)
         note = f"the memory plan chooses to recompute {chosen}, by the rates of {rates.device_name}"
         terminal.notes().print(note, markup=False)
     experiment = settled

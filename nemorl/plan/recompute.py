@@ -59,6 +59,11 @@ def with_settings_of(experiment: Experiment, settled: Experiment) -> Experiment:
     return _with_fields(experiment, recompute=policy.recompute, offload_activations=offload)
 
 
+def kept_by(recompute: RecomputeConfig, offload: ActivationOffloadConfig | None) -> str:
+    """What is recomputed, and offloaded if something is, in words."""
+    return recompute.described + ("" if offload is None else f"; offloaded: {offload.described}")
+
+
 def leaves_a_choice(policy: PolicyConfig) -> bool:
     """True if the plan chooses what is recomputed or offloaded."""
     return isinstance(policy.recompute, AutoRecompute) or _offload_is_chosen(policy)

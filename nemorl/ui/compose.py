@@ -31,6 +31,7 @@ from nemorl.plan.layouts import list_layouts
 from nemorl.plan.machine import Gpu, Machine, gpu_problems, memory_problems, read_machine
 from nemorl.plan.memory import MEMORY_PARTS, ON_HOST, ProcessMemory
 from nemorl.plan.problems import Plan, model_problem
+from nemorl.plan.recompute import kept_by
 from nemorl.plan.step_time import UnplannedRun
 from nemorl.plan.suggest import suggest
 from nemorl.run.inspection import Inspected, Where, inspect, occupied
@@ -243,7 +244,8 @@ def layouts(text: str, file: str, preset: str, devices: int | None) -> Json:
     experiment, shape = _planned(text, file)
     machine, number = _machine(preset), devices or experiment.policy.layout.world_size
     memory = min((gpu.memory_bytes for gpu in machine.gpus), default=None)
-    found = list_layouts(experiment, shape, number, memory)
+    rates = HARDWARE[hardware] if (hardware := PRESETS[preset].hardware) else None
+    found = list_layouts(experiment, shape, number, memory, hardware=rates)
     rows = [
         {
             "name": choice.layout.name,
@@ -252,7 +254,7 @@ def layouts(text: str, file: str, preset: str, devices: int | None) -> Json:
             "parts": {part: size for part in MEMORY_PARTS if (size := getattr(choice.memory, part))},
             "bytes_per_token": choice.bytes_per_token,
             "idle": choice.idle,
-            "recompute": choice.recompute.described,
+            "recompute": kept_by(choice.recompute, choice.offload),
             "is_current": choice.layout == experiment.policy.layout,
             "edits": [_layout_edit(choice.layout, experiment.policy.layout)],
         }

@@ -164,6 +164,22 @@ def test_layouts_are_those_of_the_planner_and_can_be_set(capsys: pytest.CaptureF
     assert parse_document(edit(text, suggested["edits"]), "x").tree["generation"]["replicas"] >= 1  # type: ignore[index]
 
 
+@pytest.mark.usefixtures("in_root")
+def test_layouts_say_what_the_plan_offloads() -> None:
+    """On hardware whose copies to the host the plan of time knows."""
+    name = "recipes/grpo-qwen3-30b-a3b-4n8g-ep8dp32"
+    text, file = shipped.file_of(name).read_text(encoding="utf-8"), str(shipped.file_of(name))
+    policy = {
+        "recompute": {"name": "auto"},
+        "offload_activations": {"layers": "auto"},
+        "micro_batch_tokens": 65536,
+    }
+    changed = edit(text, [{"path": ["policy", field], "value": value} for field, value in policy.items()])
+    kept = {preset: compose.layouts(changed, file, preset, 16)["rows"] for preset in ("8x141", "1x24")}
+    assert any("; offloaded: the first " in row["recompute"] for row in kept["8x141"])
+    assert not any("offloaded" in row["recompute"] for row in kept["1x24"])
+
+
 def test_a_layout_replaces_all_of_an_inherited_one(tmp_path: Path) -> None:
     """PP2 over an inherited TP2 is no TP2 PP2."""
     inherited, chosen = LayoutConfig(tensor_parallel_size=2), LayoutConfig(pipeline_parallel_size=2)

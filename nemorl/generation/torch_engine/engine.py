@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -499,17 +499,9 @@ class TorchHost(StepDriver):
         Each thread that computes has OpenMP threads of its own. GNU OpenMP counts those of all threads: while
         there are more than cores, they sleep between two kernels, and each kernel of the engine wakes them.
         """
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()  # so that nobody cancels it any more
-
-        def run() -> None:
-            try:
-                self._set_threads()
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name=f"work of rank {self._options.rank}", daemon=True).start()
+        executor = ThreadPoolExecutor(1, f"work of rank {self._options.rank}", initializer=self._set_threads)
+        future = executor.submit(function)
+        executor.shutdown(wait=False)  # ends the thread after the function
         return future
 
     def _set_threads(self) -> None:

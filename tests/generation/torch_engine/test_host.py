@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from nemorl.config.generation import TorchGenerationConfig
+from nemorl.generation.tokens import load_decoder
 from nemorl.generation.torch_engine import engine as module
 from nemorl.generation.torch_engine.engine import TorchHost
-from nemorl.generation.tokens import load_decoder
 from nemorl.generation.types import EngineOptions
 from nemorl.models.create import create_tiny_model
 from nemorl.weights.messages import RefitDeadline

@@ -137,7 +137,7 @@ export function Layouts({ text, file, preset, world, canRank, onEdit }) {
     ${found && !error && !loading && !found.count && html`<p class="muted">No layout divides the model over ${found.devices} devices; try another number.</p>`}
     ${rows.length > 0 && !error && html`<div class="scroll"><table class="table">
       <thead><tr>
-        ${(ranked ? ["layout", "seconds", "placement", "engines", "staleness", "memory", "reason", ""] : ["layout", "fits", "memory", "recomputed", "kB/token", "idle", ""]).map((title) => html`<th>${title}</th>`)}
+        ${(ranked ? ["layout", "seconds", "placement", "engines", "staleness", "memory", "reason", ""] : ["layout", "fits", "memory", "recomputed, offloaded", "kB/token", "idle", ""]).map((title) => html`<th>${title}</th>`)}
       </tr></thead>
       <tbody>
         ${rows.map((row) =>
