@@ -236,12 +236,21 @@ def test_tokens_have_the_versions_that_sampled_them(served: Served, tmp_path: Pa
     networks = {1: served.network, 2: type(served.network).from_pretrained(after).eval()}
     prompts = Prompts(seed=1).several(64)  # the server samples eight at a time
     policy.load(after)
-    waiting = client.submit(prompts, 150)
-    asyncio.run(exchange.refit(2))
-    assert not waiting.done()
-    found = waiting.result(120)
-    assert any(set(one.versions.tolist()) == {1, 2} for one in found)
-    for prompt, one in zip(prompts, found, strict=True):
+    waiting: list[Future[list[Completion]]] = []
+
+    async def refit_while_sampling() -> None:
+        refit = asyncio.create_task(exchange.refit(2))
+        while not refit.done():
+            waiting.append(client.submit(prompts, 150))
+            await asyncio.wait({refit, asyncio.wrap_future(waiting[-1])}, return_when=asyncio.FIRST_COMPLETED)
+        await refit
+
+    asyncio.run(refit_while_sampling())
+    found = [
+        (prompt, one) for batch in waiting for prompt, one in zip(prompts, batch.result(120), strict=True)
+    ]
+    assert any(set(one.versions.tolist()) == {1, 2} for _, one in found)
+    for prompt, one in found:
         assert one.versions.tolist() == sorted(one.versions.tolist())
         tokens = [*prompt.tolist(), *one.tokens.tolist()]
         for version, network in networks.items():
