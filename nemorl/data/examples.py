@@ -30,6 +30,9 @@ class Example:
     tokens: Int32Array  # [T]
     loss_mask: BoolArray  # [T] True for tokens that are trained on
     labels: Float32Array | None = None  # [T] of steps: from 1, right, to -1, wrong, where the mask is True
+    # [T] the chunk of text that each token is a part of, shared with a teacher of other tokens; -1 in none
+    chunks: Int32Array | None = None
+    teacher: int = 0  # the number of this teacher
 
     @property
     def marked_at_end(self) -> "Example":
