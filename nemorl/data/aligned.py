@@ -6,7 +6,7 @@ teacher  │ 201   │ + │ 34  │ = │
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,10 +18,14 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from nemorl.config.auxiliary import teachers_held
+from nemorl.config.experiment import Experiment
+from nemorl.config.policy import TokenizerConfig
 from nemorl.trajectories import BoolArray, Float32Array, Int32Array
 
-from .examples import Example
-from .tokenizer import Tokenizer, TokenizerError
+from .datasets import Dialogue
+from .examples import Encoder, Example, TrainOn
+from .tokenizer import Tokenizer, TokenizerError, load_tokenizer, prompts_of
 
 IntArray = NDArray[np.int64]
 
@@ -124,6 +128,49 @@ def _token_counts(written: Sequence[bytes]) -> dict[int, int]:
         if piece:
             counts[position] = number
     return counts
+
+
+class AlignedEncoder:
+    """Encodes dialogues with the policy's tokenizer and with that of each teacher's folder."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        """Load each tokenizer once. Raises TokenizerError."""
+        policy, held = experiment.policy, teachers_held(experiment.teachers)
+        own = {"tokenizer": TokenizerConfig()}
+        sections = [one.worker_config(policy).model_copy(update=own) for one in held.values()]
+        self._names = list(held)
+        self._encoders = []
+        for section in (policy, *sections):
+            tokenizer = load_tokenizer(section)
+            prompts = prompts_of(tokenizer, experiment.data.chat)
+            self._encoders.append(Encoder(tokenizer, prompts, policy.max_sequence_length))
+        self._vocabularies = [Vocabulary.of(encoder.tokenizer) for encoder in self._encoders]
+
+    def projections(self, folder: Path) -> dict[str, Path]:
+        """Files of the projections on the vocabularies of the teachers, by name. Raises OSError."""
+        policy, *teachers = self._encoders
+        return {
+            name: Projection.cached(
+                folder,
+                policy.tokenizer,
+                one.tokenizer,
+                (policy.prompts.end_token_id, one.prompts.end_token_id),
+            )
+            for name, one in zip(self._names, teachers, strict=True)
+        }
+
+    def texts(self, dialogues: Iterable[Dialogue], train_on: TrainOn) -> list[list[tuple[Example, Example]]]:
+        """Of each dialogue the policy's and the teacher's example, for each teacher. Raises ExampleError."""
+        given = list(dialogues)
+        mine, *others = [encoder.dialogues(given, train_on) for encoder in self._encoders]
+        own, *vocabularies = self._vocabularies
+        return [
+            [
+                align(replace(example, teacher=number), own, one, vocabulary)
+                for number, (one, vocabulary) in enumerate(zip(read, vocabularies, strict=True))
+            ]
+            for example, *read in zip(mine, *others, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

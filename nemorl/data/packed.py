@@ -51,7 +51,7 @@ class PackedBatch:
     labels: Tensor | None = None  # [N] float32: 1 chosen, desirable or right, -1 not, 0 neither
     margins: Tensor | None = None  # [N] float32, by how much the better one of the unit is better
     # Of sequences that are aligned with a teacher of other tokens (aligned.py): `top_ids` and `top_logprobs`
-    # are then of chunks, at the last token of each.
+    # are then of chunks, at the last token of each; -1 where the teacher has fewer tokens.
     chunks: Tensor | None = None  # [N] int64, the chunk of each token in its sequence, -1 in none
     teachers: Tensor | None = None  # [N] int64, number of the sequence's teacher
 
