@@ -138,7 +138,7 @@ class Encoder:
             raise ExampleError(f"the exchange must begin and end with an assistant's message, not {roles}")
         prompts = self.prompts.with_tools(tools)
         tokens = prompts.open(opening)
-        if not tokens:
+        if not tokens and train_on != "all":
             raise ExampleError("the prompt is empty, so the first token has no probability")
         trained = [False] * len(tokens)
         for place, message in enumerate(exchange):
@@ -156,7 +156,8 @@ class Encoder:
                 trained += [False] * len(between)
         self._check_length(len(tokens), trained.index(True))
         if train_on == "all":
-            trained[1:] = [True] * (len(tokens) - 1)  # the first follows nothing, so it has no probability
+            # The first follows nothing, so it has no probability.
+            trained = [False, *[True] * (len(tokens) - 1)]
         return Example(np.array(tokens, dtype=np.int32), np.array(trained))
 
     def answer_in_steps(self, answer: Steps) -> Example:
