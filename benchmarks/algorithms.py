@@ -1,8 +1,8 @@
 """Does every algorithm learn: does its metric move the right way on the tiny arithmetic model?
 
 Trains an experiment for each algorithm, from where the first half of `make quickstart` ends; SFT begins with
-random weights, and the second half's model teaches distillation, also to one that begins with random weights and
-reads pairs of digits. (All are made here where they are missing.)
+random weights, and the second half's model teaches distillation, also to one of pairs of digits with random
+weights. (All are made here where they are missing.)
 The metric of an algorithm is compared before its first step and after its last one. Held-out
 metrics are of 400 tasks; standard errors are those of the intervals that a run writes (docs/evaluation.md),
 else of a share of as many tasks. The tasks are the same before and after, which the errors make no use of.

@@ -175,7 +175,7 @@ class AlignedEncoder:
 
 @dataclass(frozen=True)
 class Projection:
-    """Weights of the teacher's tokens that stand for a token of the policy: a sparse matrix.
+    """Weights of the teacher's tokens in place of each token of the policy: a sparse matrix.
 
     A token that both vocabularies have is mapped to itself, with weight 1. Any other one is mapped to the
     first `MAX_PIECES` tokens into which the teacher's tokenizer splits its text; each has `LATER_SHARE` of

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from nemorl.config.algorithm import (
-    AlignedDistillationConfig,
     AlgorithmConfig,
+    AlignedDistillationConfig,
     DistillationConfig,
     OnlineConfig,
     OnPolicyDistillationConfig,
