@@ -27,9 +27,8 @@ from .objective import loss_output
 
 # Fills a batch that lacks a text, for the policy and the teachers.
 UNALIGNED = replace(PLACEHOLDER, chunks=PLACEHOLDER.tokens - 1)
-_LEAST = (
-    1e-10  # NeMo-RL's; added to probabilities, so that those of tokens without counterpart have a logarithm
-)
+# NeMo-RL's; added to probabilities, so that those of tokens without counterpart have a logarithm.
+_LEAST = 1e-10
 
 
 @dataclass(frozen=True)

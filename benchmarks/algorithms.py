@@ -1,7 +1,7 @@
 """Does every algorithm learn: does its metric move the right way on the tiny arithmetic model?
 
 Trains an experiment for each algorithm, from where the first half of `make quickstart` ends; SFT begins with
-random weights, and the second half's model teaches distillation, also to one of pairs of digits with random
+random weights, and the second half's model teaches distillation, also to one of other tokens with random
 weights. (All are made here where they are missing.)
 The metric of an algorithm is compared before its first step and after its last one. Held-out
 metrics are of 400 tasks; standard errors are those of the intervals that a run writes (docs/evaluation.md),

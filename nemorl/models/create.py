@@ -1,7 +1,7 @@
 """Tiny untrained models: something real to learn within minutes on one core.
 
-Two are for sums such as `12+34=046`, with tokens of one digit or also of two, and one for conversations with
-tools.
+Two are for sums such as `12+34=046`, with a token for each digit or for both digits of a summand, and one for
+conversations with tools.
 """
 
 import json
@@ -60,8 +60,8 @@ class Vocabulary:
 
 
 ARITHMETIC = Vocabulary(CHARACTERS)
-# Two digits in a row are one token: `12`, `+`, `34`, `=`, `04`, `6`.
-PAIRS = Vocabulary((*CHARACTERS, *(f"{n:02}" for n in range(100))), pattern=r"[0-9]{2}|[\s\S]")
+# Two digits before a sign are one token: `12`, `+`, `34`, `=`, `0`, `4`, `6`.
+PAIRS = Vocabulary((*CHARACTERS, *(f"{n:02}" for n in range(100))), pattern=r"[0-9]{2}(?=[+=])|[\s\S]")
 # Printable characters of ASCII; calls of tools are in the format `pythonic` (docs/tools.md).
 CHAT = Vocabulary("".join(map(chr, range(32, 127))), CHAT_MARKS, CHAT_TEMPLATE)
 
