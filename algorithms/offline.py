@@ -21,6 +21,7 @@ from nemorl.config import algorithm as configs
 from nemorl.config.algorithm.base import TOTAL_LOSSES
 from nemorl.config.data import DatasetConfig, TaskRows
 from nemorl.config.experiment import Experiment
+from nemorl.data.aligned import AlignedEncoder
 from nemorl.data.datasets import load_dialogues, load_feedback, load_pairs, load_steps, load_tasks
 from nemorl.data.examples import PLACEHOLDER, Encoder, Example, mismatched
 from nemorl.data.losses import Loss
@@ -28,12 +29,13 @@ from nemorl.data.packed import Compared
 from nemorl.data.prefixes import shared_runs
 from nemorl.data.shards import SequencePlace
 from nemorl.data.tokenizer import load_tokenizer, prompts_of
-from nemorl.observe.files import write_atomically
+from nemorl.observe.files import write_atomically, write_failed
 from nemorl.observe.observer import Observer
 from nemorl.rollout.order import Order
 from nemorl.rollout.schedule import DataPlace
 from nemorl.session.session import Session
 
+from .aligned import UNALIGNED, AlignedLoss, AlignedTeacher, aligned_metrics
 from .distillation import distillation_loss
 from .metrics import optimizer_metrics
 from .objective import finish_metrics, means_over, sequence_weights
@@ -42,6 +44,7 @@ from .policy_losses import CrossEntropyLoss
 from .teachers import Teachers, teachers_of_tasks
 
 FILE = "reference_logprobs.json"
+PROJECTIONS = "projections"  # of the run folder, from which all processes read them
 _AT_A_TIME = 512  # sequences of one call, so that progress shows
 
 
@@ -112,7 +115,8 @@ class Unit:
     examples: tuple[Example, ...]
     labels: tuple[float, ...] = (0.0,)  # of each: 1 chosen or good, -1 rejected or not, 0 neither
     margin: float = 0.0
-    teacher: str = ""  # of distillation, where there are several
+    teachers: tuple[str, ...] = ()  # of distillation, the one of each sequence
+    read: tuple[Example, ...] = ()  # by the teachers, where these have tokens of their own
 
 
 @dataclass(frozen=True)
@@ -125,14 +129,19 @@ class Objective:
     aggregation: configs.Aggregation = "token-mean"  # of weights; tokens of rejected answers do not count
     # Sequences on which the divergence of the policy from the reference is estimated before the step.
     contrast: Callable[[Sequence[Unit]], list[Example]] = lambda units: []
+    filler: Example = PLACEHOLDER  # of a batch that lacks units
 
 
-def objective_of(config: configs.OfflineBase) -> Objective:
+def objective_of(config: configs.OfflineBase, teachers: Sequence[AlignedTeacher] = ()) -> Objective:
+    """`teachers` are those of aligned distillation."""
     match config:
         case configs.SftConfig():
             return Objective(lambda *_: CrossEntropyLoss(), aggregation=config.aggregation)
         case configs.DistillationConfig():
             return Objective(lambda *_: distillation_loss(config.loss), aggregation=config.aggregation)
+        case configs.AlignedDistillationConfig():
+            loss = AlignedLoss(config, tuple(teachers))
+            return Objective(lambda *_: loss, aligned_metrics, filler=UNALIGNED)
         case configs.PreferenceConfig():
             return Objective(
                 lambda pairs, _: PreferenceLoss(config.loss, pairs, config.sft_coefficient),
@@ -143,12 +152,12 @@ def objective_of(config: configs.OfflineBase) -> Objective:
             loss_of, metrics = partial(KtoLoss, config), lambda sums, _: kto_metrics(sums)
             return Objective(loss_of, metrics, contrast=prompts_with_next_answers)
     assert isinstance(config, configs.RewardModelConfig)
-    loss = config.loss
-    if loss.name == "process":
-        by_answer = loss.aggregation == "answer-mean"
+    ranked = config.loss
+    if ranked.name == "process":
+        by_answer = ranked.aggregation == "answer-mean"
         aggregation: configs.Aggregation = "seq-mean-token-mean" if by_answer else "token-mean"
         return Objective(lambda *_: StepLoss(), lambda sums, _: score_metrics(sums), aggregation)
-    return Objective(lambda pairs, _: ScorePairLoss(loss, pairs), lambda sums, _: score_metrics(sums))
+    return Objective(lambda pairs, _: ScorePairLoss(ranked, pairs), lambda sums, _: score_metrics(sums))
 
 
 def prompts_with_next_answers(units: Sequence[Unit]) -> list[Example]:
@@ -161,6 +170,7 @@ class OfflineData:
     units: Sequence[Unit]
     held_out: Sequence[Unit]  # of the validation data; empty without any
     sizes: Sequence[int]  # units of each source
+    projections: Mapping[str, Path] = field(default_factory=dict)  # files of aligned distillation, by teacher
 
     def compared(
         self, order: Order, config: configs.OfflineBase, position: int, num_steps: int
@@ -223,9 +233,9 @@ class OfflineAlgorithm:
         sequences = self._sequences(units)
         await learner.load(sequences, kind="examples")
         if self.teachers is not None:
-            names = [unit.teacher for unit in units]
+            names = list(chain.from_iterable(unit.teachers for unit in units))
             names += names[:1] * (len(sequences) - len(names))
-            await self.teachers.fill(sequences, names, "examples")
+            await self.teachers.fill(self._read(units, sequences), names, "examples")
         metrics = {} if divergence is None else {"kl/reference": divergence}
         if self.config.keeps_reference:
             scored = await learner.logprobs(old=False, reference=True)
@@ -245,9 +255,18 @@ class OfflineAlgorithm:
             reference = await learner.sequence_logprobs(reference=True)
         return (math.fsum(policy) - math.fsum(reference)) / len(examples)
 
+    def _read(self, units: Sequence[Unit], sequences: Sequence[SequencePlace]) -> Sequence[SequencePlace]:
+        """The sequences as the teachers read them, in the same order."""
+        read = list(chain.from_iterable(unit.read for unit in units))
+        if not read:
+            return sequences
+        read += [self.objective.filler] * (len(sequences) - len(read))
+        store = self.session.store(read)
+        return [SequencePlace(store, row, example.num_tokens) for row, example in enumerate(read)]
+
     def _sequences(self, units: Sequence[Unit]) -> list[SequencePlace]:
         """The sequences of the units, stored, weighted and numbered; placeholder units fill up."""
-        padded = [*units, *[Unit((PLACEHOLDER,))] * (-len(units) % self.multiple)]
+        padded = [*units, *[Unit((self.objective.filler,))] * (-len(units) % self.multiple)]
         members = [
             (example, Compared(number, label, unit.margin, self.references.of(example)), unit)
             for number, unit in enumerate(padded)
@@ -269,23 +288,46 @@ class OfflineAlgorithm:
 
 
 def load_offline_data(experiment: Experiment, config: configs.OfflineBase) -> OfflineData:
-    """Read and encode the training and validation data. Raises DatasetError and ExampleError."""
-    data, tokenizer = experiment.data, load_tokenizer(experiment.policy)
-    encoder = Encoder(tokenizer, prompts_of(tokenizer, data.chat), experiment.policy.max_sequence_length)
+    """Read and encode the training and validation data. Raises DatasetError, ExampleError and WriteError."""
+    data, projections = experiment.data, dict[str, Path]()
+    if isinstance(config, configs.AlignedDistillationConfig):
+        aligned, folder = AlignedEncoder(experiment), experiment.run_dir.absolute() / PROJECTIONS
+        try:
+            projections = aligned.projections(folder)
+        except OSError as error:
+            raise write_failed(folder, error) from error
+        units_of = partial(_aligned_units, experiment, config, aligned)
+    else:
+        tokenizer = load_tokenizer(experiment.policy)
+        length = experiment.policy.max_sequence_length
+        encoder = Encoder(tokenizer, prompts_of(tokenizer, data.chat), length)
+        units_of = partial(_units, experiment, config, encoder)
     validated = data.validation if config.validation.scheduled else None
     held_out: Sequence[Unit] = []
     # Tasks of a file without answers can be sampled but have no loss.
     if validated is not None and not (isinstance(validated, TaskRows) and validated.answer_key is None):
-        held_out = _units(experiment, config, validated, encoder)[: config.validation.num_prompts]
-    sources = [
-        _units(experiment, config, source.dataset, encoder)[: source.max_tasks]
-        for source in data.sources.values()
-    ]
-    return OfflineData(list(chain.from_iterable(sources)), held_out, [len(units) for units in sources])
+        held_out = units_of(validated)[: config.validation.num_prompts]
+    sources = [units_of(source.dataset)[: source.max_tasks] for source in data.sources.values()]
+    sizes = [len(units) for units in sources]
+    return OfflineData(list(chain.from_iterable(sources)), held_out, sizes, projections)
+
+
+def _aligned_units(
+    experiment: Experiment,
+    config: configs.AlignedDistillationConfig,
+    encoder: AlignedEncoder,
+    dataset: DatasetConfig,
+) -> Sequence[Unit]:
+    names = tuple(experiment.teachers)
+    units = []
+    for pairs in encoder.texts(load_dialogues(dataset, experiment.data), config.train_on):
+        mine, read = zip(*pairs, strict=True)
+        units.append(Unit(mine, (0.0,) * len(names), teachers=names, read=read))
+    return units
 
 
 def _units(
-    experiment: Experiment, config: configs.OfflineBase, dataset: DatasetConfig, encoder: Encoder
+    experiment: Experiment, config: configs.OfflineBase, encoder: Encoder, dataset: DatasetConfig
 ) -> Sequence[Unit]:
     data = experiment.data
     match config:
@@ -296,7 +338,7 @@ def _units(
             examples = encoder.dialogues(load_dialogues(dataset, data), config.train_on)
             tasks = load_tasks(dataset, data)
             names = teachers_of_tasks(tasks, config.teacher_key, experiment.teachers)
-            return [Unit((e,), teacher=name) for e, name in zip(examples, names, strict=True)]
+            return [Unit((e,), teachers=(name,)) for e, name in zip(examples, names, strict=True)]
         case configs.KtoConfig():
             feedback = load_feedback(dataset, data)
             labeled = zip(encoder.feedback(feedback), feedback, strict=True)

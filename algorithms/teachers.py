@@ -54,6 +54,7 @@ class Teachers:
     configs: Mapping[str, TeacherConfig]
     multiples: Mapping[str, int]  # of those in processes: of sequences into which a batch of theirs is laid
     top_k: int | None  # number of likeliest tokens; None: the logprob of each token of the sequence
+    scaled: bool = False  # probabilities of the likeliest tokens of aligned examples, to sum to 1
 
     async def fill(self, places: Sequence[SequencePlace], teachers: Sequence[str], kind: BatchKind) -> None:
         """Fill the batch that the policy has loaded with the results of each sequence's teacher."""
@@ -103,7 +104,7 @@ class Teachers:
             if self.top_k is None:
                 await teacher.logprobs(old=True, reference=False)
             else:
-                await teacher.top(self.top_k)
+                await teacher.top(self.top_k, scaled=self.scaled)
             return {name: list((await teacher.share(name)).places[: len(own)]) for name in self._fields}
 
         return await teacher.outlasting(compute)

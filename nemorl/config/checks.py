@@ -453,7 +453,7 @@ def teachers_are_used(algorithm: AlgorithmConfig, teachers: Teachers) -> Problem
     elif algorithm.keeps_teachers and not teachers:
         fix = f"`{algorithm.name}` learns from teachers; add one, such as {{main: {{model_path: FOLDER}}}}"
         yield Problem("teachers", {}, fix)
-    elif len(teachers) > 1 and key is None:
+    elif len(teachers) > 1 and key is None and not algorithm.aligns_teachers:
         fix = f"there are {len(teachers)} teachers; set it to the column of the tasks that names the teacher"
         yield Problem("algorithm.teacher_key", None, fix)
     elif len(teachers) == 1 and key is not None:
@@ -463,6 +463,8 @@ def teachers_are_used(algorithm: AlgorithmConfig, teachers: Teachers) -> Problem
     for name, teacher in teachers.items():
         if key is None:
             reason = "no column names the teacher of a task; remove this, or set algorithm.teacher_key"
+            if algorithm.aligns_teachers:
+                reason = "all teachers teach all tasks; remove this"
             yield from teacher.without_effect(("key", "default"), reason, f"teachers.{name}.")
             continue
         if others := [one for one in teacher.keys(name) if names[one] != name]:

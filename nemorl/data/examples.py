@@ -30,6 +30,9 @@ class Example:
     tokens: Int32Array  # [T]
     loss_mask: BoolArray  # [T] True for tokens that are trained on
     labels: Float32Array | None = None  # [T] of steps: from 1, right, to -1, wrong, where the mask is True
+    # [T] the chunk of text that each token is a part of, shared with a teacher of other tokens; -1 in none
+    chunks: Int32Array | None = None
+    teacher: int = 0  # the number of this teacher
 
     @property
     def marked_at_end(self) -> "Example":
@@ -135,7 +138,7 @@ class Encoder:
             raise ExampleError(f"the exchange must begin and end with an assistant's message, not {roles}")
         prompts = self.prompts.with_tools(tools)
         tokens = prompts.open(opening)
-        if not tokens:
+        if not tokens and train_on != "all":
             raise ExampleError("the prompt is empty, so the first token has no probability")
         trained = [False] * len(tokens)
         for place, message in enumerate(exchange):
@@ -153,7 +156,8 @@ class Encoder:
                 trained += [False] * len(between)
         self._check_length(len(tokens), trained.index(True))
         if train_on == "all":
-            trained[1:] = [True] * (len(tokens) - 1)  # the first follows nothing, so it has no probability
+            # The first follows nothing, so it has no probability.
+            trained = [False, *[True] * (len(tokens) - 1)]
         return Example(np.array(tokens, dtype=np.int32), np.array(trained))
 
     def answer_in_steps(self, answer: Steps) -> Example:

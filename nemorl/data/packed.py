@@ -50,6 +50,10 @@ class PackedBatch:
     units: Tensor | None = None
     labels: Tensor | None = None  # [N] float32: 1 chosen, desirable or right, -1 not, 0 neither
     margins: Tensor | None = None  # [N] float32, by how much the better one of the unit is better
+    # Of sequences that are aligned with a teacher of other tokens (aligned.py): `top_ids` and `top_logprobs`
+    # are then of chunks, at the last token of each; -1 where the teacher has fewer tokens.
+    chunks: Tensor | None = None  # [N] int64, the chunk of each token in its sequence, -1 in none
+    teachers: Tensor | None = None  # [N] int64, number of the sequence's teacher
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +62,19 @@ class PackedBatch:
     @property
     def num_sequences(self) -> int:
         return self.cu_seqlens.shape[0] - 1
+
+    def chunk_numbers(self) -> Tensor:
+        """[N] the chunk of each token, counted over all sequences; -1 in none."""
+        assert self.chunks is not None, "the batch is of aligned examples"
+        inside = self.chunks >= 0
+        # The first token of a sequence is never trained, so it is in no chunk.
+        begins = inside & (self.chunks != self.chunks.roll(1))
+        return torch.where(inside, begins.cumsum(0) - 1, -1)
+
+    def chunk_ends(self) -> Tensor:
+        """[chunks] places of their last tokens."""
+        numbers = self.chunk_numbers()
+        return ((numbers >= 0) & (numbers != numbers.roll(-1))).nonzero().squeeze(1)
 
     @property
     def lengths(self) -> list[int]:
@@ -79,6 +96,14 @@ class PackedBatch:
 
     def _tensors(self) -> dict[str, Tensor]:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+
+
+def chunk_means(values: Tensor, numbers: Tensor, count: int) -> Tensor:
+    """[count, V] means over the tokens of each chunk, of values [N, V]; `numbers` [N] are of the chunks."""
+    inside = numbers >= 0
+    own = numbers[inside]
+    sums = values.new_zeros(count, values.shape[1]).index_add(0, own, values[inside])
+    return sums / torch.bincount(own, minlength=count).to(values.dtype).unsqueeze(1)
 
 
 def with_turns(
@@ -192,6 +217,10 @@ def pack_examples(
     if any(e.labels is not None for e in examples):
         labels = [np.zeros(e.num_tokens, np.float32) if e.labels is None else e.labels for e in examples]
         batch = replace(batch, labels=_flat(labels, np.float32))
+    if any(e.chunks is not None for e in examples):
+        chunks = [np.full(e.num_tokens, -1) if e.chunks is None else e.chunks for e in examples]
+        teachers = batch.spread([e.teacher for e in examples], torch.int64)
+        batch = replace(batch, chunks=_flat(chunks, np.int64), teachers=teachers)
     return batch if compared is None else with_compared(batch, compared)
 
 

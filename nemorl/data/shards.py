@@ -452,17 +452,31 @@ def plan_sequences(
 
 
 def rows_of(batch: PackedBatch, field: Field) -> list[TokenArray]:
+    """A field as an array for each sequence: a row for each token, or each chunk of aligned examples."""
     values: torch.Tensor | None = getattr(batch, field)
     if values is None:
         raise RuntimeError(f"the batch has no {field}: they are computed before they are shared")
+    if batch.chunks is not None:
+        return [part.numpy() for part in values[batch.chunk_ends()].split(_rows_per_sequence(batch))]
     return [part.numpy() for part in values.split(batch.lengths)]
 
 
 def with_rows(batch: PackedBatch, field: Field, rows: Sequence[TokenArray]) -> PackedBatch:
     """The batch with a field from an array for each sequence. Raises ValueError for other lengths."""
-    lengths = [len(row) for row in rows]
-    if lengths != batch.lengths:
-        there = f"those of the batch have {batch.lengths}"
-        raise ValueError(f"the {field} are of sequences of {lengths} tokens, and {there}")
+    lengths, expected = [len(row) for row in rows], _rows_per_sequence(batch)
+    if lengths != expected:
+        what = "tokens" if batch.chunks is None else "chunks"
+        there = f"those of the batch have {expected}"
+        raise ValueError(f"the {field} are of sequences of {lengths} {what}, and {there}")
     values = torch.cat([torch.from_numpy(row.copy()) for row in rows])
+    if batch.chunks is not None:
+        zeros = values.new_zeros(batch.num_tokens, *values.shape[1:])
+        values = zeros.index_copy(0, batch.chunk_ends(), values)
     return replace(batch, **{field: values})
+
+
+def _rows_per_sequence(batch: PackedBatch) -> list[int]:
+    """Tokens of each sequence, or chunks of aligned examples."""
+    if batch.chunks is None:
+        return batch.lengths
+    return [int(part.amax()) + 1 for part in batch.chunks.split(batch.lengths)]

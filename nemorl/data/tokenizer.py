@@ -5,7 +5,8 @@ placeholder in the turn's place, and the text after that is what it adds.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
@@ -30,6 +31,21 @@ EXAMPLE_TOOLS: ToolSchemas = (
 # Survives every template unchanged: no whitespace at its ends, no mark-up, no words of a chat format.
 PLACEHOLDER = "nemorl-turn-placeholder"
 _OPENING_TOKENS = 16  # of a prompt's end, which hold the opening of reasoning
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # of SentencePiece, of a byte that no other token has
+
+
+def _characters_of_bytes() -> Iterator[tuple[str, int]]:
+    """The characters by which byte-level vocabularies (GPT-2's) write bytes, with the bytes."""
+    further = 256
+    for byte in range(256):
+        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
+            yield chr(byte), byte
+        else:
+            yield chr(further), byte
+            further += 1
+
+
+_BYTES = dict(_characters_of_bytes())
 Messages = Sequence[Message]
 Objects = Sequence[Mapping[str, Any]]
 
@@ -97,6 +113,37 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         exact = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._backend.decode(tokens, **exact))
+
+    def token_bytes(self) -> list[bytes]:
+        """What each token of the vocabulary writes, in UTF-8; a part of a character has some of its bytes.
+
+        Special tokens write their names. Ids without a token have no bytes.
+        """
+        of_bytes = "ByteLevel" in json.dumps(json.loads(self._backend.backend_tokenizer.to_str())["decoder"])
+        added = {token.content for token in self._backend.added_tokens_decoder.values()}
+        written = [b""] * len(self)
+        for token, number in self._backend.get_vocab().items():
+            if number >= len(written):
+                continue
+            if token in added:
+                written[number] = token.encode()
+            elif of_bytes:
+                written[number] = bytes(_BYTES[character] for character in token)
+            elif byte := _BYTE_TOKEN.fullmatch(token):
+                written[number] = bytes([int(byte[1], 16)])
+            else:
+                written[number] = token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+        return written
+
+    def __len__(self) -> int:
+        """The size of the vocabulary, with special tokens."""
+        return len(self._backend)
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        return frozenset(
+            number for number, token in self._backend.added_tokens_decoder.items() if token.special
+        )
 
     def render(
         self, messages: Messages, add_generation_prompt: bool, tools: ToolSchemas | None = None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from . import nemo_rl_gym as gym
-from .nemo_rl_sections import WEIGHTS, get, is_online, of_online, reward_weights
+from .nemo_rl_sections import WEIGHTS, aligns, get, is_online, of_online, reward_weights
 from .rules import Fields, Ignored, Lost, Origin, Part, Rule, not_imported
 from .shared import PUBLIC, PublicData
 from .sources import read_text
@@ -67,6 +67,7 @@ def _env_name(x: Origin) -> str:
 
 
 def _data(x: Origin) -> Fields:
+    of_texts = {"data.chat": False} if aligns(x) else {}
     one_loader = not x.get("data.use_multiple_dataloader", False)
     for key in _LOADERS:
         why = "read with data.use_multiple_dataloader only" if one_loader else "tasks come from one order"
@@ -77,7 +78,7 @@ def _data(x: Origin) -> Fields:
         return {"data.train": {"name": "seeds", "size": size}}
     given, where = _trained_on(x), "data.train" if "data.train" in x.values else "data.train.dataset_name"
     trained = [_without_held_out(x, one, where) for one in given]
-    fields: dict[str, Any] = {"data.train": trained[0][0]}
+    fields: dict[str, Any] = {"data.train": trained[0][0], **of_texts}
     if len(given) > 1:
         sections = zip(_names(given), trained, strict=True)
         sources = {name: {"dataset": section} for name, (section, _) in sections}
@@ -189,6 +190,11 @@ def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
         keys |= {"rejected_key": given.get("rejected_key", "rejected")}
         section = {"name": "preference", **keys} if preferences else {"name": "tasks", "prompt_key": prompt}
         return section | {"path": str(path)} | ({} if preferences else {"answer_key": answer})
+    if name == "arrow_text":
+        file = f"data/texts-{given.get('split', 'train')}.jsonl"
+        x.changed(key, "the file has the texts, as answers to empty prompts")
+        x.note(file, "write the texts here, as the answers to empty prompts; each has to fit")
+        return {"name": "tasks", "path": file}
     public = PUBLIC.get(str(name))
     if public is None or preferences:
         x.changed(key, _PREPARED)
@@ -208,6 +214,10 @@ def _section(x: Origin, given: dict[str, Any], key: str) -> dict[str, Any]:
 def _prompts(x: Origin) -> Fields:
     """Templates in files, whose `{}` is the task, as Python's format reads them."""
     fields: dict[str, Any] = {}
+    if aligns(x):
+        for name in ("prompt_file", "system_prompt_file"):
+            x.lost(f"data.default.{name}", "texts have no prompts", changes_result=False)
+        return fields
     for name, path in (("prompt_file", "data.prompt_template"), ("system_prompt_file", "data.system_prompt")):
         file = _defaults(x).get(name) or x.get(f"data.{name}")
         key = f"data.default.{name}" if f"data.default.{name}" in x.values else f"data.{name}"
@@ -317,6 +327,11 @@ DATA_RULES: tuple[Rule, ...] = (
         ),
         ("env", "rewards", "policy.tokenizer.template_arguments"),
         _environment,
+    ),
+    Lost(
+        ("data.train.data_files", "data.train.text_key", "data.train.characters_per_sample"),
+        "write the texts into the file of data.train; there they are joined, and cut to the length",
+        (None,),
     ),
     Ignored(("data.train.seed",), "of the rows that are held out, which are the last ones"),
     Lost(("data.add_bos", "data.add_eos"), "as the chat template does", (None, True)),

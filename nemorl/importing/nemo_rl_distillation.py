@@ -1,10 +1,15 @@
-"""NeMo-RL's keys of on-policy distillation: its loss, and the teacher on the policy's GPUs."""
+"""NeMo-RL's keys of distillation: losses, and teachers on the policy's GPUs.
 
+A section `teacher` has the policy's tokens and scores samples. The models of a list `teachers` read texts,
+with tokens of their own (x_token).
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 from .nemo_rl_devices import FSDP_SIZES, SIZES, keys_of, model_layout
 from .nemo_rl_learning import GENERATION
-from .nemo_rl_sections import distills
+from .nemo_rl_sections import TEACHERS, aligns, distills
 from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule
 
 _TEACHER, _PATH = "teacher", "teachers.main"
@@ -17,7 +22,18 @@ LIKENESSES: dict[str, object] = {
     "distillation.num_prompts_per_step": 128,
     "distillation.num_generations_per_prompt": 1,
     "teacher.precision": ("bfloat16", "float32"),
+    **dict.fromkeys((f"loss_fn.{name}" for name in ("gold_loss", "xtoken_loss", "reverse_kl")), False),
+    "loss_fn.dynamic_loss_scaling": False,
+    **dict.fromkeys((f"loss_fn.{name}" for name in ("kl_loss_weight", "ce_loss_scale", "temperature")), 1.0),
+    **dict.fromkeys(("loss_fn.vocab_topk", "loss_fn.uncommon_topk"), 8192),
 }
+_OF_SAMPLES = (
+    *("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outside_topk"),
+    *(
+        f"distillation.{name}"
+        for name in ("topk_logits_k", "num_generations_per_prompt", "max_rollout_turns", "max_val_samples")
+    ),
+)
 
 
 def loss(x: Origin) -> Fields:
@@ -54,7 +70,121 @@ def teacher_layout(x: Origin) -> Fields:
     return model_layout(x, _TEACHER) if distills(x) else {}
 
 
+def aligned_loss(x: Origin) -> Fields:
+    """NeMo-RL's CrossTokenizerDistillationLossFn: P-KL, the gold loss, or that with first pieces (H-KL)."""
+    if not aligns(x):
+        return {}
+    for key in _OF_SAMPLES:
+        if key in x.values:
+            x.lost(key, "of distillation on samples", changes_result=False)
+    gold, pieces = _mode(x)
+    section: dict[str, Any] = {"name": "common_kl" if gold else "projected_kl"}
+    section |= {"tokens": x.get("loss_fn.vocab_topk", 8192), "temperature": x.get("loss_fn.temperature", 1.0)}
+    section["reverse"] = x.get("loss_fn.reverse_kl", False)
+    how = "tokens of the largest probabilities in each text; there of the largest logits in a micro-batch"
+    if gold:
+        how = "the teacher's tokens that are compared; there all are"
+        section["common"] = "likeliest" if pieces else "exact"
+        section["rest_tokens"] = x.get("loss_fn.uncommon_topk", 8192)
+    x.changed("loss_fn.vocab_topk", how)
+    fields: dict[str, Any] = {"algorithm.loss": section}
+    if x.get("loss_fn.dynamic_loss_scaling", False):
+        x.changed("loss_fn.dynamic_loss_scaling", "by text; there by micro-batch")
+        return fields | {"algorithm.match_sft": True}
+    return fields | {
+        "algorithm.distillation_coefficient": x.get("loss_fn.kl_loss_weight", 1.0),
+        "algorithm.sft_coefficient": x.get("loss_fn.ce_loss_scale", 1.0),
+    }
+
+
+def _mode(x: Origin) -> tuple[bool, bool]:
+    """`gold_loss` and `xtoken_loss` of the teachers that have other tokens than the policy."""
+    shared = x.get("loss_fn.gold_loss", False), x.get("loss_fn.xtoken_loss", False)
+    given = _listed(x)
+    own = {_of_teacher(one, shared) for one in given if one.get("projection_matrix_path")}
+    own |= {_of_teacher(one, shared) for one in given if one.get("gold_loss") is not None}
+    modes = own or {shared}
+    if len(modes) > 1:
+        raise CannotImport(
+            f"{TEACHERS}: they have several losses; give all the same gold_loss and xtoken_loss"
+        )
+    (mode,) = modes
+    if mode[1] and not mode[0]:
+        raise CannotImport("loss_fn.xtoken_loss = true: it is a variant of gold_loss; set that to true, too")
+    return mode
+
+
+def _listed(x: Origin) -> list[dict[str, Any]]:
+    given = x.values[TEACHERS]
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise CannotImport(f"{TEACHERS} = {given}: expected a list of sections; correct the value")
+    return given
+
+
+def _of_teacher(one: dict[str, Any], shared: tuple[bool, bool]) -> tuple[bool, bool]:
+    gold, pieces = one.get("gold_loss"), one.get("xtoken_loss")
+    return shared[0] if gold is None else bool(gold), shared[1] if pieces is None else bool(pieces)
+
+
+def aligned_teachers(x: Origin) -> Fields:
+    """Each teacher of the list, in processes on the policy's GPUs, which all use in turn there, too."""
+    if not aligns(x):
+        return {}
+    given, fields = _listed(x), dict[str, Any]()
+    hows = ["projections are built from the tokenizers at the start of a run"]
+    for number, one in enumerate(given):
+        name = "main" if len(given) == 1 else f"teacher_{number}"
+        if (folder := one.get("model_name")) is None:
+            raise CannotImport(f"{TEACHERS}.{number}.model_name: a teacher is a model; name it")
+        path = f"{TEACHERS}.{name}"
+        fields |= {f"{path}.model_path": folder, f"{path}.devices": "policy"}
+        if (precision := one.get("precision")) is not None:
+            fields[f"{path}.precision"] = precision
+        others = {key: value for key, value in x.values.items() if not key.startswith(f"{_TEACHER}.")}
+        alone = Origin(others | {f"{_TEACHER}.{key}": value for key, value in _flat(one)}, x.options)
+        layouts = model_layout(alone, _TEACHER)
+        fields |= {key.replace(f"{_PATH}.", f"{path}.", 1): value for key, value in layouts.items()}
+        if (weight := one.get("weight", 1.0)) != 1:
+            fields[f"algorithm.teacher_weights.{name}"] = weight
+        tokenizer = (one.get("tokenizer") or {}).get("name", folder)
+        if tokenizer != folder:
+            hows.append(f"the tokenizer of {name} is that of its folder, and not {tokenizer}")
+    x.changed(TEACHERS, "; ".join(hows))
+    return fields
+
+
+def _flat(section: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
 RULES: tuple[Rule, ...] = (
+    Part(
+        tuple(
+            f"loss_fn.{name}"
+            for name in (
+                *("gold_loss", "xtoken_loss", "temperature", "vocab_topk", "uncommon_topk", "reverse_kl"),
+                *("kl_loss_weight", "ce_loss_scale", "dynamic_loss_scaling"),
+            )
+        ),
+        ("algorithm.loss", "algorithm.distillation_coefficient", "algorithm.sft_coefficient"),
+        aligned_loss,
+    ),
+    Part((TEACHERS,), ("teachers", "algorithm.teacher_weights"), aligned_teachers),
+    Lost(
+        ("loss_fn.exact_token_match_only",),
+        "there is no score of a chunk; there its aligner leaves out chunks whose tokens differ",
+    ),
+    Lost(("loss_fn.kd_loss_mode",), "divergences of all teachers are added", (None, "sum")),
+    Lost(("loss_fn.sum_weights_metric",), "weights of teachers are constant", (None,)),
+    Lost(
+        ("loss_fn.normalize_teacher_by_vocab",), "set algorithm.teacher_weights to weights with this factor"
+    ),
+    Ignored(("loss_fn.alpha",), "of loss_fn.sum_weights_metric"),
+    Ignored((_TEACHER,), "null: the list teachers has them"),
     Part(
         (
             *(f"loss_fn.{name}" for name in ("kl_type", "mixed_kl_weight", "zero_outside_topk")),

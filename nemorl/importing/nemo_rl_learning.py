@@ -6,6 +6,7 @@ from typing import Any
 from .nemo_rl_data import data_rows, repeats
 from .nemo_rl_sections import (
     KINDS,
+    aligns,
     distills,
     get,
     has_agents_teachers,
@@ -25,6 +26,8 @@ def algorithm(x: Origin) -> Fields:
     name = KINDS[kind(x)]
     if name == "reward_model":
         return {"algorithm.name": name, "policy.head": "scalar"}
+    if aligns(x):
+        return {"algorithm.name": "aligned_distillation", "algorithm.train_on": "all"}
     if not is_online(x):
         return {"algorithm.name": name}
     if name == "ppo":
@@ -403,7 +406,7 @@ def validation(x: Origin) -> Fields:
         batches, size = x.get(f"{section}.val_batches", -1), x.get(f"{section}.val_global_batch_size", 1)
         if batches > 0:
             result["num_prompts"] = batches * size
-        if section == "sft":
+        if section == "sft" or aligns(x):
             result["generate"] = False
         return {"algorithm.validation": result}
     repeated = repeats(x)  # each row, whose copies are samples of one task

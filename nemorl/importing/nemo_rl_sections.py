@@ -17,10 +17,8 @@ REWARDED = ("grpo", "ppo")  # what sections of the two have in common has the sa
 ONLINE = (*REWARDED, "distillation")  # sections of algorithms that sample
 WEIGHTS = "grpo.adv_estimator.reward_weights"
 MEGATRON = "policy.megatron_cfg"
-ABSENT = {
-    "teachers": "distillation on texts from a list of teachers, whose tokens are aligned with the student's,",
-    "token_aligner": "distillation between tokenizers",
-}
+TEACHERS = "teachers"  # a list, of texts whose tokens are aligned with those of each
+ABSENT = {"token_aligner": "distillation between tokenizers by an aligner's settings"}
 
 
 def kind(x: Origin) -> str:
@@ -34,8 +32,14 @@ def kind(x: Origin) -> str:
     return found[0]
 
 
+def aligns(x: Origin) -> bool:
+    """True if teachers with tokens of their own read texts (x_token); nothing is sampled."""
+    return kind(x) == "distillation" and bool(x.values.get(TEACHERS))
+
+
 def distills(x: Origin) -> bool:
-    return kind(x) == "distillation"
+    """True if a teacher scores samples."""
+    return kind(x) == "distillation" and not aligns(x)
 
 
 def has_agents_teachers(x: Origin) -> bool:
@@ -45,7 +49,7 @@ def has_agents_teachers(x: Origin) -> bool:
 
 def is_online(x: Origin) -> bool:
     """True if training itself samples."""
-    return kind(x) in ONLINE
+    return kind(x) in ONLINE and not aligns(x)
 
 
 def has_rewards(x: Origin) -> bool:

@@ -6,9 +6,11 @@ from dividing.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from nemorl.data.losses import (
     UnfilteredLoss,
     ValueStats,
 )
-from nemorl.data.packed import PackedBatch
+from nemorl.data.packed import PackedBatch, chunk_means
 
 from .head import Scores
 from .model import PolicyModel, PolicyParallel, Prediction
@@ -187,6 +189,30 @@ class Pipeline:
         like = [torch.empty(0, k, dtype=torch.int32), torch.empty(0, k)]
         return self._over_batch(batch, made, top, like)
 
+    def top_of_chunks(
+        self, batch: PackedBatch, made: Sequence[MicroBatch], k: int, *, scaled: bool
+    ) -> list[Tensor]:
+        """Ids [N, k] int32 and logprobs [N, k] of tokens at the ends of chunks, on the CPU.
+
+        The ids are the same at all chunks of a sequence: of the tokens whose largest logprobs anywhere in it
+        are the highest, ascending. The logprobs are means over the tokens of the chunk, of probabilities that
+        are `scaled` to sum to 1 over the ids, if asked for.
+        """
+
+        def top(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+            ids, logprobs = policy.top(hidden, micro, k, temperature=self._temperature)
+            ids = _likeliest_anywhere(micro.batch, ids, logprobs)
+            scores = policy.score(hidden, micro, self._temperature, entropy=False, candidates=ids)
+            of_ids = scores.logprobs[:, 1:]
+            if scaled:
+                of_ids = of_ids.log_softmax(-1)
+            numbers, ends = micro.batch.chunk_numbers(), micro.batch.chunk_ends()
+            means = chunk_means(of_ids, numbers, len(ends))
+            return ids.int(), torch.zeros_like(logprobs).index_copy(0, ends, means)
+
+        like = [torch.empty(0, k, dtype=torch.int32), torch.empty(0, k)]
+        return self._over_batch(batch, made, top, like)
+
     def _run(self, made: Sequence[MicroBatch], compute: Compute, *, backward: bool = False) -> list[Any]:
         """Results of `compute` for each micro-batch on ranks of the last stage, nothing elsewhere."""
 
@@ -268,6 +294,24 @@ def _from_last_stage(values: Tensor) -> Tensor:
         source = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(values, source, group=parallel_state.get_pipeline_model_parallel_group())
     return values
+
+
+def _likeliest_anywhere(batch: PackedBatch, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """[N, k] the ids of the k tokens of the highest logprob anywhere in each sequence, ascending.
+
+    From the k likeliest tokens [N, k] at each place of the loss mask: they contain these, as any token that
+    is not among them at a place has k tokens above it there.
+    """
+    chosen = torch.zeros_like(ids)
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        inside = batch.loss_mask[start:end]
+        if not bool(inside.any()):
+            continue
+        seen, number = ids[start:end][inside].flatten().unique(return_inverse=True)
+        highest = logprobs.new_full((len(seen),), -math.inf)
+        highest = highest.scatter_reduce(0, number, logprobs[start:end][inside].flatten(), "amax")
+        chosen[start:end] = seen[highest.topk(ids.shape[1]).indices].sort().values
+    return chosen
 
 
 def _over_data_parallel(metrics: list[dict[str, Tensor]], reduce: Any, op: Any) -> dict[str, float]:

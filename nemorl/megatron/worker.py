@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -436,10 +437,19 @@ class PolicyWorker:
         counts = torch.tensor([micro.scoring_flops for micro in made], dtype=torch.float64)
         return sum_over_data_parallel(counts.view(-1, 2).sum(0), self.device).tolist()
 
-    def compute_top(self, micro_batches: list[list[int]], k: int) -> None:
-        """Fill `top_ids` and `top_logprobs`: the k likeliest tokens, or all, where the mask is set."""
+    def compute_top(self, micro_batches: list[list[int]], k: int, *, scaled: bool = False) -> None:
+        """Fill `top_ids` and `top_logprobs`: the k likeliest tokens, or all, where the mask is set.
+
+        Of aligned examples as `Pipeline.top_of_chunks`.
+        """
         batch, made = self._prepared("compute_top", micro_batches, head="lm")
-        ids, logprobs = self._pipeline.top(batch, made, min(k, self._shape.vocab_size))
+        there = min(k, self._shape.vocab_size)
+        if batch.chunks is None:
+            ids, logprobs = self._pipeline.top(batch, made, there)
+        else:
+            ids, logprobs = self._pipeline.top_of_chunks(batch, made, there, scaled=scaled)
+            # Teachers of several vocabularies fill one field.
+            ids, logprobs = F.pad(ids, (0, k - there), value=-1), F.pad(logprobs, (0, k - there))
         self._batch = replace(batch, top_ids=ids, top_logprobs=logprobs)
 
     def train(
@@ -450,13 +460,11 @@ class PolicyWorker:
         With `keep` the logprobs are kept for `record`.
         """
         head = "lm" if loss.needs_entropy else None
-        batch, made = self._prepared("a loss that needs the entropy", micro_batches, head=head)
+        _, made = self._prepared("a loss that needs the entropy", micro_batches, head=head)
         if self._routers is not None:
             self._routers.begin_step((micro.layout.routing for micro in made), self.device)
         self.optimizer.zero_grad()
-        if isinstance(loss, losses.UpdateLoss):
-            minibatch = batch.select([sequence for micro in micro_batches for sequence in micro])
-            loss = loss.prepared(minibatch, partial(over_data_parallel, device=self.device), self.batch)
+        loss = self._over_update(loss, micro_batches)
         with stage_range("nemorl: forward and backward"):
             scored: list[Tensor] = []
             sums, maxima = self._pipeline.run_loss(
@@ -522,7 +530,15 @@ class PolicyWorker:
         """The loss of these sequences under the current weights, which do not change."""
         head = "lm" if loss.needs_entropy else None
         _, made = self._prepared("a loss that needs the entropy", micro_batches, head=head)
+        loss = self._over_update(loss, micro_batches)
         return losses.Evaluation(*self._pipeline.run_loss(made, loss, backward=False))
+
+    def _over_update(self, loss: losses.Loss, micro_batches: list[list[int]]) -> losses.Loss:
+        """The loss of these sequences, which some losses look at first."""
+        if not isinstance(loss, losses.UpdateLoss):
+            return loss
+        minibatch = self.batch.select([sequence for micro in micro_batches for sequence in micro])
+        return loss.prepared(minibatch, partial(over_data_parallel, device=self.device), self.batch)
 
     def sequence_logprobs(self, micro_batches: list[list[int]], *, reference: bool) -> list[float]:
         """[S] sums of the logprobs of each sequence's masked tokens; 0 for sequences that are not named."""

@@ -1,11 +1,13 @@
 """Tiny untrained models: something real to learn within minutes on one core.
 
-One is for sums such as `12+34=046`, the other for conversations with tools.
+Two are for sums such as `12+34=046`, with a token for each digit or for both digits of a summand, and one for
+conversations with tools.
 """
 
 import json
 import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +40,12 @@ _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A token for each character and for each mark."""
+    """A token for each character, or each of some texts, and for each mark."""
 
-    characters: str
+    characters: Sequence[str]
     marks: tuple[str, ...] = ()
     chat_template: str | None = None
+    pattern: str = r"[\s\S]"  # of the text of a token
 
     def tokenizer(self) -> Tokenizer:
         tokens = (PAD, EOS, *self.characters, *self.marks)
@@ -50,13 +53,15 @@ class Vocabulary:
         tokenizer = Tokenizer(
             models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="")
         )
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(self.pattern), "isolated")
         tokenizer.decoder = decoders.Fuse()
         tokenizer.add_special_tokens([PAD, EOS, *self.marks])
         return tokenizer
 
 
 ARITHMETIC = Vocabulary(CHARACTERS)
+# Two digits before a sign are one token: `12`, `+`, `34`, `=`, `0`, `4`, `6`.
+PAIRS = Vocabulary((*CHARACTERS, *(f"{n:02}" for n in range(100))), pattern=r"[0-9]{2}(?=[+=])|[\s\S]")
 # Printable characters of ASCII; calls of tools are in the format `pythonic` (docs/tools.md).
 CHAT = Vocabulary("".join(map(chr, range(32, 127))), CHAT_MARKS, CHAT_TEMPLATE)
 

@@ -147,6 +147,9 @@ def auxiliary_models(
             refused.append(problem)
         if model.scores:
             continue
+        if experiment.algorithm.aligns_teachers:
+            refused += _tokenizer_file_problems(f"{section}.model_path", path)
+            continue
         size, of_its = of_policy.vocab_size, shape.vocab_size
         if of_its < size or (experiment.algorithm.keeps_teachers and of_its != size):
             same = "a teacher and the policy must have the same tokens"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nemorl.algorithms import offline
+from nemorl.algorithms.aligned import AlignedTeacher, aligned_teachers
 from nemorl.algorithms.best_of_n import BestOfNUpdate
 from nemorl.algorithms.distillation import DistillationUpdate
 from nemorl.algorithms.filters import refill
@@ -312,14 +313,18 @@ def _algorithm(
 ) -> OnlineAlgorithm | offline.OfflineAlgorithm:
     config, policy, teachers = experiment.algorithm, experiment.policy, None
     multiple = policy.layout.fewest_units
-    if isinstance(config, configs.DistillationConfig | configs.OnPolicyDistillationConfig):
-        held = teachers_held(experiment.teachers)
+    distills = configs.OnPolicyDistillationConfig | configs.DistillationConfig
+    if isinstance(config, distills | configs.AlignedDistillationConfig):
+        held, loss = teachers_held(experiment.teachers), config.loss
         multiples = {name: held[name].worker_config(policy).layout.fewest_units for name in held}
-        teachers = Teachers(session, experiment.teachers, multiples, config.loss.top_k)
+        teachers = Teachers(session, experiment.teachers, multiples, loss.top_k, loss.scales_teacher)
     if isinstance(config, configs.OfflineBase):
         assert data.examples is not None
         of_data = (session, data.examples, references, data.order, start.place)
-        objective = offline.objective_of(config)
+        aligned: Sequence[AlignedTeacher] = ()
+        if isinstance(config, configs.AlignedDistillationConfig):
+            aligned = aligned_teachers(config, data.examples.projections)
+        objective = offline.objective_of(config, aligned)
         return offline.OfflineAlgorithm(config, objective, *of_data, observer, multiple, teachers)
     update: Update
     match config:

@@ -341,9 +341,9 @@ class ModelHandle:
         stats = await self._forward("compute_values", stage="values", outputs="first")
         return stats[0]
 
-    async def top(self, k: int) -> None:
+    async def top(self, k: int, *, scaled: bool = False) -> None:
         """Compute the batch's `top_ids` and `top_logprobs`, which stay on the workers."""
-        await self._forward("compute_top", k, stage="logprobs")
+        await self._forward("compute_top", k, stage="logprobs", scaled=scaled)
 
     async def sequence_logprobs(self, *, reference: bool) -> list[float]:
         """The summed logprobs, or the reference's, of each sequence, in the order of `load`."""

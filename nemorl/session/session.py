@@ -438,13 +438,14 @@ class Starter:
         algorithm, deadlines = experiment.algorithm, experiment.cluster.deadlines
         sampling = experiment.generation.sampling
         is_policy = spec.name == "policy"
+        temperature = sampling.temperature if algorithm.online else 1.0
         shared: dict[str, Any] = {
             "config": spec.config,
             "world_size": layout.world_size,
             "rendezvous": f"tcp://{rendezvous}/{spec.name}",
             "device": "cuda" if self._on_gpus else "cpu",
             "threads": threads,
-            "temperature": sampling.temperature if algorithm.online else 1.0,
+            "temperature": temperature if is_policy or algorithm.online else algorithm.teacher_temperature,
             "filters": sampling if is_policy and algorithm.trains_filtered and sampling.filters else None,
             "seed": experiment.seed,
             "keep_reference": is_policy and algorithm.keeps_reference and experiment.reference is None,

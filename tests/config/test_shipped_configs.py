@@ -12,6 +12,7 @@ import yaml
 
 from nemorl.config.algorithm import (
     AlgorithmConfig,
+    AlignedDistillationConfig,
     DistillationConfig,
     OnlineConfig,
     OnPolicyDistillationConfig,
@@ -90,6 +91,7 @@ def test_every_algorithm_has_one_that_runs_here() -> None:
         *((OnlineConfig, part) for part in ("advantage", "loss", "correction", "entropy")),
         (RewardModelConfig, "loss"),
         (OnPolicyDistillationConfig | DistillationConfig, "loss"),
+        (AlignedDistillationConfig, "loss"),
     ],
 )
 def test_every_variant_of_a_part_has_one_that_runs_here(algorithm: Any, part: str) -> None:
@@ -131,4 +133,5 @@ def of_experiments_made_here() -> tuple[AlgorithmBase, ...]:
 
 def is_made_here(experiment: Experiment) -> bool:
     """Whether its model comes from `make quickstart`, which downloads nothing."""
-    return str(experiment.policy.model_path) in ("models/arithmetic", "runs/quickstart/sft/hf")
+    made = ("models/arithmetic", "models/pairs", "runs/quickstart/sft/hf")
+    return str(experiment.policy.model_path) in made

@@ -13,6 +13,7 @@ TEACHER = "teachers={sums: {model_path: models/teacher}}"
 TWO = "teachers={sums: {model_path: models/a}, prose: {model_path: models/b}}"
 FAR = "teachers={far: {kind: endpoint, base_url: 'http://127.0.0.1:8000/v1', model: m}}"
 ON_POLICY = ["algorithm.name=on_policy_distillation"]
+ALIGNED = ["algorithm={name: aligned_distillation, num_steps: 10, batch_size: 8}"]
 OFF_POLICY = ["algorithm={name: distillation, num_steps: 10, batch_size: 8}"]
 SETS = "data.validation_sets={hard: {name: arithmetic, digits: 3, size: 50}}"
 PERIOD = "algorithm.validation.period=2"
@@ -26,6 +27,42 @@ WRONG: dict[str, tuple[list[str], str, Any, str]] = {
         "teachers",
         ["sums"],
         "`grpo` has no teachers",
+    ),
+    "a server for other tokens": (
+        [*ALIGNED, FAR],
+        "algorithm",
+        "aligned_distillation",
+        "the server of teachers.far would be sent the policy's tokens",
+    ),
+    "a weight of no teacher": (
+        [*ALIGNED, TEACHER, "algorithm.teacher_weights={prose: 0.5}"],
+        "algorithm.teacher_weights.prose",
+        0.5,
+        "there is no such teacher; use one of sums",
+    ),
+    "a key of a teacher that reads all texts": (
+        [*ALIGNED, "teachers={sums: {model_path: models/a, key: x}, prose: {model_path: models/b}}"],
+        "teachers.sums.key",
+        "x",
+        "all teachers teach all tasks",
+    ),
+    "prompts of several templates": (
+        [*ALIGNED, TEACHER, "algorithm.train_on=all", "data.chat=true"],
+        "algorithm.train_on",
+        "all",
+        "prompts differ by the templates",
+    ),
+    "a coefficient that is matched": (
+        [*ALIGNED, TEACHER, "algorithm.match_sft=true", "algorithm.sft_coefficient=1.0"],
+        "algorithm.sft_coefficient",
+        1.0,
+        "match_sft is true",
+    ),
+    "teachers without weight": (
+        [*ALIGNED, TEACHER, "algorithm.distillation_coefficient=0"],
+        "algorithm.distillation_coefficient",
+        0.0,
+        "the teachers have no effect",
     ),
     "two teachers of the same task": (
         [*ON_POLICY, TWO],

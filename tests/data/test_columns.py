@@ -1,5 +1,7 @@
 """Fields on their way between groups that lay the same sequences out differently."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -38,6 +40,22 @@ def test_every_rank_gets_the_rows_of_its_sequences_from_the_stores_that_hold_the
 def test_rows_of_other_sequences_are_refused() -> None:
     with pytest.raises(ValueError, match=r"values are of sequences of \[2\] tokens, .* batch have \[3\]"):
         with_rows(batch_of([1]), "values", [np.zeros(2, dtype=np.float32)])
+
+
+def test_aligned_sequences_have_a_row_for_each_chunk() -> None:
+    """Rows are at the last tokens of chunks, whatever the number of their tokens is here and there."""
+    chunks = torch.tensor([-1, 0, -1, 0, 0, -1, -1, 0, 1, 1])
+    ours = replace(batch_of([0, 1, 2, 3]), chunks=chunks, values=torch.arange(10.0))
+    rows = rows_of(ours, "values")
+    assert [row.tolist() for row in rows] == [[1], [4], [], [7, 9]]
+    theirs = replace(batch_of([3, 1]), chunks=torch.tensor([-1, 0, 0, 1, -1, 0, -1]))
+    found = with_rows(theirs, "returns", [rows[3], rows[1]]).returns
+    assert found is not None
+    assert found.tolist() == [0, 0, 7, 9, 0, 4, 0]
+    with pytest.raises(
+        ValueError, match=r"values are of sequences of \[1, 2\] chunks, .* batch have \[2, 1\]"
+    ):
+        with_rows(theirs, "values", [rows[1], rows[3]])
 
 
 def test_what_was_not_computed_cannot_be_shared() -> None:

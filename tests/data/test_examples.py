@@ -107,9 +107,17 @@ def test_what_is_no_example_is_named(tokenizer):
     with pytest.raises(ExampleError, match="example 1: there are 1 prompt and 2 answer tokens, more than 2"):
         encoder.dialogues([good, Dialogue(ASKED, ANSWERED)], "all")
     with pytest.raises(ExampleError, match="example 0: the prompt is empty"):
-        encoder.dialogues([Dialogue((Message("user", ""),), ANSWERED)], "all")
+        encoder.dialogues([Dialogue((Message("user", ""),), ANSWERED)], "completion")
     with pytest.raises(ExampleError, match=r"begin and end with an assistant's message, not \['user'\]"):
         encoder.dialogues([Dialogue(ASKED, ASKED)], "all")
+
+
+def test_a_text_without_a_prompt_is_trained_from_its_second_token(tokenizer):
+    encoder = Encoder(tokenizer, Prompts(tokenizer), 100)
+    text = Dialogue((Message("user", ""),), (Message("assistant", "ab 1"),))
+    (example,) = encoder.dialogues([text], "all")
+    assert tokenizer.decode(example.tokens[:-1]) == "ab 1"
+    assert example.loss_mask.tolist() == [False, *[True] * (example.num_tokens - 1)]
 
 
 def test_inputs_are_measured_on_the_first_prompts_of_each_source(model_folder, tokenizer, tmp_path):

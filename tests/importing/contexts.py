@@ -136,6 +136,12 @@ _DISTILLED = NEMO_RL | {
     "distillation.val_period": 5,
     "teacher.model_name": "org/teacher",
 }
+ALIGNED = NEMO_RL | {
+    "distillation.num_prompts_per_step": 64,
+    "distillation.max_num_steps": 30,
+    "teachers": [{"model_name": "org/a"}],
+    "data.train.dataset_name": "arrow_text",
+}
 _TAUGHT_BY_MEGATRON = _DISTILLED | {"teacher.megatron_cfg.enabled": True}
 _STAGED = _TAUGHT_BY_MEGATRON | {"teacher.megatron_cfg.pipeline_model_parallel_size": 2}
 _TEACHER_SIZES = {
@@ -233,6 +239,16 @@ CONTEXTS: dict[str, dict[str, Context]] = {
             True,
             False,
         ),
+        "teachers": (ALIGNED, [{"model_name": "org/a"}], [{"model_name": "org/b", "weight": 0.5}]),
+        "loss_fn.gold_loss": (ALIGNED, True, False),
+        "loss_fn.xtoken_loss": (ALIGNED | {"loss_fn.gold_loss": True}, True, False),
+        "loss_fn.vocab_topk": (ALIGNED, 8192, 1024),
+        "loss_fn.uncommon_topk": (ALIGNED | {"loss_fn.gold_loss": True}, 8192, 1024),
+        "loss_fn.temperature": (ALIGNED, 1.0, 2.0),
+        "loss_fn.reverse_kl": (ALIGNED, True, False),
+        "loss_fn.kl_loss_weight": (ALIGNED, 1.0, 2.0),
+        "loss_fn.ce_loss_scale": (ALIGNED, 0.1, 0.2),
+        "loss_fn.dynamic_loss_scaling": (ALIGNED, True, False),
         "loss_fn.kl_type": (_DISTILLED, "forward", "reverse"),
         "loss_fn.mixed_kl_weight": (_DISTILLED, 0.5, 0.4),
         "loss_fn.zero_outside_topk": (_DISTILLED, True, False),

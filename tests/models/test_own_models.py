@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemorl.config.policy import PolicyConfig
 from nemorl.data.tokenizer import ChatPrompts, load_tokenizer
 from nemorl.models import smollm2
-from nemorl.models.create import CHAT, create_tiny_model
+from nemorl.models.create import CHAT, PAIRS, create_tiny_model
 from nemorl.models.hf_config import SINGLE_FILE, BrokenModelFolder, UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_writer import import_model
@@ -58,6 +58,14 @@ def test_its_tokenizer_has_one_token_per_character(arithmetic: Path) -> None:
     assert tokenizer.chat_template is None
     with pytest.raises(Exception, match=r"Missing \[UNK\] token"):  # of the tokenizers library
         tokenizer("12*34=")
+
+
+def test_summands_of_two_digits_are_tokens(tmp_path: Path) -> None:
+    shape = create_tiny_model(tmp_path / "pairs", PAIRS)
+    assert shape.vocab_size == 2 + 13 + 100
+    tokenizer = load_tokenizer(PolicyConfig(model_path=tmp_path / "pairs", max_sequence_length=64))
+    tokens = tokenizer.encode("12+34=046")
+    assert [tokenizer.decode([token]) for token in tokens] == ["12", "+", "34", "=", "0", "4", "6"]
 
 
 def test_the_chat_model_calls_tools_turn_by_turn(tmp_path: Path) -> None:

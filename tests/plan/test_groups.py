@@ -112,6 +112,18 @@ def test_auxiliary_models_spell_the_tokens_of_the_policy(
         assert "name a model with the policy's tokenizer" in problems[0].fix
 
 
+def test_an_aligned_teacher_has_tokens_of_its_own(configure: Configure, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", vocab_size=900)
+    teacher = f"teachers={{main: {{model_path: {other}}}}}"
+    samples = configure(teacher, "algorithm.name=on_policy_distillation")
+    assert [problem.field for problem in plan_run(samples, ROOMY).problems] == ["teachers.main.model_path"]
+    aligned = "algorithm={name: aligned_distillation, num_steps: 10, batch_size: 8}"
+    assert plan_run(configure(teacher, aligned), ROOMY).problems == ()
+    (other / "tokenizer.json").unlink()
+    (problem,) = plan_run(configure(teacher, aligned), ROOMY).problems
+    assert "the folder holds no tokenizer.json" in problem.fix
+
+
 def test_models_that_take_turns_find_room_next_to_what_the_others_keep(configure: Configure) -> None:
     shared = ["cluster.gpus_per_node=2", "critic.devices=policy"]
     found = processes(configure, *shared)

@@ -1,5 +1,6 @@
 """Whole runs of algorithms that other files leave out: teachers, pairs, feedback, reward models."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import yaml
 
 from nemorl.config.facts import metric_names
 from nemorl.config.load import load_experiment
+from nemorl.models.create import PAIRS as PAIRS_OF_DIGITS
+from nemorl.models.create import create_tiny_model
 from nemorl.observe.metrics import StepMetrics
 from tests.run.runs import finish, lines, start, tiny_model, write_experiment
 
@@ -121,6 +124,40 @@ def test_each_task_has_the_teacher_that_its_column_names(folder: Path, model: Pa
     loss = {"name": "forward_kl", "tokens": 4}
     (data,) = run("teachers-of-data", {"name": "distillation", "batch_size": 8, "loss": loss, **several})
     assert data.values["distillation/forward_kl"] > 1e-3
+
+
+def test_teachers_have_tokens_of_their_own(folder: Path, model: Path) -> None:
+    """One of digits and one of the policy's pairs of digits, each with a weight; validation has the loss."""
+    pairs = folder / "pairs"
+    everywhere = replace(PAIRS_OF_DIGITS, pattern=r"[0-9]{2}|[\s\S]")
+    create_tiny_model(pairs, everywhere, hidden=32, ffn=64, heads=4, kv_heads=2)
+    steps = train(
+        folder,
+        pairs,
+        "aligned",
+        algorithm={
+            "name": "aligned_distillation",
+            "num_steps": 2,
+            "batch_size": 7,
+            "loss": {"name": "common_kl", "tokens": 20, "common": "likeliest"},
+            "teacher_weights": {"digits": 0.5},
+            "validation": {"at_end": True, "generate": False},
+        },
+        teachers={
+            "digits": {"model_path": str(model), "devices": "policy"},
+            "pairs": {"model_path": str(pairs)},
+        },
+        rewards=None,
+    )
+    first, last = (step.values for step in steps)
+    # The policy is its own second teacher, and the 20 likeliest tokens of a text are compared.
+    assert first["distillation/projected_kl"] == pytest.approx(0, abs=1e-5)
+    assert first["distillation/common_kl"] > 1e-3
+    assert first["distillation/aligned"] == 1
+    assert last["validation/loss"] == pytest.approx(
+        last["validation/loss/distillation"] + 0.1 * last["validation/loss/sft"], rel=1e-5
+    )
+    assert len(list((folder / "aligned" / "projections").iterdir())) == 2
 
 
 def test_interleaved_stages_update_an_engine(folder: Path) -> None:

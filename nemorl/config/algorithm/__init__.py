@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from .aligned import AlignedDistillationConfig as AlignedDistillationConfig
 from .base import Aggregation as Aggregation
 from .base import EarlyStopConfig as EarlyStopConfig
 from .base import ValidationConfig as ValidationConfig
@@ -37,5 +38,6 @@ from .online import SequenceMaskConfig as SequenceMaskConfig
 from .online import TruncatedCorrectionConfig as TruncatedCorrectionConfig
 
 _Online = OnlineConfig | IterativePreferenceConfig | RejectionSamplingConfig | OnPolicyDistillationConfig
-_Offline = SftConfig | DistillationConfig | PreferenceConfig | KtoConfig | RewardModelConfig
+_Distilled = DistillationConfig | AlignedDistillationConfig
+_Offline = SftConfig | _Distilled | PreferenceConfig | KtoConfig | RewardModelConfig
 AlgorithmConfig = Annotated[_Online | _Offline, Field(discriminator="name")]

@@ -121,6 +121,7 @@ class AlgorithmBase(Config):
     online: ClassVar[bool] = False  # training itself samples
     trains_filtered: ClassVar[bool] = False  # its logprobs are of what the filters of sampling keep
     keeps_teachers: ClassVar[bool] = False  # which score tokens
+    aligns_teachers: ClassVar[bool] = False  # which have tokens of their own, and read all texts
     sequences_per_unit: ClassVar[int] = 1  # 2 where it trains on pairs of answers
     reference_field: ClassVar[str | None] = None  # which adds a reference in separate processes
 
@@ -188,6 +189,11 @@ class AlgorithmBase(Config):
     def keeps_reference(self) -> bool:
         """True if logprobs of the reference policy are needed in every step."""
         return False
+
+    @property
+    def teacher_temperature(self) -> float:
+        """By which teachers divide their logits, if the algorithm does not sample."""
+        return 1.0
 
     @property
     def precomputes_reference(self) -> bool:

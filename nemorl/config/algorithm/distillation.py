@@ -17,6 +17,7 @@ class DivergenceBase(Config):
     """Losses that may compare the teacher's most likely tokens; these are `tokens` of each subclass."""
 
     of_top: ClassVar[frozenset[str]] = frozenset({"distillation/forward_kl", "distillation/covered"})
+    scales_teacher: ClassVar[bool] = False  # to the compared tokens, before its logprobs are averaged
     rest: Literal["one_outcome", "leave_out", "zero", "unscaled"] = "one_outcome"
     """All other tokens. `one_outcome`: they count together as one more. `leave_out`: both distributions are
     scaled to sum to 1 without them. `zero`: the teacher's probability of them is 0, and its others are scaled
