@@ -475,6 +475,11 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         f"{_V}.top_p": (VERL | {f"{_V}.temperature": 1.0}, 1.0, 0.7),
         "trainer.max_actor_ckpt_to_keep": (VERL | {"trainer.save_freq": 5}, 1, 2),
         "model_engine": (VERL, "dp", "megatron"),
+        f"{_A}.megatron.override_transformer_config.moe_router_load_balancing_type": (
+            VERL | {f"{_A}.megatron.override_transformer_config.moe_aux_loss_coeff": 0.01},
+            "none",
+            "aux_loss",
+        ),
         f"{_A}.megatron.override_transformer_config.recompute_modules": (
             VERL
             | {

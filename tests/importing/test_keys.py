@@ -354,6 +354,22 @@ def test_minibatches_of_verl_count_prompts() -> None:
         import_values(PROJECTS["verl"], VERL | {"data.train_batch_size": 16, key: 6})
 
 
+def test_minibatches_of_verl_divide_among_the_copies_of_the_policy() -> None:
+    """16 GPUs with tensor parallelism of 2 have 8 copies; 4 prompts with 3 answers are 12 trajectories."""
+    given = {
+        "model_engine": "megatron",
+        "trainer.n_gpus_per_node": 16,
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.rollout.n": 3,
+        "data.train_batch_size": 16,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    }
+    why = tree("verl", VERL | given)
+    assert isinstance(why, str)
+    assert "ppo_mini_batch_size: 8 copies of the policy do not divide 12 trajectories" in why
+    assert isinstance(tree("verl", VERL | given | {"actor_rollout_ref.rollout.n": 4}), dict)
+
+
 def test_rejected_tokens_of_verl_are_bounds() -> None:
     """Next to weights that the bounds do not cut, or where the ratio of the loss is the weight."""
     rejected = {f"{_C}.rollout_rs": "token_k1", f"{_C}.rollout_rs_threshold": "0.5_2.5"}
