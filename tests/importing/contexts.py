@@ -510,6 +510,8 @@ CONTEXTS: dict[str, dict[str, Context]] = {
     },
     "openrlhf": {
         "trainer": (OFFLINE["dpo"], "dpo", "rm"),
+        "train.agent_func_path": (OPENRLHF, None, "agents/one.py"),
+        "logger.tensorboard_dir": (OPENRLHF, None, "runs"),
         "algo.advantage.no_std_norm": (
             OPENRLHF | {"algo.advantage.estimator": "reinforce_baseline"},
             True,
@@ -649,7 +651,6 @@ REFUSED = {
     },
     "openrlhf": {
         **{f"{section}optim": "muon" for section in ("actor.", "critic.", "")},
-        "train.agent_func_path": "agent.py",
         "ds.param_dtype": "fp16",
     },
     "trl": {},

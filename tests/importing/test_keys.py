@@ -152,12 +152,37 @@ VALID = {
     "gae": OPENRLHF | {"critic.freezing_steps": 2},
     "asynchronous": GROUPED | {"train.async_enable": True, "train.partial_rollout_enable": True},
     "reward model": OPENRLHF | {"reward.remote_url": None, "reward.model_name_or_path": "org/rm"},
+    "agent": GROUPED | {"train.agent_func_path": "agents/sums.py", "algo.dynamic_filtering_enable": True},
     "margins": OFFLINE["rm"] | {"model.margin_loss_enable": True},
     "log_exp": OFFLINE["rm"] | {"model.loss_type": "logexp"},
     "ipo": OFFLINE["dpo"] | {"model.ipo_enable": True, "eval.dataset": "org/x", "eval.steps": 5},
     "cdpo": OFFLINE["dpo"] | {"model.label_smoothing": 0.1, "model.nll_loss_coef": 0.1},
     "conversations": OFFLINE["sft"] | {"data.apply_chat_template": True, "data.input_key": "messages"},
 }
+
+
+def test_an_agent_of_openrlhf_has_the_turns_and_the_rewards() -> None:
+    """OpenRLHF then asks no reward model, lets turns fill the sequence, and filters by the agent's scores."""
+    given = GROUPED | {
+        "train.agent_func_path": "agents/sums.py",
+        "data.max_len": 4096,
+        "rollout.max_new_tokens": 1024,
+        "reward.model_name_or_path": "org/rm",
+        "reward.stop_properly_penalty_coef": 0.5,
+        "algo.dynamic_filtering_enable": True,
+    }
+    found = import_values(PROJECTS["openrlhf"], given, OPTIONS)
+    assert found.tree["env"] == {"name": "openrlhf", "agent": "sums:AgentExecutor"}
+    assert found.tree["rewards"] == []
+    assert found.tree["generation"]["max_new_tokens"] == 4095
+    assert found.tree["data"]["max_prompt_tokens"] == 3072
+    assert found.tree["algorithm"]["filters"]["reward"] == "openrlhf_score"
+    assert "truncated_reward" not in found.tree["algorithm"]
+    rows = {row.key: (row.outcome, row.changes_result) for row in found.rows}
+    assert rows["reward.model_name_or_path"] == rows["reward.remote_url"] == ("none", False)
+    assert rows["train.agent_func_path"][0] == rows["rollout.max_new_tokens"][0] == "changed"
+    critic = given | {"algo.advantage.estimator": "gae"}
+    assert "model_path" not in import_values(PROJECTS["openrlhf"], critic, OPTIONS).tree["critic"]
 
 
 @pytest.mark.parametrize("case", VALID)
