@@ -100,8 +100,8 @@ def experiment_of(target: str, overrides: Sequence[str]) -> Experiment:
         hint = suggestion(target, sorted(known))
         problem = "no environment and no shipped experiment has this name, and it is no .yaml file"
         raise UsageError(f"{target}: {problem}; {hint}")
-    if target == "custom":
-        raise UsageError("custom: a custom environment has a factory; name an experiment file that names it")
+    if target in ("custom", "openrlhf"):
+        raise UsageError(f"{target}: its code is your own; name an experiment file that names it")
     datasets: dict[str, dict[str, Any]] = {
         "reasoning_gym": {"task": "chain_sum"},
         "seeds": {"size": 10_000},

@@ -36,6 +36,7 @@ from .generation import ADDRESS, is_address
 from .library_environments import (
     AviaryEnvConfig,
     GymnasiumEnvConfig,
+    OpenRLHFEnvConfig,
     SkyrlGymEnvConfig,
     TextArenaEnvConfig,
     VerifiersEnvConfig,
@@ -506,9 +507,8 @@ _WithOthers = ToolsEnvConfig | UserSimulatorEnvConfig
 _WithTools = TerminalEnvConfig | ServerEnvConfig
 _SeveralTurns = CalculatorEnvConfig | ChainedSumsEnvConfig | _WithTools | _WithOthers | _Games
 _Others = ProgramEnvConfig | ServiceEnvConfig | CustomEnvConfig
-_Libraries = (
-    GymnasiumEnvConfig | TextArenaEnvConfig | SkyrlGymEnvConfig | VerifiersEnvConfig | AviaryEnvConfig
-)
+_OnText = GymnasiumEnvConfig | SkyrlGymEnvConfig | OpenRLHFEnvConfig
+_Libraries = _OnText | TextArenaEnvConfig | VerifiersEnvConfig | AviaryEnvConfig
 OneEnvConfig = Annotated[_OneTurn | _SeveralTurns | _Libraries | _Others, Variants(SingleTurnEnvConfig)]
 
 

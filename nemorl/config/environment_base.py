@@ -84,6 +84,7 @@ class EnvBase(Config):
     needs_answer: ClassVar[bool] = False  # of each task
     needs_chat: ClassVar[bool] = False  # `data.chat`, as its messages have roles
     has_tools: ClassVar[bool] = False  # so the chat template must offer them
+    writes_text: ClassVar[bool] = False  # what follows the prompt, with the marks of the chat template
     has_one_turn: ClassVar[bool] = False
     calls_model: ClassVar[bool | None] = False  # from its own loop; None if its factory decides
     example: ClassVar[Mapping[str, Any]] = {}  # of its required fields, for `nemorl env NAME`

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from nemorl.errors import Problem, Problems
 
-from .base import Config, Variants, call_within, check, function_at
+from .base import Config, Key, Variants, call_within, check, function_at
 from .environment_base import EnvBase
 from .generation import ADDRESS, is_address
 
@@ -186,6 +186,30 @@ class SkyrlGymEnvConfig(LibraryEnvBase):
                 function_at("skyrl_gym:spec")(self.env)
         except Exception as error:  # noqa: BLE001  of the user's module, or of skyrl-gym
             yield Problem("env", self.env, f"{error}; correct it")
+
+
+class OpenRLHFEnvConfig(EnvBase):
+    """An agent file of OpenRLHF as it is, with `reset` and `step` on text; the package is not required."""
+
+    factory_path: ClassVar[str] = "nemorl.environments.openrlhf:OpenRLHFFactory"
+    writes_text: ClassVar[bool] = True
+    name: Literal["openrlhf"]
+    agent: ImportPath
+    """`package.module:AgentExecutor`, a class derived from `MultiTurnAgentExecutor` in the agent file."""
+    weight: float = 1.0
+    """Weight of the reward `openrlhf`, the sum of the steps' `rewards`."""
+    logs: tuple[Key, ...] = ()
+    """Entries of `extra_logs` to show as metrics `reward/NAME`; they weigh 0."""
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        unweighted = dict.fromkeys(("openrlhf_score", *self.logs), 0.0)
+        return unweighted | super().reward_weights
+
+    @check
+    def _logs_have_names_of_their_own(self) -> Problems:
+        for name in {"openrlhf", "openrlhf_score"}.intersection(self.logs):
+            yield Problem("logs", name, "a reward of the environment has this name; remove it")
 
 
 class VerifiersEnvConfig(LibraryEnvBase):

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from nemorl.config.policy import PolicyConfig
 from nemorl.errors import NemorlError
-from nemorl.trajectories import Message, Reply, ToolCall, ToolSchemas
+from nemorl.trajectories import Message, Reply, Task, ToolCall, ToolSchemas
 
 from .tool_calls import FORMATS, ToolFormat, format_of
 
@@ -249,6 +249,10 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
+    def given(self, task: Task) -> Task:
+        """The task as an environment receives it. Raises TokenizerError."""
+        return task
+
     def with_tools(self, tools: ToolSchemas) -> Self:
         """The prompts of a conversation with these tools. Raises TemplateError if they cannot be offered."""
         if tools:
@@ -422,5 +426,29 @@ class ChatPrompts(Prompts):
         return said == kept and calls[0] == calls[1]
 
 
-def prompts_of(tokenizer: Tokenizer, chat: bool) -> Prompts:
+class TextPrompts(Prompts):
+    """One text that the environment continues, the marks of the chat template included."""
+
+    def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
+        """`chat`: the template writes the text of the task."""
+        super().__init__(tokenizer)
+        self._chat = chat
+
+    def given(self, task: Task) -> Task:
+        """With one message, which is the text that the policy receives."""
+        if self._chat:
+            text = self._tokenizer.render(task.messages, add_generation_prompt=True)
+        else:
+            text = "".join(m.content for m in task.messages)
+        return replace(task, messages=(Message("user", text),))
+
+    def open(self, messages: Messages) -> list[int]:
+        """Special tokens are those that the text spells."""
+        return self._tokenizer.encode("".join(m.content for m in messages))
+
+
+def prompts_of(tokenizer: Tokenizer, chat: bool, *, as_text: bool = False) -> Prompts:
+    """`as_text`: the environment writes what follows the prompt (`EnvBase.writes_text`)."""
+    if as_text:
+        return TextPrompts(tokenizer, chat)
     return ChatPrompts(tokenizer) if chat else Prompts(tokenizer)

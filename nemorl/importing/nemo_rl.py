@@ -30,6 +30,7 @@ LIKENESSES: dict[str, object] = {
     "loss_fn.truncated_importance_sampling_ratio": 2.0,
     "loss_fn.truncated_importance_sampling_ratio_min": 0.5,
     **{f"{name}.async_{name}.max_trajectory_age_steps": 1 for name in REWARDED},
+    "data.num_prompts_per_dataloader": 1,
     **dict.fromkeys(of_online("max_val_samples"), 256),
     **{f"ppo.adv_estimator.gae_lambda{name}": 0.95 for name in ("", "_policy", "_value")},
     "value_loss_fn.cliprange": 0.2,

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nemorl.config.base import counted
+
 from . import nemo_rl_gym as gym
-from .nemo_rl_sections import WEIGHTS, aligns, get, is_online, of_online, reward_weights
-from .rules import Fields, Ignored, Lost, Origin, Part, Rule, not_imported
+from .nemo_rl_sections import WEIGHTS, aligns, get, is_online, kind, of_online, reward_weights
+from .rules import CannotImport, Fields, Ignored, Lost, Origin, Part, Rule, not_imported
 from .shared import PUBLIC, PublicData
 from .sources import read_text
 
@@ -25,7 +27,9 @@ _SEVERAL: tuple[dict[str, Any], ...] = (
     },
     {"name": "integer", "function": "pattern", "arguments": {"regex": r"\d+", "tag": "answer"}},
 )
-_LOADERS = ("data.custom_dataloader", "data.num_prompts_per_dataloader")
+_LOADERS, _DRAWN = "data.use_multiple_dataloader", "data.custom_dataloader"
+_PER_LOADER = "data.num_prompts_per_dataloader"
+_IN_TURN = "example_custom_dataloader"  # NeMo-RL's function that takes a batch of each loader
 
 
 def data_rows(x: Origin) -> int | None:
@@ -66,12 +70,36 @@ def _env_name(x: Origin) -> str:
     return str(_trained_on(x)[0].get("env_name") or _defaults(x).get("env_name") or "math")
 
 
+def has_loaders(x: Origin) -> bool:
+    """True if each dataset has a data loader of its own, which begins again at its end."""
+    return bool(x.get(_LOADERS, False))
+
+
+def _weights(x: Origin, count: int) -> dict[str, Any]:
+    """Fields of each source of a mixture of `count` datasets, which have their shares of each step.
+
+    Raises CannotImport for several loaders where NeMo-RL has one, and for shares that do not make up a step.
+    """
+    if not has_loaders(x):
+        x.lost(_LOADERS, "all datasets have one loader", changes_result=False)
+        for key in (_DRAWN, _PER_LOADER):
+            x.lost(key, f"read with {_LOADERS} only", changes_result=False)
+        return {}
+    if kind(x) != "grpo":
+        raise CannotImport(f"{_LOADERS} = true: NeMo-RL has several loaders in GRPO alone; set it to false")
+    if str(x.get(_DRAWN)).rpartition(".")[2] != _IN_TURN:
+        x.lost(_DRAWN, "what a function of your own draws is not known; set weights of data.train.sources")
+        return {}
+    prompts, drawn = get(x, "num_prompts_per_step", 1), x.get(_PER_LOADER, 0)
+    if drawn * count != prompts:
+        problem = f"{counted(count, 'dataset')} of it are no step of {prompts} prompts, which NeMo-RL refuses"
+        raise CannotImport(f"{_PER_LOADER} = {drawn}: {problem}, too; change one")
+    return {"weight": 1}
+
+
 def _data(x: Origin) -> Fields:
     of_texts = {"data.chat": False} if aligns(x) else {}
-    one_loader = not x.get("data.use_multiple_dataloader", False)
-    for key in _LOADERS:
-        why = "read with data.use_multiple_dataloader only" if one_loader else "tasks come from one order"
-        x.lost(key, why, changes_result=not one_loader)
+    weights = _weights(x, len(_trained_on(x)))
     if is_online(x) and _env_name(x) == "sliding_puzzle_game":
         size = get(x, "num_prompts_per_step", 1) * max(get(x, "max_num_steps", 1), 1)
         size = min(size, 100_000)
@@ -81,7 +109,7 @@ def _data(x: Origin) -> Fields:
     fields: dict[str, Any] = {"data.train": trained[0][0], **of_texts}
     if len(given) > 1:
         sections = zip(_names(given), trained, strict=True)
-        sources = {name: {"dataset": section} for name, (section, _) in sections}
+        sources = {name: {"dataset": section, **weights} for name, (section, _) in sections}
         fields["data.train"] = {"name": "mixture", "sources": sources}
         _remark_on_mixture(x, given)
     held_out = [(one, held) for one, (_, held) in zip(given, trained, strict=True) if held is not None]
@@ -138,10 +166,14 @@ def _validation(x: Origin, held_out: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def _remark_on_mixture(x: Origin, given: list[dict[str, Any]]) -> None:
-    """NeMo-RL concatenates the datasets, and shuffles the rows."""
+    """NeMo-RL concatenates the datasets, and shuffles the rows, unless each has a loader of its own."""
     known, (before, differs) = _env_name(x), x.remarks.get("data.train", ("", False))
     hows = [before] if before else []
-    if x.get("data.shuffle", True):
+    if has_loaders(x):
+        hows.append(
+            "each row is in each epoch; there the last ones of a dataset that fill no batch are left out"
+        )
+    elif x.get("data.shuffle", True):
         hows.append("each step has the shares of the datasets; there they vary by chance")
     else:
         hows.append("each step has the shares of the datasets; there one follows the other")
@@ -302,6 +334,7 @@ DATA_RULES: tuple[Rule, ...] = (
             *(f"data.train.{name}" for name in ("dataset_name", "data_path", "split", "output_key")),
             *("data.train.split_validation_size", "data.validation"),
             *(f"data.validation.{name}" for name in ("dataset_name", "data_path", "split")),
+            *(_LOADERS, _DRAWN, _PER_LOADER),
         ),
         ("data.train", "data.validation", "data.validation_sets"),
         _data,
@@ -338,7 +371,7 @@ DATA_RULES: tuple[Rule, ...] = (
     Ignored(("data.add_generation_prompt",), "as the chat template requires"),
     Ignored(
         (
-            *("data.num_workers", "data.default.processor", "data.use_multiple_dataloader", "data.default.*"),
+            *("data.num_workers", "data.default.processor", "data.default.*"),
             *("data.train.*", "data.validation.*", "env.math.*", "env.dapo.*", "env.reward_model.*"),
             *(
                 "env.vlm.*",

@@ -3,7 +3,7 @@
 from math import ceil
 from typing import Any
 
-from .nemo_rl_data import data_rows, repeats
+from .nemo_rl_data import data_rows, has_loaders, repeats
 from .nemo_rl_sections import (
     KINDS,
     aligns,
@@ -145,6 +145,9 @@ def num_steps(x: Origin) -> Fields:
     per_step = x.get(f"{section}.num_prompts_per_step") or x.get("policy.train_global_batch_size", 1)
     if x.get(f"{section}.use_dynamic_sampling", False):
         per_step = int(per_step * x.get(f"{section}.batch_multiplier", 1.0))  # rows drawn at a time
+    if has_loaders(x):
+        x.lost(f"{section}.max_num_epochs", "several loaders have no end there", changes_result=False)
+        epochs = None
     rows = data_rows(x)
     if epochs and epochs > 0 and rows is None and x.options.rows is None:
         how = "the rows of the data are not known, so max_num_steps alone ends the run; give --rows N"

@@ -408,7 +408,10 @@ RULES: tuple[Rule, ...] = (
             *("data.max_len", "rollout.max_new_tokens"),
             *_of("train", "micro_batch_size", "dynamic_batch_enable", "max_tokens_per_gpu"),
         ),
-        ("policy.max_sequence_length", "policy.micro_batch_tokens", "generation.max_new_tokens"),
+        (
+            *("policy.max_sequence_length", "policy.micro_batch_tokens", "generation.max_new_tokens"),
+            "data.max_prompt_tokens",
+        ),
         devices.lengths,
     ),
     Part(("actor.model_name_or_path", "model.model_name_or_path"), ("policy.model_path",), devices.model),

@@ -32,9 +32,15 @@ def lengths(x: Origin) -> Fields:
         tokens = x.get("train.max_tokens_per_gpu")
     least = 2 * longest if learning.kind(x) in ("dpo", "rm") else longest
     fields = {"policy.max_sequence_length": longest, "policy.micro_batch_tokens": max(tokens, least)}
-    if learning.is_online(x):
-        fields["generation.max_new_tokens"] = min(x.get("rollout.max_new_tokens", longest - 1), longest - 1)
-    return fields
+    if not learning.is_online(x):
+        return fields
+    most = x.get("rollout.max_new_tokens", longest - 1)
+    if learning.has_agent(x):
+        how = "turns may fill the sequence, and prompts that leave less train nothing; there they are cut off"
+        x.changed("rollout.max_new_tokens", how)
+        fields["data.max_prompt_tokens"] = longest - most
+        most = longest
+    return fields | {"generation.max_new_tokens": min(most, longest - 1)}
 
 
 def optimizer_of(section: str, ours: str) -> Callable[[Origin], Fields]:
@@ -85,12 +91,12 @@ def _schedule(x: Origin, section: str, lr: float) -> dict[str, Any]:
 def critic(x: Origin) -> Fields:
     if not learning.is_online(x) or learning.estimator(x) != "gae":
         return {}
-    given = x.get("critic.model_name_or_path") or x.get("reward.model_name_or_path")
-    own = str(given).split(",")[0] if given else None
+    scores = () if learning.has_agent(x) else learning.split(x.get("reward.model_name_or_path"))
+    given = x.get("critic.model_name_or_path") or (scores[0] if scores else None)
+    own = str(given) if given else None
     fields: dict[str, Any] = {"critic.devices": "policy"}
     if own and own != x.get("actor.model_name_or_path"):
         fields["critic.model_path"] = own
-    scores = learning.split(x.get("reward.model_name_or_path"))
     if scores and x.get("reward.normalize_enable"):
         if own in scores:
             fields["critic.normalize_values"] = True

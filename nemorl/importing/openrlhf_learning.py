@@ -219,8 +219,10 @@ def filters(x: Origin) -> Fields:
     if not (is_online(x) and x.get("algo.dynamic_filtering_enable")):
         return {}
     low, high = map(float, x.get("algo.dynamic_filtering_range"))
+    compared = {"reward": "openrlhf_score"} if has_agent(x) else {}
     return {
-        "algorithm.filters": {
+        "algorithm.filters": compared
+        | {
             "min_mean_reward": low + _INSIDE,
             "max_mean_reward": high - _INSIDE,
             "refill": {"max_batches": _ENDLESS, "at_cap": "stop"},
@@ -228,12 +230,32 @@ def filters(x: Origin) -> Fields:
     }
 
 
+def has_agent(x: Origin) -> bool:
+    """True if an agent of the user's has the turns and the rewards; OpenRLHF then asks no reward model."""
+    return is_online(x) and bool(x.get("train.agent_func_path"))
+
+
 def rewards(x: Origin) -> Fields:
     if not is_online(x):
         return {}
-    if path := x.get("train.agent_func_path"):
-        problem = "give the agent as an environment (docs/environments.md)"
-        raise CannotImport(f"train.agent_func_path = {path}: {problem}")
+    if has_agent(x):
+        module = Path(str(x.get("train.agent_func_path"))).stem
+        env, found = {"name": "openrlhf", "agent": f"{module}:AgentExecutor"}, list[dict[str, Any]]()
+        x.changed("train.agent_func_path", f"copy the file into the current folder as {module}.py")
+        for key in ("remote_url", "model_name_or_path", "normalize_enable"):
+            x.lost(f"reward.{key}", "the agent gives the rewards", changes_result=False)
+    else:
+        env, found = {"name": "single_turn"}, _scores(x)
+    if (buffer := x.get("reward.overlong_buffer_len")) is not None:
+        longest = x.get("rollout.max_new_tokens") or x.get("data.max_len", 2048)
+        weight = x.get("reward.overlong_penalty_factor")
+        arguments = {"max_length": longest, "buffer": int(buffer)}
+        found.append({"function": "overlong_penalty", "weight": weight, "arguments": arguments})
+    return {"env": env, "rewards": found}
+
+
+def _scores(x: Origin) -> list[dict[str, Any]]:
+    """Functions of the user's, or else reward models."""
     found: list[dict[str, Any]] = []
     if x.get("reward.model_name_or_path") is None:
         why = "only scores of reward models are shifted and scaled there, not those of functions"
@@ -253,18 +275,17 @@ def rewards(x: Origin) -> Fields:
         found = [{"kind": "local_model", "model_path": name, **shared} for name in names]
     if not found:
         raise CannotImport("reward.remote_url: give it or reward.model_name_or_path; the run has no reward")
-    if (buffer := x.get("reward.overlong_buffer_len")) is not None:
-        longest = x.get("rollout.max_new_tokens") or x.get("data.max_len", 2048)
-        weight = x.get("reward.overlong_penalty_factor")
-        arguments = {"max_length": longest, "buffer": int(buffer)}
-        found.append({"function": "overlong_penalty", "weight": weight, "arguments": arguments})
-    return {"env": {"name": "single_turn"}, "rewards": found}
+    return found
 
 
 def truncated_reward(x: Origin) -> Fields:
     """A coefficient from 0 on scales the reward; a negative one replaces it."""
     given = x.get("reward.stop_properly_penalty_coef")
     if not is_online(x) or given is None:
+        return {}
+    if has_agent(x):
+        why = "OpenRLHF does not apply it to conversations of agents"
+        x.lost("reward.stop_properly_penalty_coef", why, changes_result=False)
         return {}
     given = float(given)
     return {"algorithm.truncated_reward": {"value": given} if given < 0 else {"scale": given}}

@@ -22,6 +22,7 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
 _OVERRIDE = re.compile(r"^(\+\+|\+|~)?([A-Za-z_][\w./@-]*)=(.*)$", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{(\w+)(?::?-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
 _HERE = re.compile(r"^read -r -d '' (\w+) <<(\w+)\n(.*?)\n\2$", re.DOTALL | re.MULTILINE)
+_CHOICE = re.compile(r"\$\(([^()]+?)&&\s*echo\s+(\S+)\s*\|\|\s*echo\s+([^\s()]+)\s*\)")
 _ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+)?(\w+)(\+?)=(.*)$", re.DOTALL)
 _MAX_BYTES = 8 * 2**20  # of a config; the longest public one has 60 kB
 
@@ -214,8 +215,9 @@ def read_command(
     """The words of the last command of a shell script that `find` accepts, as far as they can be known.
 
     Assignments, arrays and defaults such as `${N:-8}` are followed; a branch is taken if its test compares
-    two texts that are equal, and of `case` the first whose pattern matches. Nothing is executed. Variables
-    that are not assigned are looked up in `environment`, and otherwise stay as `$NAME`.
+    two texts that are equal, and of `case` the first whose pattern matches. The same decides
+    `$(TEST && echo A || echo B)`. Nothing is executed. Variables that are not assigned are looked up in
+    `environment`, and otherwise stay as `$NAME`.
     """
     shell = _Shell(dict(environment or {}), find)
     for line in _lines(_HERE.sub(lambda match: f"{match[1]}='{match[3]}'", text)):
@@ -266,6 +268,7 @@ class _Shell:
 
     def run(self, line: str) -> None:
         line = re.sub(r"\$\(\((.*?)\)\)", lambda match: self._number(match[1]), line)
+        line = _CHOICE.sub(lambda match: match[2 if self._holds(match[1]) else 3], line)
         line = re.sub(r"\s#\s[^\n]*$", "", line)
         if match := re.match(r"^(if|elif)\s+(.*?);?\s*(then)?$", line):
             if match[1] == "elif":

@@ -1,13 +1,11 @@
 """TRL's GRPOConfig and the arguments of GRPOTrainer."""
 
-from pathlib import Path
 from typing import Any
 
 from . import trl_common as common
-from . import trl_files
 from .rules import Fields, Ignored, Lost, Origin, Part, Rule, not_imported, take_given
 from .shared import batch, run_length, trained_sampling
-from .trl_trainers import IMPORTED
+from .trl_trainers import read as read
 
 # TRL's defaults of what the rules read (commit f2cd5771).
 DEFAULTS: dict[str, Any] = {
@@ -58,11 +56,6 @@ MARKS = (
     r"\btrl (sft|dpo|grpo|kto|reward|rloo)\b|from trl import|import trl|trl\.scripts|"
     r"^(model_name_or_path|per_device_train_batch_size|reward_funcs|num_generations|max_completion_length):"
 )
-
-
-def read(file: Path) -> dict[str, Any]:
-    """The arguments of a YAML, a script or a Python file. Raises CannotImport."""
-    return trl_files.read(file, IMPORTED)
 
 
 def _sizes(x: Origin) -> tuple[int, int, int]:

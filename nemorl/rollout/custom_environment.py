@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from nemorl.config.base import NotImported
-from nemorl.config.environment import CustomEnvConfig, ProgramEnvConfig
+from nemorl.config.environment import CustomEnvConfig, EnvBase, ProgramEnvConfig
+from nemorl.config.library_environments import OpenRLHFEnvConfig
 from nemorl.data.tokenizer import Tokenizer, TokenizerError, prompts_of
 from nemorl.errors import Problem
 from nemorl.generation.types import SamplingParams
@@ -72,21 +73,26 @@ def program_problems(config: ProgramEnvConfig, trial: Trial) -> Iterator[Problem
         yield Problem("env.command", " ".join(config.command), problem)
 
 
-def custom_environment_problems(config: CustomEnvConfig, trial: Trial) -> Iterator[Problem]:
+def custom_environment_problems(
+    config: CustomEnvConfig | OpenRLHFEnvConfig, trial: Trial
+) -> Iterator[Problem]:
     """Construct the factory; with a task, run an episode: an empty answer, then the expected one repeated.
 
     Agents, which own their loop, are answered with the expected answer; one that raises then is tried with an
     empty answer before it. What it raises then, too, is in `trial.remarks`.
     """
     calls, task = _Calls(trial.seconds), trial.task
-    name, value, problem = "env.factory", config.factory, None
+    if isinstance(config, CustomEnvConfig):
+        name, value, problem = "env.factory", config.factory, None
+    else:
+        name, value, problem = "env.agent", config.agent, None
     try:
         factory = calls.run("the constructor", config.make_factory)
     except NotImported as error:
         problem = str(error)
     except _Failed as failure:
         problem = f"{failure}; correct the factory"
-        if config.options:
+        if isinstance(config, CustomEnvConfig) and config.options:
             name, value = "env.options", config.options  # type: ignore[assignment]
             problem += " or its options"
     else:
@@ -121,7 +127,9 @@ def _lacks(value: Any, what: str, *methods: str) -> str | None:
     return None
 
 
-def _episode(calls: "_Calls", config: CustomEnvConfig, factory: Any, task: Task, trial: Trial) -> None:
+def _episode(
+    calls: "_Calls", config: CustomEnvConfig | OpenRLHFEnvConfig, factory: Any, task: Task, trial: Trial
+) -> None:
     tokenizer = trial.tokenizer
     environment = calls.run("create()", factory.create)
     if hasattr(environment, "run") and not hasattr(environment, "step"):
@@ -136,6 +144,8 @@ def _episode(calls: "_Calls", config: CustomEnvConfig, factory: Any, task: Task,
     if problem := _lacks(environment, "an Environment", "reset", "step", "close"):
         raise _Failed(problem)
     try:
+        if tokenizer is not None:
+            task = prompts_of(tokenizer, trial.chat, as_text=config.writes_text).given(task)
         opening = calls.run("reset()", environment.reset, task, awaits=True)
         if problem := opening_problem(opening):
             raise _Failed(f"reset() {problem}")
@@ -193,9 +203,7 @@ class _Watched(EpisodeEnvironment):
             raise
 
 
-def _agent_episode(
-    calls: "_Calls", config: CustomEnvConfig | ProgramEnvConfig, factory: Any, task: Task
-) -> None:
+def _agent_episode(calls: "_Calls", config: EnvBase, factory: Any, task: Task) -> None:
     """Raises _Failed, and _Raised where `run` raised for each of the scripted agents."""
     from .agent_model import AgentModel, scripted_agent  # with a server
 

@@ -352,8 +352,9 @@ class TurnLoop:
         self, record: Record, task: Task, environment: Environment, key: SampleKey, sampling: SamplingParams
     ) -> None:
         limit = self._limits.max_sequence_length
+        given = self.sampler.prompts.given(task)
         opening = await self._ask(
-            record, called(environment.reset, task, problem_of=opening_problem), "environment reset"
+            record, called(environment.reset, given, problem_of=opening_problem), "environment reset"
         )
         prompts = self.sampler.prompts.with_tools(getattr(environment, "tools", ()))
         record.open(opening, prompts.open(opening))

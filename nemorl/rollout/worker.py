@@ -238,15 +238,15 @@ class RolloutWorker(GroupRunner):
         algorithm = experiment.algorithm
         self._group_seconds = algorithm.group_seconds if isinstance(algorithm, OnlineBase) else None
         self._min_members = algorithm.min_members if isinstance(algorithm, OnlineBase) else 1
-        prompts = prompts_of(self._tokenizer, data.chat)
         if any(one.has_tools for one in experiment.env.environments.values()):
-            prompts.with_tools(EXAMPLE_TOOLS)
+            prompts_of(self._tokenizer, data.chat).with_tools(EXAMPLE_TOOLS)
         self._environments: dict[str, EnvironmentKind] = {}
         self._episode_loops: dict[str, EpisodeLoop] = {}  # of environments that own their loop
         for name, config in experiment.env.environments.items():
             label = f"environment `{name or config.name}`"
             calls, episodes = Service(label), Service(label, outage_seconds)
             of_kind = replace(limits, episode=config.limits)
+            prompts = prompts_of(self._tokenizer, data.chat, as_text=config.writes_text)
             sampler = Sampler(generator, self._tokenizer, prompts, of_kind, calls, config.turn_flags)
             turns = TurnLoop(sampler)
             kind = EnvironmentKind(name, config, factories[name], turns, calls, episodes)

@@ -35,6 +35,7 @@ from nemorl.config.experiment import Experiment
 from nemorl.config.facts import acted_on, metric_names, models_of, reward_names
 from nemorl.config.generation import EndpointConfig
 from nemorl.config.library_datasets import AviaryDataset, VerifiersDataset
+from nemorl.config.library_environments import OpenRLHFEnvConfig
 from nemorl.config.load import Loaded, examine
 from nemorl.config.terminal_environment import TerminalEnvConfig
 from nemorl.errors import ABSENT, ConfigError, NemorlError, Problem, Problems
@@ -342,7 +343,7 @@ def _custom_part_problems(experiment: Experiment, sampled: Sampled, remarks: lis
         except NemorlError as error:
             yield Problem(f"algorithm.{part}.function", config.function, str(error))
     for (path, one), name in zip(environments_in(env), env.environments, strict=True):
-        if isinstance(one, CustomEnvConfig | CodeEnvConfig | ProgramEnvConfig):
+        if isinstance(one, CustomEnvConfig | OpenRLHFEnvConfig | CodeEnvConfig | ProgramEnvConfig):
             found: list[Problem] = []
             problems = _environment_problems(experiment, one, sampled, name, found)
             yield from _of_section(path, problems)
@@ -403,19 +404,22 @@ def _of_section(path: str, problems: Problems) -> Problems:
 
 def _environment_problems(
     experiment: Experiment,
-    env: CustomEnvConfig | CodeEnvConfig | ProgramEnvConfig,
+    env: CustomEnvConfig | OpenRLHFEnvConfig | CodeEnvConfig | ProgramEnvConfig,
     sampled: Sampled,
     name: str,
     remarks: list[Problem],
 ) -> Problems:
     task = sampled.first(name)
-    if isinstance(env, CustomEnvConfig | ProgramEnvConfig):
+    if isinstance(env, CustomEnvConfig | OpenRLHFEnvConfig | ProgramEnvConfig):
         from nemorl.rollout.custom_environment import Trial, custom_environment_problems, program_problems
 
         seconds = experiment.cluster.deadlines.environment
         trial = Trial(task, seconds, sampled.tokenizer, experiment.data.chat, remarks)
         if isinstance(env, CustomEnvConfig):
             with _mentioned("env.factory", env.factory, seconds):
+                found = list(custom_environment_problems(env, trial))
+        elif isinstance(env, OpenRLHFEnvConfig):
+            with _mentioned("env.agent", env.agent, seconds):
                 found = list(custom_environment_problems(env, trial))
         else:
             with _mentioned("env.command", " ".join(env.command), seconds):

@@ -341,7 +341,8 @@ def test_random_turns_are_the_same_for_a_seed(nemorl: Nemorl, game: str) -> None
             "wordl: no environment and no shipped experiment has this name, and it is no .yaml file; did you "
             "mean `wordle`?",
         ),
-        (["custom"], "custom: a custom environment has a factory"),
+        (["custom"], "custom: its code is your own; name an experiment file that names it"),
+        (["openrlhf"], "openrlhf: its code is your own; name an experiment file that names it"),
         (["wordle", "--task", "10000"], "--task 10000: there are 10000 tasks, numbered from 0"),
         (["wordle", "--agent", "scripted"], "--agent scripted: task 0 has no answer; give turns with --say"),
         (["wordle", "env.max_move=3"], "env.max_move = 3"),

@@ -130,6 +130,12 @@ _PUZZLE = GRPO | {"data.default.env_name": "sliding_puzzle_game"}
 _GAME = "env.sliding_puzzle_game.cfg"
 _NVFP4 = GRPO | {"policy.quant_cfg": "quant_configs/nvfp4_experts.yaml"}
 _FP8 = GRPO | {"policy.generation.vllm_cfg.precision": "fp8"}
+_LOADERS = GRPO | {
+    "data.train": [{"dataset_name": "DeepScaler"}, {"data_path": "sums.jsonl"}],
+    "data.use_multiple_dataloader": True,
+    "data.custom_dataloader": "examples.custom_dataloader.custom_dataloader.example_custom_dataloader",
+    "data.num_prompts_per_dataloader": 8,  # of the 16 of a step
+}
 _DISTILLED = NEMO_RL | {
     "distillation.num_prompts_per_step": 128,
     "distillation.max_num_steps": 30,
@@ -304,6 +310,8 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "grpo.reward_shaping.stop_properly_penalty_coef": (_SHAPED, 0.5, 0.0),
         "grpo.max_rollout_turns": (_PUZZLE, 5, 6),
         "data.add_system_prompt": (_PUZZLE, True, False),
+        "data.use_multiple_dataloader": (_LOADERS, False, True),
+        "data.custom_dataloader": (_LOADERS, _LOADERS["data.custom_dataloader"], "my_loaders.hard_ones"),
         "env.dapo.math_verify_impl": (
             GRPO | {"data.default.env_name": "dapo"},
             "hf_math_verify",
@@ -491,6 +499,11 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         f"{_V}.top_p": (VERL | {f"{_V}.temperature": 1.0}, 1.0, 0.7),
         "trainer.max_actor_ckpt_to_keep": (VERL | {"trainer.save_freq": 5}, 1, 2),
         "model_engine": (VERL, "dp", "megatron"),
+        f"{_A}.megatron.override_transformer_config.moe_router_load_balancing_type": (
+            VERL | {f"{_A}.megatron.override_transformer_config.moe_aux_loss_coeff": 0.01},
+            "none",
+            "aux_loss",
+        ),
         f"{_A}.megatron.override_transformer_config.recompute_modules": (
             VERL
             | {
@@ -521,6 +534,8 @@ CONTEXTS: dict[str, dict[str, Context]] = {
     },
     "openrlhf": {
         "trainer": (OFFLINE["dpo"], "dpo", "rm"),
+        "train.agent_func_path": (OPENRLHF, None, "agents/one.py"),
+        "logger.tensorboard_dir": (OPENRLHF, None, "runs"),
         "algo.advantage.no_std_norm": (
             OPENRLHF | {"algo.advantage.estimator": "reinforce_baseline"},
             True,
@@ -649,6 +664,7 @@ CONTEXTS: dict[str, dict[str, Context]] = {
 # Keys with one supported value, or whose other value is remarked on: what is written does not depend on them.
 REFUSED = {
     "nemo-rl": {
+        "data.num_prompts_per_dataloader": 5,
         "policy.optimizer.name": "SGD",
         "value.optimizer.name": "SGD",
     },
@@ -660,7 +676,6 @@ REFUSED = {
     },
     "openrlhf": {
         **{f"{section}optim": "muon" for section in ("actor.", "critic.", "")},
-        "train.agent_func_path": "agent.py",
         "ds.param_dtype": "fp16",
     },
     "trl": {},
@@ -675,6 +690,8 @@ def base_of(project: str, key: str) -> dict[str, Any]:
     """Values of a run in which the key is read."""
     if key.startswith("value."):
         return PPO
+    if key.endswith("dataloader"):
+        return _LOADERS
     return _TAUGHT if key.startswith(f"{_D}.") else BASES[project]
 
 

@@ -107,6 +107,7 @@ _TEXT = (
     *(
         "quant_cfg",
         "adapter_path",
+        "custom_dataloader",
         "rollout_rs",
         "*",
         "report_to",
@@ -152,12 +153,37 @@ VALID = {
     "gae": OPENRLHF | {"critic.freezing_steps": 2},
     "asynchronous": GROUPED | {"train.async_enable": True, "train.partial_rollout_enable": True},
     "reward model": OPENRLHF | {"reward.remote_url": None, "reward.model_name_or_path": "org/rm"},
+    "agent": GROUPED | {"train.agent_func_path": "agents/sums.py", "algo.dynamic_filtering_enable": True},
     "margins": OFFLINE["rm"] | {"model.margin_loss_enable": True},
     "log_exp": OFFLINE["rm"] | {"model.loss_type": "logexp"},
     "ipo": OFFLINE["dpo"] | {"model.ipo_enable": True, "eval.dataset": "org/x", "eval.steps": 5},
     "cdpo": OFFLINE["dpo"] | {"model.label_smoothing": 0.1, "model.nll_loss_coef": 0.1},
     "conversations": OFFLINE["sft"] | {"data.apply_chat_template": True, "data.input_key": "messages"},
 }
+
+
+def test_an_agent_of_openrlhf_has_the_turns_and_the_rewards() -> None:
+    """OpenRLHF then asks no reward model, lets turns fill the sequence, and filters by the agent's scores."""
+    given = GROUPED | {
+        "train.agent_func_path": "agents/sums.py",
+        "data.max_len": 4096,
+        "rollout.max_new_tokens": 1024,
+        "reward.model_name_or_path": "org/rm",
+        "reward.stop_properly_penalty_coef": 0.5,
+        "algo.dynamic_filtering_enable": True,
+    }
+    found = import_values(PROJECTS["openrlhf"], given, OPTIONS)
+    assert found.tree["env"] == {"name": "openrlhf", "agent": "sums:AgentExecutor"}
+    assert found.tree["rewards"] == []
+    assert found.tree["generation"]["max_new_tokens"] == 4095
+    assert found.tree["data"]["max_prompt_tokens"] == 3072
+    assert found.tree["algorithm"]["filters"]["reward"] == "openrlhf_score"
+    assert "truncated_reward" not in found.tree["algorithm"]
+    rows = {row.key: (row.outcome, row.changes_result) for row in found.rows}
+    assert rows["reward.model_name_or_path"] == rows["reward.remote_url"] == ("none", False)
+    assert rows["train.agent_func_path"][0] == rows["rollout.max_new_tokens"][0] == "changed"
+    critic = given | {"algo.advantage.estimator": "gae"}
+    assert "model_path" not in import_values(PROJECTS["openrlhf"], critic, OPTIONS).tree["critic"]
 
 
 @pytest.mark.parametrize("case", VALID)
@@ -230,7 +256,8 @@ def test_keys_that_nemo_rl_does_not_read_lose_nothing() -> None:
     for several in (False, True):
         given = {"data.use_multiple_dataloader": several} | loaders | never
         rows = {row.key: row for row in import_values(PROJECTS["nemo-rl"], GRPO | given, OPTIONS).rows}
-        assert {key for key in given if rows[key].changes_result} == (loaders.keys() if several else set())
+        lost = {"data.custom_dataloader"} if several else set()
+        assert {key for key in given if rows[key].changes_result} == lost
 
 
 def test_only_the_loss_of_nemo_rl_has_clamps_of_its_own() -> None:
@@ -352,6 +379,22 @@ def test_minibatches_of_verl_count_prompts() -> None:
         CannotImport, match=f"{key} = 6: the 16 prompts of a step are no multiple of it; change"
     ):
         import_values(PROJECTS["verl"], VERL | {"data.train_batch_size": 16, key: 6})
+
+
+def test_minibatches_of_verl_divide_among_the_copies_of_the_policy() -> None:
+    """16 GPUs with tensor parallelism of 2 have 8 copies; 4 prompts with 3 answers are 12 trajectories."""
+    given = {
+        "model_engine": "megatron",
+        "trainer.n_gpus_per_node": 16,
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.rollout.n": 3,
+        "data.train_batch_size": 16,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    }
+    why = tree("verl", VERL | given)
+    assert isinstance(why, str)
+    assert "ppo_mini_batch_size: 8 copies of the policy do not divide 12 trajectories" in why
+    assert isinstance(tree("verl", VERL | given | {"actor_rollout_ref.rollout.n": 4}), dict)
 
 
 def test_rejected_tokens_of_verl_are_bounds() -> None:

@@ -1,5 +1,6 @@
 """Lists of datasets in NeMo-RL's `data.train` and `data.validation`."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from nemorl.config.data import MixtureDataset, TasksDataset
 from nemorl.config.experiment import Experiment
 from nemorl.importing.document import PROJECTS, checked, import_values, to_text
 from nemorl.importing.rules import CannotImport, Imported, Options
+from nemorl.rollout.order import order_of
 from tests.importing.contexts import GRPO, OPTIONS, SFT
 
 _TRAIN = [
@@ -122,3 +124,78 @@ def test_a_list_of_one_is_that_dataset(tmp_path: Path) -> None:
     found = imported({"data.train": _TRAIN[1:]})
     assert found.tree["data"]["train"]["path"] == "agentica-org/DeepScaleR-Preview-Dataset"
     assert {row.outcome for row in found.rows if row.key == "data.train"} == {"mapped"}
+
+
+_LOADERS = {
+    "data.use_multiple_dataloader": True,
+    "data.custom_dataloader": "examples.custom_dataloader.custom_dataloader.example_custom_dataloader",
+    "data.num_prompts_per_dataloader": 8,  # of the 16 of GRPO's steps
+}
+
+
+def batches_of_loaders(rows: list[int], steps: int, size: int) -> list[list[int]]:
+    """The datasets of the prompts of each step, as NeMo-RL's example draws a batch of each loader."""
+    loaders = [itertools.cycle([number] * (count // size * size)) for number, count in enumerate(rows)]
+    return [[next(one) for one in loaders for _ in range(size)] for _ in range(steps)]
+
+
+def test_loaders_are_sources_with_equal_shares_of_each_step(tmp_path: Path) -> None:
+    """However many rows they have. A resumed run begins in the middle, with the same tasks."""
+    data = experiment({"data.train": _TRAIN} | _LOADERS, tmp_path).data
+    assert {name: source.weight for name, source in data.sources.items()} == {
+        "openmathinstruct_2": 1,
+        "deepscaler": 1,
+    }
+    rows = [640, 48]
+    order, resumed = (order_of(data, rows, seed=3, groups_per_step=16) for _ in range(2))
+    steps = [[order.task_index(16 * step + place) for place in range(16)] for step in range(200)]
+    for step, expected in zip(steps, batches_of_loaders(rows, 200, 8), strict=True):
+        assert sorted(int(task >= rows[0]) for task in step) == sorted(expected)
+    # Each loader shuffles its rows and begins again at its end.
+    small = [task for step in steps for task in step if task >= rows[0]]
+    assert all(sorted(small[at : at + 48]) == list(range(640, 688)) for at in range(0, 33 * 48, 48))
+    assert [resumed.task_index(16 * 150 + place) for place in range(16)] == steps[150]
+
+
+def test_steps_end_a_run_with_loaders(tmp_path: Path) -> None:
+    """NeMo-RL ignores the epochs, as its loaders have no end."""
+    given = {"data.train": _TRAIN, "grpo.max_num_epochs": 1, "grpo.max_num_steps": 1_000_000} | _LOADERS
+    found = imported(given, options=None)
+    assert found.tree["algorithm"]["num_steps"] == 1_000_000
+    rows = {row.key: row for row in found.rows}
+    assert (rows["grpo.max_num_epochs"].outcome, rows["grpo.max_num_epochs"].changes_result) == (
+        "none",
+        False,
+    )
+    plain = [{"dataset_name": "DeepScaler"}, {"data_path": "more.jsonl"}]
+    note, changes = remark({"data.train": plain} | _LOADERS, "data.train")
+    assert "the last ones of a dataset that fill no batch are left out" in note
+    assert not changes
+
+
+@pytest.mark.parametrize(
+    ("changed", "base", "problem"),
+    [
+        (
+            {"data.num_prompts_per_dataloader": 4},
+            GRPO,
+            "data.num_prompts_per_dataloader = 4: 2 datasets of it are no step of 16 prompts",
+        ),
+        ({}, SFT, "data.use_multiple_dataloader = true: NeMo-RL has several loaders in GRPO alone"),
+    ],
+)
+def test_loaders_that_nemo_rl_refuses_are_refused(
+    changed: dict[str, Any], base: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(CannotImport, match=problem):
+        imported({"data.train": _TRAIN} | _LOADERS | changed, base)
+
+
+def test_what_a_function_of_ones_own_draws_is_lost() -> None:
+    given = {"data.train": _TRAIN} | _LOADERS | {"data.custom_dataloader": "my_loaders.hard_ones"}
+    found = imported(given)
+    (row,) = [row for row in found.rows if row.key == "data.custom_dataloader"]
+    assert (row.outcome, row.changes_result) == ("none", True)
+    assert "set weights of data.train.sources" in row.note
+    sources = found.tree["data"]["train"]["sources"]
+    assert not any("weight" in source for source in sources.values())

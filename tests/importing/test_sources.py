@@ -101,6 +101,31 @@ def test_the_first_pattern_of_a_case_decides(tmp_path: Path, mode: str, bound: f
     assert dict(leaves(verl.read(tmp_path / "run.sh"))) == {"a.bound": bound, "a.kind": "small"}
 
 
+@pytest.mark.parametrize(
+    ("choice", "engine"),
+    [
+        ("$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)", "vllm"),
+        ('"$([ "$SERVER" = remote ] && echo npu || echo gpu)"', "vllm"),
+        ('"$([[ "$SERVER" == local ]] && echo npu || echo gpu)"', "sglang"),
+    ],
+)
+def test_a_choice_inside_a_value_is_followed_as_a_branch(tmp_path: Path, choice: str, engine: str) -> None:
+    """verl's scripts recognize Ascend devices this way; an import does not hold, as in `if`."""
+    script = f"""
+SERVER=local
+DEVICE=${{DEVICE:-{choice}}}
+case "${{DEVICE}}" in
+    gpu)
+        ENGINE=${{ENGINE:-vllm}}
+        ;;
+    npu) ENGINE=sglang ;;
+esac
+python3 -m verl.trainer.main_ppo a.engine=${{ENGINE}}
+"""
+    write(tmp_path, run__sh=script)
+    assert verl.read(tmp_path / "run.sh") == {"a": {"engine": engine}}
+
+
 def test_a_script_without_a_command_is_refused() -> None:
     with pytest.raises(CannotImport, match="no command"):
         read_command("echo hello\n")

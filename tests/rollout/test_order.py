@@ -65,6 +65,16 @@ def test_every_prefix_has_the_shares_of_the_sources():
     assert [again.task_index(position) for position in range(790, 800)] == tasks[790:]
 
 
+@pytest.mark.parametrize("counts", [(12, 4), (5, 7, 4), (1, 15), (30, 36, 37, 20, 30, 3)])
+def test_weights_that_are_the_prompts_of_a_step_are_exact_in_every_step(counts):
+    size = sum(counts)
+    pools = [Pool(range(100 * k, 100 * k + 50), weight) for k, weight in enumerate(counts)]
+    order = StagedOrder([Stage(pools)], seed=1, shuffle=True)
+    for step in range(300):
+        drawn = Counter(order.task_index(size * step + place) // 100 for place in range(size))
+        assert drawn == dict(enumerate(counts))
+
+
 def test_a_source_is_left_out_after_its_epochs():
     order = StagedOrder([Stage([Pool(range(5), max_epochs=2), Pool(range(10, 13))])], seed=0, shuffle=True)
     tasks = [order.task_index(position) for position in range(60)]
