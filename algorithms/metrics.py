@@ -247,6 +247,7 @@ def optimizer_metrics(updates: Sequence[TrainStats], left_out: int = 0) -> dict[
         **guard_metrics(updates),
         **{name: sum(load[name] for load in loads) / len(loads) for name in (loads or [{}])[0]},
         **{name: sum(u.mtp[name] for u in updates) / len(updates) for name in updates[0].mtp},
+        **{name: sum(u.draft[name] for u in updates) / len(updates) for name in updates[0].draft},
         "grad_norm": sum(u.grad_norm for u in updates) / len(updates),
         "lr": updates[-1].lr,
         **counts,

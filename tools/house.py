@@ -101,6 +101,7 @@ STOPS = {
     "adapters": ("Adapters",),
     "quantization": ("FakeQuantization", "InputRanges"),
     "a model with experts": ("Routers",),
+    "a head for drafts": ("DraftTraining",),
     "tools of the environment": ("ToolFormat", "Tokenizer.max_calls"),
     "rewards of steps": ("StepRewards", "with_step_rewards"),
     "an entropy bonus": ("EntropyWeight",),

@@ -51,6 +51,7 @@ def register(commands: Commands) -> None:
     forms = export.add_mutually_exclusive_group()
     for form, form_help in (
         ("adapter", "export only the adapters, in PEFT's format"),
+        ("draft", "export only the head for drafts of policy.draft, as engines load it"),
         ("megatron", "export a checkpoint of megatron-core (dist_checkpointing) for any parallel layout"),
     ):
         forms.add_argument(f"--{form}", dest="form", action="store_const", const=form, help=form_help)

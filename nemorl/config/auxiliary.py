@@ -51,7 +51,7 @@ class ModelGroupConfig(Config):
         """The section of a policy with which the processes of the group are started."""
         names = {"model_path", "layout", "precision", "micro_batch_tokens"}
         given = {name: value for name, value in self if name in names and value is not None}
-        without = dict.fromkeys(("lora", "quantization", "fp8", "multi_token_prediction"))
+        without = dict.fromkeys(("lora", "quantization", "fp8", "multi_token_prediction", "draft"))
         plain = {"moe": MoeConfig(), "offload": self.offload}
         return policy.model_copy(update={**given, **without, **plain})
 

@@ -112,9 +112,20 @@ class MtpConfig(Config):
     """Tokens of a draft."""
 
 
+class Eagle3Config(Config):
+    """Drafts of an EAGLE-3 head over hidden states of the policy, which stays as it was loaded."""
+
+    method: Literal["eagle3"]
+    model_path: Path
+    """Folder of the head (`nemorl models export --draft` writes one), or its id on the Hugging Face hub."""
+    max_tokens: int = Field(3, ge=1, le=64)
+    """Tokens of a draft."""
+
+
 SpeculationConfig = Annotated[
     PromptLookupConfig | DraftModelConfig | MtpConfig, Variants(PromptLookupConfig, by="method")
 ]
+VllmSpeculation = PromptLookupConfig | DraftModelConfig | MtpConfig | Eagle3Config
 
 
 MOST_REPLICAS = 4096  # that `nemorl scale` and `max_replicas` can ask for
@@ -221,9 +232,10 @@ class GenerationBase(Config):
 
     def with_absolute_paths(self) -> Self:
         """The section for processes whose working directory is another."""
-        if (draft_model := self.draft_model) is None:
+        speculation = getattr(self, "speculation", None)
+        if not isinstance(speculation, DraftModelConfig | Eagle3Config):
             return self
-        located = draft_model.model_copy(update={"model_path": draft_model.model_path.absolute()})
+        located = speculation.model_copy(update={"model_path": speculation.model_path.absolute()})
         return self.model_copy(update={"speculation": located})
 
     def host_options(self, policy: PolicyConfig) -> dict[str, object]:
@@ -558,7 +570,7 @@ class VllmGenerationConfig(GenerationBase):
     """Share the policy's processors or GPUs: the engines sleep while it trains. false is the default, since
     only engines with devices of their own can sample while the policy trains."""
     on_update: OnUpdate = "restart"
-    speculation: SpeculationConfig | None = None
+    speculation: Annotated[VllmSpeculation, Variants(PromptLookupConfig, by="method")] | None = None
     """Drafts that vLLM checks; on GPUs only, and not run on hardware."""
     quantization: str | None = None
     """Quantize weights as they are loaded, by vLLM's name, such as `fp8`; then they are sent by

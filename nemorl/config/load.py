@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from nemorl.errors import ABSENT, ConfigError, Problem
 
 from . import shipped
-from .base import Config, did_you_mean
+from .base import LEVELS, Config, did_you_mean
 from .checks import check_sections
 from .experiment import Experiment, derived_fields, with_derived_fields
 from .schema import common_fields, common_fields_of_named, describe, help_text, locate, names, tag
@@ -104,8 +104,14 @@ def _unknown_field(location: tuple[str | int, ...], path: FieldPath) -> str:
         problem = f"this field belongs to {which}, and {choice} is `{location[-2]}`"
         return f"{problem}; remove it, or change {choice}"
     known = sorted({field for owner in owners for field in owner.model_fields})
-    elsewhere = sorted({f.path for f in describe() if f.path.rpartition(".")[2] == name} - {dotted(path)})
+    levels: dict[str, int] = {}  # of the fields with this name elsewhere, by path
+    for one in describe():
+        if one.path.rpartition(".")[2] == name and one.path != dotted(path):
+            levels[one.path] = min(LEVELS.index(one.level), levels.get(one.path, len(LEVELS)))
+    elsewhere = sorted(levels)
     nearby = [place for place in elsewhere if place.startswith(f"{path[0]}.")]
+    # Of several, those that more experiments set: not `policy.draft.lr` for `policy.lr`.
+    nearby = [place for place in nearby if levels[place] == min(levels[other] for other in nearby)]
     # A longer name in this section or in another variant of it: `url` for `base_url`.
     longer = {
         field for section in (*owners, *around) for field in section.model_fields if name in field.split("_")

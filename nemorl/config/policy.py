@@ -436,6 +436,25 @@ class MultiTokenPredictionConfig(Config):
     predicts them all, each from its own output."""
 
 
+class DraftHeadConfig(Config):
+    """Train an EAGLE-3 head for drafts (arXiv 2503.01840) on the policy's hidden states."""
+
+    field_level: ClassVar[FieldLevel] = "expert"
+    lr: float = Field(1e-4, gt=0)
+    """Learning rate of the head's own AdamW; it is constant."""
+    layers: tuple[int, int, int] | None = None
+    """After how many layers the policy's hidden states are taken, ascending. null: those of the head in
+    `model_path`, or 2, half of all and all but 3, as in vLLM; the last three of fewer than 7 layers."""
+    model_path: Path | None = None
+    """Folder of a head from which training starts, or its id on the Hugging Face hub; null draws a new one
+    of the policy's size."""
+
+    @check
+    def _layers_ascend(self) -> Problems:
+        if self.layers is not None and sorted(set(self.layers)) != list(self.layers):
+            yield Problem("layers", list(self.layers), "engines take them in ascending order; sort them")
+
+
 class LimitsConfig(Config):
     """Limits of one quantity of an update; docs/faults.md has the formula of a spike."""
 
@@ -573,6 +592,8 @@ class PolicyConfig(Config):
     """What is done with routers and experts."""
     multi_token_prediction: MultiTokenPredictionConfig | None = Field(None, json_schema_extra=EXPERT)
     """Train the layers for further tokens of models that have some; null leaves them out of the policy."""
+    draft: DraftHeadConfig | None = Field(None, json_schema_extra=EXPERT)
+    """Train a head from which engines draft (docs/draft_heads.md); null trains none."""
     quantization: QuantizationConfig | None = None
     """Numbers of fewer bits in which engines sample; null samples in `generation.precision`."""
     recompute: RecomputeConfig = Field(NoRecompute(), json_schema_extra=ADVANCED)
@@ -721,6 +742,12 @@ class PolicyConfig(Config):
             reason = "policy.fp8 does not cover these layers"
         if reason:
             yield Problem(name, section.model_dump(), f"{reason}; remove one of the two")
+
+    @check
+    def _draft_is_of_tokens(self) -> Problems:
+        if self.draft is not None and self.head == "scalar":
+            fix = "policy.head is scalar, and a head for drafts predicts tokens; remove it"
+            yield Problem("draft", self.draft.model_dump(mode="json"), fix)
 
     @check
     def _values_can_be_normalized(self) -> Problems:

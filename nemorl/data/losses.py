@@ -129,6 +129,7 @@ class TrainStats:
     peak_tflops: float | None = None  # of a device, where it is known
     experts: dict[str, float] | None = None  # metrics of the router, of models that have experts
     mtp: dict[str, float] = field(default_factory=dict)  # metrics of the layers for further tokens
+    draft: dict[str, float] = field(default_factory=dict)  # metrics of the head for drafts
     guards: Mapping[str, bool] = field(default_factory=dict)  # of each quantity with limits: it is beyond one
     skip_reason: str = ""
     skipped_in_a_row: int = 0  # updates until this one

@@ -134,6 +134,7 @@ _SETUP: tuple[Rule, ...] = (
         devices.fp8,
     ),
     Part(devices.FURTHER_TOKENS, ("policy.multi_token_prediction",), devices.further_tokens),
+    Part(devices.DRAFT_HEAD, ("policy.draft",), devices.draft_head),
     Part(
         tuple(
             f"{MEGATRON}.{name}"
@@ -357,11 +358,10 @@ _WITHOUT: tuple[Rule, ...] = (
         "edit the config.json of the model folder",
         _OFF,
     ),
-    Lost(
-        ("policy.draft.enabled",),
-        "no draft model is trained; there its gradient is in the norm that is clipped",
+    Lost(("policy.draft.num_layers",), "a head for drafts has one layer", (None, False, 1)),
+    Ignored(
+        ("policy.draft.loss_weight",), "a head for drafts has an optimizer and a clipped norm of its own"
     ),
-    Ignored(("policy.draft.*",), "of the draft model, which is not trained"),
     Ignored(
         (f"{MEGATRON}.moe_router_enable_expert_bias",),
         "the model's config.json says whether routers have a bias",

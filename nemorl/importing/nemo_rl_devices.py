@@ -323,6 +323,21 @@ def further_tokens(x: Origin) -> Fields:
     return {"policy.multi_token_prediction": section}
 
 
+DRAFT_HEAD = tuple(f"policy.draft.{name}" for name in ("enabled", "model_name", "aux_layer_indices"))
+
+
+def draft_head(x: Origin) -> Fields:
+    if not x.get("policy.draft.enabled", False):
+        return {}
+    x.changed("policy.draft.enabled", "its gradients are clipped by their own norm, not by the policy's")
+    section: dict[str, Any] = {"lr": float(x.get(f"{MEGATRON}.optimizer.lr", 1e-6))}
+    if folder := x.get("policy.draft.model_name"):
+        section["model_path"] = folder
+    elif layers := x.get("policy.draft.aux_layer_indices"):  # numbers of layers, from 0
+        section["layers"] = [layer + 1 for layer in layers]
+    return {"policy.draft": section}
+
+
 # By the last name of ModelOpt's configs in recipes, the format, and the linear layers that have it. Its
 # defaults, too, leave out the head, routers and convolutions, which are none of ours.
 _Layers = Literal["all", "mlp", "experts", "nano3"]

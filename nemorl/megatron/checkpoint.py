@@ -46,17 +46,22 @@ class Snapshot:
     random: Mapping[str, Tensor]
     progress: OptimizerProgress
     inputs: Mapping[str, Tensor]  # ranges of the inputs of linear layers, where a format stores them
+    draft: Mapping[str, Tensor]  # the head for drafts with its optimizer, on ranks that save it
 
     @classmethod
     def of(
-        cls, optimizer: PolicyOptimizer, kind: device.DeviceKind, inputs: Mapping[str, Tensor]
+        cls,
+        optimizer: PolicyOptimizer,
+        kind: device.DeviceKind,
+        inputs: Mapping[str, Tensor],
+        draft: Mapping[str, Tensor],
     ) -> "Snapshot":
         """References to the tensors, valid until the next step."""
         states = {
             state: {name: shard for name, shard in optimizer.shards(state).items() if shard.is_first}
             for state in optimizer.state_names
         }
-        return cls(states, device.random_states(kind), replace(optimizer.progress), inputs)
+        return cls(states, device.random_states(kind), replace(optimizer.progress), inputs, draft)
 
 
 class SnapshotCopier:
@@ -72,12 +77,15 @@ class SnapshotCopier:
         states: dict[str, dict[str, files.Shard]] = {state: {} for state in snapshot.states}
         for state, shards in snapshot.states.items():
             for name, shard in shards.items():
-                if (state, name) not in self._buffers:
-                    self._buffers[state, name] = device.host_buffer(self._kind, shard.values)
-                copy = self._buffers[state, name].copy_(shard.values, non_blocking=True)
-                states[state][name] = replace(shard, values=copy)
+                states[state][name] = replace(shard, values=self._copy(state, name, shard.values))
+        draft = {name: self._copy("draft", name, values) for name, values in snapshot.draft.items()}
         device.finish_copies(self._kind)
-        return replace(snapshot, states=states)
+        return replace(snapshot, states=states, draft=draft)
+
+    def _copy(self, state: str, name: str, values: Tensor) -> Tensor:
+        if (state, name) not in self._buffers:
+            self._buffers[state, name] = device.host_buffer(self._kind, values)
+        return self._buffers[state, name].copy_(values, non_blocking=True)
 
 
 def save(
@@ -89,6 +97,8 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
     records = [files.write_state(folder, state, rank, shards) for state, shards in snapshot.states.items()]
     records.append(files.write_safetensors(_random_file(folder, rank), snapshot.random, {}))
+    if snapshot.draft:
+        records.append(files.write_safetensors(files.draft_file(folder, rank), snapshot.draft, {}))
     if rank == 0:
         if snapshot.inputs:
             records.append(files.write_safetensors(folder / calibration.FILE, snapshot.inputs, {}))

@@ -4,6 +4,8 @@
     <state>_<rank>.safetensors       the rank's float32 share of one state (the weights, or a moment of the
                                      optimizer): of each local parameter the run of elements that it updates
     random_<rank>.safetensors        states of the random generators
+    draft_<rank>.safetensors         the head for drafts with its optimizer, of ranks that hold different rows
+                                     of its output matrix, in the order of these
 
 `TrainedWeights` describes the parameters of the writing and of the reading layout in HF coordinates (PEFT's,
 for adapters), so reading is copying boxes.
@@ -192,6 +194,45 @@ class SavedState:
 
     def _read_starts(self, state: str, rank: int) -> dict[str, int]:
         return json.loads(self._open(state, rank).metadata()["starts"])  # type: ignore[no-any-return]
+
+
+def draft_file(folder: Path, rank: int) -> Path:
+    return folder / f"draft_{rank:05d}.safetensors"
+
+
+def read_draft(
+    folder: Path, by_rows: str, rows: range, tensors: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """The head for drafts that a checkpoint holds, with the states of its optimizer, by name.
+
+    Of the tensor `by_rows`, which the ranks divided, and of its states these rows. Raises `UnfitCheckpoint`
+    if there is none, or one of other `tensors`.
+    """
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    extents: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("draft_*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                size = tuple(part.get_shape())
+                if not name.endswith(by_rows):
+                    extents[name], found[name] = size, [part[...]]
+                    continue
+                start = extents.get(name, (0,))[0]
+                extents[name] = (start + size[0], *size[1:])
+                low, high = max(rows.start - start, 0), min(rows.stop - start, size[0])
+                found[name].append(part[low : max(low, high)])
+    if not found:
+        raise UnfitCheckpoint(
+            f"{folder} holds no head for drafts: resume without policy.draft, or begin another run with it"
+        )
+    for name, size in tensors.items():
+        if extents.get(name) != size:
+            raise UnfitCheckpoint(
+                f"{folder} holds another head for drafts: {name} is {extents.get(name)} there, and {size} "
+                "with policy.draft as it is"
+            )
+    return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}
 
 
 def _state_file(folder: Path, state: str, rank: int) -> Path:

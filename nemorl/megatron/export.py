@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a Hugging Face folder, and its adapters as PEFT's, without Megatron."""
+"""A checkpoint's weights as a Hugging Face folder, its adapters as PEFT's, its draft head. No Megatron."""
 
 import hashlib
 import json
@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from nemorl.config.policy import PolicyConfig
 from nemorl.config.quantization import QuantizationConfig
 from nemorl.models import adapters
+from nemorl.models.eagle3 import D2T, write_head
+from nemorl.models.eagle3_shape import LM_HEAD, head_shape
 from nemorl.models.hf_config import UnsupportedModel
 from nemorl.models.hf_folder import HfFolder
 from nemorl.models.hf_shards import StoredTensor
@@ -25,7 +27,7 @@ from nemorl.models.tensors import merge_adapter
 from nemorl.weights.plan import Box, split
 
 from .calibration import input_amax_of
-from .checkpoint_files import SavedState
+from .checkpoint_files import SavedState, read_draft
 from .device import DTYPES
 
 # A process holds a piece for each file that it writes at a time, with the float32 values that it came from.
@@ -171,3 +173,21 @@ def export_adapter(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
         complete_folder(folder, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def export_draft(checkpoint: Path, out: Path, config: PolicyConfig) -> None:
+    """Write the head for drafts as engines load it, in the policy's precision.
+
+    Raises FileExistsError where `out` exists, `UnsupportedModel` if no head was trained, and
+    `UnfitCheckpoint` if another one was.
+    """
+    if config.draft is None:
+        raise UnsupportedModel(
+            f"{checkpoint} holds no head for drafts, since policy.draft is null in its run: leave out --draft"
+        )
+    shape = head_shape(policy_shape(config), config.draft.layers, config.draft.model_path)
+    tensors = shape.tensors()
+    saved = read_draft(checkpoint, LM_HEAD, range(shape.draft_vocab_size), tensors)
+    weights = {name: saved[name].to(DTYPES[config.precision]) for name in tensors}
+    weights |= {D2T: saved[D2T]} if D2T in saved else {}
+    write_head(out, shape, weights, config.draft.model_path or config.model_path)

@@ -169,15 +169,63 @@ class _Logprobs(torch.autograd.Function):
             grad = grad.div_(temperature).to(hidden.dtype)
             torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                if weight.dtype == torch.float32:
-                    grad_weight.addmm_(grad.t(), hidden[rows])
-                elif has_float32_products(weight.device):
-                    grad_weight.add_(torch.mm(grad.t(), hidden[rows], out_dtype=torch.float32))
-                else:
-                    grad_weight.add_(grad.t() @ hidden[rows])
+                _add_product(grad_weight, grad, hidden[rows])
             del shifted, grad
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None, None
+
+
+class SoftTargets(NamedTuple):
+    """What a second head learns from the distributions of a first one, of M tokens."""
+
+    loss: Tensor  # [] float32, a sum of cross entropies
+    agreed: Tensor  # [] float32, the number of tokens whose likeliest next token is the same
+    grad_hidden: Tensor  # [M, H] of the loss, summed over the tensor-parallel ranks
+    grad_weight: Tensor  # [V / TP, H] float32
+
+
+@torch.no_grad()
+def soft_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target_hidden: Tensor,
+    target_weight: Tensor,
+    shard: VocabularyShard,
+    *,
+    chunk_tokens: int,
+) -> SoftTargets:
+    """The cross entropy -sum_v p_v log q_v at temperature 1, with its gradients.
+
+    q is of the logits of `hidden` [M, H] and `weight` [V / TP, H], and p of those of `target_hidden` and
+    `target_weight`, of the same shapes. With z the logits of q, d/dz_v is q_v - p_v.
+    """
+    loss, agreed = (hidden.new_zeros((), dtype=torch.float32) for _ in range(2))
+    grad_hidden = torch.zeros_like(hidden)
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+    for rows in _chunks(hidden.shape[0], chunk_tokens):
+        target = _shifted_logits(target_hidden[rows], target_weight, shard, 1.0)
+        own = _shifted_logits(hidden[rows], weight, shard, 1.0)
+        is_largest = ((own == 0) & (target == 0)).any(-1)
+        p, q = target.exp_(), own.exp()
+        of_rows = torch.stack((p.sum(-1), q.sum(-1), (p * own).sum(-1), is_largest.float()), 1)
+        sum_p, sum_q, product, count = _sum_over_ranks(of_rows, shard).unbind(1)
+        loss += (sum_q.log() - product / sum_p).sum()
+        agreed += count.clamp_(max=1).sum()  # equally large ones may be on several ranks
+        grad = q.div_(sum_q.unsqueeze(1)).sub_(p.div_(sum_p.unsqueeze(1))).to(hidden.dtype)
+        torch.mm(grad, weight, out=grad_hidden[rows])
+        _add_product(grad_weight, grad, hidden[rows])
+        del target, own, p, q, grad  # before the next ones take memory
+    return SoftTargets(loss, agreed, _sum_over_ranks(grad_hidden, shard), grad_weight)
+
+
+def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """Add the gradient of a weight, from those of logits [m, V / TP] and `hidden` [m, H], in float32."""
+    if hidden.dtype == torch.float32:
+        total.addmm_(grad.t(), hidden)
+    elif has_float32_products(hidden.device):
+        total.add_(torch.mm(grad.t(), hidden, out_dtype=torch.float32))
+    else:
+        total.add_(grad.t() @ hidden)
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

@@ -417,6 +417,13 @@ class PolicyModel(GPTModel):
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         return hidden
 
+    @torch.no_grad()
+    def states_of_batch(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[N, H] of all tokens of the batch, from what this rank's layers computed, without a gradient."""
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+        return _of_whole_batch(hidden.squeeze(1).index_select(0, micro.local_positions), micro.own, micro)
+
     def weights(self) -> dict[str, Tensor]:
         """Parameters, and buffers that checkpoints hold (a router's bias in the choice of experts)."""
         kept = self.state_dict().keys()

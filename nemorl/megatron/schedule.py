@@ -38,6 +38,7 @@ from .packing import MicroBatch
 
 # From hidden states to what is asked of a micro-batch, on ranks of the last stage.
 Compute = Callable[[PolicyModel, Tensor, MicroBatch], Any]
+Observer = Callable[[PolicyModel, Tensor, MicroBatch], None]
 # Sums and maxima over micro-batches, data-parallel ranks and stages, equal on all ranks.
 Metrics = tuple[dict[str, float], dict[str, float]]
 # Of a sampled token that the filters drop with the trainer's logits; it has no gradient (NeMo-RL's value).
@@ -99,11 +100,12 @@ class Pipeline:
         backward: bool,
         scored: list[Tensor] | None = None,
         mtp: MtpLoss | None = None,
+        observe: Observer | None = None,
     ) -> Metrics:
         """The loss's metrics over all micro-batches; with `backward` also its gradients.
 
         `mtp` adds the loss of layers for further tokens. On ranks of the last stage `scored` receives what
-        the head says of each micro-batch, detached.
+        the head says of each micro-batch, detached, and `observe` its hidden states.
         """
 
         def apply(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
@@ -129,6 +131,8 @@ class Pipeline:
             return replace(output, sums={**output.sums, "sampling/dropped": dropped.sum().float()})
 
         def apply_all(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
+            if observe is not None:
+                observe(policy, hidden, micro)
             output = apply(policy, hidden, micro)
             if mtp is None:
                 return output
@@ -145,10 +149,10 @@ class Pipeline:
             # As JSON: `broadcast_object_list` would pickle it.
             text = torch.frombuffer(bytearray(json.dumps(metrics), "utf-8"), dtype=torch.uint8)
             text = text.to(self._device)
-            length = _from_last_stage(torch.tensor([len(text)], device=self._device))
+            length = from_last_stage(torch.tensor([len(text)], device=self._device))
             if metrics is None:
                 text = text.new_empty(int(length))
-            metrics = json.loads(bytes(_from_last_stage(text).tolist()))
+            metrics = json.loads(bytes(from_last_stage(text).tolist()))
         return metrics[0], metrics[1]
 
     def outputs(
@@ -268,7 +272,7 @@ class Pipeline:
         if outputs:
             flat = torch.cat(list(outputs))
         values = like.new_zeros(num_tokens, *like.shape[1:])
-        values[places] = _from_last_stage(flat).cpu()
+        values[places] = from_last_stage(flat).cpu()
         return values
 
 
@@ -288,7 +292,7 @@ def micro_batches_in_a_row(num_micro_batches: int, stages: int) -> int:
     )
 
 
-def _from_last_stage(values: Tensor) -> Tensor:
+def from_last_stage(values: Tensor) -> Tensor:
     """The last pipeline stage's tensor on all its stages; the others pass a tensor of the same shape."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         source = parallel_state.get_pipeline_model_parallel_last_rank()

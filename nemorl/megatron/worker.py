@@ -45,6 +45,7 @@ from .calibration import InputRanges
 from .checkpoint_store import FileRecord
 from .decode import CachedModel, DecodingCopy
 from .device import DeviceKind, select_device
+from .draft import DraftTraining
 from .fake_quantization import FakeQuantization
 from .guards import guarded_values
 from .kernels import Installed, check_fp8, check_optimizer, choose, recompute_notes
@@ -158,6 +159,12 @@ class PolicyWorker:
         self._profile: StepProfile | None = None
         if config.profile is not None and rank in config.profile.ranks:
             self._profile = StepProfile(config.profile, self.device)
+        self._draft: DraftTraining | None = None
+        if trains and config.draft is not None:
+            self._draft = DraftTraining(
+                *(config.draft, config, self._shape, self._modules),
+                *(self._kernels, self.device, seed),
+            )
         self._routers = Routers(self._modules, self._shape, config.moe) if self._shape.moe else None
         self._reference: ReferenceWeights | Adapters | None = None
         self._offload = Offload(device, self.device)
@@ -212,6 +219,8 @@ class PolicyWorker:
             self._adapters.begin(self.parameters(), self._seed)
         if self._optimizer is not None:
             self._optimizer.weights_changed()
+        if self._draft is not None:
+            self._draft.start()
         if self._keep_reference:
             self._reference = self._adapters or ReferenceWeights(self._modules)
         if self._rounding is not None:
@@ -272,7 +281,8 @@ class PolicyWorker:
     def offload(self) -> int:
         """Leave the device to generation, as far as `policy.offload` says; bytes that it then has."""
         reference = self._reference.tensors() if isinstance(self._reference, ReferenceWeights) else ()
-        return self._offload.out(self._chunks, self._optimizer, reference, self._config.offload)
+        draft = () if self._draft is None else self._draft.tensors()
+        return self._offload.out(self._chunks, self._optimizer, (*reference, *draft), self._config.offload)
 
     def onload(self) -> None:
         """Undo `offload`: weights and optimizer are what they were, to the bit; gradients are zero."""
@@ -295,7 +305,8 @@ class PolicyWorker:
     def _snapshot(self) -> checkpoint.Snapshot:
         self._offload.require_back()
         inputs = {} if self._ranges is None else self._ranges.state()
-        return checkpoint.Snapshot.of(self.optimizer, self._kind, inputs)
+        draft = {} if self._draft is None else self._draft.state()
+        return checkpoint.Snapshot.of(self.optimizer, self._kind, inputs, draft)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Take what `save_checkpoint` wrote, under this or another layout; the reference stays as it is."""
@@ -304,6 +315,8 @@ class PolicyWorker:
             self._rounding.measure()
         if self._ranges is not None:
             self._ranges.load(folder)
+        if self._draft is not None:
+            self._draft.load(folder)
 
     def close(self) -> None:
         parallel.leave()
@@ -465,11 +478,20 @@ class PolicyWorker:
             self._routers.begin_step((micro.layout.routing for micro in made), self.device)
         self.optimizer.zero_grad()
         loss = self._over_update(loss, micro_batches)
-        with stage_range("nemorl: forward and backward"):
+        draft = self._draft
+        if draft is not None:
+            draft.begin(made)
+        with stage_range("nemorl: forward and backward"), draft.capturing() if draft else nullcontext():
             scored: list[Tensor] = []
             sums, maxima = self._pipeline.run_loss(
-                made, loss, backward=True, scored=scored if keep else None, mtp=self._mtp_loss(made)
+                *(made, loss),
+                backward=True,
+                scored=scored if keep else None,
+                mtp=self._mtp_loss(made),
+                observe=draft.observe if draft else None,
             )
+            if draft is not None:
+                draft.learn_from_stages(made)
         mtp = {name: sums.pop(name) for name in list(sums) if name.startswith("mtp/")}
         if keep:
             self._keep(made, scored)
@@ -494,6 +516,7 @@ class PolicyWorker:
             flops=flops,
             peak_tflops=self._peak,
             experts=experts,
+            draft={} if draft is None else draft.end(),
         )
 
     def _mtp_loss(self, made: list[MicroBatch]) -> MtpLoss | None:

@@ -133,6 +133,7 @@ class ModelFamily:
     classifier: str | None = None  # transformers' class with a scalar head, where its name is not the usual
     # Names under which layers for further tokens have a tensor of the model, with the tensor's name.
     copies: Mapping[str, str] = field(default_factory=dict)
+    drafts_by_heads: bool = True  # vLLM's class returns hidden states of layers, which heads for drafts take
 
     def scalar_architecture(self) -> str:
         """transformers' class of the same model with a head of classes, or of one number."""

@@ -55,4 +55,6 @@ def _read(config: HfConfig) -> ModelShape:
 
 
 _CLASSIFIER = "Gemma3TextForSequenceClassification"
-GEMMA3 = ModelFamily("gemma3", ("Gemma3ForCausalLM",), _read, lambda shape: _WEIGHTS, _CLASSIFIER)
+GEMMA3 = ModelFamily(
+    *("gemma3", ("Gemma3ForCausalLM",), _read, lambda shape: _WEIGHTS, _CLASSIFIER), drafts_by_heads=False
+)

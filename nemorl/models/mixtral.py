@@ -53,4 +53,6 @@ def _read(config: HfConfig) -> ModelShape:
     return decoder_shape(config, "mixtral", windows=windows, moe=moe)
 
 
-MIXTRAL = ModelFamily("mixtral", ("MixtralForCausalLM",), _read, lambda shape: _WEIGHTS)
+MIXTRAL = ModelFamily(
+    "mixtral", ("MixtralForCausalLM",), _read, lambda shape: _WEIGHTS, drafts_by_heads=False
+)

@@ -65,6 +65,6 @@ def _read_qwen3_moe(config: HfConfig) -> ModelShape:
 
 
 QWEN2 = ModelFamily("qwen2", ("Qwen2ForCausalLM",), _read_qwen2, lambda shape: _QWEN2_WEIGHTS)
-MIMO = ModelFamily("mimo", ("MiMoForCausalLM",), _read_mimo, _mimo_weights)
+MIMO = ModelFamily("mimo", ("MiMoForCausalLM",), _read_mimo, _mimo_weights, drafts_by_heads=False)
 QWEN3 = ModelFamily("qwen3", ("Qwen3ForCausalLM",), _read_qwen3, lambda shape: _QWEN3_WEIGHTS)
 QWEN3_MOE = ModelFamily("qwen3_moe", ("Qwen3MoeForCausalLM",), _read_qwen3_moe, lambda shape: _MOE_WEIGHTS)

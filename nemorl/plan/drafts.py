@@ -1,19 +1,21 @@
-"""Draft models and layers for further tokens (MTP) of `generation.speculation`, with the policy's model."""
+"""Draft models, heads and layers for further tokens (MTP) that draft, with the policy's model."""
 
 import math
 from pathlib import Path
 
 from nemorl.config.experiment import Experiment
-from nemorl.config.generation import MtpConfig
+from nemorl.config.generation import Eagle3Config, MtpConfig
 from nemorl.errors import Problem, Problems
+from nemorl.models.eagle3_shape import Eagle3Shape
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel, read_json_object
 from nemorl.models.layout import hf_tensors
-from nemorl.models.registry import load_shape
+from nemorl.models.registry import family_of, load_shape
 from nemorl.models.shape import ModelShape
 
 from .problems import tokenizer_problems, weight_problems
 
 _SECTION = "generation.speculation"
+_ANY_LAYERS = 8  # the number of layers of a model does not change the size of its head
 # Fields of config.json with the number of these layers, by which vLLM and TensorRT-LLM find them.
 _MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
@@ -27,6 +29,9 @@ def draft_problems(experiment: Experiment, shape: ModelShape) -> Problems:
             names = " or ".join(_MTP_FIELDS)
             fix = f"config.json of {model_path} names no layers for further tokens ({names})"
             yield Problem(f"{_SECTION}.method", "mtp", f"{fix}: use prompt_lookup or draft_model")
+    speculation = getattr(config, "speculation", None)
+    if isinstance(speculation, Eagle3Config):
+        yield from _head_problems(speculation.model_path, shape)
     if (draft_model := config.draft_model) is None:
         return
     field, folder = f"{_SECTION}.model_path", draft_model.model_path
@@ -47,8 +52,31 @@ def draft_problems(experiment: Experiment, shape: ModelShape) -> Problems:
         yield from weight_problems(folder, section=_SECTION)
 
 
+def _head_problems(folder: Path, shape: ModelShape) -> Problems:
+    field = f"{_SECTION}.model_path"
+    try:
+        fields = read_json_object(folder / "config.json")
+    except BrokenModelFolder as error:
+        fix = str(error) if folder.is_dir() else "there is no such folder: name one with config.json"
+        yield Problem(field, str(folder), fix)
+        return
+    if not family_of(shape).drafts_by_heads:
+        fix = f"vLLM 0.32 returns no hidden states of {shape.family}: use another method"
+        yield Problem(f"{_SECTION}.method", "eagle3", fix)
+    for name, expected in (("hidden_size", shape.hidden_size), ("vocab_size", shape.vocab_size)):
+        if fields.get(name) != expected:
+            fix = f"its {name} is {fields.get(name)} and the policy's {expected}: name a head of this model"
+            yield Problem(field, str(folder), fix)
+
+
 def draft_elements(experiment: Experiment) -> int:
-    """Weights of the draft model; 0 without one, or if its family is unknown here."""
+    """Weights of the draft model or head; 0 without one, or if its family is unknown here."""
+    speculation = getattr(experiment.generation, "speculation", None)
+    if isinstance(speculation, Eagle3Config):
+        try:
+            return Eagle3Shape.read(speculation.model_path, _ANY_LAYERS).num_parameters()
+        except (BrokenModelFolder, UnsupportedModel):  # vLLM may know it
+            return 0
     draft_model = experiment.generation.draft_model
     return 0 if draft_model is None else _elements(draft_model.model_path)
 

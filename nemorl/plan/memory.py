@@ -22,7 +22,9 @@ from nemorl.config.policy import (
     SelectiveRecompute,
 )
 from nemorl.models.adapters import adapter_slices
+from nemorl.models.eagle3_shape import Eagle3Shape, head_shape
 from nemorl.models.family import LayerKind, Split, Stage, WeightRule
+from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout import (
     PolicyRank,
     has_own_head,
@@ -194,6 +196,7 @@ def stage_memory(
             logits = max(logits, sampling_bytes(generation.max_batch_size, shape, gpus=on_gpu))
         cache = _cache_bytes(policy, shape, stage, generation.most_kv_tokens(policy.max_sequence_length))
 
+    draft = _draft_parameters(policy, shape, stage)
     weights = (parameters.total + (trained.total if policy.lora else 0)) * item
     reference = parameters.total * item if has_reference else 0
     offloaded = 0
@@ -206,9 +209,10 @@ def stage_memory(
     return ProcessMemory(
         "policy",
         layout.world_size,
-        weights=weights,
-        gradients=step.gradients,
-        optimizer=0 if on_host else updated * policy.optimizer.state_bytes(policy.precision),
+        weights=weights + draft * _FLOAT32,
+        gradients=step.gradients + draft * _FLOAT32,
+        optimizer=draft * 2 * _FLOAT32
+        + (0 if on_host else updated * policy.optimizer.state_bytes(policy.precision)),
         reference=reference,
         activations=step.activations,
         logits=logits,
@@ -220,10 +224,21 @@ def stage_memory(
         optimizer_on_host=state_copy if on_host else 0,
         offloaded_on_host=offloaded,
         activations_on_host=step.activations_on_host,
-        checkpoint=pinned_state if copies_state else 0,
+        checkpoint=pinned_state + 3 * draft * _FLOAT32 if copies_state else 0,
         checkpoints_in_memory=in_memory,
         runtime=_POLICY_RUNTIME,
     )
+
+
+def _draft_parameters(policy: PolicyConfig, shape: ModelShape, stage: int) -> int:
+    """Weights of the head for drafts on a rank, which AdamW trains in float32."""
+    if (section := policy.draft) is None or stage < policy.layout.pipeline_parallel_size - 1:
+        return 0
+    try:
+        head = head_shape(shape, section.layers, section.model_path)
+    except (BrokenModelFolder, UnsupportedModel):  # refused by another check
+        head = Eagle3Shape.of(shape)
+    return head.num_parameters(policy.layout.tensor_parallel_size)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from nemorl.config.trackers import missing_trackers
 from nemorl.errors import Problem, Problems
 from nemorl.models import hf_config
 from nemorl.models.adapters import PEFT_PREFIX, adaptable_projections, adapter_tensors
+from nemorl.models.eagle3_shape import head_shape
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel
 from nemorl.models.layout import SCALAR_HEAD, hf_tensors
 from nemorl.models.layout_rules import (
@@ -193,6 +194,7 @@ def _shape_problems(experiment: Experiment, shape: ModelShape, *, training: bool
     if training:
         yield from _router_problems(policy, shape)
         yield from _mtp_problems(policy, shape)
+        yield from _draft_problems(policy, shape)
     if (lora := policy.lora) is None:
         return
     targets, possible = list(lora.targets), adaptable_projections(shape)
@@ -230,6 +232,26 @@ def _mtp_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
     elif layers > 1 and shape.mtp_depth(section.depth) != layers:
         fix = f"the model has {layers} layers, each for one further token; remove it"
         yield Problem(f"{field}.depth", section.depth, fix)
+
+
+def _draft_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:
+    """A head for drafts that the model cannot have, or that does not fit it."""
+    if (section := policy.draft) is None or policy.head == "scalar":
+        return
+    if shape.mla is not None or shape.embedding_scale is not None:
+        what = "latent attention" if shape.mla is not None else "scaled embeddings"
+        fix = f"heads for drafts of models with {what} are not implemented; remove it"
+        yield Problem("policy.draft", section.model_dump(mode="json"), fix)
+        return
+    try:
+        layers = head_shape(shape, section.layers, section.model_path).layers
+    except (BrokenModelFolder, UnsupportedModel) as error:
+        fix = f"{error}: name another folder, or null"
+        yield Problem("policy.draft.model_path", str(section.model_path), fix)
+        return
+    if not 0 <= layers[0] < layers[1] < layers[2] <= shape.num_layers:
+        fix = f"name three different numbers from 0 to {shape.num_layers}, the layers of the model"
+        yield Problem("policy.draft.layers", list(layers), fix)
 
 
 def _router_problems(policy: PolicyConfig, shape: ModelShape) -> Problems:

@@ -29,7 +29,7 @@ from nemorl.megatron.checkpoint_store import (
     verify,
     writing,
 )
-from nemorl.megatron.export import export_adapter, export_hf
+from nemorl.megatron.export import export_adapter, export_draft, export_hf
 from nemorl.models.hf_writer import SHARD_BYTES
 from nemorl.observe.files import WriteError, room_left
 from nemorl.observe.metrics import StepMetrics
@@ -338,7 +338,7 @@ def is_write_failure(error: BaseException) -> bool:
 def export_checkpoint(
     checkpoint: Path,
     out: Path,
-    form: Literal["hf", "adapter", "megatron"] = "hf",
+    form: Literal["hf", "adapter", "draft", "megatron"] = "hf",
     model: str = "policy",
     *,
     quantize: QuantizationFormat | None = None,
@@ -346,7 +346,7 @@ def export_checkpoint(
     shard_bytes: int | None = None,
 ) -> None:
     """Write the weights of a checkpoint of a run folder as a Hugging Face folder, its adapters as PEFT keeps
-    them, or a checkpoint of megatron-core. Of several models that learn, `model` is one.
+    them, its head for drafts, or a checkpoint of megatron-core. Of several models that learn, `model` is one.
 
     A Hugging Face folder may be quantized, without layers that match a pattern of `ignore`; without any, of
     the model's own `quantization.ignore`. Raises UsageError for a wrong argument, and other NemorlErrors.
@@ -373,6 +373,8 @@ def export_checkpoint(
     export: Callable[[Path, Path, PolicyConfig], None] = sharded
     if form == "adapter":
         export = export_adapter
+    if form == "draft":
+        export = export_draft
     if quantize is not None:
         own = models[model].quantization
         patterns = tuple(ignore or (own.ignore if own is not None else ()))
@@ -385,7 +387,7 @@ def export_checkpoint(
     with full_disk_named(f"The weights of {checkpoint}", out.parent, "Make room, or name another folder."):
         export(folder_of(checkpoint, model), out, models[model])
         Origin(str(run_dir), step, model).write(out)
-        if form != "megatron":
+        if form in ("hf", "adapter"):
             write_card(Facts.read(out, run_dir, step, model))
 
 

@@ -180,6 +180,7 @@ _VALIDATED = {
 }
 _A, _C, _V = "actor_rollout_ref.actor", "algorithm.rollout_correction", "actor_rollout_ref.rollout.val_kwargs"
 _FURTHER = MEGATRON | {"policy.megatron_cfg.mtp_num_layers": 2}
+_DRAFT = MEGATRON | {"policy.draft.enabled": True}
 _MTP = "actor_rollout_ref.model.mtp"
 _MTP_TRAINED = VERL | {f"{_MTP}.enable": True, f"{_MTP}.enable_train": True}
 _MTP_SAMPLED = VERL | {f"{_MTP}.enable": True, f"{_MTP}.enable_rollout": True}
@@ -375,6 +376,9 @@ CONTEXTS: dict[str, dict[str, Context]] = {
         "policy.generation.vllm_cfg.enable_expert_parallel": (GRPO, True, False),
         "policy.megatron_cfg.moe_aux_loss_coeff": (MEGATRON, 0.0, 0.01),
         "policy.megatron_cfg.mtp_num_layers": (MEGATRON, 0, 1),
+        "policy.draft.enabled": (MEGATRON, False, True),
+        "policy.draft.model_name": (_DRAFT, None, "org/head"),
+        "policy.draft.aux_layer_indices": (_DRAFT, [1, 2, 3], [1, 2, 4]),
         "policy.megatron_cfg.mtp_loss_scaling_factor": (_FURTHER, 0.1, 0.2),
         "policy.megatron_cfg.mtp_use_repeated_layer": (_FURTHER, False, True),
         "policy.megatron_cfg.mtp_detach_heads": (_FURTHER, False, True),

@@ -2,13 +2,18 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from nemorl.errors import ConfigError, Problem
 from nemorl.generation.torch_engine import plan
+from nemorl.generation.vllm_engine import plan as vllm_plan
 from nemorl.generation.vllm_engine.plan import problems as vllm_problems
+from nemorl.models.eagle3 import write_head
+from nemorl.models.eagle3_shape import Eagle3Shape
 from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
 from tests.plan.conftest import Configure
@@ -122,12 +127,58 @@ def test_engines_that_cannot_draft_so_say_why(
     assert fix in problem.fix
 
 
+EAGLE3 = "generation.speculation={method: eagle3, model_path: %s}"
+
+
+def test_a_head_of_the_model_drafts(configure: Configure, tmp_path: Path) -> None:
+    plain = configure(*VLLM)
+    shape = load_shape(plain.policy.model_path)
+    head = Eagle3Shape.of(shape)
+    weights = {name: torch.zeros(size) for name, size in head.tensors().items()}
+    write_head(tmp_path / "head", head, weights, plain.policy.model_path)
+    drafting = configure(*VLLM, EAGLE3 % (tmp_path / "head"))
+    assert list(vllm_problems(drafting, shape, installed=False)) == []
+    elements = sum(math.prod(size) for size in head.tensors().values())
+    without, with_head = (vllm_plan.memory(each, shape, 1000) for each in (plain, drafting))
+    assert with_head.weights - without.weights == 4 * elements
+    assert drafting.generation.with_absolute_paths().speculation == drafting.generation.speculation
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "field", "fix"),
+    [
+        ("nowhere", {}, "model_path", "there is no such folder: name one with config.json"),
+        ("wider", {"hidden_size": 32}, "model_path", "its hidden_size is 32 and the policy's 128"),
+        ("other", {"vocab_size": 99}, "model_path", "its vocab_size is 99 and the policy's 1000"),
+    ],
+)
+def test_heads_of_other_models_are_refused(
+    configure: Configure, tmp_path: Path, name: str, fields: dict[str, int], field: str, fix: str
+) -> None:
+    experiment = configure(*VLLM, EAGLE3 % (tmp_path / name))
+    shape = load_shape(experiment.policy.model_path)
+    if fields:
+        sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes | fields), encoding="utf-8")
+    (problem,) = vllm_problems(experiment, shape, installed=False)
+    assert (problem.field, problem.value) == (f"generation.speculation.{field}", str(tmp_path / name))
+    assert fix in problem.fix
+
+
 def test_min_p_is_refused_with_drafts_of_vllm(configure: Configure) -> None:
     overrides = (*VLLM, "generation.speculation={method: prompt_lookup}", "generation.sampling.min_p=0.1")
     with pytest.raises(ConfigError) as refused:
         configure(*overrides)
     fixes = [p.fix for p in refused.value.problems if p.field == "generation.sampling.min_p"]
     assert any("vLLM takes no min_p with generation.speculation" in fix for fix in fixes)
+
+
+def test_only_vllm_drafts_by_heads(configure: Configure) -> None:
+    with pytest.raises(ConfigError, match=r"expected one of `prompt_lookup`, `draft_model`, `mtp`$"):
+        configure(EAGLE3 % "d")
+    with pytest.raises(ConfigError, match="with drafts; remove it, or use backend torch"):
+        configure("generation.backend=vllm", EAGLE3 % "d")
 
 
 def test_an_unknown_method_is_refused_with_those_that_there_are(configure: Configure) -> None:
@@ -144,3 +195,14 @@ def test_the_memory_of_an_engine_has_the_draft_model(configure: Configure, tmp_p
     assert with_draft.weights - without.weights == 4 * elements
     # 2 layers of keys and values of 4 heads of 8 (64 / 8), instead of 6 layers of 4 heads of 16
     assert with_draft.kv_cache / without.kv_cache == pytest.approx(1 + 2 * 4 * 8 / (6 * 4 * 16))
+
+
+def test_models_without_hidden_states_in_vllm_have_no_heads(configure: Configure, tmp_path: Path) -> None:
+    experiment = configure(*VLLM, EAGLE3 % tmp_path)
+    shape = load_shape(experiment.policy.model_path)
+    sizes = {"hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
+    (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    assert list(vllm_problems(experiment, shape, installed=False)) == []
+    (problem,) = vllm_problems(experiment, replace(shape, family="mixtral"), installed=False)
+    assert (problem.field, problem.value) == ("generation.speculation.method", "eagle3")
+    assert "vLLM 0.32 returns no hidden states of mixtral: use another method" in problem.fix

@@ -320,6 +320,7 @@ def test_vllm_accepts_every_engine_argument() -> None:
     methods: list[Any] = [
         {"method": "prompt_lookup"},
         {"method": "draft_model", "model_path": "d"},
+        {"method": "eagle3", "model_path": "d"},
         {"method": "mtp"},
     ]
     drafts: set[str] = set()

@@ -153,6 +153,7 @@ class AlgorithmBase(Config):
                 # Of models with layers for further tokens, in all and by depth if there are several.
                 *("mtp/loss", "mtp/accepted", "mtp/grad_norm"),
                 *(f"mtp/{what}_{k + 1}" for what in ("loss", "accepted") for k in range(MOST_FURTHER_TOKENS)),
+                *("draft/loss", "draft/accuracy", "draft/grad_norm"),  # of `policy.draft`
                 *("time/step", "time/training", "time/checkpoint"),
                 *(f"idle/{kind}" for kind in PROCESSES),
                 *(f"critical/{what}" for what in (*PROCESSES, *WAITS)),

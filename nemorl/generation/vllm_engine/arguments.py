@@ -8,10 +8,11 @@ from typing import Any
 from nemorl.config.generation import (
     ADAPTER_RANKS,
     DraftModelConfig,
+    Eagle3Config,
     MtpConfig,
     PromptLookupConfig,
-    SpeculationConfig,
     VllmGenerationConfig,
+    VllmSpeculation,
 )
 from nemorl.config.policy import LoraConfig
 from nemorl.config.quantization import QuantizationConfig
@@ -116,7 +117,7 @@ def engine_arguments(
     return arguments | config.vllm_kwargs
 
 
-def _speculation(config: SpeculationConfig, tensor_parallel_size: int) -> dict[str, Any]:
+def _speculation(config: VllmSpeculation, tensor_parallel_size: int) -> dict[str, Any]:
     """The fields of vLLM's `SpeculativeConfig`."""
     drafts: dict[str, Any] = {"num_speculative_tokens": config.max_tokens}
     match config:
@@ -126,9 +127,9 @@ def _speculation(config: SpeculationConfig, tensor_parallel_size: int) -> dict[s
                 "prompt_lookup_max": config.max_match,
                 "prompt_lookup_min": config.min_match,
             }
-        case DraftModelConfig():
+        case DraftModelConfig() | Eagle3Config():
             return drafts | {
-                "method": "draft_model",
+                "method": config.method,
                 "model": str(config.model_path),
                 "draft_tensor_parallel_size": tensor_parallel_size,  # vLLM takes no other
             }

@@ -52,6 +52,12 @@ def test_drafts_are_those_of_speculation() -> None:
         "num_speculative_tokens": 3,
         "draft_tensor_parallel_size": 2,
     }
+    assert drafts(method="eagle3", model_path="/head") == {
+        "method": "eagle3",
+        "model": "/head",
+        "num_speculative_tokens": 3,
+        "draft_tensor_parallel_size": 2,
+    }
     assert drafts(method="mtp") == {"method": "mtp", "num_speculative_tokens": 1}
     assert "speculative_config" not in arguments("cuda")
 
