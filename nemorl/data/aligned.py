@@ -29,9 +29,7 @@ from .tokenizer import Tokenizer, TokenizerError, load_tokenizer, prompts_of
 
 IntArray = NDArray[np.int64]
 
-MAX_PIECES = (
-    4  # tokens of the teacher to which one of the policy is mapped; later ones have weights below 1e-3
-)
+MAX_PIECES = 4  # tokens of the teacher to which one of the policy is mapped; later ones weigh below 1e-3
 LATER_SHARE = 0.1  # weight of a piece over that of the one before it
 LIKE_EXACT = 0.6  # weight from which a first piece counts as the token itself (NeMo-RL)
 UNREADABLE = (OSError, EOFError, BadZipFile, KeyError, ValueError)  # of a file that is not complete
