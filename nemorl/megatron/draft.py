@@ -150,8 +150,9 @@ class DraftTraining:
         finally:
             self._capturing = False
             self._captured.clear()
+            self._finals.clear()
 
-    def observe(self, _: PolicyModel, hidden: Tensor, micro: MicroBatch) -> None:
+    def observe(self, hidden: Tensor, micro: MicroBatch) -> None:
         """Learn from a micro-batch right after its forward pass, `hidden` as the model returns it.
 
         With several stages the states are sent in `learn_from_stages`, when the schedule has ended.
@@ -228,6 +229,7 @@ class DraftTraining:
         for name, weight in self._head.named_parameters():
             real = slice(0, len(saved[name]))
             weight[real] = saved[name].to(weight)
+            self._optimizer.state.pop(weight, None)
             if f"{_MOMENTS[0]}.{name}" in saved:
                 state = self._optimizer.state[weight] = {"step": saved[_UPDATES].clone()}
                 for moment in _MOMENTS:
@@ -285,8 +287,7 @@ class DraftTraining:
             return
         embedded, *of_layers, final = (state.index_select(0, given.rows) for state in whole)
         attend = partial(self._attend, given.layout)
-        mixed = torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32)
-        with torch.enable_grad(), mixed:
+        with torch.enable_grad():
             # Of the last token of a sequence, from which nothing is predicted, the next is of another one.
             output = self._head(embedded.roll(-1, 0), torch.cat(of_layers, -1), attend)
             output = output.index_select(0, given.predictors)

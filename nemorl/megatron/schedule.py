@@ -38,7 +38,7 @@ from .packing import MicroBatch
 
 # From hidden states to what is asked of a micro-batch, on ranks of the last stage.
 Compute = Callable[[PolicyModel, Tensor, MicroBatch], Any]
-Observer = Callable[[PolicyModel, Tensor, MicroBatch], None]
+Observer = Callable[[Tensor, MicroBatch], None]  # of hidden states
 # Sums and maxima over micro-batches, data-parallel ranks and stages, equal on all ranks.
 Metrics = tuple[dict[str, float], dict[str, float]]
 # Of a sampled token that the filters drop with the trainer's logits; it has no gradient (NeMo-RL's value).
@@ -132,7 +132,7 @@ class Pipeline:
 
         def apply_all(policy: PolicyModel, hidden: Tensor, micro: MicroBatch) -> LossOutput:
             if observe is not None:
-                observe(policy, hidden, micro)
+                observe(hidden, micro)
             output = apply(policy, hidden, micro)
             if mtp is None:
                 return output

@@ -47,15 +47,25 @@ class _Norm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).type_as(x)
 
 
+class _Linear(nn.Linear):
+    """Without a bias, in the type of its input."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__(columns, rows, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
 class _Attention(nn.Module):
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
         self._head_dim, width = shape.head_dim, 2 * shape.hidden_size
         query, key = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
-        self.q_proj = nn.Linear(width, query, bias=False)
-        self.k_proj = nn.Linear(width, key, bias=False)
-        self.v_proj = nn.Linear(width, key, bias=False)
-        self.o_proj = nn.Linear(query, shape.hidden_size, bias=False)
+        self.q_proj = _Linear(width, query)
+        self.k_proj = _Linear(width, key)
+        self.v_proj = _Linear(width, key)
+        self.o_proj = _Linear(query, shape.hidden_size)
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """[n, H] of `x` [n, 2 H]."""
@@ -66,9 +76,9 @@ class _Attention(nn.Module):
 class _Mlp(nn.Module):
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
-        self.down_proj = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
+        self.gate_proj = _Linear(shape.hidden_size, shape.ffn_hidden_size)
+        self.up_proj = _Linear(shape.hidden_size, shape.ffn_hidden_size)
+        self.down_proj = _Linear(shape.ffn_hidden_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
@@ -95,11 +105,11 @@ class Eagle3Head(nn.Module):
     def __init__(self, shape: Eagle3Shape, vocabulary_rows: int | None = None) -> None:
         """`vocabulary_rows` of `lm_head` are held here; all of them if None."""
         super().__init__()
-        self.fc = nn.Linear(3 * shape.hidden_size, shape.hidden_size, bias=False)
+        self.fc = _Linear(3 * shape.hidden_size, shape.hidden_size)
         self.midlayer = _Layer(shape)
         self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
         rows = shape.draft_vocab_size if vocabulary_rows is None else vocabulary_rows
-        self.lm_head = nn.Linear(shape.hidden_size, rows, bias=False)
+        self.lm_head = _Linear(shape.hidden_size, rows)
 
     def forward(self, embedded: Tensor, states: Tensor, attend: Attend) -> Tensor:
         """What `lm_head` takes [n, H], from embeddings of the next tokens [n, H] and states [n, 3 H]."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nemorl.config.policy import AdamConfig, OffloadConfig, PolicyConfig, SgdConfig
+from nemorl.config.policy import AdamConfig, DraftHeadConfig, OffloadConfig, PolicyConfig, SgdConfig
 from nemorl.data.losses import TrainStats
 from nemorl.megatron.worker import PolicyWorker
 from tests.megatron.cases import LOSS, partition, share, start_worker
@@ -61,6 +61,7 @@ def three_steps(rank: int, world_size: int, rendezvous: str, config: PolicyConfi
         ("llama", 1, {"offload": OffloadConfig(optimizer=True)}),
         ("qwen3-moe", 2, {"offload": BOTH, "layout": layout(dp=2, ep=2)}),
         ("qwen3", 1, {"offload": BOTH, "precision": "bfloat16", "optimizer": ON_HOST}),
+        ("qwen3", 1, {"offload": BOTH, "precision": "bfloat16", "draft": DraftHeadConfig(lr=3e-3)}),
     ],
 )
 def test_training_continues_to_the_bit(pool, model, family, world_size, fields):

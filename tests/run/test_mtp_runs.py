@@ -1,4 +1,4 @@
-"""A whole run that trains the layer for further tokens of a model, and its export."""
+"""A whole run that trains a layer for further tokens and a head for drafts, and their exports."""
 
 import json
 import shutil
@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemorl.models.eagle3 import read_head
+from nemorl.models.eagle3_shape import Eagle3Shape, head_shape
+from nemorl.models.registry import load_shape
 from tests.models.mtp_models import MiMoConfig, model_of
 from tests.run.runs import finish, known_figures, lines, start, write_experiment
 
@@ -26,11 +29,11 @@ def with_further_tokens(like: Path, folder: Path) -> Path:
 
 
 @pytest.mark.ci
-def test_engines_sample_and_the_layer_is_trained_and_exported(folder: Path, model: Path) -> None:
+def test_engines_sample_and_layer_and_head_are_trained_and_exported(folder: Path, model: Path) -> None:
     mimo = with_further_tokens(model, folder / "mimo")
     path = write_experiment(
         *(folder, mimo, "further"),
-        policy={"multi_token_prediction": {"loss_weight": 0.5}},
+        policy={"multi_token_prediction": {"loss_weight": 0.5}, "draft": {"lr": 1e-2}},
         algorithm={"num_steps": 3, "validation": {}},
         checkpointing={"export_hf": True, "period": 3},
     )
@@ -41,6 +44,7 @@ def test_engines_sample_and_the_layer_is_trained_and_exported(folder: Path, mode
     for step in steps:
         assert step.values["mtp/loss"] > 0
         assert 0 <= step.values["mtp/accepted"] <= 1
+        assert 0 <= step.values["draft/accuracy"] <= 1
         assert step.values["logprob_gap/max"] < 1e-4  # engines have the weights that were trained
     assert {name for step in steps for name in step.values} <= known_figures(folder / "further")
     before = load_file(mimo / "model.safetensors")
@@ -48,3 +52,10 @@ def test_engines_sample_and_the_layer_is_trained_and_exported(folder: Path, mode
     assert after.keys() == before.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name for name in before if name.startswith("model.mtp_layers.0.")} <= moved
+
+    assert steps[-1].values["draft/loss"] < steps[0].values["draft/loss"]
+    checkpoint, head = folder / "further" / "checkpoints" / "step_00000003", folder / "head"
+    status, output = finish(start("models", "export", "--draft", str(checkpoint), str(head)), 100)
+    assert status == 0, output
+    shape = load_shape(mimo)
+    assert read_head(head, head_shape(shape, None, head)).keys() == Eagle3Shape.of(shape).tensors().keys()
