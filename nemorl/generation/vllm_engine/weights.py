@@ -42,15 +42,24 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def touched_by(process: Callable[[], None], model: nn.Module) -> dict[str, str]:
-    """Run the post-processing; the parameters of modules that it touched, and why."""
-    before = {name: (_states(module), _attributes(module)) for name, module in model.named_modules()}
+    """Run the post-processing; the parameters of modules that it touched, and why.
+
+    Those of the modules in such a module count too: latent attention multiplies by copies of `kv_b_proj`.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    before = {
+        name: (_states(module), _attributes(module), [first[id(p)] for p in module.parameters()])
+        for name, module in model.named_modules()
+    }
     process()
     changed: dict[str, str] = {}
     for name, module in model.named_modules():
-        states, attributes = before.get(name, ({}, {}))
+        states, attributes, inside = before.get(name, ({}, {}, []))
         if (reason := _difference(module, states, attributes)) is not None:
             own = {*states, *dict(module.named_parameters(recurse=False))}
-            changed |= {f"{name}.{parameter}".lstrip("."): reason for parameter in own}
+            changed |= dict.fromkeys(
+                [*inside, *(f"{name}.{parameter}".lstrip(".") for parameter in own)], reason
+            )
     return changed
 
 
@@ -174,8 +183,10 @@ def layout_of(learned: Learned, tensors: Shapes) -> WorkerLayout:
         raise Untraceable(f"{learned.problem}. Set generation.update to reload")
     slices, changed = learned.trace.slices, learned.changed
     direct = (part for part in slices if part.param not in changed)
-    whole = tuple(dict.fromkeys(part.name for part in slices if part.param in changed))
-    return WorkerLayout((*direct, *_whole_slices(tensors, whole)), whole, learned.changed)
+    loaded_again = [part for part in slices if part.param in changed]
+    whole = tuple(dict.fromkeys(part.name for part in loaded_again))
+    reasons = {part.param: changed[part.param] for part in loaded_again}
+    return WorkerLayout((*direct, *_whole_slices(tensors, whole)), whole, reasons)
 
 
 @dataclass
