@@ -219,6 +219,15 @@ class GenerationBase(Config):
         speculation = getattr(self, "speculation", None)
         return speculation if isinstance(speculation, DraftModelConfig) else None
 
+    @property
+    def drafts_by_mtp(self) -> bool:
+        """True if the policy's own layers for further tokens draft."""
+        return isinstance(getattr(self, "speculation", None), MtpConfig)
+
+    def updates_drafts(self, policy: PolicyConfig) -> bool:
+        """True if the policy trains the layers that draft."""
+        return self.drafts_by_mtp and policy.multi_token_prediction is not None
+
     def with_absolute_paths(self) -> Self:
         """The section for processes whose working directory is another."""
         if (draft_model := self.draft_model) is None:
@@ -584,6 +593,7 @@ class VllmGenerationConfig(GenerationBase):
             "return_experts": policy.moe.router_replay,
             "lora": policy.lora if self.adapters == "separate" else None,
             "quantization": policy.engine_quantization,
+            "trained_drafts": self.updates_drafts(policy),
         }
 
     def router_replay_problems(self, *, gpus: bool) -> Problems:

@@ -4,10 +4,9 @@ import math
 from pathlib import Path
 
 from nemorl.config.experiment import Experiment
-from nemorl.config.generation import MtpConfig
 from nemorl.errors import Problem, Problems
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel, read_json_object
-from nemorl.models.layout import hf_tensors
+from nemorl.models.layout import hf_tensors, mtp_tensors
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
 
@@ -21,12 +20,10 @@ _MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 def draft_problems(experiment: Experiment, shape: ModelShape) -> Problems:
     """A draft must be of the policy's tokens; `shape` is the policy's."""
     config, model_path = experiment.generation, experiment.policy.model_path
-    if isinstance(getattr(config, "speculation", None), MtpConfig):
-        fields = read_json_object(model_path / "config.json")
-        if not any(fields.get(name) for name in _MTP_FIELDS):
-            names = " or ".join(_MTP_FIELDS)
-            fix = f"config.json of {model_path} names no layers for further tokens ({names})"
-            yield Problem(f"{_SECTION}.method", "mtp", f"{fix}: use prompt_lookup or draft_model")
+    if config.drafts_by_mtp and not names_mtp_layers(model_path):
+        names = " or ".join(_MTP_FIELDS)
+        fix = f"config.json of {model_path} names no layers for further tokens ({names})"
+        yield Problem(f"{_SECTION}.method", "mtp", f"{fix}: use prompt_lookup or draft_model")
     if (draft_model := config.draft_model) is None:
         return
     field, folder = f"{_SECTION}.model_path", draft_model.model_path
@@ -47,15 +44,22 @@ def draft_problems(experiment: Experiment, shape: ModelShape) -> Problems:
         yield from weight_problems(folder, section=_SECTION)
 
 
+def names_mtp_layers(folder: Path) -> bool:
+    """True if the model in a folder has layers for further tokens."""
+    fields = read_json_object(folder / "config.json")
+    return any(fields.get(name) for name in _MTP_FIELDS)
+
+
 def draft_elements(experiment: Experiment) -> int:
-    """Weights of the draft model; 0 without one, or if its family is unknown here."""
-    draft_model = experiment.generation.draft_model
-    return 0 if draft_model is None else _elements(draft_model.model_path)
-
-
-def _elements(folder: Path) -> int:
+    """Weights of the draft model, or of layers that draft; 0 without, or if the family is unknown here."""
+    config = experiment.generation
     try:
-        sizes = hf_tensors(load_shape(folder)).values()
+        if config.draft_model is not None:
+            sizes = hf_tensors(load_shape(config.draft_model.model_path))
+        elif config.drafts_by_mtp:
+            sizes = mtp_tensors(load_shape(experiment.policy.model_path, with_mtp=True))
+        else:
+            return 0
     except (BrokenModelFolder, UnsupportedModel):  # vLLM may know it
         return 0
-    return sum(math.prod(size) for size in sizes)
+    return sum(map(math.prod, sizes.values()))
