@@ -317,7 +317,7 @@ def reload_both(
 ) -> None:
     """Load a stream of tensors, of which those with `names` are the drafts'.
 
-    These are held until the policy's are loaded, since vLLM's loaders want to see all tensors in one call.
+    These are held until the policy's are loaded, since vLLM's loaders expect all tensors in one call.
     """
     held: dict[str, Tensor] = {}
 
