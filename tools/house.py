@@ -106,7 +106,10 @@ STOPS = {
     "rewards of steps": ("StepRewards", "with_step_rewards"),
     "an entropy bonus": ("EntropyWeight",),
     "CUDA graphs": ("DecodeGraphs",),
-    "draft tokens": ("PromptLookup", "ModelDrafts", "DraftModel", "StepCost"),
+    "draft tokens": (
+        *("PromptLookup", "ModelDrafts", "DraftModel", "StepCost"),
+        *("_MtpSequence", "MtpDrafts", "MtpRunner"),
+    ),
     "other losses": ("clip_cov", "kl_cov", "gmpo", "gspo", "gspo_token", "least_entropy", "choose"),
     "other transports": (
         *("file_sender", "FileVenue", "StoredVersion", "LastSent", "delta:apply"),

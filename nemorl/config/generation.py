@@ -105,7 +105,7 @@ class DraftModelConfig(Config):
 
 
 class MtpConfig(Config):
-    """Drafts of the layers for further tokens (MTP) that the folder of the policy has."""
+    """Drafts of the policy's layers for further tokens (MTP), which updates bring if they are trained."""
 
     method: Literal["mtp"]
     max_tokens: int = Field(1, ge=1, le=64)
@@ -230,6 +230,15 @@ class GenerationBase(Config):
         speculation = getattr(self, "speculation", None)
         return speculation if isinstance(speculation, DraftModelConfig) else None
 
+    @property
+    def drafts_by_mtp(self) -> bool:
+        """True if the policy's own layers for further tokens draft."""
+        return isinstance(getattr(self, "speculation", None), MtpConfig)
+
+    def updates_drafts(self, policy: PolicyConfig) -> bool:
+        """True if the policy trains the layers that draft."""
+        return self.drafts_by_mtp and policy.multi_token_prediction is not None
+
     def with_absolute_paths(self) -> Self:
         """The section for processes whose working directory is another."""
         speculation = getattr(self, "speculation", None)
@@ -305,12 +314,6 @@ class BatchingConfig(GenerationBase):
     speculation: SpeculationConfig | None = None
     """Drafts that a step checks together; what is sampled stays the same."""
 
-    @check
-    def _has_no_mtp_layers(self) -> Problems:
-        if isinstance(self.speculation, MtpConfig):
-            fix = "this engine does not compute the layers for further tokens; use prompt_lookup"
-            yield Problem("speculation.method", "mtp", f"{fix}, or backend vllm or trtllm")
-
     def most_kv_tokens(self, max_sequence_length: int) -> int:
         """Tokens whose keys and values are held at a time."""
         running = min(self.max_kv_tokens, self.max_batch_size * max_sequence_length)
@@ -329,6 +332,9 @@ class MegatronGenerationConfig(BatchingConfig):  # docs/megatron_generation.md
         if self.draft_model is not None:
             fix = "the policy's processes hold no second model; use prompt_lookup, or backend torch or vllm"
             yield Problem("speculation.method", "draft_model", fix)
+        if self.drafts_by_mtp:
+            fix = "the policy's processes do not sample by the layers for further tokens; use prompt_lookup"
+            yield Problem("speculation.method", "mtp", f"{fix}, or another backend")
 
     @check
     def _samples_in_turn(self, algorithm: "AlgorithmConfig") -> Problems:
@@ -596,6 +602,7 @@ class VllmGenerationConfig(GenerationBase):
             "return_experts": policy.moe.router_replay,
             "lora": policy.lora if self.adapters == "separate" else None,
             "quantization": policy.engine_quantization,
+            "trained_drafts": self.updates_drafts(policy),
         }
 
     def router_replay_problems(self, *, gpus: bool) -> Problems:
@@ -771,6 +778,9 @@ class TorchGenerationConfig(BatchingConfig):
     host_class = "nemorl.generation.torch_engine.engine:TorchHost"
     plan_module = "nemorl.generation.torch_engine.plan"
     backend: Literal["torch"] = "torch"
+
+    def host_options(self, policy: PolicyConfig) -> dict[str, object]:
+        return {"trained_drafts": self.updates_drafts(policy)}
 
 
 _BuiltIn = TorchGenerationConfig | MegatronGenerationConfig

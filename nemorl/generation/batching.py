@@ -262,7 +262,7 @@ class BatchingEngine:
             if self._lookup is not None:
                 sequence.drafts = PromptLookup(self._lookup, sequence.request.prompt)
             elif self._draft_model is not None:
-                sequence.drafts = ModelDrafts()
+                sequence.drafts = self._draft_model.begin(sequence.request)
         prompts = {s.prompt_key: Prompt(s.request.prompt, rows[s.prompt_key]) for _, s in admitted}
         for _, sequence in admitted:
             sequence.reading = prompts[sequence.prompt_key]

@@ -1,4 +1,4 @@
-"""Drafts of the tokens that may follow: by prompt lookup, by a smaller model, and only while they save time.
+"""Drafts of the tokens that may follow: by prompt lookup, a smaller model or a layer, while they save time.
 
 A step computes logits after each token of a draft and keeps what it draws up to the first that differs. So
 drafts change how many tokens a step gives, and never which.
@@ -7,15 +7,27 @@ drafts change how many tokens a step gives, and never which.
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nemorl.config.generation import DraftModelConfig, PromptLookupConfig
-from nemorl.device import cheap_rows, upload
-from nemorl.models.kv_cache import Prompt, PromptReader, Runner, StepTokens, padded_slots
+from nemorl.config.generation import DraftModelConfig, MtpConfig, PromptLookupConfig
+from nemorl.device import cheap_rows, prefill_tokens, upload
+from nemorl.models.kv_cache import (
+    CachedPass,
+    KVCache,
+    Prompt,
+    PromptReader,
+    Runner,
+    StepTokens,
+    in_passes,
+    next_tokens,
+    padded_slots,
+    rest_of_prompts,
+)
 from nemorl.trajectories import Int32Array
 
 from .sampling import Sampler
@@ -154,13 +166,21 @@ class StepCost:
 class ModelDrafts:
     """What a draft model has read of one sequence, and how often it was right there."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_read: int = 0) -> None:
         self.acceptance = Acceptance()
-        self.num_read = 0  # tokens whose keys and values its row holds; later ones there are of wrong drafts
+        # Tokens whose keys and values its row holds; later ones there are of wrong drafts.
+        self.num_read = num_read
 
     def update(self, tokens: list[int], drafted: int, right: int) -> None:
         """Take back what was read of a draft behind the first `right` tokens. The last was not read."""
         self.num_read += max(0, min(right, drafted - 1))
+        self.acceptance.update(drafted, right)
+
+
+class _MtpSequence(ModelDrafts):
+    """Of drafts, keys and values are those of guessed hidden states: each token is read again."""
+
+    def update(self, tokens: list[int], drafted: int, right: int) -> None:
         self.acceptance.update(drafted, right)
 
 
@@ -193,7 +213,7 @@ class DraftModel:
     def __init__(
         self,
         runner: Runner,
-        config: DraftModelConfig,
+        config: DraftModelConfig | MtpConfig,
         *,
         max_cached_tokens: int,
         size: float,
@@ -206,6 +226,10 @@ class DraftModel:
         self._device, self._clock = device, clock
         self._cost = StepCost(cheap_rows(device))
         self._rows = 0  # of the cache that may hold something
+
+    def begin(self, request: GenerationRequest) -> ModelDrafts:
+        """Draft for a sequence from now on, whose prompt the model has read."""
+        return ModelDrafts()
 
     def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Follow sequences to other rows; `length` is at least that of the longest."""
@@ -333,3 +357,93 @@ class DraftModel:
             drawn.append(sampler(logits if drawn else logits[index], bits).tokens)
             num_read += len(positions)
         return drawn, num_read
+
+
+class FurtherModel(Protocol):
+    """A model with a layer for a further token.
+
+    It takes hidden states [N, hidden], the tokens [N] after these, and positions [N] of the former.
+    """
+
+    @property
+    def cache(self) -> KVCache: ...
+
+    def read_further(self, hidden: Tensor, tokens: Tensor, positions: Tensor, cached: CachedPass) -> Tensor:
+        """Outputs [N, hidden]; keys and values go to the cache."""
+
+    def keep_further(self, hidden: Tensor, tokens: Tensor, positions: Tensor, cached: CachedPass) -> None:
+        """Only the latter."""
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """[N, vocabulary] of outputs."""
+
+
+class MtpRunner:
+    """A layer for a further token (MTP) as a draft model.
+
+    With h[p] the model's hidden state at the position p and t the tokens, it reads t[p] next to h[p - 1], at
+    the position p - 1, and says what follows t[p]; the first token it does not read. Its keys and values lie
+    in the model's cache as one more layer, and the hidden states as another, so that both follow sequences to
+    other rows and into pages. Where the model has not read t[p] yet, h[p] is what this layer made of it: so
+    it drafts more than one token, as in vLLM 0.32.
+    """
+
+    def __init__(self, model: FurtherModel, *, states: int, device: torch.device, dtype: torch.dtype) -> None:
+        """`states` is the layer of the cache that has the model's hidden states."""
+        self.cache = model.cache
+        self._model, self._states, self._device, self._dtype = model, states, device, dtype
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """Fill rows with the keys and values of tokens that the model has read; nothing follows from them."""
+        shifted = [Prompt(p.tokens[1:], p.rows, max(0, p.start - 1)) for p in prompts if p.num_new]
+        shifted = [prompt for prompt in shifted if prompt.num_new]
+        for batch in in_passes(shifted, prefill_tokens(self._device)):
+            positions, cached = rest_of_prompts(self.cache, batch, self._device, self._dtype)
+            tokens, rows = upload(
+                self._device,
+                np.concatenate([prompt.tokens[prompt.start :] for prompt in batch]),
+                np.repeat([prompt.rows[0] for prompt in batch], [prompt.num_new for prompt in batch]),
+            )
+            hidden = self._hidden(rows, positions)
+            self._model.keep_further(hidden, tokens, positions, cached)
+        return []
+
+    def logits(self, hidden: Sequence[Tensor]) -> Tensor:
+        """[n, vocabulary] of outputs."""
+        return self._model.logits_of(torch.stack(list(hidden)))
+
+    @torch.inference_mode()
+    def decode(self, step: StepTokens) -> Tensor:
+        tokens, positions, slots = step.uploaded
+        own = step._replace(
+            positions=[p - 1 for p in step.positions], uploaded=(tokens, positions - 1, slots)
+        )
+        rows, cached = slots // max(step.counts), next_tokens(self.cache, own, self._dtype)
+        hidden = self._hidden(rows, positions - 1)
+        output = self._model.read_further(hidden, tokens, positions - 1, cached)
+        ends = [end - 1 for end, count in zip(accumulate(step.counts), step.counts, strict=True) if count]
+        (last,) = upload(self._device, ends)
+        self.cache.keep(self._states, self.cache.slots(rows[last], positions[last]), output[last])
+        return self._model.logits_of(output)
+
+    def _hidden(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """[N, hidden] of the tokens at `positions` of cache `rows`, [N] each."""
+        return self.cache.at(self._states, self.cache.slots(rows, positions))[0]
+
+
+class MtpDrafts(DraftModel):
+    """The layer for a further token that the model has, whose keys and values are in the model's cache.
+
+    The model computes those of prompts when it reads these. Of a sequence the layer then reads what was
+    sampled since its last draft, with the model's hidden states.
+    """
+
+    def begin(self, request: GenerationRequest) -> ModelDrafts:
+        return _MtpSequence(len(request.prompt))
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Nothing: the model's rows are these."""
+
+    def keep(self, drafts: ModelDrafts, tokens: Int32Array, row: int) -> None:
+        """Nothing: the model keeps its hidden states, from which the rest is computed."""

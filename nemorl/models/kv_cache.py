@@ -193,6 +193,10 @@ class KVCache:
         key, value = self._layers[layer][:, rows.start : rows.stop]
         return key, value
 
+    def at(self, layer: int, slots: Tensor) -> Tensor:
+        """[values, n, *] of the tokens at `slots` [n]."""
+        return self._layers[layer].flatten(1, 2).index_select(1, slots)
+
     def tokens(self, layer: int, row: int, first: int, end: int) -> Tensor:
         """[values, end - first, *] of the tokens at these positions of a row."""
         return self._layers[layer][:, row, first + self.empty_places : end + self.empty_places]

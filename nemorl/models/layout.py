@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nemorl.config.policy import LayoutConfig
 
@@ -59,6 +59,22 @@ def padded_vocab_size(shape: ModelShape, tp_size: int) -> int:
 def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Names and shapes (on disk) of the tensors of the HF checkpoint; no `lm_head.weight` when tied."""
     return tensors_of(weight_rules(shape), shape)
+
+
+def mtp_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Those of the layers for further tokens alone."""
+    others = hf_tensors(replace(shape, mtp=None))
+    return {name: extents for name, extents in hf_tensors(shape).items() if name not in others}
+
+
+def mtp_parts(shape: ModelShape) -> dict[str, str]:
+    """HF names of what the first of these layers has besides an ordinary layer, by Megatron's names."""
+    found = {}
+    for rule in weight_rules(shape):
+        name = rule.param.removeprefix("mtp.layers.{layer}.").removesuffix(".weight")
+        if rule.stage is Stage.MTP and "." not in name:
+            found[name] = tensor_name(rule.tensors[0].name, shape, shape.num_layers)
+    return found
 
 
 def weight_rules(shape: ModelShape) -> tuple[WeightRule, ...]:

@@ -4,11 +4,11 @@ import math
 from pathlib import Path
 
 from nemorl.config.experiment import Experiment
-from nemorl.config.generation import Eagle3Config, MtpConfig
+from nemorl.config.generation import Eagle3Config
 from nemorl.errors import Problem, Problems
 from nemorl.models.eagle3_shape import Eagle3Shape
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel, read_json_object
-from nemorl.models.layout import hf_tensors
+from nemorl.models.layout import hf_tensors, mtp_tensors
 from nemorl.models.registry import family_of, load_shape
 from nemorl.models.shape import ModelShape
 
@@ -23,12 +23,10 @@ _MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 def draft_problems(experiment: Experiment, shape: ModelShape) -> Problems:
     """A draft must be of the policy's tokens; `shape` is the policy's."""
     config, model_path = experiment.generation, experiment.policy.model_path
-    if isinstance(getattr(config, "speculation", None), MtpConfig):
-        fields = read_json_object(model_path / "config.json")
-        if not any(fields.get(name) for name in _MTP_FIELDS):
-            names = " or ".join(_MTP_FIELDS)
-            fix = f"config.json of {model_path} names no layers for further tokens ({names})"
-            yield Problem(f"{_SECTION}.method", "mtp", f"{fix}: use prompt_lookup or draft_model")
+    if config.drafts_by_mtp and not names_mtp_layers(model_path):
+        names = " or ".join(_MTP_FIELDS)
+        fix = f"config.json of {model_path} names no layers for further tokens ({names})"
+        yield Problem(f"{_SECTION}.method", "mtp", f"{fix}: use prompt_lookup or draft_model")
     speculation = getattr(config, "speculation", None)
     if isinstance(speculation, Eagle3Config):
         yield from _head_problems(speculation.model_path, shape)
@@ -69,21 +67,25 @@ def _head_problems(folder: Path, shape: ModelShape) -> Problems:
             yield Problem(field, str(folder), fix)
 
 
+def names_mtp_layers(folder: Path) -> bool:
+    """True if the model in a folder has layers for further tokens."""
+    fields = read_json_object(folder / "config.json")
+    return any(fields.get(name) for name in _MTP_FIELDS)
+
+
 def draft_elements(experiment: Experiment) -> int:
-    """Weights of the draft model or head; 0 without one, or if its family is unknown here."""
-    speculation = getattr(experiment.generation, "speculation", None)
-    if isinstance(speculation, Eagle3Config):
-        try:
-            return Eagle3Shape.read(speculation.model_path, _ANY_LAYERS).num_parameters()
-        except (BrokenModelFolder, UnsupportedModel):  # vLLM may know it
-            return 0
-    draft_model = experiment.generation.draft_model
-    return 0 if draft_model is None else _elements(draft_model.model_path)
-
-
-def _elements(folder: Path) -> int:
+    """Weights of a draft model, of layers that draft or of a head; 0 without, or if unknown here."""
+    config = experiment.generation
+    speculation = getattr(config, "speculation", None)
     try:
-        sizes = hf_tensors(load_shape(folder)).values()
+        if isinstance(speculation, Eagle3Config):
+            return Eagle3Shape.read(speculation.model_path, _ANY_LAYERS).num_parameters()
+        if config.draft_model is not None:
+            sizes = hf_tensors(load_shape(config.draft_model.model_path))
+        elif config.drafts_by_mtp:
+            sizes = mtp_tensors(load_shape(experiment.policy.model_path, with_mtp=True))
+        else:
+            return 0
     except (BrokenModelFolder, UnsupportedModel):  # vLLM may know it
         return 0
-    return sum(math.prod(size) for size in sizes)
+    return sum(map(math.prod, sizes.values()))

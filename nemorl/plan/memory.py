@@ -133,6 +133,7 @@ def estimate_memory(
     if training and not experiment.algorithm.generates:
         return tuple(groups)
     if generation.plan_module:
+        shape = replace(shape, mtp=None)  # engines have such layers only where these draft
         parameters = stage_parameters(shape, LayoutConfig(), 0).total
         weights = parameters * ITEM_SIZE[generation.precision or policy.precision]
         groups.append(importlib.import_module(generation.plan_module).memory(experiment, shape, weights))

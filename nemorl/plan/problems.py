@@ -292,7 +292,8 @@ def file_problems(experiment: Experiment, packages: bool = True, *, training: bo
     policy, data = experiment.policy, experiment.data
     model, tokenizer = policy.model_path, policy.tokenizer
     if model.is_dir():
-        with_mtp = policy.multi_token_prediction is not None
+        drafts = experiment.generation.drafts_by_mtp
+        with_mtp = drafts or policy.multi_token_prediction is not None
         yield from weight_problems(model, policy.head, with_mtp=with_mtp)
     folder = tokenizer.path or model
     # A model folder that is missing is reported once, by the check of the model.

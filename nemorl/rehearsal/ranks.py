@@ -75,7 +75,8 @@ def hollow(experiment: Experiment) -> Iterator[Experiment]:
     source = experiment.policy.model_path
     with tempfile.TemporaryDirectory(prefix="nemorl-rehearsal-") as folder:
         model = Path(folder) / "model"
-        with_mtp = experiment.policy.multi_token_prediction is not None
+        trains = experiment.policy.multi_token_prediction is not None
+        with_mtp = trains or experiment.generation.drafts_by_mtp
         write_hollow_model(model, model_config(source), load_shape(source, with_mtp=with_mtp))
         policy = experiment.policy.model_copy(update={"model_path": model})
         cluster = experiment.cluster

@@ -306,7 +306,8 @@ class EngineRehearsal:
         experiment, execution = self._experiment, self._execution
         generation, policy = experiment.generation, experiment.policy
         assert isinstance(generation, TorchGenerationConfig)
-        shape, device = load_shape(policy.model_path), torch.device("cuda")
+        shape = load_shape(policy.model_path, with_mtp=generation.drafts_by_mtp)
+        device = torch.device("cuda")
         with execution.phase("build"):
             runner = ModelRunner(
                 shape,

@@ -1,7 +1,7 @@
 """Small models, requests and loops that the tests of this package share."""
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +15,17 @@ from nemorl.config.generation import TorchGenerationConfig
 from nemorl.generation.front import EngineFront
 from nemorl.generation.torch_engine.engine import ModelRunner, TorchEngine
 from nemorl.generation.types import Completion, GenerationRequest, Refusal, RequestRefused, SamplingParams
+from nemorl.models.kv_cache import StepTokens
 from nemorl.models.shape import ModelShape, Rope
 
 PLAIN = SamplingParams()
 GREEDY = SamplingParams(temperature=0.0)
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_k=12),
+    SamplingParams(temperature=1.2, top_k=30, top_p=0.95, min_p=0.02),
+    GREEDY,
+]
 VOCABULARY = 97
 SHAPE = ModelShape(
     family="llama",
@@ -93,6 +100,36 @@ def request(
     return GenerationRequest(name, prompt, sampling, max_new_tokens, seed, **fields)
 
 
+def mixed_requests(count: int, **fields: Any) -> list[GenerationRequest]:
+    """Prompts of 1 to 40 tokens, `SAMPLINGS` in turn and answers of up to 31 tokens."""
+    return [
+        request(prompt, f"{i}", SAMPLINGS[i % len(SAMPLINGS)], 1 + (7 * i) % 31, seed=i, **fields)
+        for i, prompt in enumerate(Prompts(0).several(count, 1, 40))
+    ]
+
+
+def assert_same(left: Mapping[str, Completion], right: Mapping[str, Completion]) -> None:
+    """Tokens and stop reasons, and logprobs up to rounding: drafts change the rows of a product."""
+    assert left.keys() == right.keys()
+    for name, completion in left.items():
+        assert completion.tokens.tolist() == right[name].tokens.tolist(), name
+        np.testing.assert_allclose(completion.logprobs, right[name].logprobs, atol=5e-5)
+        assert completion.stop == right[name].stop
+
+
+def take_time(runner: Any, clock: Clock, first: float, each: float, counts: list[int]) -> None:
+    """Have a decoding step take `first` seconds and `each` of a row, and count its rows."""
+    decode = runner.decode
+
+    def timed(step: StepTokens) -> torch.Tensor:
+        clock.now += first + each * sum(step.counts)
+        counts.append(sum(step.counts))
+        result: torch.Tensor = decode(step)
+        return result
+
+    runner.decode = timed
+
+
 def random_weights(model: ModelRunner, seed: int) -> None:
     """Stage random weights whose logits differ clearly from token to token."""
     generator = torch.Generator().manual_seed(seed)
@@ -101,11 +138,13 @@ def random_weights(model: ModelRunner, seed: int) -> None:
         parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 else 0.4 * noise)
 
 
-def small_engine(seed: int = 0, max_sequence_length: int = 200, **arguments: Any) -> TorchEngine:
-    """An engine of `SHAPE` with random weights; what is not an argument of the engine goes to its config."""
+def small_engine(
+    seed: int = 0, max_sequence_length: int = 200, shape: ModelShape = SHAPE, **arguments: Any
+) -> TorchEngine:
+    """An engine with random weights; what is not an argument of the engine goes to its config."""
     own = {name: arguments.pop(name) for name in ("decode", "clock", "draft_shape") if name in arguments}
     engine = TorchEngine(
-        SHAPE,
+        shape,
         TorchGenerationConfig(**arguments),
         device=torch.device("cpu"),
         dtype=torch.float32,

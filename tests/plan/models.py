@@ -44,3 +44,11 @@ def write_weights(file: Path, tensors: Mapping[str, tuple[int, ...]], dtype: str
     written = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(written)) + written)
     os.truncate(file, 8 + len(written) + end)
+
+
+def with_layers(model: Path, number: int) -> None:
+    """Make the model one with layers for further tokens, weights included."""
+    fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    fields |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": number}
+    (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    write_weights(model / "model.safetensors", hf_tensors(load_shape(model, with_mtp=True)))

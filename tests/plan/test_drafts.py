@@ -14,10 +14,11 @@ from nemorl.generation.vllm_engine import plan as vllm_plan
 from nemorl.generation.vllm_engine.plan import problems as vllm_problems
 from nemorl.models.eagle3 import write_head
 from nemorl.models.eagle3_shape import Eagle3Shape
-from nemorl.models.layout import hf_tensors
+from nemorl.models.layout import hf_tensors, mtp_tensors
 from nemorl.models.registry import load_shape
+from nemorl.plan.problems import file_problems
 from tests.plan.conftest import Configure
-from tests.plan.models import write_model
+from tests.plan.models import with_layers, write_model, write_weights
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2}
 VLLM = ("generation.backend=vllm", "cluster.gpus_per_node=8")
@@ -87,6 +88,42 @@ def test_mtp_requires_layers_of_the_model(configure: Configure, model: Path) -> 
 MTP = "generation.speculation={method: mtp}"
 
 
+def test_the_embedded_engine_drafts_by_layers_that_the_family_reads(
+    configure: Configure, model: Path
+) -> None:
+    fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}), encoding="utf-8")
+    (problem,) = torch_problems(configure, MTP)
+    assert (problem.field, problem.value) == ("generation.speculation.method", "mtp")
+    assert "no layers for further tokens of this family (llama): use prompt_lookup" in problem.fix
+    with_layers(model, 1)
+    assert torch_problems(configure, MTP) == []
+    write_weights(model / "model.safetensors", hf_tensors(load_shape(model)))
+    (problem,) = file_problems(configure(MTP))
+    assert problem.field == "policy.model_path"
+    assert "first model.mtp_layers.0.token_layernorm.weight" in problem.fix
+
+
+def test_the_memory_of_an_engine_has_the_layers_that_draft(configure: Configure, model: Path) -> None:
+    """Once as loaded, and where the policy trains them also as they are received."""
+    with_layers(model, 1)
+    shape = load_shape(model)
+    elements = sum(map(math.prod, mtp_tensors(load_shape(model, with_mtp=True)).values()))
+    plain, drafting = (plan.memory(configure(*args), shape, 1000) for args in ((), (MTP,)))
+    assert drafting.weights - plain.weights == 4 * elements
+    assert drafting.staging - plain.staging == 2 * 4 * elements
+    # a layer more, and a hidden state
+    assert drafting.kv_cache / plain.kv_cache == pytest.approx((7 * 2 * 4 * 16 + 128) / (6 * 2 * 4 * 16))
+    trained = "policy.multi_token_prediction={}"
+    plain, drafting, both = (
+        vllm_plan.memory(configure(*VLLM, "generation.update=reload", *args), shape, 1000)
+        for args in ((), (MTP,), (MTP, trained))
+    )
+    assert drafting.weights - plain.weights == both.weights - plain.weights == 4 * elements
+    assert drafting.staging == plain.staging
+    assert both.staging - plain.staging >= 4 * elements
+
+
 @pytest.mark.parametrize(
     ("overrides", "field", "fix"),
     [
@@ -110,7 +147,11 @@ MTP = "generation.speculation={method: mtp}"
             "speculation.method",
             "vLLM's loader would quantize the weights of drafts as the policy's; use prompt_lookup",
         ),
-        ((MTP,), "speculation.method", "this engine does not compute the layers for further tokens"),
+        (
+            ("generation.backend=megatron", MTP),
+            "speculation.method",
+            "the policy's processes do not sample by the layers for further tokens; use prompt_lookup",
+        ),
         (
             ("generation.backend=megatron", "generation.speculation={method: draft_model, model_path: d}"),
             "speculation.method",

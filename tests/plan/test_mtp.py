@@ -1,6 +1,5 @@
 """Multi-token prediction that a model or another setting rules out, and its operations."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from nemorl.plan.problems import plan_run
 from nemorl.plan.utilization import ModelWork
 from tests.config.experiments import refuses, write
 from tests.plan.conftest import Configure
-from tests.plan.models import write_weights
+from tests.plan.models import with_layers, write_weights
 from tests.plan.test_recompute import machine
 
 SECTION = {"loss_weight": 0.1, "detach": False, "depth": None}
@@ -34,14 +33,6 @@ def test_deeper_predictions_than_metrics_have_names_for_are_refused(tmp_path: Pa
 
 def found(configure: Configure, *overrides: str, where: Machine | None = None) -> list[Problem]:
     return list(plan_run(configure(*overrides), where or machine(10**12)).problems)
-
-
-def with_layers(model: Path, number: int) -> None:
-    """Make the model one with layers for further tokens, weights included."""
-    fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    fields |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": number}
-    (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    write_weights(model / "model.safetensors", hf_tensors(load_shape(model, with_mtp=True)))
 
 
 def test_a_model_without_such_layers_is_refused(configure: Configure, model: Path) -> None:

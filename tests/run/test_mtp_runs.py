@@ -29,11 +29,14 @@ def with_further_tokens(like: Path, folder: Path) -> Path:
 
 
 @pytest.mark.ci
-def test_engines_sample_and_layer_and_head_are_trained_and_exported(folder: Path, model: Path) -> None:
+def test_layer_and_head_are_trained_and_exported_and_engines_draft_by_the_layer(
+    folder: Path, model: Path
+) -> None:
     mimo = with_further_tokens(model, folder / "mimo")
     path = write_experiment(
         *(folder, mimo, "further"),
         policy={"multi_token_prediction": {"loss_weight": 0.5}, "draft": {"lr": 1e-2}},
+        generation={"speculation": {"method": "mtp"}},
         algorithm={"num_steps": 3, "validation": {}},
         checkpointing={"export_hf": True, "period": 3},
     )
@@ -50,6 +53,11 @@ def test_engines_sample_and_layer_and_head_are_trained_and_exported(folder: Path
     before = load_file(mimo / "model.safetensors")
     after = load_file(folder / "further" / "checkpoints" / "step_00000003" / "hf" / "model.safetensors")
     assert after.keys() == before.keys()
+    sent = sum(tensor.nbytes for tensor in after.values())  # the layer's tensors are among them
+    assert {step.values["refit/gigabytes"] for step in steps if "refit/gigabytes" in step.values} == {
+        sent / 1e9
+    }
+    assert any(step.values.get("generation/drafts_accepted", 0) > 0 for step in steps)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name for name in before if name.startswith("model.mtp_layers.0.")} <= moved
 

@@ -194,6 +194,7 @@ class OnlineBase(AlgorithmBase):
             *("rollout/restarts_failed", *DROPPED_METRICS),
             *("generation/restarts_failed", "generation/requests_moved", "generation/tokens_kept"),
             *("generation/concurrency", "generation/in_flight", "generation/queued"),
+            *("generation/prompt_cached", "generation/drafts_accepted"),
             *("generation/requests_failed", "generation/retries", "logprob_gap/mean", "logprob_gap/max"),
             *(*REFIT_METRICS, *self.filters.metrics, "version/lag_max", "version/spread"),
         }

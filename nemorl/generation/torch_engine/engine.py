@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nemorl.config.generation import TorchGenerationConfig
+from nemorl.config.generation import MtpConfig, TorchGenerationConfig
 from nemorl.device import captures_graphs, has_packed_linear, prefill_tokens, upload
 from nemorl.generation.batching import BatchingEngine
-from nemorl.generation.drafts import DraftModel
+from nemorl.generation.drafts import DraftModel, MtpDrafts, MtpRunner
 from nemorl.generation.front import DRAIN_SHARE
 from nemorl.generation.step_driver import StepDriver
 from nemorl.generation.tokens import Decode, RequestLimits, load_decoder
@@ -39,9 +39,10 @@ from nemorl.models.kv_cache import (
     rest_of_prompts,
     whole_places,
 )
+from nemorl.models.layout import mtp_parts, mtp_tensors
 from nemorl.models.registry import load_shape
 from nemorl.models.rope import RotaryTable
-from nemorl.models.shape import ModelShape
+from nemorl.models.shape import ModelShape, MtpShape
 from nemorl.models.slices import TensorSlice
 from nemorl.trajectories import Int32Array
 from nemorl.weights.endpoints import WeightReceiver
@@ -65,6 +66,9 @@ class Attention(Protocol):
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, heads, D], key and value [N, kv_heads, D], rotated -> [N, heads * D]."""
 
+    def keep(self, layer: int, *values: Tensor) -> None:
+        """Keep values [N, *] of the tokens in the cache, if there is one."""
+
 
 class PrefillAttention:
     """Causal attention within `prompts` right-padded to one length; what padding leaves is never read."""
@@ -77,15 +81,19 @@ class PrefillAttention:
         self._slots = cache.slots(rows[:, None], torch.arange(self._kept, device=rows.device)).flatten()
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.keep(layer, key, value)
         q, k, v = (heads.unflatten(0, (self._prompts, -1)) for heads in (query, key, value))
-        kept = (x[:, : self._kept][self._owners].flatten(0, 1) for x in (k, v))
-        self._cache.keep(layer, self._slots, *kept)
         # As many keys as a continued row reads, so that both round in the same way; the rest is masked.
         k, v = (functional.pad(x.transpose(1, 2), (0, 0, 0, self._places - x.shape[1])) for x in (k, v))
         out = functional.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True
         )
         return out.transpose(1, 2).reshape(len(query), -1)
+
+    def keep(self, layer: int, *values: Tensor) -> None:
+        of_prompts = (value.unflatten(0, (self._prompts, -1)) for value in values)
+        kept = (x[:, : self._kept][self._owners].flatten(0, 1) for x in of_prompts)
+        self._cache.keep(layer, self._slots, *kept)
 
 
 class LocalAttention:
@@ -98,6 +106,9 @@ class LocalAttention:
         )
         return out[0].transpose(0, 1).reshape(len(query), -1)
 
+    def keep(self, layer: int, *values: Tensor) -> None:
+        pass
+
 
 class ContinuedAttention:
     """Attention of tokens that continue rows of the cache; 0 for those that pad."""
@@ -106,8 +117,11 @@ class ContinuedAttention:
         self._cached = cached
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        self._cached.keep(layer, key, value)
+        self.keep(layer, key, value)
         return self._cached.attend(layer, query).flatten(1)
+
+    def keep(self, layer: int, *values: Tensor) -> None:
+        self._cached.keep(layer, *values)
 
 
 class Linear:
@@ -149,7 +163,10 @@ class Parameter:
 
 
 def decoder_parameters(shape: ModelShape) -> list[Parameter]:
-    """Every parameter of the decoder, in the order of the forward pass."""
+    """Every parameter of the decoder, in the order of the forward pass, and of a layer that drafts.
+
+    Of several layers for further tokens only the first drafts, as `layers.<number of layers>`.
+    """
     hidden, ffn, head_dim = shape.hidden_size, shape.ffn_hidden_size, shape.head_dim
     query, key_value = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
     projections = (("q_proj", query), ("k_proj", key_value), ("v_proj", key_value))
@@ -166,15 +183,22 @@ def decoder_parameters(shape: ModelShape) -> list[Parameter]:
     }
     vocabulary = (shape.vocab_size, hidden)
     parameters = [Parameter("embedding.weight", (("model.embed_tokens.weight", vocabulary),))]
-    for layer in range(shape.num_layers):
+    prefixes = [f"model.layers.{layer}." for layer in range(shape.num_layers)]
+    further: list[Parameter] = []
+    if shape.mtp is not None:
+        parts = mtp_parts(shape)
+        prefixes.append(parts["enorm"].rsplit(".", 2)[0] + ".")
+        sizes = dict.fromkeys(parts, (hidden,)) | {"eh_proj": (hidden, 2 * hidden)}
+        further = [Parameter(f"mtp.{name}.weight", ((hf, sizes[name]),)) for name, hf in parts.items()]
+    for layer, prefix in enumerate(prefixes):
         for name, tensors in of_layer.items():
             if tensors:
-                parts = tuple((f"model.layers.{layer}.{hf}", size) for hf, size in tensors.items())
-                parameters.append(Parameter(f"layers.{layer}.{name}", parts))
+                parts_of = tuple((prefix + hf, size) for hf, size in tensors.items())
+                parameters.append(Parameter(f"layers.{layer}.{name}", parts_of))
     parameters.append(Parameter("norm.weight", (("model.norm.weight", (hidden,)),)))
     if not shape.tied_embeddings:
         parameters.append(Parameter("head.weight", (("lm_head.weight", vocabulary),)))
-    return parameters
+    return parameters + further
 
 
 class _Layer:
@@ -198,16 +222,50 @@ class _Layer:
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """[N, hidden], and the factors [N, 1, head_dim] of a `RotaryTable` -> [N, hidden]."""
+        x = x + self._attention_output(attention(self._index, *self._heads_of(x, cos, sin)))
+        gate, up = self._gate_up(rms_norm(x, self._mlp_norm, self._epsilon)).chunk(2, dim=-1)
+        return x + self._down(functional.silu(gate) * up)
+
+    def keep(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> None:
+        """Put keys and values of the tokens into the cache, and compute nothing else."""
+        _, key, value = self._heads_of(x, cos, sin)
+        attention.keep(self._index, key, value)
+
+    def _heads_of(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as `Attention` takes them."""
         normed = rms_norm(x, self._attention_norm, self._epsilon)
         heads = self._qkv(normed).unflatten(-1, (-1, self._head_dim))  # [N, heads + 2 kv_heads, D]
         query_key, value = heads[:, : -self._kv_heads], heads[:, -self._kv_heads :]
         if self._qk_norm is not None:
             query_key = rms_norm(query_key, None, self._epsilon) * self._qk_norm
         query_key = torch.addcmul(query_key * cos, query_key.roll(self._head_dim // 2, -1), sin)
-        query, key = query_key[:, : self._heads], query_key[:, self._heads :]
-        x = x + self._attention_output(attention(self._index, query, key, value))
-        gate, up = self._gate_up(rms_norm(x, self._mlp_norm, self._epsilon)).chunk(2, dim=-1)
-        return x + self._down(functional.silu(gate) * up)
+        return query_key[:, : self._heads], query_key[:, self._heads :], value
+
+
+class _FurtherLayer:
+    """A layer that predicts the token after the next one (docs/multi_token_prediction.md), to draft by."""
+
+    def __init__(self, shape: ModelShape, mtp: MtpShape, weights: Mapping[str, Tensor]) -> None:
+        self.before_norm, self._hidden_first = mtp.before_final_norm, mtp.hidden_first
+        self._epsilon = shape.rms_norm_eps
+        names = ("hnorm", "enorm", "final_layernorm")
+        self._hidden_norm, self._embedding_norm, self._norm = (
+            weights[f"mtp.{name}.weight"].clone() for name in names
+        )
+        self._projection = Linear(weights["mtp.eh_proj.weight"])
+        self.layer = _Layer(shape, shape.num_layers, weights)
+
+    def projected(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """The input [N, hidden] of the layer."""
+        parts = (
+            rms_norm(hidden, self._hidden_norm, self._epsilon),
+            rms_norm(embedded, self._embedding_norm, self._epsilon),
+        )
+        return self._projection(torch.cat(parts if self._hidden_first else parts[::-1], dim=-1))
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        """As an ordinary layer, of what is `projected`, with a norm at the end."""
+        return rms_norm(self.layer(x, cos, sin, attention), self._norm, self._epsilon)
 
 
 class Decoder:
@@ -219,6 +277,9 @@ class Decoder:
         self._embedding = weights["embedding.weight"].clone()
         self._layers = [_Layer(shape, index, weights) for index in range(shape.num_layers)]
         self._norm = weights["norm.weight"].clone()
+        self._further: _FurtherLayer | None = None
+        if shape.mtp is not None:
+            self._further = _FurtherLayer(shape, shape.mtp, weights)
         self._head = Linear(weights["embedding.weight" if shape.tied_embeddings else "head.weight"])
 
     def hidden(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -227,7 +288,30 @@ class Decoder:
         x = functional.embedding(tokens, self._embedding)
         for layer in self._layers:
             x = layer(x, cos, sin, attention)
-        return rms_norm(x, self._norm, self._epsilon)
+        normed = rms_norm(x, self._norm, self._epsilon)
+        if self._further is not None:
+            attention.keep(len(self._layers) + 1, x if self._further.before_norm else normed)
+        return normed
+
+    def further(self, hidden: Tensor, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """What a layer for a further token makes of hidden states [N, hidden] and the tokens [N] after them.
+
+        Its output [N, hidden] is an input of `logits` and, one position further, of the layer itself.
+        """
+        layer = self._further_layer
+        x = layer.projected(hidden, functional.embedding(tokens, self._embedding))
+        return layer(x, *self._table.at(positions), attention)
+
+    def keep_further(self, hidden: Tensor, tokens: Tensor, positions: Tensor, attention: Attention) -> None:
+        """Put only the layer's keys and values into the cache."""
+        layer = self._further_layer
+        x = layer.projected(hidden, functional.embedding(tokens, self._embedding))
+        layer.layer.keep(x, *self._table.at(positions), attention)
+
+    @property
+    def _further_layer(self) -> _FurtherLayer:
+        assert self._further is not None, "the model has no layer for a further token"
+        return self._further
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] -> [N, vocabulary] in float32."""
@@ -236,6 +320,11 @@ class Decoder:
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return functional.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+def _padded(values: Tensor) -> Tensor:
+    """[n, *] with zeros behind, up to a multiple of `ROW_MULTIPLE`."""
+    return functional.pad(values, (0, 0) * (values.dim() - 1) + (0, -len(values) % ROW_MULTIPLE))
 
 
 def _padded_length(prompt: Prompt) -> int:
@@ -275,9 +364,15 @@ class ModelRunner:
         self._staging = {p.name: torch.zeros(p.shape, device=device, dtype=dtype) for p in self._parameters}
         self.num_parameters = sum(staged.numel() for staged in self._staging.values())
         self._decoder: Decoder | None = None
+        self.further: MtpRunner | None = None  # by which the engine may draft
+        if shape.mtp is not None:
+            self.further = MtpRunner(self, states=shape.num_layers + 1, device=device, dtype=dtype)
 
-    def slices(self) -> list[TensorSlice]:
-        return [part for parameter in self._parameters for part in parameter.slices()]
+    def slices(self, *, drafts: bool = True) -> list[TensorSlice]:
+        """Of all parameters, or of all but those of a layer that `drafts`."""
+        further = f"layers.{self._shape.num_layers}.", "mtp."
+        kept = (p for p in self._parameters if drafts or not p.name.startswith(further))
+        return [part for parameter in kept for part in parameter.slices()]
 
     def staging_parameters(self) -> Mapping[str, Tensor]:
         """Where new weights are written, by parameter name; always these tensors, which no step reads."""
@@ -308,6 +403,9 @@ class ModelRunner:
                 hidden.update(zip(batch, self._prefill(batch), strict=True))
         for batch in in_passes([p for p in prompts if p.start], self._prefill_tokens):
             hidden.update(zip(batch, self._continue(batch), strict=True))
+        if self.further is not None:
+            # From the beginning: the last place in a page is of the token after it, maybe another text's.
+            self.further.prefill([replace(prompt, start=0) for prompt in prompts])
         return [hidden[prompt] for prompt in prompts]
 
     @torch.inference_mode()
@@ -368,15 +466,25 @@ class ModelRunner:
         return self._network.logits(self._hidden(tokens, positions, cached))
 
     def _hidden(self, tokens: Tensor, positions: Tensor, cached: CachedPass) -> Tensor:
-        padding = (0, -len(tokens) % ROW_MULTIPLE)
-        padded, at = functional.pad(tokens, padding), functional.pad(positions, padding)
-        return self._network.hidden(padded, at, ContinuedAttention(cached))
+        return self._network.hidden(_padded(tokens), _padded(positions), ContinuedAttention(cached))
+
+    def read_further(self, hidden: Tensor, tokens: Tensor, positions: Tensor, cached: CachedPass) -> Tensor:
+        """Outputs [N, hidden] of the layer for a further token, see `Decoder.further`."""
+        padded = _padded(hidden), _padded(tokens), _padded(positions)
+        return self._network.further(*padded, ContinuedAttention(cached))[: len(tokens)]
+
+    def keep_further(self, hidden: Tensor, tokens: Tensor, positions: Tensor, cached: CachedPass) -> None:
+        """Its keys and values alone."""
+        padded = _padded(hidden), _padded(tokens), _padded(positions)
+        self._network.keep_further(*padded, ContinuedAttention(cached))
 
     @torch.inference_mode()
     def logits(self, hidden: Sequence[Tensor]) -> Tensor:
-        rows = torch.stack(list(hidden))
-        padded = functional.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE))
-        return self._network.logits(padded)[: len(rows)]
+        return self.logits_of(torch.stack(list(hidden)))
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocabulary]."""
+        return self._network.logits(_padded(hidden))[: len(hidden)]
 
     @property
     def _network(self) -> Decoder:
@@ -416,6 +524,17 @@ class TorchEngine(BatchingEngine):
         self.model = runner(shape)
         self.draft_runner: ModelRunner | None = None
         drafts: DraftModel | None = None
+        if self.model.further is not None and isinstance(config.speculation, MtpConfig):
+            layers = sum(map(math.prod, mtp_tensors(shape).values()))
+            head = shape.vocab_size * shape.hidden_size
+            drafts = MtpDrafts(
+                self.model.further,
+                config.speculation,
+                max_cached_tokens=0,
+                size=(layers + head) / self.model.num_parameters,
+                device=device,
+                clock=clock,
+            )
         if draft_shape is not None and config.draft_model is not None:
             self.draft_runner = runner(draft_shape)
             drafts = DraftModel(
@@ -447,7 +566,7 @@ def create_engine(config: TorchGenerationConfig, options: EngineOptions) -> Torc
     """The embedded engine, with the weights of the model's folder as version 0."""
     draft_path = None if config.draft_model is None else config.draft_model.model_path
     engine = TorchEngine(
-        load_shape(options.model_path),
+        load_shape(options.model_path, with_mtp=config.drafts_by_mtp),
         config,
         device=torch.device(options.device),
         dtype=getattr(torch, config.precision or options.precision),
@@ -465,12 +584,16 @@ def create_engine(config: TorchGenerationConfig, options: EngineOptions) -> Torc
 class TorchHost(StepDriver):
     """A rank of the embedded engine with its thread."""
 
-    def __init__(self, config: TorchGenerationConfig, options: EngineOptions) -> None:
+    def __init__(
+        self, config: TorchGenerationConfig, options: EngineOptions, *, trained_drafts: bool = False
+    ) -> None:
+        """With `trained_drafts` updates bring the layers that draft too."""
         self._options, self._on_update = options, config.on_update
         self.engine = self._apart(lambda: create_engine(config, options)).result()
         super().__init__(self.engine, f"generation engine {options.rank}")
         model = self.engine.model
-        self._receiver = WeightReceiver(model.slices(), model.staging_parameters, self._commit)
+        slices = model.slices(drafts=trained_drafts)
+        self._receiver = WeightReceiver(slices, model.staging_parameters, self._commit)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 

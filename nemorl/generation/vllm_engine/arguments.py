@@ -20,6 +20,7 @@ from nemorl.generation.tokens import engine_seed
 from nemorl.generation.types import EngineOptions, GenerationRequest
 
 LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"  # learn, while loading, where shards of weights belong
+TRAINED_DRAFTS = "NEMORL_VLLM_TRAINED_DRAFTS"  # updates bring the layers that draft (MTP) too
 QUANTIZATION = "NEMORL_VLLM_QUANTIZATION"  # a `QuantizationConfig` by which workers quantize weights
 OWNER = "NEMORL_VLLM_OWNER"  # the process id of the replica, with which all processes of its engine end
 EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
@@ -31,10 +32,13 @@ def environment(
     options: EngineOptions,
     sockets: Path,
     quantization: QuantizationConfig | None = None,
+    *,
+    trained_drafts: bool = False,
 ) -> dict[str, str]:
     """Variables to set before vLLM is imported, for all its processes; `sockets` is for their sockets.
 
-    With `quantization` workers quantize the weights that they load or receive.
+    With `quantization` workers quantize the weights that they load or receive; with `trained_drafts` they
+    receive the layers that draft as well.
     """
     variables = {
         OWNER: str(os.getpid()),
@@ -49,6 +53,8 @@ def environment(
         variables[QUANTIZATION] = quantization.model_dump_json()
     if config.adapters == "merged" and update != "reload":
         variables[LEARNED_LAYOUT] = "1"
+    if trained_drafts:
+        variables[TRAINED_DRAFTS] = "1"
     if options.device == "cpu":
         variables |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gigabytes),

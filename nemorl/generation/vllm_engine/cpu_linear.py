@@ -87,6 +87,14 @@ class _PackedLinear:
         return out
 
 
+def embeddings_of(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters of embedding and head."""
+    modules = (
+        (n, module) for n, module in model.named_modules() if isinstance(module, VocabParallelEmbedding)
+    )
+    return frozenset(f"{name}.{own}" for name, module in modules for own, _ in module.named_parameters())
+
+
 def _is_table(module: nn.Module) -> bool:
     """True for embeddings, which are looked up."""
     return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)

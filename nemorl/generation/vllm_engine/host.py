@@ -140,11 +140,13 @@ class VllmHost(UpdatedDriver):
         return_experts: bool = False,
         lora: LoraConfig | None = None,
         quantization: QuantizationConfig | None = None,
+        trained_drafts: bool = False,
         gpus: Sequence[str] = (),
     ) -> None:
         """With `lora` the engine receives adapters only; with `quantization` its workers quantize weights.
 
-        `gpus` it sees, unless it sees this process's. Raises Unquantizable.
+        With `trained_drafts` updates bring the layers that draft too. `gpus` it sees, unless it sees this
+        process's. Raises Unquantizable.
         """
         from nemorl.cluster.runtime import hold, remove_abandoned  # and Ray, which vLLM's workers do without
 
@@ -157,7 +159,7 @@ class VllmHost(UpdatedDriver):
         self._update = config.update_on(options.device, quantizes=quantization is not None)
         self._layouts: tuple[ReceiverLayout, ...] = ()
         self._died = asyncio.Event()
-        variables = environment(config, options, self._folder, quantization)
+        variables = environment(config, options, self._folder, quantization, trained_drafts=trained_drafts)
         if gpus:  # the processes of the engine see these, in this order
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         shape, length = load_shape(options.model_path), options.max_sequence_length

@@ -182,14 +182,18 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     assert isinstance(config, VllmGenerationConfig)
     ranks, on_cpu = config.ranks_per_replica, experiment.cluster.gpus_per_node == 0
     quantization = experiment.policy.engine_quantization
+    item = ITEM_SIZE[config.precision or experiment.policy.precision]
+    drafts, updated = draft_elements(experiment) * item, 0
+    if config.updates_drafts(experiment.policy):
+        drafts, updated = 0, drafts
+    weights += updated
     held = weights if quantization is None else _quantized_bytes(quantization, shape, weights)
     share = -(-held // ranks)
     update = config.update_on("cpu" if on_cpu else "cuda", quantizes=quantization is not None)
-    item = ITEM_SIZE[config.precision or experiment.policy.precision]
     received = weights if update == "reload" else share
     staging = buckets_bytes(config, received, cpu_memory.most_of_bucket(experiment) if on_cpu else None)
     if update == "reload":
-        staging += 2 * item * _largest_layer(shape)
+        staging += 2 * item * _largest_layer(shape) + updated  # those that draft are held to the end
     elif config.adapters == "merged":  # separate ones are as small as a bucket
         table = item * shape.vocab_size * shape.hidden_size // config.tensor_parallel_size
         if on_cpu and config.enforce_eager is not False:
@@ -200,7 +204,7 @@ def memory(experiment: Experiment, shape: ModelShape, weights: int) -> ProcessMe
     return ProcessMemory(
         "generation",
         config.replicas * ranks,
-        weights=share + -(-draft_elements(experiment) * item // config.tensor_parallel_size),
+        weights=share + -(-drafts // config.tensor_parallel_size),
         logits=sampling_bytes(config.max_num_seqs, shape),
         kv_cache=config.kv_cache_gigabytes * 2**30 if on_cpu else 0,  # a GPU's takes what is left
         staging=staging,

@@ -5,13 +5,15 @@
     streamed   whole tensors of all modules, each into vLLM's loader as it arrives
     adapters   a policy's LoRA, which vLLM computes on top of weights that stay as they are
 
+Layers that draft (MTP), where the policy trains them, are a second model with a loader of its own.
+
 The layout is learned when weights are loaded, before post-processing replaces, changes or copies parameters
 for its kernels. Writing into these would not be seen, or would be wrong, so their modules are reloaded.
 """
 
 import logging
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,15 +44,25 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def touched_by(process: Callable[[], None], model: nn.Module) -> dict[str, str]:
-    """Run the post-processing; the parameters of modules that it touched, and why."""
-    before = {name: (_states(module), _attributes(module)) for name, module in model.named_modules()}
+    """Run the post-processing; the parameters of modules that it touched, and why.
+
+    Those of the modules in such a module count too: latent attention may multiply by copies of `kv_b_proj`.
+    Views of parameters are no copies.
+    """
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    before = {
+        name: (_states(module), _attributes(module), [first[id(p)] for p in module.parameters()])
+        for name, module in model.named_modules()
+    }
     process()
     changed: dict[str, str] = {}
     for name, module in model.named_modules():
-        states, attributes = before.get(name, ({}, {}))
+        states, attributes, inside = before.get(name, ({}, {}, []))
         if (reason := _difference(module, states, attributes)) is not None:
             own = {*states, *dict(module.named_parameters(recurse=False))}
-            changed |= {f"{name}.{parameter}".lstrip("."): reason for parameter in own}
+            changed |= dict.fromkeys(
+                [*inside, *(f"{name}.{parameter}".lstrip(".") for parameter in own)], reason
+            )
     return changed
 
 
@@ -58,11 +70,13 @@ def _difference(
     module: nn.Module, states: Mapping[str, object], attributes: Mapping[str, object]
 ) -> str | None:
     now = _states(module)
-    if now.keys() != states.keys():
+    new = now.keys() - states.keys()
+    own = {storage_of(parameter) for name, parameter in module.named_parameters() if name not in new}
+    if states.keys() - now.keys() or not own.issuperset(storage_of(module.get_parameter(n)) for n in new):
         return "post-processing gave the module other parameters"
-    if changed := [name for name, state in now.items() if state != states[name]]:
+    if changed := [name for name, state in states.items() if now[name] != state]:
         return f"post-processing changed {changed[0]}"
-    own = {storage_of(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+    own |= {storage_of(buffer) for buffer in module.buffers(recurse=False)}
     for name, value in _attributes(module).items():
         if attributes.get(name) is not value and _other_memory(value, own, _DEEPEST):
             return f"post-processing keeps memory of its own in {name}"
@@ -134,8 +148,13 @@ class Learned:
     problem: str | None  # why nothing can be written into the others; None where it can
 
 
-def learn(model: nn.Module, tensors: Shapes, process: Callable[[], None]) -> Learned:
-    """Trace the loader of a model that is loaded, and watch what `process`, the post-processing, changes."""
+def learn(
+    model: nn.Module, tensors: Shapes, process: Callable[[], None], elsewhere: Collection[str] = ()
+) -> Learned:
+    """Trace the loader of a model that is loaded, and watch what `process`, the post-processing, changes.
+
+    Parameters `elsewhere` are another model's in the end, which brings them: `tensors` do not fill them.
+    """
     load: Any = model.load_weights
     targets = _targets(model)
     try:
@@ -144,14 +163,16 @@ def learn(model: nn.Module, tensors: Shapes, process: Callable[[], None]) -> Lea
     except Exception as error:  # noqa: BLE001 - whatever a loader does with tensors that have no memory
         trace, cause = LoaderTrace((), {}), f"{type(error).__name__}: {error}"
         problem = f"the loader of {type(model).__name__} cannot be followed ({cause})"
-    apart = _shared(model)
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(elsewhere)
+    apart = _shared(model, own)
     changed = touched_by(process, model)
-    if tied := _shared(model) - apart:
-        names = " and ".join(sorted(tied)[0])
+    if tied := _shared(model, own) - apart:
+        names = " and ".join(min(tied))
         problem = f"vLLM has tied {names}, which the checkpoint keeps apart; training would part them"
     if problem is None:  # check that what is to be written is covered; buffers count if some of one is loaded
         loaded = {part.param for part in trace.slices}
-        targets = parameters_of(model) | {n: b for n, b in model.named_buffers() if n in loaded}
+        targets = {n: p for n, p in parameters_of(model).items() if n in own}
+        targets |= {n: b for n, b in model.named_buffers() if n in loaded}
         writable = {name: tensor for name, tensor in targets.items() if name not in changed}
         direct = LoaderTrace(tuple(part for part in trace.slices if part.param in writable), {})
         if wrong := uncovered(direct, writable):
@@ -174,8 +195,10 @@ def layout_of(learned: Learned, tensors: Shapes) -> WorkerLayout:
         raise Untraceable(f"{learned.problem}. Set generation.update to reload")
     slices, changed = learned.trace.slices, learned.changed
     direct = (part for part in slices if part.param not in changed)
-    whole = tuple(dict.fromkeys(part.name for part in slices if part.param in changed))
-    return WorkerLayout((*direct, *_whole_slices(tensors, whole)), whole, learned.changed)
+    loaded_again = [part for part in slices if part.param in changed]
+    whole = tuple(dict.fromkeys(part.name for part in loaded_again))
+    reasons = {part.param: changed[part.param] for part in loaded_again}
+    return WorkerLayout((*direct, *_whole_slices(tensors, whole)), whole, reasons)
 
 
 @dataclass
@@ -224,6 +247,40 @@ class WorkerWeights:
 
 
 @dataclass(frozen=True)
+class WorkerModels:
+    """The weights of several models, which are exchanged and taken into use together."""
+
+    parts: Mapping[str, WorkerWeights]  # by what their parameters' names begin with here
+
+    @property
+    def slices(self) -> tuple[TensorSlice, ...]:
+        return tuple(
+            replace(part, param=prefix + part.param)
+            for prefix, weights in self.parts.items()
+            for part in weights.layout.slices
+        )
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        return {
+            prefix + name: reason
+            for prefix, weights in self.parts.items()
+            for name, reason in weights.layout.reasons.items()
+        }
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {
+            prefix + name: tensor
+            for prefix, weights in self.parts.items()
+            for name, tensor in weights.tensors().items()
+        }
+
+    def commit(self) -> None:
+        for weights in self.parts.values():
+            weights.commit()
+
+
+@dataclass(frozen=True)
 class StreamingLoader:
     """vLLM's own loader, for a `WholeTensorReceiver`: it quantizes each layer once all of it has arrived."""
 
@@ -242,6 +299,37 @@ class StreamingLoader:
 
     def finish(self) -> None:
         _refresh_tied(self.model)
+
+
+def reload_drafts(model: nn.Module, vllm_config: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Load tensors into layers that draft: vLLM's `reload_weights` of a worker is for the policy's model."""
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    _forget_kernels(model)
+    reload_weights(vllm_config, model, tensors, weights_path=None, is_checkpoint_format=True)
+
+
+def reload_both(
+    reload: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    reload_drafts: Callable[[Iterable[tuple[str, Tensor]]], Any],
+    names: Collection[str],
+    tensors: Iterable[tuple[str, Tensor]],
+) -> None:
+    """Load a stream of tensors, of which those with `names` are the drafts'.
+
+    These are held until the policy's are loaded, since vLLM's loaders expect all tensors in one call.
+    """
+    held: dict[str, Tensor] = {}
+
+    def of_policy() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if name in names:
+                held[name] = tensor
+            else:
+                yield name, tensor
+
+    reload(of_policy())
+    reload_drafts(held.items())
 
 
 def end_reload(model: nn.Module, model_config: Any) -> None:
@@ -299,10 +387,12 @@ def reload_with_sinks(
         parameters[name].copy_(sinks[name].narrow(0, rank * heads, heads))
 
 
-def _shared(model: nn.Module) -> set[tuple[str, ...]]:
+def _shared(model: nn.Module, among: Collection[str] | None = None) -> set[tuple[str, ...]]:
+    """Names of parameters with the same memory, all or some."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(storage_of(parameter), []).append(name)
+        if among is None or name in among:
+            names.setdefault(storage_of(parameter), []).append(name)
     return {tuple(same) for same in names.values() if len(same) > 1}
 
 

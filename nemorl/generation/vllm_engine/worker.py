@@ -13,8 +13,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,26 +27,30 @@ from nemorl.config.policy import LoraConfig
 from nemorl.config.quantization import QuantizationConfig
 from nemorl.device import make_current
 from nemorl.models.adapters import adapter_tensors
-from nemorl.models.layout import hf_tensors
+from nemorl.models.layout import hf_tensors, mtp_tensors
 from nemorl.models.registry import load_shape
+from nemorl.models.shape import ModelShape
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.messages import ReceiveReport
 from nemorl.weights.whole_tensors import WholeTensorReceiver, whole_slices
 
 from . import quantized
-from .arguments import LEARNED_LAYOUT, OWNER, QUANTIZATION
-from .cpu_linear import PackedLayers, int8_kernels_for_float32, load_unpacked
+from .arguments import LEARNED_LAYOUT, OWNER, QUANTIZATION, TRAINED_DRAFTS
+from .cpu_linear import PackedLayers, embeddings_of, int8_kernels_for_float32, load_unpacked
 from .host import LAYOUT, PARTS, REPORT, SESSION, remove_folder
 from .trace import LoaderTrace
 from .weights import (
     Learned,
     StreamingLoader,
     WorkerAdapters,
+    WorkerModels,
     WorkerWeights,
     compute_one_adapter,
     end_reload,
     layout_of,
     learn,
+    reload_both,
+    reload_drafts,
     reload_with_sinks,
 )
 
@@ -53,15 +58,22 @@ _PR_SET_PDEATHSIG = 1
 _END_SECONDS = 2.0  # that an update which was given up may take to end
 _process = base_loader.process_weights_after_loading
 _NOTHING = Learned(LoaderTrace((), {}), {}, "its loading was not watched")
-_learned: dict[str, Learned] = {}  # one entry: of the model of this process
+_learned: dict[str, Learned] = {}  # of the models of this process, by the prefix of their parameters
+_POLICY, _DRAFTS = "", "drafts."  # these prefixes
+_trains_drafts = bool(os.environ.get(TRAINED_DRAFTS))
 
 
 def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch.device) -> None:
-    if model_config.runner_type == "draft":  # a second model, for drafts, which takes no weights
+    def process() -> None:
         _process(model, model_config, target_device)
-        return
-    tensors = hf_tensors(load_shape(Path(model_config.model)))
-    _learned["model"] = learn(model, tensors, lambda: _process(model, model_config, target_device))
+
+    if model_config.runner_type != "draft":
+        _learned[_POLICY] = learn(model, hf_tensors(load_shape(Path(model_config.model))), process)
+    elif _trains_drafts:  # layers for further tokens, which then get embedding and head of the policy's model
+        tensors = mtp_tensors(load_shape(Path(model_config.model), with_mtp=True))
+        _learned[_DRAFTS] = learn(model, tensors, process, embeddings_of(model))
+    else:  # a second model, for drafts, which takes no weights
+        process()
 
 
 def _quantize_in_loader(quantization: QuantizationConfig) -> None:
@@ -144,11 +156,18 @@ class VllmWorkerExtension:
         return self.nemorl.corruption  # type: ignore[no-any-return]
 
 
-def make_receiver(worker: Any, update: Update, lora: str | None) -> Mapping[str, str]:
-    """Set `nemorl` of a worker. Returns why some parameters take complete tensors."""
-    runner, dtype = worker.model_runner, worker.model_runner.model_config.dtype
-    model, shape = runner.get_model(), load_shape(Path(runner.model_config.model))
-    reasons: Mapping[str, str] = {}
+class _Updated(NamedTuple):
+    """A model that updates reach, their tensors, and vLLM's loader of these."""
+
+    model: nn.Module
+    tensors: Mapping[str, tuple[int, ...]]
+    reload: Callable[[Iterable[tuple[str, Tensor]]], None]
+
+
+def _updated_models(worker: Any, shape: ModelShape) -> dict[str, _Updated]:
+    """By the prefix of their parameters."""
+    runner = worker.model_runner
+    model = runner.get_model()
 
     def reload(tensors: Iterable[tuple[str, Tensor]]) -> None:
         if _quantization is not None:
@@ -158,6 +177,27 @@ def make_receiver(worker: Any, update: Update, lora: str | None) -> Mapping[str,
                 reload_with_sinks(model, runner.reload_weights, tensors)
             else:
                 runner.reload_weights(weights_iterator=tensors)
+
+    found = {_POLICY: _Updated(model, hf_tensors(shape), reload)}
+    if _trains_drafts:
+        drafts = runner.get_draft_model()
+        further = mtp_tensors(load_shape(Path(runner.model_config.model), with_mtp=True))
+
+        def reload_layers(tensors: Iterable[tuple[str, Tensor]]) -> None:
+            with set_current_vllm_config(worker.vllm_config):
+                reload_drafts(drafts, worker.vllm_config, tensors)
+
+        found[_DRAFTS] = _Updated(drafts, further, reload_layers)
+    return found
+
+
+def make_receiver(worker: Any, update: Update, lora: str | None) -> Mapping[str, str]:
+    """Set `nemorl` of a worker. Returns why some parameters take complete tensors."""
+    runner, dtype = worker.model_runner, worker.model_runner.model_config.dtype
+    shape = load_shape(Path(runner.model_config.model))
+    models = _updated_models(worker, shape)
+    model, _, reload = models[_POLICY]
+    reasons: Mapping[str, str] = {}
 
     if lora is not None:
         config = LoraConfig.model_validate_json(lora)
@@ -171,15 +211,31 @@ def make_receiver(worker: Any, update: Update, lora: str | None) -> Mapping[str,
     elif update == "reload":
         kind = str(dtype).removeprefix("torch.")
         tensors, kinds = quantized.update_tensors(shape, _quantization, kind)
-        loader = StreamingLoader(model, reload, lambda: end_reload(model, runner.model_config))
+        if drafts := models.get(_DRAFTS):
+            tensors |= drafts.tensors
+            kinds |= dict.fromkeys(drafts.tensors, kind)
+            reload = partial(reload_both, reload, drafts.reload, drafts.tensors)
+
+        def recover() -> None:
+            for each in models.values():
+                end_reload(each.model, runner.model_config)
+
+        loader = StreamingLoader(model, reload, recover)
         worker.nemorl = WholeTensorReceiver(tensors, kinds, loader, device=worker.device)
     else:
-        layout = layout_of(_learned.get("model", _NOTHING), hf_tensors(shape))
-        slices, reasons, in_place = layout.slices, layout.reasons, update == "in_place"
+        in_place, eager = update == "in_place", runner.model_config.enforce_eager
         if not hasattr(worker, "nemorl_packed"):  # a server makes a receiver for each run
-            worker.nemorl_packed = PackedLayers(model, eager=runner.model_config.enforce_eager)
-        held = WorkerWeights(model, layout, reload, in_place, dtype, worker.nemorl_packed)
-        worker.nemorl = WeightReceiver(slices, held.tensors, lambda _: held.commit(), in_place=in_place)
+            worker.nemorl_packed = {
+                name: PackedLayers(each.model, eager=eager) for name, each in models.items()
+            }
+        parts = {}
+        for name, each in models.items():
+            layout = layout_of(_learned.get(name, _NOTHING), each.tensors)
+            packed = worker.nemorl_packed[name]
+            parts[name] = WorkerWeights(each.model, layout, each.reload, in_place, dtype, packed)
+        held = WorkerModels(parts)
+        reasons = held.reasons
+        worker.nemorl = WeightReceiver(held.slices, held.tensors, lambda _: held.commit(), in_place=in_place)
     return reasons
 
 

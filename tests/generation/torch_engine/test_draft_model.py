@@ -9,26 +9,22 @@ import torch
 from nemorl.generation.types import EngineOptions, SamplingParams
 from nemorl.models.kv_cache import PAGE_TOKENS
 from tests.generation.examples import (
-    GREEDY,
     SHAPE,
     VOCABULARY,
     Clock,
     Prompts,
+    assert_same,
     assert_sampled_by_probability,
     finish,
+    mixed_requests,
     random_weights,
     request,
     serve,
     small_engine,
+    take_time,
 )
 
 SMALL = replace(SHAPE, num_layers=1, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, head_dim=8)
-SAMPLINGS = [
-    SamplingParams(),
-    SamplingParams(temperature=0.7, top_k=12),
-    SamplingParams(temperature=1.2, top_k=30, top_p=0.95, min_p=0.02),
-    GREEDY,
-]
 
 
 def drafting_engine(draft="near", max_tokens=4, draft_step=(0.001, 0.0001), clock=None, **arguments):
@@ -57,34 +53,8 @@ def drafting_engine(draft="near", max_tokens=4, draft_step=(0.001, 0.0001), cloc
         (engine.model, (0.01, 0.0001), []),
         (runner, draft_step, engine.draft_rows),
     ):
-        _add_time(of, clock, first, each, counts)
+        take_time(of, clock, first, each, counts)
     return engine
-
-
-def _add_time(runner, clock, first, each, counts):
-    decode = runner.decode
-
-    def timed(step):
-        clock.now += first + each * sum(step.counts)
-        counts.append(sum(step.counts))
-        return decode(step)
-
-    runner.decode = timed
-
-
-def mixed_requests(count, **fields):
-    return [
-        request(prompt, f"{i}", SAMPLINGS[i % len(SAMPLINGS)], 1 + (7 * i) % 31, seed=i, **fields)
-        for i, prompt in enumerate(Prompts(0).several(count, 1, 40))
-    ]
-
-
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name, completion in left.items():
-        assert completion.tokens.tolist() == right[name].tokens.tolist(), name
-        np.testing.assert_allclose(completion.logprobs, right[name].logprobs, atol=5e-5)
-        assert completion.stop == right[name].stop
 
 
 @pytest.mark.parametrize("draft", ["same", "near", "other"])

@@ -38,7 +38,7 @@ def test_only_the_engines_thread_keeps_openmp_threads(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_never_takes_its_weights_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    engine = SimpleNamespace(model=SimpleNamespace(slices=list, staging_parameters=dict))
+    engine = SimpleNamespace(model=SimpleNamespace(slices=lambda drafts: [], staging_parameters=dict))
     monkeypatch.setattr(module, "create_engine", lambda *args, **options: engine)
     monkeypatch.setattr(TorchHost, "_run", lambda self: None)  # an engine that hangs in its step
 

@@ -39,7 +39,7 @@ def main(rank: int, rendezvous: Path, folders: list[Path]) -> None:
             for folder in folders:
                 config, model = loaded(folder, 1)
                 with set_current_vllm_config(config):
-                    tell(report(folder, config, model, worker._learned["model"]), 1, 0)
+                    tell(report(folder, config, model, worker._learned[worker._POLICY]), 1, 0)
             for folder in (folder for folder in folders if folder.name in PACKED):
                 with packing_while_loading(packing):
                     config, model = loaded(folder, 1)
@@ -48,7 +48,7 @@ def main(rank: int, rendezvous: Path, folders: list[Path]) -> None:
     with ranks_of_one_engine(rank, 2, rendezvous):
         for folder in folders:
             config, model = loaded(folder, 2)
-            learned = worker._learned["model"]
+            learned = worker._learned[worker._POLICY]
             with set_current_vllm_config(config):
                 told = report(folder, config, model, learned)
             with TemporaryDirectory() as place:
@@ -185,6 +185,7 @@ def refit_report(
     from nemorl.generation.vllm_engine.weights import WorkerWeights, layout_of
     from nemorl.models.layout import hf_tensors
     from nemorl.models.registry import load_shape
+    from nemorl.weights.endpoints import WeightReceiver
     from tests.generation.vllm_engine.rank_refits import refits
 
     model = models[0]
@@ -195,7 +196,12 @@ def refit_report(
         layout = layout_of(learned, hf_tensors(load_shape(folders[0])))
         packed = PackedLayers(model, eager=True)
         weights = WorkerWeights(model, layout, reload, update == "in_place", dtype, packed)
-        found[update] = refits(folders, (first, second), model, weights, transports)
+        staged = update == "staged"
+        receiver = WeightReceiver(
+            layout.slices, weights.tensors, lambda _, weights=weights: weights.commit(), in_place=not staged
+        )
+        loaded = first, second
+        found[update] = refits(folders, loaded, model, receiver, transports, other_layouts=staged)
     return {"refits": found}
 
 

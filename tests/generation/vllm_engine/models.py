@@ -8,6 +8,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
+from tests.models.mtp_models import MiMoConfig
+
 VOCABULARY = 97  # vLLM rounds it up to 128 rows
 HEADS = 8
 _COMMON = {
@@ -25,6 +27,7 @@ _COMMON = {
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mimo": ("MiMoConfig", {"tie_word_embeddings": False, "num_nextn_predict_layers": 1}),
     "qwen3_moe": ("Qwen3MoeConfig", {"tie_word_embeddings": False, **_EXPERTS}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -53,7 +56,8 @@ def make(family: str, folder: Path, seed: int = 7) -> Any:
     import transformers
 
     name, own = FAMILIES[family]
-    config = getattr(transformers, name)(**_COMMON | own)
+    kind = MiMoConfig if family == "mimo" else getattr(transformers, name)
+    config = kind(**_COMMON | own)
     torch.manual_seed(seed)
     network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in network.parameters():

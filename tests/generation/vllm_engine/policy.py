@@ -42,7 +42,7 @@ class Policy(Threads):
     """Float32, as master weights are. Where no layout is given, two ranks share every matrix, and experts."""
 
     def __init__(self, folder: Path, layout: LayoutConfig | None = None) -> None:
-        shape = load_shape(folder)
+        shape = load_shape(folder, with_mtp=True)
         layout = layout or (_TP2 if shape.moe is None else _TP2_EP2)
         super().__init__([_Rank(shape, layout, number) for number in range(layout.world_size)])
         self.load(folder)

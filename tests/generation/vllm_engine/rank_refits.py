@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from nemorl.generation.vllm_engine.weights import WorkerWeights
 from nemorl.weights.endpoints import WeightReceiver
 from nemorl.weights.exchange import TransportOptions, WeightExchange
 from nemorl.weights.messages import RefitFailed
-from tests.generation.vllm_engine.policy import Policy, other_layouts
+from tests.generation.vllm_engine import policy as policies
+from tests.generation.vllm_engine.policy import Policy
 from tests.weights.ranks import Threads
 
 BUCKET = 2**14
@@ -26,18 +26,17 @@ def refits(
     folders: tuple[Path, Path],
     loaded: tuple[State, State],
     model: Any,
-    weights: WorkerWeights,
+    receiver: WeightReceiver,
     transports: Sequence[str],
+    *,
+    other_layouts: bool,
 ) -> dict[str, Any]:
     """By transport: what share of a full refit each of three took, and what then was not as loaded directly.
 
-    The second folder is the first with a few changes, and comes first and last. Then, next to the weights in
-    use, policies of other layouts bring one or the other.
+    The second folder is the first with a few changes, and comes first and last. Then policies of
+    `other_layouts` bring one or the other.
     """
     policy = Policy(folders[0])
-    receiver = WeightReceiver(
-        weights.layout.slices, weights.tensors, lambda version: weights.commit(), in_place=weights.in_place
-    )
     found: dict[str, Any] = {}
     with TemporaryDirectory() as place:
         for first, transport in enumerate(transports):
@@ -49,7 +48,7 @@ def refits(
                 shares.append(stats.num_bytes / stats.num_bytes_whole)
                 different |= differing(model, loaded[which])
             found[transport] = {"shares": shares, "different": sorted(different)}
-    if not weights.in_place:
+    if other_layouts:
         found["layouts"] = _by_other_layouts(receiver, folders, model, loaded)
     found["without base"] = _without_base(policy, receiver, folders[0], model, loaded[0])
     return found
@@ -65,7 +64,7 @@ def _by_other_layouts(
 ) -> dict[str, list[str]]:
     """What is not as loaded directly after refits by policies of other layouts, of either folder in turn."""
     found = {}
-    for number, (name, layout) in enumerate(other_layouts(folders[0]).items()):
+    for number, (name, layout) in enumerate(policies.other_layouts(folders[0]).items()):
         which = number % 2
         asyncio.run(
             _exchange(Policy(folders[which], layout), receiver, "shared_memory", "").refit(50 + number)

@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nemorl.config.generation import VllmGenerationConfig
-from nemorl.config.policy import LoraConfig
+from nemorl.config.policy import LoraConfig, PolicyConfig
 from nemorl.config.quantization import QuantizationConfig
 from nemorl.generation.types import EngineOptions
 from nemorl.generation.vllm_engine.arguments import (
     LEARNED_LAYOUT,
     QUANTIZATION,
+    TRAINED_DRAFTS,
     engine_arguments,
     environment,
     sampling_arguments,
@@ -60,6 +63,21 @@ def test_drafts_are_those_of_speculation() -> None:
     }
     assert drafts(method="mtp") == {"method": "mtp", "num_speculative_tokens": 1}
     assert "speculative_config" not in arguments("cuda")
+
+
+@pytest.mark.parametrize(
+    ("method", "trains", "told"),
+    [("mtp", True, "1"), ("mtp", False, None), ("prompt_lookup", True, None)],
+)
+def test_updates_bring_drafts_of_layers_that_the_policy_trains(
+    method: str, trains: bool, told: str | None
+) -> None:
+    policy = PolicyConfig(model_path=Path("m"), multi_token_prediction={} if trains else None)
+    drafting = config(speculation={"method": method})
+    trained = drafting.host_options(policy)["trained_drafts"]
+    options = EngineOptions(Path("m"), Path("m"), 64, device="cuda")
+    variables = environment(drafting, options, Path("s"), trained_drafts=bool(trained))
+    assert variables.get(TRAINED_DRAFTS) == told
 
 
 def test_a_cpu_has_a_cache_of_its_own_size_and_a_gpu_a_share() -> None:

@@ -1,8 +1,11 @@
 """What a worker does with its GPU and its models; vLLM and the GPU are stand-ins."""
 
 import json
+import os
 import subprocess
 import sys
+
+import pytest
 
 STANDIN = """
 import json, sys, threading, types
@@ -17,7 +20,7 @@ sys.modules["vllm.config"].set_current_vllm_config = None
 base = sys.modules["vllm.model_executor.model_loader"].base_loader = types.ModuleType("base_loader")
 base.process_weights_after_loading = None
 linear = sys.modules["nemorl.generation.vllm_engine.cpu_linear"] = types.ModuleType("cpu_linear")
-linear.PackedLayers = linear.int8_kernels_for_float32 = linear.load_unpacked = None
+linear.PackedLayers = linear.embeddings_of = linear.int8_kernels_for_float32 = linear.load_unpacked = None
 
 from nemorl.generation.vllm_engine import worker as extension
 """
@@ -51,24 +54,32 @@ print(json.dumps(events))
 DRAFT_MODEL = """
 processed = []
 extension._process = lambda model, config, device: processed.append(model)
-extension.hf_tensors = extension.load_shape = lambda shape: shape
+extension.load_shape = lambda folder, with_mtp=False: f"{folder}, {with_mtp}"
+extension.hf_tensors = lambda shape: f"tensors of {shape}"
+extension.mtp_tensors = lambda shape: f"layers of {shape}"
+extension.embeddings_of = lambda model: f"embeddings of {model}"
 
-def learn(model, tensors, process):
+def learn(model, tensors, process, elsewhere=""):
     process()
-    return f"layout of {model}"
+    return f"{model}: {tensors}; {elsewhere}"
 
 extension.learn = learn
 for name, runner in (("policy", "generate"), ("draft", "draft")):
-    config = types.SimpleNamespace(model=name, runner_type=runner)
+    config = types.SimpleNamespace(model="folder", runner_type=runner)
     extension._process_and_learn(name, config, None)
 print(json.dumps([processed, extension._learned]))
 """
 
 
-def test_weights_are_written_to_the_policy_and_not_to_the_draft_model_loaded_after_it() -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_are_written_to_a_draft_model_only_if_it_is_trained(trained: bool) -> None:
     command = [sys.executable, "-c", STANDIN + DRAFT_MODEL]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [["policy", "draft"], {"model": "layout of policy"}]
+    environment = dict(os.environ) | ({"NEMORL_VLLM_TRAINED_DRAFTS": "1"} if trained else {})
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    layouts = {"": "policy: tensors of folder, False; "}
+    if trained:
+        layouts["drafts."] = "draft: layers of folder, True; embeddings of draft"
+    assert json.loads(done.stdout) == [["policy", "draft"], layouts]
 
 
 def test_a_refit_uses_the_gpu_of_its_worker_and_not_the_first() -> None:

@@ -132,3 +132,40 @@ def test_post_processing_is_seen(process: object, reason: str | None) -> None:
     model = nn.ModuleDict({"touched": Layer(), "other": Layer()})
     changed = touched_by(lambda: process(model["touched"]), model)  # type: ignore[operator]
     assert changed == ({"touched.weight": reason} if reason else {})
+
+
+class Attention(nn.Module):
+    """As vLLM's latent attention, which has a projection of the module around it."""
+
+    def __init__(self, projection: Layer) -> None:
+        super().__init__()
+        self.projection = projection
+
+
+def absorb(attention: Attention) -> None:
+    attention.transposed = nn.Parameter(attention.projection.weight.detach().t().contiguous())
+
+
+def view(attention: Attention) -> None:
+    attention.transposed = nn.Parameter(attention.projection.weight.detach().t())
+
+
+def absorb_in_attribute(attention: Attention) -> None:
+    attention.transposed = attention.projection.weight.detach().t().contiguous()
+
+
+@pytest.mark.parametrize(
+    ("process", "reason"),
+    [
+        (absorb, "post-processing gave the module other parameters"),
+        (absorb_in_attribute, "post-processing keeps memory of its own in transposed"),
+        (view, None),
+    ],
+)
+def test_a_copy_that_the_module_around_keeps_is_seen(process: object, reason: str | None) -> None:
+    """By the first name of the parameter, under which its slices are. A view of it is no copy."""
+    model = nn.ModuleDict({"kv_b_proj": Layer(), "other": Layer()})
+    attention = model["attention"] = Attention(model["kv_b_proj"])  # type: ignore[arg-type]
+    changed = touched_by(lambda: process(attention), model)  # type: ignore[operator]
+    assert changed.pop("attention.transposed", reason) == reason  # which no loader fills
+    assert changed == ({"kv_b_proj.weight": reason} if reason else {})
