@@ -86,8 +86,8 @@ def import_values(
 ) -> Imported:
     """Apply a project's rules to the values of a config by their dotted keys. Raises CannotImport.
 
-    `compares`: rows name the fields that differ with the value of their key (`settled`), and not all fields of
-    its rules. This may take a second.
+    `compares`: rows name the fields that differ with the value of their key (`settled`), not all of the
+    rule. This may take a second.
     """
     options = options or Options()
     if not values:
