@@ -11,6 +11,7 @@ from rich.text import Text
 from nemorl.config.base import counted
 from nemorl.errors import ConfigError, UsageError
 from nemorl.importing.document import PROJECTS, checked, import_file, to_text
+from nemorl.importing.outcome import NO_EFFECT
 from nemorl.importing.rules import Imported, Row
 from nemorl.importing.trl_trainers import IMPORTED
 
@@ -22,6 +23,7 @@ _HEADINGS = {
     "lost": "without counterpart, and the result changes",
     "changed": "changed in meaning",
     "mapped": "mapped",
+    "unused": "without effect next to the other keys",
     "none": "without counterpart, and the result is the same",
 }
 
@@ -108,13 +110,16 @@ def as_json(imported: Imported) -> dict[str, object]:
 
 
 def _kind(row: Row) -> str:
+    if row.note == NO_EFFECT:
+        return "unused"
     return "lost" if row.outcome == "none" and row.changes_result else row.outcome
 
 
 def _tables(imported: Imported, every: bool) -> Iterator[Table]:
     """One of each outcome; of keys without an effect on the result only if `every` is true."""
     for kind, heading in _HEADINGS.items():
-        rows = [row for row in imported.rows if _kind(row) == kind and (every or kind != "none")]
+        is_shown = every or kind not in ("unused", "none")
+        rows = [row for row in imported.rows if is_shown and _kind(row) == kind]
         if not rows:
             continue
         result = table(f"{heading} ({len(rows)})", ["key", "value", "becomes", "note"])

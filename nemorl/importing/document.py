@@ -16,6 +16,7 @@ from nemorl.config.yaml import VARIANT_KEYS, leaves
 from nemorl.errors import ConfigError, Problem, UsageError
 
 from . import nemo_rl, openrlhf, trl, trl_offline, verl
+from .outcome import settled
 from .rules import CannotImport, Imported, Options, Origin, Rule, apply
 from .sources import read_text
 from .trl_trainers import IMPORTED, trainer_of
@@ -80,8 +81,14 @@ def project_of(text: str) -> Project | None:
     return found[0] if len(found) == 1 else None
 
 
-def import_values(project: Project, values: Mapping[str, Any], options: Options | None = None) -> Imported:
-    """Apply a project's rules to the values of a config by their dotted keys. Raises CannotImport."""
+def import_values(
+    project: Project, values: Mapping[str, Any], options: Options | None = None, *, compares: bool = False
+) -> Imported:
+    """Apply a project's rules to the values of a config by their dotted keys. Raises CannotImport.
+
+    `compares`: rows name the fields that differ with the value of their key (`settled`), not all of the
+    rule. This may take a second.
+    """
     options = options or Options()
     if not values:
         raise CannotImport(f"the file has no keys; name a config of {project.title}")
@@ -91,6 +98,8 @@ def import_values(project: Project, values: Mapping[str, Any], options: Options 
         raise CannotImport(f"--trainer {options.trainer}: {project.title}'s configs name theirs; remove it")
     origin = Origin(values, options, project.defaults)
     imported = apply(project.rules, origin, likenesses=project.likenesses)
+    if compares:
+        imported = settled(imported, project.rules, origin)
     tree = {"run_dir": project.run_dir, **imported.tree}
     ordered = {name: _variant_first(tree[name]) for name in _ORDER if name in tree}
     return replace(imported, tree=ordered)
@@ -119,7 +128,7 @@ def import_file(
     _require_origin(project, file)
     options = Options(rows, str(file.parent), None if template is None else str(template), trainer)
     try:
-        return import_values(project, dict(leaves(project.read(file))), options)
+        return import_values(project, dict(leaves(project.read(file))), options, compares=True)
     except CannotImport as error:
         problems = [problem.removeprefix(f"{file}: ") for problem in error.problems]
         if len(problems) == 1:
@@ -181,15 +190,17 @@ def checked(
         os.unlink(name)
 
 
+def _is_within(path: str, section: str) -> bool:
+    return f"{path}.".startswith(f"{section}.")
+
+
 def _keys_of(problem: Problem, imported: Imported | None) -> str:
     """The keys of the origin that a field comes from; only the one with its value, if there is one."""
     if imported is None:
         return ""
     given = [
-        row
-        for row in imported.rows
-        if any(f"{problem.field}.".startswith(f"{field}.") for field in row.fields)
-    ]
+        row for row in imported.rows if any(_is_within(problem.field, field) for field in row.fields)
+    ] or [row for row in imported.rows if any(_is_within(field, problem.field) for field in row.fields)]
     value = str(problem.value)  # as NaN is not equal to itself
     same = [row for row in given if problem.value is not None and str(row.value) == value]
     keys = [row.key for row in same or given][:_NAMED]

@@ -216,12 +216,12 @@ def apply(
             if any(one.startswith((f"{key} = ", f"{key}: ")) for key in rule.keys for one in problems):
                 continue
             with _listing(problems):
-                for path, value in _written(rule, origin, is_first=not problems).items():
+                for path, value in written(rule, origin, is_first=not problems).items():
                     place(tree, path, value)
                     known = sources.setdefault(path.partition(".")[0], [])
                     known += [key for key in rule.keys if key in origin.values and key not in known]
     values = sorted(origin.values.items()) if with_rows else ()
-    index = _Index(rules)
+    index = RuleIndex(rules)
     rows = tuple(_row(key, value, index, origin) for key, value in values)
     if problems:
         for key, given in origin.values.items():  # those that no rule came to
@@ -243,7 +243,7 @@ def _listing(problems: list[str]) -> Iterator[None]:
         problems += [problem for problem in error.problems if problem not in problems]
 
 
-def _written(rule: Part, origin: Origin, *, is_first: bool) -> Fields:
+def written(rule: Part, origin: Origin, *, is_first: bool) -> Fields:
     """The fields of a rule; `is_first` if nothing is refused so far, which may be why the rule fails."""
     for key in rule.keys:
         if isinstance(value := origin.values.get(key), str) and _COMMAND.search(value):
@@ -302,7 +302,7 @@ def _as_type_of(likeness: object, value: Any, key: str) -> Any:
     raise CannotImport(f"{key} = {value}: {close}expected {expected}; correct the value")
 
 
-def _row(key: str, value: object, index: "_Index", origin: Origin) -> Row:
+def _row(key: str, value: object, index: "RuleIndex", origin: Origin) -> Row:
     for section, why in origin.unused.items():
         if key.startswith(f"{section}."):
             return Row(key, value, "none", (), why)
@@ -328,7 +328,7 @@ def _row(key: str, value: object, index: "_Index", origin: Origin) -> Row:
     return Row(key, value, "unknown", (), f"did you mean {near}?" if near else "no rule knows this key", True)
 
 
-class _Index:
+class RuleIndex:
     """Rules by the keys that they name: `a.b` is itself, `a.*` is `a` and everything below."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:

@@ -75,7 +75,7 @@ def test_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "key": "top_p",
         "value": 0.9,
         "outcome": "changed",
-        "fields": ["generation"],
+        "fields": ["generation.sampling.top_p"],
         "note": "the loss is of the tokens that it keeps, and there of all tokens",
         "changes_result": True,
     }
