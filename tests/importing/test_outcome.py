@@ -58,7 +58,7 @@ def test_what_another_rule_makes_of_a_key_is_an_effect() -> None:
     assert (rows["samples"].outcome, rows["samples"].fields) == ("mapped", ("algorithm.steps",))
 
 
-def test_where_nothing_can_be_told_a_row_stays_as_it_is() -> None:
+def test_where_nothing_is_known_a_row_stays_as_it_is() -> None:
     """Of text there may be other values than the ones that were tried, and others may be refused."""
     refused = (*RULES[:2], Part(("limit",), ("run_dir",), lambda x: {"run_dir": _limited(x)}))
     origin = Origin({"unused": "a text", "limit": 3})
