@@ -3,7 +3,7 @@
     python -m tests.generation.vllm_engine.draft_head MEETING MODEL INPUTS HEAD...
 
 It loads the head of each folder for the policy in MODEL, as an engine does, and writes the logits [n, V] of
-the `embedded` [n, H] and `states` [n, 3 H] of a sequence in INPUTS beside the folder. Attention is torch's,
+the `embedded` [n, H] and `states` [n, 3 H] of a sequence in INPUTS next to the folder. Attention is torch's,
 as that of vLLM works on the KV cache of an engine.
 """
 
