@@ -131,7 +131,7 @@ def course(pool, model):
         ("llama", layout(cp=2), "none"),
         ("llama", layout(dp=2), "full"),
         ("llama-tied", layout(pp=2), "full"),
-        ("llama", layout(pp=2, tp=2), "none"),
+        ("llama", layout(pp=2, tp=2, sp=True), "none"),
         ("llama", layout(pp=2, vpp=2), "none"),
         ("mimo-mtp", layout(), "none"),
         pytest.param("llama-tied", layout(cp=2, tp=2, sp=True), "none", marks=pytest.mark.ci),
