@@ -173,6 +173,7 @@ USED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "vllm/v1/worker/gpu_worker.py": {"Worker.sleep": (), "Worker.wake_up": ()},
         "vllm/v1/worker/gpu_model_runner.py": {
             "GPUModelRunner.get_model": (),
+            "GPUModelRunner.get_draft_model": (),
             "GPUModelRunner.reload_weights": (),
         },
         "vllm/model_executor/model_loader/utils.py": {"process_weights_after_loading": ()},

@@ -225,8 +225,8 @@ CALLED = {
         *("AsyncLLM.from_engine_args", "AsyncLLM.generate", "AsyncLLM.pause_generation"),
         *("AsyncLLM.resume_generation", "AsyncLLM.reset_prefix_cache", "AsyncLLM.update_weight_version"),
         *("AsyncLLM.collective_rpc", "AsyncLLM.sleep", "AsyncLLM.wake_up", "AsyncLLM.shutdown"),
-        *("GPUModelRunner.get_model", "GPUModelRunner.reload_weights", "LoRARequest"),
-        *("SamplingParams", "AsyncEngineArgs"),
+        *("GPUModelRunner.get_model", "GPUModelRunner.get_draft_model"),
+        *("GPUModelRunner.reload_weights", "LoRARequest", "SamplingParams", "AsyncEngineArgs"),
     },
     "tensorrt_llm": {
         *("AsyncLLM", "AsyncLLM.setup_async", "AsyncLLM.collective_rpc", "BaseLLM.generate_async"),

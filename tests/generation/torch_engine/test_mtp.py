@@ -112,9 +112,9 @@ def test_what_follows_a_draft_is_that_of_plain_modules(model, num_prompt_tokens)
             (hidden,) = further_hidden(model.network, torch.tensor(read), depth=1)
             whole = model.network.lm_head(hidden[num_prompt_tokens - 1 :])
         assert whole.std() > 0.5, "logits this flat would hide a mistake"
-        torch.testing.assert_close(rows[:5], whole, atol=2e-4, rtol=0)
+        torch.testing.assert_close(rows[:5], whole, atol=1e-4, rtol=0)
         want = draft_logits(model.network, read, [int(token) for token in draft])
-        torch.testing.assert_close(rows[4:], want, atol=2e-4, rtol=0)
+        torch.testing.assert_close(rows[4:], want, atol=1e-4, rtol=0)
 
 
 def drafting(engine, max_step=0.01):
@@ -150,7 +150,7 @@ def check_drafts(engine, network):
             for row, end, count in zip(rows, ends, step.counts, strict=True):
                 if count:
                     (want,) = draft_logits(network, row.tokens(0).tolist())
-                    torch.testing.assert_close(logits[end], want, atol=5e-4, rtol=0)
+                    torch.testing.assert_close(logits[end], want, atol=1e-4, rtol=0)
                     compared.append(count)
         return drafts
 

@@ -8,8 +8,6 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
-from tests.models.mtp_models import MiMoConfig
-
 VOCABULARY = 97  # vLLM rounds it up to 128 rows
 HEADS = 8
 _COMMON = {
@@ -55,9 +53,10 @@ def make(family: str, folder: Path, seed: int = 7) -> Any:
     """A model of transformers, saved into `folder`: weights that differ clearly, norms included."""
     import transformers
 
+    from tests.models import mtp_models
+
     name, own = FAMILIES[family]
-    kind = MiMoConfig if family == "mimo" else getattr(transformers, name)
-    config = kind(**_COMMON | own)
+    config = getattr(mtp_models if family == "mimo" else transformers, name)(**_COMMON | own)
     torch.manual_seed(seed)
     network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in network.parameters():
