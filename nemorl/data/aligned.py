@@ -29,7 +29,7 @@ from .tokenizer import Tokenizer, TokenizerError, load_tokenizer, prompts_of
 
 IntArray = NDArray[np.int64]
 
-MAX_PIECES = 4  # tokens of the teacher to which one of the policy is mapped; later ones weigh below 1e-3
+MAX_PIECES = 4  # tokens of the teacher to which one of the policy is mapped; others would weigh below 1e-3
 LATER_SHARE = 0.1  # weight of a piece over that of the one before it
 LIKE_EXACT = 0.6  # weight from which a first piece counts as the token itself (NeMo-RL)
 UNREADABLE = (OSError, EOFError, BadZipFile, KeyError, ValueError)  # of a file that is not complete
@@ -50,17 +50,23 @@ class Vocabulary:
 
 
 def align(
-    policy: Example, policy_vocabulary: Vocabulary, teacher: Example, teacher_vocabulary: Vocabulary
+    policy: Example,
+    policy_vocabulary: Vocabulary,
+    teacher: Example,
+    teacher_vocabulary: Vocabulary,
+    train_on: TrainOn = "completion",
 ) -> tuple[Example, Example]:
     """Both examples with `chunks`, whose numbers are of the same text under either tokenizer.
 
     The examples are of the same dialogue. Turns are aligned one by one: the trained tokens of the policy's
     n-th run with those of the teacher's n-th. Where both texts differ, as after a template that trims, only
-    the beginning that they have in common is aligned. A token that ends the turn under both is a chunk.
+    the beginning that they have in common is aligned. A token that ends the turn under both is a chunk. With
+    `all` the one turn is all of the text.
     """
     of_policy, of_teacher = (np.full(e.num_tokens, -1, dtype=np.int32) for e in (policy, teacher))
     number = 0
-    turns = _turns(policy, policy_vocabulary), _turns(teacher, teacher_vocabulary)
+    both = (policy, policy_vocabulary), (teacher, teacher_vocabulary)
+    turns = [_turns(example, vocabulary, train_on) for example, vocabulary in both]
     for mine, other in zip(*turns, strict=False):
         pairs = _common_spans(
             policy.tokens[mine].tolist(),
@@ -77,11 +83,11 @@ def align(
     return replace(policy, chunks=of_policy), replace(teacher, chunks=of_teacher)
 
 
-def _turns(example: Example, vocabulary: Vocabulary) -> list[slice]:
-    """Consecutive trained tokens; the first of a text belongs to them, though nothing predicts it."""
+def _turns(example: Example, vocabulary: Vocabulary, train_on: TrainOn) -> list[slice]:
+    """Consecutive trained tokens; the first of a complete text belongs to it, though nothing predicts it."""
     mask = example.loss_mask.copy()
-    if len(mask) > 1 and int(example.tokens[0]) not in vocabulary.special:
-        mask[0] = mask[1]
+    if train_on == "all" and int(example.tokens[0]) not in vocabulary.special:
+        mask[0] = True
     borders = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
     return [slice(int(start), int(end)) for start, end in borders.reshape(-1, 2)]
 
@@ -164,7 +170,7 @@ class AlignedEncoder:
         own, *vocabularies = self._vocabularies
         return [
             [
-                align(replace(example, teacher=number), own, one, vocabulary)
+                align(replace(example, teacher=number), own, one, vocabulary, train_on)
                 for number, (one, vocabulary) in enumerate(zip(read, vocabularies, strict=True))
             ]
             for example, *read in zip(mine, *others, strict=True)

@@ -113,11 +113,24 @@ def test_a_prompt_that_is_trained_is_aligned_but_for_the_token_that_nothing_pred
     byte_level: loading.Tokenizer, pieces: loading.Tokenizer
 ) -> None:
     mine, other = (example(one, "ab", "all") for one in (byte_level, pieces))
-    aligned, read = align(mine, Vocabulary.of(byte_level), other, Vocabulary.of(pieces))
+    aligned, read = align(mine, Vocabulary.of(byte_level), other, Vocabulary.of(pieces), "all")
     assert spans(aligned, byte_level)[0] == b"+"
     assert aligned.chunks is not None
     assert read.chunks is not None
     assert aligned.chunks[0] == read.chunks[0] == -1
+
+
+def test_a_prompt_of_one_token_is_no_part_of_the_answer(byte_level: loading.Tokenizer) -> None:
+    """The teacher's prompt is longer."""
+    vocabulary = Vocabulary.of(byte_level)
+    mine, other = (
+        Example(
+            np.array([*prompt, *byte_level.encode("ab"), ENDOFTEXT], np.int32), np.arange(size) >= len(prompt)
+        )
+        for prompt, size in ((byte_level.encode("a"), 3), (byte_level.encode("aa"), 4))
+    )
+    aligned, read = align(mine, vocabulary, other, vocabulary)
+    assert spans(aligned, byte_level) == spans(read, byte_level) == [b"ab", b"<|endoftext|>"]
 
 
 def test_projection_has_exact_tokens_and_splits(
