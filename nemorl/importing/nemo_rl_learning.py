@@ -391,7 +391,9 @@ def asynchronous(x: Origin) -> Fields:
         restarts = x.get(f"{old}.recompute_kv_cache_after_weight_updates", False)
         on_update = "restart" if restarts else "continue"
     if colocated(x):
-        raise CannotImport(f"{old}.enabled: engines that share the policy's GPUs cannot sample ahead here")
+        problem = "engines that share the policy's GPUs cannot sample ahead here"
+        fix = "set it or policy.generation.colocated.enabled to false"
+        raise CannotImport(f"{old}.enabled: {problem}; {fix}")
     age = x.get(f"{old}.max_trajectory_age_steps", 1)
     return {"algorithm.max_staleness": age, "generation.on_update": on_update}
 
