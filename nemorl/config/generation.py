@@ -113,7 +113,7 @@ class MtpConfig(Config):
 
 
 class Eagle3Config(Config):
-    """Drafts of an EAGLE-3 head over hidden states of the policy, which stays as it was loaded."""
+    """Drafts of an EAGLE-3 head over hidden states of the policy, which updates bring if it is trained."""
 
     method: Literal["eagle3"]
     model_path: Path
@@ -236,7 +236,9 @@ class GenerationBase(Config):
         return isinstance(getattr(self, "speculation", None), MtpConfig)
 
     def updates_drafts(self, policy: PolicyConfig) -> bool:
-        """True if the policy trains the layers that draft."""
+        """True if the policy trains the layers or the head that drafts."""
+        if isinstance(getattr(self, "speculation", None), Eagle3Config):
+            return policy.draft is not None
         return self.drafts_by_mtp and policy.multi_token_prediction is not None
 
     def with_absolute_paths(self) -> Self:

@@ -29,10 +29,11 @@ from torch import Tensor
 
 from nemorl.config.policy import DraftHeadConfig, PolicyConfig
 from nemorl.models.eagle3 import D2T, EMBEDDING, Eagle3Head, drafted_ids, read_d2t, read_head
-from nemorl.models.eagle3_shape import LM_HEAD, head_shape
+from nemorl.models.eagle3_shape import LM_HEAD, SENT, head_shape
 from nemorl.models.layout import stage_layers
 from nemorl.models.rope import RotaryTable
 from nemorl.models.shape import ModelShape
+from nemorl.models.slices import TensorSlice
 
 from .attention import PackedAttention
 from .checkpoint_files import read_draft
@@ -205,6 +206,21 @@ class DraftTraining:
             for weight in self._head.parameters():
                 yield weight.data
                 yield from (self._optimizer.state[weight][m] for m in self._moments(weight))
+
+    def slices(self) -> list[TensorSlice]:
+        """The parts of the head in each of `weights`, by their names in updates of engines."""
+        if self._head is None:
+            return []
+        tensors = self._shape.sent_tensors()
+        lm_head = TensorSlice.whole(SENT + LM_HEAD, tensors.pop(SENT + LM_HEAD))
+        rows = replace(lm_head, start=(self._rows.start, 0), size=(len(self._rows), self._shape.hidden_size))
+        return [*(TensorSlice.whole(*each) for each in tensors.items()), *([rows] if self._rows else [])]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of the head on this rank, by their names in updates of engines."""
+        if self._head is None:
+            return {}
+        return {SENT + name: weight.data for name, weight in self._head.named_parameters()}
 
     def state(self) -> dict[str, Tensor]:
         """For a checkpoint, of the first rank of those with the same; empty on the others."""

@@ -36,6 +36,7 @@ from nemorl.models.hf_folder import HfFolder
 from nemorl.models.layout import SCALAR_HEAD, chunk_prefix, policy_rank, policy_slices
 from nemorl.models.registry import policy_shape
 from nemorl.models.slices import TensorSlice
+from nemorl.models.tensors import ComputedTensors
 from nemorl.plan.utilization import peak_tflops
 from nemorl.weights.endpoints import WeightSender
 
@@ -178,6 +179,8 @@ class PolicyWorker:
         slices = [*self.slices(), *self.adapter_slices()]
         if self._ranges is not None and config.engine_quantization is not None:
             slices += self._ranges.slices()
+        if self._draft is not None:
+            slices += self._draft.slices()
         self.sender = WeightSender(slices, self._sent_parameters, self.device)
 
     def header(self) -> dict[str, str]:
@@ -262,7 +265,10 @@ class PolicyWorker:
     def _sent_parameters(self) -> Mapping[str, Tensor]:
         if self._ranges is not None:
             self._ranges.adopt()
-        return self.merged_parameters()
+        merged = self.merged_parameters()
+        if self._draft is None:
+            return merged
+        return ComputedTensors(self._draft.weights(), merged.keys(), merged.__getitem__)
 
     def decoding_copy(self, max_kv_tokens: int) -> DecodingCopy:
         """This rank's part in sampling with the weights in place; layouts without CP and VPP have one."""

@@ -8,8 +8,10 @@ from .hf_config import HfConfig, UnsupportedModel, read_json_object
 from .shape import ModelShape, Rope
 
 LM_HEAD = "lm_head.weight"
+SENT = "draft_head."  # before the names of the weights in updates of engines
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"  # where vLLM looks, in `eagle_config`
+ANY_LAYERS = 8  # the number of layers of a model does not change the size of its head
 _MIN_LAYERS = 7  # from which on the layers of `default_layers` differ
 
 Layers = tuple[int, int, int]
@@ -107,10 +109,19 @@ class Eagle3Shape:
             LM_HEAD: (self.draft_vocab_size, hidden),
         }
 
+    def sent_tensors(self) -> dict[str, tuple[int, ...]]:
+        """`tensors` by their names in updates of engines, where the policy has an `lm_head` too."""
+        return {SENT + name: extents for name, extents in self.tensors().items()}
+
     def num_parameters(self, ranks: int = 1) -> int:
         """Weights of one of the tensor-parallel ranks, which divide `lm_head`."""
         sizes = {name: math.prod(extents) for name, extents in self.tensors().items()}
         return sum(sizes.values()) - sizes[LM_HEAD] + -(-sizes[LM_HEAD] // ranks)
+
+
+def is_head(folder: Path) -> bool:
+    """True if a folder has such a head. Raises BrokenModelFolder."""
+    return ARCHITECTURE in read_json_object(folder / "config.json").get("architectures", [])
 
 
 def head_shape(model: ModelShape, layers: Layers | None, folder: Path | None) -> Eagle3Shape:

@@ -6,7 +6,7 @@ from pathlib import Path
 from nemorl.config.experiment import Experiment
 from nemorl.config.generation import Eagle3Config
 from nemorl.errors import Problem, Problems
-from nemorl.models.eagle3_shape import Eagle3Shape
+from nemorl.models.eagle3_shape import ANY_LAYERS, Eagle3Shape
 from nemorl.models.hf_config import BrokenModelFolder, UnsupportedModel, read_json_object
 from nemorl.models.layout import hf_tensors, mtp_tensors
 from nemorl.models.registry import family_of, load_shape
@@ -15,7 +15,6 @@ from nemorl.models.shape import ModelShape
 from .problems import tokenizer_problems, weight_problems
 
 _SECTION = "generation.speculation"
-_ANY_LAYERS = 8  # the number of layers of a model does not change the size of its head
 # Fields of config.json with the number of these layers, by which vLLM and TensorRT-LLM find them.
 _MTP_FIELDS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
@@ -30,6 +29,10 @@ def draft_problems(experiment: Experiment, shape: ModelShape) -> Problems:
     speculation = getattr(config, "speculation", None)
     if isinstance(speculation, Eagle3Config):
         yield from _head_problems(speculation.model_path, shape)
+        draft = experiment.policy.draft
+        if draft is not None and draft.model_path != speculation.model_path:
+            fix = f"engines draft by the head in {speculation.model_path}, and updates bring the trained one"
+            yield Problem("policy.draft.model_path", draft.model_path, f"{fix}: name the same folder in both")
     if (draft_model := config.draft_model) is None:
         return
     field, folder = f"{_SECTION}.model_path", draft_model.model_path
@@ -79,7 +82,7 @@ def draft_elements(experiment: Experiment) -> int:
     speculation = getattr(config, "speculation", None)
     try:
         if isinstance(speculation, Eagle3Config):
-            return Eagle3Shape.read(speculation.model_path, _ANY_LAYERS).num_parameters()
+            return Eagle3Shape.read(speculation.model_path, ANY_LAYERS).num_parameters()
         if config.draft_model is not None:
             sizes = hf_tensors(load_shape(config.draft_model.model_path))
         elif config.drafts_by_mtp:

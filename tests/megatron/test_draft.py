@@ -18,9 +18,12 @@ from nemorl.data.packed import PackedBatch
 from nemorl.megatron.checkpoint_files import UnfitCheckpoint, read_draft
 from nemorl.megatron.export import export_draft
 from nemorl.models.eagle3 import Eagle3Head, read_head, write_head
-from nemorl.models.eagle3_shape import LM_HEAD, Eagle3Shape
+from nemorl.models.eagle3_shape import LM_HEAD, SENT, Eagle3Shape
 from nemorl.models.hf_config import UnsupportedModel
+from nemorl.models.layout import hf_tensors
 from nemorl.models.registry import load_shape
+from nemorl.models.slices import TensorSlice
+from nemorl.models.tensors import local_view
 from tests.megatron.cases import LOSS, LOSS_WITHOUT_REFERENCE, partition, share, start_worker
 from tests.megatron.examples import layout, policy_config, ragged_batch
 from tests.models.draft_heads import head_logits, states_of
@@ -277,3 +280,41 @@ def test_an_export_is_the_head_that_was_trained(start_here, model, tmp_path):
     again = start_here(policy_config(folder, draft={"model_path": tmp_path / "head"}))
     found = again._draft.state()
     assert all(torch.equal(found[name], written[name]) for name in written)
+
+
+def sent(
+    rank: int, world_size: int, rendezvous: str, config: PolicyConfig
+) -> tuple[list[tuple[TensorSlice, Tensor]], set[str], dict[str, Tensor]]:
+    """After a step: what engines get of the head and of the policy, and checkpoints of the head."""
+    worker = start_worker(rank, world_size, rendezvous, config)
+    mine = share(ragged_batch(), rank, config)
+    worker.load_batch(mine)
+    worker.train(partition(mine.num_sequences, 3), LOSS_WITHOUT_REFERENCE)
+    weights = worker._sent_parameters()
+    parts = [(part, local_view(weights, part).clone()) for part in worker.sender.describe().slices]
+    head = [(part, values) for part, values in parts if part.name.startswith(SENT)]
+    others = {part.name for part, _ in parts if not part.name.startswith(SENT)}
+    state = {name: values.clone() for name, values in worker._draft.state().items()}
+    worker.close()
+    return head, others, state
+
+
+@pytest.mark.parametrize(
+    ("where", "lora"),
+    [(layout(tp=2, sp=True), None), (layout(pp=2), {"rank": 2, "alpha": 4})],
+    ids=["TP2", "PP2 with adapters"],
+)
+def test_engines_get_the_head_that_was_trained(pool, model, where, lora):
+    folder = model("llama")[1]
+    config = policy_config(folder, layout=where, draft=DRAFT, lora=lora)
+    ranks = pool.run(where.world_size, sent, config)
+    shape = load_shape(folder)
+    whole = {name: torch.full(size, torch.nan) for name, size in Eagle3Shape.of(shape).sent_tensors().items()}
+    for head, _, _ in ranks:
+        for part, values in head:
+            whole[part.name][part.box] = values
+    saved_states = [state for _, _, state in ranks if state]
+    state = {name: values for one in saved_states for name, values in one.items()}
+    state[LM_HEAD] = torch.cat([one[LM_HEAD] for one in saved_states])  # ranks have rows of it
+    assert all(torch.equal(values, state[name.removeprefix(SENT)]) for name, values in whole.items())
+    assert set().union(*(others for _, others, _ in ranks)) >= hf_tensors(shape).keys()

@@ -185,6 +185,22 @@ def test_a_head_of_the_model_drafts(configure: Configure, tmp_path: Path) -> Non
     assert drafting.generation.with_absolute_paths().speculation == drafting.generation.speculation
 
 
+def test_a_trained_head_is_the_one_that_drafts(configure: Configure, tmp_path: Path) -> None:
+    head, shape = tmp_path / "head", load_shape(configure(*VLLM).policy.model_path)
+    weights = {name: torch.zeros(size) for name, size in Eagle3Shape.of(shape).tensors().items()}
+    write_head(head, Eagle3Shape.of(shape), weights, configure(*VLLM).policy.model_path)
+    loaded, updated, other = (
+        configure(*VLLM, EAGLE3 % head, *draft)
+        for draft in ((), (f"policy.draft.model_path={head}",), ("policy.draft.lr=1e-4",))
+    )
+    trained = [each.generation.host_options(each.policy)["trained_drafts"] for each in (loaded, updated)]
+    assert trained == [False, True]
+    assert list(vllm_problems(updated, shape, installed=False)) == []
+    (problem,) = vllm_problems(other, shape, installed=False)
+    assert (problem.field, problem.value) == ("policy.draft.model_path", None)
+    assert f"engines draft by the head in {head}, and updates bring the trained one" in problem.fix
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "field", "fix"),
     [

@@ -20,7 +20,7 @@ from nemorl.generation.tokens import engine_seed
 from nemorl.generation.types import EngineOptions, GenerationRequest
 
 LEARNED_LAYOUT = "NEMORL_VLLM_LEARNED_LAYOUT"  # learn, while loading, where shards of weights belong
-TRAINED_DRAFTS = "NEMORL_VLLM_TRAINED_DRAFTS"  # updates bring the layers that draft (MTP) too
+TRAINED_DRAFTS = "NEMORL_VLLM_TRAINED_DRAFTS"  # updates bring the layers or the head that drafts too
 QUANTIZATION = "NEMORL_VLLM_QUANTIZATION"  # a `QuantizationConfig` by which workers quantize weights
 OWNER = "NEMORL_VLLM_OWNER"  # the process id of the replica, with which all processes of its engine end
 EXTENSION = "nemorl.generation.vllm_engine.worker.VllmWorkerExtension"
@@ -38,7 +38,7 @@ def environment(
     """Variables to set before vLLM is imported, for all its processes; `sockets` is for their sockets.
 
     With `quantization` workers quantize the weights that they load or receive; with `trained_drafts` they
-    receive the layers that draft as well.
+    receive the layers or the head that drafts as well.
     """
     variables = {
         OWNER: str(os.getpid()),

@@ -145,8 +145,8 @@ class VllmHost(UpdatedDriver):
     ) -> None:
         """With `lora` the engine receives adapters only; with `quantization` its workers quantize weights.
 
-        With `trained_drafts` updates bring the layers that draft too. `gpus` it sees, unless it sees this
-        process's. Raises Unquantizable.
+        With `trained_drafts` updates bring the layers or the head that drafts, too. `gpus` it sees, unless it
+        sees this process's. Raises Unquantizable.
         """
         from nemorl.cluster.runtime import hold, remove_abandoned  # and Ray, which vLLM's workers do without
 

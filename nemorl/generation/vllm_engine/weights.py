@@ -5,7 +5,7 @@
     streamed   whole tensors of all modules, each into vLLM's loader as it arrives
     adapters   a policy's LoRA, which vLLM computes on top of weights that stay as they are
 
-Layers that draft (MTP), where the policy trains them, are a second model with a loader of its own.
+Layers (MTP) or a head that drafts, where the policy trains them, are a second model with a loader of its own.
 
 The layout is learned when weights are loaded, before post-processing replaces, changes or copies parameters
 for its kernels. Writing into these would not be seen, or would be wrong, so their modules are reloaded.
@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,11 +142,24 @@ class Untraceable(ValueError):
     """A model into whose weights nothing can be written, and why."""
 
 
+class SharedHead(ValueError):
+    """A head for drafts to which vLLM has given the policy's `lm_head`, which an update would overwrite."""
+
+    def __init__(self, folder: Path) -> None:
+        reason = "vLLM has given it the policy's, which it would share"
+        super().__init__(f"the head in {folder} has no lm_head of its own, or has the policy's: {reason}")
+
+
 @dataclass(frozen=True)
 class Learned:
     trace: LoaderTrace
     changed: Mapping[str, str]  # parameters of modules that post-processing touched, and why that counts
     problem: str | None  # why nothing can be written into the others; None where it can
+
+    def named(self, prefix: str) -> "Learned":
+        """The same for tensors that have this before their names in updates."""
+        slices = tuple(replace(part, name=prefix + part.name) for part in self.trace.slices)
+        return replace(self, trace=replace(self.trace, slices=slices))
 
 
 def learn(
@@ -302,7 +316,7 @@ class StreamingLoader:
 
 
 def reload_drafts(model: nn.Module, vllm_config: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Load tensors into layers that draft: vLLM's `reload_weights` of a worker is for the policy's model."""
+    """Load tensors into what drafts: vLLM's `reload_weights` of a worker is for the policy's model."""
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
     _forget_kernels(model)

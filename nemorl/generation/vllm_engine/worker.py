@@ -27,6 +27,7 @@ from nemorl.config.policy import LoraConfig
 from nemorl.config.quantization import QuantizationConfig
 from nemorl.device import make_current
 from nemorl.models.adapters import adapter_tensors
+from nemorl.models.eagle3_shape import ANY_LAYERS, SENT, Eagle3Shape, is_head
 from nemorl.models.layout import hf_tensors, mtp_tensors
 from nemorl.models.registry import load_shape
 from nemorl.models.shape import ModelShape
@@ -41,6 +42,7 @@ from .host import LAYOUT, PARTS, REPORT, SESSION, remove_folder
 from .trace import LoaderTrace
 from .weights import (
     Learned,
+    SharedHead,
     StreamingLoader,
     WorkerAdapters,
     WorkerModels,
@@ -60,6 +62,7 @@ _process = base_loader.process_weights_after_loading
 _NOTHING = Learned(LoaderTrace((), {}), {}, "its loading was not watched")
 _learned: dict[str, Learned] = {}  # of the models of this process, by the prefix of their parameters
 _POLICY, _DRAFTS = "", "drafts."  # these prefixes
+_LM_HEAD, _D2T = "lm_head.", "draft_id_to_target_id"  # parameters of vLLM's class of a head for drafts
 _trains_drafts = bool(os.environ.get(TRAINED_DRAFTS))
 
 
@@ -69,11 +72,21 @@ def _process_and_learn(model: nn.Module, model_config: Any, target_device: torch
 
     if model_config.runner_type != "draft":
         _learned[_POLICY] = learn(model, hf_tensors(load_shape(Path(model_config.model))), process)
-    elif _trains_drafts:  # layers for further tokens, which then get embedding and head of the policy's model
-        tensors = mtp_tensors(load_shape(Path(model_config.model), with_mtp=True))
-        _learned[_DRAFTS] = learn(model, tensors, process, embeddings_of(model))
+    elif _trains_drafts:  # which then gets the embedding of the policy's model, and layers its `lm_head`
+        folder, elsewhere = Path(model_config.model), embeddings_of(model)
+        if is_head(folder):
+            kept = {name for name in elsewhere if not name.startswith(_LM_HEAD)} | {_D2T}
+            tensors = Eagle3Shape.read(folder, ANY_LAYERS).tensors()
+            _learned[_DRAFTS] = learn(model, tensors, process, kept).named(SENT)
+        else:
+            _learned[_DRAFTS] = learn(model, _layers(folder), process, elsewhere)
     else:  # a second model, for drafts, which takes no weights
         process()
+
+
+def _layers(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of the layers for further tokens."""
+    return mtp_tensors(load_shape(folder, with_mtp=True))
 
 
 def _quantize_in_loader(quantization: QuantizationConfig) -> None:
@@ -181,13 +194,18 @@ def _updated_models(worker: Any, shape: ModelShape) -> dict[str, _Updated]:
     found = {_POLICY: _Updated(model, hf_tensors(shape), reload)}
     if _trains_drafts:
         drafts = runner.get_draft_model()
-        further = mtp_tensors(load_shape(Path(runner.model_config.model), with_mtp=True))
+        folder = Path(worker.vllm_config.speculative_config.draft_model_config.model)
+        of_head = is_head(folder)
+        if of_head and drafts.lm_head is getattr(model, "lm_head", None):
+            raise SharedHead(folder)
+        sent = Eagle3Shape.read(folder, ANY_LAYERS).sent_tensors() if of_head else _layers(folder)
 
-        def reload_layers(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        def reload_what_drafts(tensors: Iterable[tuple[str, Tensor]]) -> None:
+            named = ((name.removeprefix(SENT), tensor) for name, tensor in tensors)
             with set_current_vllm_config(worker.vllm_config):
-                reload_drafts(drafts, worker.vllm_config, tensors)
+                reload_drafts(drafts, worker.vllm_config, named)
 
-        found[_DRAFTS] = _Updated(drafts, further, reload_layers)
+        found[_DRAFTS] = _Updated(drafts, sent, reload_what_drafts)
     return found
 
 

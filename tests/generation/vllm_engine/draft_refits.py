@@ -1,35 +1,45 @@
-"""A program: vLLM's own worker, which drafts by layers for further tokens (MTP), refitted with its policy.
+"""A program: vLLM's own worker, refitted with what it drafts by: layers for further tokens (MTP), or a head.
 
-    python -m tests.generation.vllm_engine.draft_refits FOLDER
+    python -m tests.generation.vllm_engine.draft_refits mtp|eagle3 FOLDER
 
-It prints a line of JSON: for each update of weights and transport, which parameters of the model and of these
-layers then are not those that vLLM loads from the policy's folder, and what linear layers then compute.
+It prints a line of JSON: for each update of weights and transport, which parameters of the model and of what
+drafts then are not those that vLLM loads from the policy's folders, and what linear layers then compute.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from nemorl.models.eagle3 import write_head
+from nemorl.models.eagle3_shape import LM_HEAD, Eagle3Shape
+from nemorl.models.registry import load_shape
 from tests.generation.vllm_engine.loading import computed
 from tests.generation.vllm_engine.models import make
-from tests.generation.vllm_engine.policy import Policy, changed
+from tests.generation.vllm_engine.policy import HEAD, Policy, changed
 from tests.generation.vllm_engine.rank_refits import BUCKET, TRANSPORTS, differing, refits
 from tests.weights.ranks import Threads
 
 
-def main(folder: Path) -> None:
+def main(method: str, folder: Path) -> None:
     from nemorl.generation.vllm_engine import worker as extension
 
-    make("mimo", folder)
+    make("mimo" if method == "mtp" else "qwen3", folder)
+    if method == "eagle3":
+        make_head(folder)
     folders = folder, changed(folder, folder.with_name("changed"))
-    second = copies(both(worker_of(folders[1])))
-    worker = worker_of(folders[0])  # it is refitted; the module knows the layout of what was loaded last
+    second = copies(both(worker_of(folders[1], method)))
+    worker = worker_of(
+        folders[0], method
+    )  # it is refitted; the module knows the layout of what was loaded last
     weights = copies(both(worker)), second
     found: dict[str, Any] = {"changed": sorted(differing(both(worker), second))}
     for update in ("staged", "in_place"):
@@ -42,22 +52,48 @@ def main(folder: Path) -> None:
         found[update]["product_errors"] = {name: error for name, (_, error) in products.items()}
     extension.make_receiver(worker, "reload", None)
     found["reload"] = reloaded(folders, worker, weights)
+    if method == "eagle3":
+        found["shared"] = refused(folder)
     sys.stdout.write(f"REPORT {json.dumps(found)}\n")
 
 
-def worker_of(folder: Path) -> Any:
+def make_head(folder: Path, **given: Tensor) -> None:
+    torch.manual_seed(3)
+    shape = Eagle3Shape.of(load_shape(folder))
+    weights = {name: torch.randn(extents) for name, extents in shape.tensors().items()}
+    write_head(folder / HEAD, shape, weights | given, folder)
+
+
+def refused(folder: Path) -> str:
+    """Why a head with the output matrix of the policy takes no updates."""
+    from nemorl.generation.vllm_engine import worker as extension
+    from nemorl.generation.vllm_engine.weights import SharedHead
+
+    shutil.rmtree(folder / HEAD)
+    make_head(folder, **{LM_HEAD: load_file(folder / "model.safetensors")[LM_HEAD]})
+    try:
+        extension.make_receiver(worker_of(folder, "eagle3"), "staged", None)
+    except SharedHead as error:
+        return str(error)
+    return ""
+
+
+def worker_of(folder: Path, method: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     config = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
+        speculative_config={
+            "method": method, "num_speculative_tokens": 1,
+            **({"model": str(folder / HEAD)} if method == "eagle3" else {}),
+        },
     ).create_engine_config()  # fmt: skip
     return UniProcExecutor(config).driver_worker.worker
 
 
 def both(worker: Any) -> nn.Module:
-    """The model, and the layers that draft with its embedding and head."""
+    """The model and what drafts, with the embedding of the model."""
     runner = worker.model_runner
     return nn.ModuleDict({"policy": runner.get_model(), "drafts": runner.get_draft_model()})
 
@@ -90,4 +126,4 @@ if __name__ == "__main__":
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))
