@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shlex
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -414,7 +415,7 @@ def test_a_folder_that_cannot_be_written_is_named(
 
 @pytest.mark.parametrize("recipe", ["grpo_math_1B.yaml", "recipes/llm/dapo-qwen2.5-7b.v2.yaml"])
 def test_the_overrides_of_the_page_make_an_imported_recipe_run_here(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     page = (Path(__file__).parents[2] / "docs/moving_in.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^nemorl train experiment\.yaml (.*?)^```", page, re.DOTALL | re.MULTILINE)
@@ -424,6 +425,7 @@ def test_the_overrides_of_the_page_make_an_imported_recipe_run_here(
     (tmp_path / "my_rewards.py").write_text(reward, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    request.addfinalizer(lambda: sys.modules.pop("my_rewards", None))  # other tests have one of that name
     assert main(["models", "create", "arithmetic", "models/arithmetic"]) == 0
     assert main(["train", str(out), *shlex.split(sizes), "--dry-run"]) == 0
 
