@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nemorl.config.algorithm import AlignedDistillationConfig, SftConfig
 from nemorl.config.facts import ModelSpec
 from nemorl.config.generation import TorchGenerationConfig
 from nemorl.config.policy import (
@@ -264,6 +265,20 @@ def test_a_chunk_that_is_scored_twice_keeps_its_logits_twice(configure: Configur
     in_reward = "algorithm.kl={coefficient: 0.1, placement: reward, estimator: k1}"
     assert logits(filtered, in_reward) == 2 * copy
     assert logits(filtered, kl, "policy.logprob_chunk_tokens=256") == 2 * copy / 2  # computed again
+
+
+def test_the_complete_distribution_of_each_token_is_aligned(configure: Configure) -> None:
+    experiment = configure("policy.micro_batch_tokens=512", "policy.logprob_chunk_tokens=256")
+    fields = {"num_steps": 1, "batch_size": 32}
+    algorithms = (
+        SftConfig.model_validate({"name": "sft", **fields}),
+        AlignedDistillationConfig.model_validate({"name": "aligned_distillation", **fields}),
+    )
+    plain, aligned = (
+        policy_memory(experiment.model_copy(update={"algorithm": algorithm}), SHAPE).logits
+        for algorithm in algorithms
+    )
+    assert aligned - plain == 9 * 512 * 1000 * 4
 
 
 def test_activations_grow_with_the_micro_batch_and_shrink_with_tensor_parallelism(
