@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemorl.config.yaml import FieldPath, parse_document
@@ -77,7 +77,9 @@ def at(tree: Any, path: FieldPath) -> Any:
 
 def own_lines(text: str, path: FieldPath) -> range:
     """Lines of a value, by the origins of all values in it and of the next value behind it."""
-    origins = {p: int(o.rpartition(":")[2]) for p, o in parse_document(text, "t").origins.items()}
+    given = {p: int(o.rpartition(":")[2]) for p, o in parse_document(text, "t").origins.items()}
+    # What an alias repeats is where the alias is.
+    origins = {p: max(given[p[:size]] for size in range(1, len(p) + 1)) for p in given}
     inside = [line for p, line in origins.items() if p[: len(path)] == path]
     later = [line for line in origins.values() if line > max(inside)]
     return range(min(inside) - 1, (min(later) if later else text.count("\n") + 2) - 1)
@@ -112,6 +114,7 @@ def edits(draw: st.DrawFn) -> tuple[str, FieldPath, Any]:
 
 @settings(max_examples=120, deadline=None)
 @given(edits())
+@example((FORMS, ("data", "validation", "name"), None))
 def test_set_changes_one_value_and_its_lines_only(case: tuple[str, FieldPath, Any]) -> None:
     text, path, value = case
     expected = deepcopy(read(text))
