@@ -57,6 +57,7 @@ extension._process = lambda model, config, device: processed.append(model)
 extension.load_shape = lambda folder, with_mtp=False: f"{folder}, {with_mtp}"
 extension.hf_tensors = lambda shape: f"tensors of {shape}"
 extension.mtp_tensors = lambda shape: f"layers of {shape}"
+extension.is_head = lambda folder: False
 extension.embeddings_of = lambda model: f"embeddings of {model}"
 
 def learn(model, tensors, process, elsewhere=""):
